@@ -1,0 +1,38 @@
+"""One routing decision: who may take the request, what is known of them, and the policy's pick."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from loomserve.routers.base import Decision, Pick, Replica
+
+
+def candidates(
+    replicas: Sequence[Replica], *, exclude: frozenset[str], now: float, stale_after_s: float
+) -> list[Replica]:
+    """The replicas that may take a request, without loads that are out of date.
+
+    A report counts in full until it is ``stale_after_s`` old (the ledger keeps it current until
+    then) and not at all afterwards. ``now`` is Unix time in seconds.
+    """
+    return [
+        _forget_stale_load(replica, now, stale_after_s)
+        for replica in replicas
+        if not replica.draining and replica.id not in exclude
+    ]
+
+
+def decide(eligible: Sequence[Replica], pick: Pick) -> Decision | None:
+    """The policy's pick among the eligible; None if there is nobody to take the request."""
+    if not eligible:
+        return None
+    if len(eligible) == 1:
+        return Decision(eligible[0].id, "only_candidate")
+    return pick(eligible)
+
+
+def _forget_stale_load(replica: Replica, now: float, stale_after_s: float) -> Replica:
+    if replica.load is None or now - replica.load.measured_at <= stale_after_s:
+        return replica
+    return replace(replica, load=None)

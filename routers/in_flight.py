@@ -1,0 +1,140 @@
+"""The requests that this process has open on each replica, and the routing decisions it took.
+
+The gateway's requests go straight to the engines, past Ray Serve's channel, so Serve's queue
+lengths do not see them. The request router and the gateway share one process but not always one
+thread (Serve may run routers on an event loop of their own), so the ledger is locked.
+
+A request is booked *when it is routed*, by the router, not when the gateway has the answer: of a
+burst of requests every one sees those before it. The gateway ends what it began::
+
+    booking = Booking()
+    try:
+        async with handle.choose_replica(RoutingPayload(booking, ...), _reserve=False) as selection:
+            ...
+    finally:
+        IN_FLIGHT.finished(booking, time.time())
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import Counter
+from dataclasses import dataclass, field
+from threading import Lock
+
+
+@dataclass(frozen=True)
+class Assigned:
+    """Requests open on a replica, and the tokens of KV cache they may come to need."""
+
+    requests: int = 0
+    tokens: int = 0
+
+
+NOTHING = Assigned()
+
+
+@dataclass(eq=False)
+class Booking:
+    """One attempt of one request. Only the ledger reads and writes the fields.
+
+    That a booking knows its own end, and not the ledger, makes a router that comes too late
+    harmless: a request cancelled before it was routed is never booked, and nothing is left over.
+    """
+
+    _replica_id: str | None = None
+    _tokens: int = 0
+    _finished: bool = False
+
+
+@dataclass
+class _Record:
+    # Parallel lists: at[i] (Unix seconds, ascending) is when the replica's open requests became
+    # were[i], which holds until at[i + 1]. The first entry also answers for all earlier times.
+    at: list[float] = field(default_factory=lambda: [0.0])
+    were: list[Assigned] = field(default_factory=lambda: [NOTHING])
+
+    def change(self, requests: int, tokens: int, now: float, retain_s: float) -> None:
+        last = self.were[-1]
+        self.were.append(Assigned(last.requests + requests, last.tokens + tokens))
+        self.at.append(max(now, self.at[-1]))  # the wall clock may step back
+        expired = max(0, bisect_right(self.at, now - retain_s) - 1)
+        del self.at[:expired], self.were[:expired]
+
+
+class InFlight:
+    """A thread-safe ledger of open requests by replica.
+
+    Records of replicas that vanished go by themselves: an idle one is dropped ``retain_s`` seconds
+    after its last change. Times are Unix seconds, the clock of load reports.
+    """
+
+    def __init__(self, retain_s: float = 60.0) -> None:
+        self._retain_s = retain_s
+        self._lock = Lock()
+        self._records: dict[str, _Record] = {}
+        self._decisions: Counter[tuple[str, str, str]] = Counter()
+
+    def started(self, booking: Booking, replica_id: str, tokens: int, now: float) -> None:
+        """Book a request on a replica; one booked elsewhere moves, a finished one stays so.
+
+        ``tokens`` is the request's prompt plus its output limit.
+        """
+        with self._lock:
+            if booking._finished:
+                return
+            self._release(booking, now)
+            self._drop_idle(now)
+            record = self._records.setdefault(replica_id, _Record())
+            record.change(1, tokens, now, self._retain_s)
+            booking._replica_id, booking._tokens = replica_id, tokens
+
+    def finished(self, booking: Booking, now: float) -> None:
+        """End a request, however it ended, and whether or not it was ever routed. Idempotent."""
+        with self._lock:
+            self._release(booking, now)
+            booking._finished = True
+
+    def of(self, replica_id: str, at: float | None = None) -> Assigned:
+        """What is open on a replica now, or was at an earlier time (up to ``retain_s`` ago)."""
+        with self._lock:
+            record = self._records.get(replica_id)
+            if record is None:
+                return NOTHING
+            if at is None:
+                return record.were[-1]
+            return record.were[max(0, bisect_right(record.at, at) - 1)]
+
+    def decided(self, model: str, policy: str, reason: str) -> None:
+        """Count a routing decision."""
+        with self._lock:
+            self._decisions[model, policy, reason] += 1
+
+    def decisions(self) -> Counter[tuple[str, str, str]]:
+        """Decisions since the process started, by (model, policy, reason)."""
+        with self._lock:
+            return self._decisions.copy()
+
+    def replicas(self) -> frozenset[str]:
+        """The replicas of which the ledger still knows something."""
+        with self._lock:
+            return frozenset(self._records)
+
+    def _release(self, booking: Booking, now: float) -> None:
+        if booking._replica_id is not None:
+            record = self._records[booking._replica_id]
+            record.change(-1, -booking._tokens, now, self._retain_s)
+            booking._replica_id = None
+
+    def _drop_idle(self, now: float) -> None:
+        idle = [
+            replica_id
+            for replica_id, record in self._records.items()
+            if record.were[-1].requests == 0 and record.at[-1] < now - self._retain_s
+        ]
+        for replica_id in idle:
+            del self._records[replica_id]
+
+
+IN_FLIGHT = InFlight()
+"""The ledger of this process."""

@@ -1,0 +1,209 @@
+"""The routers inside a real Ray Serve: its router classes are private, so they are proven here."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.handle import DeploymentHandle
+
+from loomserve.platform.config import Router
+from loomserve.routers.base import RoutingPayload
+from loomserve.routers.choice import request_router_config
+from loomserve.routers.in_flight import IN_FLIGHT, NOTHING, Assigned, Booking
+
+
+class Echo:
+    """Reports the load that the test writes for it."""
+
+    def __init__(self, reports: str) -> None:
+        self._reports = Path(reports)
+
+    def record_routing_stats(self) -> dict[str, Any]:
+        mine = serve.get_replica_context().replica_id.unique_id
+        reports = json.loads(self._reports.read_text())
+        if mine not in reports:
+            return {}
+        stats: dict[str, Any] = reports[mine]
+        return stats | {"load": stats["load"] | {"measured_at": time.time()}}
+
+    def __call__(self, word: str) -> str:
+        return word
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    # Workers cannot import this file, so Echo travels by value.
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        namespace=f"test-serve-router-{uuid.uuid4().hex}",
+    )
+    serve.start(proxy_location="Disabled")
+    yield
+    serve.shutdown()
+    ray.shutdown()
+
+
+def run(policy: str, folder: Path) -> tuple[DeploymentHandle, Path]:
+    """Two replicas behind a router, and the file of their reports by replica id."""
+    reports = folder / "reports.json"
+    reports.write_text("{}")
+    config = RequestRouterConfig(
+        **request_router_config(Router.model_validate({"policy": policy}), f"the {policy} model")
+    )
+    deployment = serve.deployment(
+        num_replicas=2, request_router_config=config, ray_actor_options={"num_cpus": 0.1}
+    )(Echo)
+    return serve.run(deployment.bind(str(reports)), name=policy, route_prefix=None), reports
+
+
+@pytest.fixture(scope="module")
+def load_aware(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeploymentHandle, Path]:
+    return run("load_aware", tmp_path_factory.mktemp("load_aware"))
+
+
+@asynccontextmanager
+async def routed(handle: DeploymentHandle, **payload: Any) -> AsyncIterator[str]:
+    """A request as the gateway makes it: open while the block runs."""
+    booking = Booking()
+    try:
+        async with (
+            asyncio.timeout(60),  # the first one waits for the router to start
+            handle.choose_replica(RoutingPayload(booking, **payload), _reserve=False) as selection,
+        ):
+            replica_id = selection.replica_id
+        yield replica_id
+    finally:
+        IN_FLIGHT.finished(booking, time.time())
+
+
+async def two_replicas(handle: DeploymentHandle) -> tuple[str, str]:
+    async with routed(handle) as first, routed(handle, exclude=frozenset({first})) as second:
+        return first, second
+
+
+def stats(running: int, *, draining: bool = False) -> dict[str, Any]:
+    return {
+        "load": {"running": running, "waiting": 0, "kv_cache_usage": 0.0, "step_time_s": 0.01},
+        "max_running": 10,
+        "kv_capacity_tokens": 1_000,
+        "draining": draining,
+    }
+
+
+async def until(expected: object, ask: Callable[[], Awaitable[object]]) -> None:
+    """Reports take a second or two to reach the router."""
+    deadline = time.monotonic() + 10
+    while (seen := await ask()) != expected:
+        assert time.monotonic() < deadline, f"{seen} instead of {expected}"
+        await asyncio.sleep(0.1)
+
+
+def test_a_burst_that_arrives_at_once_is_spread(load_aware: tuple[DeploymentHandle, Path]) -> None:
+    handle, _ = load_aware
+
+    async def burst() -> None:
+        everyone = asyncio.Barrier(9)
+
+        async def one() -> str:
+            async with routed(handle, prompt_tokens=10, max_tokens=5) as replica_id:
+                await everyone.wait()
+                await everyone.wait()
+                return replica_id
+
+        requests = [asyncio.create_task(one()) for _ in range(8)]
+        await everyone.wait()
+        open_now = {id: IN_FLIGHT.of(id) for id in IN_FLIGHT.replicas()}
+        await everyone.wait()
+        taken = Counter(await asyncio.gather(*requests))
+        assert sorted(taken.values()) == [4, 4]
+        assert {id: open_now[id] for id in taken} == {id: Assigned(4, 60) for id in taken}
+        assert {IN_FLIGHT.of(id) for id in taken} == {NOTHING}
+
+    asyncio.run(burst())
+    decisions = IN_FLIGHT.decisions()
+    assert {key[:2] for key in decisions} == {("the load_aware model", "load_aware")}
+    assert decisions.total() == 8
+
+
+def test_reports_exclusion_and_draining_steer_requests(
+    load_aware: tuple[DeploymentHandle, Path],
+) -> None:
+    handle, reports = load_aware
+
+    async def steer() -> None:
+        a, b = await two_replicas(handle)
+
+        async def pick(**payload: Any) -> str:
+            async with routed(handle, **payload) as replica_id:
+                return replica_id
+
+        for idle, busy in ((a, b), (b, a)):
+            reports.write_text(json.dumps({idle: stats(0), busy: stats(9)}))
+            await until(idle, pick)
+            assert await pick(exclude=frozenset({idle})) == busy
+
+        reports.write_text(json.dumps({a: stats(9), b: stats(0, draining=True)}))
+        await until(a, pick)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.5):
+                await pick(exclude=frozenset({a}))
+        assert (IN_FLIGHT.of(a), IN_FLIGHT.of(b)) == (NOTHING, NOTHING)
+
+        assert await handle.remote("a call through Serve") == "a call through Serve"
+
+        async def waiting() -> str:
+            return await pick(exclude=frozenset({a}))
+
+        later = asyncio.create_task(waiting())
+        reports.write_text(json.dumps({a: stats(9), b: stats(0)}))
+        assert await later == b
+
+    asyncio.run(steer())
+
+
+def test_prefixes_stay_together_until_queues_differ_too_much(tmp_path: Path) -> None:
+    handle, reports = run("prefix_aware", tmp_path)
+
+    async def prefixes() -> None:
+        a, b = await two_replicas(handle)
+
+        async def pick(prompt: Any, **payload: Any) -> str:
+            async with routed(handle, prompt=prompt, **payload) as replica_id:
+                return replica_id
+
+        story = "Once upon a time there was a weaver who "
+        home = await pick(story + "sang.")
+        other = b if home == a else a
+        assert {await pick(story + f"had {i} looms.") for i in range(8)} == {home}
+        chat = [{"role": "user", "content": story + "slept."}]
+        assert await pick(chat) == home
+        assert await pick(chat, exclude=frozenset({home})) == other
+        assert await pick([11, 12, 13]) in {a, b}  # token ids have no text to match
+        assert await handle.remote("a call through Serve") == "a call through Serve"
+
+        reports.write_text(json.dumps({home: stats(40), other: stats(0)}))
+        await until(other, lambda: pick(story + "left."))
+        reports.write_text(json.dumps({home: stats(0), other: stats(0, draining=True)}))
+        await until(home, lambda: pick(story + "returned."))
+
+    asyncio.run(prefixes())
+    reasons = {
+        reason for model, _, reason in IN_FLIGHT.decisions() if model == "the prefix_aware model"
+    }
+    assert reasons == {"prefix_tree", "power_of_two", "only_candidate"}
