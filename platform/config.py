@@ -1,0 +1,458 @@
+"""The configuration: one YAML file, one strict and frozen tree.
+
+Everything a user may write stands here with its description; vLLM's own options pass through
+under vLLM's own names in ``models[].engine``. ``load`` is the only way in, and its errors name the
+field and the line of the file.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from yaml.constructor import ConstructorError
+from yaml.error import MarkedYAMLError
+from yaml.reader import ReaderError
+
+from loomserve.platform.errors import ConfigError
+
+_SIZE = re.compile(r"^\s*(\d{1,18}(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*$")
+_UNITS = {
+    None: 1, "B": 1,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+}  # fmt: skip
+
+
+class _FieldError(ValueError):
+    """What a validator of a whole node raises to point at the field that is wrong."""
+
+    def __init__(self, message: str, *field: str | int) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def parse_bytes(value: object) -> int:
+    """``512MiB``, ``1.5 GiB`` or a plain number of bytes.
+
+    Raises:
+        ValueError: not a size, negative or zero.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError("write a size such as 512MiB or 2GiB")
+    match = _SIZE.match(str(value))
+    if match is None:
+        raise ValueError(f"{value!r} is not a size; write a positive one such as 512MiB or 2GiB")
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if size <= 0:
+        raise ValueError(f"{value!r} must be more than zero")
+    return size
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,126}$")]
+
+
+class _Node(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class Device(_Node):
+    """A place where an engine runs: some cores of this machine, or one GPU."""
+
+    name: Name = Field(description="What models refer to.")
+    kind: Literal["cpu", "cuda"] = Field("cpu", description="cpu: some cores; cuda: one GPU.")
+    cores: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description="The cores that an engine on this CPU device is bound to."
+    )
+    gpu: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="The GPU's number on its node, as nvidia-smi counts."
+    )
+
+    @model_validator(mode="after")
+    def _kind_has_its_place(self) -> Device:
+        wanted, unwanted = ("cores", "gpu") if self.kind == "cpu" else ("gpu", "cores")
+        given = {"cores": bool(self.cores), "gpu": self.gpu is not None}
+        what = f"device {self.name!r} is of kind {self.kind}"
+        if given[unwanted]:
+            raise _FieldError(f"{what}: give it {wanted}, and no {unwanted}", unwanted)
+        if not given[wanted]:
+            raise _FieldError(f"{what}: give it {wanted}", wanted)
+        if len(set(self.cores)) != len(self.cores):
+            raise _FieldError(f"device {self.name!r} names a core twice", "cores")
+        return self
+
+
+class Router(_Node):
+    """How requests are spread over the replicas of a model."""
+
+    policy: Literal["load_aware", "round_robin", "power_of_two", "prefix_aware"] = Field(
+        "load_aware",
+        description="load_aware: BanaServe's algorithm 4-2 on measured loads; prefix_aware: Ray's.",
+    )
+    load_limit: float = Field(
+        1.6,
+        gt=0,
+        le=2,
+        description="δ_L: a replica whose utilisation (0 to 2) is below this takes the request.",
+    )
+    stale_after_s: float = Field(
+        10.0, gt=0, description="A load report older than this counts as unknown."
+    )
+
+
+class Model(_Node):
+    """One model as users see it: a name, where its weights are, and where it runs."""
+
+    name: ModelName = Field(description="The name clients ask for.")
+    source: str = Field(
+        min_length=1,
+        description="demo (the packaged SmolLM2-135M-Instruct), demo:NAME, a folder, or a hub id.",
+    )
+    devices: tuple[Name, ...] = Field(
+        min_length=1, description="Where its replicas may run, one replica a device."
+    )
+    replicas: int | Literal["auto"] = Field(
+        "auto",
+        description="How many replicas to start; auto: one a device, as far as memory allows.",
+    )
+    kv_cache_memory: Bytes = Field(
+        512 * 2**20, description="Memory for KV blocks, for each replica, such as 512MiB."
+    )
+    engine: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of vLLM's engine under vLLM's own names, such as max_model_len.",
+    )
+    router: Router = Field(default_factory=Router, description="How requests are spread.")
+    max_concurrent_requests: int = Field(
+        512, ge=1, description="More than this at once over all replicas are answered 429."
+    )
+
+    @field_validator("engine")
+    @classmethod
+    def _ours_stay_ours(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        owned = {
+            "model": "source",
+            "served_model_name": "name",
+            "kv_cache_memory_bytes": "kv_cache_memory",
+            "gpu_memory_utilization": "kv_cache_memory",
+            "host": "server.host",
+            "port": "server.port",
+            "api_key": "server.api_keys",
+        }
+        for key in engine:
+            if key in owned:
+                raise _FieldError(f"is set through {owned[key]!r}", key)
+        return engine
+
+    @model_validator(mode="after")
+    def _replicas_fit_devices(self) -> Model:
+        if len(set(self.devices)) != len(self.devices):
+            raise _FieldError(
+                f"model {self.name!r} names a device twice; a device runs one replica of a model",
+                "devices",
+            )
+        if self.replicas != "auto" and not 1 <= self.replicas <= len(self.devices):
+            raise _FieldError(
+                f"model {self.name!r} asks for {self.replicas} replicas on "
+                f"{len(self.devices)} devices; a device runs one replica of a model, so give "
+                f"1 to {len(self.devices)}",
+                "replicas",
+            )
+        return self
+
+
+class ApiKey(_Node):
+    """A client's key, of which only the hash is kept (``loomserve key create`` prints both)."""
+
+    name: Name = Field(description="Who uses the key; the label in metrics and logs.")
+    hash: str = Field(
+        pattern=r"^sha256:[0-9a-f]{64}$", description="What loomserve key create printed."
+    )
+    models: tuple[ModelName, ...] = Field(
+        (), description="The models this key may use; none named means all."
+    )
+    requests_per_minute: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Requests over this rate are answered 429."
+    )
+    max_concurrent: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="More requests than this at once are answered 429."
+    )
+
+
+class Server(_Node):
+    """The front door."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")
+    api_keys: tuple[ApiKey, ...] = Field((), description="Without keys, anyone may ask.")
+    admin_token_hash: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = Field(
+        None,
+        description="Hash of the admin token; without it the admin API is open on loopback only.",
+    )
+    allow_unauthenticated: bool = Field(
+        False, description="Serve without keys although the address is not loopback."
+    )
+    max_body: Bytes = Field(8 * 2**20, description="Larger request bodies are answered 413.")
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="A request that takes longer is ended with 408."
+    )
+    header_timeout_s: float = Field(
+        10.0, gt=0, description="A client must have sent its whole request by then."
+    )
+    max_connections: int = Field(1024, ge=1, description="More connections wait in the backlog.")
+    cors_origins: tuple[str, ...] = Field((), description="Origins browsers may call from.")
+    drain_timeout_s: float = Field(
+        60.0, gt=0, description="How long unload, drain and stop wait for running requests."
+    )
+
+    @property
+    def is_loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @model_validator(mode="after")
+    def _open_only_at_home(self) -> Server:
+        if self.is_loopback or self.allow_unauthenticated:
+            return self
+        missing = [
+            what
+            for what, there in (
+                ("api_keys", self.api_keys),
+                ("admin_token_hash", self.admin_token_hash),
+            )
+            if not there
+        ]
+        if missing:
+            raise _FieldError(
+                f"{self.host!r} can be reached from other machines, so "
+                f"{' and '.join(missing)} must be set (loomserve key create); "
+                "or set allow_unauthenticated: true",
+                "host",
+            )
+        return self
+
+    @field_validator("api_keys")
+    @classmethod
+    def _keys_differ(cls, keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
+        for what in ("name", "hash"):
+            values = [getattr(key, what) for key in keys]
+            for index, value in enumerate(values):
+                if value in values[:index]:
+                    raise _FieldError(f"two API keys have the same {what}", index, what)
+        return keys
+
+
+class Config(_Node):
+    """The whole file."""
+
+    devices: tuple[Device, ...] = Field(min_length=1, description="Where engines may run.")
+    models: tuple[Model, ...] = Field(description="What is served from the start.")
+    server: Server = Field(default_factory=Server, description="The front door.")
+
+    @model_validator(mode="after")
+    def _names_agree(self) -> Config:
+        _refuse_duplicates("devices", [device.name for device in self.devices])
+        # Serve application names are made of model names with "/" replaced.
+        _refuse_duplicates("models", [model.name.replace("/", "--") for model in self.models])
+        for index, model in enumerate(self.models):
+            self._check_model_devices(index, model)
+        owner: dict[tuple[str, int], str] = {}
+        for index, device in enumerate(self.devices):
+            places = [("cores", core) for core in device.cores]
+            places += [("gpu", device.gpu)] if device.gpu is not None else []
+            for place in places:
+                if place in owner:
+                    raise _FieldError(
+                        f"devices {owner[place]!r} and {device.name!r} both claim "
+                        f"{place[0].removesuffix('s')} {place[1]}",
+                        *("devices", index, place[0]),
+                    )
+                owner[place] = device.name
+        return self
+
+    def _check_model_devices(self, index: int, model: Model) -> None:
+        kinds = {device.name: device.kind for device in self.devices}
+        for position, name in enumerate(model.devices):
+            if name not in kinds:
+                raise _FieldError(
+                    f"model {model.name!r} names device {name!r}, which is not under devices "
+                    f"({', '.join(sorted(kinds))})",
+                    *("models", index, "devices", position),
+                )
+        if len({kinds[name] for name in model.devices}) > 1:
+            raise _FieldError(
+                f"model {model.name!r} mixes CPU and GPU devices; use one kind",
+                *("models", index, "devices"),
+            )
+
+    def device(self, name: str) -> Device:
+        return next(device for device in self.devices if device.name == name)
+
+
+def _refuse_duplicates(field: str, names: list[str]) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            message = f"two {field} are named {name!r}; names must differ"
+            raise _FieldError(message, field, index, "name")
+
+
+def load(path: Path) -> Config:
+    """Read and check a configuration file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or a field is wrong; one line an error,
+            each ``file:line: field: what is wrong``.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not UTF-8 text") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, source: str = "config") -> Config:
+    """Check a configuration's text; see :func:`load`."""
+    root, data = _read_yaml(text, source)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source}:1: must be a mapping with devices, models and server")
+    try:
+        # As JSON, because pydantic's strict mode takes lists for tuples only from there.
+        return Config.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error, root, source))) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML of what JSON can say too: no dates, sets or binary data, which no field takes."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        kind = node.tag.rpartition(":")[2]
+        try:
+            if kind not in {"bool", "float", "int", "map", "null", "seq", "str"}:
+                raise ValueError
+            value = super().construct_object(node, deep)
+            if isinstance(value, str):
+                value.encode()  # "\\ud800" is no character
+        except ValueError:
+            what = repr(node.value[:40]) if isinstance(node, yaml.ScalarNode) else "this"
+            raise ConstructorError(
+                None,
+                None,
+                f"{what} is no valid value ({kind}); put text in quotes",
+                node.start_mark,
+            ) from None
+        return value
+
+
+def _read_yaml(text: str, source: str) -> tuple[yaml.Node | None, Any]:
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+        _refuse_repeated_keys(root, source)
+        return root, yaml.load(text, Loader=_Loader)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{source}:{mark.line + 1}" if mark else source
+        problem = " ".join(filter(None, (error.context, error.problem)))
+        hint = "; indent with spaces" if r"'\t'" in problem else ""
+        raise ConfigError(f"{where}: not valid YAML: {problem}{hint}") from None
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            f"{source}:{line}: not valid YAML: character U+{error.character:04X} is not allowed"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{source}:1: not valid YAML: nested too deeply") from None
+
+
+def _refuse_repeated_keys(node: yaml.Node | None, source: str) -> None:
+    # YAML keeps the last of two equal keys, so half of what the user wrote would vanish.
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{source}:{line}: the name of a field must be text")
+            if key.value in seen:
+                raise ConfigError(f"{source}:{line}: {key.value!r} is given twice")
+            seen.add(key.value)
+            _refuse_repeated_keys(value, source)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_repeated_keys(item, source)
+
+
+# Pydantic's types of errors whose messages speak of JSON or Python rather than of YAML.
+_MESSAGES = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be a mapping",
+    "extra_forbidden": "unknown field",
+    "missing": "must be given",
+    "model_type": "must be a mapping",
+    "string_type": "must be text; put it in quotes",
+    "tuple_type": "must be a list",
+}
+
+
+def _explain(error: ValidationError, root: yaml.Node | None, source: str) -> list[str]:
+    problems: dict[str, list[str]] = {}
+    for problem in error.errors():
+        cause = problem.get("ctx", {}).get("error")
+        within = cause.field if isinstance(cause, _FieldError) else ()
+        field, line = _locate((*problem["loc"], *within), root)
+        message = _MESSAGES.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+        # A field that may be of two types has a problem for each.
+        place = f"{source}:{line}: {field}" if field else f"{source}:{line}"
+        problems.setdefault(place, []).append(message)
+    return [f"{place}: {', or '.join(messages)}" for place, messages in problems.items()]
+
+
+def _locate(loc: tuple[int | str, ...], root: yaml.Node | None) -> tuple[str, int]:
+    """The dotted name of a field and the line of the nearest thing the user wrote."""
+    field, node = "", root
+    line = root.start_mark.line + 1 if root else 1
+    for part in loc:
+        child = _child(node, part)
+        if child is not None:
+            line = child[0].start_mark.line + 1
+        elif _is_union_tag(part):
+            continue
+        node = child[1] if child else None
+        if isinstance(part, int):
+            field += f"[{part}]"
+        else:
+            field += f".{part}" if field else part
+    return field, line
+
+
+def _is_union_tag(part: int | str) -> bool:
+    # Pydantic adds the tried branch of a union ("int", "literal['auto']") to an error's place.
+    return isinstance(part, str) and (part == "int" or part.startswith("literal["))
+
+
+def _child(node: yaml.Node | None, part: int | str) -> tuple[yaml.Node, yaml.Node] | None:
+    if isinstance(node, yaml.MappingNode):
+        return next(((k, v) for k, v in node.value if k.value == str(part)), None)
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        return node.value[part], node.value[part]
+    return None

@@ -1,0 +1,91 @@
+"""``loomserve config describe``: every field of the configuration, from the fields themselves."""
+
+from __future__ import annotations
+
+import textwrap
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel, BeforeValidator
+from pydantic.fields import FieldInfo
+
+from loomserve.platform.config import Config, parse_bytes
+
+_WORDS: dict[object, str] = {
+    bool: "true or false",
+    float: "number",
+    int: "whole number",
+    str: "text",
+    types.NoneType: "null",
+}
+_WIDTH = 100
+
+
+def describe() -> str:
+    """Every field with its type, its default and what it means, a field after another."""
+    return "\n".join(_node(Config, ""))
+
+
+def _node(node: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in node.model_fields.items():
+        path = f"{prefix}{name}"
+        inner, many = _inner_node(field)
+        kind = ("list" if many else "mapping") if inner else _type(field.annotation, field.metadata)
+        yield f"{path}: {kind}, {_default(field)}"
+        yield textwrap.fill(
+            field.description or "", _WIDTH, initial_indent="    ", subsequent_indent="    "
+        )
+        if inner:
+            yield from _node(inner, f"{path}[]." if many else f"{path}.")
+
+
+def _inner_node(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
+    """The node that a field holds, and whether it holds a list of them."""
+    many = get_origin(field.annotation) is tuple
+    inner = get_args(field.annotation)[0] if many else field.annotation
+    return (inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None), many
+
+
+def _type(annotation: Any, metadata: list[Any]) -> str:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if any(isinstance(one, BeforeValidator) and one.func is parse_bytes for one in metadata):
+        return "size such as 512MiB"
+    if origin is Annotated:
+        flat = FieldInfo.from_annotation(annotation)
+        return _type(flat.annotation, flat.metadata)
+    if origin is tuple:
+        return f"list of {_type(arguments[0], [])}"
+    if origin is dict:
+        return "mapping"
+    if origin is Literal:
+        return " | ".join(map(str, arguments))
+    if origin in {Union, types.UnionType}:
+        return " | ".join(_type(one, []) for one in arguments)
+    return _WORDS[annotation] + "".join(f" {bound}" for bound in _bounds(metadata))
+
+
+def _bounds(metadata: list[Any]) -> Iterator[str]:
+    for one in metadata:
+        if isinstance(one, annotated_types.Ge):
+            yield f">= {one.ge}"
+        elif isinstance(one, annotated_types.Gt):
+            yield f"> {one.gt}"
+        elif isinstance(one, annotated_types.Le):
+            yield f"<= {one.le}"
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    default = field.get_default(call_default_factory=True, validated_data={})
+    if isinstance(default, BaseModel):
+        return "optional"
+    if isinstance(default, tuple | dict):
+        return "default empty"
+    if any(isinstance(one, BeforeValidator) for one in field.metadata):
+        return f"default {default // 2**20}MiB"
+    if default is None or isinstance(default, bool):
+        return f"default {str(default).lower().replace('none', 'null')}"
+    return f"default {default}"

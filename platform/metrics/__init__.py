@@ -1,0 +1,1 @@
+"""What Prometheus sees: the gateways' own metrics, and one exposition for the whole platform."""

@@ -1,0 +1,181 @@
+"""``loomserve status``: the platform's state as a table for people or as JSON for programs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Annotated
+
+import httpx
+import typer
+from pydantic import ValidationError
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from loomserve.platform.errors import LoomserveError
+from loomserve.platform.state import ModelState, ModelStatus, ReplicaState, State
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+_TIMEOUT_S = 10.0
+_REFRESH_S = 1.0
+
+_STYLES = {
+    ModelStatus.LOADING: "yellow",
+    ModelStatus.READY: "green",
+    ModelStatus.DEGRADED: "yellow",
+    ModelStatus.UNLOADING: "yellow",
+    ModelStatus.FAILED: "red",
+}
+
+
+class StatusError(LoomserveError):
+    """The state could not be fetched; the message says what to do."""
+
+
+def status(
+    url: Annotated[str, typer.Option(help="Where the platform listens.")] = DEFAULT_URL,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one line a state.")] = False,
+    token: Annotated[
+        str | None,
+        typer.Option(envvar="LOOMSERVE_ADMIN_TOKEN", help="The admin token, if one is set."),
+    ] = None,
+) -> None:
+    """Show models, replicas and devices."""
+    try:
+        with httpx.Client(timeout=_TIMEOUT_S) as client:
+            if as_json:
+                for state in _states(client, url, token, watch):
+                    typer.echo(state.model_dump_json())
+            elif watch:
+                with Live(screen=True, auto_refresh=False) as live:
+                    for state in _states(client, url, token, watch):
+                        live.update(render(state), refresh=True)
+            else:
+                Console().print(render(fetch(client, url, token)))
+    except StatusError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+def fetch(client: httpx.Client, url: str, token: str | None) -> State:
+    """The state of the platform that listens at ``url``.
+
+    Raises:
+        StatusError: nothing listens, the token is missing or wrong, or it is not Loomserve.
+    """
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        answer = client.get(f"{url.rstrip('/')}/admin/v1/state", headers=headers)
+    except httpx.TimeoutException:
+        raise StatusError(
+            f"{url} did not answer within {_TIMEOUT_S:.0f} s; look at the log of loomserve serve"
+        ) from None
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise StatusError(f"--url {url!r}: {error}; write it like {DEFAULT_URL}") from None
+    except httpx.HTTPError as error:
+        raise StatusError(
+            f"cannot reach {url} ({error}); start the platform with `loomserve serve`, "
+            "or pass --url if it listens elsewhere"
+        ) from None
+    if answer.status_code in {401, 403}:
+        raise StatusError(
+            f"{url} {'refuses this admin token' if token else 'asks for an admin token'}; "
+            "pass it with --token or LOOMSERVE_ADMIN_TOKEN"
+        )
+    if answer.is_server_error:
+        raise StatusError(
+            f"{url} answered {answer.status_code}; it may still be starting: try again, "
+            "then look at the log of loomserve serve"
+        )
+    try:
+        return State.model_validate_json(answer.content if answer.is_success else b"")
+    except ValidationError:
+        raise StatusError(
+            f"{url} answered {answer.status_code} with something that is not Loomserve's state; "
+            "another server may listen there, or another version: check --url"
+        ) from None
+
+
+def render(state: State) -> RenderableType:
+    """The state as tables: models with a line a replica, devices, versions."""
+    versions = state.versions
+    return Group(
+        _models(state.models),
+        _devices(state),
+        Text(
+            f"loomserve {versions.loomserve}, vLLM {versions.vllm}, Ray {versions.ray}, "
+            f"Python {versions.python}, up {_duration(state.uptime_s)}",
+            style="dim",
+        ),
+    )
+
+
+def _states(client: httpx.Client, url: str, token: str | None, watch: bool) -> Iterator[State]:
+    yield fetch(client, url, token)
+    while watch:
+        time.sleep(_REFRESH_S)
+        yield fetch(client, url, token)
+
+
+def _models(models: tuple[ModelState, ...]) -> Table:
+    table = Table(title="Models", title_justify="left", caption_justify="left")
+    for column in ("model", "status", "router", "replicas", "device"):
+        table.add_column(column)
+    for column in ("running", "waiting", "KV %", "step ms", "in flight"):
+        table.add_column(column, justify="right")
+    for model in models:
+        serving = sum(not replica.draining for replica in model.replicas)
+        lead = [
+            Text(model.name),
+            Text(model.status, style=_STYLES[model.status]),
+            Text(model.router),
+            Text(f"{serving}/{model.target_replicas}"),
+        ]
+        rows = [_replica(replica) for replica in model.replicas] or [[]]
+        table.add_row(*lead, *rows[0])
+        for row in rows[1:]:
+            table.add_row(*[""] * len(lead), *row)
+        if model.message:
+            table.add_row("", Text(model.message, style=_STYLES[model.status]))
+        table.add_section()
+    if not models:
+        table.caption = "No model is loaded."
+    return table
+
+
+def _replica(replica: ReplicaState) -> list[Text]:
+    load = replica.load
+    measured = (
+        [
+            str(load.running),
+            str(load.waiting),
+            f"{load.kv_cache_usage * 100:.1f}",
+            f"{load.step_time_s * 1000:.1f}",
+        ]
+        if load
+        else ["-"] * 4
+    )
+    device = f"{replica.device} (draining)" if replica.draining else replica.device
+    return [Text(cell) for cell in (device, *measured, str(replica.in_flight))]
+
+
+def _devices(state: State) -> Table:
+    table = Table("device", "kind", "place", "models", title="Devices", title_justify="left")
+    for device in state.devices:
+        cells = (device.name, device.kind, device.place, ", ".join(device.models) or "-")
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = ((days, "d"), (hours, "h"), (minutes, "min"), (rest, "s"))
+    shown = [f"{number} {unit}" for number, unit in parts if number]
+    return " ".join(shown[:2]) or "0 s"

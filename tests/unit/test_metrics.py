@@ -1,0 +1,324 @@
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.parser import text_string_to_metric_families
+
+from loomserve.platform.metrics.exposition import merge
+from loomserve.platform.metrics.gateway import GatewayMetrics
+
+CATALOG = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+Sample = tuple[str, frozenset[tuple[str, str]], str]
+
+
+def text_of(registry: CollectorRegistry) -> str:
+    return generate_latest(registry).decode()
+
+
+def samples(text: str, **added: str) -> set[Sample]:
+    """What the reference parser reads, with values as text so that NaN equals NaN."""
+    return {
+        (sample.name, frozenset({**sample.labels, **added}.items()), str(float(sample.value)))
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def value(registry: CollectorRegistry, name: str, labels: Mapping[str, str]) -> float | None:
+    return registry.get_sample_value(name, dict(labels))
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> GatewayMetrics:
+    metrics = GatewayMetrics(registry)
+    metrics.set_models({"chat": ["r1"]})
+    return metrics
+
+
+def use_everything(metrics: GatewayMetrics) -> None:
+    metrics.finished("chat", "/v1/completions", 200, 1.5, 2000.0)
+    metrics.streamed("chat", ttft_s=0.05, stream_s=1.0, chunks=11)
+    metrics.client_disconnected("chat")
+    metrics.engine_failed("chat")
+    metrics.rejected("unauthorized")
+    metrics.set_decisions({("chat", "load_aware", "coolest"): 3})
+
+
+@pytest.mark.parametrize(
+    ("name", "labels"),
+    [
+        (
+            "loomserve_requests_total",
+            {"model": "chat", "endpoint": "/v1/completions", "status": "200"},
+        ),
+        ("loomserve_rejected_requests_total", {"reason": "unauthorized"}),
+        ("loomserve_time_to_first_token_seconds_count", {"model": "chat"}),
+        ("loomserve_time_to_first_token_seconds_bucket", {"model": "chat", "le": "0.06"}),
+        ("loomserve_time_per_output_token_seconds_bucket", {"model": "chat", "le": "0.1"}),
+        ("loomserve_request_duration_seconds_bucket", {"model": "chat", "le": "1.5"}),
+        ("loomserve_client_disconnects_total", {"model": "chat"}),
+        ("loomserve_engine_failures_total", {"model": "chat"}),
+        ("loomserve_slo_deadline_seconds_bucket", {"model": "chat", "le": "2.0"}),
+        ("loomserve_slo_met_total", {"model": "chat", "met": "true"}),
+    ],
+)
+def test_each_event_is_counted_once_under_its_labels(
+    registry: CollectorRegistry, metrics: GatewayMetrics, name: str, labels: dict[str, str]
+) -> None:
+    before = value(registry, name, labels) or 0.0
+    use_everything(metrics)
+    assert value(registry, name, labels) == before + 1
+    use_everything(metrics)
+    assert value(registry, name, labels) == before + 2
+
+
+def test_a_time_is_not_counted_in_the_buckets_below_it(
+    registry: CollectorRegistry, metrics: GatewayMetrics
+) -> None:
+    use_everything(metrics)
+    for name, below in [
+        ("loomserve_time_to_first_token_seconds_bucket", "0.04"),
+        ("loomserve_time_per_output_token_seconds_bucket", "0.075"),
+        ("loomserve_request_duration_seconds_bucket", "1.0"),
+        ("loomserve_slo_deadline_seconds_bucket", "1.0"),
+    ]:
+        assert value(registry, name, {"model": "chat", "le": below}) == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "duration_s", "met"),
+    [(200, 0.5, "true"), (200, 1.0, "true"), (200, 1.1, "false"), (503, 0.1, "false")],
+)
+def test_a_deadline_is_met_by_a_success_in_time(
+    registry: CollectorRegistry, metrics: GatewayMetrics, status: int, duration_s: float, met: str
+) -> None:
+    metrics.finished("chat", "/v1/completions", status, duration_s, 1000.0)
+    for label in ("true", "false"):
+        labels = {"model": "chat", "met": label}
+        assert value(registry, "loomserve_slo_met_total", labels) == (label == met)
+
+
+def test_a_request_without_a_deadline_counts_neither_as_met_nor_as_missed(
+    registry: CollectorRegistry, metrics: GatewayMetrics
+) -> None:
+    metrics.finished("chat", "/v1/completions", 200, 0.5, None)
+    assert value(registry, "loomserve_slo_deadline_seconds_count", {"model": "chat"}) == 0
+    for met in ("true", "false"):
+        labels = {"model": "chat", "met": met}
+        assert value(registry, "loomserve_slo_met_total", labels) == 0
+
+
+def test_an_answer_of_one_chunk_has_no_time_per_output_token(
+    registry: CollectorRegistry, metrics: GatewayMetrics
+) -> None:
+    metrics.streamed("chat", ttft_s=0.1, stream_s=0.0, chunks=1)
+    for name, count in (("to_first_token", 1), ("per_output_token", 0)):
+        metric = f"loomserve_time_{name}_seconds_count"
+        assert value(registry, metric, {"model": "chat"}) == count
+
+
+def test_decisions_are_totals_and_never_counted_twice(
+    registry: CollectorRegistry, metrics: GatewayMetrics
+) -> None:
+    name = "loomserve_route_decisions_total"
+    labels = {"model": "chat", "policy": "load_aware", "reason": "coolest"}
+    for total in (3, 3, 10):
+        metrics.set_decisions({("chat", "load_aware", "coolest"): total})
+        assert value(registry, name, labels) == total
+
+
+def test_requests_are_in_flight_and_queued_only_inside_their_blocks(
+    registry: CollectorRegistry, metrics: GatewayMetrics
+) -> None:
+    on_r1 = {"model": "chat", "replica": "r1"}
+    with metrics.queued("chat"):
+        assert value(registry, "loomserve_gateway_queue", {"model": "chat"}) == 1
+    assert value(registry, "loomserve_gateway_queue", {"model": "chat"}) == 0
+    with metrics.in_flight("chat", "r1"), metrics.in_flight("chat", "r1"):
+        assert value(registry, "loomserve_requests_in_flight", on_r1) == 2
+    assert value(registry, "loomserve_requests_in_flight", on_r1) == 0
+
+
+def test_a_replica_that_is_gone_is_not_shown_even_when_its_requests_end_later(
+    registry: CollectorRegistry, metrics: GatewayMetrics
+) -> None:
+    with metrics.in_flight("chat", "r1"):
+        metrics.set_models({"chat": ["r2"]})
+    name = "loomserve_requests_in_flight"
+    assert value(registry, name, {"model": "chat", "replica": "r1"}) is None
+    assert value(registry, name, {"model": "chat", "replica": "r2"}) == 0
+
+
+def test_an_unloaded_model_loses_its_replicas_and_counts_as_unknown(
+    registry: CollectorRegistry, metrics: GatewayMetrics
+) -> None:
+    metrics.set_models({})
+    metrics.engine_failed("chat")
+    in_flight = {"model": "chat", "replica": "r1"}
+    assert value(registry, "loomserve_requests_in_flight", in_flight) is None
+    assert value(registry, "loomserve_engine_failures_total", {"model": "unknown"}) == 1
+    assert value(registry, "loomserve_engine_failures_total", {"model": "chat"}) == 0
+
+
+@settings(deadline=None)
+@given(st.lists(st.text(), max_size=20))
+def test_no_client_can_make_a_new_model_label(asked: list[str]) -> None:
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics(registry)
+    metrics.set_models({"chat": []})
+    for model in asked:
+        metrics.finished(model, "/v1/completions", 404, 0.1, None)
+    assert {dict(labels)["model"] for _, labels, _ in samples(text_of(registry))} == {
+        "chat",
+        "unknown",
+    }
+
+
+def catalog() -> dict[str, set[str]]:
+    """Metric name to label names, from the rows of the catalog's tables."""
+    rows = re.findall(r"^\| `(loomserve_\w+)` \| ([^|]*) \|", CATALOG.read_text(), re.MULTILINE)
+    return {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
+
+
+def test_the_catalog_lists_every_metric_with_its_labels(
+    registry: CollectorRegistry, metrics: GatewayMetrics
+) -> None:
+    use_everything(metrics)
+    engine = {"model": "chat", "replica": "r1", "device": "core0"}
+    page = merge([({}, text_of(registry)), (engine, "")])
+    exported: dict[str, set[str]] = {}
+    for family in text_string_to_metric_families(page):
+        name = family.name + ("_total" if family.type == "counter" else "")
+        if not name.endswith("_created"):
+            labels = {label for sample in family.samples for label in sample.labels}
+            exported[name] = labels - {"le"}
+    assert catalog() == exported
+
+
+def test_the_engine_metrics_in_the_catalog_exist_in_the_installed_vllm() -> None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None:
+        pytest.skip("vLLM is not installed")
+    folder = Path(spec.origin).parent / "v1" / "metrics"
+    source = "".join(path.read_text() for path in folder.glob("*.py"))
+    named = set(re.findall(r"`(vllm:\w+)`", CATALOG.read_text()))
+    assert named
+    assert {name for name in named if f'"{name.removesuffix("_total")}"' not in source} == set()
+
+
+label_values = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+floats = st.floats(width=32)
+
+
+@st.composite
+def processes(draw: st.DrawFn) -> list[tuple[dict[str, str], str]]:
+    """Processes of one program: the same families, each with samples of its own."""
+    parts = []
+    for replica in draw(st.lists(label_values, max_size=3, unique=True)):
+        registry = CollectorRegistry()
+        gauge = Gauge("vllm:g", draw(label_values), ["engine", "kind"], registry=registry)
+        for labels in draw(st.lists(st.tuples(label_values, label_values), max_size=3)):
+            gauge.labels(*labels).set(draw(floats))
+        counter = Counter("c", "Counts.", ["le_kind"], registry=registry)
+        for label in draw(st.lists(label_values, max_size=3)):
+            counter.labels(label).inc()
+        Histogram("h", "Times.", registry=registry).observe(draw(floats))
+        parts.append(({"replica": replica, "model": draw(label_values)}, text_of(registry)))
+    return parts
+
+
+@settings(deadline=None)
+@given(processes())
+def test_a_merged_page_holds_exactly_the_samples_of_its_parts(
+    parts: list[tuple[dict[str, str], str]],
+) -> None:
+    page = merge(parts)
+    expected = {
+        ("loomserve_scrape_up", frozenset(labels.items()), "1.0") for labels, _ in parts
+    }.union(*(samples(text, **labels) for labels, text in parts))
+    assert samples(page) == expected
+    types = re.findall(r"^# TYPE (\S+)", page, re.MULTILINE)
+    assert len(types) == len(set(types))
+
+
+@settings(deadline=None)
+@given(processes())
+def test_merging_a_merged_page_adds_only_its_own_scrape_sample(
+    parts: list[tuple[dict[str, str], str]],
+) -> None:
+    once = merge(parts)
+    again = samples(merge([({"page": "1"}, once)]))
+    up = ("loomserve_scrape_up", frozenset({("page", "1")}), "1.0")
+    assert again == samples(once, page="1") | {up}
+
+
+GOOD = ({"replica": "good"}, "# HELP up Is it up.\n# TYPE up gauge\nup 1\n")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        None,
+        "<html>502 Bad Gateway</html>",
+        "up one\n",
+        "up1\n",
+        "up 1_0\n",
+        'up{a="b} 1\n',
+        'up{a="\\q"} 1\n',
+        'up{a="b",a="c"} 1\n',
+        "up{a=b} 1\n",
+        "up 1\nup 2\n",
+        'up{a="1",b="2"} 1\nup{b="2",a="1"} 1\n',
+        "# TYPE up counter\nup 1\n",
+        "# TYPE up sometimes\nup 1\n",
+        "up 1\n# TYPE up gauge\n",
+        "# TYPE up gauge\n# TYPE up counter\nup 1\n",
+        "# TYPE latency histogram\nlatency 1\n",
+    ],
+)
+def test_a_part_that_cannot_be_merged_is_left_out_and_reported(text: str | None) -> None:
+    page = merge([GOOD, ({"replica": "bad"}, text)])
+    assert samples(page) == {
+        ("up", frozenset({("replica", "good")}), "1.0"),
+        ("loomserve_scrape_up", frozenset({("replica", "good")}), "1.0"),
+        ("loomserve_scrape_up", frozenset({("replica", "bad")}), "0.0"),
+    }
+
+
+def test_two_processes_with_the_same_labels_do_not_give_a_sample_twice() -> None:
+    assert samples(merge([GOOD, GOOD])) == {
+        ("up", frozenset({("replica", "good")}), "1.0"),
+        ("loomserve_scrape_up", frozenset({("replica", "good")}), "0.0"),
+    }
+
+
+def test_a_label_that_would_be_hidden_is_kept_under_another_name() -> None:
+    page = merge([({"model": "chat"}, 'x{model="inner",engine="0"} 1\n')])
+    labels = {("model", "chat"), ("exported_model", "inner"), ("engine", "0")}
+    assert ("x", frozenset(labels), "1.0") in samples(page)
+
+
+def test_spaces_timestamps_and_comments_of_the_format_are_understood() -> None:
+    text = '# a comment\n\n#\n  x { a = "}" , b = "," , }  1e3  1700000000000\ny{} +Inf\nz\tNaN\n'
+    assert samples(merge([({}, text)])) >= {
+        ("x", frozenset({("a", "}"), ("b", ",")}), "1000.0"),
+        ("y", frozenset(), "inf"),
+        ("z", frozenset(), "nan"),
+    }
+
+
+def test_nothing_merges_to_an_empty_page() -> None:
+    assert merge([]) == ""
