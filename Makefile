@@ -1,0 +1,39 @@
+CONFIG ?= examples/laptop.yaml
+DEVICE ?= cpu
+export DEVICE
+
+PYTHON := .venv/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help install serve test lint typecheck format bench-overhead clean
+
+help: ## show the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+install: ## make .venv with everything needed (DEVICE=cpu or cuda)
+	@scripts/install.sh
+
+# exec: signals reach the server itself, and no shell stands between it and make.
+serve: install ## serve CONFIG (default examples/laptop.yaml) until Ctrl-C
+	@exec .venv/bin/loomserve serve $(CONFIG)
+
+test: install ## run the tests
+	@$(PYTHON) -m pytest
+
+lint: install ## check style
+	@$(PYTHON) -m ruff check .
+	@$(PYTHON) -m ruff format --check .
+
+typecheck: install ## check types
+	@$(PYTHON) -m mypy
+
+format: install ## format the code and sort its imports
+	@$(PYTHON) -m ruff check --fix .
+	@$(PYTHON) -m ruff format .
+
+bench-overhead: install ## measure what the platform costs over bare vLLM
+	@$(PYTHON) -m benchmarks.overhead
+
+clean: ## remove caches and build output (delete .venv to start over)
+	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

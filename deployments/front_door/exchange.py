@@ -1,0 +1,52 @@
+"""One request's id and the state of its response."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Awaitable
+
+from starlette.types import Message, Send
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+def choose_request_id(header: bytes | None) -> bytes:
+    """The client's own id if it is 1 to 128 harmless characters, else a new one."""
+    if header is not None and _REQUEST_ID.fullmatch(header):
+        return header
+    return uuid.uuid4().hex.encode()
+
+
+class Exchange:
+    """Stands before the server's ``send``: names the response and remembers how far it got.
+
+    It is the only thing that every chunk of a stream passes, so it does next to nothing.
+    """
+
+    __slots__ = ("_send", "complete", "is_event_stream", "request_id", "status")
+
+    def __init__(self, send: Send, request_id: bytes) -> None:
+        self._send = send
+        self.request_id = request_id
+        self.status: int | None = None
+        self.is_event_stream = False
+        self.complete = False
+
+    def send(self, message: Message) -> Awaitable[None]:
+        kind = message["type"]
+        if kind == "http.response.body":
+            if not message.get("more_body", False):
+                self.complete = True
+        elif kind == "http.response.start":
+            message = self._start(message)
+        return self._send(message)
+
+    def _start(self, message: Message) -> Message:
+        headers = [pair for pair in message.get("headers", ()) if pair[0] != b"x-request-id"]
+        self.is_event_stream = any(
+            name == b"content-type" and value.startswith(b"text/event-stream")
+            for name, value in headers
+        )
+        self.status = message["status"]
+        return {**message, "headers": [*headers, (b"x-request-id", self.request_id)]}

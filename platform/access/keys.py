@@ -1,0 +1,62 @@
+"""API keys: how they are made, what is kept of them, and how a client's key is recognised."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+
+from loomserve.platform.config import ApiKey
+from loomserve.platform.errors import Unauthorized
+
+
+def new_key() -> tuple[str, str]:
+    """A fresh key and its hash. The key is shown once; only the hash is kept."""
+    key = "lsk-" + secrets.token_urlsafe(32)
+    return key, hash_key(key)
+
+
+def hash_key(key: str) -> str:
+    """``sha256:HEX`` of a key, as the configuration keeps it.
+
+    Keys are 256 random bits, so nobody can guess one from its hash, however fast the hash is.
+    Slow, salted hashes protect passwords that people choose; here they would only cost time on
+    every request.
+    """
+    return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
+
+
+class KeyRing:
+    """The keys that open one door.
+
+    ``what`` names them to the user: the admin token is a ring of one.
+    """
+
+    def __init__(self, keys: tuple[ApiKey, ...], *, what: str = "API key") -> None:
+        self._keys = keys
+        self._what = what
+
+    def identify(self, presented: str | None) -> ApiKey | None:
+        """Whose key ``presented`` is; None when the ring is empty, so that anyone may enter.
+
+        Raises:
+            Unauthorized: no key was presented, or it is none of the ring's.
+        """
+        if not self._keys:
+            return None
+        if not presented:
+            raise Unauthorized(
+                f"No {self._what} was given. Send it in the header 'Authorization: Bearer ...'."
+            )
+        digest = hash_key(presented)
+        found = None
+        # Every key is compared, each in constant time: how long it takes tells nothing.
+        for key in self._keys:
+            if hmac.compare_digest(digest, key.hash):
+                found = key
+        if found is None:
+            raise Unauthorized(
+                f"This {self._what} is not known here. Check that it was copied whole, or ask "
+                "the operator for a new one."
+            )
+        return found

@@ -1,0 +1,78 @@
+"""What one API key may use: requests a minute and requests at once.
+
+The rate is a token bucket in the form of the generic cell rate algorithm (ITU-T I.371, annex A:
+the virtual scheduling algorithm), which keeps one number, the time at which the bucket would be
+full again, and so gives the exact time of the next admission. The bucket holds ten seconds' worth
+of requests: enough for a client's burst, and no minute sees more than 7/6 of the rate (or one
+request more, at rates below six a minute). Time is counted in whole parts of a nanosecond, since
+rounded sums of intervals would refuse the last request of a burst.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from loomserve.platform.config import ApiKey
+from loomserve.platform.errors import TooManyRequests
+
+_BURST_S = 10
+_NS = 10**9
+# Nobody knows when a running request ends; most last seconds.
+_RETRY_CONCURRENCY_S = 1.0
+
+
+def burst(requests_per_minute: int) -> int:
+    """How many requests a key may send at once after it was quiet: ten seconds' worth."""
+    return -(-requests_per_minute * _BURST_S // 60)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a key uses now. Each gateway process counts its own."""
+
+    full_at: int | None = None
+    """When the bucket is full again: nanoseconds of the caller's clock times the key's rate, of
+    which the interval between two requests is a whole number. None before the first request."""
+    running: int = 0
+    """Requests that were admitted and have not ended."""
+
+
+def acquire(key: ApiKey, usage: Usage, now_s: float) -> Usage:
+    """The key's usage with one more request admitted at ``now_s``.
+
+    Raises:
+        TooManyRequests: the key is over a limit; ``retry_after_s`` is exact for the rate.
+    """
+    if key.max_concurrent is not None and usage.running >= key.max_concurrent:
+        raise TooManyRequests(
+            f"API key {key.name!r} has {usage.running} requests running, its limit. "
+            "Wait until one has ended.",
+            reason="concurrency_limit_exceeded",
+            retry_after_s=_RETRY_CONCURRENCY_S,
+        )
+    if key.requests_per_minute is None:
+        return replace(usage, running=usage.running + 1)
+    rate = key.requests_per_minute
+    interval = 60 * _NS
+    now = int(now_s * _NS) * rate
+    full_at = now if usage.full_at is None else max(usage.full_at, now)
+    wait = full_at - now - (burst(rate) - 1) * interval
+    if wait > 0:
+        wait_s = wait / (rate * _NS)
+        raise TooManyRequests(
+            f"API key {key.name!r} is over its {rate} requests a minute. "
+            f"Try again in {wait_s:.1f} s.",
+            retry_after_s=wait_s,
+        )
+    return Usage(full_at=full_at + interval, running=usage.running + 1)
+
+
+def release(usage: Usage) -> Usage:
+    """The key's usage after one admitted request has ended.
+
+    Raises:
+        ValueError: nothing is running, so somebody released twice.
+    """
+    if usage.running == 0:
+        raise ValueError("release without a running request")
+    return replace(usage, running=usage.running - 1)

@@ -1,0 +1,184 @@
+"""One exception tree; each class knows its HTTP status and its place in OpenAI's error body.
+
+::
+
+    LoomserveError
+    ├── ConfigError                      refuse to start: the user must change the config
+    ├── StartError                       refuse to start: the machine cannot do what the config asks
+    └── RequestError                     answered to the client
+        ├── BadRequest            400    fix your request
+        │   └── ContextTooLong    400
+        ├── Unauthorized          401
+        ├── Forbidden             403
+        ├── NotFound              404
+        │   └── UnknownModel      404
+        ├── MethodNotAllowed      405    use a method named in Allow
+        ├── RequestTimeout        408
+        ├── Conflict              409
+        ├── BodyTooLarge          413
+        ├── TooManyRequests       429    retry later (Retry-After)
+        ├── InternalError         500    we are broken
+        ├── EngineGone            502    the engine died while it worked on this request
+        └── Unavailable           503    retry later (Retry-After)
+"""
+
+# The request errors bear the names of the HTTP statuses, which do not end in Error.
+# ruff: noqa: N818
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+
+class LoomserveError(Exception):
+    """Base of every error Loomserve raises on purpose. ``str(error)`` is meant for the user."""
+
+
+class ConfigError(LoomserveError):
+    """The configuration is wrong; the message names the field and, where known, the line."""
+
+
+class StartError(LoomserveError):
+    """The machine cannot start what the configuration asks for: port, memory, compiler, network."""
+
+
+class RequestError(LoomserveError):
+    """An answer to one client.
+
+    ``reason`` is the label of ``loomserve_rejected_requests_total`` and OpenAI's ``code``;
+    ``retry_after_s`` becomes the ``Retry-After`` header.
+    """
+
+    status: ClassVar[int] = 500
+    type: ClassVar[str] = "server_error"
+    reason: ClassVar[str] = "internal_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        reason: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.code = reason or self.reason
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.type,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def headers(self) -> dict[str, str]:
+        if self.retry_after_s is None:
+            return {}
+        # Retry-After is in whole seconds; rounding down would invite a retry that fails again.
+        return {"Retry-After": str(max(1, math.ceil(self.retry_after_s)))}
+
+
+class BadRequest(RequestError):
+    status = 400
+    type = "invalid_request_error"
+    reason = "invalid_request"
+
+
+class ContextTooLong(BadRequest):
+    reason = "context_length_exceeded"
+
+
+class Unauthorized(RequestError):
+    status = 401
+    type = "authentication_error"
+    reason = "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "WWW-Authenticate": "Bearer"}
+
+
+class Forbidden(RequestError):
+    status = 403
+    type = "permission_error"
+    reason = "forbidden"
+
+
+class NotFound(RequestError):
+    status = 404
+    type = "invalid_request_error"
+    reason = "not_found"
+
+
+class UnknownModel(NotFound):
+    reason = "model_not_found"
+
+
+class MethodNotAllowed(RequestError):
+    """``allow`` lists the methods that the path answers, as the ``Allow`` header writes them."""
+
+    status = 405
+    type = "invalid_request_error"
+    reason = "method_not_allowed"
+
+    def __init__(self, message: str, *, allow: str = "") -> None:
+        super().__init__(message)
+        self.allow = allow
+
+    def headers(self) -> dict[str, str]:
+        return {**super().headers(), "Allow": self.allow}
+
+
+class RequestTimeout(RequestError):
+    status = 408
+    type = "timeout_error"
+    reason = "timeout"
+
+    def headers(self) -> dict[str, str]:
+        # The client may still be sending; what comes next on the connection is not a request.
+        return {**super().headers(), "Connection": "close"}
+
+
+class Conflict(RequestError):
+    status = 409
+    type = "invalid_request_error"
+    reason = "conflict"
+
+
+class BodyTooLarge(RequestError):
+    status = 413
+    type = "invalid_request_error"
+    reason = "body_too_large"
+
+    def headers(self) -> dict[str, str]:
+        # The rest of the body is unwanted, and only closing the connection stops it.
+        return {**super().headers(), "Connection": "close"}
+
+
+class TooManyRequests(RequestError):
+    status = 429
+    type = "rate_limit_error"
+    reason = "rate_limit_exceeded"
+
+
+class InternalError(RequestError):
+    """Something Loomserve did not foresee; the log has the cause under the request's id."""
+
+
+class EngineGone(RequestError):
+    status = 502
+    type = "server_error"
+    reason = "engine_gone"
+
+
+class Unavailable(RequestError):
+    status = 503
+    type = "server_error"
+    reason = "unavailable"

@@ -1,0 +1,120 @@
+#!/usr/bin/env bash
+# Makes .venv with everything Loomserve needs at the versions of constraints.txt. Needs no root.
+# DEVICE=cpu (the default) or DEVICE=cuda. A second run with nothing changed does nothing.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+device=${DEVICE:-cpu}
+venv=$PWD/.venv
+log=$venv/install.log
+stamp=$venv/install.stamp
+
+fail() {
+    printf 'install: %s\n' "$1" >&2
+    exit 1
+}
+
+case $device in
+    cpu) needed_gb=6 ;;
+    cuda) needed_gb=16 ;;
+    *) fail "DEVICE is '$device'; set it to cpu or cuda." ;;
+esac
+
+# The folder belongs to the fingerprint because a venv does not survive being moved.
+fingerprint=$(printf '%s\n' "$device" "$PWD" | cat - pyproject.toml constraints.txt overrides.txt |
+    sha256sum | cut -d' ' -f1)
+if [[ -x $venv/bin/loomserve && -f $stamp && $(<"$stamp") == "$fingerprint" ]]; then
+    exit 0
+fi
+
+[[ $(uname -s) == Linux && $(uname -m) =~ ^(x86_64|aarch64)$ ]] ||
+    fail "$(uname -s) on $(uname -m) is not supported; use Linux on x86_64 or aarch64."
+command -v g++ >/dev/null ||
+    fail "there is no C++ compiler, which vLLM needs while it runs; install g++ (Debian, Ubuntu: apt install g++)."
+
+# A second `make install` in this folder waits for the first, then looks again.
+exec 9<"$PWD"
+if ! flock --nonblock 9; then
+    echo "install: waiting for another installation in this folder"
+    flock 9
+    exec scripts/install.sh
+fi
+
+python=
+for candidate in python3.12 python3.11 python3.13 python3; do
+    # Running it is the test: version managers leave commands on PATH that only print an error.
+    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
+        >/dev/null 2>&1; then
+        python=$candidate
+        break
+    fi
+done
+[[ -n $python ]] || fail "there is no Python 3.11, 3.12 or 3.13 on PATH; install one of them."
+"$python" -c 'import venv, ensurepip' >/dev/null 2>&1 ||
+    fail "$python cannot make virtual environments; install its venv module (Debian, Ubuntu: apt install $python-venv)."
+
+held_kb=$(du -sk "$venv" 2>/dev/null | cut -f1 || true)
+free_kb=$(df -Pk . | awk 'NR == 2 { print $4 }')
+((free_kb + ${held_kb:-0} >= needed_gb * 1024 * 1024)) ||
+    fail "there are $((free_kb / 1024 / 1024)) GB free in $PWD and $needed_gb GB are needed; make room."
+
+# An environment that was moved, or whose Python is gone, is made anew.
+if ! "$venv/bin/python" -c '' 2>/dev/null || ! grep -qF "$venv" "$venv/bin/activate"; then
+    rm -rf "$venv"
+fi
+mkdir -p "$venv"
+rm -f "$stamp"
+: >"$log"
+
+# step LABEL COMMAND...: runs it with its output in the log, and says how long it took.
+step() {
+    local label=$1 begin=$SECONDS
+    shift
+    printf '  %s ... ' "$label"
+    printf '\n==> %s\n' "$*" >>"$log"
+    if "$@" >>"$log" 2>&1; then
+        printf 'done (%d s)\n' $((SECONDS - begin))
+    else
+        printf 'failed (%d s)\n' $((SECONDS - begin))
+        return 1
+    fi
+}
+
+give_up() {
+    tail -n 15 "$log" >&2
+    if grep -qE 'No space left on device|os error 28' "$log"; then
+        fail "the disk is full; make room and run make install again."
+    elif grep -qiE 'name resolution|name or service not known|failed to establish a new connection|dns error|connection refused|network is unreachable|error sending request|connect error|timed out' "$log"; then
+        fail "the package index cannot be reached; connect to the network (or set PIP_INDEX_URL and UV_DEFAULT_INDEX to a mirror) and run make install again."
+    fi
+    fail "the step above failed; $log has all of its output."
+}
+
+uv() {
+    "$venv/bin/uv" pip "$1" --python "$venv/bin/python" "${@:2}"
+}
+
+install_cpu_torch() {
+    local torch
+    torch=$(sed -n 's/.*"\(torch==[0-9.]*\)".*/\1/p' pyproject.toml)
+    # First by pip's own configuration, where an administrator may have put a mirror.
+    "$venv/bin/python" -m pip install --constraint constraints.txt "$torch+cpu" ||
+        uv install --torch-backend cpu --constraint constraints.txt "$torch"
+}
+
+install_loomserve() {
+    local overrides=()
+    [[ $device == cuda ]] || overrides=(--override overrides.txt)
+    uv install "${overrides[@]}" --constraint constraints.txt --build-constraint constraints.txt \
+        --editable ".[$device,dev]"
+}
+
+echo "Installing Loomserve for $device in .venv (details: .venv/install.log)"
+step "Python environment ($("$python" --version))" "$python" -m venv "$venv" || give_up
+step "uv" "$venv/bin/python" -m pip install --constraint constraints.txt uv || give_up
+if [[ $device == cpu ]]; then
+    step "PyTorch for CPU" install_cpu_torch || give_up
+fi
+step "Loomserve, vLLM, Ray and tools" install_loomserve || give_up
+printf '%s\n' "$fingerprint" >"$stamp"
+echo "Installed in $SECONDS s. Next: make serve"
