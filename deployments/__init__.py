@@ -1,0 +1,1 @@
+"""Ray Serve deployments: thin shells around plain classes."""

@@ -1,0 +1,85 @@
+"""Builds the Serve applications. Classes stay undecorated; decoration happens here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.llm import LLMConfig, build_llm_deployment
+from ray.serve.schema import LoggingConfig
+
+from loomserve.deployments.base import ENGINE_DEPLOYMENT, EngineSpec, model_app
+from loomserve.deployments.engine_server import EngineServer
+from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.routers.choice import request_router_config
+
+# Bounds what one request can ask of an engine: OpenAI's own limit of n.
+_MAX_SEQUENCES_PER_REQUEST = "128"
+QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
+
+
+def build_model_app(spec: EngineSpec, replicas: int) -> Any:
+    """The application of one model: ``replicas`` engines, each on a device of its own."""
+    return build_llm_deployment(
+        _llm_config(spec),
+        bind_kwargs={"spec": spec.model_dump(mode="json")},
+        deployment_cls=EngineServer,
+        override_serve_options={
+            "name": ENGINE_DEPLOYMENT,
+            "num_replicas": replicas,
+            # Requests do not pass through Serve; the gateway keeps the limit.
+            "max_ongoing_requests": 1_000_000,
+            "health_check_period_s": 2,
+            "health_check_timeout_s": 15,
+            "graceful_shutdown_timeout_s": spec.drain_timeout_s + 15,
+            "request_router_config": RequestRouterConfig(
+                **request_router_config(spec.model.router, spec.model.name)
+            ),
+            "logging_config": QUIET,
+        },
+    )
+
+
+def run_model(spec: EngineSpec, app: Any) -> None:
+    """Hand the application to Serve and return at once."""
+    serve.run_many(
+        [
+            serve.RunTarget(
+                app,
+                name=model_app(spec.model.name),
+                route_prefix=None,
+                external_scaler_enabled=True,
+            )
+        ],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+
+
+def _llm_config(spec: EngineSpec) -> LLMConfig:
+    return LLMConfig(
+        model_loading_config={"model_id": spec.model.name, "model_source": spec.path},
+        # "cpu" means here: no GPU resources of Ray's, vLLM's own process executor. The replica
+        # binds the engine to its device itself, so that several models can share one.
+        accelerator_config={"kind": "cpu"},
+        engine_kwargs={
+            "kv_cache_memory_bytes": spec.model.kv_cache_memory,
+            **({"dtype": cpu_dtype()} if spec.devices[0].kind == "cpu" else {}),
+            **spec.model.engine,
+        },
+        log_engine_metrics=False,
+        # The catalog has put local models in place, and vLLM fetches hub models itself; Ray's own
+        # step would start one more process that imports vLLM, for nothing.
+        callback_config={"callback_class": "loomserve.deployments.engine_server.NoNodeInit"},
+        runtime_env={
+            "env_vars": {
+                "VLLM_MAX_N_SEQUENCES": _MAX_SEQUENCES_PER_REQUEST,
+                "VLLM_NO_USAGE_STATS": "1",
+                "VLLM_LOGGING_LEVEL": "WARNING",
+                "VLLM_USE_V2_MODEL_RUNNER": "0",
+                # Ray would hide all GPUs from an actor that asks it for none.
+                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            }
+        },
+    )

@@ -1,0 +1,87 @@
+"""What crosses between gateways, engine replicas and the controller. No Ray, no vLLM."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from loomserve.platform.config import Device, Model
+from loomserve.platform.state import ModelStatus, ReplicaLoad
+
+# The Serve applications. A model's application is named after the model, so that it can be loaded,
+# scaled and unloaded without touching any other.
+GATEWAY_APP = "loomserve-gateway"
+CONTROLLER_APP = "loomserve-controller"
+MODEL_APP_PREFIX = "model:"
+GATEWAY_DEPLOYMENT = "Gateway"
+CONTROLLER_DEPLOYMENT = "Controller"
+ENGINE_DEPLOYMENT = "Engine"
+
+# Gateways show this to engines, whose ports any local user could reach.
+INTERNAL_TOKEN_HEADER = "x-loomserve-internal"
+
+
+def model_app(model: str) -> str:
+    """The Serve application that serves a model. Model names are unique after this mapping."""
+    return MODEL_APP_PREFIX + model.replace("/", "--")
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class EngineSpec(_Message):
+    """Everything a replica needs to start its engine."""
+
+    model: Model
+    devices: tuple[Device, ...] = Field(description="In the order they are to be claimed.")
+    path: str = Field(description="Local folder or hub id of the weights.")
+    internal_token: str
+    drain_timeout_s: float
+
+
+class EngineReport(_Message):
+    """What a replica tells the controller every two seconds."""
+
+    model: Model
+    replica_id: str
+    device: str
+    address: str
+    pid: int
+    max_model_len: int
+    in_flight: int
+    draining: bool
+    load: ReplicaLoad
+
+
+class EngineOrders(_Message):
+    """The controller's answer to a report."""
+
+    draining: bool = Field(description="Take no new requests.")
+    stop_timeout_s: float = Field(description="When stopped, wait this long for open requests.")
+
+
+class ReplicaRoute(_Message):
+    """Where a live engine is."""
+
+    id: str
+    device: str
+    address: str
+
+
+class ModelRoute(_Message):
+    """What a gateway knows of a model."""
+
+    name: str
+    app: str
+    status: ModelStatus
+    policy: str
+    max_concurrent_requests: int
+    max_model_len: int | None
+    replicas: tuple[ReplicaRoute, ...]
+
+
+class Routes(_Message):
+    """All models, with a version that grows whenever anything in it changes."""
+
+    version: int
+    models: tuple[ModelRoute, ...]

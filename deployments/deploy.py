@@ -1,0 +1,51 @@
+"""Puts a model's application on Serve, in a worker process of its own.
+
+Building a model's deployment imports vLLM, which costs seconds and hundreds of megabytes; neither
+the command line nor the controller should carry that for good.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from loomserve.platform.errors import LoomserveError
+
+
+@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
+def deploy_model(
+    model: dict[str, Any],
+    devices: list[dict[str, Any]],
+    replicas: int,
+    internal_token: str,
+    drain_timeout_s: float,
+    base: str,
+) -> str | None:
+    """Check a model and hand it to Serve, which starts it in the background.
+
+    Returns:
+        None, or what is wrong with the model in one sentence.
+    """
+    from loomserve.deployments.app import build_model_app, run_model
+    from loomserve.deployments.base import EngineSpec
+    from loomserve.platform import catalog
+    from loomserve.platform.config import Device, Model
+    from loomserve.platform.engine import options
+
+    spec_model = Model.model_validate(model)
+    try:
+        options.check(spec_model.name, spec_model.engine)
+        path = str(catalog.resolve(spec_model.source, Path(base)))
+        spec = EngineSpec(
+            model=spec_model,
+            devices=tuple(Device.model_validate(device) for device in devices),
+            path=path,
+            internal_token=internal_token,
+            drain_timeout_s=drain_timeout_s,
+        )
+        run_model(spec, build_model_app(spec, replicas))
+    except LoomserveError as error:
+        return str(error)
+    return None

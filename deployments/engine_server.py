@@ -1,0 +1,187 @@
+"""A replica of a model: one vLLM engine and its own HTTP server, under Ray Serve's care.
+
+The engine's own ASGI app answers requests on the replica's own port, and the gateway forwards bytes
+to it. Ray Serve still starts, places, watches, scales and restarts the replica and still chooses it
+for each request; only the tokens do not travel as Ray objects, which costs up to half of the
+throughput of a small model (docs/performance.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import os
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from ray.llm._internal.common.callbacks.base import CallbackBase
+from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+from ray.serve.llm import LLMConfig
+from ray.serve.llm.deployment import LLMServer
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.executor.abstract import Executor
+
+from loomserve.deployments.base import (
+    CONTROLLER_APP,
+    CONTROLLER_DEPLOYMENT,
+    INTERNAL_TOKEN_HEADER,
+    EngineReport,
+    EngineSpec,
+)
+from loomserve.deployments.http_server import HttpServer, listen
+from loomserve.platform.devices import claim, engine_environment
+from loomserve.platform.engine.load import LoadMeter
+from loomserve.platform.errors import Forbidden
+
+_REPORT_PERIOD_S = 2.0
+
+
+class MeteredEngine(VLLMEngine):  # type: ignore[misc]
+    """Ray's vLLM engine with our load meter beside vLLM's own Prometheus metrics."""
+
+    def __init__(self, llm_config: LLMConfig) -> None:
+        super().__init__(llm_config)
+        self.meter = LoadMeter()
+
+    def _start_async_llm_engine(
+        self, vllm_engine_args: Any, vllm_engine_config: Any, placement_group: Any
+    ) -> AsyncLLM:
+        vllm_engine_config.parallel_config.placement_group = placement_group
+        return AsyncLLM(
+            vllm_config=vllm_engine_config,
+            executor_class=Executor.get_class(vllm_engine_config),
+            log_requests=vllm_engine_args.enable_log_requests,
+            log_stats=True,
+            stat_loggers=[self.meter.stat_logger],
+        )
+
+    @property
+    def max_model_len(self) -> int:
+        return int(self._engine_client.model_config.max_model_len)
+
+    def limits(self) -> dict[str, int]:
+        """How much fits at once: requests in a batch, and tokens of KV."""
+        config = self._engine_client.vllm_config
+        blocks = config.cache_config.num_gpu_blocks or 0
+        return {
+            "max_running": int(config.scheduler_config.max_num_seqs),
+            "kv_capacity_tokens": int(blocks * config.cache_config.block_size),
+        }
+
+
+class NoNodeInit(CallbackBase):  # type: ignore[misc]
+    """Tells Ray's engine that the weights need no fetching."""
+
+    async def on_before_node_init(self) -> None:
+        self.ctx.run_init_node = False
+
+
+class GuardedApp:
+    """The engine's app, for gateways only, counting its open requests."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+        self.open_requests = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        presented = dict(scope["headers"]).get(INTERNAL_TOKEN_HEADER.encode(), b"")
+        if not hmac.compare_digest(presented, self._token):
+            error = Forbidden("this port is for the gateway; ask the server's own address")
+            await JSONResponse(error.body(), error.status)(scope, receive, send)
+            return
+        self.open_requests += 1
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self.open_requests -= 1
+
+
+class EngineServer(LLMServer):  # type: ignore[misc]
+    """Serve's deployment class of a model."""
+
+    engine: MeteredEngine
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, llm_config: LLMConfig, spec: dict[str, Any]
+    ) -> None:
+        self._spec = EngineSpec.model_validate(spec)
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._draining = False
+        self._stop_timeout_s = self._spec.drain_timeout_s
+        self._claim = await claim(
+            self._spec.model.name,
+            self._spec.devices,
+            Path(ray._private.worker._global_node.get_session_dir_path()) / "loomserve-devices",
+            self._spec.drain_timeout_s + 15,
+        )
+        # Engine processes inherit the environment of the replica that starts them.
+        os.environ.update(engine_environment(self._claim.device))
+        await super().__init__(llm_config, engine_cls=MeteredEngine)
+        self._app = GuardedApp(await self.engine.build_asgi_app(), self._spec.internal_token)
+        host = ray.util.get_node_ip_address()
+        sock = listen(host, 0)
+        self._address = f"{host}:{sock.getsockname()[1]}"
+        self._http = HttpServer(self._app, sock, max_connections=None)
+        await self._http.start()
+        self._reporting = asyncio.create_task(self._report_forever())
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Serve's hook: constant facts, which routers get with the replica itself."""
+        return {"address": self._address, "device": self._claim.device.name}
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Serve's hook: what routers decide by, polled about once a second."""
+        return {
+            "load": self.engine.meter.read().model_dump(),
+            "draining": self._draining,
+            **self.engine.limits(),
+        }
+
+    async def check_health(self) -> None:
+        await super().check_health()
+        if not self._http.alive:
+            raise RuntimeError("the replica's HTTP server has ended")
+
+    def report(self) -> EngineReport:
+        return EngineReport(
+            model=self._spec.model,
+            replica_id=self._replica_id,
+            device=self._claim.device.name,
+            address=self._address,
+            pid=os.getpid(),
+            max_model_len=self.engine.max_model_len,
+            in_flight=self._app.open_requests,
+            draining=self._draining,
+            load=self.engine.meter.read(),
+        )
+
+    async def _report_forever(self) -> None:
+        controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
+        while True:
+            # The controller may be restarting; the next report will reach it.
+            with contextlib.suppress(Exception):
+                orders = await asyncio.wait_for(
+                    controller.report.remote(self.report().model_dump()), timeout=5
+                )
+                self._draining = orders["draining"]
+                self._stop_timeout_s = orders["stop_timeout_s"]
+            await asyncio.sleep(_REPORT_PERIOD_S)
+
+    async def __del__(self) -> None:
+        """Serve's last call: finish what runs, then stop the engine."""
+        if hasattr(self, "_http"):
+            self._reporting.cancel()
+            await self._http.stop(self._stop_timeout_s)
+        engine = getattr(self, "engine", None)
+        if engine is not None and engine._engine_client is not None:
+            engine._engine_client.shutdown()
+        await super().__del__()

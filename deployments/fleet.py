@@ -1,0 +1,216 @@
+"""The fleet: which models there should be, and what their replicas last said of themselves.
+
+Plain state without Ray; the controller deployment feeds it and asks it. Everything but the
+operator's wishes is rebuilt from the replicas' reports, so a restarted controller knows the fleet
+within one report period.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from loomserve.deployments.base import (
+    EngineOrders,
+    EngineReport,
+    ModelRoute,
+    ReplicaRoute,
+    model_app,
+)
+from loomserve.platform.config import Device, Model
+from loomserve.platform.devices import place
+from loomserve.platform.errors import Conflict, NotFound, UnknownModel
+from loomserve.platform.state import DeviceState, ModelState, ModelStatus, ReplicaState
+
+# Three reports missed in a row: the replica is gone or hangs, and must not count as an answer.
+REPORT_EXPIRES_S = 7.0
+
+
+@dataclass
+class _ModelRecord:
+    model: Model
+    target_replicas: int
+    unload_deadline: float | None = None
+    failure: str | None = None
+
+
+@dataclass
+class _ReplicaRecord:
+    report: EngineReport
+    seen_at: float
+    draining: bool
+
+
+@dataclass
+class Fleet:
+    """Times are monotonic seconds of the caller's one clock."""
+
+    devices: tuple[Device, ...]
+    drain_timeout_s: float
+    _models: dict[str, _ModelRecord] = field(default_factory=dict)
+    _replicas: dict[str, _ReplicaRecord] = field(default_factory=dict)
+
+    @property
+    def models(self) -> list[Model]:
+        return [record.model for record in self._models.values()]
+
+    def add(self, model: Model, target_replicas: int) -> None:
+        """
+        Raises:
+            Conflict: a model of that name (or of the same application name) is there.
+        """
+        for name in self._models:
+            if model_app(name) == model_app(model.name):
+                raise Conflict(f"model {name!r} is already loaded; unload it first", param="name")
+        self._models[model.name] = _ModelRecord(model, target_replicas)
+
+    def remove(self, name: str) -> None:
+        self._models.pop(name, None)
+        for replica_id in [r for r, rec in self._replicas.items() if rec.report.model.name == name]:
+            del self._replicas[replica_id]
+
+    def model(self, name: str) -> Model:
+        return self._record(name).model
+
+    def set_target(self, name: str, replicas: int) -> None:
+        self._record(name).target_replicas = replicas
+
+    def set_failure(self, name: str, failure: str | None) -> None:
+        """Why the model's application cannot start, or None; unknown names are ignored."""
+        if name in self._models:
+            self._models[name].failure = failure
+
+    def begin_unload(self, name: str, deadline: float) -> None:
+        """
+        Raises:
+            Conflict: the model is already being unloaded.
+        """
+        record = self._record(name)
+        if record.unload_deadline is not None:
+            raise Conflict(f"model {name!r} is already being unloaded")
+        record.unload_deadline = deadline
+
+    def unload_may_finish(self, name: str, now: float) -> bool:
+        """True when nothing runs on the model any more, or its deadline has passed."""
+        record = self._record(name)
+        assert record.unload_deadline is not None
+        busy = any(r.report.in_flight for r in self._live(name, now))
+        return not busy or now >= record.unload_deadline
+
+    def set_draining(self, replica_id: str, draining: bool) -> None:
+        """
+        Raises:
+            NotFound: no replica of that id has reported.
+        """
+        if replica_id not in self._replicas:
+            known = ", ".join(sorted(self._replicas)) or "none"
+            raise NotFound(f"there is no replica {replica_id!r}; the replicas are: {known}")
+        self._replicas[replica_id].draining = draining
+
+    def report(self, report: EngineReport, now: float) -> EngineOrders:
+        """Take in a replica's report and tell it what to do."""
+        before = self._replicas.get(report.replica_id)
+        draining = report.draining if before is None else before.draining
+        self._replicas[report.replica_id] = _ReplicaRecord(report, now, draining)
+        record = self._models.get(report.model.name)
+        if record is None:
+            # A restarted controller meets a model that was loaded at run time.
+            record = _ModelRecord(report.model, target_replicas=1)
+            self._models[report.model.name] = record
+        if record.unload_deadline is None:
+            return EngineOrders(draining=draining, stop_timeout_s=self.drain_timeout_s)
+        left = max(0.0, record.unload_deadline - now)
+        return EngineOrders(draining=True, stop_timeout_s=left)
+
+    def routes(self, now: float) -> tuple[ModelRoute, ...]:
+        return tuple(
+            ModelRoute(
+                name=name,
+                app=model_app(name),
+                status=self._status(record, now)[0],
+                policy=record.model.router.policy,
+                max_concurrent_requests=record.model.max_concurrent_requests,
+                max_model_len=self._max_model_len(name, now),
+                replicas=tuple(
+                    ReplicaRoute(
+                        id=r.report.replica_id, device=r.report.device, address=r.report.address
+                    )
+                    for r in self._live(name, now)
+                ),
+            )
+            for name, record in self._models.items()
+        )
+
+    def model_states(self, now: float) -> tuple[ModelState, ...]:
+        return tuple(self._model_state(name, record, now) for name, record in self._models.items())
+
+    def device_states(self, now: float) -> tuple[DeviceState, ...]:
+        on_device: Mapping[str, set[str]] = {device.name: set() for device in self.devices}
+        for name in self._models:
+            for replica in self._live(name, now):
+                on_device[replica.report.device].add(name)
+        return tuple(
+            DeviceState(
+                name=device.name,
+                kind=device.kind,
+                place=place(device),
+                models=tuple(sorted(on_device[device.name])),
+            )
+            for device in self.devices
+        )
+
+    def _record(self, name: str) -> _ModelRecord:
+        if name not in self._models:
+            raise UnknownModel(unknown_model_message(name, self._models))
+        return self._models[name]
+
+    def _live(self, name: str, now: float) -> list[_ReplicaRecord]:
+        return [
+            record
+            for record in self._replicas.values()
+            if record.report.model.name == name and now - record.seen_at < REPORT_EXPIRES_S
+        ]
+
+    def _max_model_len(self, name: str, now: float) -> int | None:
+        return next((r.report.max_model_len for r in self._live(name, now)), None)
+
+    def _status(self, record: _ModelRecord, now: float) -> tuple[ModelStatus, str]:
+        live = len(self._live(record.model.name, now))
+        if record.unload_deadline is not None:
+            return ModelStatus.UNLOADING, "finishes its running requests"
+        if live >= record.target_replicas:
+            return ModelStatus.READY, ""
+        if live:
+            return ModelStatus.DEGRADED, f"{live} of {record.target_replicas} replicas answer"
+        if record.failure is not None:
+            return ModelStatus.FAILED, record.failure
+        return ModelStatus.LOADING, "its engine is starting"
+
+    def _model_state(self, name: str, record: _ModelRecord, now: float) -> ModelState:
+        status, message = self._status(record, now)
+        return ModelState(
+            name=name,
+            source=record.model.source,
+            status=status,
+            message=message,
+            target_replicas=record.target_replicas,
+            router=record.model.router.policy,
+            max_model_len=self._max_model_len(name, now),
+            replicas=tuple(
+                ReplicaState(
+                    id=r.report.replica_id,
+                    device=r.report.device,
+                    address=r.report.address,
+                    pid=r.report.pid,
+                    draining=r.draining or r.report.draining,
+                    in_flight=r.report.in_flight,
+                    load=r.report.load,
+                )
+                for r in sorted(self._live(name, now), key=lambda r: r.report.device)
+            ),
+        )
+
+
+def unknown_model_message(name: str, known: Iterable[str]) -> str:
+    names = ", ".join(sorted(known)) or "none is loaded"
+    return f"The model {name!r} does not exist here. Models: {names}."

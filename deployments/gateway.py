@@ -1,0 +1,303 @@
+"""The gateway: the platform's front door and multi-model ingress.
+
+It listens on the server's address itself. A request crosses two processes, this one and the
+engine's; docs/performance.md says why no proxy stands before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from typing import Any
+
+import aiohttp
+from prometheus_client import CollectorRegistry, generate_latest
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from ray.serve.llm.ingress import OpenAiIngress
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
+
+from loomserve.deployments.admin import build_admin_api
+from loomserve.deployments.base import (
+    CONTROLLER_APP,
+    CONTROLLER_DEPLOYMENT,
+    ENGINE_DEPLOYMENT,
+    INTERNAL_TOKEN_HEADER,
+    ModelRoute,
+    Routes,
+)
+from loomserve.deployments.fleet import unknown_model_message
+from loomserve.deployments.forward import Forwarder, ForwardRequest
+from loomserve.deployments.front_door import exception_handlers, front_door
+from loomserve.deployments.http_server import HttpServer, listen
+from loomserve.platform.config import ApiKey, Server
+from loomserve.platform.errors import (
+    BadRequest,
+    Forbidden,
+    RequestError,
+    TooManyRequests,
+    Unavailable,
+    UnknownModel,
+)
+from loomserve.platform.metrics.exposition import merge
+from loomserve.platform.metrics.gateway import GatewayMetrics
+from loomserve.platform.state import ModelStatus
+from loomserve.routers.in_flight import IN_FLIGHT
+
+# vLLM's endpoints that take one request and keep nothing between requests.
+FORWARDED = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/tokenize",
+    "/v1/detokenize",
+)
+_ENGINE_PATHS = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
+_SERVING = frozenset({ModelStatus.READY, ModelStatus.DEGRADED})
+_SCRAPE_TIMEOUT_S = 3.0
+
+
+class Gateway(OpenAiIngress):  # type: ignore[misc]
+    """Serve's deployment class of the front door."""
+
+    _default_serve_handles: dict[str, DeploymentHandle]
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, server: dict[str, Any], internal_token: str
+    ) -> None:
+        super().__init__({}, {})
+        self._server = Server.model_validate(server)
+        self._internal_token = internal_token
+        self._routes: dict[str, ModelRoute] = {}
+        self._open: Counter[str] = Counter()
+        self._registry = CollectorRegistry()
+        self._metrics = GatewayMetrics(self._registry)
+        self._forwarder = Forwarder(internal_token, self._metrics)
+        self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
+        app = front_door(self._build_app(), self._server, rejected=self._metrics.rejected)
+        sock = listen(self._server.host, self._server.port, shared=True)
+        self._http = HttpServer(app, sock, max_connections=self._server.max_connections)
+        self._following = asyncio.create_task(self._follow_controller())
+        await self._http.start()
+
+    async def check_health(self) -> None:
+        if not self._http.alive or self._following.done():
+            raise RuntimeError("the gateway's HTTP server or its view of the models has ended")
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_following"):
+            self._following.cancel()
+            await self._http.stop(self._server.drain_timeout_s)
+            await self._forwarder.close()
+
+    def _build_app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                *(Route(path, self._endpoint(path), methods=["POST"]) for path in FORWARDED),
+                Route("/v1/models", self._list_models),
+                Route("/v1/models/{model:path}", self._retrieve_model),
+                Route("/health", _health),
+                Route("/ready", self._ready),
+                Route("/metrics", self._expose_metrics),
+                Mount("/admin/v1", build_admin_api(self._controller)),
+            ],
+            exception_handlers=exception_handlers,
+        )
+
+    # The models
+
+    async def _follow_controller(self) -> None:
+        version = 0
+        while True:
+            try:
+                answer = await self._controller.watch.remote(version)
+            except Exception:
+                # Serve restarts the controller; until then the last routes hold.
+                await asyncio.sleep(0.5)
+                continue
+            routes = Routes.model_validate(answer)
+            version = routes.version
+            self._routes = {route.name: route for route in routes.models}
+            self._metrics.set_models(
+                {route.name: [replica.id for replica in route.replicas] for route in routes.models}
+            )
+            self._default_serve_handles = {
+                route.name: self._default_serve_handles.get(route.name) or _handle(route)
+                for route in routes.models
+                if route.replicas
+            }
+
+    def _route(self, model: object, key: ApiKey | None) -> ModelRoute:
+        if model is None and len(self._routes) == 1:
+            model = next(iter(self._routes))
+        if not isinstance(model, str) or not model:
+            raise BadRequest(
+                f"say which model, one of: {', '.join(sorted(self._routes))}", param="model"
+            )
+        route = self._routes.get(model)
+        if route is None:
+            raise UnknownModel(unknown_model_message(model, self._routes), param="model")
+        if key is not None and key.models and model not in key.models:
+            raise Forbidden(
+                f"this API key may not use model {model!r}; it may use: {', '.join(key.models)}",
+                param="model",
+            )
+        if route.status is ModelStatus.UNLOADING:
+            raise UnknownModel(f"The model {model!r} is being unloaded.", param="model")
+        if not route.replicas:
+            raise Unavailable(
+                f"model {model!r} is {route.status}; try again shortly",
+                reason="model_not_ready",
+                retry_after_s=5,
+            )
+        if self._open[model] >= route.max_concurrent_requests:
+            raise TooManyRequests(
+                f"model {model!r} already has {self._open[model]} requests; try again shortly",
+                reason="model_overloaded",
+                retry_after_s=1,
+            )
+        return route
+
+    # The endpoints
+
+    def _endpoint(self, path: str) -> Any:
+        # Starlette treats an object that is not a function as an ASGI app, which may stream.
+        return _AsgiEndpoint(self, path)
+
+    async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope["state"]
+        parsed = _parse(state["body"])
+        route = self._route(parsed.get("model"), state.get("api_key"))
+        request = ForwardRequest(
+            model=route.name,
+            policy=route.policy,
+            path=_ENGINE_PATHS.get(path, path),
+            body=state["body"],
+            parsed=parsed,
+            request_id=state["request_id"],
+            content_type="application/json",
+        )
+        started = time.monotonic()
+        self._open[route.name] += 1
+        status = 499  # as nginx says it: the client went away before there was an answer
+
+        async def watched_send(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            handle = self._default_serve_handles[route.name]
+            await self._forwarder.forward(request, handle, receive, watched_send)
+        except RequestError as error:
+            status = error.status
+            raise
+        finally:
+            self._open[route.name] -= 1
+            self._metrics.finished(
+                route.name, path, status, time.monotonic() - started, state.get("slo_ms")
+            )
+
+    async def _list_models(self, request: Request) -> Response:
+        key = request.scope["state"].get("api_key")
+        allowed = [
+            route
+            for route in self._routes.values()
+            if route.status is not ModelStatus.UNLOADING
+            and (key is None or not key.models or route.name in key.models)
+        ]
+        return JSONResponse({"object": "list", "data": [_card(route) for route in allowed]})
+
+    async def _retrieve_model(self, request: Request) -> Response:
+        name = request.path_params["model"]
+        if name not in self._routes:
+            raise UnknownModel(unknown_model_message(name, self._routes), param="model")
+        return JSONResponse(_card(self._routes[name]))
+
+    async def _ready(self, request: Request) -> Response:
+        models = {name: route.status for name, route in self._routes.items()}
+        ready = bool(models) and all(status in _SERVING for status in models.values())
+        return JSONResponse(
+            {"status": "ready" if ready else "not ready", "models": models},
+            status_code=200 if ready else 503,
+            headers={} if ready else {"Retry-After": "5"},
+        )
+
+    async def _expose_metrics(self, request: Request) -> Response:
+        self._metrics.set_decisions(IN_FLIGHT.decisions())
+        parts: list[tuple[dict[str, str], str | None]] = [
+            ({}, generate_latest(self._registry).decode())
+        ]
+        parts += await asyncio.gather(
+            *(
+                self._scrape(route.name, replica.id, replica.device, replica.address)
+                for route in self._routes.values()
+                for replica in route.replicas
+            )
+        )
+        return Response(
+            await asyncio.to_thread(merge, parts),
+            media_type="text/plain; version=0.0.4; charset=utf-8",
+        )
+
+    async def _scrape(
+        self, model: str, replica_id: str, device: str, address: str
+    ) -> tuple[dict[str, str], str | None]:
+        labels = {"model": model, "replica": replica_id, "device": device}
+        try:
+            async with self._forwarder.session.get(
+                f"http://{address}/metrics",
+                headers={INTERNAL_TOKEN_HEADER: self._internal_token},
+                timeout=aiohttp.ClientTimeout(total=_SCRAPE_TIMEOUT_S),
+            ) as response:
+                return labels, await response.text()
+        except (aiohttp.ClientError, TimeoutError):
+            return labels, None
+
+
+class _AsgiEndpoint:
+    def __init__(self, gateway: Gateway, path: str) -> None:
+        self._gateway, self._path = gateway, path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._gateway.answer(self._path, scope, receive, send)
+
+
+def _handle(route: ModelRoute) -> DeploymentHandle:
+    return serve.get_deployment_handle(ENGINE_DEPLOYMENT, route.app)
+
+
+def _card(route: ModelRoute) -> dict[str, Any]:
+    return {
+        "id": route.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "loomserve",
+        "max_model_len": route.max_model_len,
+        "status": route.status,
+    }
+
+
+def _parse(body: bytes) -> dict[str, Any]:
+    try:
+        parsed = json.loads(body)
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not valid JSON: {error}") from None
+    if not isinstance(parsed, dict):
+        raise BadRequest('the body must be a JSON object, such as {"model": …, "messages": […]}')
+    return parsed
+
+
+async def _health(request: Request) -> Response:
+    return JSONResponse({"status": "alive"})

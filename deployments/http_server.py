@@ -1,0 +1,78 @@
+"""A uvicorn server that lives inside a Serve replica's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Generator
+
+import uvicorn
+from starlette.types import ASGIApp
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        # Signals belong to Ray; uvicorn would end the replica's process behind Serve's back.
+        yield
+
+
+class HttpServer:
+    """Serves an ASGI app on a socket until :meth:`stop`."""
+
+    def __init__(self, app: ASGIApp, sock: socket.socket, *, max_connections: int | None) -> None:
+        self._socket = sock
+        self._server = _Server(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                access_log=False,
+                http="httptools",
+                lifespan="off",
+                server_header=False,
+                timeout_keep_alive=75,
+                limit_concurrency=None,
+                backlog=max_connections or 2048,
+                h11_max_incomplete_event_size=64 * 1024,
+            )
+        )
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        while not self._server.started:
+            if self._task.done():
+                self._task.result()
+            await asyncio.sleep(0.01)
+
+    @property
+    def alive(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Accept nothing new, let open requests finish for ``timeout_s``, then cut them."""
+        self._server.config.timeout_graceful_shutdown = max(1, int(timeout_s))
+        self._server.should_exit = True
+        if self._task is not None:
+            await self._task
+
+
+def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
+    """A bound TCP socket; ``port`` 0 takes a free one, ``shared`` lets several processes bind it.
+
+    Raises:
+        OSError: the address is in use or not of this machine.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if shared:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        sock.bind((host, port))
+    except OSError:
+        sock.close()
+        raise
+    sock.set_inheritable(False)
+    return sock

@@ -1,0 +1,67 @@
+"""Starts the applications that are not models: the controller and the gateway; then the models."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import LoggingConfig
+
+from loomserve.deployments.base import (
+    CONTROLLER_APP,
+    CONTROLLER_DEPLOYMENT,
+    GATEWAY_APP,
+    GATEWAY_DEPLOYMENT,
+)
+from loomserve.deployments.controller import Controller
+from loomserve.deployments.gateway import Gateway
+from loomserve.platform.config import Config
+
+QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
+
+
+def run_platform(
+    config: Config, replicas: dict[str, int], internal_token: str, base: str
+) -> DeploymentHandle:
+    """Hand all applications to Serve and return the controller's handle; engines start later."""
+    data = config.model_dump(mode="json")
+    targets = [
+        (CONTROLLER_APP, _controller_app(data, replicas, internal_token, base)),
+        (GATEWAY_APP, _gateway_app(config, internal_token)),
+    ]
+    serve.run_many(
+        [serve.RunTarget(app, name=name, route_prefix=None) for name, app in targets],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=True,
+    )
+    controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
+    controller.load_configured.remote().result(timeout_s=60)
+    return controller
+
+
+def _controller_app(
+    config: dict[str, Any], replicas: dict[str, int], internal_token: str, base: str
+) -> Any:
+    deployment = serve.deployment(
+        Controller,
+        name=CONTROLLER_DEPLOYMENT,
+        num_replicas=1,
+        max_ongoing_requests=1000,
+        ray_actor_options={"num_cpus": 0},
+        logging_config=QUIET,
+    )
+    return deployment.bind(config, replicas, internal_token, base)
+
+
+def _gateway_app(config: Config, internal_token: str) -> Any:
+    deployment = serve.deployment(
+        Gateway,
+        name=GATEWAY_DEPLOYMENT,
+        num_replicas=1,
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=config.server.drain_timeout_s + 15,
+        ray_actor_options={"num_cpus": 0},
+        logging_config=QUIET,
+    )
+    return deployment.bind(config.server.model_dump(mode="json"), internal_token)

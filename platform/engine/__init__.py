@@ -1,0 +1,1 @@
+"""Everything of Loomserve that touches vLLM."""

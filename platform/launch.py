@@ -1,0 +1,263 @@
+"""``loomserve serve``: checks the machine, starts Ray and the applications, and ends them again."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import threading
+import time
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from loomserve.deployments.http_server import listen
+from loomserve.platform import catalog
+from loomserve.platform.config import Config
+from loomserve.platform.errors import StartError
+from loomserve.platform.memory import plan_replicas
+from loomserve.platform.state import ModelState, ModelStatus, State
+
+Say = Callable[[str], None]
+
+_POLL_S = 0.5
+# A first start compiles kernels; a second one finds them in vLLM's cache.
+_START_TIMEOUT_S = 900.0
+# Ray's CPUs are places for actors here, not cores: engines are bound to cores by their devices.
+_LOGICAL_CPUS = 128
+_OBJECT_STORE_BYTES = 128 * 2**20
+
+# Read by Ray in every process of the cluster, so they must stand before it is imported.
+_RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_enable_metrics_collection": "0",
+}
+
+
+def check_machine(config: Config) -> None:
+    """Fail now rather than at the first request.
+
+    Raises:
+        StartError: a busy port, a core or a compiler that is not there; says what to do.
+    """
+    server = config.server
+    try:
+        listen(server.host, server.port).close()
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {server.host}:{server.port} ({error.strerror}): stop what uses it, "
+            "or set server.port"
+        ) from None
+    there = os.cpu_count() or 1
+    for device in config.devices:
+        for core in device.cores:
+            if core >= there:
+                raise StartError(
+                    f"device {device.name!r} names core {core}, but this machine has cores 0 to "
+                    f"{there - 1}"
+                )
+    compiles = any(not model.engine.get("enforce_eager") for model in config.models)
+    if compiles and shutil.which("g++") is None and shutil.which("clang++") is None:
+        raise StartError(
+            "vLLM compiles its kernels for this machine and finds no C++ compiler: install g++, "
+            "or set engine: {enforce_eager: true} for every model"
+        )
+
+
+def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
+    """Fetch and check every model, and say how many replicas of each to start.
+
+    Raises:
+        ConfigError: a model's source is wrong.
+        StartError: a model cannot be fetched, or memory does not suffice.
+    """
+    weights: dict[str, int] = {}
+    for model in config.models:
+        path = catalog.resolve(model.source, base, progress=say)
+        weights[model.name] = catalog.weight_bytes(path) if isinstance(path, Path) else 0
+    replicas = plan_replicas(config.models, weights, psutil.virtual_memory().available)
+    for model in config.models:
+        if model.replicas == "auto" and replicas[model.name] < len(model.devices):
+            say(
+                f"memory allows {replicas[model.name]} of {len(model.devices)} replicas of "
+                f"{model.name}"
+            )
+    return replicas
+
+
+class Platform:
+    """Ray, Serve and Loomserve's applications on this machine."""
+
+    def __init__(self, config: Config, base: Path) -> None:
+        self._config = config
+        self._base = base
+
+    def start(self, replicas: dict[str, int]) -> None:
+        """Start everything in the background; engines need some 30 s."""
+        os.environ.update(_RAY_ENVIRONMENT)
+        import ray
+        from ray import serve
+
+        from loomserve.deployments.platform_apps import run_platform
+
+        ray.init(
+            address="local",
+            num_cpus=_LOGICAL_CPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _node_ip_address=_node_address(self._config),
+        )
+        serve.start(proxy_location="Disabled")
+        self._controller = run_platform(
+            self._config, replicas, secrets.token_urlsafe(32), str(self._base.resolve())
+        )
+
+    def state(self) -> State:
+        return State.model_validate(self._controller.state.remote().result(timeout_s=10))
+
+    def wait_ready(self, say: Say) -> None:
+        """Tell of each model as it gets ready.
+
+        Raises:
+            StartError: a model failed, or they took too long.
+        """
+        started, told = time.monotonic(), dict[str, int]()
+        while True:
+            models = self.state().models
+            for model in models:
+                _tell(model, told, time.monotonic() - started, say)
+                if model.status is ModelStatus.FAILED:
+                    raise StartError(f"model {model.name!r} did not start: {model.message}")
+            if all(model.status is ModelStatus.READY for model in models):
+                return
+            if time.monotonic() - started > _START_TIMEOUT_S:
+                raise StartError(f"not ready after {_START_TIMEOUT_S:.0f} s; see {self.log_folder}")
+            time.sleep(_POLL_S)
+
+    @property
+    def log_folder(self) -> Path:
+        import ray
+
+        return Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
+
+    def stop(self) -> None:
+        """Finish running requests, then leave no process behind."""
+        import ray
+        from ray import serve
+
+        mine = psutil.Process().children(recursive=True)
+        try:
+            serve.shutdown()
+        finally:
+            ray.shutdown()
+            _, left = psutil.wait_procs(mine, timeout=5)
+            for process in left:
+                process.kill()
+            psutil.wait_procs(left, timeout=5)
+
+
+def run(config: Config, base: Path, say: Say) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    check_machine(config)
+    replicas = plan(config, base, say)
+    stopped = threading.Event()
+    platform = Platform(config, base)
+    _catch_signals(stopped)
+    say("starting Ray")
+    try:
+        platform.start(replicas)
+        _catch_signals(stopped)  # Ray has put its own handlers there
+        for model in config.models:
+            where = ", ".join(model.devices[: replicas[model.name]])
+            say(f"loading {model.name} on {where}")
+        _until_ready_or(stopped, platform, say)
+        if not stopped.is_set():
+            _greet(config, say)
+        stopped.wait()
+    finally:
+        say("stopping: running requests may finish (Ctrl-C again to cut them)")
+        platform.stop()
+        say("stopped")
+
+
+def _until_ready_or(stopped: threading.Event, platform: Platform, say: Say) -> None:
+    failure: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            platform.wait_ready(say)
+        except BaseException as error:
+            failure.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    while waiting.is_alive() and not stopped.is_set():
+        waiting.join(0.2)
+    if failure and not stopped.is_set():
+        raise failure[0]
+
+
+def _tell(model: ModelState, told: dict[str, int], elapsed_s: float, say: Say) -> None:
+    live = len(model.replicas)
+    if live > told.get(model.name, 0):
+        told[model.name] = live
+        say(f"{model.name}: {live} of {model.target_replicas} replicas ready ({elapsed_s:.0f} s)")
+
+
+def _greet(config: Config, say: Say) -> None:
+    host = "localhost" if config.server.is_loopback else config.server.host
+    url = f"http://{host}:{config.server.port}"
+    say(f"ready at {url}/v1")
+    if not config.models:
+        return
+    say("models: " + ", ".join(model.name for model in config.models))
+    body = json.dumps(
+        {
+            "model": config.models[0].name,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 32,
+            "temperature": 0,
+        }
+    )
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.server.api_keys else ""
+    headers = f"{key} -H 'Content-Type: application/json'"
+    say(f"try it:\n  curl {url}/v1/chat/completions{headers} \\\n    -d '{body}'")
+    if not config.server.api_keys:
+        say(f"which answers:\n  {_first_answer(url, body)}")
+    say(f"see it work: loomserve status --watch --url {url}   ·   stop: Ctrl-C")
+
+
+def _first_answer(url: str, body: str) -> str:
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        data=body.encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        return str(json.load(response)["choices"][0]["message"]["content"])
+
+
+def _catch_signals(stopped: threading.Event) -> None:
+    def on_signal(number: int, frame: Any) -> None:
+        if stopped.is_set():
+            # The second one: do not wait for anything.
+            for process in psutil.Process().children(recursive=True):
+                process.kill()
+            os._exit(130)
+        stopped.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+
+
+def _node_address(config: Config) -> str | None:
+    # On loopback nothing of the platform, Ray's ports included, listens to other machines.
+    return "127.0.0.1" if config.server.is_loopback else None

@@ -1,0 +1,50 @@
+"""How many replicas memory allows: a plan made before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from loomserve.platform.config import Model
+from loomserve.platform.errors import StartError
+
+# An idle CPU engine of a tiny model (front end, EngineCore, worker) takes about this without
+# weights and KV; measured as proportional set size, rounded up.
+ENGINE_BYTES = 2 * 2**30
+# Ray's own processes, the gateway and the controller.
+PLATFORM_BYTES = 1.5 * 2**30
+
+
+def replica_bytes(model: Model, weight_bytes: int) -> float:
+    """Memory of one replica: CPU weights are held packed beside the loaded ones for a while."""
+    return ENGINE_BYTES + 2 * weight_bytes + model.kv_cache_memory
+
+
+def plan_replicas(
+    models: Sequence[Model], weight_bytes: Mapping[str, int], available_bytes: float
+) -> dict[str, int]:
+    """The number of replicas to start for each model.
+
+    Every model gets the replicas it insists on (at least one); what is left goes to the models with
+    ``replicas: auto``, one each in turn, up to one a device.
+
+    Raises:
+        StartError: the least that the configuration asks for does not fit.
+    """
+    wanted = {model.name: 1 if model.replicas == "auto" else model.replicas for model in models}
+    cost = {model.name: replica_bytes(model, weight_bytes[model.name]) for model in models}
+    left = available_bytes - PLATFORM_BYTES - sum(wanted[m.name] * cost[m.name] for m in models)
+    if left < 0:
+        raise StartError(
+            f"the configuration needs about {(available_bytes - left) / 2**30:.1f} GiB of memory "
+            f"and {available_bytes / 2**30:.1f} GiB is available: lower kv_cache_memory or "
+            "replicas, or serve fewer models"
+        )
+    growing = [model for model in models if model.replicas == "auto"]
+    while growing:
+        for model in tuple(growing):
+            if wanted[model.name] == len(model.devices) or cost[model.name] > left:
+                growing.remove(model)
+            else:
+                wanted[model.name] += 1
+                left -= cost[model.name]
+    return wanted
