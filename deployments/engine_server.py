@@ -23,6 +23,7 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.executor.abstract import Executor
 
@@ -130,7 +131,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         host = ray.util.get_node_ip_address()
         sock = listen(host, 0)
         self._address = f"{host}:{sock.getsockname()[1]}"
-        self._http = HttpServer(self._app, sock, max_connections=None)
+        self._http = HttpServer(self._app, sock, protocol=HttpToolsProtocol)
         await self._http.start()
         self._reporting = asyncio.create_task(self._report_forever())
 

@@ -35,6 +35,7 @@ from loomserve.deployments.base import (
 from loomserve.deployments.fleet import unknown_model_message
 from loomserve.deployments.forward import Forwarder, ForwardRequest
 from loomserve.deployments.front_door import exception_handlers, front_door
+from loomserve.deployments.http_protocol import bounded_protocol
 from loomserve.deployments.http_server import HttpServer, listen
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.errors import (
@@ -84,7 +85,8 @@ class Gateway(OpenAiIngress):  # type: ignore[misc]
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
         app = front_door(self._build_app(), self._server, rejected=self._metrics.rejected)
         sock = listen(self._server.host, self._server.port, shared=True)
-        self._http = HttpServer(app, sock, max_connections=self._server.max_connections)
+        protocol = bounded_protocol(self._server.header_timeout_s, self._server.max_connections)
+        self._http = HttpServer(app, sock, protocol=protocol)
         self._following = asyncio.create_task(self._follow_controller())
         await self._http.start()
 

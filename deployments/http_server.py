@@ -9,6 +9,7 @@ from collections.abc import Generator
 
 import uvicorn
 from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class _Server(uvicorn.Server):
@@ -21,20 +22,19 @@ class _Server(uvicorn.Server):
 class HttpServer:
     """Serves an ASGI app on a socket until :meth:`stop`."""
 
-    def __init__(self, app: ASGIApp, sock: socket.socket, *, max_connections: int | None) -> None:
+    def __init__(
+        self, app: ASGIApp, sock: socket.socket, *, protocol: type[HttpToolsProtocol]
+    ) -> None:
         self._socket = sock
         self._server = _Server(
             uvicorn.Config(
                 app,
                 log_config=None,
                 access_log=False,
-                http="httptools",
+                http=protocol,
                 lifespan="off",
                 server_header=False,
                 timeout_keep_alive=75,
-                limit_concurrency=None,
-                backlog=max_connections or 2048,
-                h11_max_incomplete_event_size=64 * 1024,
             )
         )
         self._task: asyncio.Task[None] | None = None

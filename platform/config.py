@@ -214,7 +214,9 @@ class Server(_Node):
     header_timeout_s: float = Field(
         10.0, gt=0, description="A client must have sent its whole request by then."
     )
-    max_connections: int = Field(1024, ge=1, description="More connections wait in the backlog.")
+    max_connections: int = Field(
+        1024, ge=1, description="A client that connects beyond these is answered 503."
+    )
     cors_origins: tuple[str, ...] = Field((), description="Origins browsers may call from.")
     drain_timeout_s: float = Field(
         60.0, gt=0, description="How long unload, drain and stop wait for running requests."

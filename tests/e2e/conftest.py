@@ -1,0 +1,161 @@
+"""One running platform for all end-to-end tests: the command a user runs, with keys switched on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import openai
+import psutil
+import pytest
+import yaml
+
+from loomserve.platform.access.keys import new_key
+
+START_TIMEOUT_S = 600
+HOT = "smollm2-135m"
+COLD = "smollm2-135m-8k"
+
+
+@dataclass(frozen=True)
+class Platform:
+    url: str
+    key: str
+    limited_key: str
+    admin_token: str
+    process: psutil.Process
+    log: Path
+
+    def client(self, key: str | None = None) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or self.key, max_retries=0)
+
+    def http(self, token: str | None = None) -> httpx.Client:
+        headers = {"Authorization": f"Bearer {token or self.key}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=60)
+
+    def admin(self) -> httpx.Client:
+        return self.http(self.admin_token)
+
+    def state(self) -> dict[str, object]:
+        with self.admin() as admin:
+            return admin.get("/admin/v1/state").raise_for_status().json()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that carry the labels."""
+        with self.admin() as admin:
+            page = admin.get("/metrics").raise_for_status().text
+        wanted = [f'{label}="{value}"' for label, value in labels.items()]
+        lines = [line for line in page.splitlines() if line.split("{")[0].split(" ")[0] == name]
+        return sum(
+            float(line.rsplit(" ", 1)[1]) for line in lines if all(w in line for w in wanted)
+        )
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def write_config(path: Path, port: int, hashes: tuple[str, str, str]) -> None:
+    engine = {"max_model_len": 1024, "max_num_seqs": 16, "block_size": 32, "enforce_eager": True}
+    config = {
+        "devices": [
+            {"name": "core0", "kind": "cpu", "cores": [0]},
+            {"name": "core1", "kind": "cpu", "cores": [min(1, (os.cpu_count() or 1) - 1)]},
+        ],
+        "models": [
+            {
+                "name": HOT,
+                "source": "demo",
+                "devices": ["core0", "core1"],
+                "replicas": 2,
+                "kv_cache_memory": "256MiB",
+                "engine": {**engine, "enable_auto_tool_choice": True, "tool_call_parser": "hermes"},
+            },
+            {
+                "name": COLD,
+                "source": "demo",
+                "devices": ["core1"],
+                "kv_cache_memory": "512MiB",
+                "engine": {**engine, "max_model_len": 8192},
+            },
+        ],
+        "server": {
+            "port": port,
+            "max_body": "1MiB",
+            "header_timeout_s": 2,
+            "drain_timeout_s": 20,
+            "admin_token_hash": hashes[2],
+            "api_keys": [
+                {"name": "all", "hash": hashes[0]},
+                {"name": "limited", "hash": hashes[1], "models": [HOT], "requests_per_minute": 3},
+            ],
+        },
+    }
+    path.write_text(yaml.safe_dump(config, sort_keys=False))
+
+
+@pytest.fixture(scope="session")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    folder = tmp_path_factory.mktemp("platform")
+    keys = [new_key() for _ in range(3)]
+    port = free_port()
+    write_config(folder / "config.yaml", port, tuple(digest for _, digest in keys))
+    log = folder / "serve.log"
+    command = [str(Path(sys.executable).parent / "loomserve"), "serve", str(folder / "config.yaml")]
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    running = Platform(
+        url=f"http://127.0.0.1:{port}",
+        key=keys[0][0],
+        limited_key=keys[1][0],
+        admin_token=keys[2][0],
+        process=psutil.Process(process.pid),
+        log=log,
+    )
+    try:
+        wait_ready(running, process)
+        yield running
+    finally:
+        children = running.process.children(recursive=True) if process.poll() is None else []
+        process.send_signal(signal.SIGINT)
+        try:
+            process.wait(90)
+        finally:
+            left = [child for child in children if child.is_running()]
+            for child in left:
+                child.kill()
+            process.kill()
+    assert not left, f"processes were left behind: {left}"
+    assert process.returncode == 0, log.read_text()[-2000:]
+
+
+def wait_ready(platform: Platform, process: subprocess.Popen[bytes] | None = None) -> None:
+    """Until every model has all its replicas."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while time.monotonic() < deadline:
+        if process is not None and process.poll() is not None:
+            pytest.fail(f"loomserve serve ended: {platform.log.read_text()[-3000:]}")
+        try:
+            if all(model["status"] == "ready" for model in platform.state()["models"]):
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(1)
+    pytest.fail(f"not ready in {START_TIMEOUT_S} s: {platform.log.read_text()[-3000:]}")
+
+
+@pytest.fixture(autouse=True)
+def _whole_again(platform: Platform) -> Iterator[None]:
+    """A test that breaks or changes something leaves the platform as it found it."""
+    yield
+    wait_ready(platform)

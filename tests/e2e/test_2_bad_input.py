@@ -1,0 +1,191 @@
+"""Whatever a client gets wrong is its own 4xx in OpenAI's shape: no 5xx, no hang, no traceback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.conftest import COLD, HOT, Platform
+
+pytestmark = pytest.mark.e2e
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def assert_openai_error(response: httpx.Response, status: int, *parts: str) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert error.keys() >= {"message", "type", "param", "code"}
+    assert isinstance(error["code"], str)
+    assert "Traceback" not in response.text
+    for part in parts:
+        assert part in error["message"], error["message"]
+    assert response.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("body", "part"),
+    [
+        (b"{", "not valid JSON"),
+        (b"", "not valid JSON"),
+        (b"[1, 2]", "JSON object"),
+        (b'"text"', "JSON object"),
+        (b'{"model": "\xff\xfe"}', "UTF-8"),
+        (b"[" * 100_000, ""),
+    ],
+)
+def test_a_body_that_is_not_an_object_is_refused(
+    platform: Platform, body: bytes, part: str
+) -> None:
+    with platform.http() as http:
+        assert_openai_error(http.post(CHAT, content=body), 400, part)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"messages": "hello"},
+        {"messages": None},
+        {"messages": []},
+        {"messages": [{"role": "user"}]},
+        {"messages": [{"role": "nobody", "content": 7}]},
+        {"messages": [7]},
+        {"max_tokens": 0},
+        {"max_tokens": -1},
+        {"max_tokens": "many"},
+        {"max_tokens": 10**9},
+        {"temperature": -1},
+        {"temperature": "hot"},
+        {"top_p": 7},
+        {"n": 0},
+        {"n": 1000},
+        {"stream": "perhaps"},
+        {"stop": 5},
+        {"logprobs": True, "top_logprobs": 1000},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 3}}},
+        {"tool_choice": "required", "tools": [{"type": "function"}]},
+        {"model": 5},
+        {"model": None},
+        {"model": ""},
+    ],
+    ids=lambda change: json.dumps(change)[:60],
+)
+def test_a_wrong_field_is_refused(platform: Platform, change: dict[str, Any]) -> None:
+    with platform.http() as http:
+        response = http.post(CHAT, json={"model": HOT, "messages": HELLO, "max_tokens": 4} | change)
+    assert_openai_error(response, 400)
+
+
+def test_unknown_fields_are_ignored_as_vllm_ignores_them(platform: Platform) -> None:
+    with platform.http() as http:
+        body = {"model": HOT, "messages": HELLO, "max_tokens": 2, "colour": "red"}
+        assert http.post(CHAT, json=body).status_code == 200
+
+
+def test_an_unknown_model_is_answered_with_the_models_there_are(platform: Platform) -> None:
+    with platform.http() as http:
+        response = http.post(CHAT, json={"model": "gpt-9", "messages": HELLO})
+    assert_openai_error(response, 404, "gpt-9", HOT, COLD)
+    assert response.json()["error"]["code"] == "model_not_found"
+
+
+def test_a_prompt_over_the_context_states_both_lengths(platform: Platform) -> None:
+    with platform.http() as http:
+        response = http.post("/v1/completions", json={"model": HOT, "prompt": [5] * 1500})
+    assert_openai_error(response, 400, "1024", "1500")
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+def test_a_body_of_ten_megabytes_is_refused(platform: Platform) -> None:
+    with platform.http() as http:
+        response = http.post(CHAT, content=b'{"a":"' + b"x" * 10_000_000 + b'"}')
+    assert_openai_error(response, 413, "1048576")
+
+
+@pytest.mark.parametrize("value", ["soon", "-5", "0", "nan"])
+def test_a_deadline_that_is_no_time_is_refused(platform: Platform, value: str) -> None:
+    with platform.http() as http:
+        response = http.post(
+            CHAT, json={"model": HOT, "messages": HELLO}, headers={"x-slo-ms": value}
+        )
+    assert_openai_error(response, 400)
+    assert response.json()["error"]["param"] == "x-slo-ms"
+
+
+def test_paths_and_methods_that_are_not_there_are_answered_in_shape(platform: Platform) -> None:
+    with platform.http() as http:
+        assert_openai_error(http.get("/v1/nothing"), 404)
+        assert_openai_error(http.get(CHAT), 405)
+
+
+def test_keys_are_needed_and_checked(platform: Platform) -> None:
+    body = {"model": HOT, "messages": HELLO, "max_tokens": 2}
+    assert_openai_error(httpx.post(platform.url + CHAT, json=body), 401)
+    with platform.http("lsk-wrong") as http:
+        assert_openai_error(http.post(CHAT, json=body), 401)
+        assert_openai_error(http.get("/admin/v1/state"), 401)
+    with platform.http() as http:
+        assert_openai_error(http.get("/admin/v1/state"), 401)
+    assert httpx.get(f"{platform.url}/health").status_code == 200
+    assert httpx.get(f"{platform.url}/ready").status_code == 200
+
+
+def test_a_limited_key_is_held_to_its_models_and_its_rate(platform: Platform) -> None:
+    with platform.http(platform.limited_key) as http:
+        assert_openai_error(http.post(CHAT, json={"model": COLD, "messages": HELLO}), 403, HOT)
+        statuses = [
+            http.post(CHAT, json={"model": HOT, "messages": HELLO, "max_tokens": 1})
+            for _ in range(5)
+        ]
+    refused = [response for response in statuses if response.status_code == 429]
+    assert refused
+    assert_openai_error(refused[0], 429)
+    assert int(refused[0].headers["retry-after"]) >= 1
+
+
+def test_two_hundred_connections_at_once_are_all_answered(platform: Platform) -> None:
+    async def ask() -> list[int]:
+        limits = httpx.Limits(max_connections=200)
+        headers = {"Authorization": f"Bearer {platform.key}"}
+        async with httpx.AsyncClient(
+            base_url=platform.url, limits=limits, headers=headers, timeout=120
+        ) as http:
+            body = {"model": HOT, "messages": HELLO, "max_tokens": 1}
+            answers = await asyncio.gather(*(http.post(CHAT, json=body) for _ in range(200)))
+        return [answer.status_code for answer in answers]
+
+    assert set(asyncio.run(ask())) == {200}
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuth",
+        b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{",
+    ],
+    ids=["slow headers", "slow body"],
+)
+def test_slow_clients_are_cut_off_and_hold_up_nobody(platform: Platform, sent: bytes) -> None:
+    host, port = platform.url.removeprefix("http://").split(":")
+    sent = sent.replace(b"Host: x", b"Host: x\r\nAuthorization: Bearer " + platform.key.encode())
+    slow = [socket.create_connection((host, int(port))) for _ in range(20)]
+    try:
+        for sock in slow:
+            sock.sendall(sent)
+            sock.settimeout(15)
+        began = time.monotonic()
+        with platform.http() as http:
+            assert http.get("/v1/models").status_code == 200
+        assert time.monotonic() - began < 1
+        for sock in slow:
+            while sock.recv(4096):  # an answer, perhaps, and then the end
+                pass
+    finally:
+        for sock in slow:
+            sock.close()

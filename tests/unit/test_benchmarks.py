@@ -1,0 +1,206 @@
+"""The pure parts of the benchmarks: reading streams, windows, paired figures, configurations."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks.load import (
+    EventStream,
+    Outcome,
+    Window,
+    arrivals,
+    body,
+    prompts,
+    tokens_within,
+)
+from benchmarks.overhead import in_turn
+from benchmarks.report import (
+    Sample,
+    WindowTooShortError,
+    absolute,
+    comparison,
+    sample,
+    throughput_ratio,
+    ttft_added_ms,
+)
+from benchmarks.servers import EngineFlags, loomserve_config
+from loomserve.platform import config
+
+
+def event(**fields: object) -> bytes:
+    return b"data: " + json.dumps(fields).encode() + b"\n\n"
+
+
+def delta(content: str) -> bytes:
+    return event(choices=[{"index": 0, "delta": {"content": content}}])
+
+
+USAGE = event(choices=[], usage={"prompt_tokens": 50, "completion_tokens": 3})
+DONE = b"data: [DONE]\n\n"
+STREAM = delta("") + delta("data: one") + delta('"usage"\n') + delta("two") + USAGE + DONE
+
+
+def read(chunks: list[bytes]) -> EventStream:
+    stream = EventStream()
+    for now, chunk in enumerate(chunks):
+        stream.feed(chunk, float(now))
+    return stream
+
+
+@given(st.lists(st.integers(0, len(STREAM)), max_size=12))
+def test_a_stream_reads_the_same_wherever_its_bytes_are_cut(cuts: list[int]) -> None:
+    edges = [0, *sorted(cuts), len(STREAM)]
+    stream = read([STREAM[a:b] for a, b in itertools.pairwise(edges)])
+    outcome = stream.outcome(due=0.0, expected_tokens=3)
+    assert outcome.error is None
+    assert (outcome.events, outcome.prompt_tokens, outcome.output_tokens) == (6, 50, 3)
+
+
+def test_a_chunk_with_the_role_alone_is_not_the_first_token() -> None:
+    stream = read([delta(""), delta(""), delta("x"), USAGE + DONE])
+    assert (stream.first, stream.last) == (2.0, 3.0)
+
+
+def test_spaces_in_the_json_do_not_matter_to_the_first_token() -> None:
+    assert read([b'data: {"delta":{"content":"x"}}\n\n']).first == 0.0
+
+
+@pytest.mark.parametrize(
+    ("chunks", "error"),
+    [
+        ([delta("x"), USAGE], "before [DONE]"),
+        ([delta("x"), DONE], "0 tokens came, 3 were asked for"),
+        ([delta(""), USAGE, DONE], "no text"),
+        ([delta("x"), event(error={"message": "engine gone"}), DONE], "engine gone"),
+    ],
+)
+def test_a_broken_stream_is_an_error(chunks: list[bytes], error: str) -> None:
+    outcome = read(chunks).outcome(due=0.0, expected_tokens=3)
+    assert outcome.error is not None
+    assert error in outcome.error
+
+
+def test_prompts_repeat_for_a_seed_and_differ_from_their_first_word_on() -> None:
+    first = list(itertools.islice(prompts("a"), 200))
+    assert first == list(itertools.islice(prompts("a"), 200))
+    heads = [prompt.split()[0] for prompt in [*first, *itertools.islice(prompts("b"), 200)]]
+    assert len(set(heads)) == len(heads)
+
+
+def test_arrivals_keep_to_their_rate_and_duration() -> None:
+    times = arrivals("a", rate=20.0, duration=100.0)
+    assert times == sorted(times)
+    assert 0 < times[0] < times[-1] < 100.0
+    # Five standard deviations of a Poisson count of mean 2000.
+    assert abs(len(times) - 2000) < 5 * 2000**0.5
+
+
+def test_a_request_asks_for_exactly_so_many_tokens_and_their_usage() -> None:
+    asked = json.loads(body("m", "hello", 64))
+    assert (asked["max_tokens"], asked["ignore_eos"], asked["temperature"]) == (64, True, 0)
+    assert asked["stream_options"] == {"include_usage": True}
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "tokens"),
+    [(0.0, 4.0, 0.0), (4.0, 6.0, 5.0), (5.0, 9.0, 10.0), (0.0, 20.0, 2.5), (9.0, 11.0, 5.0)],
+)
+def test_tokens_count_by_the_share_of_their_time_in_the_window(
+    first: float, last: float, tokens: float
+) -> None:
+    outcome = Outcome(due=0.0, first=first, last=last, output_tokens=10)
+    assert tokens_within([outcome], start=5.0, end=10.0) == pytest.approx(tokens)
+
+
+@given(st.floats(0.1, 0.9))
+def test_windows_side_by_side_share_all_tokens(cut: float) -> None:
+    outcomes = [
+        Outcome(due=0.0, first=0.1 * n, last=0.1 * n + 0.4, output_tokens=7) for n in range(6)
+    ]
+    parts = tokens_within(outcomes, 0.0, cut) + tokens_within(outcomes, cut, 1.0)
+    assert parts == pytest.approx(42)
+
+
+def window(*outcomes: Outcome) -> Window:
+    return Window(10.0, 20.0, outcomes)
+
+
+def outcome(due: float, last: float, error: str | None = None) -> Outcome:
+    return Outcome(due, due + 0.5, last, 50, 11, 22, error)
+
+
+def test_a_closed_loop_reports_what_ended_in_the_window_and_an_open_one_what_was_due() -> None:
+    both = window(outcome(8.0, 12.0), outcome(13.0, 14.5), outcome(19.0, 30.0))
+    closed, opened = sample(both, closed=True), sample(both, closed=False)
+    assert closed.tpot_ms == pytest.approx((350.0, 100.0))
+    assert opened.tpot_ms == pytest.approx((100.0, 1050.0))
+    assert closed.ttft_ms == pytest.approx((500.0, 500.0))
+    assert closed.tokens_per_event == 0.5
+
+
+def test_errors_are_told_and_not_measured() -> None:
+    mixed = window(outcome(12.0, 14.0), outcome(13.0, 15.0, "HTTP 500"))
+    assert mixed.errors == ["HTTP 500"]
+    assert len(sample(mixed, closed=True).ttft_ms) == 1
+
+
+def test_a_window_without_a_request_is_refused() -> None:
+    with pytest.raises(WindowTooShortError, match="--seconds"):
+        sample(window(outcome(1.0, 2.0)), closed=True)
+
+
+def figures(throughput: float, ttft: float) -> Sample:
+    return Sample(throughput, (ttft, ttft, ttft + 100), (20.0, 30.0), 70.0, 1.0)
+
+
+PAIRS = [
+    (figures(100.0, 30.0), figures(90.0, 35.0)),
+    (figures(50.0, 60.0), figures(50.0, 62.0)),
+    (figures(200.0, 15.0), figures(190.0, 19.0)),
+]
+
+
+def test_ratios_are_of_pairs_and_not_of_medians() -> None:
+    ratio = throughput_ratio(PAIRS)
+    assert (ratio.median, ratio.min, ratio.max) == pytest.approx((0.95, 0.9, 1.0))
+
+
+def test_added_latency_is_the_median_of_each_pairs_difference() -> None:
+    added = ttft_added_ms(PAIRS)
+    assert (added.median, added.min, added.max) == pytest.approx((4.0, 2.0, 5.0))
+
+
+def test_percentiles_are_over_the_requests_of_all_runs() -> None:
+    own = absolute([base for base, _ in PAIRS])
+    assert own["requests"] == 9
+    assert own["ttft_ms_p50"] == 60.0
+    assert own["tokens_per_second"] == 100.0
+
+
+def test_the_result_has_the_agreed_keys() -> None:
+    result = comparison(dict.fromkeys(("1", "8", "32", "open"), PAIRS))
+    ratios = {"throughput_ratio_1", "throughput_ratio_8", "throughput_ratio_32"}
+    assert result.keys() == ratios | {"ttft_added_ms_p50", "runs", "spread", "by_load"}
+    assert result["spread"].keys() == ratios | {"ttft_added_ms_p50"}
+    assert result["runs"] == 3
+
+
+def test_arms_take_turns_at_going_first() -> None:
+    assert [in_turn(run) for run in range(4)] == [(0, 1), (1, 0), (0, 1), (1, 0)]
+
+
+def test_both_arms_get_the_same_engine() -> None:
+    flags = EngineFlags(dtype="float32")
+    served = config.parse(yaml.safe_dump(loomserve_config("/models/m", flags, 8000)))
+    measured, idle = served.models
+    given = {f"--{name.replace('_', '-')}={value}" for name, value in measured.engine.items()}
+    assert given | {f"--kv-cache-memory-bytes={measured.kv_cache_memory}"} == set(flags.arguments())
+    assert idle.engine == measured.engine
+    assert served.device(measured.devices[0]).cores == (0,)
+    assert served.device(idle.devices[0]).cores == (1,)

@@ -1,0 +1,182 @@
+"""The installer's refusals, its stamp, and the files that list dependencies."""
+
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+INPUTS = ("pyproject.toml", "constraints.txt", "overrides.txt")
+TOOLS = (
+    *("awk", "bash", "cat", "cut", "df", "dirname", "du", "env", "flock", "g++", "grep", "mkdir"),
+    *("printf", "python3", "rm", "sed", "sha256sum", "tail", "uname"),
+)
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def normal_name(requirement: str) -> str:
+    name = re.match(r"[\w.-]+", requirement)
+    assert name is not None, requirement
+    return re.sub(r"[-_.]+", "-", name[0]).lower()
+
+
+def direct_dependencies() -> dict[str, set[str]]:
+    groups = {"Runtime": PROJECT["dependencies"]}
+    groups |= {
+        heading: PROJECT["optional-dependencies"][extra]
+        for heading, extra in (("CPU", "cpu"), ("CUDA", "cuda"), ("Development", "dev"))
+    }
+    return {heading: {normal_name(line) for line in lines} for heading, lines in groups.items()}
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A copy of what the installer reads, and a PATH folder with the tools that it needs."""
+    folder = tmp_path / "checkout"
+    (folder / "scripts").mkdir(parents=True)
+    shutil.copy(ROOT / "scripts/install.sh", folder / "scripts")
+    for name in INPUTS:
+        shutil.copy(ROOT / name, folder)
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    for tool in TOOLS:
+        found = shutil.which(tool)
+        assert found is not None, tool
+        (bin_folder / tool).symlink_to(found)
+    return folder
+
+
+def command(checkout: Path, name: str, script: str) -> None:
+    path = checkout.parent / "bin" / name
+    path.unlink(missing_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+
+
+def install(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(("PIP_", "UV_"))
+    }
+    environment |= {"PATH": str(checkout.parent / "bin"), "DEVICE": "cpu", **variables}
+    return subprocess.run(
+        [checkout / "scripts/install.sh"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def fingerprint(checkout: Path, device: str) -> str:
+    text = f"{device}\n{checkout}\n".encode()
+    return hashlib.sha256(
+        text + b"".join((checkout / name).read_bytes() for name in INPUTS)
+    ).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("name", "script", "message"),
+    [
+        ("g++", None, "there is no C++ compiler"),
+        ("python3", None, "there is no Python 3.11, 3.12 or 3.13 on PATH"),
+        ("python3", "echo 'python3: command not found' >&2; exit 127", "there is no Python 3.11"),
+        ("python3", 'case "$2" in *ensurepip*) exit 1;; esac', "cannot make virtual environments"),
+        ("uname", "echo Darwin", "Darwin on Darwin is not supported"),
+        ("df", "printf 'head\\ndisk 9 9 3145728 9 /\\n'", "there are 3 GB free"),
+    ],
+)
+def test_the_installer_refuses_in_one_sentence(
+    checkout: Path, name: str, script: str | None, message: str
+) -> None:
+    if script is None:
+        (checkout.parent / "bin" / name).unlink()
+    else:
+        command(checkout, name, script)
+    result = install(checkout)
+    assert result.returncode == 1
+    assert result.stderr.startswith(f"install: {message}")
+    assert result.stderr.count("\n") == 1
+    assert not (checkout / ".venv").exists()
+
+
+def test_an_unknown_device_is_refused(checkout: Path) -> None:
+    result = install(checkout, DEVICE="tpu")
+    assert (result.returncode, result.stderr) == (
+        1,
+        "install: DEVICE is 'tpu'; set it to cpu or cuda.\n",
+    )
+
+
+def test_without_a_network_the_installer_says_so_and_leaves_no_stamp(checkout: Path) -> None:
+    # Port 9 on this machine: nothing listens, so the connection is refused at once.
+    result = install(
+        checkout,
+        PIP_CONFIG_FILE=os.devnull,
+        PIP_INDEX_URL="http://127.0.0.1:9/simple",
+        PIP_RETRIES="0",
+    )
+    assert result.returncode == 1
+    assert "install: the package index cannot be reached; connect to the network" in result.stderr
+    assert "uv ... failed" in result.stdout
+    assert not (checkout / ".venv/install.stamp").exists()
+
+
+@pytest.mark.parametrize("changed", [None, "device", *INPUTS])
+def test_only_a_changed_input_starts_a_new_installation(
+    checkout: Path, changed: str | None
+) -> None:
+    loomserve = checkout / ".venv/bin/loomserve"
+    loomserve.parent.mkdir(parents=True)
+    loomserve.touch(mode=0o755)
+    (checkout / ".venv/install.stamp").write_text(fingerprint(checkout, "cpu") + "\n")
+    if changed in INPUTS:
+        with (checkout / changed).open("a") as file:
+            file.write("# changed\n")
+    # Without a compiler an installation ends as soon as it has begun.
+    (checkout.parent / "bin/g++").unlink()
+    result = install(checkout, DEVICE="cuda" if changed == "device" else "cpu")
+    assert result.returncode == (0 if changed is None else 1)
+    assert ("C++ compiler" in result.stderr) == (changed is not None)
+    assert result.stdout == ""
+
+
+def test_every_direct_dependency_has_a_reason_and_every_reason_a_dependency() -> None:
+    page = (ROOT / "docs/dependencies.md").read_text()
+    documented = {
+        section.split()[0]: {
+            normal_name(name) for name in re.findall(r"^\| `(.+?)` \|", section, re.M)
+        }
+        for section in page.split("\n## ")[1:]
+    }
+    assert documented == direct_dependencies()
+
+
+def test_constraints_pin_every_direct_dependency_exactly() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    odd = [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.]+", pin)]
+    assert odd == [], "a local build or a file's address cannot be installed elsewhere"
+    pinned = {normal_name(pin) for pin in pins}
+    assert len(pinned) == len(pins)
+    # The device decides which build of torch is right.
+    assert set().union(*direct_dependencies().values()) - pinned == {"torch"}
+    assert {normal_name(line) for line in PROJECT["dependencies"]} <= pinned
+
+
+def test_make_help_shows_every_target() -> None:
+    text = (ROOT / "Makefile").read_text()
+    phony = re.search(r"^\.PHONY: (.+)$", text, re.M)
+    assert phony is not None
+    shown = subprocess.run(
+        ["make", "--no-print-directory", "-C", str(ROOT), "help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert set(re.findall(r"^  make (\S+) ", shown, re.M)) == set(phony[1].split())
