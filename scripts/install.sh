@@ -84,7 +84,7 @@ give_up() {
     tail -n 15 "$log" >&2
     if grep -qE 'No space left on device|os error 28' "$log"; then
         fail "the disk is full; make room and run make install again."
-    elif grep -qiE 'name resolution|name or service not known|failed to establish a new connection|dns error|connection refused|network is unreachable|error sending request|connect error|timed out' "$log"; then
+    elif grep -qiE 'name resolution|name or service not known|failed to establish a new connection|dns error|connection refused|network is unreachable|error sending request|connect error|timed out|from versions: none' "$log"; then
         fail "the package index cannot be reached; connect to the network (or set PIP_INDEX_URL and UV_DEFAULT_INDEX to a mirror) and run make install again."
     fi
     fail "the step above failed; $log has all of its output."
@@ -111,7 +111,7 @@ install_loomserve() {
 
 echo "Installing Loomserve for $device in .venv (details: .venv/install.log)"
 step "Python environment ($("$python" --version))" "$python" -m venv "$venv" || give_up
-step "uv" "$venv/bin/python" -m pip install --constraint constraints.txt uv || give_up
+step "uv" "$venv/bin/python" -m pip install "$(grep "^uv==" constraints.txt)" || give_up
 if [[ $device == cpu ]]; then
     step "PyTorch for CPU" install_cpu_torch || give_up
 fi

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -45,7 +46,8 @@ def checkout(tmp_path: Path) -> Path:
     bin_folder = tmp_path / "bin"
     bin_folder.mkdir()
     for tool in TOOLS:
-        found = shutil.which(tool)
+        # The interpreter itself: the python3 on PATH may be a version manager's script.
+        found = os.path.realpath(sys.executable) if tool == "python3" else shutil.which(tool)
         assert found is not None, tool
         (bin_folder / tool).symlink_to(found)
     return folder
@@ -100,7 +102,8 @@ def test_the_installer_refuses_in_one_sentence(
         command(checkout, name, script)
     result = install(checkout)
     assert result.returncode == 1
-    assert result.stderr.startswith(f"install: {message}")
+    assert result.stderr.startswith("install: ")
+    assert message in result.stderr
     assert result.stderr.count("\n") == 1
     assert not (checkout / ".venv").exists()
 
