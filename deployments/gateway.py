@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections import Counter
 from typing import Any
@@ -51,6 +52,8 @@ from loomserve.platform.metrics.gateway import GatewayMetrics
 from loomserve.platform.state import ModelStatus
 from loomserve.routers.in_flight import IN_FLIGHT
 
+_log = logging.getLogger("ray.serve")
+
 # vLLM's endpoints that take one request and keep nothing between requests.
 FORWARDED = (
     "/v1/chat/completions",
@@ -64,6 +67,7 @@ FORWARDED = (
 _ENGINE_PATHS = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
 _SERVING = frozenset({ModelStatus.READY, ModelStatus.DEGRADED})
 _SCRAPE_TIMEOUT_S = 3.0
+_NO_VERSION = -1
 
 
 class Gateway(OpenAiIngress):  # type: ignore[misc]
@@ -87,7 +91,9 @@ class Gateway(OpenAiIngress):  # type: ignore[misc]
         sock = listen(self._server.host, self._server.port, shared=True)
         protocol = bounded_protocol(self._server.header_timeout_s, self._server.max_connections)
         self._http = HttpServer(app, sock, protocol=protocol)
-        self._following = asyncio.create_task(self._follow_controller())
+        # A gateway that is started anew must not answer before it knows the models.
+        version = self._learn(await self._controller.watch.remote(_NO_VERSION))
+        self._following = asyncio.create_task(self._follow_controller(version))
         await self._http.start()
 
     async def check_health(self) -> None:
@@ -116,26 +122,27 @@ class Gateway(OpenAiIngress):  # type: ignore[misc]
 
     # The models
 
-    async def _follow_controller(self) -> None:
-        version = 0
+    async def _follow_controller(self, version: int) -> None:
         while True:
             try:
-                answer = await self._controller.watch.remote(version)
-            except Exception:
+                version = self._learn(await self._controller.watch.remote(version))
+            except Exception as error:
                 # Serve restarts the controller; until then the last routes hold.
+                _log.warning("the controller does not answer: %r", error)
                 await asyncio.sleep(0.5)
-                continue
-            routes = Routes.model_validate(answer)
-            version = routes.version
-            self._routes = {route.name: route for route in routes.models}
-            self._metrics.set_models(
-                {route.name: [replica.id for replica in route.replicas] for route in routes.models}
-            )
-            self._default_serve_handles = {
-                route.name: self._default_serve_handles.get(route.name) or _handle(route)
-                for route in routes.models
-                if route.replicas
-            }
+
+    def _learn(self, answer: dict[str, Any]) -> int:
+        routes = Routes.model_validate(answer)
+        self._routes = {route.name: route for route in routes.models}
+        self._metrics.set_models(
+            {route.name: [replica.id for replica in route.replicas] for route in routes.models}
+        )
+        self._default_serve_handles = {
+            route.name: self._default_serve_handles.get(route.name) or _handle(route)
+            for route in routes.models
+            if route.replicas
+        }
+        return routes.version
 
     def _route(self, model: object, key: ApiKey | None) -> ModelRoute:
         if model is None and len(self._routes) == 1:

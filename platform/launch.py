@@ -37,6 +37,8 @@ _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_enable_metrics_collection": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
 
@@ -136,11 +138,19 @@ class Platform:
                 _tell(model, told, time.monotonic() - started, say)
                 if model.status is ModelStatus.FAILED:
                     raise StartError(f"model {model.name!r} did not start: {model.message}")
-            if all(model.status is ModelStatus.READY for model in models):
+            if all(model.status is ModelStatus.READY for model in models) and self._answers():
                 return
             if time.monotonic() - started > _START_TIMEOUT_S:
                 raise StartError(f"not ready after {_START_TIMEOUT_S:.0f} s; see {self.log_folder}")
             time.sleep(_POLL_S)
+
+    def _answers(self) -> bool:
+        """Whether the gateway, too, has heard that every model is there."""
+        try:
+            with urllib.request.urlopen(f"{url_of(self._config)}/ready", timeout=5):
+                return True
+        except OSError:
+            return False
 
     @property
     def log_folder(self) -> Path:
@@ -213,8 +223,7 @@ def _tell(model: ModelState, told: dict[str, int], elapsed_s: float, say: Say) -
 
 
 def _greet(config: Config, say: Say) -> None:
-    host = "localhost" if config.server.is_loopback else config.server.host
-    url = f"http://{host}:{config.server.port}"
+    url = url_of(config)
     say(f"ready at {url}/v1")
     if not config.models:
         return
@@ -233,6 +242,14 @@ def _greet(config: Config, say: Say) -> None:
     if not config.server.api_keys:
         say(f"which answers:\n  {_first_answer(url, body)}")
     say(f"see it work: loomserve status --watch --url {url}   ·   stop: Ctrl-C")
+
+
+def url_of(config: Config) -> str:
+    """Where this machine reaches the gateway."""
+    host = config.server.host
+    if host in {"0.0.0.0", "::"}:
+        host = "127.0.0.1"
+    return f"http://{f'[{host}]' if ':' in host else host}:{config.server.port}"
 
 
 def _first_answer(url: str, body: str) -> str:

@@ -146,7 +146,8 @@ def wait_ready(platform: Platform, process: subprocess.Popen[bytes] | None = Non
         if process is not None and process.poll() is not None:
             pytest.fail(f"loomserve serve ended: {platform.log.read_text()[-3000:]}")
         try:
-            if all(model["status"] == "ready" for model in platform.state()["models"]):
+            ready = httpx.get(f"{platform.url}/ready").status_code == 200
+            if ready and all(model["status"] == "ready" for model in platform.state()["models"]):
                 return
         except httpx.HTTPError:
             pass

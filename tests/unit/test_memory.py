@@ -1,0 +1,64 @@
+"""How many replicas memory allows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loomserve.platform.config import Model
+from loomserve.platform.errors import StartError
+from loomserve.platform.memory import PLATFORM_BYTES, plan_replicas, replica_bytes
+
+GIB = 2**30
+
+
+def model(name: str, replicas: int | str = "auto", devices: int = 2) -> Model:
+    places = tuple(f"d{i}" for i in range(devices))
+    return Model(name=name, source="demo", devices=places, replicas=replicas)
+
+
+def test_auto_takes_one_replica_a_device_where_memory_allows() -> None:
+    assert plan_replicas([model("a"), model("b")], {"a": 0, "b": 0}, 100 * GIB) == {"a": 2, "b": 2}
+
+
+def test_what_is_left_goes_round_in_turn() -> None:
+    cost = replica_bytes(model("a"), 0)
+    available = PLATFORM_BYTES + 3 * cost
+    assert plan_replicas([model("a"), model("b")], {"a": 0, "b": 0}, available) == {"a": 2, "b": 1}
+
+
+def test_too_little_memory_is_said_with_both_amounts_and_what_to_do() -> None:
+    with pytest.raises(StartError, match=r"needs about .* GiB .* 2.0 GiB is available.*lower"):
+        plan_replicas([model("a", replicas=2)], {"a": 0}, 2 * GIB)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 4 * GIB)),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 64 * GIB),
+)
+def test_a_plan_fits_and_respects_every_bound(
+    wanted: list[tuple[int, bool, int]], available: int
+) -> None:
+    models = [
+        model(f"m{i}", "auto" if auto else devices, devices)
+        for i, (devices, auto, _) in enumerate(wanted)
+    ]
+    weights = {f"m{i}": weight for i, (_, _, weight) in enumerate(wanted)}
+    try:
+        plan = plan_replicas(models, weights, available)
+    except StartError:
+        least = sum(
+            (1 if m.replicas == "auto" else m.replicas) * replica_bytes(m, weights[m.name])
+            for m in models
+        )
+        assert least + PLATFORM_BYTES > available
+        return
+    assert sum(plan[m.name] * replica_bytes(m, weights[m.name]) for m in models) <= available
+    for m in models:
+        assert 1 <= plan[m.name] <= len(m.devices)
+        assert m.replicas in ("auto", plan[m.name])
