@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import logging
 import os
 import secrets
 import shutil
@@ -103,6 +106,8 @@ class Platform:
     def start(self, replicas: dict[str, int]) -> None:
         """Start everything in the background; engines need some 30 s."""
         os.environ.update(_RAY_ENVIRONMENT)
+        # What Ray and Serve say about themselves drowns what the user wants to know.
+        logging.disable(logging.INFO)
         import ray
         from ray import serve
 
@@ -164,14 +169,16 @@ class Platform:
         from ray import serve
 
         mine = psutil.Process().children(recursive=True)
-        try:
-            serve.shutdown()
-        finally:
-            ray.shutdown()
-            _, left = psutil.wait_procs(mine, timeout=5)
-            for process in left:
-                process.kill()
-            psutil.wait_procs(left, timeout=5)
+        # While actors end, Ray prints that they ended.
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                serve.shutdown()
+            finally:
+                ray.shutdown()
+        _, left = psutil.wait_procs(mine, timeout=5)
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=5)
 
 
 def run(config: Config, base: Path, say: Say) -> None:
