@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
+from collections.abc import Callable, Coroutine
+from functools import partial
 
 import pytest
 import yaml
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from aiohttp.typedefs import Handler
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.load import (
     EventStream,
     Outcome,
+    Target,
     Window,
     arrivals,
     body,
+    closed_loop,
+    open_loop,
     prompts,
     tokens_within,
 )
@@ -153,6 +162,51 @@ def test_errors_are_told_and_not_measured() -> None:
 def test_a_window_without_a_request_is_refused() -> None:
     with pytest.raises(WindowTooShortError, match="--seconds"):
         sample(window(outcome(1.0, 2.0)), closed=True)
+
+
+async def three_tokens(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    for part in (delta(""), delta("x"), delta("y"), USAGE + DONE):
+        await response.write(part)
+        await asyncio.sleep(0.005)
+    return response
+
+
+async def refusal(_: web.Request) -> web.Response:
+    return web.Response(status=503, text="no replica")
+
+
+async def with_server(
+    handler: Handler, loading: Callable[[Target], Coroutine[None, None, Window]]
+) -> Window:
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", handler)
+    async with TestServer(app) as server:
+        return await loading(Target(str(server.make_url("")).rstrip("/"), "m"))
+
+
+def test_a_closed_loop_keeps_its_streams_busy_for_the_whole_window() -> None:
+    load = partial(closed_loop, streams=4, warmup=0.1, seconds=0.5, max_tokens=3, seed="a")
+    seen = asyncio.run(with_server(three_tokens, load))
+    assert seen.errors == []
+    assert seen.end - seen.start == pytest.approx(0.5)
+    assert min(one.last for one in seen.good) < seen.start
+    assert max(one.last for one in seen.good) >= seen.end
+    assert seen.tokens_per_second() > 0
+
+
+def test_an_open_loop_sends_its_whole_schedule() -> None:
+    load = partial(open_loop, rate=40, warmup=0.1, seconds=0.5, max_tokens=3, seed="a")
+    seen = asyncio.run(with_server(three_tokens, load))
+    assert seen.errors == []
+    assert len(seen.good) == len(arrivals("a", 40, 0.6))
+
+
+def test_a_server_that_refuses_ends_the_load_with_errors() -> None:
+    load = partial(closed_loop, streams=4, warmup=0, seconds=60, max_tokens=3, seed="a")
+    seen = asyncio.run(with_server(refusal, load))
+    assert set(seen.errors) == {"HTTP 503: no replica"}
 
 
 def figures(throughput: float, ttft: float) -> Sample:

@@ -1,0 +1,1 @@
+"""Benchmarks, one question a file; run from the repository's root as ``python -m benchmarks.X``."""

@@ -1,0 +1,303 @@
+"""What does Loomserve cost over vLLM's own bare server?
+
+Both arms serve the same model folder with the same engine flags and pinning: the measured engine's
+worker alone on core 0; front ends, EngineCore, an idle second engine and this load generator on
+core 1. Both stay up all the time, so that the two sides of a pair are seconds apart; the side that
+is not measured is frozen (SIGSTOP), because idle Ray processes and idle engines take a measurable
+share of core 1. Each arm holds two engines, of which one is idle: several models are what
+Loomserve is for, and a user without it would run two servers.
+
+``--arms bare,bare`` compares bare vLLM with itself: the noise floor of the method.
+
+The last line of the output is one JSON object, also written to ``benchmarks/results``. Exit codes:
+0 measured; 1 a request failed or a server went away; 2 wrong arguments or machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import uvloop
+
+from benchmarks.load import Target, Window, closed_loop, open_loop
+from benchmarks.report import (
+    Pair,
+    Sample,
+    Spread,
+    WindowTooShortError,
+    absolute,
+    comparison,
+    machine,
+    publish,
+    sample,
+    throughput_ratio,
+)
+from benchmarks.servers import (
+    ENGINE_CORE,
+    OTHER_CORE,
+    Arm,
+    EngineFlags,
+    ServerFailedError,
+    bare_arm,
+    loomserve_arm,
+    running,
+)
+from loomserve.platform import catalog
+from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.errors import LoomserveError, StartError
+
+RESULTS = Path(__file__).parent / "results"
+LOADS = ("1", "8", "32", "open")
+OPEN_SHARE = 0.6
+"""The open loop's rate, as a share of what the first arm serves with 8 streams."""
+FIRST_PORT = 18500
+ARM_BYTES = 7 * 2**30
+"""Memory of one arm: two engines of a small model and their front ends, rounded up."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long and how often to measure; seconds."""
+
+    runs: int
+    seconds: float
+    warmup: float
+    max_tokens: int
+
+
+class RequestsFailedError(Exception):
+    """At least one request failed, so the numbers mean nothing."""
+
+
+def load(
+    target: Target, name: str, plan: Plan, seed: str, rate: float
+) -> Coroutine[Any, Any, Window]:
+    if name == "open":
+        return open_loop(
+            target,
+            rate=rate,
+            warmup=plan.warmup,
+            seconds=plan.seconds,
+            max_tokens=plan.max_tokens,
+            seed=seed,
+        )
+    return closed_loop(
+        target,
+        streams=int(name),
+        warmup=plan.warmup,
+        seconds=plan.seconds,
+        max_tokens=plan.max_tokens,
+        seed=seed,
+    )
+
+
+def drive(arm: Arm, name: str, plan: Plan, seed: str, rate: float = 0.0) -> Window:
+    """Thaw an arm, load it, freeze it.
+
+    Raises:
+        RequestsFailedError: a request did not yield exactly the tokens asked for.
+    """
+    arm.thaw()
+    window = uvloop.run(load(arm.target, name, plan, seed, rate))
+    arm.freeze()
+    if window.errors:
+        shown = "\n".join(sorted(set(window.errors))[:5])
+        tails = "\n".join(server.tail() for server in arm.servers)
+        raise RequestsFailedError(
+            f"{arm.name}, load {name}: {len(window.errors)} of {len(window.outcomes)} requests "
+            f"failed:\n{shown}\n{tails}"
+        )
+    return window
+
+
+def measure(arm: Arm, name: str, plan: Plan, seed: str, rate: float) -> Sample:
+    return sample(drive(arm, name, plan, seed, rate), closed=name != "open")
+
+
+def in_turn(run: int) -> tuple[int, int]:
+    """Which arm goes first: A B, B A, A B, … so that a steady drift favours neither."""
+    return (0, 1) if run % 2 == 0 else (1, 0)
+
+
+def measure_pairs(arms: Sequence[Arm], plan: Plan, rate: float) -> dict[str, list[Pair]]:
+    pairs: dict[str, list[Pair]] = {name: [] for name in LOADS}
+    for run in range(plan.runs):
+        for name in LOADS:
+            # Both arms get the same prompts, and no two loads share one: prefix caches stay cold.
+            samples = {
+                index: measure(arms[index], name, plan, f"{run}/{name}", rate)
+                for index in in_turn(run)
+            }
+            pair = (samples[0], samples[1])
+            pairs[name].append(pair)
+            print(describe(f"run {run + 1}/{plan.runs}, load {name}", pair), flush=True)
+    return pairs
+
+
+def describe(what: str, pair: Pair) -> str:
+    base, arm = pair
+    return (
+        f"{what}: {base.throughput:.1f} and {arm.throughput:.1f} tok/s "
+        f"(ratio {arm.throughput / base.throughput:.3f}), TTFT p50 {base.ttft_p50:.1f} and "
+        f"{arm.ttft_p50:.1f} ms, TPOT p50 {base.tpot_p50:.2f} and {arm.tpot_p50:.2f} ms"
+    )
+
+
+def summary(spreads: dict[str, Spread]) -> str:
+    return "\n".join(
+        f"load {name}: throughput ratio {of.median:.3f} ({of.min:.3f} to {of.max:.3f})"
+        for name, of in spreads.items()
+    )
+
+
+def idle(arm: Arm) -> dict[str, float]:
+    """What an arm takes while nobody asks: CPU seconds a second on each core, and memory."""
+    arm.thaw()
+    # Engines poll busily for a while after their last request.
+    time.sleep(5)
+    found = arm.idle_share(5)
+    found["memory_gib"] = sum(server.memory_bytes() for server in arm.servers) / 2**30
+    arm.freeze()
+    return found
+
+
+def benchmark(arms: Sequence[Arm], plan: Plan) -> dict[str, Any]:
+    """All pairs of all loads; the arms are up and frozen."""
+    at_rest = {arm.name: idle(arm) for arm in arms}
+    for name, found in at_rest.items():
+        print(f"{name} at rest: {found}", flush=True)
+    # Before anything counts: engines and front ends allocate on first use.
+    warm = replace(plan, seconds=min(plan.seconds, 5))
+    for arm in arms:
+        drive(arm, "32", warm, "warm-up/32")
+    capacity = drive(arms[0], "8", warm, "warm-up/8").tokens_per_second()
+    rate = OPEN_SHARE * capacity / plan.max_tokens
+    print(f"warm; the open loop sends {rate:.2f} requests/s", flush=True)
+    pairs = measure_pairs(arms, plan, rate)
+    print(summary({name: throughput_ratio(of) for name, of in pairs.items()}), flush=True)
+    return {
+        **comparison(pairs),
+        "open_loop": {
+            "requests_per_second": rate,
+            "share_of_8_stream_capacity": OPEN_SHARE,
+            "throughput_ratio": asdict(throughput_ratio(pairs["open"])),
+        },
+        "absolute": {
+            arm.name: {name: absolute([pair[side] for pair in of]) for name, of in pairs.items()}
+            for side, arm in enumerate(arms)
+        },
+        "at_rest": at_rest,
+    }
+
+
+def make_arms(kinds: Sequence[str], model: str, flags: EngineFlags, logs: Path) -> list[Arm]:
+    makers = {"bare": bare_arm, "loomserve": loomserve_arm}
+    first, second = kinds
+    names = (first, f"{second}-again" if first == second else second)
+    return [
+        makers[kind](name, model, flags, FIRST_PORT + 10 * number, logs)
+        for number, (kind, name) in enumerate(zip(kinds, names, strict=True))
+    ]
+
+
+def check_machine(arms: int) -> None:
+    """Refuse a machine on which the numbers would mean something else.
+
+    Raises:
+        StartError: says what is missing.
+    """
+    if not {ENGINE_CORE, OTHER_CORE} <= os.sched_getaffinity(0):
+        raise StartError(f"cores {ENGINE_CORE} and {OTHER_CORE} are needed; allow both (taskset)")
+    available = psutil.virtual_memory().available
+    if available < arms * ARM_BYTES:
+        raise StartError(
+            f"{arms} arms need about {arms * ARM_BYTES / 2**30:.0f} GiB of memory and "
+            f"{available / 2**30:.1f} GiB is available; end other programs"
+        )
+
+
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.overhead", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--model", default="demo", help="demo, a folder, or a hub id")
+    parser.add_argument(
+        "--arms",
+        default="bare,loomserve",
+        type=_arms,
+        help="baseline and compared: bare,loomserve, or bare,bare for the noise floor",
+    )
+    parser.add_argument("--runs", type=int, default=5, help="pairs of each load")
+    parser.add_argument("--seconds", type=float, default=8, help="measured time a load and arm")
+    parser.add_argument("--warmup", type=float, default=2, help="time before each measurement, s")
+    parser.add_argument("--max-tokens", type=int, default=64, help="output tokens a request")
+    parser.add_argument("--dtype", help="vLLM's dtype for both arms; else what this CPU is fit for")
+    parser.add_argument("--start-timeout", type=float, default=600, help="for each server, s")
+    parser.add_argument("--logs", type=Path, help="folder for the servers' logs")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: 1 pair of 3 s each")
+    parsed = parser.parse_args(words)
+    if parsed.quick:
+        parsed.runs, parsed.seconds, parsed.warmup = 1, 3, 1
+    if parsed.runs < 1 or parsed.seconds <= 0 or parsed.warmup < 0 or parsed.max_tokens < 2:
+        parser.error("--runs and --seconds must be positive, --warmup not negative, "
+                     "--max-tokens at least 2")  # fmt: skip
+    return parsed
+
+
+def _arms(text: str) -> list[str]:
+    kinds = text.split(",")
+    if len(kinds) != 2 or not set(kinds) <= {"bare", "loomserve"}:
+        raise argparse.ArgumentTypeError("give two of bare and loomserve, such as bare,loomserve")
+    return kinds
+
+
+def main() -> int:
+    options = arguments()
+    # SIGTERM must end the servers too, so it takes Ctrl-C's way out.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    plan = Plan(options.runs, options.seconds, options.warmup, options.max_tokens)
+    flags = EngineFlags(dtype=options.dtype or cpu_dtype())
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="overhead-"))
+    facts = machine()
+    begin = time.monotonic()
+    try:
+        check_machine(len(options.arms))
+        model = str(catalog.resolve(options.model, Path.cwd()))
+        print(f"serving {model}; logs in {logs}", flush=True)
+        arms = make_arms(options.arms, model, flags, logs)
+        with running(arms, options.start_timeout):
+            os.sched_setaffinity(0, {OTHER_CORE})
+            figures = benchmark(arms, plan)
+    except (LoomserveError, WindowTooShortError) as error:
+        print(f"overhead: {error}", file=sys.stderr)
+        return 2
+    except (ServerFailedError, RequestsFailedError) as error:
+        print(f"overhead: {error}", file=sys.stderr)
+        return 1
+    setup = {
+        "arms": options.arms,
+        "plan": asdict(plan),
+        "engine": asdict(flags),
+        "model": Path(model).name,
+        "cores": {"engine": ENGINE_CORE, "other": OTHER_CORE},
+        "second_engine": "idle, in both arms",
+        "unmeasured_arm": "frozen",
+        "wall_seconds": round(time.monotonic() - begin),
+    }
+    result = {"benchmark": "overhead", **figures, "errors": 0, "setup": setup, "machine": facts}
+    publish("overhead", result, RESULTS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

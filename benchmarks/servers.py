@@ -1,0 +1,320 @@
+"""The servers under test: started as process trees, bound to cores, frozen, and ended whole."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import yaml
+
+from benchmarks.load import Target
+
+ENGINE_CORE = 0
+"""The measured engine's worker computes here, alone."""
+OTHER_CORE = 1
+"""Everything else runs here: front ends, EngineCore, idle engines, Ray, and the load generator."""
+
+# vLLM names its processes; the worker is the one that computes.
+_WORKER_TITLE = "VLLM::Worker"
+_STOP_S = 30.0
+
+
+class ServerFailedError(Exception):
+    """A server did not start or went away; the message ends with the tail of its log."""
+
+
+@dataclass(frozen=True)
+class EngineFlags:
+    """What both arms' engines are started with, under vLLM's names.
+
+    ``max_num_batched_tokens`` is the bare server's own default, given because vLLM's default
+    depends on who starts the engine.
+    """
+
+    max_model_len: int = 2048
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    block_size: int = 32
+    kv_cache_memory_bytes: int = 512 * 2**20
+    dtype: str = "auto"
+
+    def arguments(self) -> list[str]:
+        return [
+            f"--{name.replace('_', '-')}={value}"
+            for name, value in vars(self).items()
+            if value != "auto"
+        ]
+
+    def options(self) -> dict[str, int | str]:
+        """As ``models[].engine`` of a Loomserve configuration, which sizes KV memory elsewhere."""
+        return {
+            name: value
+            for name, value in vars(self).items()
+            if name != "kv_cache_memory_bytes" and value != "auto"
+        }
+
+
+@dataclass
+class Server:
+    """One command that serves HTTP, and the processes it starts."""
+
+    name: str
+    command: Sequence[str]
+    environment: dict[str, str]
+    port: int
+    ready_path: str
+    log: Path
+    _process: subprocess.Popen[bytes] | None = None
+    _members: set[psutil.Process] = field(default_factory=set)
+
+    def start(self) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self.command,
+                env={**os.environ, **self.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def members(self) -> list[psutil.Process]:
+        """All living processes of the tree, those included whose parent has ended meanwhile."""
+        assert self._process is not None, "start() first"
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self._process.pid)
+            self._members |= {root, *root.children(recursive=True)}
+        self._members = {member for member in self._members if member.is_running()}
+        return list(self._members)
+
+    def wait_ready(self, timeout: float) -> None:
+        """Return when ``ready_path`` answers 200.
+
+        Raises:
+            ServerFailedError: the process ended, or ``timeout`` seconds passed.
+        """
+        assert self._process is not None, "start() first"
+        deadline = time.monotonic() + timeout
+        while not self._answers():
+            if (code := self._process.poll()) is not None:
+                raise ServerFailedError(
+                    f"{self.name} ended with {code} while starting:\n{self.tail()}"
+                )
+            if time.monotonic() > deadline:
+                raise ServerFailedError(
+                    f"{self.name} was not ready after {timeout:.0f} s (--start-timeout):\n"
+                    + self.tail()
+                )
+            time.sleep(0.5)
+
+    def _answers(self) -> bool:
+        try:
+            url = f"http://127.0.0.1:{self.port}{self.ready_path}"
+            with urllib.request.urlopen(url, timeout=5) as response:
+                return bool(response.status == 200)
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def tail(self, lines: int = 40) -> str:
+        text = self.log.read_text(encoding="utf-8", errors="replace")
+        return "\n".join([f"--- the end of {self.log} ---", *text.splitlines()[-lines:]])
+
+    def bind(self) -> None:
+        """Put every thread on its core: workers stay where vLLM bound them, all else goes to
+        ``OTHER_CORE``.
+
+        Done after the start because OpenMP drops places outside the affinity it starts with, so a
+        server started on ``OTHER_CORE`` would compute there. Later threads and processes inherit.
+
+        Raises:
+            ServerFailedError: no worker was found, or one is not bound to a single core.
+        """
+        workers = 0
+        for member in self.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if _is_worker(member):
+                    workers += 1
+                    if len(member.cpu_affinity()) != 1:
+                        raise ServerFailedError(f"{self.name}: a worker is not bound to one core")
+                else:
+                    for thread in member.threads():
+                        with contextlib.suppress(ProcessLookupError):
+                            os.sched_setaffinity(thread.id, {OTHER_CORE})
+        if not workers:
+            raise ServerFailedError(f"{self.name}: no process is named {_WORKER_TITLE}")
+
+    def cpu_seconds(self, on_core: int) -> float:
+        """CPU time so far of the processes that are bound to ``on_core``."""
+        total = 0.0
+        for member in self.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if member.cpu_affinity() == [on_core]:
+                    times = member.cpu_times()
+                    total += times.user + times.system
+        return total
+
+    def memory_bytes(self) -> int:
+        """Proportional set size of the tree: shared pages count once over all processes."""
+        total = 0
+        for member in self.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                total += member.memory_full_info().pss
+        return total
+
+    def signal(self, number: signal.Signals) -> None:
+        for member in self.members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.send_signal(number)
+
+    def ask_to_stop(self) -> None:
+        if self._process is not None:
+            self.signal(signal.SIGCONT)
+            self._process.terminate()
+
+    def stop(self) -> None:
+        """Ask the main process to end, and kill what is left of the tree."""
+        if self._process is None:
+            return
+        members = self.members()
+        self.ask_to_stop()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_STOP_S)
+        _, left = psutil.wait_procs(members, timeout=5)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, timeout=5)
+        self._process.wait()
+        self._process = None
+
+
+def _is_worker(process: psutil.Process) -> bool:
+    return str(process.name()).startswith(_WORKER_TITLE)
+
+
+@dataclass
+class Arm:
+    """One side of the comparison: what serves it, and where the load goes."""
+
+    name: str
+    servers: list[Server]
+    target: Target
+
+    def freeze(self) -> None:
+        """Stop every process of the arm, so that its idle work cannot touch the other's result."""
+        for server in self.servers:
+            server.signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        for server in self.servers:
+            server.signal(signal.SIGCONT)
+
+    def idle_share(self, seconds: float) -> dict[str, float]:
+        """CPU seconds a second on each core while no request runs."""
+        cores = (ENGINE_CORE, OTHER_CORE)
+
+        def used() -> list[float]:
+            return [sum(server.cpu_seconds(core) for server in self.servers) for core in cores]
+
+        before, begin = used(), time.monotonic()
+        time.sleep(seconds)
+        after, passed = used(), time.monotonic() - begin
+        return {
+            f"core{core}": (b - a) / passed for core, a, b in zip(cores, before, after, strict=True)
+        }
+
+
+@contextlib.contextmanager
+def running(arms: Sequence[Arm], start_timeout: float) -> Iterator[None]:
+    """Start the arms one after another, each one's servers at once, and end all whatever happens.
+
+    Raises:
+        ServerFailedError: a server did not start within ``start_timeout`` seconds.
+    """
+    try:
+        for arm in arms:
+            begin = time.monotonic()
+            for server in arm.servers:
+                server.start()
+            for server in arm.servers:
+                server.wait_ready(start_timeout)
+                server.bind()
+            print(f"{arm.name} is up after {time.monotonic() - begin:.0f} s", flush=True)
+            arm.freeze()
+        yield
+    finally:
+        servers = [server for arm in arms for server in arm.servers]
+        for server in servers:
+            server.ask_to_stop()
+        for server in servers:
+            server.stop()
+
+
+def bare_arm(name: str, model: str, flags: EngineFlags, port: int, logs: Path) -> Arm:
+    """vLLM's own server, and a second one that stays idle.
+
+    The second stands for the second model: Loomserve is measured with two models configured, so
+    both arms hold two engines, and the difference is the platform alone.
+    """
+    servers = [
+        _bare(f"{name}-measured", model, flags, port, ENGINE_CORE, logs),
+        _bare(f"{name}-idle", model, flags, port + 1, OTHER_CORE, logs),
+    ]
+    return Arm(name, servers, Target(f"http://127.0.0.1:{port}", "measured"))
+
+
+def _bare(name: str, model: str, flags: EngineFlags, port: int, core: int, logs: Path) -> Server:
+    command = [
+        *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+        *("--model", model, "--served-model-name", "measured"),
+        *("--host", "127.0.0.1", "--port", str(port)),
+        *flags.arguments(),
+    ]
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}
+    return Server(name, command, environment, port, "/health", logs / f"{name}.log")
+
+
+def loomserve_arm(name: str, model: str, flags: EngineFlags, port: int, logs: Path) -> Arm:
+    """Loomserve with two models: the measured one on one core, an idle one on the other."""
+    logs.mkdir(parents=True, exist_ok=True)
+    path = logs / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(loomserve_config(model, flags, port)), encoding="utf-8")
+    executable = Path(sys.executable).parent / "loomserve"
+    server = Server(
+        name, [str(executable), "serve", str(path)], {}, port, "/ready", logs / f"{name}.log"
+    )
+    return Arm(name, [server], Target(f"http://127.0.0.1:{port}", "measured"))
+
+
+def loomserve_config(model: str, flags: EngineFlags, port: int) -> dict[str, object]:
+    """The configuration file's content; see ``loomserve config describe``."""
+
+    def served(name: str, device: str) -> dict[str, object]:
+        return {
+            "name": name,
+            "source": model,
+            "devices": [device],
+            "replicas": 1,
+            "kv_cache_memory": flags.kv_cache_memory_bytes,
+            "engine": flags.options(),
+        }
+
+    return {
+        "devices": [
+            {"name": "engine", "kind": "cpu", "cores": [ENGINE_CORE]},
+            {"name": "other", "kind": "cpu", "cores": [OTHER_CORE]},
+        ],
+        "models": [served("measured", "engine"), served("idle", "other")],
+        "server": {"host": "127.0.0.1", "port": port},
+    }
