@@ -17,7 +17,6 @@ import aiohttp
 from prometheus_client import CollectorRegistry, generate_latest
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from ray.serve.llm.ingress import OpenAiIngress
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -70,18 +69,21 @@ _SCRAPE_TIMEOUT_S = 3.0
 _NO_VERSION = -1
 
 
-class Gateway(OpenAiIngress):  # type: ignore[misc]
-    """Serve's deployment class of the front door."""
+class Gateway:
+    """Serve's deployment class of the front door.
 
-    _default_serve_handles: dict[str, DeploymentHandle]
+    It is not a subclass of Ray Serve LLM's ``OpenAiIngress``, of which only the list of models
+    would be left once bytes are forwarded; importing that class costs 10 s and 500 MB, for it
+    imports vLLM.
+    """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, server: dict[str, Any], internal_token: str
     ) -> None:
-        super().__init__({}, {})
         self._server = Server.model_validate(server)
         self._internal_token = internal_token
         self._routes: dict[str, ModelRoute] = {}
+        self._handles: dict[str, DeploymentHandle] = {}
         self._open: Counter[str] = Counter()
         self._registry = CollectorRegistry()
         self._metrics = GatewayMetrics(self._registry)
@@ -137,8 +139,8 @@ class Gateway(OpenAiIngress):  # type: ignore[misc]
         self._metrics.set_models(
             {route.name: [replica.id for replica in route.replicas] for route in routes.models}
         )
-        self._default_serve_handles = {
-            route.name: self._default_serve_handles.get(route.name) or _handle(route)
+        self._handles = {
+            route.name: self._handles.get(route.name) or _handle(route)
             for route in routes.models
             if route.replicas
         }
@@ -205,7 +207,7 @@ class Gateway(OpenAiIngress):  # type: ignore[misc]
             await send(message)
 
         try:
-            handle = self._default_serve_handles[route.name]
+            handle = self._handles[route.name]
             await self._forwarder.forward(request, handle, receive, watched_send)
         except RequestError as error:
             status = error.status

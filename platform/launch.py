@@ -40,6 +40,8 @@ _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_enable_metrics_collection": "0",
+    # Ray would run engines at niceness 15, behind everything else on the machine.
+    "RAY_worker_niceness": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }

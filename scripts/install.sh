@@ -105,7 +105,8 @@ install_cpu_torch() {
 install_loomserve() {
     local overrides=()
     [[ $device == cuda ]] || overrides=(--override overrides.txt)
-    uv install "${overrides[@]}" --constraint constraints.txt --build-constraint constraints.txt \
+    # Every engine is three processes that import vLLM, and Ray's processes write no bytecode.
+    uv install "${overrides[@]}" --compile-bytecode --constraint constraints.txt --build-constraint constraints.txt \
         --editable ".[$device,dev]"
 }
 
