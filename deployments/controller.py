@@ -79,7 +79,12 @@ class Controller:
         """Load the models of the configuration; called once, when the platform starts."""
         for model in self._config.models:
             self._fleet.add(model, self._replicas[model.name])
-            self._spawn(self._deploy(model, self._replicas[model.name]))
+        self._spawn(self._deploy_configured())
+
+    async def _deploy_configured(self) -> None:
+        # One after the other: Ray then uses one process, in which vLLM is imported once.
+        for model in self._config.models:
+            await self._deploy(model, self._replicas[model.name])
 
     # What the admin API calls; errors travel as values because Ray wraps exceptions
 

@@ -128,7 +128,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         os.environ.update(engine_environment(self._claim.device))
         await super().__init__(llm_config, engine_cls=MeteredEngine)
         self._app = GuardedApp(await self.engine.build_asgi_app(), self._spec.internal_token)
-        host = ray.util.get_node_ip_address()
+        # The address Ray itself uses: loopback if the platform was started for loopback.
+        host = ray._private.worker._global_node.node_ip_address
         sock = listen(host, 0)
         self._address = f"{host}:{sock.getsockname()[1]}"
         self._http = HttpServer(self._app, sock, protocol=HttpToolsProtocol)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -68,8 +69,8 @@ def test_a_drained_replica_gets_nothing_new_until_it_is_undrained(platform: Plat
     with platform.admin() as admin:
         admin.put(path, json={"draining": False}).raise_for_status()
     time.sleep(5)
-    for _ in range(6):
-        ask(platform, HOT)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda _: ask(platform, HOT, tokens=32), range(8)))
     assert served(drained) > before[0]
 
 
