@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from loomserve.platform import config as configuration
-from loomserve.platform.access.keys import new_key
+from loomserve.platform.access.keys import hash_key, new_key
 from loomserve.platform.config_reference import describe
 from loomserve.platform.errors import LoomserveError
 from loomserve.platform.status import status
@@ -58,9 +58,9 @@ def config_describe() -> None:
 @key_app.command("create")
 def key_create(name: Annotated[str, typer.Argument(help="Who will use it.")]) -> None:
     """Make an API key or admin token; only its hash goes into the configuration."""
-    key, digest = new_key()
+    key, _ = new_key()
     print(f"key (shown once, keep it safe): {key}")
-    print(f"for the configuration: {{name: {name}, hash: '{digest}'}}")
+    print(f"for the configuration: {{name: {name}, hash: {hash_key(key)!r}}}")
 
 
 def _say(text: str) -> None:
