@@ -27,6 +27,8 @@ OTHER_CORE = 1
 # vLLM names its processes; the worker is the one that computes.
 _WORKER_TITLE = "VLLM::Worker"
 _STOP_S = 30.0
+_RECOVERY_S = 60.0
+_SETTLE_S = 3.0
 
 
 class ServerFailedError(Exception):
@@ -37,8 +39,8 @@ class ServerFailedError(Exception):
 class EngineFlags:
     """What both arms' engines are started with, under vLLM's names.
 
-    ``max_num_batched_tokens`` is the bare server's own default, given because vLLM's default
-    depends on who starts the engine.
+    Eager, because engines that are to lend or to move layers run so. ``max_num_batched_tokens`` is
+    the bare server's own default, given because vLLM's default depends on who starts the engine.
     """
 
     max_model_len: int = 2048
@@ -46,13 +48,14 @@ class EngineFlags:
     max_num_seqs: int = 64
     block_size: int = 32
     kv_cache_memory_bytes: int = 512 * 2**20
+    enforce_eager: bool = True
     dtype: str = "auto"
 
     def arguments(self) -> list[str]:
         return [
-            f"--{name.replace('_', '-')}={value}"
+            f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
             for name, value in vars(self).items()
-            if value != "auto"
+            if value not in ("auto", False)
         ]
 
     def options(self) -> dict[str, int | str]:
@@ -219,6 +222,12 @@ class Arm:
     def thaw(self) -> None:
         for server in self.servers:
             server.signal(signal.SIGCONT)
+        # A platform finds its heartbeats expired, for the clock went on; it must recover first.
+        for server in self.servers:
+            server.wait_ready(_RECOVERY_S)
+        time.sleep(_SETTLE_S)
+        for server in self.servers:
+            server.wait_ready(_RECOVERY_S)
 
     def idle_share(self, seconds: float) -> dict[str, float]:
         """CPU seconds a second on each core while no request runs."""
