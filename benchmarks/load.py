@@ -245,30 +245,30 @@ async def closed_loop(
 ) -> Window:
     """Keep ``streams`` requests open, each followed by the next at once.
 
-    Streams start spread over ``warmup`` seconds, so that their prefills do not come together. The
-    window opens after that and when each has ended its first request, so that all it holds ran
-    under the full load; after it every stream finishes its last request. A failed request ends the
-    load, as its numbers are void.
+    Streams start spread over ``warmup`` seconds, so that their prefills do not come together; then
+    the window opens. It closes after ``seconds``, or later, when each stream has ended its first
+    request, so that it holds whole requests however slow the server is. Every stream keeps the
+    load up until then and finishes its last request. A failed request ends the load, as its
+    numbers are void.
     """
     source = prompts(seed)
     begin = time.perf_counter()
-    start = end = math.inf
-    warming = streams
+    start, end = begin + warmup, math.inf
+    unproven = streams
     async with _session() as session:
 
         async def stream(number: int) -> list[Outcome]:
-            nonlocal start, end, warming
+            nonlocal end, unproven
             await asyncio.sleep(warmup * number / streams)
             outcomes: list[Outcome] = []
             while (now := time.perf_counter()) < end:
                 one = await request(session, target, next(source), max_tokens, now)
-                warming -= not outcomes
+                unproven -= not outcomes
                 outcomes.append(one)
                 if one.error is not None:
                     end = 0.0
-                elif warming == 0 and end == math.inf:
-                    start = max(time.perf_counter(), begin + warmup)
-                    end = start + seconds
+                elif unproven == 0 and end == math.inf:
+                    end = max(time.perf_counter(), start + seconds)
             return outcomes
 
         per_stream = await asyncio.gather(*(stream(number) for number in range(streams)))

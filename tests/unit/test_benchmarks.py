@@ -191,9 +191,16 @@ def test_a_closed_loop_keeps_its_streams_busy_for_the_whole_window() -> None:
     seen = asyncio.run(with_server(three_tokens, load))
     assert seen.errors == []
     assert seen.end - seen.start == pytest.approx(0.5)
+    assert len(seen.ended_within()) >= 4
     assert min(one.last for one in seen.good) < seen.start
     assert max(one.last for one in seen.good) >= seen.end
     assert seen.tokens_per_second() > 0
+
+
+def test_a_window_stays_open_until_each_stream_has_ended_a_request() -> None:
+    load = partial(closed_loop, streams=2, warmup=0, seconds=0.001, max_tokens=3, seed="a")
+    seen = asyncio.run(with_server(three_tokens, load))
+    assert len(seen.ended_within()) == 2
 
 
 def test_an_open_loop_sends_its_whole_schedule() -> None:
@@ -253,8 +260,12 @@ def test_both_arms_get_the_same_engine() -> None:
     flags = EngineFlags(dtype="float32")
     served = config.parse(yaml.safe_dump(loomserve_config("/models/m", flags, 8000)))
     measured, idle = served.models
-    given = {f"--{name.replace('_', '-')}={value}" for name, value in measured.engine.items()}
-    assert given | {f"--kv-cache-memory-bytes={measured.kv_cache_memory}"} == set(flags.arguments())
+    told = dict(word.removeprefix("--").partition("=")[::2] for word in flags.arguments())
+    assert int(told.pop("kv-cache-memory-bytes")) == measured.kv_cache_memory
+    assert told.pop("enforce-eager") == ""
+    assert measured.engine["enforce_eager"] is True
+    given = {name.replace("_", "-"): str(value) for name, value in measured.engine.items()}
+    assert told == {name: value for name, value in given.items() if name != "enforce-eager"}
     assert idle.engine == measured.engine
     assert served.device(measured.devices[0]).cores == (0,)
     assert served.device(idle.devices[0]).cores == (1,)
