@@ -214,7 +214,7 @@ class Window:
         return [outcome for outcome in self.outcomes if outcome.error is None]
 
     def tokens_per_second(self) -> float:
-        """Output tokens that came within the window, over its length."""
+        """Output tokens earned within the window, over its length; see :func:`tokens_within`."""
         return tokens_within(self.good, self.start, self.end) / (self.end - self.start)
 
     def ended_within(self) -> list[Outcome]:
@@ -225,18 +225,16 @@ class Window:
 
 
 def tokens_within(outcomes: Iterable[Outcome], start: float, end: float) -> float:
-    """Tokens between two times, with each request's tokens spread evenly from first to last.
+    """Tokens earned between two times, each request's spread evenly over its time from due to last.
 
-    Counting only requests that ended would move a short window's result by a whole request, and
+    Counting only requests that ended would move a short window's result by a whole request, leaving
+    out the waits for first tokens would move it by how many of them it happens to hold, and
     counting chunks would favour the server that cuts its tokens into more of them.
     """
     total = 0.0
     for one in outcomes:
-        if one.last > one.first:
-            inside = max(0.0, min(one.last, end) - max(one.first, start))
-            total += one.output_tokens * inside / (one.last - one.first)
-        elif start <= one.first <= end:
-            total += one.output_tokens
+        inside = max(0.0, min(one.last, end) - max(one.due, start))
+        total += one.output_tokens * inside / (one.last - one.due)
     return total
 
 

@@ -117,23 +117,23 @@ def test_a_request_asks_for_exactly_so_many_tokens_and_their_usage() -> None:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "tokens"),
+    ("due", "last", "tokens"),
     [(0.0, 4.0, 0.0), (4.0, 6.0, 5.0), (5.0, 9.0, 10.0), (0.0, 20.0, 2.5), (9.0, 11.0, 5.0)],
 )
-def test_tokens_count_by_the_share_of_their_time_in_the_window(
-    first: float, last: float, tokens: float
+def test_tokens_count_by_the_share_of_their_request_in_the_window(
+    due: float, last: float, tokens: float
 ) -> None:
-    outcome = Outcome(due=0.0, first=first, last=last, output_tokens=10)
-    assert tokens_within([outcome], start=5.0, end=10.0) == pytest.approx(tokens)
+    one = Outcome(due, first=last - 0.1, last=last, output_tokens=10)
+    assert tokens_within([one], start=5.0, end=10.0) == pytest.approx(tokens)
 
 
-@given(st.floats(0.1, 0.9))
-def test_windows_side_by_side_share_all_tokens(cut: float) -> None:
-    outcomes = [
-        Outcome(due=0.0, first=0.1 * n, last=0.1 * n + 0.4, output_tokens=7) for n in range(6)
-    ]
-    parts = tokens_within(outcomes, 0.0, cut) + tokens_within(outcomes, cut, 1.0)
-    assert parts == pytest.approx(42)
+@given(start=st.floats(1.0, 3.0), length=st.floats(0.5, 6.0), ttft=st.floats(0.01, 0.9))
+def test_a_steady_stream_has_one_throughput_wherever_the_window_lies(
+    start: float, length: float, ttft: float
+) -> None:
+    steady = [Outcome(float(n), n + ttft, n + 1.0, output_tokens=64) for n in range(10)]
+    seen = Window(start, start + length, tuple(steady))
+    assert seen.tokens_per_second() == pytest.approx(64)
 
 
 def window(*outcomes: Outcome) -> Window:
