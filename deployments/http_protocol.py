@@ -15,7 +15,8 @@ def bounded_protocol(head_timeout_s: float, max_connections: int) -> type[HttpTo
     """A protocol class for ``uvicorn.Config(http=…)``.
 
     Args:
-        head_timeout_s: a request's line and headers must have come by then, or the connection ends.
+        head_timeout_s: from its first byte, a request's line and headers must have come by then, or
+            the connection ends.
         max_connections: a client that connects beyond these is answered 503.
     """
 
@@ -32,12 +33,12 @@ def bounded_protocol(head_timeout_s: float, max_connections: int) -> type[HttpTo
                         retry_after_s=1,
                     )
                 )
-            else:
-                self._await_head()
 
         def data_received(self, data: bytes) -> None:
-            if self._head_timer is None and (self.cycle is None or self.cycle.response_complete):
-                self._await_head()
+            # A silent connection does no harm yet: clients open some ahead of their requests.
+            idle = self.cycle is None or self.cycle.response_complete
+            if idle and self._head_timer is None:
+                self._head_timer = self.loop.call_later(head_timeout_s, self._head_too_late)
             super().data_received(data)
 
         def on_headers_complete(self) -> None:
@@ -50,9 +51,6 @@ def bounded_protocol(head_timeout_s: float, max_connections: int) -> type[HttpTo
 
         def send_400_response(self, msg: str) -> None:
             self._refuse(BadRequest(msg))
-
-        def _await_head(self) -> None:
-            self._head_timer = self.loop.call_later(head_timeout_s, self._head_too_late)
 
         def _forget_head(self) -> None:
             if self._head_timer is not None:

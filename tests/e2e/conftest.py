@@ -92,7 +92,7 @@ def write_config(path: Path, port: int, hashes: tuple[str, str, str]) -> None:
         "server": {
             "port": port,
             "max_body": "1MiB",
-            "header_timeout_s": 2,
+            "header_timeout_s": 5,
             "drain_timeout_s": 20,
             "admin_token_hash": hashes[2],
             "api_keys": [
