@@ -33,9 +33,12 @@ def bounded_protocol(head_timeout_s: float, max_connections: int) -> type[HttpTo
                         retry_after_s=1,
                     )
                 )
+            # uvicorn bounds silence only between requests; clients may connect ahead of the first.
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
         def data_received(self, data: bytes) -> None:
-            # A silent connection does no harm yet: clients open some ahead of their requests.
             idle = self.cycle is None or self.cycle.response_complete
             if idle and self._head_timer is None:
                 self._head_timer = self.loop.call_later(head_timeout_s, self._head_too_late)
