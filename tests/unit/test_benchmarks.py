@@ -193,7 +193,8 @@ def test_a_closed_loop_keeps_its_streams_busy_for_the_whole_window() -> None:
     assert seen.end - seen.start == pytest.approx(0.5)
     assert len(seen.ended_within()) >= 4
     assert min(one.last for one in seen.good) < seen.start
-    assert max(one.last for one in seen.good) >= seen.end
+    # A stall of the loop across the end may keep every stream from starting another request.
+    assert max(one.last for one in seen.good) >= seen.end - 0.1
     assert seen.tokens_per_second() > 0
 
 
