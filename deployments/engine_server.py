@@ -25,7 +25,6 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.executor.abstract import Executor
 
 from loomserve.deployments.base import (
     CONTROLLER_APP,
@@ -36,6 +35,7 @@ from loomserve.deployments.base import (
 )
 from loomserve.deployments.http_server import HttpServer, listen
 from loomserve.platform.devices import claim, engine_environment
+from loomserve.platform.engine.executor import executor_class
 from loomserve.platform.engine.load import LoadMeter
 from loomserve.platform.errors import Forbidden
 
@@ -55,7 +55,7 @@ class MeteredEngine(VLLMEngine):  # type: ignore[misc]
         vllm_engine_config.parallel_config.placement_group = placement_group
         return AsyncLLM(
             vllm_config=vllm_engine_config,
-            executor_class=Executor.get_class(vllm_engine_config),
+            executor_class=executor_class(vllm_engine_config),
             log_requests=vllm_engine_args.enable_log_requests,
             log_stats=True,
             stat_loggers=[self.meter.stat_logger],
