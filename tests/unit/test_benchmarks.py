@@ -246,7 +246,7 @@ def test_percentiles_are_over_the_requests_of_all_runs() -> None:
 
 
 def test_the_result_has_the_agreed_keys() -> None:
-    result = comparison(dict.fromkeys(("1", "8", "32", "open"), PAIRS))
+    result = comparison(dict.fromkeys(("first", "1", "8", "32", "open"), PAIRS))
     ratios = {"throughput_ratio_1", "throughput_ratio_8", "throughput_ratio_32"}
     assert result.keys() == ratios | {"ttft_added_ms_p50", "runs", "spread", "by_load"}
     assert result["spread"].keys() == ratios | {"ttft_added_ms_p50"}
