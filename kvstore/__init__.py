@@ -1,0 +1,1 @@
+"""One KV store for the cluster: blocks outlive the engine that made them."""

@@ -1,0 +1,73 @@
+"""An engine's line to the store: bounded waits, and silence while the store is away."""
+
+from __future__ import annotations
+
+import time
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from loomserve.kvstore.protocol import Refused, Reply, Request
+
+# A store that does not answer within this time counts as away; a step must not wait for it.
+_TIMEOUT_MS = 100
+# While it is away, it is asked again only this often.
+_RETRY_S = 1.0
+
+R = TypeVar("R")
+
+
+class StoreAwayError(Exception):
+    """The store did not answer in time, or refused; the engine computes instead."""
+
+
+class StoreClient:
+    """One thread's connection to the store at ``address`` (``ipc://...``)."""
+
+    def __init__(self, address: str, timeout_ms: int = _TIMEOUT_MS) -> None:
+        self._address = address
+        self._timeout_ms = timeout_ms
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Reply)
+        self._socket: zmq.Socket[bytes] | None = None
+        self._retry_at = 0.0
+
+    def ask(self, request: Request, expected: type[R]) -> R:
+        """Send a request and return its answer.
+
+        Raises:
+            StoreAwayError: no answer in time, an answer of another kind, or a refusal; further
+                calls raise at once for a second.
+        """
+        if time.monotonic() < self._retry_at:
+            raise StoreAwayError(f"the KV store at {self._address} is away")
+        socket = self._connected()
+        try:
+            socket.send(self._encoder.encode(request))
+            if not socket.poll(self._timeout_ms):
+                raise zmq.Again
+            reply = self._decoder.decode(socket.recv())
+        except (zmq.ZMQError, msgspec.DecodeError) as error:
+            # A late answer would be taken for the next question's.
+            self.close()
+            self._retry_at = time.monotonic() + _RETRY_S
+            raise StoreAwayError(f"the KV store at {self._address} does not answer") from error
+        if isinstance(reply, Refused):
+            raise StoreAwayError(reply.message)
+        if not isinstance(reply, expected):
+            raise StoreAwayError(f"the KV store answered {type(reply).__name__}")
+        return reply
+
+    def _connected(self) -> zmq.Socket[bytes]:
+        if self._socket is None:
+            socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(self._address)
+            self._socket = socket
+        return self._socket
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None

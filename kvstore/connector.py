@@ -1,0 +1,469 @@
+"""vLLM's connector to the store: what an engine loads before a step and saves after it.
+
+vLLM makes one in EngineCore, which decides (``StoreReader`` here), and one in each worker, which
+copies (``StoreCopier``). The first knows requests and block hashes, the second memory; per step
+the first sends the second a ``StepTransfers``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+from vllm.lora.request import LoRARequest
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.version import __version__ as vllm_version
+
+from loomserve.kvstore.arena import Arena
+from loomserve.kvstore.client import StoreAwayError, StoreClient
+from loomserve.kvstore.fingerprint import folder_digest, namespace
+from loomserve.kvstore.memory import KvMemory, stream_for
+from loomserve.kvstore.pipeline import Load, Loader, Save, Saver
+from loomserve.kvstore.protocol import Done, Found, Lookup, Release
+from loomserve.kvstore.radix import KEY_BYTES
+from loomserve.kvstore.slots import decode_slots
+
+if TYPE_CHECKING:
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.attention.backend import AttentionMetadata
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+_logger = logging.getLogger(__name__)
+
+# Covers the time from the lookup to the end of the load, however long requests queue in between.
+_LEASE_S = 60.0
+# A request whose blocks come from SSD is asked about again after this time at the soonest.
+_POLL_S = 0.005
+# However slow the SSD, a request waits for it no longer than this.
+_LONGEST_WAIT_S = 2.0
+# Time to compute a prompt token, until steps have been measured.
+_FIRST_GUESS_S_PER_TOKEN = 1e-3
+_SMOOTHING = 0.1
+
+
+@dataclass
+class StepTransfers(KVConnectorMetadata):  # type: ignore[misc]
+    """What the workers copy around one step; loads and saves of all ranks, by rank."""
+
+    loads: list[dict[int, Load]] = field(default_factory=list)
+    saves: list[dict[int, Save]] = field(default_factory=list)
+
+
+@dataclass
+class Waiting:
+    """What the store said about a request that is not scheduled yet."""
+
+    asked_at: float
+    first_asked_at: float
+    skip: int
+    keys: bytes
+    # By rank; blocks [skip, blocks) are in memory on every rank and leased.
+    blocks: int
+    leases: dict[int, tuple[int, list[int]]]
+    pending: bool
+
+
+class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Registered by ``kv_connector_module_path``; options in ``kv_connector_extra_config``:
+
+    ``address`` of the store's socket, path of its ``arena``, the ``model``'s name in its figures,
+    and the ``digests`` folder for weight digests.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        options = vllm_config.kv_transfer_config.kv_connector_extra_config
+        names = Namespaces(vllm_config, kv_cache_config, Path(options["digests"]))
+        self._reader: StoreReader | None = None
+        self._copier: StoreCopier | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._reader = StoreReader(StoreClient(options["address"]), names, names.block_size)
+        else:
+            self._copier = StoreCopier(options, names)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        # A cache: what is not saved is computed again.
+        return False
+
+    # In EngineCore.
+
+    def on_new_request(self, request: Request) -> None:
+        self.reader.add(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        return self.reader.matched_tokens(request, num_computed_tokens, time.monotonic()), False
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        self.reader.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepTransfers:
+        return self.reader.step(scheduler_output, time.monotonic())
+
+    def request_finished(
+        self, request: Request, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        self.reader.remove(request)
+        return False, None
+
+    # In a worker.
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.copier.register(kv_caches)
+
+    def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
+        self.copier.start_loads(self._transfers().loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        self.copier.before_layer(layer_name, self._transfers().saves)
+
+    def save_kv_layer(
+        self,
+        layer_name: str,
+        kv_layer: torch.Tensor,
+        attn_metadata: AttentionMetadata,
+        **kwargs: Any,
+    ) -> None:
+        self.copier.after_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        self.copier.end_step()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.copier.take_failed()
+
+    def shutdown(self) -> None:
+        if self._copier is not None:
+            self._copier.close()
+        if self._reader is not None:
+            self._reader.close()
+
+    @property
+    def reader(self) -> StoreReader:
+        assert self._reader is not None, "only EngineCore decides what to load"
+        return self._reader
+
+    @property
+    def copier(self) -> StoreCopier:
+        assert self._copier is not None, "only workers copy"
+        return self._copier
+
+    def _transfers(self) -> StepTransfers:
+        transfers = self._get_connector_metadata()
+        assert isinstance(transfers, StepTransfers)
+        return transfers
+
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        # A full graph would skip the calls around each layer.
+        return True
+
+
+class Namespaces:
+    """The namespace of each rank's blocks, for requests with and without an adapter.
+
+    vLLM's block hashes cover the tokens, images, cache salt and an adapter's *name*; all else
+    that makes a block's bytes differ is here.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, digests: Path
+    ) -> None:
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        cache = vllm_config.cache_config
+        (group,) = kv_cache_config.kv_cache_groups
+        self.block_size: int = group.kv_cache_spec.block_size
+        self.ranks = parallel.world_size
+        self.rank = parallel.rank
+        self._digests = digests
+        self._inputs = {
+            "weights": _weights(model.model, model.revision, digests),
+            "load_format": str(vllm_config.load_config.load_format),
+            "model": model.compute_hash(),
+            "kv_dtype": f"{cache.cache_dtype} {group.kv_cache_spec.dtype}",
+            "block": [self.block_size, group.kv_cache_spec.page_size_bytes],
+            "layout": f"{kv_cache_config.kv_cache_layout} {_instruction_set()}",
+            "layers": model.get_total_num_hidden_layers(),
+            "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
+            "vllm": vllm_version,
+        }
+
+    def of(self, rank: int, adapter: LoRARequest | None = None) -> bytes:
+        lora = folder_digest(Path(adapter.lora_path), self._digests) if adapter else None
+        return namespace(**self._inputs, rank=rank, lora=lora)
+
+
+class StoreReader:
+    """EngineCore's side: asks the store about waiting requests, and lists each step's copies."""
+
+    def __init__(self, store: StoreClient, names: Namespaces, block_size: int) -> None:
+        self._store = store
+        self._names = names
+        self._block_size = block_size
+        self._namespaces: dict[str | None, list[bytes]] = {}
+        self._requests: dict[str, Request] = {}
+        self._waiting: dict[str, Waiting] = {}
+        self._loads: list[dict[int, Load]] = []
+        self._tables: dict[str, list[int]] = {}
+        self._saved: dict[str, int] = {}
+        self._s_per_token = _FIRST_GUESS_S_PER_TOKEN
+        self._last_step: tuple[float, int] | None = None
+
+    def add(self, request: Request) -> None:
+        self._requests[request.request_id] = request
+
+    def matched_tokens(self, request: Request, computed: int, now: float) -> int | None:
+        """Tokens beyond ``computed`` that the store has in memory; None to be asked again later."""
+        # A token must be left to compute, for the logits.
+        blocks = (request.num_tokens - 1) // self._block_size
+        skip = computed // self._block_size
+        if blocks <= skip:
+            return 0
+        waiting = self._ask(request, skip, blocks, now)
+        if waiting is None:
+            return 0
+        if waiting.pending:
+            return None
+        return max(0, waiting.blocks - skip) * self._block_size
+
+    def _ask(self, request: Request, skip: int, blocks: int, now: float) -> Waiting | None:
+        known = self._waiting.get(request.request_id)
+        if known is not None and known.skip == skip:
+            age = now - known.asked_at
+            if age < (_POLL_S if known.pending else _LEASE_S / 2):
+                return known
+        keys = _chain(request, blocks)
+        first_asked_at = known.first_asked_at if known else now
+        self._forget(request.request_id)
+        try:
+            found = [
+                self._store.ask(Lookup(name, keys, skip, _LEASE_S, promote=True), Found)
+                for name in self._ranks(request)
+            ]
+        except StoreAwayError as error:
+            _logger.debug("%s", error)
+            return None
+        waiting = Waiting(
+            asked_at=now,
+            first_asked_at=first_asked_at,
+            skip=skip,
+            keys=keys,
+            blocks=min(one.in_memory for one in found),
+            leases={
+                rank: (one.lease, decode_slots(one.slots))
+                for rank, one in enumerate(found)
+                if one.lease
+            },
+            pending=self._worth_waiting(found, now - first_asked_at),
+        )
+        self._waiting[request.request_id] = waiting
+        return waiting
+
+    def _worth_waiting(self, found: Iterable[Found], waited_s: float) -> bool:
+        """Whether blocks on SSD will come sooner than they can be computed."""
+        for one in found:
+            missing = one.resident - one.in_memory
+            if one.ready_s and missing > 0:
+                recompute_s = missing * self._block_size * self._s_per_token
+                return waited_s + one.ready_s < min(recompute_s, _LONGEST_WAIT_S)
+        return False
+
+    def allocated(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
+        """The request will be scheduled, with this many tokens from the store."""
+        waiting = self._waiting.pop(request.request_id, None)
+        if waiting is None:
+            return
+        if not external_tokens:
+            self._release(waiting)
+            return
+        end = waiting.skip + external_tokens // self._block_size
+        names = self._ranks(request)
+        self._loads.append(
+            {
+                rank: Load(
+                    namespace=names[rank],
+                    keys=waiting.keys,
+                    first=waiting.skip,
+                    slots=slots[: end - waiting.skip],
+                    blocks=block_ids[waiting.skip : end],
+                    lease=lease,
+                )
+                for rank, (lease, slots) in waiting.leases.items()
+            }
+        )
+
+    def step(self, scheduled: SchedulerOutput, now: float) -> StepTransfers:
+        """The copies around this step."""
+        self._measure(scheduled, now)
+        blocks_of = scheduled.kv_connector_block_state.block_ids
+        for request_id, tables in blocks_of.items():
+            self._tables[request_id] = list(tables[0])
+        loads, self._loads = self._loads, []
+        return StepTransfers(loads, list(self._saves(scheduled)))
+
+    def _saves(self, scheduled: SchedulerOutput) -> Iterable[dict[int, Save]]:
+        for request_id, computed in _computed_tokens(scheduled).items():
+            request = self._requests.get(request_id)
+            if request is None:
+                continue
+            after = computed + scheduled.num_scheduled_tokens[request_id]
+            # Under async scheduling the newest tokens, and so their block's hash, are not known.
+            full = min(after // self._block_size, len(request.block_hashes))
+            if full <= self._saved.get(request_id, 0):
+                continue
+            self._saved[request_id] = full
+            keys = _chain(request, full)
+            blocks = self._tables[request_id][:full]
+            recompute_s = self._block_size * self._s_per_token
+            yield {
+                rank: Save(name, keys, blocks, recompute_s)
+                for rank, name in enumerate(self._ranks(request))
+            }
+
+    def _measure(self, scheduled: SchedulerOutput, now: float) -> None:
+        """Learn the time a prompt token takes from steps that were mostly prefill."""
+        if self._last_step is not None:
+            begin, tokens = self._last_step
+            if tokens >= 4 * self._block_size:
+                self._s_per_token += _SMOOTHING * ((now - begin) / tokens - self._s_per_token)
+        self._last_step = (now, scheduled.total_num_scheduled_tokens)
+
+    def remove(self, request: Request) -> None:
+        """The request is finished or aborted."""
+        self._forget(request.request_id)
+        for kept in (self._requests, self._tables, self._saved):
+            kept.pop(request.request_id, None)
+
+    def _forget(self, request_id: str) -> None:
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            self._release(waiting)
+
+    def _release(self, waiting: Waiting) -> None:
+        leases = [lease for lease, _ in waiting.leases.values()]
+        if leases:
+            try:
+                self._store.ask(Release(leases), Done)
+            except StoreAwayError as error:
+                # Leases end by themselves.
+                _logger.debug("%s", error)
+
+    def _ranks(self, request: Request) -> list[bytes]:
+        adapter = request.lora_request
+        known = adapter.lora_path if adapter else None
+        if known not in self._namespaces:
+            self._namespaces[known] = [
+                self._names.of(rank, adapter) for rank in range(self._names.ranks)
+            ]
+        return self._namespaces[known]
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class StoreCopier:
+    """A worker's side: runs the pipeline around the forward pass."""
+
+    def __init__(self, options: Mapping[str, Any], names: Namespaces) -> None:
+        self._options = options
+        self._names = names
+        self._rank = names.rank
+        self._failed: set[int] = set()
+        self._saving = False
+        self._lanes: tuple[Loader, Saver] | None = None
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        memory = KvMemory(kv_caches)
+        stream = stream_for(memory.device)
+        arena = Arena.attach(Path(self._options["arena"]))
+        address = self._options["address"]
+        self._memory = memory
+        self._lanes = (
+            Loader(memory, arena, stream, StoreClient(address)),
+            Saver(memory, arena, stream, StoreClient(address), self._options["model"]),
+        )
+
+    def start_loads(self, loads: list[dict[int, Load]]) -> None:
+        if loads:
+            loader, _ = self.lanes
+            loader.start([load[self._rank] for load in loads])
+
+    def before_layer(self, layer_name: str, saves: list[dict[int, Save]]) -> None:
+        loader, saver = self.lanes
+        if saves and not self._saving:
+            self._saving = True
+            saver.start([save[self._rank] for save in saves])
+        loader.wait_layer(self._memory.layer_of[layer_name])
+
+    def after_layer(self, layer_name: str) -> None:
+        if self._saving:
+            _, saver = self.lanes
+            saver.layer_done(self._memory.layer_of[layer_name])
+
+    def end_step(self) -> None:
+        loader, saver = self.lanes
+        failed = loader.finish()
+        self._failed |= failed
+        if self._saving:
+            self._saving = False
+            saver.finish(sound=not failed)
+
+    def take_failed(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    @property
+    def lanes(self) -> tuple[Loader, Saver]:
+        assert self._lanes is not None, "register_kv_caches() comes first"
+        return self._lanes
+
+    def close(self) -> None:
+        if self._lanes is not None:
+            for lane in self._lanes:
+                lane.close()
+            self._lanes = None
+
+
+def _chain(request: Request, blocks: int) -> bytes:
+    return b"".join(block_hash[:KEY_BYTES] for block_hash in request.block_hashes[:blocks])
+
+
+def _computed_tokens(scheduled: SchedulerOutput) -> dict[str, int]:
+    computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
+    cached = scheduled.scheduled_cached_reqs
+    computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    return computed
+
+
+def _weights(model: str, revision: str | None, digests: Path) -> str:
+    if Path(model).is_dir():
+        return folder_digest(Path(model), digests)
+    from huggingface_hub import snapshot_download
+
+    folder = snapshot_download(model, revision=revision, local_files_only=True)
+    return folder_digest(Path(folder), digests)
+
+
+def _instruction_set() -> str:
+    """On CPUs the inside of a block depends on it."""
+    capabilities = torch.backends.cpu.get_cpu_capability()
+    return f"{capabilities} amx={torch.cpu._is_amx_tile_supported()}"

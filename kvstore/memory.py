@@ -1,0 +1,101 @@
+"""An engine's KV memory as the store sees it: opaque bytes of a block in a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Bytes = npt.NDArray[np.uint8]
+
+
+class KvMemory:
+    """Copies between blocks of an engine's KV cache and host memory.
+
+    ``kv_caches`` holds, by layer name and in the order in which layers compute, vLLM's views
+    ``[blocks, kv_heads, block_size, 2 * head_size]``. The inside of a block depends on the device
+    and its instruction set, so a block's share of a layer moves whole.
+
+    Raises:
+        ValueError: a block's bytes of a layer do not lie together, or layers differ in size.
+    """
+
+    def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        self._rows: list[torch.Tensor] = []
+        self.layer_of: dict[str, int] = {}
+        seen: dict[int, int] = {}
+        for name, cache in kv_caches.items():
+            # Layers that share another one's KV point to the same memory.
+            if cache.data_ptr() not in seen:
+                seen[cache.data_ptr()] = len(self._rows)
+                self._rows.append(_rows(name, cache))
+            self.layer_of[name] = seen[cache.data_ptr()]
+        sizes = {rows.shape[1] for rows in self._rows}
+        if len(sizes) != 1:
+            raise ValueError(f"layers have KV blocks of different sizes ({sorted(sizes)} bytes)")
+        self.layers = len(self._rows)
+        self.layer_bytes = sizes.pop()
+        self.device = self._rows[0].device
+
+    def to_host(self, layer: int, block: int, piece: Bytes) -> None:
+        torch.from_numpy(piece).copy_(self._rows[layer][block], non_blocking=True)
+
+    def from_host(self, layer: int, block: int, piece: Bytes) -> None:
+        self._rows[layer][block].copy_(torch.from_numpy(piece), non_blocking=True)
+
+
+class HostStream:
+    """Orders copies with the forward pass where both run on the CPU: nothing runs behind it."""
+
+    def mark(self) -> Any:
+        """Taken by the forward pass: everything up to here."""
+        return None
+
+    def wait(self, mark: Any) -> None:
+        """Return when what ``mark`` marked has been computed."""
+
+    def settle(self) -> None:
+        """Return when the copies so far are done."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+class CudaStream(HostStream):
+    """Copies on a stream of their own beside the forward pass."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._current = torch.cuda.stream(self._stream)
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def wait(self, mark: torch.cuda.Event) -> None:
+        mark.synchronize()
+
+    def settle(self) -> None:
+        self._stream.synchronize()
+
+    def __enter__(self) -> None:
+        self._current.__enter__()
+
+    def __exit__(self, *exception: object) -> None:
+        self._current.__exit__(*exception)
+
+
+def stream_for(device: torch.device) -> HostStream:
+    return CudaStream(device) if device.type == "cuda" else HostStream()
+
+
+def _rows(name: str, cache: torch.Tensor) -> torch.Tensor:
+    if not cache[0].is_contiguous():
+        raise ValueError(f"layer {name!r}: a block's KV does not lie together in memory")
+    elements = cache[0].numel()
+    return cache.as_strided((cache.shape[0], elements), (cache.stride(0), 1)).view(torch.uint8)

@@ -1,0 +1,275 @@
+"""A radix tree over sequences of block keys, whose nodes are runs of consecutive blocks.
+
+What holds in every tree, and what :meth:`Tree.check` verifies:
+
+* The blocks in memory are closed under prefixes: the first ``len(node.slots)`` blocks of a node
+  have a slot, and where one of its blocks has none, neither has any block below the node.
+* A block without a slot has a location on SSD, so that the resident blocks, which are those in
+  the tree, are closed under prefixes too.
+* A locked node is in memory as a whole, and so are its ancestors, which carry its locks too.
+
+A node is split where paths part, and its lower part stays the same object. So whoever holds a
+path by its last node still holds the whole of it after any number of splits.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+KEY_BYTES = 16
+NOWHERE = -1
+"""The location of a block that is not on SSD."""
+
+
+class Freed(NamedTuple):
+    """What the index no longer refers to, for the caller to give to other blocks."""
+
+    slots: list[int]
+    locations: list[int]
+
+
+def _integers() -> array[int]:
+    return array("q")
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """A run of consecutive blocks that share their statistics.
+
+    Attributes:
+        keys: The blocks' keys, ``KEY_BYTES`` each.
+        slots: The slots in memory of the first blocks, possibly of none or all of them.
+        locations: The locations on SSD, one a block, ``NOWHERE`` for a block that is not there.
+        children: The runs that follow, by their first key.
+        locks: Leases and pins whose path contains this node.
+        uses: Lookups that found these blocks.
+        last_used: Seconds on the caller's clock.
+        recompute_s: Predicted seconds to compute one of these blocks again.
+        detached: No longer in the tree; only locks keep its slots.
+    """
+
+    keys: bytes = b""
+    slots: array[int] = field(default_factory=_integers)
+    locations: array[int] = field(default_factory=_integers)
+    parent: Node | None = None
+    children: dict[bytes, Node] = field(default_factory=dict)
+    locks: int = 0
+    uses: int = 0
+    last_used: float = 0.0
+    recompute_s: float = 0.0
+    detached: bool = False
+
+    def __len__(self) -> int:
+        return len(self.locations)
+
+    def path(self) -> Iterator[Node]:
+        """This node and its ancestors, without the root."""
+        node = self
+        while node.parent is not None:
+            yield node
+            node = node.parent
+
+    def chain(self) -> bytes:
+        """The keys of all blocks from the root to the end of this node."""
+        return b"".join([node.keys for node in self.path()][::-1])
+
+    def subtree(self) -> Iterator[Node]:
+        """This node and its descendants, parents first."""
+        stack = [self]
+        while stack:
+            node = stack.pop()
+            yield node
+            stack.extend(node.children.values())
+
+
+class Tree:
+    """The blocks of one namespace.
+
+    Attributes:
+        block_bytes: Bytes of each of its blocks.
+        in_memory: How many of its blocks have a slot.
+        by_location: The node of every block on SSD.
+    """
+
+    def __init__(self, namespace: bytes, block_bytes: int) -> None:
+        self.namespace = namespace
+        self.block_bytes = block_bytes
+        self.root = Node()
+        self.in_memory = 0
+        self.by_location: dict[int, Node] = {}
+
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the root, parents first."""
+        for child in self.root.children.values():
+            yield from child.subtree()
+
+    def walk(self, keys: bytes) -> list[Node]:
+        """The path of the longest prefix of ``keys`` in the tree; splits its last node there."""
+        path: list[Node] = []
+        node, at = self.root, 0
+        while (child := node.children.get(keys[at : at + KEY_BYTES])) is not None:
+            if not keys.startswith(child.keys, at):
+                path.append(self.split(child, _shared_blocks(child.keys, keys, at)))
+                break
+            path.append(child)
+            node, at = child, at + len(child.keys)
+        return path
+
+    def split(self, node: Node, blocks: int) -> Node:
+        """Moves the first ``blocks`` blocks, some but not all, to a new parent; returns that."""
+        head = replace(
+            node,
+            keys=node.keys[: blocks * KEY_BYTES],
+            slots=node.slots[:blocks],
+            locations=node.locations[:blocks],
+            children={},
+        )
+        node.keys = node.keys[blocks * KEY_BYTES :]
+        del node.slots[:blocks], node.locations[:blocks]
+        self._link(head, node.parent)
+        self._link(node, head)
+        self._locate(head, head.locations)
+        return head
+
+    def join(self, node: Node) -> None:
+        """Undoes a split behind ``node`` that nothing needs any longer."""
+        if node.detached or len(node.children) != 1:
+            return
+        (child,) = node.children.values()
+        alike = (node.locks, node.uses, node.last_used, node.recompute_s) == (
+            child.locks,
+            child.uses,
+            child.last_used,
+            child.recompute_s,
+        )
+        # As many locks as the child has: no path ends at the node, so none holds it as its last.
+        if not alike:
+            return
+        child.keys = node.keys + child.keys
+        child.slots = node.slots + child.slots
+        child.locations = node.locations + child.locations
+        self._link(child, node.parent)
+        self._locate(child, node.locations)
+
+    def grow(self, node: Node, run: Node) -> None:
+        """Puts ``run``, which is not in a tree yet, behind ``node``, a node or the root.
+
+        ``node`` has no child that starts with the same key, and is in memory as a whole if ``run``
+        has slots.
+        """
+        self.in_memory += len(run.slots)
+        # Else a reply that is saved block by block would become a chain of nodes of one block.
+        if node is not self.root and _extensible(node, run):
+            node.keys += run.keys
+            node.slots.extend(run.slots)
+            node.locations.extend(run.locations)
+            # Eviction begins with these blocks, so theirs is the time that counts.
+            node.recompute_s = run.recompute_s
+            run = node
+        else:
+            self._link(run, node)
+        self._locate(run, run.locations)
+
+    def fill(self, node: Node, slots: Sequence[int]) -> None:
+        """Gives the first blocks of ``node`` that are only on SSD these slots."""
+        node.slots.extend(slots)
+        self.in_memory += len(slots)
+
+    def cut(self, node: Node, at: int) -> Freed:
+        """Takes the blocks of ``node`` from its ``at``-th on, and all below, out of the tree.
+
+        Locations are free at once, slots of locked nodes when :meth:`unlock` returns them.
+        """
+        if at:
+            self.split(node, at)
+        assert node.parent is not None
+        del node.parent.children[node.keys[:KEY_BYTES]]
+        freed = Freed([], [])
+        for gone in node.subtree():
+            gone.detached = True
+            self.in_memory -= len(gone.slots)
+            freed.locations.extend(where for where in gone.locations if where != NOWHERE)
+            if not gone.locks:
+                freed.slots.extend(gone.slots)
+        for location in freed.locations:
+            del self.by_location[location]
+        return freed
+
+    def evict(self, node: Node, blocks: int) -> Freed:
+        """Takes the last ``blocks`` slots from ``node``, the last first.
+
+        ``node`` is not locked, and nothing below it is in memory. The first of these blocks that
+        is not on SSD is forgotten, and all that follow it are.
+        """
+        kept = len(node.slots) - blocks
+        evicted = range(kept, len(node.slots))
+        freed = Freed(list(node.slots[kept:])[::-1], [])
+        del node.slots[kept:]
+        self.in_memory -= blocks
+        lost = next((at for at in evicted if node.locations[at] == NOWHERE), None)
+        if lost is not None:
+            freed.locations.extend(self.cut(node, lost).locations)
+        return freed
+
+    def lock(self, node: Node) -> None:
+        """Keeps the slots of the path to ``node``, which is in memory, until :meth:`unlock`."""
+        for locked in node.path():
+            locked.locks += 1
+
+    def unlock(self, node: Node) -> list[int]:
+        """Returns the slots of nodes of the path that were cut while locked and no longer are."""
+        freed: list[int] = []
+        for locked in node.path():
+            locked.locks -= 1
+            if locked.detached and not locked.locks:
+                freed.extend(locked.slots)
+        self.join(node)
+        return freed
+
+    def check(self) -> None:
+        """Raises ``AssertionError`` if the tree is not what this module says."""
+        located: dict[int, Node] = {}
+        for node in self.nodes():
+            assert len(node.keys) == len(node) * KEY_BYTES > 0
+            assert not node.detached
+            assert node.parent is not None
+            assert node.parent.children[node.keys[:KEY_BYTES]] is node
+            assert len(node.slots) <= len(node)
+            assert NOWHERE not in node.locations[len(node.slots) :]
+            in_memory = len(node.slots) == len(node)
+            assert in_memory or not any(child.slots for child in node.children.values())
+            assert in_memory or not node.locks
+            on_ssd = [location for location in node.locations if location != NOWHERE]
+            assert located.keys().isdisjoint(on_ssd)
+            located.update(dict.fromkeys(on_ssd, node))
+        assert located == self.by_location
+        assert self.in_memory == sum(len(node.slots) for node in self.nodes())
+
+    def _link(self, node: Node, parent: Node | None) -> None:
+        assert parent is not None
+        node.parent = parent
+        parent.children[node.keys[:KEY_BYTES]] = node
+
+    def _locate(self, node: Node, locations: Sequence[int]) -> None:
+        for location in locations:
+            if location != NOWHERE:
+                self.by_location[location] = node
+
+
+def _extensible(node: Node, run: Node) -> bool:
+    alone = not (node.children or node.locks)
+    return alone and (node.uses, node.last_used) == (run.uses, run.last_used)
+
+
+def _shared_blocks(run: bytes, keys: bytes, at: int) -> int:
+    """How many blocks at the start of ``run`` are those of ``keys`` from byte ``at`` on."""
+    most = min(len(run), len(keys) - at) // KEY_BYTES
+    return bisect_left(
+        range(1, most + 1),
+        True,
+        key=lambda blocks: not keys.startswith(run[: blocks * KEY_BYTES], at),
+    )
