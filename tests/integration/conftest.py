@@ -1,0 +1,119 @@
+"""One real vLLM engine with the KV store behind it, shared by all tests: a start costs 25 s."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loomserve.kvstore.actor import StorePlan, open_store
+from loomserve.kvstore.client import StoreClient
+from loomserve.kvstore.protocol import Done, Flush, Inspect, Usage
+from loomserve.kvstore.server import StoreServer
+from loomserve.platform import catalog
+from loomserve.platform.engine.precision import cpu_dtype
+
+BLOCK_TOKENS = 32
+
+
+@dataclass
+class StoredEngine:
+    """The engine, and the store, which a test may stop and start again."""
+
+    llm: Any
+    plan: StorePlan
+    server: StoreServer | None = None
+    _clients: list[StoreClient] = field(default_factory=list)
+
+    def start_store(self) -> None:
+        self.server = StoreServer(open_store(self.plan), self.plan.address)
+        self.server.start()
+
+    def stop_store(self) -> None:
+        if self.server is not None:
+            self.server.stop()
+            self.server = None
+
+    def usage(self) -> Usage:
+        return self._ask(Inspect(), Usage)
+
+    def flush_store(self) -> None:
+        self._ask(Flush(""), Done)
+
+    def _ask(self, request: Any, expected: type[Any]) -> Any:
+        client = StoreClient(self.plan.address, timeout_ms=5000)
+        try:
+            return client.ask(request, expected)
+        finally:
+            client.close()
+
+    def forget(self) -> None:
+        """Empty the engine's own prefix cache, so that only the store can know a prefix."""
+        assert self.llm.reset_prefix_cache()
+
+    def answer(self, prompts: Sequence[list[int]], tokens: int = 8) -> list[Answer]:
+        """Greedy answers of exactly so many tokens, the prompts together in one batch."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        outputs = self.llm.generate(
+            [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], greedy, use_tqdm=False
+        )
+        return [Answer(list(o.outputs[0].token_ids), o.num_cached_tokens) for o in outputs]
+
+
+@dataclass(frozen=True)
+class Answer:
+    tokens: list[int]
+    cached: int
+
+
+@pytest.fixture(scope="session")
+def stored_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
+    os.environ.update(
+        VLLM_CPU_OMP_THREADS_BIND="0",
+        OMP_NUM_THREADS="1",
+        VLLM_USE_V2_MODEL_RUNNER="0",
+        VLLM_LOGGING_LEVEL="ERROR",
+    )
+    from vllm import LLM
+
+    folder = tmp_path_factory.mktemp("kv")
+    plan = StorePlan(
+        folder=folder,
+        arena=Path(f"/dev/shm/loomserve-kv-test-{os.getpid()}"),
+        # 40 blocks of the demo model in float32: few enough that a dozen prompts overflow to SSD.
+        memory=64 * 2**20,
+        ssd_folder=folder / "ssd",
+        ssd=1024 * 2**20,
+        eviction="lru",
+        quotas={},
+    )
+    engine = StoredEngine(llm=None, plan=plan)
+    engine.start_store()
+    engine.llm = LLM(
+        model=str(catalog.resolve("demo", folder)),
+        dtype=cpu_dtype(),
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        block_size=BLOCK_TOKENS,
+        kv_cache_memory_bytes=96 * 2**20,
+        kv_transfer_config={
+            "kv_connector": "StoreConnector",
+            "kv_connector_module_path": "loomserve.kvstore.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": plan.connector_options("demo"),
+        },
+    )
+    yield engine
+    del engine.llm
+    engine.stop_store()
+    plan.arena.unlink(missing_ok=True)
