@@ -11,7 +11,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 def executor_class(config: VllmConfig) -> type[Executor]:
     """The executor that vLLM would take, or its patient kind where devices are cores."""
-    chosen = Executor.get_class(config)
+    chosen: type[Executor] = Executor.get_class(config)
     if chosen is MultiprocExecutor and current_platform.is_cpu():
         return PatientExecutor
     return chosen
