@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint typecheck format bench-overhead clean
+.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-prefix clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -33,6 +33,12 @@ format: install ## format the code and sort its imports
 
 bench-overhead: install ## measure what the platform costs over bare vLLM
 	@$(PYTHON) -m benchmarks.overhead
+
+bench-store: install ## measure the KV store against memory and disk
+	@$(PYTHON) -m benchmarks.store
+
+bench-prefix: install ## measure what the KV store gains on shared prefixes
+	@$(PYTHON) -m benchmarks.prefix
 
 clean: ## remove caches and build output (delete .venv to start over)
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -30,7 +30,8 @@ stone metal glass
 """
 WORDS = tuple(_TEXT.split())
 
-_CONTENT = re.compile(rb'"content":\s*"(?!")')
+# Chat completions carry "content", completions "text".
+_CONTENT = re.compile(rb'"(?:content|text)":\s*"(?!")')
 _ERROR = re.compile(rb'^data:\s*\{"error"', re.MULTILINE)
 
 
@@ -57,6 +58,7 @@ class Outcome:
     output_tokens: int = 0
     events: int = 0
     error: str | None = None
+    cached_tokens: int = 0
 
     @property
     def ttft(self) -> float:
@@ -76,6 +78,7 @@ class EventStream:
         self.last = 0.0
         self.prompt_tokens = 0
         self.output_tokens = 0
+        self.cached_tokens = 0
         self.done = False
         self.failure: str | None = None
         self._rest = b""
@@ -109,6 +112,8 @@ class EventStream:
                 usage = json.loads(line[5:])["usage"]
                 self.prompt_tokens = usage["prompt_tokens"]
                 self.output_tokens = usage["completion_tokens"]
+                details = usage.get("prompt_tokens_details") or {}
+                self.cached_tokens = details.get("cached_tokens") or 0
 
     def outcome(self, due: float, expected_tokens: int) -> Outcome:
         """What came of the request; anything but exactly ``expected_tokens`` is an error."""
@@ -127,6 +132,7 @@ class EventStream:
             self.output_tokens,
             self.events,
             error,
+            self.cached_tokens,
         )
 
 
@@ -171,12 +177,20 @@ def body(model: str, prompt: str, max_tokens: int) -> bytes:
 async def request(
     session: aiohttp.ClientSession, target: Target, prompt: str, max_tokens: int, due: float
 ) -> Outcome:
-    """Send one request and read its stream to the end; failures come back in ``error``."""
+    """Send one chat request and read its stream to the end; failures come back in ``error``."""
+    data = body(target.model, prompt, max_tokens)
+    return await post(session, f"{target.url}/v1/chat/completions", data, max_tokens, due)
+
+
+async def post(
+    session: aiohttp.ClientSession, url: str, data: bytes, max_tokens: int, due: float
+) -> Outcome:
+    """Send a streaming request that yields ``max_tokens`` tokens, and read it to the end."""
     stream = EventStream()
     try:
         async with session.post(
-            f"{target.url}/v1/chat/completions",
-            data=body(target.model, prompt, max_tokens),
+            url,
+            data=data,
             headers={"Content-Type": "application/json"},
         ) as response:
             if response.status != 200:
@@ -189,7 +203,7 @@ async def request(
     return stream.outcome(due, max_tokens)
 
 
-def _session() -> aiohttp.ClientSession:
+def new_session() -> aiohttp.ClientSession:
     # Servers close idle connections after 5 s; not reusing one that old avoids the race.
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=4),
@@ -253,7 +267,7 @@ async def closed_loop(
     begin = time.perf_counter()
     start, end = begin + warmup, math.inf
     unproven = streams
-    async with _session() as session:
+    async with new_session() as session:
 
         async def stream(number: int) -> list[Outcome]:
             nonlocal end, unproven
@@ -280,7 +294,7 @@ async def open_loop(
     offsets = arrivals(seed, rate, warmup + seconds)
     texts: Sequence[str] = list(itertools.islice(prompts(seed), len(offsets)))
     begin = time.perf_counter()
-    async with _session() as session:
+    async with new_session() as session:
 
         async def at(offset: float, text: str) -> Outcome:
             due = begin + offset

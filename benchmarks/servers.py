@@ -245,8 +245,10 @@ class Arm:
 
 
 @contextlib.contextmanager
-def running(arms: Sequence[Arm], start_timeout: float) -> Iterator[None]:
+def running(arms: Sequence[Arm], start_timeout: float, *, bind: bool = True) -> Iterator[None]:
     """Start the arms one after another, each one's servers at once, and end all whatever happens.
+
+    With ``bind``, all but workers share ``OTHER_CORE``.
 
     Raises:
         ServerFailedError: a server did not start within ``start_timeout`` seconds.
@@ -258,7 +260,8 @@ def running(arms: Sequence[Arm], start_timeout: float) -> Iterator[None]:
                 server.start()
             for server in arm.servers:
                 server.wait_ready(start_timeout)
-                server.bind()
+                if bind:
+                    server.bind()
             print(f"{arm.name} is up after {time.monotonic() - begin:.0f} s", flush=True)
             arm.freeze()
         yield
