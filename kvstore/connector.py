@@ -30,7 +30,7 @@ from loomserve.kvstore.client import StoreAwayError, StoreClient
 from loomserve.kvstore.fingerprint import folder_digest, namespace
 from loomserve.kvstore.memory import KvMemory, stream_for
 from loomserve.kvstore.pipeline import Load, Loader, Save, Saver
-from loomserve.kvstore.protocol import Done, Found, Lookup, Release
+from loomserve.kvstore.protocol import Done, Found, Lookup, Pin, Release
 from loomserve.kvstore.radix import KEY_BYTES
 from loomserve.kvstore.slots import decode_slots
 
@@ -39,12 +39,19 @@ if TYPE_CHECKING:
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 _logger = logging.getLogger(__name__)
 
 # Covers the time from the lookup to the end of the load, however long requests queue in between.
 _LEASE_S = 60.0
+PIN = "loomserve_pin"
+"""In a request's ``kv_transfer_params``: pin (true) or unpin (false) its prompt."""
+PINNED_BLOCKS = "loomserve_pinned_blocks"
+"""In the answer's ``kv_transfer_params``: how many blocks that concerned."""
+_PIN_ATTEMPTS = 20
+_PIN_WAIT_S = 0.01
 # A request whose blocks come from SSD is asked about again after this time at the soonest.
 _POLL_S = 0.005
 # However slow the SSD, a request waits for it no longer than this.
@@ -52,6 +59,8 @@ _LONGEST_WAIT_S = 2.0
 # Time to compute a prompt token, until steps have been measured.
 _FIRST_GUESS_S_PER_TOKEN = 1e-3
 _SMOOTHING = 0.1
+# vLLM's placeholder in block tables.
+_NULL_BLOCK = 0
 
 
 @dataclass
@@ -119,11 +128,13 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> StepTransfers:
         return self.reader.step(scheduler_output, time.monotonic())
 
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        self.reader.step_done(time.monotonic())
+
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        self.reader.remove(request)
-        return False, None
+        return False, self.reader.remove(request)
 
     # In a worker.
 
@@ -190,6 +201,11 @@ class Namespaces:
     ) -> None:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         cache = vllm_config.cache_config
+        if len(kv_cache_config.kv_cache_groups) != 1:
+            raise ValueError(
+                "this model has several kinds of KV cache, which the KV store does not hold yet: "
+                "set kvstore: false for it"
+            )
         (group,) = kv_cache_config.kv_cache_groups
         self.block_size: int = group.kv_cache_spec.block_size
         self.ranks = parallel.world_size
@@ -226,13 +242,16 @@ class StoreReader:
         self._tables: dict[str, list[int]] = {}
         self._saved: dict[str, int] = {}
         self._s_per_token = _FIRST_GUESS_S_PER_TOKEN
-        self._last_step: tuple[float, int] | None = None
+        self._step = (0.0, 0)
 
     def add(self, request: Request) -> None:
         self._requests[request.request_id] = request
 
     def matched_tokens(self, request: Request, computed: int, now: float) -> int | None:
         """Tokens beyond ``computed`` that the store has in memory; None to be asked again later."""
+        if request.skip_reading_prefix_cache:
+            # It wants the logits of its prompt too.
+            return 0
         # A token must be left to compute, for the logits.
         blocks = (request.num_tokens - 1) // self._block_size
         skip = computed // self._block_size
@@ -313,7 +332,7 @@ class StoreReader:
 
     def step(self, scheduled: SchedulerOutput, now: float) -> StepTransfers:
         """The copies around this step."""
-        self._measure(scheduled, now)
+        self._step = (now, scheduled.total_num_scheduled_tokens)
         blocks_of = scheduled.kv_connector_block_state.block_ids
         for request_id, tables in blocks_of.items():
             self._tables[request_id] = list(tables[0])
@@ -333,25 +352,48 @@ class StoreReader:
             self._saved[request_id] = full
             keys = _chain(request, full)
             blocks = self._tables[request_id][:full]
+            if _NULL_BLOCK in blocks:
+                # A sliding window has passed them, and their KV is gone.
+                continue
             recompute_s = self._block_size * self._s_per_token
             yield {
                 rank: Save(name, keys, blocks, recompute_s)
                 for rank, name in enumerate(self._ranks(request))
             }
 
-    def _measure(self, scheduled: SchedulerOutput, now: float) -> None:
+    def step_done(self, now: float) -> None:
         """Learn the time a prompt token takes from steps that were mostly prefill."""
-        if self._last_step is not None:
-            begin, tokens = self._last_step
-            if tokens >= 4 * self._block_size:
-                self._s_per_token += _SMOOTHING * ((now - begin) / tokens - self._s_per_token)
-        self._last_step = (now, scheduled.total_num_scheduled_tokens)
+        begin, tokens = self._step
+        if tokens >= 4 * self._block_size:
+            self._s_per_token += _SMOOTHING * ((now - begin) / tokens - self._s_per_token)
 
-    def remove(self, request: Request) -> None:
-        """The request is finished or aborted."""
+    def remove(self, request: Request) -> dict[str, int] | None:
+        """The request is finished or aborted; what its answer shall tell of the store."""
         self._forget(request.request_id)
         for kept in (self._requests, self._tables, self._saved):
             kept.pop(request.request_id, None)
+        wish = (request.kv_transfer_params or {}).get(PIN)
+        return None if wish is None else {PINNED_BLOCKS: self._pin(request, pinned=bool(wish))}
+
+    def _pin(self, request: Request, *, pinned: bool) -> int:
+        """Pin or unpin a prompt's full blocks; how many the store then says it has of them."""
+        blocks = request.num_prompt_tokens // self._block_size
+        keys = _chain(request, blocks)
+        done = 0
+        # A worker commits what it saved a moment after its step.
+        for _ in range(_PIN_ATTEMPTS):
+            try:
+                answers = [
+                    self._store.ask(Pin(name, keys, pinned), Done) for name in self._ranks(request)
+                ]
+            except StoreAwayError as error:
+                _logger.debug("%s", error)
+                break
+            done = min(answer.blocks for answer in answers)
+            if done == blocks:
+                break
+            time.sleep(_PIN_WAIT_S)
+        return done
 
     def _forget(self, request_id: str) -> None:
         waiting = self._waiting.pop(request_id, None)

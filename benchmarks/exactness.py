@@ -1,0 +1,180 @@
+"""Are greedy tokens the same whoever computed the KV?
+
+Real prompts go through a real engine in batches of the same composition: without the store, with
+it while it is empty, with the prefix from memory, and with the prefix from SSD. The answers of
+each pass stand against those of the first. The last line of the output is one JSON object.
+
+``--prompts`` takes JSON lines (gzipped or not); every text field ``--field`` is cut to ``--tokens``
+tokens, so that documents give as many prompts as they have room for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.report import machine, publish
+from loomserve.kvstore.actor import StorePlan, open_store
+from loomserve.kvstore.client import StoreClient
+from loomserve.kvstore.protocol import Inspect, Usage
+from loomserve.kvstore.server import StoreServer
+from loomserve.platform import catalog
+from loomserve.platform.engine.precision import cpu_dtype
+
+RESULTS = Path(__file__).parent / "results"
+BATCH = 8
+
+
+def texts(path: Path, field: str) -> Iterator[str]:
+    content = path.read_bytes()
+    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
+    for line in filter(None, lines):
+        yield str(json.loads(line)[field])
+
+
+def prompts(tokenizer: Any, path: Path, field: str, count: int, tokens: int) -> list[list[int]]:
+    """The first ``count`` pieces of ``tokens`` tokens, all different.
+
+    Raises:
+        ValueError: the file has too few.
+    """
+    found: dict[tuple[int, ...], None] = {}
+    for text in texts(path, field):
+        ids = tokenizer.encode(text)
+        for start in range(0, len(ids) - tokens + 1, tokens):
+            found[tuple(ids[start : start + tokens])] = None
+            if len(found) == count:
+                return [list(ids) for ids in found]
+    raise ValueError(f"{path} has only {len(found)} pieces of {tokens} tokens")
+
+
+def engine(transfer: dict[str, Any] | None) -> Any:
+    os.environ.update(
+        VLLM_CPU_OMP_THREADS_BIND="0",
+        OMP_NUM_THREADS="1",
+        VLLM_USE_V2_MODEL_RUNNER="0",
+        VLLM_LOGGING_LEVEL="ERROR",
+    )
+    from vllm import LLM
+
+    return LLM(
+        model=str(catalog.resolve("demo", Path.cwd())),
+        dtype=cpu_dtype(),
+        enforce_eager=True,
+        max_model_len=1024,
+        max_num_seqs=BATCH,
+        max_num_batched_tokens=1024,
+        block_size=32,
+        kv_cache_memory_bytes=512 * 2**20,
+        kv_transfer_config=transfer,
+    )
+
+
+def answers(llm: Any, batches: Sequence[list[list[int]]], tokens: int) -> tuple[list[Any], int]:
+    """Greedy tokens of all prompts, and how many prompt tokens were cached."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    found: list[Any] = []
+    cached = 0
+    for batch in batches:
+        asked = [TokensPrompt(prompt_token_ids=ids) for ids in batch]
+        for output in llm.generate(asked, greedy, use_tqdm=False):
+            found.append(list(output.outputs[0].token_ids))
+            cached += output.num_cached_tokens
+    return found, cached
+
+
+def passes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    plan = StorePlan(
+        folder=folder,
+        arena=Path(f"/dev/shm/loomserve-kv-exact-{os.getpid()}"),
+        memory=options.memory_mib * 2**20,
+        ssd_folder=folder / "ssd",
+        ssd=8 * 2**30,
+        eviction="lru",
+        quotas={},
+    )
+    llm = engine(None)
+    pieces = prompts(llm.get_tokenizer(), options.prompts, options.field, options.count,
+                     options.tokens)  # fmt: skip
+    batches = [pieces[at : at + BATCH] for at in range(0, len(pieces), BATCH)]
+    off, _ = answers(llm, batches, options.answer)
+    del llm
+    server = StoreServer(open_store(plan), plan.address)
+    server.start()
+    try:
+        llm = engine(
+            {
+                "kv_connector": "StoreConnector",
+                "kv_connector_module_path": "loomserve.kvstore.connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": plan.connector_options("demo"),
+            }
+        )
+        found: dict[str, Any] = {}
+        # Each batch right after its first pass comes from memory; a whole second round of all
+        # batches finds most of them on SSD, since memory holds a few batches only.
+        cold, warm, cached = [], [], 0
+        for batch in batches:
+            cold += answers(llm, [batch], options.answer)[0]
+            time.sleep(0.05)
+            llm.reset_prefix_cache()
+            again, hit = answers(llm, [batch], options.answer)
+            warm += again
+            cached += hit
+            llm.reset_prefix_cache()
+        promoted, promoted_tokens = answers(llm, batches, options.answer)
+        usage = StoreClient(plan.address, timeout_ms=5000).ask(Inspect(), Usage)
+        for name, got in (("on_empty", cold), ("from_memory", warm), ("from_ssd", promoted)):
+            found[name] = sum(a == b for a, b in zip(off, got, strict=True)) / len(off)
+        total = sum(map(len, pieces))
+        return {
+            "identical_share": found,
+            "from_ssd_equal_to_from_memory": sum(
+                a == b for a, b in zip(warm, promoted, strict=True)
+            )
+            / len(warm),
+            "cached_share": {"from_memory": cached / total, "from_ssd": promoted_tokens / total},
+            "store": {
+                "capacity_bytes": usage.capacity_bytes,
+                "ssd_used_bytes": usage.ssd_used_bytes,
+                "corrupt_blocks": usage.corrupt_blocks,
+            },
+        }
+    finally:
+        server.stop()
+        plan.arena.unlink(missing_ok=True)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.exactness", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--prompts", type=Path, required=True, help="JSON lines, may be gzipped")
+    parser.add_argument("--field", default="text")
+    parser.add_argument("--count", type=int, default=200)
+    parser.add_argument("--tokens", type=int, default=200, help="length of a prompt")
+    parser.add_argument("--answer", type=int, default=16, help="tokens of an answer")
+    parser.add_argument("--memory-mib", type=int, default=256, help="the store's memory")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
+        figures = passes(options, Path(folder))
+    setup = {name: getattr(options, name) for name in ("count", "tokens", "answer", "memory_mib")}
+    result = {"benchmark": "exactness", **figures, "setup": setup, "machine": machine()}
+    publish("exactness", result, RESULTS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
