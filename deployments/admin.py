@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import FastAPI, Path, Query
+from fastapi import APIRouter, FastAPI, Path, Query
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
 from ray.exceptions import RayError
@@ -27,8 +27,8 @@ class DrainRequest(BaseModel):
     draining: bool = Field(description="True: take no new requests; false: take them again.")
 
 
-def build_admin_api(controller: DeploymentHandle) -> FastAPI:
-    """The API as an ASGI app; every call is carried out by the controller."""
+def build_admin_api(controller: DeploymentHandle, kv: APIRouter) -> FastAPI:
+    """The API as an ASGI app; all but the KV store's part is carried out by the controller."""
     api = FastAPI(
         title="Loomserve admin",
         version="1",
@@ -91,4 +91,5 @@ def build_admin_api(controller: DeploymentHandle) -> FastAPI:
         """Drain a replica: it finishes what it has and takes nothing new, until told otherwise."""
         return await ask("drain", replica_id, request.draining)
 
+    api.include_router(kv)
     return api

@@ -37,6 +37,9 @@ class EngineSpec(_Message):
     path: str = Field(description="Local folder or hub id of the weights.")
     internal_token: str
     drain_timeout_s: float
+    kv_connector: dict[str, str] | None = Field(
+        description="Options of the KV store's connector; None: it keeps nothing in the store."
+    )
 
 
 class EngineReport(_Message):
@@ -60,6 +63,15 @@ class EngineOrders(_Message):
     stop_timeout_s: float = Field(description="When stopped, wait this long for open requests.")
 
 
+class KvAccess(_Message):
+    """What a gateway knows of the KV store."""
+
+    address: str = Field(description="Its socket, as ZMQ writes it.")
+    isolated_tenants: tuple[str, ...] = Field(
+        description="The API keys whose blocks are kept apart; none: all share."
+    )
+
+
 class ReplicaRoute(_Message):
     """Where a live engine is."""
 
@@ -77,6 +89,7 @@ class ModelRoute(_Message):
     policy: str
     max_concurrent_requests: int
     max_model_len: int | None
+    kvstore: bool = Field(description="Whether its blocks go to the KV store, if there is one.")
     replicas: tuple[ReplicaRoute, ...]
 
 

@@ -26,6 +26,7 @@ from loomserve.deployments.base import (
 )
 from loomserve.deployments.deploy import deploy_model
 from loomserve.deployments.fleet import Fleet
+from loomserve.kvstore.actor import StorePlan
 from loomserve.platform.config import Config, Model
 from loomserve.platform.errors import BadRequest, RequestError
 from loomserve.platform.state import ModelState, State, Versions
@@ -39,12 +40,18 @@ class Controller:
     """The deployment class; its public methods are called by gateways and replicas."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, config: dict[str, Any], replicas: dict[str, int], internal_token: str, base: str
+        self,
+        config: dict[str, Any],
+        replicas: dict[str, int],
+        internal_token: str,
+        base: str,
+        store: dict[str, Any] | None,
     ) -> None:
         self._config = Config.model_validate(config)
         self._replicas = replicas
         self._internal_token = internal_token
         self._base = base
+        self._store = StorePlan.model_validate(store) if store else None
         self._started_at = time.monotonic()
         self._fleet = Fleet(self._config.devices, self._config.server.drain_timeout_s)
         # After a restart the models are on Serve already; those an operator unloaded are not.
@@ -128,6 +135,13 @@ class Controller:
             Config.model_validate(self._config.model_copy(update={"models": (model,)}).model_dump())
         except ValueError as error:
             raise BadRequest(str(error)) from None
+        configured = {known.name: known.kvstore_quota for known in self._config.models}
+        if model.kvstore_quota != configured.get(model.name):
+            raise BadRequest(
+                "the KV store learns its quotas when it starts: write kvstore_quota into the "
+                "configuration and start again",
+                param="kvstore_quota",
+            )
         replicas = 1 if model.replicas == "auto" else model.replicas
         self._fleet.add(model, replicas)
         self._spawn(self._deploy(model, replicas))
@@ -141,10 +155,16 @@ class Controller:
                 self._internal_token,
                 self._config.server.drain_timeout_s,
                 self._base,
+                self._kv_connector(model),
             )
         except ray.exceptions.RayError as error:
             problem = str(error).splitlines()[-1]
         self._fleet.set_failure(model.name, problem)
+
+    def _kv_connector(self, model: Model) -> dict[str, str] | None:
+        if self._store is None or not model.kvstore:
+            return None
+        return self._store.connector_options(model.name)
 
     async def _unload(self, name: str, timeout_s: float | None) -> None:
         if timeout_s is None:

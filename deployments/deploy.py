@@ -22,6 +22,7 @@ def deploy_model(
     internal_token: str,
     drain_timeout_s: float,
     base: str,
+    kv_connector: dict[str, str] | None,
 ) -> str | None:
     """Check a model and hand it to Serve, which starts it in the background.
 
@@ -44,6 +45,7 @@ def deploy_model(
             path=path,
             internal_token=internal_token,
             drain_timeout_s=drain_timeout_s,
+            kv_connector=kv_connector,
         )
         run_model(spec, build_model_app(spec, replicas))
     except LoomserveError as error:

@@ -131,6 +131,7 @@ class Fleet:
                 policy=record.model.router.policy,
                 max_concurrent_requests=record.model.max_concurrent_requests,
                 max_model_len=self._max_model_len(name, now),
+                kvstore=record.model.kvstore,
                 replicas=tuple(
                     ReplicaRoute(
                         id=r.report.replica_id, device=r.report.device, address=r.report.address

@@ -10,10 +10,12 @@ import asyncio
 import json
 import logging
 import time
+import uuid
 from collections import Counter
 from typing import Any
 
 import aiohttp
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
 from ray import serve
 from ray.serve.handle import DeploymentHandle
@@ -21,7 +23,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from loomserve.deployments.admin import build_admin_api
 from loomserve.deployments.base import (
@@ -29,6 +31,7 @@ from loomserve.deployments.base import (
     CONTROLLER_DEPLOYMENT,
     ENGINE_DEPLOYMENT,
     INTERNAL_TOKEN_HEADER,
+    KvAccess,
     ModelRoute,
     Routes,
 )
@@ -37,9 +40,13 @@ from loomserve.deployments.forward import Forwarder, ForwardRequest
 from loomserve.deployments.front_door import exception_handlers, front_door
 from loomserve.deployments.http_protocol import bounded_protocol
 from loomserve.deployments.http_server import HttpServer, listen
+from loomserve.deployments.kv_admin import build_kv_router
+from loomserve.deployments.kv_request import isolate, refuse_kv_transfer
+from loomserve.deployments.kv_store import read_usage
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.errors import (
     BadRequest,
+    Conflict,
     Forbidden,
     RequestError,
     TooManyRequests,
@@ -48,7 +55,8 @@ from loomserve.platform.errors import (
 )
 from loomserve.platform.metrics.exposition import merge
 from loomserve.platform.metrics.gateway import GatewayMetrics
-from loomserve.platform.state import ModelStatus
+from loomserve.platform.metrics.kvstore import KvStoreMetrics
+from loomserve.platform.state import KvState, ModelStatus
 from loomserve.routers.in_flight import IN_FLIGHT
 
 _log = logging.getLogger("ray.serve")
@@ -78,15 +86,17 @@ class Gateway:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, server: dict[str, Any], internal_token: str
+        self, server: dict[str, Any], internal_token: str, kv: dict[str, Any] | None
     ) -> None:
         self._server = Server.model_validate(server)
+        self._kv = KvAccess.model_validate(kv) if kv else None
         self._internal_token = internal_token
         self._routes: dict[str, ModelRoute] = {}
         self._handles: dict[str, DeploymentHandle] = {}
         self._open: Counter[str] = Counter()
         self._registry = CollectorRegistry()
         self._metrics = GatewayMetrics(self._registry)
+        self._kv_metrics = KvStoreMetrics(self._registry) if kv else None
         self._forwarder = Forwarder(internal_token, self._metrics)
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
         app = front_door(self._build_app(), self._server, rejected=self._metrics.rejected)
@@ -117,10 +127,13 @@ class Gateway:
                 Route("/health", _health),
                 Route("/ready", self._ready),
                 Route("/metrics", self._expose_metrics),
-                Mount("/admin/v1", build_admin_api(self._controller)),
+                Mount("/admin/v1", self._admin_api()),
             ],
             exception_handlers=exception_handlers,
         )
+
+    def _admin_api(self) -> FastAPI:
+        return build_admin_api(self._controller, build_kv_router(self._kv, self.pin))
 
     # The models
 
@@ -185,13 +198,18 @@ class Gateway:
 
     async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
-        parsed = _parse(state["body"])
-        route = self._route(parsed.get("model"), state.get("api_key"))
+        parsed, body = _parse(state["body"]), state["body"]
+        refuse_kv_transfer(parsed)
+        key = state.get("api_key")
+        route = self._route(parsed.get("model"), key)
+        if key is not None and self._isolates(key.name) and path not in _ENGINE_PATHS:
+            parsed = isolate(parsed, key.name)
+            body = json.dumps(parsed).encode()
         request = ForwardRequest(
             model=route.name,
             policy=route.policy,
             path=_ENGINE_PATHS.get(path, path),
-            body=state["body"],
+            body=body,
             parsed=parsed,
             request_id=state["request_id"],
             content_type="application/json",
@@ -217,6 +235,31 @@ class Gateway:
             self._metrics.finished(
                 route.name, path, status, time.monotonic() - started, state.get("slo_ms")
             )
+
+    def _isolates(self, tenant: str) -> bool:
+        return self._kv is not None and tenant in self._kv.isolated_tenants
+
+    async def pin(
+        self, path: str, body: dict[str, Any], tenant: str | None, receive: Receive
+    ) -> tuple[int, bytes]:
+        """Let an engine of ``body["model"]`` pass over a text; its answer's status and body."""
+        route = self._route(body["model"], None)
+        if not route.kvstore:
+            raise Conflict(f"model {route.name!r} keeps nothing in the KV store", param="model")
+        if tenant is not None and self._isolates(tenant):
+            body = isolate(body, tenant)
+        request = ForwardRequest(
+            model=route.name,
+            policy=route.policy,
+            path=path,
+            body=json.dumps(body).encode(),
+            parsed=body,
+            request_id=uuid.uuid4().hex,
+            content_type="application/json",
+        )
+        answer = _CollectedAnswer()
+        await self._forwarder.forward(request, self._handles[route.name], receive, answer.send)
+        return answer.status, answer.body
 
     async def _list_models(self, request: Request) -> Response:
         key = request.scope["state"].get("api_key")
@@ -245,6 +288,8 @@ class Gateway:
 
     async def _expose_metrics(self, request: Request) -> Response:
         self._metrics.set_decisions(IN_FLIGHT.decisions())
+        if self._kv is not None and self._kv_metrics is not None:
+            self._kv_metrics.set_state(await _kv_state(self._kv))
         parts: list[tuple[dict[str, str], str | None]] = [
             ({}, generate_latest(self._registry).decode())
         ]
@@ -273,6 +318,24 @@ class Gateway:
                 return labels, await response.text()
         except (aiohttp.ClientError, TimeoutError):
             return labels, None
+
+
+async def _kv_state(kv: KvAccess) -> KvState | None:
+    try:
+        return await read_usage(kv.address)
+    except Unavailable:
+        return None
+
+
+class _CollectedAnswer:
+    """The answer to a request of the platform's own, which no client waits for."""
+
+    status = 0
+    body = b""
+
+    async def send(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
+        self.body += message.get("body", b"")
 
 
 class _AsgiEndpoint:

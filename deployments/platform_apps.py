@@ -13,22 +13,27 @@ from loomserve.deployments.base import (
     CONTROLLER_DEPLOYMENT,
     GATEWAY_APP,
     GATEWAY_DEPLOYMENT,
+    KvAccess,
 )
 from loomserve.deployments.controller import Controller
 from loomserve.deployments.gateway import Gateway
+from loomserve.kvstore.actor import StorePlan
 from loomserve.platform.config import Config
 
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
 def run_platform(
-    config: Config, replicas: dict[str, int], internal_token: str, base: str
+    config: Config,
+    replicas: dict[str, int],
+    internal_token: str,
+    base: str,
+    store: StorePlan | None,
 ) -> DeploymentHandle:
     """Hand all applications to Serve and return the controller's handle; engines start later."""
-    data = config.model_dump(mode="json")
     targets = [
-        (CONTROLLER_APP, _controller_app(data, replicas, internal_token, base)),
-        (GATEWAY_APP, _gateway_app(config, internal_token)),
+        (CONTROLLER_APP, _controller_app(config, replicas, internal_token, base, store)),
+        (GATEWAY_APP, _gateway_app(config, internal_token, store)),
     ]
     serve.run_many(
         [serve.RunTarget(app, name=name, route_prefix=None) for name, app in targets],
@@ -41,7 +46,11 @@ def run_platform(
 
 
 def _controller_app(
-    config: dict[str, Any], replicas: dict[str, int], internal_token: str, base: str
+    config: Config,
+    replicas: dict[str, int],
+    internal_token: str,
+    base: str,
+    store: StorePlan | None,
 ) -> Any:
     deployment = serve.deployment(
         Controller,
@@ -51,10 +60,16 @@ def _controller_app(
         ray_actor_options={"num_cpus": 0},
         logging_config=QUIET,
     )
-    return deployment.bind(config, replicas, internal_token, base)
+    return deployment.bind(
+        config.model_dump(mode="json"),
+        replicas,
+        internal_token,
+        base,
+        store.model_dump(mode="json") if store else None,
+    )
 
 
-def _gateway_app(config: Config, internal_token: str) -> Any:
+def _gateway_app(config: Config, internal_token: str, store: StorePlan | None) -> Any:
     deployment = serve.deployment(
         Gateway,
         name=GATEWAY_DEPLOYMENT,
@@ -64,4 +79,16 @@ def _gateway_app(config: Config, internal_token: str) -> Any:
         ray_actor_options={"num_cpus": 0},
         logging_config=QUIET,
     )
-    return deployment.bind(config.server.model_dump(mode="json"), internal_token)
+    access = _kv_access(config, store)
+    return deployment.bind(
+        config.server.model_dump(mode="json"),
+        internal_token,
+        access.model_dump(mode="json") if access else None,
+    )
+
+
+def _kv_access(config: Config, store: StorePlan | None) -> KvAccess | None:
+    if store is None or config.kvstore is None:
+        return None
+    apart = config.server.api_keys if config.kvstore.isolate_tenants else ()
+    return KvAccess(address=store.address, isolated_tenants=tuple(key.name for key in apart))

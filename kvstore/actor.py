@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
+import os
+import stat
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from loomserve.kvstore.index import Index
 from loomserve.kvstore.server import StoreServer
 from loomserve.kvstore.ssd import SsdTier
 from loomserve.kvstore.store import BlockStore
+from loomserve.platform.demo_models import cache_folder
 from loomserve.platform.errors import StartError
 
 ACTOR_NAME = "loomserve-kvstore"
@@ -22,6 +26,9 @@ _EXTENTS = 64
 _SMALLEST_EXTENT = 2**23
 _SSD_SEGMENT_BYTES = 2**28
 """Space on SSD comes back in pieces of this size."""
+_WATCH_S = 1.0
+_RETRY_S = 5.0
+"""Between the attempts of a store that cannot start."""
 
 
 class StorePlan(BaseModel):
@@ -38,42 +45,89 @@ class StorePlan(BaseModel):
     quotas: dict[str, int]
 
     @property
+    def socket(self) -> Path:
+        return self.folder / "store.sock"
+
+    @property
     def address(self) -> str:
-        return f"ipc://{self.folder / 'store.sock'}"
+        return f"ipc://{self.socket}"
+
+    @property
+    def spaces(self) -> Path:
+        """What the namespaces mean, kept beside the blocks that live longest."""
+        return (self.ssd_folder or self.folder) / "spaces.json"
 
     def connector_options(self, model: str) -> dict[str, str]:
         """``kv_connector_extra_config`` of an engine of this model."""
         return {
             "address": self.address,
             "arena": str(self.arena),
-            "digests": str(self.folder / "digests"),
+            "digests": str(cache_folder() / "digests"),
             "model": model,
         }
 
 
 def arena_path(port: int) -> Path:
-    """In shared memory, apart for each user and each platform on the machine."""
-    owner = hashlib.sha256(f"{Path.home()}|{port}".encode()).hexdigest()[:8]
-    return Path(f"/dev/shm/loomserve-kv-{port}-{owner}")
+    """In shared memory, in a folder apart for each user and each platform on the machine."""
+    return Path(f"/dev/shm/loomserve-{os.getuid()}/{port}/arena")
 
 
 class Store:
-    """Runs the store's server; the class that becomes the actor."""
+    """Runs the store's server; the class that becomes the actor.
+
+    An actor without a server leaves its process, so that Ray starts it again.
+    """
 
     def __init__(self, plan: dict[str, Any]) -> None:
         self._plan = StorePlan.model_validate(plan)
-        self._plan.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._server = StoreServer(open_store(self._plan), self._plan.address)
-        self._server.start()
+        self._server: StoreServer | None = None
+        self._problem: str | None = None
+        self._stopping = False
+        try:
+            _make_private(self._plan.folder)
+            self._server = StoreServer(open_store(self._plan), self._plan.address)
+            self._server.start()
+        except StartError as error:
+            self._problem = str(error)
+        threading.Thread(target=self._leave_without_server, daemon=True).start()
 
-    def check_health(self) -> None:
-        if not self._server.alive:
-            raise RuntimeError("the KV store's thread ended")
+    def problem(self) -> str | None:
+        """Why the store could not start, in one sentence. A value, for Ray wraps exceptions."""
+        return self._problem
 
     def stop(self) -> None:
         """End the store and give its memory back; what is on SSD stays."""
+        self._stopping = True
+        if self._server is None:
+            return
         self._server.stop()
-        self._plan.arena.unlink(missing_ok=True)
+        plan = self._plan
+        spaces = [plan.spaces] if plan.ssd_folder is None else []
+        for left in (plan.arena, plan.socket, *spaces):
+            left.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it may hold what is not ours
+            plan.folder.rmdir()
+
+    def _leave_without_server(self) -> None:
+        while self._server is not None and self._server.alive:
+            time.sleep(_WATCH_S)
+        # Whoever started it wants to know the problem first.
+        time.sleep(_RETRY_S)
+        if not self._stopping:
+            os._exit(1)
+
+
+def _make_private(folder: Path) -> None:
+    """Make the folder, or see that it is ours alone: blocks are users' prompts.
+
+    Raises:
+        StartError: others can get into it.
+    """
+    for one in (folder.parent, folder):
+        one.mkdir(mode=0o700, exist_ok=True)
+        status = one.lstat()
+        if (status.st_uid, stat.filemode(status.st_mode)) != (os.getuid(), "drwx------"):
+            raise StartError(f"{one} must be a folder of nobody but you: remove it")
 
 
 def open_store(plan: StorePlan) -> BlockStore:
@@ -88,7 +142,7 @@ def open_store(plan: StorePlan) -> BlockStore:
         _arena(plan, extent_bytes),
         Index(POLICIES[plan.eviction]),
         ssd,
-        (plan.ssd_folder or plan.folder) / "spaces.json",
+        plan.spaces,
         plan.quotas,
     )
     store.recover(time.monotonic())

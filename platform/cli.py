@@ -13,6 +13,7 @@ from loomserve.platform import config as configuration
 from loomserve.platform.access.keys import hash_key, new_key
 from loomserve.platform.config_reference import describe
 from loomserve.platform.errors import LoomserveError
+from loomserve.platform.kv_status import kv
 from loomserve.platform.status import status
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Serve many models at once.")
@@ -20,6 +21,7 @@ config_app = typer.Typer(no_args_is_help=True, help="Check and explain the confi
 key_app = typer.Typer(no_args_is_help=True, help="API keys and admin tokens.")
 app.add_typer(config_app, name="config")
 app.add_typer(key_app, name="key")
+app.add_typer(kv, name="kv")
 app.command()(status)
 
 _console = Console(stderr=False, highlight=False, soft_wrap=True)

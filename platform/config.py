@@ -36,6 +36,10 @@ _UNITS = {
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 }  # fmt: skip
 
+_SMALLEST_KV_STORE = 64 * 2**20
+# vLLM's options that put a connector of their own where the store's is.
+_KV_TRANSFER_OPTIONS = ("kv_transfer_config", "kv_offloading_size")
+
 
 class _FieldError(ValueError):
     """What a validator of a whole node raises to point at the field that is wrong."""
@@ -115,6 +119,41 @@ class Router(_Node):
     )
 
 
+class KvStore(_Node):
+    """KV blocks that outlive the engine that made them, shared by all engines of a node."""
+
+    memory: Bytes = Field(2**30, description="Shared memory for blocks (/dev/shm).")
+    ssd: Bytes | None = Field(
+        None, description="Space on SSD for blocks that leave memory; without it they are lost."
+    )
+    ssd_path: str | None = Field(
+        None,
+        description="Folder for them, relative to this file; null: kv in the user's cache folder.",
+    )
+    eviction: Literal["cost", "lru"] = Field(
+        "cost",
+        description="cost: what is cheap to compute again and seldom used leaves memory first; "
+        "lru: what was not used for longest.",
+    )
+    isolate_tenants: bool = Field(
+        False,
+        description="Blocks of one API key are never read by another, in the store and in engines.",
+    )
+
+    @field_validator("memory")
+    @classmethod
+    def _holds_blocks(cls, memory: int) -> int:
+        if memory < _SMALLEST_KV_STORE:
+            raise ValueError(f"must be at least {_SMALLEST_KV_STORE // 2**20}MiB")
+        return memory
+
+    @model_validator(mode="after")
+    def _path_has_its_space(self) -> KvStore:
+        if self.ssd_path is not None and self.ssd is None:
+            raise _FieldError("is of no use without ssd: say how much space to use", "ssd_path")
+        return self
+
+
 class Model(_Node):
     """One model as users see it: a name, where its weights are, and where it runs."""
 
@@ -132,6 +171,14 @@ class Model(_Node):
     )
     kv_cache_memory: Bytes = Field(
         512 * 2**20, description="Memory for KV blocks, for each replica, such as 512MiB."
+    )
+    kvstore: bool = Field(
+        True,
+        description="Keep its KV blocks in the store, if there is one; false for models with other "
+        "state than attention's, such as Mamba.",
+    )
+    kvstore_quota: Bytes | None = Field(
+        None, description="The store's memory that its blocks may take at most; null: all of it."
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
@@ -268,7 +315,29 @@ class Config(_Node):
 
     devices: tuple[Device, ...] = Field(min_length=1, description="Where engines may run.")
     models: tuple[Model, ...] = Field(description="What is served from the start.")
+    kvstore: KvStore | None = Field(
+        None, description="The store of KV blocks; without it engines forget theirs when full."
+    )
     server: Server = Field(default_factory=Server, description="The front door.")
+
+    @model_validator(mode="after")
+    def _models_fit_the_kv_store(self) -> Config:
+        for index, model in enumerate(self.models):
+            in_store = self.kvstore is not None and model.kvstore
+            if model.kvstore_quota is not None and not in_store:
+                raise _FieldError(
+                    f"model {model.name!r} keeps nothing in a KV store: add a kvstore section to "
+                    "the file and do not set the model's kvstore to false, or set no quota",
+                    *("models", index, "kvstore_quota"),
+                )
+            for option in _KV_TRANSFER_OPTIONS if in_store else ():
+                if option in model.engine:
+                    raise _FieldError(
+                        f"model {model.name!r} keeps its KV blocks in the store: set its kvstore "
+                        "to false to use another connector",
+                        *("models", index, "engine", option),
+                    )
+        return self
 
     @model_validator(mode="after")
     def _names_agree(self) -> Config:

@@ -44,7 +44,9 @@ def _node(node: type[BaseModel], prefix: str) -> Iterator[str]:
 def _inner_node(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
     """The node that a field holds, and whether it holds a list of them."""
     many = get_origin(field.annotation) is tuple
-    inner = get_args(field.annotation)[0] if many else field.annotation
+    arguments = get_args(field.annotation)
+    optional = types.NoneType in arguments
+    inner = arguments[0] if many or optional else field.annotation
     return (inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None), many
 
 

@@ -212,6 +212,11 @@ DEMO_MODELS = {
 }
 
 
+def cache_folder() -> Path:
+    """``$LOOMSERVE_HOME``, or ``~/.cache/loomserve``."""
+    return Path(os.environ.get("LOOMSERVE_HOME") or "~/.cache/loomserve").expanduser().absolute()
+
+
 def fetch(name: str, progress: Callable[[str], None]) -> Path:
     """The folder of a demo model, made on first use.
 
@@ -225,8 +230,7 @@ def fetch(name: str, progress: Callable[[str], None]) -> Path:
     demo = DEMO_MODELS.get(name)
     if demo is None:
         raise ConfigError(f"there is no demo model {name!r}; choose {' or '.join(DEMO_MODELS)}")
-    home = Path(os.environ.get("LOOMSERVE_HOME") or "~/.cache/loomserve").expanduser().absolute()
-    folder = home / "models" / name
+    folder = cache_folder() / "models" / name
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{name}.lock")):

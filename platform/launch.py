@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 
 from loomserve.deployments.http_server import listen
+from loomserve.deployments.kv_store import plan_store, start_store, stop_store
+from loomserve.kvstore.actor import arena_path
 from loomserve.platform import catalog
 from loomserve.platform.config import Config
 from loomserve.platform.errors import StartError
@@ -71,12 +73,33 @@ def check_machine(config: Config) -> None:
                     f"device {device.name!r} names core {core}, but this machine has cores 0 to "
                     f"{there - 1}"
                 )
+    _check_shared_memory(config)
     compiles = any(not model.engine.get("enforce_eager") for model in config.models)
     if compiles and shutil.which("g++") is None and shutil.which("clang++") is None:
         raise StartError(
             "vLLM compiles its kernels for this machine and finds no C++ compiler: install g++, "
             "or set engine: {enforce_eager: true} for every model"
         )
+
+
+def _check_shared_memory(config: Config) -> None:
+    if config.kvstore is None:
+        return
+    free = psutil.disk_usage("/dev/shm").free + _left_behind(config)
+    if config.kvstore.memory > free:
+        raise StartError(
+            f"kvstore.memory asks for {config.kvstore.memory / 2**20:.0f} MiB and /dev/shm has "
+            f"{free / 2**20:.0f} MiB free: lower it, or make /dev/shm larger (docker run "
+            "--shm-size, or mount -o remount,size=8G /dev/shm)"
+        )
+
+
+def _left_behind(config: Config) -> int:
+    """Bytes of shared memory that a killed platform's store left; ours takes them over."""
+    if config.kvstore is None:
+        return 0
+    arena = arena_path(config.server.port)
+    return arena.stat().st_size if arena.exists() else 0
 
 
 def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
@@ -90,7 +113,12 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
     for model in config.models:
         path = catalog.resolve(model.source, base, progress=say)
         weights[model.name] = catalog.weight_bytes(path) if isinstance(path, Path) else 0
-    replicas = plan_replicas(config.models, weights, psutil.virtual_memory().available)
+    replicas = plan_replicas(
+        config.models,
+        weights,
+        psutil.virtual_memory().available + _left_behind(config),
+        config.kvstore.memory if config.kvstore else 0,
+    )
     for model in config.models:
         if model.replicas == "auto" and replicas[model.name] < len(model.devices):
             say(
@@ -106,6 +134,8 @@ class Platform:
     def __init__(self, config: Config, base: Path) -> None:
         self._config = config
         self._base = base
+        self._store_plan = plan_store(config, base)
+        self._store: Any = None
 
     def start(self, replicas: dict[str, int]) -> None:
         """Start everything in the background; engines need some 30 s."""
@@ -126,9 +156,15 @@ class Platform:
             object_store_memory=_OBJECT_STORE_BYTES,
             _node_ip_address=_node_address(self._config),
         )
+        if self._store_plan is not None:
+            self._store = start_store(self._store_plan)
         serve.start(proxy_location="Disabled")
         self._controller = run_platform(
-            self._config, replicas, secrets.token_urlsafe(32), str(self._base.resolve())
+            self._config,
+            replicas,
+            secrets.token_urlsafe(32),
+            str(self._base.resolve()),
+            self._store_plan,
         )
 
     def state(self) -> State:
@@ -177,12 +213,26 @@ class Platform:
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             try:
                 serve.shutdown()
+                if self._store is not None:
+                    stop_store(self._store)
             finally:
                 ray.shutdown()
         _, left = psutil.wait_procs(mine, timeout=5)
         for process in left:
             process.kill()
         psutil.wait_procs(left, timeout=5)
+        self._give_memory_back()
+
+    def kill(self) -> None:
+        """End everything at once."""
+        for process in psutil.Process().children(recursive=True):
+            process.kill()
+        self._give_memory_back()
+
+    def _give_memory_back(self) -> None:
+        # Shared memory outlives all processes.
+        if self._store_plan is not None and self._store is not None:
+            self._store_plan.arena.unlink(missing_ok=True)
 
 
 def run(config: Config, base: Path, say: Say) -> None:
@@ -191,11 +241,11 @@ def run(config: Config, base: Path, say: Say) -> None:
     replicas = plan(config, base, say)
     stopped = threading.Event()
     platform = Platform(config, base)
-    _catch_signals(stopped)
+    _catch_signals(stopped, platform)
     say("starting Ray")
     try:
         platform.start(replicas)
-        _catch_signals(stopped)  # Ray has put its own handlers there
+        _catch_signals(stopped, platform)  # Ray has put its own handlers there
         for model in config.models:
             where = ", ".join(model.devices[: replicas[model.name]])
             say(f"loading {model.name} on {where}")
@@ -273,12 +323,11 @@ def _first_answer(url: str, body: str) -> str:
         return str(json.load(response)["choices"][0]["message"]["content"])
 
 
-def _catch_signals(stopped: threading.Event) -> None:
+def _catch_signals(stopped: threading.Event, platform: Platform) -> None:
     def on_signal(number: int, frame: Any) -> None:
         if stopped.is_set():
             # The second one: do not wait for anything.
-            for process in psutil.Process().children(recursive=True):
-                process.kill()
+            platform.kill()
             os._exit(130)
         stopped.set()
 

@@ -20,9 +20,12 @@ def replica_bytes(model: Model, weight_bytes: int) -> float:
 
 
 def plan_replicas(
-    models: Sequence[Model], weight_bytes: Mapping[str, int], available_bytes: float
+    models: Sequence[Model],
+    weight_bytes: Mapping[str, int],
+    available_bytes: float,
+    kvstore_bytes: int = 0,
 ) -> dict[str, int]:
-    """The number of replicas to start for each model.
+    """The number of replicas to start for each model, beside a KV store of so many bytes.
 
     Every model gets the replicas it insists on (at least one); what is left goes to the models with
     ``replicas: auto``, one each in turn, up to one a device.
@@ -32,12 +35,14 @@ def plan_replicas(
     """
     wanted = {model.name: 1 if model.replicas == "auto" else model.replicas for model in models}
     cost = {model.name: replica_bytes(model, weight_bytes[model.name]) for model in models}
-    left = available_bytes - PLATFORM_BYTES - sum(wanted[m.name] * cost[m.name] for m in models)
+    left = available_bytes - PLATFORM_BYTES - kvstore_bytes
+    left -= sum(wanted[model.name] * cost[model.name] for model in models)
     if left < 0:
+        to_lower = "kv_cache_memory, kvstore.memory" if kvstore_bytes else "kv_cache_memory"
         raise StartError(
             f"the configuration needs about {(available_bytes - left) / 2**30:.1f} GiB of memory "
-            f"and {available_bytes / 2**30:.1f} GiB is available: lower kv_cache_memory or "
-            "replicas, or serve fewer models"
+            f"and {available_bytes / 2**30:.1f} GiB is available: lower {to_lower} or replicas, or "
+            "serve fewer models"
         )
     growing = [model for model in models if model.replicas == "auto"]
     while growing:

@@ -18,7 +18,7 @@ from loomserve.platform.errors import LoomserveError
 from loomserve.platform.state import ModelState, ModelStatus, ReplicaState, State
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-_TIMEOUT_S = 10.0
+TIMEOUT_S = 10.0
 _REFRESH_S = 1.0
 
 _STYLES = {
@@ -30,22 +30,26 @@ _STYLES = {
 }
 
 
+Url = Annotated[str, typer.Option(help="Where the platform listens.")]
+Token = Annotated[
+    str | None,
+    typer.Option(envvar="LOOMSERVE_ADMIN_TOKEN", help="The admin token, if one is set."),
+]
+
+
 class StatusError(LoomserveError):
     """The state could not be fetched; the message says what to do."""
 
 
 def status(
-    url: Annotated[str, typer.Option(help="Where the platform listens.")] = DEFAULT_URL,
+    url: Url = DEFAULT_URL,
     watch: Annotated[bool, typer.Option("--watch", help="Refresh every second.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one line a state.")] = False,
-    token: Annotated[
-        str | None,
-        typer.Option(envvar="LOOMSERVE_ADMIN_TOKEN", help="The admin token, if one is set."),
-    ] = None,
+    token: Token = None,
 ) -> None:
     """Show models, replicas and devices."""
     try:
-        with httpx.Client(timeout=_TIMEOUT_S) as client:
+        with httpx.Client(timeout=TIMEOUT_S) as client:
             if as_json:
                 for state in _states(client, url, token, watch):
                     typer.echo(state.model_dump_json())
@@ -68,12 +72,42 @@ def fetch(client: httpx.Client, url: str, token: str | None) -> State:
     Raises:
         StatusError: nothing listens, the token is missing or wrong, or it is not Loomserve.
     """
+    answer = ask(client, url, token, "state")
+    if answer.is_server_error:
+        raise StatusError(
+            f"{url} answered {answer.status_code}; it may still be starting: try again, "
+            "then look at the log of loomserve serve"
+        )
+    try:
+        return State.model_validate_json(answer.content if answer.is_success else b"")
+    except ValidationError:
+        raise StatusError(
+            f"{url} answered {answer.status_code} with something that is not Loomserve's state; "
+            "another server may listen there, or another version: check --url"
+        ) from None
+
+
+def ask(
+    client: httpx.Client,
+    url: str,
+    token: str | None,
+    path: str,
+    method: str = "GET",
+    body: object = None,
+) -> httpx.Response:
+    """What the admin API of the platform at ``url`` answers.
+
+    Raises:
+        StatusError: nothing listens, or the token is missing or wrong.
+    """
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        answer = client.get(f"{url.rstrip('/')}/admin/v1/state", headers=headers)
+        answer = client.request(
+            method, f"{url.rstrip('/')}/admin/v1/{path}", headers=headers, json=body
+        )
     except httpx.TimeoutException:
         raise StatusError(
-            f"{url} did not answer within {_TIMEOUT_S:.0f} s; look at the log of loomserve serve"
+            f"{url} did not answer within {TIMEOUT_S:.0f} s; look at the log of loomserve serve"
         ) from None
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise StatusError(f"--url {url!r}: {error}; write it like {DEFAULT_URL}") from None
@@ -87,18 +121,7 @@ def fetch(client: httpx.Client, url: str, token: str | None) -> State:
             f"{url} {'refuses this admin token' if token else 'asks for an admin token'}; "
             "pass it with --token or LOOMSERVE_ADMIN_TOKEN"
         )
-    if answer.is_server_error:
-        raise StatusError(
-            f"{url} answered {answer.status_code}; it may still be starting: try again, "
-            "then look at the log of loomserve serve"
-        )
-    try:
-        return State.model_validate_json(answer.content if answer.is_success else b"")
-    except ValidationError:
-        raise StatusError(
-            f"{url} answered {answer.status_code} with something that is not Loomserve's state; "
-            "another server may listen there, or another version: check --url"
-        ) from None
+    return answer
 
 
 def render(state: State) -> RenderableType:

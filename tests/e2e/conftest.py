@@ -66,7 +66,13 @@ def free_port() -> int:
 
 
 def write_config(path: Path, port: int, hashes: tuple[str, str, str]) -> None:
-    engine = {"max_model_len": 1024, "max_num_seqs": 16, "block_size": 32, "enforce_eager": True}
+    engine = {
+        "max_model_len": 1024,
+        "max_num_seqs": 16,
+        "block_size": 32,
+        "enforce_eager": True,
+        "enable_prompt_tokens_details": True,
+    }
     config = {
         "devices": [
             {"name": "core0", "kind": "cpu", "cores": [0]},
@@ -89,6 +95,8 @@ def write_config(path: Path, port: int, hashes: tuple[str, str, str]) -> None:
                 "engine": {**engine, "max_model_len": 8192},
             },
         ],
+        # Of a block's 1.5 MB this holds 160.
+        "kvstore": {"memory": "256MiB"},
         "server": {
             "port": port,
             "max_body": "1MiB",

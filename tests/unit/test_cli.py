@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 from collections.abc import Callable
@@ -114,6 +115,18 @@ def test_too_little_memory_is_said_before_anything_starts(
     monkeypatch.setattr(launch.catalog, "weight_bytes", lambda _: 0)
     with pytest.raises(StartError, match="lower kv_cache_memory"):
         launch.plan(load(path), tmp_path, print)
+
+
+def test_too_little_shared_memory_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    path = write(tmp_path, server={"port": port}, kvstore={"memory": "100TiB"})
+    assert run(monkeypatch, "serve", str(path)) == 2
+    assert re.search(r"kvstore\.memory asks for \d+ MiB and /dev/shm has \d+ MiB free: lower it",
+                     capsys.readouterr().err)  # fmt: skip
 
 
 def test_a_created_keys_hash_is_what_the_configuration_takes(

@@ -40,6 +40,12 @@ models:
   - name: cold
     source: demo
     devices: [core1]
+    kvstore_quota: 128MiB
+kvstore:
+  memory: 256MiB
+  ssd: 1GiB
+  ssd_path: blocks
+  eviction: lru
 server:
   host: 127.0.0.1
   port: 8000
@@ -80,6 +86,9 @@ def test_a_good_file_is_read_as_written() -> None:
     assert (hot.replicas, hot.kv_cache_memory) == (2, 512 * 2**20)
     assert hot.engine == {"max_model_len": 4096}
     assert cold.replicas == "auto"
+    assert config.kvstore is not None
+    assert (config.kvstore.memory, config.kvstore.ssd) == (256 * 2**20, 2**30)
+    assert (hot.kvstore, hot.kvstore_quota, cold.kvstore_quota) == (True, None, 128 * 2**20)
     assert config.server.request_timeout_s == 600.0
     assert [key.hash for key in config.server.api_keys] == [HASH, OTHER_HASH]
 
@@ -154,6 +163,19 @@ BAD_FIELDS = [
     ("max_model_len: 4096", "served_model_name: x", "models[0].engine.served_model_name", "'name'"),
     ("max_model_len: 4096", "gpu_memory_utilization: 0.9",
      "models[0].engine.gpu_memory_utilization", "'kv_cache_memory'"),
+    # The KV store
+    ("256MiB", "63MiB", "kvstore.memory", "at least 64MiB"),
+    ("1GiB", "lots", "kvstore.ssd", "512MiB or 2GiB"),
+    ("ssd: 1GiB\n  ssd_path: blocks", "ssd_path: blocks", "kvstore.ssd_path", "without ssd"),
+    ("eviction: lru", "eviction: fifo", "kvstore.eviction", "'cost' or 'lru'"),
+    ("eviction: lru", "evict: lru", "kvstore.evict", "unknown field"),
+    ("128MiB", "0", "models[1].kvstore_quota", "more than zero"),
+    ("kvstore_quota: 128MiB", "kvstore: false\n    kvstore_quota: 128MiB",
+     "models[1].kvstore_quota", "set no quota"),
+    ("max_model_len: 4096", "kv_transfer_config: {}", "models[0].engine.kv_transfer_config",
+     "set its kvstore to false"),
+    ("max_model_len: 4096", "kv_offloading_size: 4", "models[0].engine.kv_offloading_size",
+     "set its kvstore to false"),
     # Doors open to the network
     ("host: 127.0.0.1", "host: 0.0.0.0", "server.host", "admin_token_hash must be set"),
     ("host: 127.0.0.1", "host: '::'", "server.host", "admin_token_hash must be set"),
@@ -177,7 +199,7 @@ def test_a_wrong_field_is_named_with_its_line(old: str, new: str, field: str, sa
         ("models[0].source", "    source: demo\n", 12),
         ("devices[1].cores", "    cores: [1]\n", 5),
         ("devices[2].gpu", "    gpu: 0\n", 8),
-        ("server.api_keys[1].hash", f"      hash: {OTHER_HASH}\n", 33),
+        ("server.api_keys[1].hash", f"      hash: {OTHER_HASH}\n", 39),
     ],
 )
 def test_a_missing_field_is_named_with_the_line_of_what_lacks_it(
@@ -251,6 +273,20 @@ def test_an_open_address_is_served_with_keys_and_admin_token_or_when_told_so() -
     with_token = opened.replace("  port:", f"  admin_token_hash: {HASH}\n  port:")
     assert not parse(with_token).server.is_loopback
     assert not parse(opened.replace(": false", ": true")).server.is_loopback
+
+
+def test_without_a_kv_store_a_quota_is_refused_and_any_connector_may_be_used() -> None:
+    without = GOOD[: GOOD.index("kvstore:\n")] + GOOD[GOOD.index("server:") :]
+    assert "models[1].kvstore_quota: model 'cold' keeps nothing" in error_of(without)
+    unbounded = without.replace("    kvstore_quota: 128MiB\n", "")
+    text = unbounded.replace("max_model_len: 4096", "kv_transfer_config: {kv_connector: Other}")
+    assert parse(text).models[0].engine == {"kv_transfer_config": {"kv_connector": "Other"}}
+
+
+def test_a_model_that_keeps_nothing_in_the_kv_store_may_use_another_connector() -> None:
+    text = GOOD.replace("    replicas: 2\n", "    replicas: 2\n    kvstore: false\n")
+    text = text.replace("max_model_len: 4096", "kv_transfer_config: {kv_connector: Other}")
+    assert parse(text).models[0].engine == {"kv_transfer_config": {"kv_connector": "Other"}}
 
 
 def test_merge_keys_and_anchors_of_yaml_work() -> None:

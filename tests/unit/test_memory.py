@@ -33,6 +33,15 @@ def test_too_little_memory_is_said_with_both_amounts_and_what_to_do() -> None:
         plan_replicas([model("a", replicas=2)], {"a": 0}, 2 * GIB)
 
 
+def test_the_kv_store_takes_its_memory_before_replicas_grow() -> None:
+    cost = replica_bytes(model("a"), 0)
+    available = PLATFORM_BYTES + 2 * cost
+    assert plan_replicas([model("a")], {"a": 0}, available, kvstore_bytes=0) == {"a": 2}
+    assert plan_replicas([model("a")], {"a": 0}, available, kvstore_bytes=GIB) == {"a": 1}
+    with pytest.raises(StartError, match=r"lower kv_cache_memory, kvstore\.memory or replicas"):
+        plan_replicas([model("a")], {"a": 0}, available, kvstore_bytes=64 * GIB)
+
+
 @given(
     st.lists(
         st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 4 * GIB)),

@@ -13,8 +13,21 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loomserve.platform.metrics.exposition import merge
 from loomserve.platform.metrics.gateway import GatewayMetrics
+from loomserve.platform.metrics.kvstore import KvStoreMetrics
+from loomserve.platform.state import KvModelState, KvState
 
 CATALOG = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+KV_STATE = KvState(
+    capacity_bytes=100, used_bytes=40, ssd_capacity_bytes=1000, ssd_used_bytes=500, leases=1,
+    writers=2, corrupt_blocks=3,
+    models=(
+        KvModelState(
+            model="chat", blocks_in_memory=4, blocks_on_ssd=5, bytes_in_memory=40,
+            bytes_on_ssd=50, hit_blocks=6, missed_blocks=7, evicted_blocks=8,
+        ),
+    ),
+)  # fmt: skip
 
 Sample = tuple[str, frozenset[tuple[str, str]], str]
 
@@ -187,6 +200,32 @@ def test_no_client_can_make_a_new_model_label(asked: list[str]) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("name", "labels", "expected"),
+    [
+        ("loomserve_kv_up", {}, 1),
+        ("loomserve_kv_capacity_bytes", {"tier": "memory"}, 100),
+        ("loomserve_kv_capacity_bytes", {"tier": "ssd"}, 1000),
+        ("loomserve_kv_used_bytes", {"tier": "memory"}, 40),
+        ("loomserve_kv_used_bytes", {"tier": "ssd"}, 500),
+        ("loomserve_kv_blocks", {"model": "chat", "tier": "memory"}, 4),
+        ("loomserve_kv_blocks", {"model": "chat", "tier": "ssd"}, 5),
+        ("loomserve_kv_hit_blocks_total", {"model": "chat"}, 6),
+        ("loomserve_kv_missed_blocks_total", {"model": "chat"}, 7),
+        ("loomserve_kv_evicted_blocks_total", {"model": "chat"}, 8),
+        ("loomserve_kv_corrupt_blocks_total", {}, 3),
+    ],
+)
+def test_the_kv_stores_figures_are_shown_while_it_answers(
+    registry: CollectorRegistry, name: str, labels: dict[str, str], expected: int
+) -> None:
+    metrics = KvStoreMetrics(registry)
+    metrics.set_state(KV_STATE)
+    assert value(registry, name, labels) == expected
+    metrics.set_state(None)
+    assert value(registry, name, labels) == (0 if name == "loomserve_kv_up" else None)
+
+
 def catalog() -> dict[str, set[str]]:
     """Metric name to label names, from the rows of the catalog's tables."""
     rows = re.findall(r"^\| `(loomserve_\w+)` \| ([^|]*) \|", CATALOG.read_text(), re.MULTILINE)
@@ -197,6 +236,7 @@ def test_the_catalog_lists_every_metric_with_its_labels(
     registry: CollectorRegistry, metrics: GatewayMetrics
 ) -> None:
     use_everything(metrics)
+    KvStoreMetrics(registry).set_state(KV_STATE)
     engine = {"model": "chat", "replica": "r1", "device": "core0"}
     page = merge([({}, text_of(registry)), (engine, "")])
     exported: dict[str, set[str]] = {}

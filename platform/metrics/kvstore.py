@@ -1,0 +1,78 @@
+"""What the KV store says of itself, as metrics.
+
+Every metric is described for operators in ``docs/metrics.md``; a test keeps the two alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from loomserve.platform.state import KvState
+
+
+class KvStoreMetrics(Collector):
+    """Shows the last reading; while the store is away only ``loomserve_kv_up`` is left."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._state: KvState | None = None
+        registry.register(self)
+
+    def set_state(self, state: KvState | None) -> None:
+        """A reading of the store; None: it does not answer."""
+        self._state = state
+
+    def collect(self) -> Iterator[Metric]:
+        state = self._state
+        yield GaugeMetricFamily(
+            "loomserve_kv_up", "1: the KV store answers; 0: it does not.", value=state is not None
+        )
+        if state is not None:
+            yield from _bytes(state)
+            yield from _blocks(state)
+            yield CounterMetricFamily(
+                "loomserve_kv_corrupt_blocks",
+                "Blocks whose checksum failed.",
+                value=state.corrupt_blocks,
+            )
+
+
+def _bytes(state: KvState) -> Iterator[Metric]:
+    capacity = GaugeMetricFamily(
+        "loomserve_kv_capacity_bytes", "Space for blocks.", labels=["tier"]
+    )
+    capacity.add_metric(["memory"], state.capacity_bytes)
+    capacity.add_metric(["ssd"], state.ssd_capacity_bytes)
+    yield capacity
+    used = GaugeMetricFamily(
+        "loomserve_kv_used_bytes", "Space that blocks occupy.", labels=["tier"]
+    )
+    used.add_metric(["memory"], state.used_bytes)
+    used.add_metric(["ssd"], state.ssd_used_bytes)
+    yield used
+
+
+def _blocks(state: KvState) -> Iterator[Metric]:
+    blocks = GaugeMetricFamily(
+        "loomserve_kv_blocks", "Blocks in the store.", labels=["model", "tier"]
+    )
+    hits = CounterMetricFamily(
+        "loomserve_kv_hit_blocks", "Blocks looked up and found.", labels=["model"]
+    )
+    misses = CounterMetricFamily(
+        "loomserve_kv_missed_blocks", "Blocks looked up and not found.", labels=["model"]
+    )
+    evictions = CounterMetricFamily(
+        "loomserve_kv_evicted_blocks", "Blocks that left memory for others.", labels=["model"]
+    )
+    for model in state.models:
+        blocks.add_metric([model.model, "memory"], model.blocks_in_memory)
+        blocks.add_metric([model.model, "ssd"], model.blocks_on_ssd)
+        hits.add_metric([model.model], model.hit_blocks)
+        misses.add_metric([model.model], model.missed_blocks)
+        evictions.add_metric([model.model], model.evicted_blocks)
+    yield from (blocks, hits, misses, evictions)

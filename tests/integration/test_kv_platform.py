@@ -1,0 +1,128 @@
+"""A platform with tenants that is killed whole, and the next one on the same port."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+
+from loomserve.kvstore.actor import arena_path
+from loomserve.platform.access.keys import new_key
+from tests.e2e.conftest import Platform, free_port, wait_ready
+
+MODEL = "chat"
+PROMPT = "Once upon a time there was a fox that lived in the woods. " * 20
+
+
+@contextmanager
+def running(
+    config: Path, log: Path, port: int, keys: list[str]
+) -> Iterator[tuple[Platform, subprocess.Popen[bytes]]]:
+    command = [str(Path(sys.executable).parent / "loomserve"), "serve", str(config)]
+    with log.open("ab") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+    platform = Platform(
+        url=f"http://127.0.0.1:{port}",
+        key=keys[0],
+        limited_key=keys[1],
+        admin_token="",
+        process=psutil.Process(process.pid),
+        log=log,
+    )
+    try:
+        wait_ready(platform, process)
+        yield platform, process
+    finally:
+        kill_whole(process)
+
+
+def kill_whole(process: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        children = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        for child in children:
+            child.kill()
+        psutil.wait_procs(children, timeout=10)
+    process.wait()
+
+
+def complete(platform: Platform, key: str) -> tuple[str, int]:
+    answer = platform.client(key).completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
+    )
+    details = answer.usage.prompt_tokens_details
+    return answer.choices[0].text, details.cached_tokens if details else 0
+
+
+def blocks(platform: Platform) -> int:
+    with platform.admin() as admin:
+        models = admin.get("/admin/v1/kv").raise_for_status().json()["models"]
+    return sum(model["blocks_in_memory"] for model in models)
+
+
+@pytest.mark.engine
+def test_tenants_share_no_blocks_and_each_finds_its_own_after_all_was_killed(
+    tmp_path: Path,
+) -> None:
+    keys = [new_key() for _ in range(2)]
+    port = free_port()
+    engine = {
+        "max_model_len": 1024,
+        "max_num_seqs": 4,
+        "block_size": 32,
+        "enforce_eager": True,
+        "enable_prompt_tokens_details": True,
+    }
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        yaml.safe_dump(
+            {
+                "devices": [{"name": "core0", "kind": "cpu", "cores": [0]}],
+                "models": [
+                    {
+                        "name": MODEL,
+                        "source": "demo",
+                        "devices": ["core0"],
+                        "kv_cache_memory": "128MiB",
+                        "engine": engine,
+                    }
+                ],
+                "kvstore": {"memory": "128MiB", "isolate_tenants": True},
+                "server": {
+                    "port": port,
+                    "api_keys": [
+                        {"name": name, "hash": digest}
+                        for name, (_, digest) in zip(("alice", "bob"), keys, strict=True)
+                    ],
+                },
+            }
+        )
+    )
+    secrets = [key for key, _ in keys]
+    alice, bob = secrets
+    with running(config, tmp_path / "log", port, secrets) as (platform, process):
+        text, cached = complete(platform, alice)
+        assert cached == 0
+        assert complete(platform, alice)[1] > 0
+        assert complete(platform, bob) == (text, 0)
+        before = blocks(platform)
+        assert before > 10
+        kill_whole(process)
+        assert arena_path(port).exists()
+    with running(config, tmp_path / "log", port, secrets) as (platform, process):
+        assert blocks(platform) == before
+        again, cached = complete(platform, alice)
+        assert again == text
+        assert cached > 5 * engine["block_size"]
+        assert complete(platform, bob) == (text, cached)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+        assert not arena_path(port).parent.exists()
