@@ -37,8 +37,8 @@ class StoreClient:
         """Send a request and return its answer.
 
         Raises:
-            StoreAwayError: no answer in time, an answer of another kind, or a refusal; further
-                calls raise at once for a second.
+            StoreAwayError: no answer in time, after which further calls raise at once for a
+                second; or a refusal, or an answer of another kind.
         """
         if time.monotonic() < self._retry_at:
             raise StoreAwayError(f"the KV store at {self._address} is away")

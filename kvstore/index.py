@@ -118,13 +118,10 @@ class Index:
         return Match(sum(map(len, path)), _in_memory(path))
 
     def locations(self, namespace: bytes, keys: bytes, first: int) -> list[int]:
-        """Where on SSD the resident blocks of ``keys`` from ``first`` on are, up to one that is
-        not there."""
-        found = [
-            location
-            for node in self._namespaces[namespace].tree.walk(keys)
-            for location in node.locations
-        ]
+        """Where on SSD the blocks of ``keys`` are, from ``first`` up to one that is not there."""
+        found = array("q")
+        for node in self._namespaces[namespace].tree.walk(keys):
+            found.extend(node.locations)
         return list(takewhile(lambda location: location != NOWHERE, found[first:]))
 
     def lease(
@@ -334,36 +331,50 @@ class Index:
             freed.locations.extend(locations)
         return freed
 
-    def reclaim(self, slots: Collection[int]) -> Freed | None:
-        """Takes these slots, and all that are below them in memory, whatever their blocks' value.
+    def reclaim(self, groups: Sequence[Collection[int]]) -> Freed | None:
+        """Takes all slots of the group that was used longest ago, and all in memory below them.
+
+        A group that has a slot which is leased, pinned or none of the index's is left alone. Of
+        equally old ones the one that costs least goes. Passes over all slots in memory.
 
         Returns:
-            What became free, as :meth:`evict` does; None, and nothing happens, if one of the slots
-            is leased or pinned, or is none of the index's.
+            What became free, as :meth:`evict` does; None, and nothing happens, if no group can be
+            taken.
         """
-        wanted = set(slots)
-        cuts: list[tuple[_Namespace, Node, int]] = []
-        for known in self._namespaces.values():
-            for node in known.tree.nodes():
-                held = [at for at, slot in enumerate(node.slots) if slot in wanted]
-                if held and node.locks:
-                    return None
-                if held:
-                    cuts.append((known, node, held[0]))
-                    wanted.difference_update(node.slots[at] for at in held)
-        if wanted:
+        group_of = {slot: number for number, group in enumerate(groups) for slot in group}
+        free = Counter[int]()
+        cost = Counter[int]()
+        last_used: dict[int, float] = {}
+        for tree in self._trees(within=None):
+            for node, blocks in _blocks_from(tree).items():
+                held = [group_of.get(slot, -1) for slot in node.slots]
+                if not node.locks:
+                    free.update(held)
+                for number in set(held):
+                    cost[number] += blocks - held.index(number)
+                    last_used[number] = max(node.last_used, last_used.get(number, node.last_used))
+        whole = [number for number, group in enumerate(groups) if free[number] == len(group)]
+        if not whole:
             return None
+        return self._take(set(groups[min(whole, key=lambda at: (last_used[at], cost[at]))]))
+
+    def _take(self, slots: Set[int]) -> Freed:
+        """Evicts these unlocked slots, and all below them."""
         freed = Freed([], [])
-        # Children come after their parents, and go before them.
-        for known, node, at in reversed(cuts):
-            for below in reversed([*node.subtree()]):
-                kept = at if below is node else 0
-                blocks = len(below.slots) - kept
-                if blocks > 0 and not below.detached:
-                    slots_, locations = known.tree.evict(below, blocks)
-                    known.evictions += blocks
-                    freed.slots.extend(slots_)
-                    freed.locations.extend(locations)
+        for known in self._namespaces.values():
+            for node in list(known.tree.nodes()):
+                # What is below a node that lost a block may have been cut off with it.
+                held = () if node.detached else enumerate(node.slots)
+                at = next((at for at, slot in held if slot in slots), None)
+                if at is None:
+                    continue
+                for below in reversed(list(node.subtree())):
+                    blocks = len(below.slots) - (at if below is node else 0)
+                    if blocks > 0:
+                        evicted = known.tree.evict(below, blocks)
+                        known.evictions += blocks
+                        freed.slots.extend(evicted.slots)
+                        freed.locations.extend(evicted.locations)
         return freed
 
     def demotion_candidates(self, blocks: int, now: float) -> list[Demotion]:
@@ -472,6 +483,15 @@ def _pin(keys: bytes, blocks: int) -> bytes:
     if blocks < 1:
         raise ValueError(f"cannot pin {blocks} blocks")
     return _until(keys, blocks)[-KEY_BYTES:]
+
+
+def _blocks_from(tree: Tree) -> dict[Node, int]:
+    """How many blocks in memory each node and all below it have; parents first."""
+    blocks = {node: len(node.slots) for node in tree.nodes()}
+    for node in reversed(blocks):
+        if node.parent is not None and node.parent is not tree.root:
+            blocks[node.parent] += blocks[node]
+    return blocks
 
 
 def _drop(tree: Tree, node: Node, dropped: set[int]) -> list[int]:

@@ -46,6 +46,10 @@ class KvMemory:
     def from_host(self, layer: int, block: int, piece: Bytes) -> None:
         self._rows[layer][block].copy_(torch.from_numpy(piece), non_blocking=True)
 
+    def equals_host(self, layer: int, block: int, piece: Bytes) -> bool:
+        row = self._rows[layer][block]
+        return bool(torch.equal(row, torch.from_numpy(piece).to(row.device)))
+
 
 class HostStream:
     """Orders copies with the forward pass where both run on the CPU: nothing runs behind it."""
@@ -95,7 +99,12 @@ def stream_for(device: torch.device) -> HostStream:
 
 
 def _rows(name: str, cache: torch.Tensor) -> torch.Tensor:
-    if not cache[0].is_contiguous():
+    block = cache[0]
+    # Its dimensions may be permuted; together they must span no more than their elements.
+    span = 1 + sum(
+        (size - 1) * step for size, step in zip(block.shape, block.stride(), strict=True)
+    )
+    elements = block.numel()
+    if span != elements:
         raise ValueError(f"layer {name!r}: a block's KV does not lie together in memory")
-    elements = cache[0].numel()
     return cache.as_strided((cache.shape[0], elements), (cache.stride(0), 1)).view(torch.uint8)

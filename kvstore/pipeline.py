@@ -14,14 +14,18 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
 
 from loomserve.kvstore.arena import Arena
 from loomserve.kvstore.checksum import BlockLayout, seed
 from loomserve.kvstore.client import StoreAwayError, StoreClient
 from loomserve.kvstore.memory import HostStream, KvMemory
 from loomserve.kvstore.protocol import (
+    WRITE_S,
     Abandon,
     Commit,
     Corrupt,
@@ -66,13 +70,13 @@ class Copy:
     """One block between the engine's memory and a slot."""
 
     block: int
-    slot: int
+    slot: NDArray[np.uint8]
     seed: int
 
 
 @dataclass
 class TransferTime:
-    """Seconds and bytes since the last reading; ``waited_s`` is what the forward pass lost."""
+    """Seconds and bytes since the start; ``waited_s`` is what the forward pass lost."""
 
     copied_bytes: int = 0
     busy_s: float = 0.0
@@ -80,12 +84,12 @@ class TransferTime:
 
     @property
     def hidden_share(self) -> float:
-        """Share of the transfer that ran beside computation."""
+        """Share of the transfer that ran beside computation, in [0, 1]."""
         return 1.0 - min(1.0, self.waited_s / self.busy_s) if self.busy_s else 1.0
 
 
 class Lane:
-    """What loading and saving share: a thread, an event a layer, and the time they took."""
+    """What loading and saving share: a thread, the store, and the time they took."""
 
     def __init__(
         self, memory: KvMemory, arena: Arena, stream: HostStream, store: StoreClient
@@ -97,19 +101,21 @@ class Lane:
         self._store = store
         # One thread, so that the store is asked in the order of the steps.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=type(self).__name__)
-        self._events = [threading.Event() for _ in range(memory.layers)]
-        self._running: Future[None] | None = None
         self.time = TransferTime()
 
-    def _begin(self) -> None:
-        for event in self._events:
-            event.clear()
+    def _events(self) -> list[threading.Event]:
+        return [threading.Event() for _ in range(self._memory.layers)]
 
     def _wait(self, event: threading.Event) -> None:
         if not event.is_set():
             begin = time.perf_counter()
             event.wait()
             self.time.waited_s += time.perf_counter() - begin
+
+    def _copy(self, namespace: bytes, keys: bytes, position: int, slot: int, block: int) -> Copy:
+        key = keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+        view = self._arena.view(slot, self._layout.slot_bytes)
+        return Copy(block, view, seed(namespace, key))
 
     def _tell(self, message: Release | Abandon | Commit | Corrupt) -> None:
         try:
@@ -123,63 +129,104 @@ class Lane:
         self._store.close()
 
 
+@dataclass(frozen=True)
+class LoadStep:
+    """One step's own, since the thread ends it while the next one begins.
+
+    ``mark`` is where the forward pass was: until there, the blocks may be another's.
+    """
+
+    loaded: list[threading.Event]
+    mark: object
+    failed: set[int] = field(default_factory=set)
+
+
 class Loader(Lane):
     """Fills an engine's blocks, layer by layer, ahead of the forward pass."""
 
+    _step: LoadStep | None = None
+
     def start(self, loads: Sequence[Load]) -> None:
         """Begin; every layer must then be waited for, and :meth:`finish` called."""
-        self._begin()
-        self._failed: set[int] = set()
-        self._running = self._thread.submit(self._run, loads)
+        self._step = LoadStep(self._events(), self._stream.mark())
+        self._thread.submit(self._run, loads, self._step)
 
     def wait_layer(self, layer: int) -> None:
-        if self._running is not None:
-            self._wait(self._events[layer])
+        if self._step is not None:
+            self._wait(self._step.loaded[layer])
 
     def finish(self) -> set[int]:
         """Wait for the end; return the engine's blocks that hold wrong bytes."""
-        if self._running is None:
+        step, self._step = self._step, None
+        if step is None:
             return set()
-        self._wait(self._events[-1])
-        self._running = None
-        return self._failed
+        self._wait(step.loaded[-1])
+        return step.failed
 
-    def _run(self, loads: Sequence[Load]) -> None:
+    def _run(self, loads: Sequence[Load], step: LoadStep) -> None:
         try:
-            copies = [copy for load in loads for copy in copies_of(load)]
+            copies = [copy for load in loads for copy in self._copies(load)]
             with self._stream:
-                for layer, event in enumerate(self._events):
+                self._stream.wait(step.mark)
+                for layer, event in enumerate(step.loaded):
                     begin = time.perf_counter()
-                    self._load_layer(layer, copies)
+                    step.failed.update(self._load_layer(layer, copies))
                     self.time.busy_s += time.perf_counter() - begin
                     event.set()
         except Exception:
             _logger.exception("loading KV blocks failed; they are computed instead")
-            self._failed |= {block for load in loads for block in load.blocks}
+            step.failed.update(block for load in loads for block in load.blocks)
         finally:
-            for event in self._events:
+            for event in step.loaded:
                 event.set()
-        self._report(loads)
+        self._report(loads, step.failed)
 
-    def _load_layer(self, layer: int, copies: Sequence[Copy]) -> None:
+    def _copies(self, load: Load) -> Iterator[Copy]:
+        for position, (slot, block) in enumerate(
+            zip(load.slots, load.blocks, strict=True), load.first
+        ):
+            yield self._copy(load.namespace, load.keys, position, slot, block)
+
+    def _load_layer(self, layer: int, copies: Sequence[Copy]) -> list[int]:
+        """The blocks of which the layer is wrong."""
         for copy in copies:
-            view = self._arena.view(copy.slot, self._layout.slot_bytes)
-            self._memory.from_host(layer, copy.block, self._layout.piece(view, layer))
+            self._memory.from_host(layer, copy.block, self._layout.piece(copy.slot, layer))
         self._stream.settle()
-        # Checked after the copy: a slot that changed hands before or meanwhile is found out.
-        for copy in copies:
-            view = self._arena.view(copy.slot, self._layout.slot_bytes)
-            if not self._layout.check_layer(view, layer, copy.seed):
-                self._failed.add(copy.block)
         self.time.copied_bytes += len(copies) * self._memory.layer_bytes
+        # Checked after the copy: a slot that changed hands before or meanwhile is found out.
+        return [
+            copy.block
+            for copy in copies
+            if not self._layout.check_layer(copy.slot, layer, copy.seed)
+        ]
 
-    def _report(self, loads: Sequence[Load]) -> None:
+    def _report(self, loads: Sequence[Load], failed: set[int]) -> None:
         for load in loads:
-            bad = [i for i, block in enumerate(load.blocks) if block in self._failed]
+            bad = [i for i, block in enumerate(load.blocks) if block in failed]
             if bad:
                 end = (load.first + bad[0] + 1) * KEY_BYTES
                 self._tell(Corrupt(load.namespace, load.keys[:end]))
         self._tell(Release([load.lease for load in loads]))
+
+
+@dataclass
+class SaveStep:
+    """One step's own, since the thread ends it while the next one begins.
+
+    ``computed`` and ``marks`` are the layers', ``copied`` says that the engine may go on,
+    ``judged`` that ``sound`` is known. After ``give_up_at`` (``time.monotonic()``) the store has
+    given the slots to others.
+    """
+
+    computed: list[threading.Event]
+    marks: list[object]
+    give_up_at: float
+    copied: threading.Event = field(default_factory=threading.Event)
+    judged: threading.Event = field(default_factory=threading.Event)
+    sound: bool = True
+
+    def in_time(self, event: threading.Event) -> bool:
+        return event.wait(self.give_up_at - time.monotonic())
 
 
 class Saver(Lane):
@@ -187,6 +234,8 @@ class Saver(Lane):
 
     ``model`` is the name that the store's figures and quotas know.
     """
+
+    _step: SaveStep | None = None
 
     def __init__(
         self,
@@ -200,53 +249,57 @@ class Saver(Lane):
         self._model = model
 
     def start(self, saves: Sequence[Save]) -> None:
-        """Begin; every layer must then be reported, and :meth:`finish` called."""
-        self._begin()
-        self._marks: list[object] = [None] * self._memory.layers
-        self._sound = threading.Event()
-        self._copied = threading.Event()
-        self._void = False
-        self._running = self._thread.submit(self._run, saves)
+        """Begin; every layer must then be reported, and :meth:`finish` called.
+
+        A step before that was not finished, since its forward pass raised, counts as unsound.
+        """
+        self.finish(sound=False)
+        self._step = SaveStep(
+            self._events(), [None] * self._memory.layers, time.monotonic() + WRITE_S
+        )
+        self._thread.submit(self._run, saves, self._step)
 
     def layer_done(self, layer: int) -> None:
         """The forward pass has computed the layer's KV."""
-        if self._running is not None:
-            self._marks[layer] = self._stream.mark()
-            self._events[layer].set()
+        if self._step is not None:
+            self._step.marks[layer] = self._stream.mark()
+            self._step.computed[layer].set()
 
     def finish(self, *, sound: bool) -> None:
         """Wait until the engine may overwrite its blocks.
 
         What was copied is kept only if it is ``sound``: a step that computed from blocks that did
-        not load has computed wrong KV, and so has one that did not reach its last layer.
+        not load has computed wrong KV, and so has one that did not reach all layers.
         """
-        if self._running is None:
+        step, self._step = self._step, None
+        if step is None:
             return
-        self._void |= not sound or not self._events[-1].is_set()
-        for event in self._events:
+        step.sound = sound and all(event.is_set() for event in step.computed)
+        for event in step.computed:
             event.set()
-        self._wait(self._copied)
-        self._sound.set()
-        self._running = None
+        self._wait(step.copied)
+        step.judged.set()
 
-    def _run(self, saves: Sequence[Save]) -> None:
+    def close(self) -> None:
+        self.finish(sound=False)
+        super().close()
+
+    def _run(self, saves: Sequence[Save], step: SaveStep) -> None:
         writers: list[tuple[int, float]] = []
+        whole = False
         try:
             copies = list(self._reserve(saves, writers))
             with self._stream:
-                for layer, event in enumerate(self._events):
-                    event.wait()
-                    begin = time.perf_counter()
-                    self._save_layer(layer, copies)
-                    self.time.busy_s += time.perf_counter() - begin
+                whole = all(
+                    self._save_layer(layer, copies, step) for layer in range(self._memory.layers)
+                )
         except Exception:
             _logger.exception("saving KV blocks failed")
-            self._void = True
         finally:
-            self._copied.set()
-        self._sound.wait()
+            step.copied.set()
+        kept = step.in_time(step.judged) and step.sound and whole
         for writer, recompute_s in writers:
-            self._tell(Abandon(writer) if self._void else Commit(writer, recompute_s))
+            self._tell(Commit(writer, recompute_s) if kept else Abandon(writer))
 
     def _reserve(self, saves: Sequence[Save], writers: list[tuple[int, float]]) -> Iterator[Copy]:
         for save in saves:
@@ -267,23 +320,26 @@ class Saver(Lane):
             if room.writer:
                 writers.append((room.writer, save.recompute_s))
             for position, slot in enumerate(decode_slots(room.slots), room.first):
-                key = save.keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
-                yield Copy(save.blocks[position], slot, seed(save.namespace, key))
+                yield self._copy(save.namespace, save.keys, position, slot, save.blocks[position])
 
-    def _save_layer(self, layer: int, copies: Sequence[Copy]) -> None:
-        if not copies or self._void:
-            return
-        self._stream.wait(self._marks[layer])
-        views = [self._arena.view(copy.slot, self._layout.slot_bytes) for copy in copies]
-        for copy, view in zip(copies, views, strict=True):
-            self._memory.to_host(layer, copy.block, self._layout.piece(view, layer))
+    def _save_layer(self, layer: int, copies: Sequence[Copy], step: SaveStep) -> bool:
+        """Whether the layer's pieces are whole in their slots."""
+        if not copies:
+            return True
+        if not (step.in_time(step.computed[layer]) and step.sound):
+            return False
+        begin = time.perf_counter()
+        self._stream.wait(step.marks[layer])
+        for copy in copies:
+            self._memory.to_host(layer, copy.block, self._layout.piece(copy.slot, layer))
         self._stream.settle()
-        for copy, view in zip(copies, views, strict=True):
-            self._layout.seal_layer(view, layer, copy.seed)
+        for copy in copies:
+            self._layout.seal_layer(copy.slot, layer, copy.seed)
+        # A writer that the store gave up may still write here; it could have come in between.
+        whole = all(
+            self._memory.equals_host(layer, copy.block, self._layout.piece(copy.slot, layer))
+            for copy in copies
+        )
         self.time.copied_bytes += len(copies) * self._memory.layer_bytes
-
-
-def copies_of(load: Load) -> Iterator[Copy]:
-    for offset, (slot, block) in enumerate(zip(load.slots, load.blocks, strict=True)):
-        start = (load.first + offset) * KEY_BYTES
-        yield Copy(block, slot, seed(load.namespace, load.keys[start : start + KEY_BYTES]))
+        self.time.busy_s += time.perf_counter() - begin
+        return whole

@@ -6,9 +6,20 @@ one request is one message however long its prompt is. ``slots`` are little-endi
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 NAMESPACE_BYTES = 16
+WRITE_S = 60.0
+"""A writer that takes longer has died, and its slots go to others."""
+_LONGEST_LEASE_S = 3600
+
+Namespace = Annotated[bytes, Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
+Count = Annotated[int, Meta(ge=0, lt=2**32)]
+Size = Annotated[int, Meta(ge=1, lt=2**40)]
+LeaseSeconds = Annotated[float, Meta(gt=0, le=_LONGEST_LEASE_S)]
 
 
 class Lookup(msgspec.Struct, tag=True, frozen=True):
@@ -17,10 +28,10 @@ class Lookup(msgspec.Struct, tag=True, frozen=True):
     ``promote`` asks for blocks that are on SSD only to be brought into memory.
     """
 
-    namespace: bytes
+    namespace: Namespace
     keys: bytes
-    skip: int
-    lease_s: float
+    skip: Count
+    lease_s: LeaseSeconds
     promote: bool
 
 
@@ -45,11 +56,11 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
     model that figures and quotas know as ``model``.
     """
 
-    namespace: bytes
+    namespace: Namespace
     keys: bytes
     model: str
-    layers: int
-    layer_bytes: int
+    layers: Size
+    layer_bytes: Size
 
 
 class Reserved(msgspec.Struct, tag=True, frozen=True):
@@ -83,16 +94,16 @@ class Release(msgspec.Struct, tag=True, frozen=True):
 
 
 class Corrupt(msgspec.Struct, tag=True, frozen=True):
-    """The last block of this chain failed its checksum."""
+    """The last block of this chain failed its checksum; the store looks for itself."""
 
-    namespace: bytes
+    namespace: Namespace
     keys: bytes
 
 
 class Pin(msgspec.Struct, tag=True, frozen=True):
-    """Keep the longest resident prefix of this chain until it is unpinned."""
+    """Keep what of this chain's prefix is in memory now, until the same chain is unpinned."""
 
-    namespace: bytes
+    namespace: Namespace
     keys: bytes
     pinned: bool
 

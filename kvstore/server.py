@@ -40,7 +40,7 @@ class StoreServer:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """Answer what has come, then close the store."""
+        """End the thread and close the store; who still waits for an answer gets none."""
         self._stopping.set()
         self._thread.join()
         self._socket.close()
@@ -51,12 +51,17 @@ class StoreServer:
         while not self._stopping.is_set():
             wait_ms = _BUSY_MS if self._store.busy else _IDLE_MS
             if self._socket.poll(wait_ms):
-                client, empty, message = self._socket.recv_multipart()
-                self._socket.send_multipart([client, empty, self._answer(message)])
+                self._serve(self._socket.recv_multipart())
             now = time.monotonic()
             if now - ticked_at >= wait_ms / 1000:
                 ticked_at = now
                 self._store.tick(now)
+
+    def _serve(self, frames: list[bytes]) -> None:
+        # What has other frames comes from no StoreClient, and knows no answer either.
+        if len(frames) == 3:
+            client, empty, message = frames
+            self._socket.send_multipart([client, empty, self._answer(message)])
 
     def _answer(self, message: bytes) -> bytes:
         reply: Reply

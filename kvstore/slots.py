@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections.abc import Sequence
 
 import numpy as np
 
 _WIRE = np.dtype("<i8")
 
 
-def encode_slots(slots: Iterable[int]) -> bytes:
-    return np.fromiter(slots, _WIRE).tobytes()
+def encode_slots(slots: Sequence[int] | array[int]) -> bytes:
+    return np.asarray(slots, _WIRE).tobytes()
 
 
 def decode_slots(data: bytes) -> list[int]:

@@ -7,23 +7,27 @@ from SSD run in threads, and :meth:`BlockStore.tick` takes in what they finished
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import os
+import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import msgspec
 
 from loomserve.kvstore.arena import ArenaOwner
-from loomserve.kvstore.checksum import BlockHeader, BlockLayout
+from loomserve.kvstore.checksum import BlockHeader, BlockLayout, seed
 from loomserve.kvstore.demotion import Demotion
 from loomserve.kvstore.index import Index
 from loomserve.kvstore.protocol import (
+    WRITE_S,
     Abandon,
     Commit,
     Corrupt,
@@ -51,11 +55,12 @@ _logger = logging.getLogger(__name__)
 
 _READERS = 4
 _NO_PARENT = bytes(KEY_BYTES)
-# A writer that takes longer has died; what it writes into its slots afterwards fails its checksum.
-_WRITE_S = 60.0
 # Blocks are copied to SSD while this share of the arena is used, so that evicting them is free.
 _WRITE_BEHIND_ABOVE = 0.5
 _WRITE_BEHIND_BLOCKS = 16
+# Looking for blocks to copy passes over all; so long after one found none, or the SSD took none.
+_WRITE_BEHIND_PAUSE_S = 1.0
+_SSD_FAILED_PAUSE_S = 30.0
 # For blocks whose engine did not live to say it: a prefill of 1,000 tokens a second.
 _UNKNOWN_RECOMPUTE_S = 0.03
 # Until reads have been timed.
@@ -72,41 +77,64 @@ class Space:
 
 
 @dataclass(frozen=True)
-class Writer:
-    """Slots given out for blocks ``[first, first + len(slots))`` of a chain."""
+class Room:
+    """Slots for blocks ``[first, first + len(slots))`` of a chain.
+
+    ``lease`` is on what the chain has in memory before them: were it evicted to make this very
+    room, the new blocks would be of no use. 0 where there is nothing.
+    """
 
     namespace: bytes
     keys: bytes
     first: int
     slots: list[int]
+    lease: int
+
+
+@dataclass(frozen=True)
+class Writer:
+    """Room given out to an engine."""
+
+    room: Room
     expires_at: float
 
 
 @dataclass(frozen=True)
 class Promotion:
-    """Blocks on their way from SSD into slots."""
+    """Blocks on their way from these locations on SSD into slots.
 
-    namespace: bytes
-    keys: bytes
-    first: int
-    slots: list[int]
+    The future tells how many are whole, up to the first that is not, and bytes a second.
+    """
+
+    room: Room
+    locations: list[int]
     done: Future[tuple[int, float]]
+
+
+class Written(NamedTuple):
+    """The locations of each demotion's blocks, as many as the SSD took before it was full, or
+    failed."""
+
+    locations: list[list[int]]
+    full: bool = False
+    failed: bool = False
 
 
 @dataclass(frozen=True)
 class WriteBehind:
     """Leased blocks on their way to SSD."""
 
-    demotion: Demotion
-    lease: int
-    done: Future[list[int]]
+    demotions: list[Demotion]
+    leases: list[int]
+    done: Future[Written]
 
 
 class BlockStore:
     """Answers requests one at a time; ``now`` is in seconds of a clock that never goes back.
 
     ``spaces_file`` keeps what the namespaces mean, which headers do not say. ``quotas`` bounds the
-    bytes a model may hold in memory; a model that is not named may hold all.
+    bytes a model may hold in memory; a model that is not named may hold all. ``readers`` and
+    ``ssd_writer`` run the copies from and to SSD, the latter one after the other.
     """
 
     def __init__(
@@ -116,6 +144,8 @@ class BlockStore:
         ssd: SsdTier | None,
         spaces_file: Path,
         quotas: Mapping[str, int],
+        readers: Executor | None = None,
+        ssd_writer: Executor | None = None,
     ) -> None:
         self._arena = arena
         self._index = index
@@ -123,16 +153,22 @@ class BlockStore:
         self._spaces_file = spaces_file
         self._quotas = quotas
         self._spaces: dict[bytes, Space] = {}
+        # An engine that outlives a store must not name another's lease or writer to the next one.
+        self._epoch = secrets.randbits(61)
         self._writers: dict[int, Writer] = {}
-        self._writer_ids = count(1)
+        self._writer_ids = count(self._epoch + 1)
         self._being_written: dict[bytes, set[bytes]] = defaultdict(set)
-        self._promotions: list[Promotion] = []
-        self._promoting: set[tuple[bytes, bytes]] = set()
-        self._writes: list[WriteBehind] = []
+        self._pins: dict[tuple[bytes, bytes], bytes] = {}
+        self._promotions: dict[tuple[bytes, bytes], Promotion] = {}
+        self._writing: WriteBehind | None = None
+        self._write_behind_at = 0.0
         self._corrupt = 0
         self._ssd_bytes_per_s = _FIRST_GUESS_BYTES_PER_S
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kv-ssd-read")
-        self._ssd_writer = ThreadPoolExecutor(1, thread_name_prefix="kv-ssd-write")
+        if readers is None:
+            readers = ThreadPoolExecutor(_READERS, thread_name_prefix="kv-ssd-read")
+        if ssd_writer is None:
+            ssd_writer = ThreadPoolExecutor(1, thread_name_prefix="kv-ssd-write")
+        self._readers, self._ssd_writer = readers, ssd_writer
         self._answers: dict[type[Any], Callable[[Any, float], Reply]] = {
             Lookup: self._lookup,
             Reserve: self._reserve,
@@ -163,116 +199,129 @@ class BlockStore:
                 f"than the {self._arena.extent_bytes} of an extent: give the store more memory"
             )
         if known is None:
+            self._index.add_namespace(namespace, space.layout.block_bytes)
             self._spaces[namespace] = space
-            self._keep_spaces()
-        self._index.add_namespace(namespace, space.layout.block_bytes)
         return None
 
     def _lookup(self, request: Lookup, now: float) -> Reply:
-        if request.namespace not in self._spaces:
+        namespace, keys = request.namespace, request.keys
+        if namespace not in self._spaces:
             return Found(0, 0, 0, b"", 0.0)
-        match = self._index.lookup(request.namespace, request.keys, now)
+        match = self._index.lookup(namespace, keys, now)
         lease = None
         if match.in_memory > request.skip:
             lease = self._index.lease(
-                *(request.namespace, request.keys, match.in_memory, request.skip),
-                now,
-                request.lease_s,
+                namespace, keys, match.in_memory, request.skip, now, request.lease_s
             )
         ready_s = 0.0
         if request.promote and match.resident > match.in_memory:
-            ready_s = self._promote(
-                request.namespace, request.keys, match.in_memory, match.resident, now
-            )
+            ready_s = self._promote(namespace, keys[: match.resident * KEY_BYTES], now)
         return Found(
             in_memory=match.in_memory,
             resident=match.resident,
-            lease=lease.id if lease else 0,
+            lease=self._epoch + lease.id if lease else 0,
             slots=encode_slots(lease.slots) if lease else b"",
             ready_s=ready_s,
         )
 
     def _reserve(self, request: Reserve, now: float) -> Reply:
-        space = Space(request.model, BlockLayout(request.layers, request.layer_bytes))
-        problem = self._add_space(request.namespace, space)
+        namespace, keys = request.namespace, request.keys
+        known = len(self._spaces)
+        layout = BlockLayout(request.layers, request.layer_bytes)
+        problem = self._add_space(namespace, Space(request.model, layout))
         if problem is not None:
             return Refused(problem)
-        blocks = len(request.keys) // KEY_BYTES
-        first = self._index.match(request.namespace, request.keys).in_memory
-        others = self._being_written[request.namespace]
-        while first < blocks and _key(request.keys, first) in others:
+        if len(self._spaces) > known:
+            self._keep_spaces()
+        first = in_memory = self._index.match(namespace, keys).in_memory
+        others = self._being_written[namespace]
+        blocks = len(keys) // KEY_BYTES
+        while first < blocks and _key(keys, first) in others:
             first += 1
-        slots = self._allocate(request.namespace, blocks - first, now)
-        if not slots:
+        room = self._make_room(namespace, keys, in_memory, first, blocks - first, now)
+        if room is None:
             return Reserved(first, b"", 0)
         writer = next(self._writer_ids)
-        self._writers[writer] = Writer(
-            request.namespace, request.keys, first, slots, now + _WRITE_S
-        )
-        others.update(_key(request.keys, first + at) for at in range(len(slots)))
-        return Reserved(first, encode_slots(slots), writer)
+        self._writers[writer] = Writer(room, now + WRITE_S)
+        others.update(_keys_of(room))
+        return Reserved(first, encode_slots(room.slots), writer)
 
     def _commit(self, request: Commit, now: float) -> Reply:
-        writer = self._end_writer(request.writer)
-        if writer is None:
+        room = self._end_writer(request.writer)
+        if room is None:
             return Refused("this write took too long and was given up")
-        self._insert(writer.namespace, writer.keys, writer.first, writer.slots, now,
-                     request.recompute_s)  # fmt: skip
-        return Done(len(writer.slots))
+        # First, for the new blocks are appended to a node only where it is not leased.
+        self._let_go(room.lease)
+        self._insert(room, room.slots, now, request.recompute_s)
+        return Done(len(room.slots))
 
     def _abandon(self, request: Abandon, now: float) -> Reply:
-        writer = self._end_writer(request.writer)
-        if writer is not None:
-            self._arena.free(writer.slots)
+        room = self._end_writer(request.writer)
+        if room is not None:
+            self._arena.free(room.slots)
+            self._let_go(room.lease)
         return Done()
 
-    def _end_writer(self, id_: int) -> Writer | None:
+    def _end_writer(self, id_: int) -> Room | None:
         writer = self._writers.pop(id_, None)
-        if writer is not None:
-            self._being_written[writer.namespace].difference_update(
-                _key(writer.keys, writer.first + at) for at in range(len(writer.slots))
-            )
-        return writer
+        if writer is None:
+            return None
+        self._being_written[writer.room.namespace].difference_update(_keys_of(writer.room))
+        return writer.room
 
-    def _insert(
-        self,
-        namespace: bytes,
-        keys: bytes,
-        first: int,
-        slots: Sequence[int],
-        now: float,
-        recompute_s: float,
-    ) -> None:
-        unneeded = set(self._index.insert(namespace, keys, first, slots, now, recompute_s))
-        for position, slot in enumerate(slots, first):
+    def _insert(self, room: Room, slots: Sequence[int], now: float, recompute_s: float) -> None:
+        """The first ``slots`` of the room hold their blocks, whole."""
+        unneeded = set(
+            self._index.insert(room.namespace, room.keys, room.first, slots, now, recompute_s)
+        )
+        for position, slot in enumerate(slots, room.first):
             if slot not in unneeded:
-                self._arena.publish(slot, _header(namespace, keys, position))
+                self._arena.publish(slot, _header(room.namespace, room.keys, position))
         self._arena.free(unneeded)
 
     def _release(self, request: Release, now: float) -> Reply:
         for lease in request.leases:
-            self._arena.free(self._index.release(lease))
+            self._let_go(lease - self._epoch)
         return Done(len(request.leases))
 
     def _forget_corrupt(self, request: Corrupt, now: float) -> Reply:
-        self._corrupt += 1
-        if request.namespace not in self._spaces:
+        namespace, keys = request.namespace, request.keys
+        blocks = len(keys) // KEY_BYTES
+        # Whoever outlived his lease has read what another wrote there; the block may be well.
+        if not blocks or namespace not in self._spaces or self._is_whole(namespace, keys, now):
             return Done()
-        position = len(request.keys) // KEY_BYTES - 1
-        freed = self._index.remove(request.namespace, request.keys, position)
+        self._corrupt += 1
+        freed = self._index.remove(namespace, keys, blocks - 1)
         self._arena.free(freed.slots)
         return Done(len(freed.slots))
+
+    def _is_whole(self, namespace: bytes, keys: bytes, now: float) -> bool:
+        """Whether the last block of the chain is in memory and its bytes are sound."""
+        blocks = len(keys) // KEY_BYTES
+        lease = self._index.lease(namespace, keys, blocks, blocks - 1, now, math.inf)
+        if lease is None:
+            return False
+        layout = self._spaces[namespace].layout
+        view = self._arena.view(lease.slots[0], layout.slot_bytes)
+        whole = layout.check(view, seed(namespace, keys[-KEY_BYTES:]))
+        self._let_go(lease.id)
+        return whole
 
     # Operators
 
     def _pin(self, request: Pin, now: float) -> Reply:
         if request.namespace not in self._spaces:
             return Done()
-        blocks = self._index.match(request.namespace, request.keys).in_memory
-        if blocks and request.pinned:
-            self._index.pin(request.namespace, request.keys, blocks)
-        elif blocks:
-            self._index.unpin(request.namespace, request.keys, blocks)
+        chain = (request.namespace, request.keys[-KEY_BYTES:])
+        pinned = self._pins.pop(chain, b"")
+        blocks = len(pinned) // KEY_BYTES
+        # Another chain may have the same blocks in memory, and pinned.
+        if pinned and pinned not in self._pins.values():
+            self._index.unpin(request.namespace, pinned, blocks)
+        if request.pinned:
+            blocks = self._index.match(request.namespace, request.keys).in_memory
+            if blocks and self._index.pin(request.namespace, request.keys, blocks):
+                self._pins[chain] = request.keys[: blocks * KEY_BYTES]
         return Done(blocks)
 
     def _flush(self, request: Flush, now: float) -> Reply:
@@ -318,43 +367,75 @@ class BlockStore:
 
     # Room
 
-    def _allocate(self, namespace: bytes, blocks: int, now: float) -> list[int]:
-        """As many of so many slots as can be had, evicting what is worth least."""
+    def _make_room(
+        self, namespace: bytes, keys: bytes, in_memory: int, first: int, blocks: int, now: float
+    ) -> Room | None:
+        """Slots for as many of ``blocks`` blocks from ``first`` on as can be had, if any."""
         if blocks <= 0:
-            return []
-        model, layout = self._spaces[namespace].model, self._spaces[namespace].layout
-        quota = self._quotas.get(model)
-        if quota is not None:
-            own = self._of_model(model)
-            blocks = min(blocks, quota // layout.slot_bytes)
-            over = self._held(own) + blocks - quota // layout.slot_bytes
-            self._evict(over, own, now)
-            blocks = min(blocks, quota // layout.slot_bytes - self._held(own))
-        slots = self._arena.allocate(layout.slot_bytes, max(0, blocks))
+            return None
+        lease = self._hold(namespace, keys, in_memory, now)
+        slots = self._allocate(self._spaces[namespace], blocks, now)
+        if not slots:
+            self._let_go(lease)
+            return None
+        return Room(namespace, keys, first, slots, lease)
+
+    def _hold(self, namespace: bytes, keys: bytes, blocks: int, now: float) -> int:
+        """Lease the first ``blocks`` blocks, which are in memory, until :meth:`_let_go`."""
+        if not blocks:
+            return 0
+        lease = self._index.lease(namespace, keys, blocks, blocks - 1, now, math.inf)
+        assert lease is not None
+        return lease.id
+
+    def _let_go(self, lease: int) -> None:
+        self._arena.free(self._index.release(lease))
+
+    def _allocate(self, space: Space, blocks: int, now: float) -> list[int]:
+        """As many of so many slots as can be had, evicting what is worth least."""
+        size = space.layout.slot_bytes
+        blocks = self._within_quota(space, blocks, now)
+        slots = self._arena.allocate(size, blocks)
+        while len(slots) < blocks and self._below_its_share(size) and self._take_extent(size):
+            slots += self._arena.allocate(size, blocks - len(slots))
         if len(slots) < blocks:
-            same_size = {
-                name
-                for name, space in self._spaces.items()
-                if space.layout.slot_bytes == layout.slot_bytes
-            }
-            if self._below_its_share(layout.slot_bytes):
-                self._take_extents(blocks - len(slots), layout.slot_bytes)
+            same_size = self._named(lambda of: of.layout.slot_bytes == size)
             self._evict(blocks - len(slots), same_size, now)
-            slots += self._arena.allocate(layout.slot_bytes, blocks - len(slots))
+            slots += self._arena.allocate(size, blocks - len(slots))
         return slots
 
-    def _evict(self, blocks: int, within: set[bytes], now: float) -> None:
-        if blocks > 0:
-            self._arena.free(self._index.evict(blocks, now, within=within).slots)
+    def _within_quota(self, space: Space, blocks: int, now: float) -> int:
+        """How many of so many blocks the model may have beside those that cannot be evicted."""
+        quota = self._quotas.get(space.model)
+        if quota is None:
+            return blocks
+        size = space.layout.slot_bytes
+        own = self._named(lambda of: of.model == space.model)
+        blocks = min(blocks, quota // size)
+        while (over := self._held_bytes(own) + blocks * size - quota) > 0:
+            if not self._evict(-(-over // size), own, now):
+                break
+        return max(0, min(blocks, (quota - self._held_bytes(own)) // size))
 
-    def _of_model(self, model: str) -> set[bytes]:
-        return {name for name, space in self._spaces.items() if space.model == model}
+    def _evict(self, blocks: int, within: set[bytes], now: float) -> int:
+        slots = self._index.evict(blocks, now, within=within).slots
+        self._arena.free(slots)
+        return len(slots)
 
-    def _held(self, namespaces: set[bytes]) -> int:
-        """Blocks that namespaces of one size have in memory, and those being written."""
-        in_memory = sum(self._index.stats(name).in_memory for name in namespaces)
-        writing = (w for w in self._writers.values() if w.namespace in namespaces)
-        return in_memory + sum(len(writer.slots) for writer in writing)
+    def _named(self, fits: Callable[[Space], bool]) -> set[bytes]:
+        return {name for name, space in self._spaces.items() if fits(space)}
+
+    def _held_bytes(self, namespaces: set[bytes]) -> int:
+        """What namespaces have in memory, and what is on its way there."""
+        held = {name: self._index.stats(name).in_memory for name in namespaces}
+        for room in self._rooms():
+            if room.namespace in held:
+                held[room.namespace] += len(room.slots)
+        return sum(blocks * self._spaces[name].layout.slot_bytes for name, blocks in held.items())
+
+    def _rooms(self) -> Iterator[Room]:
+        yield from (writer.room for writer in self._writers.values())
+        yield from (promotion.room for promotion in self._promotions.values())
 
     def _below_its_share(self, slot_bytes: int) -> bool:
         """Whether blocks of this size have fewer extents than an equal share of all."""
@@ -364,52 +445,49 @@ class BlockStore:
         mine = usage[slot_bytes].extents if slot_bytes in usage else 0
         return mine + 1 <= total // len(sizes)
 
-    def _take_extents(self, blocks: int, slot_bytes: int) -> None:
-        """Empty an extent of the size that has most, which costs it the fewest blocks."""
+    def _take_extent(self, slot_bytes: int) -> bool:
+        """Give an extent back to the pool, of the size that has most; False if none can go."""
         usage = self._arena.usage()
         usage.pop(slot_bytes, None)
-        if not usage:
-            return
         donor = max(usage, key=lambda size: usage[size].extents)
-        for slots in sorted(self._arena.slots_by_extent(donor), key=len):
-            freed = self._index.reclaim(slots)
-            if freed is not None:
-                self._arena.free(freed.slots)
-                return
+        freed = self._index.reclaim(self._arena.slots_by_extent(donor))
+        if freed is None:
+            return False
+        self._arena.free(freed.slots)
+        return True
 
     # SSD
 
-    def _promote(self, namespace: bytes, keys: bytes, first: int, end: int, now: float) -> float:
-        """Begin to read blocks ``[first, end)`` into memory; seconds until they should be there."""
-        layout = self._spaces[namespace].layout
-        ready_s = (end - first) * layout.slot_bytes / self._ssd_bytes_per_s
-        if self._ssd is None or (namespace, _key(keys, first)) in self._promoting:
-            return ready_s
-        chain = keys[: end * KEY_BYTES]
-        locations = self._index.locations(namespace, chain, first)
-        slots = self._allocate(namespace, len(locations), now)
-        # Making room may have taken what was to be read.
-        if not slots or self._index.match(namespace, chain).in_memory != first:
-            self._arena.free(slots)
-            return 0.0
-        self._promoting.add((namespace, _key(keys, first)))
-        done = self._readers.submit(
-            self._read, namespace, keys, first, locations[: len(slots)], slots
-        )
-        self._promotions.append(Promotion(namespace, chain, first, slots, done))
-        return ready_s
+    def _promote(self, namespace: bytes, keys: bytes, now: float) -> float:
+        """Begin to read into memory what of a resident chain is on SSD only.
 
-    def _read(
-        self, namespace: bytes, keys: bytes, first: int, locations: list[int], slots: list[int]
-    ) -> tuple[int, float]:
+        Returns:
+            Seconds until it should be there; 0 where nothing comes.
+        """
+        assert self._ssd is not None
+        first = self._index.match(namespace, keys).in_memory
+        start = (namespace, _key(keys, first))
+        if start not in self._promotions:
+            locations = self._index.locations(namespace, keys, first)
+            room = self._make_room(namespace, keys, first, first, len(locations), now)
+            if room is None:
+                return 0.0
+            locations = locations[: len(room.slots)]
+            done = self._readers.submit(
+                self._read, room, locations, self._spaces[namespace].layout.slot_bytes
+            )
+            self._promotions[start] = Promotion(room, locations, done)
+        slot_bytes = self._spaces[namespace].layout.slot_bytes
+        return len(self._promotions[start].room.slots) * slot_bytes / self._ssd_bytes_per_s
+
+    def _read(self, room: Room, locations: list[int], slot_bytes: int) -> tuple[int, float]:
         """In a thread: how many blocks are whole, up to the first that is not; bytes a second."""
         assert self._ssd is not None
         begin = time.perf_counter()
         good = 0
-        slot_bytes = self._spaces[namespace].layout.slot_bytes
-        for position, (location, slot) in enumerate(zip(locations, slots, strict=True), first):
+        for key, location, slot in zip(_keys_of(room), locations, room.slots, strict=True):
             view = self._arena.view(slot, slot_bytes)
-            if not self._ssd.read(location, view, namespace, _key(keys, position)):
+            if not self._ssd.read(location, view, room.namespace, key):
                 break
             good += 1
         return good, good * slot_bytes / max(time.perf_counter() - begin, 1e-6)
@@ -419,85 +497,104 @@ class BlockStore:
         self._arena.free(self._index.expire(now))
         for id_ in [id_ for id_, writer in self._writers.items() if writer.expires_at <= now]:
             self._abandon(Abandon(id_), now)
-        for promotion in [job for job in self._promotions if job.done.done()]:
-            self._promotions.remove(promotion)
-            self._promoted(promotion, now)
-        for write in [job for job in self._writes if job.done.done()]:
-            self._writes.remove(write)
-            self._written(write, now)
+        for start in [start for start, job in self._promotions.items() if job.done.done()]:
+            self._promoted(self._promotions.pop(start), now)
+        if self._writing is not None and self._writing.done.done():
+            job, self._writing = self._writing, None
+            self._written(job, now)
         filling = self._used_bytes() > _WRITE_BEHIND_ABOVE * self._arena.capacity_bytes
-        if self._ssd is not None and filling and not self._writes:
+        idle = self._writing is None and now >= self._write_behind_at
+        if self._ssd is not None and filling and idle:
             self._write_behind(now)
 
     @property
     def busy(self) -> bool:
         """Whether threads are at work, whose results :meth:`tick` awaits."""
-        return bool(self._promotions or self._writes)
+        return bool(self._promotions or self._writing)
 
     def _promoted(self, job: Promotion, now: float) -> None:
-        self._promoting.discard((job.namespace, _key(job.keys, job.first)))
+        room = job.room
         good, bytes_per_s = job.done.result()
+        self._let_go(room.lease)
         if good:
             self._ssd_bytes_per_s += _SMOOTHING * (bytes_per_s - self._ssd_bytes_per_s)
-            self._insert(
-                *(job.namespace, job.keys, job.first, job.slots[:good]), now, _UNKNOWN_RECOMPUTE_S
-            )
-        self._arena.free(job.slots[good:])
-        if good < len(job.slots):
-            end = (job.first + good + 1) * KEY_BYTES
-            self._forget_corrupt(Corrupt(job.namespace, job.keys[:end]), now)
+            self._insert(room, room.slots[:good], now, _UNKNOWN_RECOMPUTE_S)
+        self._arena.free(room.slots[good:])
+        if good < len(room.slots):
+            bad = job.locations[good]
+            # Else its segment was dropped meanwhile.
+            chain = room.keys[: (room.first + good + 1) * KEY_BYTES]
+            if self._index.locations(room.namespace, chain, room.first + good) == [bad]:
+                self._corrupt += 1
+            self._index.drop_ssd([bad])
 
     def _write_behind(self, now: float) -> None:
-        assert self._ssd is not None
-        for demotion in self._index.demotion_candidates(_WRITE_BEHIND_BLOCKS, now):
-            end = len(demotion.keys) // KEY_BYTES
-            lease = self._index.lease(
-                demotion.namespace, demotion.keys, end, demotion.first, now, _WRITE_S
-            )
-            if lease is not None:
-                done = self._ssd_writer.submit(self._write, demotion)
-                self._writes.append(WriteBehind(demotion, lease.id, done))
+        demotions = self._index.demotion_candidates(_WRITE_BEHIND_BLOCKS, now)
+        if not demotions:
+            self._write_behind_at = now + _WRITE_BEHIND_PAUSE_S
+            return
+        leases = [
+            self._hold(demotion.namespace, demotion.keys, len(demotion.keys) // KEY_BYTES, now)
+            for demotion in demotions
+        ]
+        done = self._ssd_writer.submit(self._write, demotions)
+        self._writing = WriteBehind(demotions, leases, done)
 
-    def _write(self, demotion: Demotion) -> list[int]:
-        """In a thread: the locations of the blocks, as many as the SSD took."""
+    def _write(self, demotions: list[Demotion]) -> Written:
+        """In a thread."""
         assert self._ssd is not None
-        locations: list[int] = []
-        slot_bytes = self._spaces[demotion.namespace].layout.slot_bytes
-        for position, slot in enumerate(demotion.slots, demotion.first):
-            header = _header(demotion.namespace, demotion.keys, position)
-            try:
-                locations.append(self._ssd.write(header, self._arena.view(slot, slot_bytes)))
-            except SsdFullError:
-                break
-            except OSError as error:
-                _logger.warning("cannot keep KV blocks on SSD: %s", error)
-                break
-        return locations
+        locations: list[list[int]] = []
+        for demotion in demotions:
+            locations.append([])
+            slot_bytes = self._spaces[demotion.namespace].layout.slot_bytes
+            for position, slot in enumerate(demotion.slots, demotion.first):
+                header = _header(demotion.namespace, demotion.keys, position)
+                try:
+                    location = self._ssd.write(header, self._arena.view(slot, slot_bytes))
+                except SsdFullError:
+                    return Written(locations, full=True)
+                except OSError as error:
+                    _logger.warning("cannot keep KV blocks on SSD: %s", error)
+                    return Written(locations, failed=True)
+                locations[-1].append(location)
+        return Written(locations)
 
     def _written(self, job: WriteBehind, now: float) -> None:
-        self._arena.free(self._index.release(job.lease))
-        demotion, locations = job.demotion, job.done.result()
-        if locations:
+        for lease in job.leases:
+            self._let_go(lease)
+        written = job.done.result()
+        for demotion, locations in zip(job.demotions, written.locations, strict=False):
             self._index.insert_ssd(
                 *(demotion.namespace, demotion.keys, demotion.first, locations),
                 now,
                 _UNKNOWN_RECOMPUTE_S,
             )
-        if len(locations) < len(demotion.slots):
-            assert self._ssd is not None
+        freed = written.full and self._free_ssd()
+        if written.failed or (written.full and not freed):
+            self._write_behind_at = now + _SSD_FAILED_PAUSE_S
+
+    def _free_ssd(self) -> bool:
+        """Drop the oldest segment; False if that makes no room."""
+        assert self._ssd is not None
+        # Others may have filled the disk.
+        used = self._ssd.used_bytes
+        try:
             self._index.drop_ssd(self._ssd.drop_oldest_segment())
+        except OSError as error:
+            _logger.warning("cannot make room for KV blocks on SSD: %s", error)
+        return self._ssd.used_bytes < used
 
     # Crashes
 
     def recover(self, now: float) -> None:
         """Rebuild the index from the arena's headers and the SSD's."""
-        for name, (model, layers, layer_bytes) in _read_spaces(self._spaces_file).items():
-            self._add_space(bytes.fromhex(name), Space(model, BlockLayout(layers, layer_bytes)))
+        for name, space in _read_spaces(self._spaces_file).items():
+            self._add_space(bytes.fromhex(name), space)
         in_memory: dict[BlockHeader, int] = {}
         lost: list[int] = []
         for slot, header in list(self._arena.headers()):
-            space = self._spaces.get(header.namespace)
-            fits = space is not None and space.layout.slot_bytes == self._arena.slot_bytes(slot)
+            known = self._spaces.get(header.namespace)
+            fits = known is not None and known.layout.slot_bytes == self._arena.slot_bytes(slot)
             if fits and header not in in_memory:
                 in_memory[header] = slot
             else:
@@ -508,42 +605,44 @@ class BlockStore:
             for entry in (self._ssd.entries() if self._ssd else ())
             if entry.header.namespace in self._spaces
         }
-        known = [*in_memory, *on_ssd]
+        everywhere = [*in_memory, *on_ssd]
         reached: set[int] = set()
         for run in runs(in_memory, in_memory):
             self._arena.free(self._index.insert(*run, now, _UNKNOWN_RECOMPUTE_S))
             reached.update(run.places)
         self._arena.free(set(in_memory.values()) - reached)
-        for run in runs(on_ssd, known):
+        for run in runs(on_ssd, everywhere):
             self._index.insert_ssd(*run, now, _UNKNOWN_RECOMPUTE_S)
 
     def _keep_spaces(self) -> None:
-        text = json.dumps(
-            {
-                name.hex(): [space.model, space.layout.layers, space.layout.layer_bytes]
-                for name, space in self._spaces.items()
-            }
-        )
+        text = msgspec.json.encode({name.hex(): space for name, space in self._spaces.items()})
         fresh = self._spaces_file.with_suffix(f".{os.getpid()}")
-        fresh.write_text(text, encoding="utf-8")
-        fresh.replace(self._spaces_file)
+        try:
+            fresh.write_bytes(text)
+            fresh.replace(self._spaces_file)
+        except OSError as error:
+            _logger.warning("KV blocks will not survive a crash of their store: %s", error)
 
     def close(self) -> None:
-        """Finish what threads do; the arena and the SSD stay as they are."""
-        self._readers.shutdown()
-        self._ssd_writer.shutdown()
+        """Wait for the copies under way; the arena and the SSD stay as they are."""
+        self._readers.shutdown(cancel_futures=True)
+        self._ssd_writer.shutdown(cancel_futures=True)
         if self._ssd is not None:
             self._ssd.close()
         self._arena.close()
 
 
-def _read_spaces(file: Path) -> dict[str, tuple[str, int, int]]:
+def _read_spaces(file: Path) -> dict[str, Space]:
     try:
-        found: dict[str, tuple[str, int, int]] = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return msgspec.json.decode(file.read_bytes(), type=dict[str, Space])
+    except (OSError, msgspec.DecodeError):
         # Without it, blocks cannot be told apart: they count as never saved.
         return {}
-    return found
+
+
+def _keys_of(room: Room) -> list[bytes]:
+    """Of the blocks that it is for."""
+    return [_key(room.keys, room.first + at) for at in range(len(room.slots))]
 
 
 def _key(keys: bytes, position: int) -> bytes:
