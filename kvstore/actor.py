@@ -111,8 +111,9 @@ class Store:
     def _leave_without_server(self) -> None:
         while self._server is not None and self._server.alive:
             time.sleep(_WATCH_S)
-        # Whoever started it wants to know the problem first.
-        time.sleep(_RETRY_S)
+        if self._problem is not None:
+            # Whoever started it wants to know it first.
+            time.sleep(_RETRY_S)
         if not self._stopping:
             os._exit(1)
 

@@ -91,7 +91,10 @@ def test_the_command_shows_the_store_and_empties_it(platform: Platform) -> None:
     complete(platform, new_prompt())
     wait_for(lambda: blocks(platform) > 0, 5)
     before = platform.metric("loomserve_kv_used_bytes", tier="memory")
-    assert f" {blocks(platform)} " in command(platform, "kv")
+    table = command(platform, "kv")
+    for model in kv(platform)["models"]:
+        row = next(line for line in table.splitlines() if f" {model['model']} " in line)
+        assert f" {model['blocks_in_memory']} " in row
     assert "blocks forgotten" in command(platform, "kv", "flush")
     assert blocks(platform) == 0
     assert platform.metric("loomserve_kv_used_bytes", tier="memory") < before
@@ -133,6 +136,14 @@ def test_what_is_pinned_survives_a_flush_until_it_is_let_go(platform: Platform) 
         assert blocks(platform) == 0
         unknown = admin.post("/admin/v1/kv/pin", json={**pin, "model": "gpt-9", "pinned": True})
     assert unknown.status_code == 404
+
+
+def test_a_quota_that_the_store_does_not_know_is_refused(platform: Platform) -> None:
+    model = {"name": "new", "source": "demo", "devices": ["core0"], "kvstore_quota": "10MiB"}
+    with platform.admin() as admin:
+        answer = admin.post("/admin/v1/models", json=model)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "kvstore_quota"
 
 
 def test_a_client_may_not_speak_to_the_connector(platform: Platform) -> None:

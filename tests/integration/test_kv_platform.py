@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 import yaml
 
 from loomserve.kvstore.actor import arena_path
+from loomserve.kvstore.arena import ArenaOwner
 from loomserve.platform.access.keys import new_key
 from tests.e2e.conftest import Platform, free_port, wait_ready
 
+LOOMSERVE = Path(sys.executable).parent / "loomserve"
 MODEL = "chat"
+TOKENS_A_BLOCK = 32
 PROMPT = "Once upon a time there was a fox that lived in the woods. " * 20
 
 
@@ -26,9 +31,10 @@ PROMPT = "Once upon a time there was a fox that lived in the woods. " * 20
 def running(
     config: Path, log: Path, port: int, keys: list[str]
 ) -> Iterator[tuple[Platform, subprocess.Popen[bytes]]]:
-    command = [str(Path(sys.executable).parent / "loomserve"), "serve", str(config)]
     with log.open("ab") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        process = subprocess.Popen(
+            [LOOMSERVE, "serve", config], stdout=out, stderr=out, start_new_session=True
+        )
     platform = Platform(
         url=f"http://127.0.0.1:{port}",
         key=keys[0],
@@ -54,6 +60,28 @@ def kill_whole(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
+def write_config(folder: Path, kvstore: dict[str, Any], server: dict[str, Any]) -> Path:
+    engine = {
+        "max_model_len": 1024,
+        "max_num_seqs": 4,
+        "block_size": TOKENS_A_BLOCK,
+        "enforce_eager": True,
+        "enable_prompt_tokens_details": True,
+    }
+    model = {
+        "name": MODEL,
+        "source": "demo",
+        "devices": ["core0"],
+        "kv_cache_memory": "128MiB",
+        "engine": engine,
+    }
+    devices = [{"name": "core0", "kind": "cpu", "cores": [0]}]
+    path = folder / "config.yaml"
+    content = {"devices": devices, "models": [model], "kvstore": kvstore, "server": server}
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
 def complete(platform: Platform, key: str) -> tuple[str, int]:
     answer = platform.client(key).completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=8, temperature=0, extra_body={"ignore_eos": True}
@@ -74,38 +102,12 @@ def test_tenants_share_no_blocks_and_each_finds_its_own_after_all_was_killed(
 ) -> None:
     keys = [new_key() for _ in range(2)]
     port = free_port()
-    engine = {
-        "max_model_len": 1024,
-        "max_num_seqs": 4,
-        "block_size": 32,
-        "enforce_eager": True,
-        "enable_prompt_tokens_details": True,
-    }
-    config = tmp_path / "config.yaml"
-    config.write_text(
-        yaml.safe_dump(
-            {
-                "devices": [{"name": "core0", "kind": "cpu", "cores": [0]}],
-                "models": [
-                    {
-                        "name": MODEL,
-                        "source": "demo",
-                        "devices": ["core0"],
-                        "kv_cache_memory": "128MiB",
-                        "engine": engine,
-                    }
-                ],
-                "kvstore": {"memory": "128MiB", "isolate_tenants": True},
-                "server": {
-                    "port": port,
-                    "api_keys": [
-                        {"name": name, "hash": digest}
-                        for name, (_, digest) in zip(("alice", "bob"), keys, strict=True)
-                    ],
-                },
-            }
-        )
-    )
+    api_keys = [
+        {"name": name, "hash": digest}
+        for name, (_, digest) in zip(("alice", "bob"), keys, strict=True)
+    ]
+    kvstore = {"memory": "128MiB", "ssd": "1GiB", "ssd_path": "blocks", "isolate_tenants": True}
+    config = write_config(tmp_path, kvstore, {"port": port, "api_keys": api_keys})
     secrets = [key for key, _ in keys]
     alice, bob = secrets
     with running(config, tmp_path / "log", port, secrets) as (platform, process):
@@ -121,8 +123,26 @@ def test_tenants_share_no_blocks_and_each_finds_its_own_after_all_was_killed(
         assert blocks(platform) == before
         again, cached = complete(platform, alice)
         assert again == text
-        assert cached > 5 * engine["block_size"]
+        assert cached > 5 * TOKENS_A_BLOCK
         assert complete(platform, bob) == (text, cached)
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 0
         assert not arena_path(port).parent.exists()
+        assert (tmp_path / "blocks" / "spaces.json").exists()
+
+
+def test_a_store_that_cannot_start_ends_the_start_with_its_own_sentence(tmp_path: Path) -> None:
+    port = free_port()
+    arena = arena_path(port)
+    arena.parent.mkdir(mode=0o700, parents=True)
+    owner = ArenaOwner.create(arena, 64 * 2**20, 8 * 2**20)
+    try:
+        config = write_config(tmp_path, {"memory": "64MiB"}, {"port": port})
+        ended = subprocess.run([LOOMSERVE, "serve", config], capture_output=True, timeout=120)
+    finally:
+        owner.close()
+        shutil.rmtree(arena.parent)
+    assert ended.returncode == 2
+    said = ended.stderr.decode()
+    assert f"loomserve: the KV store cannot start: the KV arena {arena} belongs to a" in said
+    assert "Traceback" not in said
