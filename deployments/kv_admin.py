@@ -12,12 +12,9 @@ from starlette.types import Receive
 
 from loomserve.deployments import kv_store
 from loomserve.deployments.base import KvAccess
+from loomserve.kvstore.protocol import PIN, PINNED_BLOCKS
 from loomserve.platform.errors import BadRequest, NotFound, UnknownModel
 from loomserve.platform.state import KvState
-
-# As in kvstore/connector.py, which cannot be imported without vLLM.
-_PIN = "loomserve_pin"
-_PINNED_BLOCKS = "loomserve_pinned_blocks"
 
 # Sends a request body to an engine of its model, under the name of an API key, and returns the
 # status and body of the answer.
@@ -107,7 +104,7 @@ def _one_token(request: PinRequest) -> tuple[str, dict[str, Any]]:
     """Path and body of a request whose only purpose is that an engine passes over the text."""
     path = "/v1/completions" if request.messages is None else "/v1/chat/completions"
     body = request.model_dump(include={"model", "messages", "prompt"}, exclude_none=True)
-    body |= {"max_tokens": 1, "kv_transfer_params": {_PIN: request.pinned}}
+    body |= {"max_tokens": 1, "kv_transfer_params": {PIN: request.pinned}}
     return path, body
 
 
@@ -115,6 +112,4 @@ def _pinned(status: int, answer: dict[str, Any]) -> Pinned:
     if status >= 400:
         raise BadRequest(answer["error"]["message"], param=answer["error"].get("param"))
     said = answer.get("kv_transfer_params") or {}
-    return Pinned(
-        prompt_tokens=answer["usage"]["prompt_tokens"], blocks=said.get(_PINNED_BLOCKS, 0)
-    )
+    return Pinned(prompt_tokens=answer["usage"]["prompt_tokens"], blocks=said.get(PINNED_BLOCKS, 0))

@@ -79,9 +79,17 @@ class BlockLayout:
     def checksum_offset(self, layer: int) -> int:
         return round_up(self.block_bytes, _CHECKSUM.size) + layer * _CHECKSUM.size
 
-    def seal_layer(self, view: NDArray[np.uint8], layer: int, block_seed: int) -> None:
-        """Store the checksum of the layer's bytes as they are now."""
-        digest = self._digest(view, layer, block_seed)
+    def seal_layer(
+        self,
+        view: NDArray[np.uint8],
+        layer: int,
+        block_seed: int,
+        source: NDArray[np.uint8] | None = None,
+    ) -> None:
+        """Store the checksum that the layer's bytes must have: of ``source``, from which they were
+        copied, else as they are now."""
+        piece = self.piece(view, layer) if source is None else source
+        digest = self._digest(piece, layer, block_seed)
         _CHECKSUM.pack_into(view.data, self.checksum_offset(layer), digest)
 
     def check_layer(self, view: NDArray[np.uint8], layer: int, block_seed: int) -> bool:
@@ -89,15 +97,15 @@ class BlockLayout:
         if view.nbytes != self.slot_bytes:
             return False
         (stored,) = _CHECKSUM.unpack_from(view.data, self.checksum_offset(layer))
-        return bool(stored == self._digest(view, layer, block_seed))
+        return bool(stored == self._digest(self.piece(view, layer), layer, block_seed))
 
     def check(self, view: NDArray[np.uint8], block_seed: int) -> bool:
         """``check_layer`` of all layers."""
         return all(self.check_layer(view, layer, block_seed) for layer in range(self.layers))
 
-    def _digest(self, view: NDArray[np.uint8], layer: int, block_seed: int) -> int:
+    def _digest(self, piece: NDArray[np.uint8], layer: int, block_seed: int) -> int:
         # The layer is part of the seed, so that two layers of one block cannot change places.
-        return xxh3_64_intdigest(self.piece(view, layer).data, (block_seed + layer) % 2**64)
+        return xxh3_64_intdigest(piece.data, (block_seed + layer) % 2**64)
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -30,7 +30,15 @@ from loomserve.kvstore.client import StoreAwayError, StoreClient
 from loomserve.kvstore.fingerprint import folder_digest, namespace
 from loomserve.kvstore.memory import KvMemory, stream_for
 from loomserve.kvstore.pipeline import Load, Loader, Save, Saver
-from loomserve.kvstore.protocol import Done, Found, Lookup, Pin, Release
+from loomserve.kvstore.protocol import (
+    PIN,
+    PINNED_BLOCKS,
+    Done,
+    Found,
+    Lookup,
+    Pin,
+    Release,
+)
 from loomserve.kvstore.radix import KEY_BYTES
 from loomserve.kvstore.slots import decode_slots
 
@@ -46,10 +54,6 @@ _logger = logging.getLogger(__name__)
 
 # Covers the time from the lookup to the end of the load, however long requests queue in between.
 _LEASE_S = 60.0
-PIN = "loomserve_pin"
-"""In a request's ``kv_transfer_params``: pin (true) or unpin (false) its prompt."""
-PINNED_BLOCKS = "loomserve_pinned_blocks"
-"""In the answer's ``kv_transfer_params``: how many blocks that concerned."""
 _PIN_ATTEMPTS = 20
 _PIN_WAIT_S = 0.01
 # A request whose blocks come from SSD is asked about again after this time at the soonest.

@@ -39,12 +39,27 @@ class KvMemory:
         self.layers = len(self._rows)
         self.layer_bytes = sizes.pop()
         self.device = self._rows[0].device
+        # Between host memory NumPy copies: torch would spread each piece over OpenMP's threads,
+        # which compute the forward pass meanwhile.
+        self._host_rows = (
+            [rows.numpy() for rows in self._rows] if self.device.type == "cpu" else None
+        )
 
     def to_host(self, layer: int, block: int, piece: Bytes) -> None:
-        torch.from_numpy(piece).copy_(self._rows[layer][block], non_blocking=True)
+        if self._host_rows is not None:
+            np.copyto(piece, self._host_rows[layer][block])
+        else:
+            torch.from_numpy(piece).copy_(self._rows[layer][block], non_blocking=True)
 
     def from_host(self, layer: int, block: int, piece: Bytes) -> None:
-        self._rows[layer][block].copy_(torch.from_numpy(piece), non_blocking=True)
+        if self._host_rows is not None:
+            np.copyto(self._host_rows[layer][block], piece)
+        else:
+            self._rows[layer][block].copy_(torch.from_numpy(piece), non_blocking=True)
+
+    def on_host(self, layer: int, block: int) -> Bytes | None:
+        """The engine's own bytes, where the CPU can read them."""
+        return None if self._host_rows is None else self._host_rows[layer][block]
 
     def equals_host(self, layer: int, block: int, piece: Bytes) -> bool:
         row = self._rows[layer][block]

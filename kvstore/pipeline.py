@@ -39,6 +39,8 @@ from loomserve.kvstore.slots import decode_slots
 
 _logger = logging.getLogger(__name__)
 
+_CACHED_BYTES = 2**17
+
 
 @dataclass(frozen=True)
 class Load:
@@ -117,6 +119,12 @@ class Lane:
         view = self._arena.view(slot, self._layout.slot_bytes)
         return Copy(block, view, seed(namespace, key))
 
+    def _few(self, copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
+        """So many at a time that the processor's cache still has their bytes for the checksums."""
+        count = max(1, _CACHED_BYTES // self._memory.layer_bytes)
+        for at in range(0, len(copies), count):
+            yield copies[at : at + count]
+
     def _tell(self, message: Release | Abandon | Commit | Corrupt) -> None:
         try:
             self._store.ask(message, Done)
@@ -189,16 +197,19 @@ class Loader(Lane):
 
     def _load_layer(self, layer: int, copies: Sequence[Copy]) -> list[int]:
         """The blocks of which the layer is wrong."""
-        for copy in copies:
-            self._memory.from_host(layer, copy.block, self._layout.piece(copy.slot, layer))
-        self._stream.settle()
+        failed: list[int] = []
+        for together in self._few(copies):
+            for copy in together:
+                self._memory.from_host(layer, copy.block, self._layout.piece(copy.slot, layer))
+            self._stream.settle()
+            # Checked after the copy: a slot that changed hands before or meanwhile is found out.
+            failed += [
+                copy.block
+                for copy in together
+                if not self._layout.check_layer(copy.slot, layer, copy.seed)
+            ]
         self.time.copied_bytes += len(copies) * self._memory.layer_bytes
-        # Checked after the copy: a slot that changed hands before or meanwhile is found out.
-        return [
-            copy.block
-            for copy in copies
-            if not self._layout.check_layer(copy.slot, layer, copy.seed)
-        ]
+        return failed
 
     def _report(self, loads: Sequence[Load], failed: set[int]) -> None:
         for load in loads:
@@ -330,16 +341,26 @@ class Saver(Lane):
             return False
         begin = time.perf_counter()
         self._stream.wait(step.marks[layer])
-        for copy in copies:
-            self._memory.to_host(layer, copy.block, self._layout.piece(copy.slot, layer))
-        self._stream.settle()
-        for copy in copies:
-            self._layout.seal_layer(copy.slot, layer, copy.seed)
-        # A writer that the store gave up may still write here; it could have come in between.
-        whole = all(
-            self._memory.equals_host(layer, copy.block, self._layout.piece(copy.slot, layer))
-            for copy in copies
-        )
+        whole = True
+        for together in self._few(copies):
+            for copy in together:
+                self._memory.to_host(layer, copy.block, self._layout.piece(copy.slot, layer))
+            self._stream.settle()
+            for copy in together:
+                whole = self._seal(layer, copy) and whole
         self.time.copied_bytes += len(copies) * self._memory.layer_bytes
         self.time.busy_s += time.perf_counter() - begin
         return whole
+
+    def _seal(self, layer: int, copy: Copy) -> bool:
+        """Whether the slot has got the engine's bytes under their checksum.
+
+        A writer that the store gave up may still write here, after the copy too. So the checksum is
+        of the engine's bytes, and where the CPU cannot read those, the slot is compared with them.
+        """
+        own = self._memory.on_host(layer, copy.block)
+        self._layout.seal_layer(copy.slot, layer, copy.seed, own)
+        if own is not None:
+            return True
+        piece = self._layout.piece(copy.slot, layer)
+        return self._memory.equals_host(layer, copy.block, piece)

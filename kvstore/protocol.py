@@ -11,6 +11,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+PIN = "loomserve_pin"
+"""In a request's ``kv_transfer_params``: pin (true) or unpin (false) its prompt."""
+PINNED_BLOCKS = "loomserve_pinned_blocks"
+"""In the answer's ``kv_transfer_params``: how many blocks that concerned."""
 NAMESPACE_BYTES = 16
 WRITE_S = 60.0
 """A writer that takes longer has died, and its slots go to others."""
@@ -101,7 +105,10 @@ class Corrupt(msgspec.Struct, tag=True, frozen=True):
 
 
 class Pin(msgspec.Struct, tag=True, frozen=True):
-    """Keep what of this chain's prefix is in memory now, until the same chain is unpinned."""
+    """Keep what of this chain's prefix is in memory now, until the same chain is unpinned.
+
+    The answer says how many blocks of it are in memory.
+    """
 
     namespace: Namespace
     keys: bytes

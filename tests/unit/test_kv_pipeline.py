@@ -300,13 +300,16 @@ def test_a_step_that_outlasts_its_reservation_leaves_nothing(
     assert store.found(chain("a", 2)) == 0
 
 
-def test_what_another_writes_before_the_seal_is_not_kept(store: Store) -> None:
+def test_what_another_writes_before_the_seal_is_found_out_by_the_reader(
+    store: Store, engines: tuple[Engine, Engine]
+) -> None:
+    _, other = engines
     engine = Engine(store, 1, Scribbler(Arena.attach(store.folder / "arena")))
     engine.save([save_of("a", [0, 1])])
     store.settled()
     engine.close()
-    assert store.found(chain("a", 2)) == 0
-    assert store.usage().used_bytes == 0
+    assert other.load([store.load(chain("a", 2), [5, 6])]) == {5, 6}
+    until(lambda: store.found(chain("a", 2)) == 0)
 
 
 def test_short_steps_one_after_the_other_are_not_mixed_up(
