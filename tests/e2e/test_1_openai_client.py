@@ -62,7 +62,10 @@ def test_a_stream_carries_the_same_tokens_as_the_whole_answer_and_ends_with_usag
     )
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == whole.choices[0].message.content
-    assert chunks[-1].usage == whole.usage
+    # What of the prompt was cached differs from one time to the next.
+    assert chunks[-1].usage.model_dump(exclude={"prompt_tokens_details"}) == (
+        whole.usage.model_dump(exclude={"prompt_tokens_details"})
+    )
 
 
 def test_stop_cuts_the_answer(platform: Platform) -> None:
