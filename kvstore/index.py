@@ -363,9 +363,7 @@ class Index:
         freed = Freed([], [])
         for known in self._namespaces.values():
             for node in list(known.tree.nodes()):
-                # What is below a node that lost a block may have been cut off with it.
-                held = () if node.detached else enumerate(node.slots)
-                at = next((at for at, slot in held if slot in slots), None)
+                at = next((at for at, slot in enumerate(node.slots) if slot in slots), None)
                 if at is None:
                     continue
                 for below in reversed(list(node.subtree())):

@@ -287,25 +287,31 @@ class BlockStore:
     def _forget_corrupt(self, request: Corrupt, now: float) -> Reply:
         namespace, keys = request.namespace, request.keys
         blocks = len(keys) // KEY_BYTES
-        # Whoever outlived his lease has read what another wrote there; the block may be well.
-        if not blocks or namespace not in self._spaces or self._is_whole(namespace, keys, now):
+        if not blocks or namespace not in self._spaces:
             return Done()
+        slot = self._slot_of(namespace, keys, now)
+        layout = self._spaces[namespace].layout
+        # Whoever outlived his lease has read what another wrote there; the block may be well, or
+        # on SSD only, from where it is checked on its way back.
+        if slot is None or layout.check(
+            self._arena.view(slot, layout.slot_bytes), seed(namespace, keys[-KEY_BYTES:])
+        ):
+            return Done()
+        # While it is leased it stays allocated, and a crash would bring it back.
+        self._arena.retract(slot)
         self._corrupt += 1
         freed = self._index.remove(namespace, keys, blocks - 1)
         self._arena.free(freed.slots)
         return Done(len(freed.slots))
 
-    def _is_whole(self, namespace: bytes, keys: bytes, now: float) -> bool:
-        """Whether the last block of the chain is in memory and its bytes are sound."""
+    def _slot_of(self, namespace: bytes, keys: bytes, now: float) -> int | None:
+        """The last block's slot; None if it is not in memory."""
         blocks = len(keys) // KEY_BYTES
         lease = self._index.lease(namespace, keys, blocks, blocks - 1, now, math.inf)
         if lease is None:
-            return False
-        layout = self._spaces[namespace].layout
-        view = self._arena.view(lease.slots[0], layout.slot_bytes)
-        whole = layout.check(view, seed(namespace, keys[-KEY_BYTES:]))
+            return None
         self._let_go(lease.id)
-        return whole
+        return lease.slots[0]
 
     # Operators
 
@@ -314,14 +320,13 @@ class BlockStore:
             return Done()
         chain = (request.namespace, request.keys[-KEY_BYTES:])
         pinned = self._pins.pop(chain, b"")
-        blocks = len(pinned) // KEY_BYTES
         # Another chain may have the same blocks in memory, and pinned.
         if pinned and pinned not in self._pins.values():
-            self._index.unpin(request.namespace, pinned, blocks)
-        if request.pinned:
-            blocks = self._index.match(request.namespace, request.keys).in_memory
-            if blocks and self._index.pin(request.namespace, request.keys, blocks):
-                self._pins[chain] = request.keys[: blocks * KEY_BYTES]
+            self._index.unpin(request.namespace, pinned, len(pinned) // KEY_BYTES)
+        blocks = self._index.match(request.namespace, request.keys).in_memory
+        if request.pinned and blocks:
+            self._index.pin(request.namespace, request.keys, blocks)
+            self._pins[chain] = request.keys[: blocks * KEY_BYTES]
         return Done(blocks)
 
     def _flush(self, request: Flush, now: float) -> Reply:
@@ -473,24 +478,25 @@ class BlockStore:
             if room is None:
                 return 0.0
             locations = locations[: len(room.slots)]
-            done = self._readers.submit(
-                self._read, room, locations, self._spaces[namespace].layout.slot_bytes
-            )
+            done = self._readers.submit(self._read, room, locations, self._spaces[namespace].layout)
             self._promotions[start] = Promotion(room, locations, done)
         slot_bytes = self._spaces[namespace].layout.slot_bytes
         return len(self._promotions[start].room.slots) * slot_bytes / self._ssd_bytes_per_s
 
-    def _read(self, room: Room, locations: list[int], slot_bytes: int) -> tuple[int, float]:
+    def _read(self, room: Room, locations: list[int], layout: BlockLayout) -> tuple[int, float]:
         """In a thread: how many blocks are whole, up to the first that is not; bytes a second."""
         assert self._ssd is not None
         begin = time.perf_counter()
         good = 0
         for key, location, slot in zip(_keys_of(room), locations, room.slots, strict=True):
-            view = self._arena.view(slot, slot_bytes)
+            view = self._arena.view(slot, layout.slot_bytes)
             if not self._ssd.read(location, view, room.namespace, key):
                 break
+            # It may have been bad in memory already when it was written.
+            if not layout.check(view, seed(room.namespace, key)):
+                break
             good += 1
-        return good, good * slot_bytes / max(time.perf_counter() - begin, 1e-6)
+        return good, good * layout.slot_bytes / max(time.perf_counter() - begin, 1e-6)
 
     def tick(self, now: float) -> None:
         """Take in what threads finished, end what expired, and write behind."""
