@@ -178,16 +178,24 @@ class Platform:
         """
         started, told = time.monotonic(), dict[str, int]()
         while True:
-            models = self.state().models
-            for model in models:
+            models = self._models_if_told()
+            for model in models or ():
                 _tell(model, told, time.monotonic() - started, say)
                 if model.status is ModelStatus.FAILED:
                     raise StartError(f"model {model.name!r} did not start: {model.message}")
-            if all(model.status is ModelStatus.READY for model in models) and self._answers():
+            ready = models is not None and all(m.status is ModelStatus.READY for m in models)
+            if ready and self._answers():
                 return
             if time.monotonic() - started > _START_TIMEOUT_S:
                 raise StartError(f"not ready after {_START_TIMEOUT_S:.0f} s; see {self.log_folder}")
             time.sleep(_POLL_S)
+
+    def _models_if_told(self) -> tuple[ModelState, ...] | None:
+        """None while the controller is too busy to say, as on cores that engines start on."""
+        try:
+            return tuple(self.state().models)
+        except TimeoutError:
+            return None
 
     def _answers(self) -> bool:
         """Whether the gateway, too, has heard that every model is there."""
