@@ -47,13 +47,19 @@ def random_caches(number: int) -> torch.Tensor:
 
 
 class Scribbler(HostStream):
-    """Another writer of the same slot, between the copy and the seal."""
+    """Another writer of the same slots, between the copy of the last layer and its seal."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena
+        self._settled = 0
 
     def settle(self) -> None:
-        self._arena.view(0, 16 * 4096)[:] ^= 1
+        self._settled += 1
+        if self._settled == LAYERS:
+            # Slots are pages here, and the first page has their headers.
+            for slot in range(1, EXTENT // 4096):
+                piece = self._arena.view(slot, 4096)[(LAYERS - 1) * LAYER_BYTES :][:LAYER_BYTES]
+                piece ^= 1
 
 
 class Engine:
