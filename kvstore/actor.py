@@ -138,7 +138,9 @@ def open_store(plan: StorePlan) -> BlockStore:
         StartError: no room, or a folder of something else.
     """
     extent_bytes = max(_SMALLEST_EXTENT, plan.memory // _EXTENTS // 4096 * 4096)
-    ssd = SsdTier(plan.ssd_folder, plan.ssd, _SSD_SEGMENT_BYTES) if plan.ssd_folder else None
+    # What fits an extent must fit a segment.
+    segment_bytes = max(_SSD_SEGMENT_BYTES, extent_bytes)
+    ssd = SsdTier(plan.ssd_folder, plan.ssd, segment_bytes) if plan.ssd_folder else None
     store = BlockStore(
         _arena(plan, extent_bytes),
         Index(POLICIES[plan.eviction]),
