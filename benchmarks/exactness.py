@@ -18,16 +18,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine import offline_engine
 from benchmarks.report import machine, publish
 from loomserve.kvstore.actor import StorePlan, open_store
 from loomserve.kvstore.client import StoreClient
 from loomserve.kvstore.protocol import Inspect, Usage
 from loomserve.kvstore.server import StoreServer
 from loomserve.platform import catalog
-from loomserve.platform.engine.precision import cpu_dtype
 
 RESULTS = Path(__file__).parent / "results"
 BATCH = 8
@@ -56,25 +57,14 @@ def prompts(tokenizer: Any, path: Path, field: str, count: int, tokens: int) -> 
     raise ValueError(f"{path} has only {len(found)} pieces of {tokens} tokens")
 
 
-def engine(transfer: dict[str, Any] | None) -> Any:
-    os.environ.update(
-        VLLM_CPU_OMP_THREADS_BIND="0",
-        OMP_NUM_THREADS="1",
-        VLLM_USE_V2_MODEL_RUNNER="0",
-        VLLM_LOGGING_LEVEL="ERROR",
-    )
-    from vllm import LLM
-
-    return LLM(
-        model=str(catalog.resolve("demo", Path.cwd())),
-        dtype=cpu_dtype(),
-        enforce_eager=True,
+def engine(kv_transfer_config: dict[str, Any] | None) -> Any:
+    return offline_engine(
+        str(catalog.resolve("demo", Path.cwd())),
+        kv_transfer_config,
         max_model_len=1024,
         max_num_seqs=BATCH,
         max_num_batched_tokens=1024,
-        block_size=32,
         kv_cache_memory_bytes=512 * 2**20,
-        kv_transfer_config=transfer,
     )
 
 
@@ -113,15 +103,7 @@ def passes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     server = StoreServer(open_store(plan), plan.address)
     server.start()
     try:
-        llm = engine(
-            {
-                "kv_connector": "StoreConnector",
-                "kv_connector_module_path": "loomserve.kvstore.connector",
-                "kv_role": "kv_both",
-                "kv_load_failure_policy": "recompute",
-                "kv_connector_extra_config": plan.connector_options("demo"),
-            }
-        )
+        llm = engine(plan.kv_transfer_config("demo"))
         found: dict[str, Any] = {}
         # Each batch right after its first pass comes from memory; a whole second round of all
         # batches finds most of them on SSD, since memory holds a few batches only.
@@ -135,7 +117,8 @@ def passes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             cached += hit
             llm.reset_prefix_cache()
         promoted, promoted_tokens = answers(llm, batches, options.answer)
-        usage = StoreClient(plan.address, timeout_ms=5000).ask(Inspect(), Usage)
+        with closing(StoreClient(plan.address, timeout_ms=5000)) as client:
+            usage = client.ask(Inspect(), Usage)
         for name, got in (("on_empty", cold), ("from_memory", warm), ("from_ssd", promoted)):
             found[name] = sum(a == b for a, b in zip(off, got, strict=True)) / len(off)
         total = sum(map(len, pieces))

@@ -27,13 +27,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.engine import BLOCK_TOKENS, offline_engine
 from benchmarks.report import Spread, machine, publish
 from loomserve.kvstore.actor import StorePlan, open_store
 from loomserve.kvstore.arena import Arena
 from loomserve.kvstore.checksum import BlockHeader, BlockLayout
 from loomserve.kvstore.client import StoreClient
 from loomserve.kvstore.memory import KvMemory, stream_for
-from loomserve.kvstore.pipeline import Load, Loader, Save, Saver
+from loomserve.kvstore.pipeline import Load, Loader, Save, Saver, TransferTime
 from loomserve.kvstore.protocol import (
     Commit,
     Done,
@@ -48,10 +49,9 @@ from loomserve.kvstore.server import StoreServer
 from loomserve.kvstore.slots import decode_slots
 from loomserve.kvstore.ssd import SsdTier
 from loomserve.platform import catalog
-from loomserve.platform.engine.precision import cpu_dtype
 
 RESULTS = Path(__file__).parent / "results"
-LAYERS, KV_HEADS, BLOCK_TOKENS, HEAD_BYTES = 30, 3, 32, 2 * 64 * 4
+LAYERS, KV_HEADS, HEAD_BYTES = 30, 3, 2 * 64 * 4
 LAYER_BYTES = KV_HEADS * BLOCK_TOKENS * HEAD_BYTES
 BLOCKS = 128
 SPACE, SMALL = b"benchmark-store-", b"benchmark-lookup"
@@ -233,23 +233,25 @@ def hidden_run(engine: Any, length: int, hit_share: float, seed: int) -> dict[st
     engine.generate([TokensPrompt(prompt_token_ids=tokens)], one, use_tqdm=False)
     took = time.perf_counter() - begin
     after = engine.collective_rpc(transfer_times)[0]
-    spent = {
-        what: sum(lane[what] for lane in after) - sum(lane[what] for lane in before)
-        for what in ("copied_bytes", "busy_s", "waited_s")
-    }
+    spent = TransferTime(
+        *(
+            sum(lane[what] for lane in after) - sum(lane[what] for lane in before)
+            for what in ("copied_bytes", "busy_s", "waited_s")
+        )
+    )
     return {
         "length": length,
         "hit_share": hit_share,
         "step_s": took,
-        "transfer_s": spent["busy_s"],
-        "waited_s": spent["waited_s"],
-        "hidden_share": 1 - min(1.0, spent["waited_s"] / spent["busy_s"]),
+        "transfer_s": spent.busy_s,
+        "waited_s": spent.waited_s,
+        "hidden_share": spent.hidden_share,
         # BanaServe, section 4.3.3: hidden as long as a layer's transfer is below a layer's pass.
-        "predicted_hidden_share": min(1.0, took / max(spent["busy_s"], 1e-9)),
+        "predicted_hidden_share": min(1.0, took / max(spent.busy_s, 1e-9)),
     }
 
 
-def transfer_times(worker: Any) -> list[dict[str, float]]:
+def transfer_times(worker: Any) -> list[dict[str, Any]]:
     """Runs in the engine's worker."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
@@ -257,31 +259,15 @@ def transfer_times(worker: Any) -> list[dict[str, float]]:
 
 
 def real_engine(plan: StorePlan) -> Any:
-    os.environ.update(
-        VLLM_CPU_OMP_THREADS_BIND="0",
-        OMP_NUM_THREADS="1",
-        VLLM_USE_V2_MODEL_RUNNER="0",
-        VLLM_LOGGING_LEVEL="ERROR",
-        VLLM_ALLOW_INSECURE_SERIALIZATION="1",
-    )
-    from vllm import LLM
-
-    return LLM(
-        model=str(catalog.resolve("demo", Path.cwd())),
-        dtype=cpu_dtype(),
-        enforce_eager=True,
+    # For transfer_times, which travels to the worker.
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    return offline_engine(
+        str(catalog.resolve("demo", Path.cwd())),
+        plan.kv_transfer_config("demo"),
         max_model_len=2560,
         max_num_seqs=4,
         max_num_batched_tokens=2560,
-        block_size=BLOCK_TOKENS,
         kv_cache_memory_bytes=512 * 2**20,
-        kv_transfer_config={
-            "kv_connector": "StoreConnector",
-            "kv_connector_module_path": "loomserve.kvstore.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": plan.connector_options("demo"),
-        },
     )
 
 

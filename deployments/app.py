@@ -67,7 +67,7 @@ def _llm_config(spec: EngineSpec) -> LLMConfig:
             "kv_cache_memory_bytes": spec.model.kv_cache_memory,
             **({"dtype": cpu_dtype()} if spec.devices[0].kind == "cpu" else {}),
             **spec.model.engine,
-            **_kv_transfer(spec),
+            **({"kv_transfer_config": store} if (store := spec.kv_transfer_config) else {}),
         },
         log_engine_metrics=False,
         # The catalog has put local models in place, and vLLM fetches hub models itself; Ray's own
@@ -84,17 +84,3 @@ def _llm_config(spec: EngineSpec) -> LLMConfig:
             }
         },
     )
-
-
-def _kv_transfer(spec: EngineSpec) -> dict[str, Any]:
-    if spec.kv_connector is None:
-        return {}
-    return {
-        "kv_transfer_config": {
-            "kv_connector": "StoreConnector",
-            "kv_connector_module_path": "loomserve.kvstore.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": spec.kv_connector,
-        }
-    }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from loomserve.platform.config import Device, Model
@@ -37,8 +39,8 @@ class EngineSpec(_Message):
     path: str = Field(description="Local folder or hub id of the weights.")
     internal_token: str
     drain_timeout_s: float
-    kv_connector: dict[str, str] | None = Field(
-        description="Options of the KV store's connector; None: it keeps nothing in the store."
+    kv_transfer_config: dict[str, Any] | None = Field(
+        description="vLLM's option that connects to the KV store; None: it keeps nothing there."
     )
 
 

@@ -155,16 +155,16 @@ class Controller:
                 self._internal_token,
                 self._config.server.drain_timeout_s,
                 self._base,
-                self._kv_connector(model),
+                self._kv_transfer_config(model),
             )
         except ray.exceptions.RayError as error:
             problem = str(error).splitlines()[-1]
         self._fleet.set_failure(model.name, problem)
 
-    def _kv_connector(self, model: Model) -> dict[str, str] | None:
+    def _kv_transfer_config(self, model: Model) -> dict[str, Any] | None:
         if self._store is None or not model.kvstore:
             return None
-        return self._store.connector_options(model.name)
+        return self._store.kv_transfer_config(model.name)
 
     async def _unload(self, name: str, timeout_s: float | None) -> None:
         if timeout_s is None:

@@ -22,7 +22,7 @@ def deploy_model(
     internal_token: str,
     drain_timeout_s: float,
     base: str,
-    kv_connector: dict[str, str] | None,
+    kv_transfer_config: dict[str, Any] | None,
 ) -> str | None:
     """Check a model and hand it to Serve, which starts it in the background.
 
@@ -45,7 +45,7 @@ def deploy_model(
             path=path,
             internal_token=internal_token,
             drain_timeout_s=drain_timeout_s,
-            kv_connector=kv_connector,
+            kv_transfer_config=kv_transfer_config,
         )
         run_model(spec, build_model_app(spec, replicas))
     except LoomserveError as error:

@@ -101,11 +101,8 @@ async def flush(address: str, model: str) -> int:
 async def _ask(address: str, request: Request, expected: type[R]) -> R:
     # A client belongs to one thread, and a thread pool's change.
     def blocking() -> R:
-        client = StoreClient(address, _ANSWER_TIMEOUT_MS)
-        try:
+        with contextlib.closing(StoreClient(address, _ANSWER_TIMEOUT_MS)) as client:
             return client.ask(request, expected)
-        finally:
-            client.close()
 
     try:
         return await asyncio.to_thread(blocking)

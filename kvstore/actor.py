@@ -57,13 +57,19 @@ class StorePlan(BaseModel):
         """What the namespaces mean, kept beside the blocks that live longest."""
         return (self.ssd_folder or self.folder) / "spaces.json"
 
-    def connector_options(self, model: str) -> dict[str, str]:
-        """``kv_connector_extra_config`` of an engine of this model."""
+    def kv_transfer_config(self, model: str) -> dict[str, Any]:
+        """vLLM's option of this name, for an engine of this model."""
         return {
-            "address": self.address,
-            "arena": str(self.arena),
-            "digests": str(cache_folder() / "digests"),
-            "model": model,
+            "kv_connector": "StoreConnector",
+            "kv_connector_module_path": "loomserve.kvstore.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {
+                "address": self.address,
+                "arena": str(self.arena),
+                "digests": str(cache_folder() / "digests"),
+                "model": model,
+            },
         }
 
 

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.engine import offline_engine
 from loomserve.kvstore.actor import StorePlan, open_store
 from loomserve.kvstore.client import StoreClient
 from loomserve.kvstore.protocol import Done, Flush, Inspect, Usage
 from loomserve.kvstore.server import StoreServer
 from loomserve.platform import catalog
-from loomserve.platform.engine.precision import cpu_dtype
-
-BLOCK_TOKENS = 32
 
 
 @dataclass
@@ -27,7 +26,6 @@ class StoredEngine:
     llm: Any
     plan: StorePlan
     server: StoreServer | None = None
-    _clients: list[StoreClient] = field(default_factory=list)
 
     def start_store(self) -> None:
         self.server = StoreServer(open_store(self.plan), self.plan.address)
@@ -45,11 +43,8 @@ class StoredEngine:
         self._ask(Flush(""), Done)
 
     def _ask(self, request: Any, expected: type[Any]) -> Any:
-        client = StoreClient(self.plan.address, timeout_ms=5000)
-        try:
+        with closing(StoreClient(self.plan.address, timeout_ms=5000)) as client:
             return client.ask(request, expected)
-        finally:
-            client.close()
 
     def forget(self) -> None:
         """Empty the engine's own prefix cache, so that only the store can know a prefix."""
@@ -75,14 +70,6 @@ class Answer:
 
 @pytest.fixture(scope="session")
 def stored_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
-    os.environ.update(
-        VLLM_CPU_OMP_THREADS_BIND="0",
-        OMP_NUM_THREADS="1",
-        VLLM_USE_V2_MODEL_RUNNER="0",
-        VLLM_LOGGING_LEVEL="ERROR",
-    )
-    from vllm import LLM
-
     folder = tmp_path_factory.mktemp("kv")
     plan = StorePlan(
         folder=folder,
@@ -96,22 +83,13 @@ def stored_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEn
     )
     engine = StoredEngine(llm=None, plan=plan)
     engine.start_store()
-    engine.llm = LLM(
-        model=str(catalog.resolve("demo", folder)),
-        dtype=cpu_dtype(),
-        enforce_eager=True,
+    engine.llm = offline_engine(
+        str(catalog.resolve("demo", folder)),
+        plan.kv_transfer_config("demo"),
         max_model_len=1024,
         max_num_seqs=4,
         max_num_batched_tokens=256,
-        block_size=BLOCK_TOKENS,
         kv_cache_memory_bytes=96 * 2**20,
-        kv_transfer_config={
-            "kv_connector": "StoreConnector",
-            "kv_connector_module_path": "loomserve.kvstore.connector",
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": plan.connector_options("demo"),
-        },
     )
     yield engine
     del engine.llm

@@ -9,8 +9,9 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from benchmarks.engine import BLOCK_TOKENS
 from loomserve.kvstore.arena import Arena
-from tests.integration.conftest import BLOCK_TOKENS, StoredEngine
+from tests.integration.conftest import StoredEngine
 
 pytestmark = pytest.mark.timeout(300)
 
