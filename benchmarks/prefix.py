@@ -28,12 +28,11 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
-import yaml
 
 from benchmarks.load import Outcome, Target, new_session, post
 from benchmarks.overhead import RequestsFailedError, in_turn
 from benchmarks.report import Spread, machine, percentile, publish
-from benchmarks.servers import Arm, Server, ServerFailedError, running
+from benchmarks.servers import Arm, ServerFailedError, configured_arm, running
 from benchmarks.workload import (
     BLOCK_TOKENS,
     PrefixRequest,
@@ -101,12 +100,7 @@ def arm(name: str, model: str, router: dict[str, str], port: int, folder: Path) 
     }
     if name == "store":
         config["kvstore"] = {"memory": "2GiB"}
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    command = [str(Path(sys.executable).parent / "loomserve"), "serve", str(path)]
-    server = Server(name, command, {}, port, "/ready", folder / f"{name}.log")
-    return Arm(name, [server], Target(f"http://127.0.0.1:{port}", MODEL))
+    return configured_arm(name, config, MODEL, port, folder)
 
 
 def served_tokens(target: Target) -> dict[str, float]:

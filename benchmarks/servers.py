@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -299,14 +299,21 @@ def _bare(name: str, model: str, flags: EngineFlags, port: int, core: int, logs:
 
 def loomserve_arm(name: str, model: str, flags: EngineFlags, port: int, logs: Path) -> Arm:
     """Loomserve with two models: the measured one on one core, an idle one on the other."""
+    return configured_arm(name, loomserve_config(model, flags, port), "measured", port, logs)
+
+
+def configured_arm(
+    name: str, config: Mapping[str, object], model: str, port: int, logs: Path
+) -> Arm:
+    """Loomserve with a configuration, which listens on ``port``; the load goes to ``model``."""
     logs.mkdir(parents=True, exist_ok=True)
     path = logs / f"{name}.yaml"
-    path.write_text(yaml.safe_dump(loomserve_config(model, flags, port)), encoding="utf-8")
+    path.write_text(yaml.safe_dump(config), encoding="utf-8")
     executable = Path(sys.executable).parent / "loomserve"
     server = Server(
         name, [str(executable), "serve", str(path)], {}, port, "/ready", logs / f"{name}.log"
     )
-    return Arm(name, [server], Target(f"http://127.0.0.1:{port}", "measured"))
+    return Arm(name, [server], Target(f"http://127.0.0.1:{port}", model))
 
 
 def loomserve_config(model: str, flags: EngineFlags, port: int) -> dict[str, object]:
