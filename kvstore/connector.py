@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
@@ -101,13 +101,16 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         options = vllm_config.kv_transfer_config.kv_connector_extra_config
-        names = Namespaces(vllm_config, kv_cache_config, Path(options["digests"]))
+        spec = _only_kind(kv_cache_config)
         self._reader: StoreReader | None = None
         self._copier: StoreCopier | None = None
         if role is KVConnectorRole.SCHEDULER:
-            self._reader = StoreReader(StoreClient(options["address"]), names, names.block_size)
+            names = Namespaces(
+                vllm_config, kv_cache_config.kv_cache_layout, spec, Path(options["digests"])
+            )
+            self._reader = StoreReader(StoreClient(options["address"]), names)
         else:
-            self._copier = StoreCopier(options, names)
+            self._copier = StoreCopier(options, vllm_config.parallel_config.rank)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -201,27 +204,20 @@ class Namespaces:
     """
 
     def __init__(
-        self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, digests: Path
+        self, vllm_config: VllmConfig, layout: str | None, spec: KVCacheSpec, digests: Path
     ) -> None:
         model, parallel = vllm_config.model_config, vllm_config.parallel_config
         cache = vllm_config.cache_config
-        if len(kv_cache_config.kv_cache_groups) != 1:
-            raise ValueError(
-                "this model has several kinds of KV cache, which the KV store does not hold yet: "
-                "set kvstore: false for it"
-            )
-        (group,) = kv_cache_config.kv_cache_groups
-        self.block_size: int = group.kv_cache_spec.block_size
+        self.block_size: int = spec.block_size
         self.ranks = parallel.world_size
-        self.rank = parallel.rank
         self._digests = digests
         self._inputs = {
             "weights": _weights(model.model, model.revision, digests),
             "load_format": str(vllm_config.load_config.load_format),
             "model": model.compute_hash(),
-            "kv_dtype": f"{cache.cache_dtype} {group.kv_cache_spec.dtype}",
-            "block": [self.block_size, group.kv_cache_spec.page_size_bytes],
-            "layout": f"{kv_cache_config.kv_cache_layout} {_instruction_set()}",
+            "kv_dtype": f"{cache.cache_dtype} {spec.dtype}",
+            "block": [self.block_size, spec.page_size_bytes],
+            "layout": f"{layout} {_instruction_set()}",
             "layers": model.get_total_num_hidden_layers(),
             "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
             "vllm": vllm_version,
@@ -235,10 +231,10 @@ class Namespaces:
 class StoreReader:
     """EngineCore's side: asks the store about waiting requests, and lists each step's copies."""
 
-    def __init__(self, store: StoreClient, names: Namespaces, block_size: int) -> None:
+    def __init__(self, store: StoreClient, names: Namespaces) -> None:
         self._store = store
         self._names = names
-        self._block_size = block_size
+        self._block_size = names.block_size
         self._namespaces: dict[str | None, list[bytes]] = {}
         self._requests: dict[str, Request] = {}
         self._waiting: dict[str, Waiting] = {}
@@ -429,12 +425,10 @@ class StoreReader:
 class StoreCopier:
     """A worker's side: runs the pipeline around the forward pass."""
 
-    def __init__(self, options: Mapping[str, Any], names: Namespaces) -> None:
+    def __init__(self, options: Mapping[str, Any], rank: int) -> None:
         self._options = options
-        self._names = names
-        self._rank = names.rank
+        self._rank = rank
         self._failed: set[int] = set()
-        self._saving = False
         self._lanes: tuple[Loader, Saver] | None = None
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -455,23 +449,19 @@ class StoreCopier:
 
     def before_layer(self, layer_name: str, saves: list[dict[int, Save]]) -> None:
         loader, saver = self.lanes
-        if saves and not self._saving:
-            self._saving = True
+        if saves and not saver.running:
             saver.start([save[self._rank] for save in saves])
         loader.wait_layer(self._memory.layer_of[layer_name])
 
     def after_layer(self, layer_name: str) -> None:
-        if self._saving:
-            _, saver = self.lanes
-            saver.layer_done(self._memory.layer_of[layer_name])
+        _, saver = self.lanes
+        saver.layer_done(self._memory.layer_of[layer_name])
 
     def end_step(self) -> None:
         loader, saver = self.lanes
         failed = loader.finish()
         self._failed |= failed
-        if self._saving:
-            self._saving = False
-            saver.finish(sound=not failed)
+        saver.finish(sound=not failed)
 
     def take_failed(self) -> set[int]:
         failed, self._failed = self._failed, set()
@@ -487,6 +477,16 @@ class StoreCopier:
             for lane in self._lanes:
                 lane.close()
             self._lanes = None
+
+
+def _only_kind(kv_cache_config: KVCacheConfig) -> KVCacheSpec:
+    if len(kv_cache_config.kv_cache_groups) != 1:
+        raise ValueError(
+            "this model has several kinds of KV cache, which the KV store does not hold yet: "
+            "set kvstore: false for it"
+        )
+    (group,) = kv_cache_config.kv_cache_groups
+    return group.kv_cache_spec
 
 
 def _chain(request: Request, blocks: int) -> bytes:

@@ -259,6 +259,11 @@ class Saver(Lane):
         super().__init__(memory, arena, stream, store)
         self._model = model
 
+    @property
+    def running(self) -> bool:
+        """Whether a step's saves have begun and are not finished."""
+        return self._step is not None
+
     def start(self, saves: Sequence[Save]) -> None:
         """Begin; every layer must then be reported, and :meth:`finish` called.
 
