@@ -1,18 +1,29 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import math
+import statistics
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.workload import (
+    AZURE_LIKE,
     BLOCK_TOKENS,
+    Arrival,
     PrefixRequest,
+    azure,
+    azure_like,
     conversations,
     mooncake,
     reuse,
+    scaled_down,
     spread_over,
+    window,
 )
 
 
@@ -72,3 +83,74 @@ def test_the_spread_over_replicas_is_zero_when_all_got_the_same(
     counts: list[int], expected: float
 ) -> None:
     assert spread_over(counts) == pytest.approx(expected)
+
+
+def test_an_azure_trace_gives_seconds_from_its_first_request_and_lengths(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv.gz"
+    with gzip.open(path, "wt", newline="") as out:
+        out.write("TIMESTAMP,ContextTokens,GeneratedTokens\r\n")
+        out.write("2023-11-16 23:59:59.5000000,374,44\r\n")
+        out.write("2023-11-17 00:00:01.7500000,396,109\r\n")
+    assert azure(path) == [Arrival(0.0, 374, 44), Arrival(2.25, 396, 109)]
+
+
+def test_lengths_shrink_together_and_what_exceeds_the_context_is_left_out() -> None:
+    found = scaled_down([Arrival(0, 400, 40), Arrival(1, 7980, 300), Arrival(2, 3, 6)], 2048)
+    assert found == [Arrival(0, 100, 10), Arrival(2, 1, 2)]
+
+
+def test_each_likeness_has_its_traces_rate_and_median_lengths() -> None:
+    for kind, likeness in AZURE_LIKE.items():
+        found = azure_like(kind, requests=4000, seed="s")
+        assert found[-1].at_s == pytest.approx(4000 / likeness.rate, rel=0.1)
+        medians = (
+            statistics.median(one.prompt_tokens for one in found),
+            statistics.median(one.output_tokens for one in found),
+        )
+        expected = (math.exp(likeness.prompt[0]), math.exp(likeness.output[0]))
+        assert medians == pytest.approx(expected, rel=0.1)
+        assert found != azure_like(kind, requests=4000, seed="other")
+
+
+@given(
+    gaps=st.lists(st.floats(0, 1e3), min_size=4, max_size=40).filter(lambda gaps: min(gaps) > 1e-3),
+    share=st.floats(0.1, 1),
+    rate=st.floats(0.1, 100),
+    seed=st.text(max_size=3),
+)
+def test_a_window_keeps_the_traces_order_and_bursts_at_the_rate_asked_for(
+    gaps: list[float], share: float, rate: float, seed: str
+) -> None:
+    times = list(itertools.accumulate(gaps))
+    arrivals = [Arrival(at, 10 + number, 2 + number) for number, at in enumerate(times)]
+    requests = max(2, int(share * len(arrivals)))
+    found = window(arrivals, requests=requests, rate=rate, seed=seed)
+    start = found[0].tokens - 10
+    assert [one.tokens for one in found] == [10 + start + i for i in range(requests)]
+    assert [one.output_tokens for one in found] == [2 + start + i for i in range(requests)]
+    assert found[0].at_s == 0
+    assert found[-1].at_s == pytest.approx((requests - 1) / rate)
+    stretch = found[-1].at_s / (times[start + requests - 1] - times[start])
+    gaps_found = [b.at_s - a.at_s for a, b in itertools.pairwise(found)]
+    assert gaps_found == pytest.approx(
+        [gap * stretch for gap in gaps[start + 1 : start + requests]], rel=1e-3, abs=1e-6
+    )
+
+
+def test_requests_of_a_window_share_no_prefix_and_have_their_lengths() -> None:
+    arrivals = [Arrival(float(i), 1 + 31 * i, 2) for i in range(20)]
+    found = window(arrivals, requests=20, rate=1.0, seed="s")
+    assert reuse(found) == 0
+    assert [len(one.prompt("a")) for one in found] == [1 + 31 * i for i in range(20)]
+
+
+@pytest.mark.parametrize(("count", "requests"), [(5, 6), (5, 1), (0, 2)])
+def test_a_window_that_the_trace_cannot_give_is_refused(count: int, requests: int) -> None:
+    arrivals = [Arrival(float(i), 10, 10) for i in range(count)]
+    with pytest.raises(ValueError, match="make no window"):
+        window(arrivals, requests=requests, rate=1.0, seed="s")
+
+
+def test_requests_that_arrive_at_once_have_no_rate() -> None:
+    with pytest.raises(ValueError, match="at once"):
+        window([Arrival(1.0, 10, 10)] * 5, requests=3, rate=1.0, seed="s")
