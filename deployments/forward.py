@@ -20,6 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import Receive, Send
 
 from loomserve.deployments.base import INTERNAL_TOKEN_HEADER
+from loomserve.deployments.client_gone import ClientGoneError, while_connected
 from loomserve.deployments.engine_errors import normalise
 from loomserve.platform.errors import EngineGone, Unavailable
 from loomserve.platform.metrics.gateway import GatewayMetrics
@@ -86,20 +87,11 @@ class Forwarder:
             Unavailable: no replica took it in time.
             EngineGone: engines failed before or while answering.
         """
-        relay = asyncio.ensure_future(self._with_retries(request, handle, send))
-        gone = asyncio.ensure_future(_disconnect(receive))
         try:
-            await asyncio.wait((relay, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not relay.done():
-                # Closing the connection is what makes vLLM abort the request.
-                relay.cancel()
-                self._metrics.client_disconnected(request.model)
-                await asyncio.wait((relay,))
-            else:
-                await relay
-        finally:
-            gone.cancel()
-            relay.cancel()
+            # Closing the connection to the engine is what makes vLLM abort the request.
+            await while_connected(self._with_retries(request, handle, send), receive)
+        except ClientGoneError:
+            self._metrics.client_disconnected(request.model)
 
     async def _with_retries(
         self, request: ForwardRequest, handle: DeploymentHandle, send: Send
@@ -209,11 +201,6 @@ class Forwarder:
 def _max_tokens(parsed: Mapping[str, Any]) -> int:
     value = parsed.get("max_completion_tokens") or parsed.get("max_tokens")
     return value if isinstance(value, int) and value > 0 else 256
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _engine_says(response: aiohttp.ClientResponse) -> str:

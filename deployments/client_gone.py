@@ -1,0 +1,40 @@
+"""Work for an HTTP client that may leave before it is done."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+R = TypeVar("R")
+
+
+class ClientGoneError(Exception):
+    """The client closed its connection, and the work was cancelled."""
+
+
+async def while_connected(work: Coroutine[Any, Any, R], receive: Receive) -> R:
+    """The work's result; ``receive`` has given the whole body before.
+
+    Raises:
+        ClientGoneError: the work has ended, cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+            raise ClientGoneError
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
