@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-prefix clean
+.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-prefix bench-pd clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ bench-store: install ## measure the KV store against memory and disk
 
 bench-prefix: install ## measure what the KV store gains on shared prefixes
 	@$(PYTHON) -m benchmarks.prefix
+
+bench-pd: install ## measure what separating prefill from decode gains or costs
+	@$(PYTHON) -m benchmarks.disaggregation
 
 clean: ## remove caches and build output (delete .venv to start over)
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -14,6 +14,7 @@ from ray.serve.handle import DeploymentHandle
 from loomserve.deployments.front_door import exception_handlers
 from loomserve.platform.config import Model
 from loomserve.platform.errors import Unavailable, UnknownModel
+from loomserve.platform.roles import Role
 from loomserve.platform.state import ModelState, State
 
 
@@ -25,6 +26,11 @@ class ScaleRequest(BaseModel):
 class DrainRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     draining: bool = Field(description="True: take no new requests; false: take them again.")
+
+
+class RoleRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    role: Role = Field(description="unified, prefill or decode.")
 
 
 def build_admin_api(controller: DeploymentHandle, kv: APIRouter) -> FastAPI:
@@ -90,6 +96,11 @@ def build_admin_api(controller: DeploymentHandle, kv: APIRouter) -> FastAPI:
     async def drain(replica_id: Annotated[str, Path()], request: DrainRequest) -> Any:
         """Drain a replica: it finishes what it has and takes nothing new, until told otherwise."""
         return await ask("drain", replica_id, request.draining)
+
+    @api.put("/replicas/{replica_id}/role", response_model=State)
+    async def role(replica_id: Annotated[str, Path()], request: RoleRequest) -> Any:
+        """Change what is sent to a replica; what it has begun it finishes."""
+        return await ask("set_role", replica_id, request.role)
 
     api.include_router(kv)
     return api

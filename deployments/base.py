@@ -7,7 +7,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from loomserve.platform.config import Device, Model
-from loomserve.platform.state import ModelStatus, ReplicaLoad
+from loomserve.platform.roles import Role
+from loomserve.platform.state import ModelStatus
+from loomserve.routers.snapshot import RoutingStats
 
 # The Serve applications. A model's application is named after the model, so that it can be loaded,
 # scaled and unloaded without touching any other.
@@ -18,7 +20,10 @@ GATEWAY_DEPLOYMENT = "Gateway"
 CONTROLLER_DEPLOYMENT = "Controller"
 ENGINE_DEPLOYMENT = "Engine"
 
-# Gateways show this to engines, whose ports any local user could reach.
+# Where decode replicas have prompts computed, on a prefill replica's own port.
+PREFILL_PATH = "/loomserve/prefill"
+
+# Gateways and decode replicas show this to engines, whose ports any local user could reach.
 INTERNAL_TOKEN_HEADER = "x-loomserve-internal"
 
 
@@ -54,8 +59,15 @@ class EngineReport(_Message):
     pid: int
     max_model_len: int
     in_flight: int
-    draining: bool
-    load: ReplicaLoad
+    stats: RoutingStats
+
+
+class Peer(_Message):
+    """A live replica, as another of its model needs to know it."""
+
+    id: str
+    address: str
+    stats: RoutingStats
 
 
 class EngineOrders(_Message):
@@ -63,6 +75,10 @@ class EngineOrders(_Message):
 
     draining: bool = Field(description="Take no new requests.")
     stop_timeout_s: float = Field(description="When stopped, wait this long for open requests.")
+    role: Role
+    peers: tuple[Peer, ...] = Field(
+        description="All live replicas of the model; only decode replicas are told."
+    )
 
 
 class KvAccess(_Message):

@@ -28,7 +28,9 @@ from loomserve.deployments.deploy import deploy_model
 from loomserve.deployments.fleet import Fleet
 from loomserve.kvstore.actor import StorePlan
 from loomserve.platform.config import Config, Model
-from loomserve.platform.errors import BadRequest, RequestError
+from loomserve.platform.errors import BadRequest, Conflict, RequestError
+from loomserve.platform.memory import least_replicas
+from loomserve.platform.roles import Role
 from loomserve.platform.state import ModelState, State, Versions
 
 _TICK_S = 0.5
@@ -121,6 +123,9 @@ class Controller:
     async def drain(self, replica_id: str, draining: bool) -> dict[str, Any]:
         return await self._answer(self._drain(replica_id, draining))
 
+    async def set_role(self, replica_id: str, role: str) -> dict[str, Any]:
+        return await self._answer(self._set_role(replica_id, Role(role)))
+
     async def _answer(self, work: Any) -> dict[str, Any]:
         try:
             await work
@@ -142,7 +147,7 @@ class Controller:
                 "configuration and start again",
                 param="kvstore_quota",
             )
-        replicas = 1 if model.replicas == "auto" else model.replicas
+        replicas = least_replicas(model)
         self._fleet.add(model, replicas)
         self._spawn(self._deploy(model, replicas))
 
@@ -198,6 +203,16 @@ class Controller:
 
     async def _drain(self, replica_id: str, draining: bool) -> None:
         self._fleet.set_draining(replica_id, draining)
+
+    async def _set_role(self, replica_id: str, role: Role) -> None:
+        model = self._fleet.model_of(replica_id)
+        if role is not Role.UNIFIED and self._kv_transfer_config(model) is None:
+            raise Conflict(
+                f"model {model.name!r} keeps nothing in a KV store, through which prefill replicas "
+                "hand over: add a kvstore section to the configuration, and do not set the "
+                "model's kvstore to false"
+            )
+        self._fleet.set_role(replica_id, role)
 
     # What goes on by itself
 

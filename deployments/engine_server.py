@@ -22,22 +22,29 @@ from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 from starlette.responses import JSONResponse
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
-from vllm.v1.engine.async_llm import AsyncLLM
 
 from loomserve.deployments.base import (
     CONTROLLER_APP,
     CONTROLLER_DEPLOYMENT,
     INTERNAL_TOKEN_HEADER,
+    PREFILL_PATH,
+    EngineOrders,
     EngineReport,
     EngineSpec,
 )
 from loomserve.deployments.http_server import HttpServer, listen
+from loomserve.deployments.prefill_endpoint import PrefillEndpoint
+from loomserve.deployments.prefill_replicas import PrefillReplicas
 from loomserve.platform.devices import claim, engine_environment
 from loomserve.platform.engine.executor import executor_class
 from loomserve.platform.engine.load import LoadMeter
+from loomserve.platform.engine.prefill_decode import PrefillDecodeLLM
 from loomserve.platform.errors import Forbidden
+from loomserve.platform.roles import Role, configured_role
+from loomserve.routers.snapshot import RoutingStats
 
 _REPORT_PERIOD_S = 2.0
 
@@ -51,9 +58,9 @@ class MeteredEngine(VLLMEngine):  # type: ignore[misc]
 
     def _start_async_llm_engine(
         self, vllm_engine_args: Any, vllm_engine_config: Any, placement_group: Any
-    ) -> AsyncLLM:
+    ) -> PrefillDecodeLLM:
         vllm_engine_config.parallel_config.placement_group = placement_group
-        return AsyncLLM(
+        return PrefillDecodeLLM(
             vllm_config=vllm_engine_config,
             executor_class=executor_class(vllm_engine_config),
             log_requests=vllm_engine_args.enable_log_requests,
@@ -62,17 +69,24 @@ class MeteredEngine(VLLMEngine):  # type: ignore[misc]
         )
 
     @property
+    def llm(self) -> PrefillDecodeLLM:
+        assert isinstance(self._engine_client, PrefillDecodeLLM), "start() comes first"
+        return self._engine_client
+
+    @property
     def max_model_len(self) -> int:
         return int(self._engine_client.model_config.max_model_len)
 
-    def limits(self) -> dict[str, int]:
-        """How much fits at once: requests in a batch, and tokens of KV."""
-        config = self._engine_client.vllm_config
+    def routing_stats(self, role: Role, *, draining: bool) -> RoutingStats:
+        config = self.llm.vllm_config
         blocks = config.cache_config.num_gpu_blocks or 0
-        return {
-            "max_running": int(config.scheduler_config.max_num_seqs),
-            "kv_capacity_tokens": int(blocks * config.cache_config.block_size),
-        }
+        return RoutingStats(
+            load=self.meter.read(),
+            max_running=config.scheduler_config.max_num_seqs,
+            kv_capacity_tokens=blocks * config.cache_config.block_size,
+            draining=draining,
+            role=role,
+        )
 
 
 class NoNodeInit(CallbackBase):  # type: ignore[misc]
@@ -83,7 +97,7 @@ class NoNodeInit(CallbackBase):  # type: ignore[misc]
 
 
 class GuardedApp:
-    """The engine's app, for gateways only, counting its open requests."""
+    """The engine's app, for the platform's own processes, counting its open requests."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
@@ -127,7 +141,15 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         # Engine processes inherit the environment of the replica that starts them.
         os.environ.update(engine_environment(self._claim.device))
         await super().__init__(llm_config, engine_cls=MeteredEngine)
-        self._app = GuardedApp(await self.engine.build_asgi_app(), self._spec.internal_token)
+        self._prefill_replicas = PrefillReplicas(
+            self._spec.internal_token, self._spec.model.router.load_limit
+        )
+        if self._spec.model.roles is not None:
+            self.engine.llm.local_prompt_tokens = self._spec.model.roles.local_prompt_tokens
+        self._take_role(configured_role(self._spec.model, self._claim.device.name))
+        app = await self.engine.build_asgi_app()
+        app.router.routes.append(Route(PREFILL_PATH, PrefillEndpoint(self.engine.llm)))
+        self._app = GuardedApp(app, self._spec.internal_token)
         # The address Ray itself uses: loopback if the platform was started for loopback.
         host = ray._private.worker._global_node.node_ip_address
         sock = listen(host, 0)
@@ -142,11 +164,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Serve's hook: what routers decide by, polled about once a second."""
-        return {
-            "load": self.engine.meter.read().model_dump(),
-            "draining": self._draining,
-            **self.engine.limits(),
-        }
+        return self._stats().model_dump(mode="json")
 
     async def check_health(self) -> None:
         await super().check_health()
@@ -162,27 +180,40 @@ class EngineServer(LLMServer):  # type: ignore[misc]
             pid=os.getpid(),
             max_model_len=self.engine.max_model_len,
             in_flight=self._app.open_requests,
-            draining=self._draining,
-            load=self.engine.meter.read(),
+            stats=self._stats(),
         )
+
+    def _stats(self) -> RoutingStats:
+        return self.engine.routing_stats(self._role, draining=self._draining)
 
     async def _report_forever(self) -> None:
         controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
         while True:
             # The controller may be restarting; the next report will reach it.
             with contextlib.suppress(Exception):
-                orders = await asyncio.wait_for(
+                answer = await asyncio.wait_for(
                     controller.report.remote(self.report().model_dump()), timeout=5
                 )
-                self._draining = orders["draining"]
-                self._stop_timeout_s = orders["stop_timeout_s"]
+                self._obey(EngineOrders.model_validate(answer))
             await asyncio.sleep(_REPORT_PERIOD_S)
+
+    def _obey(self, orders: EngineOrders) -> None:
+        self._draining = orders.draining
+        self._stop_timeout_s = orders.stop_timeout_s
+        self._prefill_replicas.learn(orders.peers)
+        self._take_role(orders.role)
+
+    def _take_role(self, role: Role) -> None:
+        self._role = role
+        hands_over = role is Role.DECODE
+        self.engine.llm.remote = self._prefill_replicas.prefill if hands_over else None
 
     async def __del__(self) -> None:
         """Serve's last call: finish what runs, then stop the engine."""
         if hasattr(self, "_http"):
             self._reporting.cancel()
             await self._http.stop(self._stop_timeout_s)
+            await self._prefill_replicas.close()
         engine = getattr(self, "engine", None)
         if engine is not None and engine._engine_client is not None:
             engine._engine_client.shutdown()

@@ -14,12 +14,14 @@ from loomserve.deployments.base import (
     EngineOrders,
     EngineReport,
     ModelRoute,
+    Peer,
     ReplicaRoute,
     model_app,
 )
 from loomserve.platform.config import Device, Model
 from loomserve.platform.devices import place
 from loomserve.platform.errors import Conflict, NotFound, UnknownModel
+from loomserve.platform.roles import Role
 from loomserve.platform.state import DeviceState, ModelState, ModelStatus, ReplicaState
 
 # Three reports missed in a row: the replica is gone or hangs, and must not count as an answer.
@@ -32,6 +34,8 @@ class _ModelRecord:
     target_replicas: int
     unload_deadline: float | None = None
     failure: str | None = None
+    roles: dict[str, Role] = field(default_factory=dict)
+    """By device, where an operator has changed it."""
 
 
 @dataclass
@@ -39,6 +43,10 @@ class _ReplicaRecord:
     report: EngineReport
     seen_at: float
     draining: bool
+
+    @property
+    def stops(self) -> bool:
+        return self.draining or self.report.stats.draining
 
 
 @dataclass
@@ -102,25 +110,63 @@ class Fleet:
         Raises:
             NotFound: no replica of that id has reported.
         """
-        if replica_id not in self._replicas:
-            known = ", ".join(sorted(self._replicas)) or "none"
-            raise NotFound(f"there is no replica {replica_id!r}; the replicas are: {known}")
-        self._replicas[replica_id].draining = draining
+        self._replica(replica_id).draining = draining
+
+    def model_of(self, replica_id: str) -> Model:
+        """
+        Raises:
+            NotFound: no replica of that id has reported.
+        """
+        return self._replica(replica_id).report.model
+
+    def set_role(self, replica_id: str, role: Role) -> None:
+        """Also for the replicas that will come after it on its device.
+
+        Raises:
+            NotFound: no replica of that id has reported.
+        """
+        report = self._replica(replica_id).report
+        self._record(report.model.name).roles[report.device] = role
 
     def report(self, report: EngineReport, now: float) -> EngineOrders:
         """Take in a replica's report and tell it what to do."""
         before = self._replicas.get(report.replica_id)
-        draining = report.draining if before is None else before.draining
+        draining = report.stats.draining if before is None else before.draining
         self._replicas[report.replica_id] = _ReplicaRecord(report, now, draining)
         record = self._models.get(report.model.name)
         if record is None:
             # A restarted controller meets a model that was loaded at run time.
             record = _ModelRecord(report.model, target_replicas=1)
             self._models[report.model.name] = record
-        if record.unload_deadline is None:
-            return EngineOrders(draining=draining, stop_timeout_s=self.drain_timeout_s)
-        left = max(0.0, record.unload_deadline - now)
-        return EngineOrders(draining=True, stop_timeout_s=left)
+        unloading = record.unload_deadline is not None
+        role = self._role(record, report)
+        return EngineOrders(
+            draining=draining or unloading,
+            stop_timeout_s=self.drain_timeout_s
+            if record.unload_deadline is None
+            else max(0.0, record.unload_deadline - now),
+            role=role,
+            peers=self._peers(record, now) if role is Role.DECODE else (),
+        )
+
+    def _role(self, record: _ModelRecord, report: EngineReport) -> Role:
+        return record.roles.get(report.device, report.stats.role)
+
+    def _peers(self, record: _ModelRecord, now: float) -> tuple[Peer, ...]:
+        return tuple(
+            Peer(
+                id=replica.report.replica_id,
+                address=replica.report.address,
+                # As they will be told with their next report.
+                stats=replica.report.stats.model_copy(
+                    update={
+                        "role": self._role(record, replica.report),
+                        "draining": replica.stops,
+                    }
+                ),
+            )
+            for replica in self._live(record.model.name, now)
+        )
 
     def routes(self, now: float) -> tuple[ModelRoute, ...]:
         return tuple(
@@ -165,6 +211,12 @@ class Fleet:
             raise UnknownModel(unknown_model_message(name, self._models))
         return self._models[name]
 
+    def _replica(self, replica_id: str) -> _ReplicaRecord:
+        if replica_id not in self._replicas:
+            known = ", ".join(sorted(self._replicas)) or "none"
+            raise NotFound(f"there is no replica {replica_id!r}; the replicas are: {known}")
+        return self._replicas[replica_id]
+
     def _live(self, name: str, now: float) -> list[_ReplicaRecord]:
         return [
             record
@@ -203,9 +255,10 @@ class Fleet:
                     device=r.report.device,
                     address=r.report.address,
                     pid=r.report.pid,
-                    draining=r.draining or r.report.draining,
+                    draining=r.stops,
+                    role=self._role(record, r.report),
                     in_flight=r.report.in_flight,
-                    load=r.report.load,
+                    load=r.report.stats.load,
                 )
                 for r in sorted(self._live(name, now), key=lambda r: r.report.device)
             ),

@@ -31,6 +31,7 @@ from loomserve.kvstore.fingerprint import folder_digest, namespace
 from loomserve.kvstore.memory import KvMemory, stream_for
 from loomserve.kvstore.pipeline import Load, Loader, Save, Saver
 from loomserve.kvstore.protocol import (
+    HANDED_OVER,
     PIN,
     PINNED_BLOCKS,
     Done,
@@ -60,6 +61,8 @@ _PIN_WAIT_S = 0.01
 _POLL_S = 0.005
 # However slow the SSD, a request waits for it no longer than this.
 _LONGEST_WAIT_S = 2.0
+# A prefill engine's answer may come before its workers' commits, by far less than this.
+_LONGEST_COMMIT_S = 0.2
 # Time to compute a prompt token, until steps have been measured.
 _FIRST_GUESS_S_PER_TOKEN = 1e-3
 _SMOOTHING = 0.1
@@ -292,7 +295,8 @@ class StoreReader:
                 for rank, one in enumerate(found)
                 if one.lease
             },
-            pending=self._worth_waiting(found, now - first_asked_at),
+            pending=self._worth_waiting(found, now - first_asked_at)
+            or self._being_committed(request, found, now - first_asked_at),
         )
         self._waiting[request.request_id] = waiting
         return waiting
@@ -305,6 +309,12 @@ class StoreReader:
                 recompute_s = missing * self._block_size * self._s_per_token
                 return waited_s + one.ready_s < min(recompute_s, _LONGEST_WAIT_S)
         return False
+
+    def _being_committed(self, request: Request, found: Iterable[Found], waited_s: float) -> bool:
+        """Whether blocks that a prefill engine computed will come sooner than computed again."""
+        handed_over: int = (request.kv_transfer_params or {}).get(HANDED_OVER, 0)
+        missing = handed_over // self._block_size - min(one.in_memory for one in found)
+        return waited_s < min(missing * self._block_size * self._s_per_token, _LONGEST_COMMIT_S)
 
     def allocated(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
         """The request will be scheduled, with this many tokens from the store."""

@@ -15,6 +15,8 @@ PIN = "loomserve_pin"
 """In a request's ``kv_transfer_params``: pin (true) or unpin (false) its prompt."""
 PINNED_BLOCKS = "loomserve_pinned_blocks"
 """In the answer's ``kv_transfer_params``: how many blocks that concerned."""
+HANDED_OVER = "loomserve_handed_over"
+"""In a request's ``kv_transfer_params``: so many of its tokens another engine just computed."""
 NAMESPACE_BYTES = 16
 WRITE_S = 60.0
 """A writer that takes longer has died, and its slots go to others."""

@@ -36,6 +36,7 @@ _UNITS = {
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
 }  # fmt: skip
 
+LOCAL_PROMPT_TOKENS = 128
 _SMALLEST_KV_STORE = 64 * 2**20
 # vLLM's options that put a connector of their own where the store's is.
 _KV_TRANSFER_OPTIONS = ("kv_transfer_config", "kv_offloading_size")
@@ -154,6 +155,23 @@ class KvStore(_Node):
         return self
 
 
+class Roles(_Node):
+    """Prefill and decode on replicas of their own; the KV passes through the store."""
+
+    prefill: int = Field(
+        ge=1, description="Replicas that compute prompts: those on the model's first devices."
+    )
+    decode: int = Field(
+        ge=1,
+        description="Replicas that generate tokens: those on the next devices; any others do both.",
+    )
+    local_prompt_tokens: int = Field(
+        LOCAL_PROMPT_TOKENS,
+        ge=0,
+        description="A prompt of at most this length is computed where it is decoded.",
+    )
+
+
 class Model(_Node):
     """One model as users see it: a name, where its weights are, and where it runs."""
 
@@ -179,6 +197,9 @@ class Model(_Node):
     )
     kvstore_quota: Bytes | None = Field(
         None, description="The store's memory that its blocks may take at most; null: all of it."
+    )
+    roles: Roles | None = Field(
+        None, description="Separate prefill from decode; null: every replica does both."
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
@@ -220,7 +241,19 @@ class Model(_Node):
                 f"1 to {len(self.devices)}",
                 "replicas",
             )
+        if self.roles is not None:
+            self._check_roles(self.roles)
         return self
+
+    def _check_roles(self, roles: Roles) -> None:
+        needed = roles.prefill + roles.decode
+        there = len(self.devices) if self.replicas == "auto" else self.replicas
+        if needed > there:
+            raise _FieldError(
+                f"model {self.name!r} asks for {needed} replicas to prefill or decode, and has "
+                f"{there} {'devices' if self.replicas == 'auto' else 'replicas'}",
+                "roles",
+            )
 
 
 class ApiKey(_Node):
@@ -329,6 +362,13 @@ class Config(_Node):
                     f"model {model.name!r} keeps nothing in a KV store: add a kvstore section to "
                     "the file and do not set the model's kvstore to false, or set no quota",
                     *("models", index, "kvstore_quota"),
+                )
+            if model.roles is not None and not in_store:
+                raise _FieldError(
+                    f"model {model.name!r} hands its KV from prefill to decode through the KV "
+                    "store: add a kvstore section to the file and do not set the model's kvstore "
+                    "to false, or set no roles",
+                    *("models", index, "roles"),
                 )
             for option in _KV_TRANSFER_OPTIONS if in_store else ():
                 if option in model.engine:

@@ -19,6 +19,13 @@ def replica_bytes(model: Model, weight_bytes: int) -> float:
     return ENGINE_BYTES + 2 * weight_bytes + model.kv_cache_memory
 
 
+def least_replicas(model: Model) -> int:
+    """The replicas that a model's configuration insists on."""
+    if model.replicas != "auto":
+        return model.replicas
+    return 1 if model.roles is None else model.roles.prefill + model.roles.decode
+
+
 def plan_replicas(
     models: Sequence[Model],
     weight_bytes: Mapping[str, int],
@@ -33,7 +40,7 @@ def plan_replicas(
     Raises:
         StartError: the least that the configuration asks for does not fit.
     """
-    wanted = {model.name: 1 if model.replicas == "auto" else model.replicas for model in models}
+    wanted = {model.name: least_replicas(model) for model in models}
     cost = {model.name: replica_bytes(model, weight_bytes[model.name]) for model in models}
     left = available_bytes - PLATFORM_BYTES - kvstore_bytes
     left -= sum(wanted[model.name] * cost[model.name] for model in models)

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from loomserve.platform.roles import Role
+
 
 class _Snapshot(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
@@ -35,6 +37,7 @@ class ReplicaState(_Snapshot):
     address: str = Field(description="host:port of the engine's own HTTP server.")
     pid: int = Field(description="Process of the replica; its engine is a child.")
     draining: bool = Field(description="True: finishes its requests and takes no new ones.")
+    role: Role = Field(description="unified, or what is sent to it: prefill or decode.")
     in_flight: int = Field(description="Requests that gateways have open on it.")
     load: ReplicaLoad | None = Field(description="None until the engine has reported.")
 

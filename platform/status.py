@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loomserve.platform.errors import LoomserveError
+from loomserve.platform.roles import Role
 from loomserve.platform.state import ModelState, ModelStatus, ReplicaState, State
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -183,7 +184,9 @@ def _replica(replica: ReplicaState) -> list[Text]:
         if load
         else ["-"] * 4
     )
-    device = f"{replica.device} (draining)" if replica.draining else replica.device
+    notes = [] if replica.role is Role.UNIFIED else [str(replica.role)]
+    notes += ["draining"] if replica.draining else []
+    device = f"{replica.device} ({', '.join(notes)})" if notes else replica.device
     return [Text(cell) for cell in (device, *measured, str(replica.in_flight))]
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from loomserve.platform.roles import Role
 from loomserve.platform.state import ReplicaLoad
 from loomserve.routers.in_flight import NOTHING, Assigned, Booking
 
@@ -55,6 +56,7 @@ class Replica:
     """Requests the engine runs at once (``max_num_seqs``); 1 until it has said."""
     kv_capacity_tokens: int | None = None
     draining: bool = False
+    role: Role = Role.UNIFIED
     assigned: Assigned = NOTHING
     """What this process has open on it."""
     assigned_when_measured: Assigned = NOTHING

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from loomserve.platform.roles import Role
 from loomserve.routers.base import Decision, Pick, Replica
 
 
@@ -13,14 +14,17 @@ def candidates(
 ) -> list[Replica]:
     """The replicas that may take a request, without loads that are out of date.
 
+    Prefill replicas take clients' requests only where nobody else is left to.
+
     A report counts in full until it is ``stale_after_s`` old (the ledger keeps it current until
     then) and not at all afterwards. ``now`` is Unix time in seconds.
     """
-    return [
+    willing = [
         _forget_stale_load(replica, now, stale_after_s)
         for replica in replicas
         if not replica.draining and replica.id not in exclude
     ]
+    return [replica for replica in willing if replica.role is not Role.PREFILL] or willing
 
 
 def decide(eligible: Sequence[Replica], pick: Pick) -> Decision | None:

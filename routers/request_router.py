@@ -19,7 +19,7 @@ from ray.serve._private.request_router.request_router import FIFOMixin, RequestR
 from loomserve.routers import in_flight, load_aware, power_of_two, round_robin
 from loomserve.routers.base import Decision, Pick, Replica, RoutingPayload
 from loomserve.routers.decision import candidates, decide
-from loomserve.routers.snapshot import snapshot
+from loomserve.routers.snapshot import RoutingStats, snapshot
 
 
 class LoomRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
@@ -88,13 +88,17 @@ def eligible_replicas(
     """Snapshots of the replicas that may take the request, now."""
     return candidates(
         [
-            snapshot(replica.replica_id.unique_id, replica.routing_stats, in_flight.IN_FLIGHT)
+            snapshot(replica.replica_id.unique_id, _stats(replica), in_flight.IN_FLIGHT)
             for replica in running
         ],
         exclude=frozenset() if payload is None else payload.exclude,
         now=time.time(),
         stale_after_s=stale_after_s,
     )
+
+
+def _stats(replica: RunningReplica) -> RoutingStats | None:
+    return RoutingStats.model_validate(replica.routing_stats) if replica.routing_stats else None
 
 
 def book(payload: RoutingPayload, decision: Decision, model: str, policy: str) -> None:

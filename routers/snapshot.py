@@ -2,31 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from pydantic import BaseModel, ConfigDict
 
+from loomserve.platform.roles import Role
 from loomserve.platform.state import ReplicaLoad
 from loomserve.routers.base import Replica
 from loomserve.routers.in_flight import InFlight
 
 
-def snapshot(replica_id: str, stats: Mapping[str, Any], ledger: InFlight) -> Replica:
-    """Join what a replica's ``record_routing_stats`` returned with what is open on it.
+class RoutingStats(BaseModel):
+    """What a replica tells those who choose among replicas."""
 
-    Args:
-        stats: ``{"load": ReplicaLoad's fields or None, "max_running": int,
-            "kv_capacity_tokens": int or None, "draining": bool}``; empty before the first report.
-    """
+    model_config = ConfigDict(frozen=True)
+
+    load: ReplicaLoad | None
+    max_running: int
+    kv_capacity_tokens: int | None
+    draining: bool
+    role: Role
+
+
+def snapshot(replica_id: str, stats: RoutingStats | None, ledger: InFlight) -> Replica:
+    """Join what a replica said last, None before its first word, with what is open on it."""
     assigned = ledger.of(replica_id)
-    if not stats:
+    if stats is None:
         return Replica(replica_id, assigned=assigned)
-    load = None if stats["load"] is None else ReplicaLoad.model_validate(stats["load"])
+    load = stats.load
     return Replica(
         id=replica_id,
         load=load,
-        max_running=stats["max_running"],
-        kv_capacity_tokens=stats["kv_capacity_tokens"],
-        draining=stats["draining"],
+        max_running=stats.max_running,
+        kv_capacity_tokens=stats.kv_capacity_tokens,
+        draining=stats.draining,
+        role=stats.role,
         assigned=assigned,
         assigned_when_measured=assigned
         if load is None

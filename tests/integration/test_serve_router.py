@@ -103,6 +103,7 @@ def stats(running: int, *, draining: bool = False) -> dict[str, Any]:
         "max_running": 10,
         "kv_capacity_tokens": 1_000,
         "draining": draining,
+        "role": "unified",
     }
 
 

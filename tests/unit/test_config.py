@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loomserve.platform.config import load, parse, parse_bytes
+from loomserve.platform.config import Model, load, parse, parse_bytes
 from loomserve.platform.errors import ConfigError
+from loomserve.platform.roles import Role, configured_role
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 HASH = "sha256:" + "0" * 64
@@ -176,6 +177,14 @@ BAD_FIELDS = [
      "set its kvstore to false"),
     ("max_model_len: 4096", "kv_offloading_size: 4", "models[0].engine.kv_offloading_size",
      "set its kvstore to false"),
+    # Prefill and decode
+    ("replicas: 2", "roles: {prefill: 2, decode: 1}", "models[0].roles", "and has 2 devices"),
+    ("replicas: 2", "replicas: 1\n    roles: {prefill: 1, decode: 1}", "models[0].roles",
+     "and has 1 replicas"),
+    ("replicas: 2", "roles: {prefill: 0, decode: 1}", "models[0].roles.prefill", "equal to 1"),
+    ("replicas: 2", "roles: {prefill: 1}", "models[0].roles.decode", "must be given"),
+    ("replicas: 2", "kvstore: false\n    roles: {prefill: 1, decode: 1}", "models[0].roles",
+     "through the KV store"),
     # Doors open to the network
     ("host: 127.0.0.1", "host: 0.0.0.0", "server.host", "admin_token_hash must be set"),
     ("host: 127.0.0.1", "host: '::'", "server.host", "admin_token_hash must be set"),
@@ -287,6 +296,19 @@ def test_a_model_that_keeps_nothing_in_the_kv_store_may_use_another_connector() 
     text = GOOD.replace("    replicas: 2\n", "    replicas: 2\n    kvstore: false\n")
     text = text.replace("max_model_len: 4096", "kv_transfer_config: {kv_connector: Other}")
     assert parse(text).models[0].engine == {"kv_transfer_config": {"kv_connector": "Other"}}
+
+
+def test_roles_go_to_devices_in_their_order_and_what_is_left_does_both() -> None:
+    devices = ("a", "b", "c", "d")
+    model = Model(name="m", source="demo", devices=devices, roles={"prefill": 1, "decode": 2})
+    assert [configured_role(model, device) for device in devices] == [
+        Role.PREFILL,
+        Role.DECODE,
+        Role.DECODE,
+        Role.UNIFIED,
+    ]
+    alone = Model(name="m", source="demo", devices=devices)
+    assert {configured_role(alone, device) for device in devices} == {Role.UNIFIED}
 
 
 def test_merge_keys_and_anchors_of_yaml_work() -> None:

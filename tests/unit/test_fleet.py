@@ -8,7 +8,9 @@ from loomserve.deployments.base import EngineReport
 from loomserve.deployments.fleet import REPORT_EXPIRES_S, Fleet
 from loomserve.platform.config import Device, Model
 from loomserve.platform.errors import Conflict, NotFound, UnknownModel
+from loomserve.platform.roles import Role
 from loomserve.platform.state import ModelStatus, ReplicaLoad
+from loomserve.routers.snapshot import RoutingStats
 
 DEVICES = (Device(name="core0", cores=(0,)), Device(name="core1", cores=(1,)))
 MODEL = Model(name="org/m", source="demo", devices=("core0", "core1"))
@@ -24,9 +26,12 @@ def report(replica: str = "r0", device: str = "core0", **changes: object) -> Eng
     load = ReplicaLoad(running=0, waiting=0, kv_cache_usage=0, step_time_s=0, measured_at=0)
     values = {
         "model": MODEL, "replica_id": replica, "device": device, "address": "127.0.0.1:1",
-        "pid": 1, "max_model_len": 64, "in_flight": 0, "draining": False, "load": load,
+        "pid": 1, "max_model_len": 64, "in_flight": 0,
     }  # fmt: skip
-    return EngineReport(**{**values, **changes})
+    stats = {"load": load, "max_running": 8, "kv_capacity_tokens": 64, "draining": False,
+             "role": Role.UNIFIED}  # fmt: skip
+    stats |= {name: changes.pop(name) for name in ("draining", "role") if name in changes}
+    return EngineReport(**{**values, **changes}, stats=RoutingStats(**stats))
 
 
 def status(of: Fleet, now: float) -> ModelStatus:
@@ -105,3 +110,35 @@ def test_unload_waits_for_what_runs_but_not_beyond_its_deadline() -> None:
         some.begin_unload("org/m", deadline=20)
     some.remove("org/m")
     assert not some.routes(5)
+
+
+def test_a_role_is_ordered_with_the_next_report_and_belongs_to_the_device() -> None:
+    some = fleet()
+    some.report(report("r0", "core0"), 0)
+    some.set_role("r0", Role.PREFILL)
+    assert some.report(report("r0", "core0"), 1).role is Role.PREFILL
+    assert some.report(report("r1", "core1"), 1).role is Role.UNIFIED
+    # The replica that takes its place starts with what the configuration says.
+    assert some.report(report("r2", "core0"), 2).role is Role.PREFILL
+    assert {r.id: r.role for r in some.model_states(2)[0].replicas}["r2"] is Role.PREFILL
+    with pytest.raises(NotFound, match="r0"):
+        some.set_role("r9", Role.DECODE)
+
+
+def test_a_new_controller_leaves_replicas_in_the_roles_they_have() -> None:
+    assert fleet().report(report(role=Role.DECODE), 0).role is Role.DECODE
+
+
+def test_only_decode_replicas_hear_of_their_peers_and_of_their_roles_to_come() -> None:
+    some = fleet()
+    some.report(report("r0", "core0"), 0)
+    some.set_role("r0", Role.PREFILL)
+    assert not some.report(report("r1", "core1"), 1).peers
+    some.set_role("r1", Role.DECODE)
+    peers = {peer.id: peer for peer in some.report(report("r1", "core1"), 1).peers}
+    assert peers["r0"].stats.role is Role.PREFILL
+    some.set_draining("r0", True)
+    peers = {peer.id: peer for peer in some.report(report("r1", "core1"), 2).peers}
+    assert peers["r0"].stats.draining
+    later = REPORT_EXPIRES_S + 1
+    assert {peer.id for peer in some.report(report("r1", "core1"), later).peers} == {"r1"}

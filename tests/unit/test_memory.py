@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.config import Model
+from loomserve.platform.config import Model, Roles
 from loomserve.platform.errors import StartError
 from loomserve.platform.memory import PLATFORM_BYTES, plan_replicas, replica_bytes
 
@@ -40,6 +40,14 @@ def test_the_kv_store_takes_its_memory_before_replicas_grow() -> None:
     assert plan_replicas([model("a")], {"a": 0}, available, kvstore_bytes=GIB) == {"a": 1}
     with pytest.raises(StartError, match=r"lower kv_cache_memory, kvstore\.memory or replicas"):
         plan_replicas([model("a")], {"a": 0}, available, kvstore_bytes=64 * GIB)
+
+
+def test_auto_starts_at_least_the_replicas_that_roles_ask_for() -> None:
+    separated = model("a", devices=4).model_copy(update={"roles": Roles(prefill=1, decode=2)})
+    cost = replica_bytes(separated, 0)
+    assert plan_replicas([separated], {"a": 0}, PLATFORM_BYTES + 3 * cost) == {"a": 3}
+    with pytest.raises(StartError):
+        plan_replicas([separated], {"a": 0}, PLATFORM_BYTES + 2 * cost)
 
 
 @given(

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loomserve.platform.roles import Role
 from loomserve.platform.state import ReplicaLoad
 from loomserve.routers import load_aware, power_of_two, round_robin
 from loomserve.routers.base import Decision, Pick, Replica
@@ -61,6 +62,7 @@ fleets = st.lists(
         max_running=st.integers(1, 64),
         kv_capacity_tokens=st.none() | st.integers(1, 10_000),
         draining=st.booleans(),
+        role=st.sampled_from(Role),
         assigned=assigned,
         assigned_when_measured=assigned,
     ),
@@ -76,11 +78,12 @@ picks = st.one_of(
 
 
 @given(fleets, picks, st.data())
-def test_a_pick_is_a_replica_that_neither_drains_nor_is_excluded(
+def test_a_pick_neither_drains_nor_is_excluded_nor_prefills_where_others_answer(
     fleet: list[Replica], pick: Pick, data: st.DataObject
 ) -> None:
     exclude = data.draw(st.frozensets(st.sampled_from([r.id for r in fleet])))
-    allowed = {r.id for r in fleet if not r.draining and r.id not in exclude}
+    willing = [r for r in fleet if not r.draining and r.id not in exclude]
+    allowed = {r.id for r in willing if r.role is not Role.PREFILL} or {r.id for r in willing}
     decision = decide(candidates(fleet, exclude=exclude, now=NOW, stale_after_s=10), pick)
     if decision is None:
         assert not allowed

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from loomserve.platform.roles import Role
 from loomserve.routers.in_flight import NOTHING, Assigned, Booking, InFlight
-from loomserve.routers.snapshot import snapshot
+from loomserve.routers.snapshot import RoutingStats, snapshot
 
 
 def test_a_request_counts_from_its_start_to_its_end() -> None:
@@ -133,9 +134,11 @@ def test_a_snapshot_joins_the_report_with_the_ledger(draining: bool) -> None:
         "max_running": 8,
         "kv_capacity_tokens": 200,
         "draining": draining,
+        "role": "decode",
     }
-    seen = snapshot("a", stats, ledger)
+    seen = snapshot("a", RoutingStats.model_validate(stats), ledger)
     assert seen.draining is draining
+    assert seen.role is Role.DECODE
     assert seen.assigned == Assigned(2, 30)
     assert seen.assigned_when_measured == Assigned(1, 10)
     assert seen.queue_length == 7
@@ -144,10 +147,15 @@ def test_a_snapshot_joins_the_report_with_the_ledger(draining: bool) -> None:
 
 @pytest.mark.parametrize(
     "stats",
-    [{}, {"load": None, "max_running": 8, "kv_capacity_tokens": None, "draining": False}],
+    [
+        None,
+        RoutingStats(
+            load=None, max_running=8, kv_capacity_tokens=None, draining=False, role=Role.UNIFIED
+        ),
+    ],
     ids=["no report", "an engine that has not measured yet"],
 )
-def test_before_the_first_measurement_only_the_ledger_counts(stats: dict[str, object]) -> None:
+def test_before_the_first_measurement_only_the_ledger_counts(stats: RoutingStats | None) -> None:
     ledger = InFlight()
     ledger.started(Booking(), "a", tokens=10, now=1.0)
     seen = snapshot("a", stats, ledger)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from loomserve.platform.roles import Role
 from loomserve.platform.state import (
     DeviceState,
     ModelState,
@@ -29,8 +30,8 @@ LOAD = ReplicaLoad(
     running=7, waiting=3, kv_cache_usage=0.4567, step_time_s=0.01234, measured_at=1.7e9
 )
 REPLICA = ReplicaState(
-    id="r1", device="core0", address="127.0.0.1:9000", pid=1, draining=False, in_flight=11,
-    load=LOAD,
+    id="r1", device="core0", address="127.0.0.1:9000", pid=1, draining=False, role=Role.UNIFIED,
+    in_flight=11, load=LOAD,
 )  # fmt: skip
 MODEL = ModelState(
     name="chat", source="demo", status=ModelStatus.READY, target_replicas=2, router="load_aware",
@@ -109,6 +110,15 @@ def test_a_model_shows_its_status_and_a_line_a_replica() -> None:
     load = ("7", "3", "45.7", "12.3", "11")
     assert row(text, "chat", "ready", "load_aware", "1/2", "core0", *load)
     assert row(text, "", "", "", "", "core1 (draining)", *load)
+
+
+def test_a_role_shows_beside_the_device() -> None:
+    decode = REPLICA.model_copy(update={"role": Role.DECODE})
+    both = (decode, decode.model_copy(update={"role": Role.PREFILL, "draining": True}))
+    model = MODEL.model_copy(update={"replicas": both})
+    text = printed(STATE.model_copy(update={"models": (model,)}))
+    assert row(text, "1/2", "core0 (decode)")
+    assert row(text, "", "core0 (prefill, draining)")
 
 
 def test_devices_versions_and_uptime_are_shown() -> None:
