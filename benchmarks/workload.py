@@ -4,8 +4,9 @@ A request is a list of prefix blocks, each named by a number; equal leading numb
 tokens. Mooncake's conversations share prefixes; the requests of Azure's traces share none.
 
 What is scaled to a small machine: a Mooncake trace's 512-token blocks become ``BLOCK_TOKENS``
-tokens, its output lengths shrink by the same factor; all of an Azure trace's lengths are divided by
-``AZURE_SCALE``. Arrivals are stretched or compressed to the rate asked for.
+tokens, and its output lengths shrink by the same factor; an Azure trace's prompts are divided by
+``PROMPT_SCALE`` and its outputs, many of them a few tokens long, by ``OUTPUT_SCALE``. Arrivals are
+stretched or compressed to the rate asked for.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _SCALE = _TRACE_BLOCK_TOKENS // BLOCK_TOKENS
 # A block that so many conversations begin with is a system prompt, and does not tell them apart.
 _COMMON_SHARE = 0.05
 _VOCABULARY = (1000, 40000)
-AZURE_SCALE = 4
+PROMPT_SCALE = 8
+OUTPUT_SCALE = 4
 
 
 @dataclass(frozen=True)
@@ -215,15 +217,15 @@ def azure_like(kind: str, *, requests: int, seed: str) -> list[Arrival]:
 
 
 def scaled_down(arrivals: Iterable[Arrival], context: int) -> list[Arrival]:
-    """Lengths divided by ``AZURE_SCALE``; what then exceeds ``context`` tokens is left out.
+    """With lengths that a small machine can serve; what exceeds ``context`` tokens is left out.
 
     An output keeps at least two tokens, so that there is a time between tokens.
     """
     scaled = (
         Arrival(
             one.at_s,
-            max(1, one.prompt_tokens // AZURE_SCALE),
-            max(2, one.output_tokens // AZURE_SCALE),
+            max(1, one.prompt_tokens // PROMPT_SCALE),
+            max(2, one.output_tokens // OUTPUT_SCALE),
         )
         for one in arrivals
     )

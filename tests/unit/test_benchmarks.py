@@ -7,6 +7,7 @@ import itertools
 import json
 from collections.abc import Callable, Coroutine
 from functools import partial
+from pathlib import Path
 
 import pytest
 import yaml
@@ -16,6 +17,8 @@ from aiohttp.typedefs import Handler
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks import disaggregation
+from benchmarks.disaggregation import Answer, Slo, answer, continued
 from benchmarks.load import (
     EventStream,
     Outcome,
@@ -28,7 +31,7 @@ from benchmarks.load import (
     prompts,
     tokens_within,
 )
-from benchmarks.overhead import in_turn
+from benchmarks.overhead import RequestsFailedError, in_turn
 from benchmarks.report import (
     Sample,
     WindowTooShortError,
@@ -39,6 +42,7 @@ from benchmarks.report import (
     ttft_added_ms,
 )
 from benchmarks.servers import EngineFlags, loomserve_config
+from benchmarks.workload import PrefixRequest
 from loomserve.platform import config
 
 
@@ -270,3 +274,121 @@ def test_both_arms_get_the_same_engine() -> None:
     assert idle.engine == measured.engine
     assert served.device(measured.devices[0]).cores == (0,)
     assert served.device(idle.devices[0]).cores == (1,)
+
+
+ASKED = PrefixRequest(at_s=0.0, blocks=(0, 1), tokens=50, output_tokens=3)
+
+
+def test_an_answers_times_are_those_of_its_tokens_alone() -> None:
+    stream = read([delta("x"), delta(""), delta("y"), USAGE + DONE])
+    found = answer(stream, [1.0, 1.5, 1.75, 1.75, 1.75], ASKED, due=0.5)
+    assert found.times == (1.0, 1.5, 1.75)
+    assert (found.ttft_ms, found.tpot_ms) == (500.0, 375.0)
+    assert found.gaps_ms == [500.0, 250.0]
+    assert found.handoff_ms == 250.0
+
+
+@pytest.mark.parametrize(
+    ("chunks", "error"),
+    [
+        ([delta("x"), delta("y")], "before"),
+        ([delta("x"), event(error={"message": "engine gone"}), DONE], "engine gone"),
+        ([USAGE, DONE], "in 0 events"),
+        ([delta("x")] * 4 + [USAGE, DONE], "in 4 events"),
+        ([delta("x"), event(usage={"prompt_tokens": 50, "completion_tokens": 2}), DONE], "2 token"),
+        ([delta("x"), event(usage={"prompt_tokens": 49, "completion_tokens": 3}), DONE], "49 and"),
+    ],
+)
+def test_an_answer_other_than_asked_for_is_refused(chunks: list[bytes], error: str) -> None:
+    stream = read(chunks)
+    with pytest.raises(RequestsFailedError, match=error):
+        answer(stream, [1.0] * stream.events, ASKED, due=0.0)
+
+
+def answered(tokens: int, ttft_ms: float, *gaps_ms: float) -> Answer:
+    times = itertools.accumulate([ttft_ms, *gaps_ms])
+    return Answer(0.0, tuple(at / 1000 for at in times), tokens, 1 + len(gaps_ms))
+
+
+SLO = Slo.over(
+    [answered(100, 10, 4, 4), answered(300, 30, 2, 2), answered(300, 50, 6, 6)],
+    ttft_times=5,
+    tpot_times=3,
+)
+
+
+def test_the_slo_is_a_multiple_of_the_idle_server_for_that_length_of_prompt() -> None:
+    assert SLO.lengths == (100, 300)
+    assert (*SLO.ttft_ms, SLO.tpot_ms) == pytest.approx((50, 200, 12))
+    assert SLO.met(answered(200, 124, 12, 11))
+    assert not SLO.met(answered(200, 126, 12, 11))
+    assert not SLO.met(answered(200, 124, 12, 13))
+    assert not SLO.met(answered(10, 51, 1))
+
+
+def test_only_requests_that_were_continued_count_as_handed_over() -> None:
+    page = (
+        "# TYPE loomserve_handoffs_total counter\n"
+        'loomserve_handoffs_total{model="m",outcome="continued",replica="a"} 12.0\n'
+        'loomserve_handoffs_total{outcome="continued",replica="b"} 3\n'
+        'loomserve_handoffs_total{outcome="recomputed",replica="b"} 100.0\n'
+        'loomserve_handoffs_created{outcome="continued",replica="b"} 1e9\n'
+    )
+    assert continued(page) == 15
+    assert continued("") == 0
+
+
+def test_the_hand_off_is_what_the_second_token_waits_beyond_a_later_one_and_the_copy() -> None:
+    rounds = [[answered(64, 9, 30 + n, 10, 10), answered(256, 9, 50 + n, 10, 10)] for n in range(3)]
+    found = disaggregation.handoff(list(itertools.chain(*rounds)), {64: 1.0, 256: 3.0})
+    assert found["handoff_ms_p50"] == pytest.approx(31)
+    assert found["handoff_over_copy_ms_p50"] == pytest.approx(29)
+    assert found["handoff_spread"]["handoff_ms_p50"]["max"] == pytest.approx(32)
+    assert found["handoff_by_prompt"]["256"]["handoff_ms_p50"] == pytest.approx(41)
+
+
+def test_the_probes_are_rounds_of_all_lengths_that_share_no_prefix() -> None:
+    found = disaggregation.probes()
+    lengths = disaggregation.PROBE_LENGTHS
+    assert tuple(one.tokens for one in found) == lengths * disaggregation.PROBES
+    assert len({one.blocks[0] for one in found}) == len(found)
+
+
+def test_separation_is_compared_a_pair_and_apart_for_long_prompts() -> None:
+    unified = [answered(100 * n, 10, 5, 5) for n in range(1, 7)]
+    separated = [answered(100 * n, 10 * n, 10, 5) for n in range(1, 7)]
+    found = disaggregation.comparison([(separated, unified)] * 3, SLO)
+    assert found["ttft_p50_ratio"] == pytest.approx(3.5)
+    assert found["tpot_p50_ratio"] == pytest.approx(1.5)
+    assert found["goodput_ratio"] == 1.0
+    assert found["unified"]["requests"] == 18
+    assert found["long_prompts"]["from_tokens"] == 500
+    assert found["long_prompts"]["ttft_p50_ratio"] == pytest.approx(5.5)
+    assert found["long_prompts"]["separated"]["requests"] == 6
+    agreed = {
+        *("tpot_p99_ratio", "itl_p99_ratio", "ttft_p50_ratio", "ttft_p99_ratio", "goodput_ratio")
+    }
+    assert agreed <= found.keys()
+    assert agreed <= found["long_prompts"].keys()
+    assert agreed <= found["spread"].keys()
+
+
+def test_goodput_has_a_ratio_even_where_the_unified_arm_meets_no_slo() -> None:
+    late = [answered(100, 1e4, 5)] * 4
+    assert disaggregation.comparison([(late, late)], SLO)["goodput_ratio"] == 0
+    early = [answered(100, 1, 5)] * 4
+    assert disaggregation.comparison([(early, late)], SLO)["goodput_ratio"] == 4
+
+
+def test_both_arms_are_one_configuration_but_for_the_roles(tmp_path: Path) -> None:
+    names = (disaggregation.SEPARATED, disaggregation.UNIFIED)
+    for name in names:
+        disaggregation.arm(name, "/models/m", 8000, tmp_path)
+    separated, unified = (
+        config.parse((tmp_path / f"{name}.yaml").read_text(encoding="utf-8")) for name in names
+    )
+    roles = separated.models[0].roles
+    assert roles is not None
+    assert (roles.prefill, roles.decode, unified.models[0].roles) == (1, 1, None)
+    assert separated.models[0].model_copy(update={"roles": None}) == unified.models[0]
+    assert separated.model_copy(update={"models": unified.models}) == unified

@@ -94,9 +94,10 @@ def test_an_azure_trace_gives_seconds_from_its_first_request_and_lengths(tmp_pat
     assert azure(path) == [Arrival(0.0, 374, 44), Arrival(2.25, 396, 109)]
 
 
-def test_lengths_shrink_together_and_what_exceeds_the_context_is_left_out() -> None:
-    found = scaled_down([Arrival(0, 400, 40), Arrival(1, 7980, 300), Arrival(2, 3, 6)], 2048)
-    assert found == [Arrival(0, 100, 10), Arrival(2, 1, 2)]
+def test_lengths_shrink_and_what_exceeds_the_context_is_left_out() -> None:
+    found = scaled_down([Arrival(0, 400, 40), Arrival(1, 8000, 100), Arrival(2, 3, 6)], 1024)
+    assert found == [Arrival(0, 50, 10), Arrival(2, 1, 2)]
+    assert scaled_down([Arrival(1, 8000, 96)], 1024) == [Arrival(1, 1000, 24)]
 
 
 def test_each_likeness_has_its_traces_rate_and_median_lengths() -> None:
