@@ -1,8 +1,9 @@
 """Are greedy tokens the same whoever computed the KV?
 
 Real prompts go through a real engine in batches of the same composition: without the store, with
-it while it is empty, with the prefix from memory, and with the prefix from SSD. The answers of
-each pass stand against those of the first. The last line of the output is one JSON object.
+it while it is empty, with the prefix from memory, and with the prefix from SSD. Then each batch
+goes to a platform that prefills on one replica and decodes on another. The answers of each pass
+stand against those of the first. The last line of the output is one JSON object.
 
 ``--prompts`` takes JSON lines (gzipped or not); every text field ``--field`` is cut to ``--tokens``
 tokens, so that documents give as many prompts as they have room for.
@@ -11,27 +12,37 @@ tokens, so that documents give as many prompts as they have room for.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import gzip
 import json
 import os
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import offline_engine
+import uvloop
+from prometheus_client.parser import text_string_to_metric_families
+
+from benchmarks.engine import BLOCK_TOKENS, offline_engine
+from benchmarks.load import Target, new_session
 from benchmarks.report import machine, publish
+from benchmarks.servers import configured_arm, running
 from loomserve.kvstore.actor import StorePlan, open_store
 from loomserve.kvstore.client import StoreClient
 from loomserve.kvstore.protocol import Inspect, Usage
 from loomserve.kvstore.server import StoreServer
 from loomserve.platform import catalog
+from loomserve.platform.engine.precision import cpu_dtype
 
 RESULTS = Path(__file__).parent / "results"
 BATCH = 8
+MODEL = "demo"
+PORT = 18660
 
 
 def texts(path: Path, field: str) -> Iterator[str]:
@@ -84,6 +95,75 @@ def answers(llm: Any, batches: Sequence[list[list[int]]], tokens: int) -> tuple[
     return found, cached
 
 
+def separated(batches: Sequence[list[list[int]]], tokens: int, folder: Path) -> Any:
+    """Greedy tokens by way of a prefill replica and a decode replica, and the shares of requests
+    that were handed over and of prompt tokens that came from the store."""
+    config = {
+        "devices": [{"name": f"core{core}", "kind": "cpu", "cores": [core]} for core in range(2)],
+        "models": [
+            {
+                "name": MODEL,
+                "source": "demo",
+                "devices": ["core0", "core1"],
+                "replicas": 2,
+                "roles": {"prefill": 1, "decode": 1, "local_prompt_tokens": 0},
+                "engine": {
+                    "max_model_len": 1024,
+                    "max_num_seqs": BATCH,
+                    "block_size": BLOCK_TOKENS,
+                    "enforce_eager": True,
+                    "dtype": cpu_dtype(),
+                },
+            }
+        ],
+        "kvstore": {"memory": "1GiB"},
+        "server": {"port": PORT},
+    }
+    arm = configured_arm("separated", config, MODEL, PORT, folder)
+    with running([arm], start_timeout=600, bind=False):
+        arm.thaw()
+        time.sleep(5)  # replicas hear of each other with their reports
+        found = [uvloop.run(over_http(arm.target, batch, tokens)) for batch in batches]
+        time.sleep(2.5)
+        with urllib.request.urlopen(f"{arm.target.url}/metrics", timeout=10) as response:
+            page = response.read().decode()
+    handed_over = metric(page, "loomserve_handoffs_total", outcome="continued")
+    from_store = metric(page, "loomserve_handoff_tokens_total", source="store")
+    requests = sum(map(len, batches))
+    prompt_tokens = sum(len(ids) for batch in batches for ids in batch)
+    answers = [ids for batch in found for ids in batch]
+    return answers, handed_over / requests, from_store / prompt_tokens
+
+
+async def over_http(target: Target, batch: list[list[int]], tokens: int) -> list[list[int]]:
+    async with new_session() as session:
+
+        async def one(ids: list[int]) -> list[int]:
+            body = {
+                "model": target.model,
+                "prompt": ids,
+                "max_tokens": tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+                "return_token_ids": True,
+            }
+            async with session.post(f"{target.url}/v1/completions", json=body) as response:
+                response.raise_for_status()
+                answer = await response.json()
+            return list(answer["choices"][0]["token_ids"])
+
+        return await asyncio.gather(*map(one, batch))
+
+
+def metric(page: str, name: str, **labels: str) -> float:
+    return sum(
+        sample.value
+        for family in text_string_to_metric_families(page)
+        for sample in family.samples
+        if sample.name == name and labels.items() <= sample.labels.items()
+    )
+
+
 def passes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     plan = StorePlan(
         folder=folder,
@@ -103,7 +183,7 @@ def passes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     server = StoreServer(open_store(plan), plan.address)
     server.start()
     try:
-        llm = engine(plan.kv_transfer_config("demo"))
+        llm = engine(plan.kv_transfer_config(MODEL))
         found: dict[str, Any] = {}
         # Each batch right after its first pass comes from memory; a whole second round of all
         # batches finds most of them on SSD, since memory holds a few batches only.
@@ -119,7 +199,11 @@ def passes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         promoted, promoted_tokens = answers(llm, batches, options.answer)
         with closing(StoreClient(plan.address, timeout_ms=5000)) as client:
             usage = client.ask(Inspect(), Usage)
-        for name, got in (("on_empty", cold), ("from_memory", warm), ("from_ssd", promoted)):
+        del llm
+        apart, handed_over, from_store = separated(batches, options.answer, folder)
+        rounds = {"on_empty": cold, "from_memory": warm, "from_ssd": promoted,
+                  "prefill_decode": apart}  # fmt: skip
+        for name, got in rounds.items():
             found[name] = sum(a == b for a, b in zip(off, got, strict=True)) / len(off)
         total = sum(map(len, pieces))
         return {
@@ -128,7 +212,12 @@ def passes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 a == b for a, b in zip(warm, promoted, strict=True)
             )
             / len(warm),
-            "cached_share": {"from_memory": cached / total, "from_ssd": promoted_tokens / total},
+            "cached_share": {
+                "from_memory": cached / total,
+                "from_ssd": promoted_tokens / total,
+                "prefill_decode": from_store,
+            },
+            "handed_over_share": handed_over,
             "store": {
                 "capacity_bytes": usage.capacity_bytes,
                 "ssd_used_bytes": usage.ssd_used_bytes,
