@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +16,7 @@ PAGE = 4096
 
 SEAL_BYTES = 8
 
-_CHECKSUM = struct.Struct("<Q")
+_CHECKSUM = np.dtype("<u8")
 
 
 class BlockHeader(NamedTuple):
@@ -51,6 +52,12 @@ def seed(namespace: bytes, key: bytes) -> int:
     return xxh3_64_intdigest(namespace + key)
 
 
+def layer_digest(piece: NDArray[np.uint8], layer: int, block_seed: int) -> int:
+    """The checksum of a layer's bytes of a block."""
+    # The layer is part of the seed, so that two layers of one block cannot change places.
+    return xxh3_64_intdigest(piece.data, (block_seed + layer) % 2**64)
+
+
 @dataclass(frozen=True)
 class BlockLayout:
     """How a block lies in its slot: ``layers`` pieces of ``layer_bytes`` each, then one checksum
@@ -68,7 +75,7 @@ class BlockLayout:
         """Bytes of the block alone."""
         return self.layers * self.layer_bytes
 
-    @property
+    @cached_property
     def slot_bytes(self) -> int:
         return round_up(self.checksum_offset(self.layers), PAGE)
 
@@ -76,36 +83,31 @@ class BlockLayout:
         """The layer's bytes themselves, ``layer_bytes`` of them."""
         return view[layer * self.layer_bytes : (layer + 1) * self.layer_bytes]
 
-    def checksum_offset(self, layer: int) -> int:
-        return round_up(self.block_bytes, _CHECKSUM.size) + layer * _CHECKSUM.size
+    def pieces(self, view: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        """All layers' bytes themselves, ``[layers, layer_bytes]``."""
+        return view[: self.block_bytes].reshape(self.layers, self.layer_bytes)
 
-    def seal_layer(
-        self,
-        view: NDArray[np.uint8],
-        layer: int,
-        block_seed: int,
-        source: NDArray[np.uint8] | None = None,
-    ) -> None:
-        """Store the checksum that the layer's bytes must have: of ``source``, from which they were
-        copied, else as they are now."""
-        piece = self.piece(view, layer) if source is None else source
-        digest = self._digest(piece, layer, block_seed)
-        _CHECKSUM.pack_into(view.data, self.checksum_offset(layer), digest)
+    def checksum_offset(self, layer: int) -> int:
+        return round_up(self.block_bytes, _CHECKSUM.itemsize) + layer * _CHECKSUM.itemsize
+
+    def checksums(self, view: NDArray[np.uint8]) -> NDArray[np.uint64]:
+        """The layers' checksums themselves, ``[layers]``."""
+        return view[self.checksum_offset(0) : self.checksum_offset(self.layers)].view(_CHECKSUM)
+
+    def seal_layer(self, view: NDArray[np.uint8], layer: int, block_seed: int) -> None:
+        """Store the checksum of the layer's bytes as they are now."""
+        self.checksums(view)[layer] = layer_digest(self.piece(view, layer), layer, block_seed)
 
     def check_layer(self, view: NDArray[np.uint8], layer: int, block_seed: int) -> bool:
         """Whether the layer's bytes are those that were sealed as this layer of this block."""
         if view.nbytes != self.slot_bytes:
             return False
-        (stored,) = _CHECKSUM.unpack_from(view.data, self.checksum_offset(layer))
-        return bool(stored == self._digest(self.piece(view, layer), layer, block_seed))
+        digest = layer_digest(self.piece(view, layer), layer, block_seed)
+        return bool(self.checksums(view)[layer] == digest)
 
     def check(self, view: NDArray[np.uint8], block_seed: int) -> bool:
         """``check_layer`` of all layers."""
         return all(self.check_layer(view, layer, block_seed) for layer in range(self.layers))
-
-    def _digest(self, piece: NDArray[np.uint8], layer: int, block_seed: int) -> int:
-        # The layer is part of the seed, so that two layers of one block cannot change places.
-        return xxh3_64_intdigest(piece.data, (block_seed + layer) % 2**64)
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from loomserve.kvstore.arena import Arena
-from loomserve.kvstore.checksum import BlockLayout, seed
+from loomserve.kvstore.checksum import BlockLayout, layer_digest, seed
 from loomserve.kvstore.client import StoreAwayError, StoreClient
 from loomserve.kvstore.memory import HostStream, KvMemory
 from loomserve.kvstore.protocol import (
@@ -69,10 +69,11 @@ class Save:
 
 @dataclass(frozen=True)
 class Copy:
-    """One block between the engine's memory and a slot."""
+    """One block between the engine's memory and a slot: its layers' pieces and checksums there."""
 
     block: int
-    slot: NDArray[np.uint8]
+    pieces: NDArray[np.uint8]
+    checksums: NDArray[np.uint64]
     seed: int
 
 
@@ -117,7 +118,8 @@ class Lane:
     def _copy(self, namespace: bytes, keys: bytes, position: int, slot: int, block: int) -> Copy:
         key = keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
         view = self._arena.view(slot, self._layout.slot_bytes)
-        return Copy(block, view, seed(namespace, key))
+        pieces, checksums = self._layout.pieces(view), self._layout.checksums(view)
+        return Copy(block, pieces, checksums, seed(namespace, key))
 
     def _few(self, copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
         """So many at a time that the processor's cache still has their bytes for the checksums."""
@@ -200,16 +202,21 @@ class Loader(Lane):
         failed: list[int] = []
         for together in self._few(copies):
             for copy in together:
-                self._memory.from_host(layer, copy.block, self._layout.piece(copy.slot, layer))
+                self._memory.from_host(layer, copy.block, copy.pieces[layer])
             self._stream.settle()
-            # Checked after the copy: a slot that changed hands before or meanwhile is found out.
-            failed += [
-                copy.block
-                for copy in together
-                if not self._layout.check_layer(copy.slot, layer, copy.seed)
-            ]
+            failed += [copy.block for copy in together if not self._arrived(layer, copy)]
         self.time.copied_bytes += len(copies) * self._memory.layer_bytes
         return failed
+
+    def _arrived(self, layer: int, copy: Copy) -> bool:
+        """Whether the engine has got what was sealed as this layer of this block.
+
+        Checked after the copy: a slot that changed hands before or meanwhile is found out. And
+        where the CPU can read the engine's own bytes, it is those that must be right.
+        """
+        own = self._memory.on_host(layer, copy.block)
+        piece = copy.pieces[layer] if own is None else own
+        return layer_digest(piece, layer, copy.seed) == copy.checksums.item(layer)
 
     def _report(self, loads: Sequence[Load], failed: set[int]) -> None:
         for load in loads:
@@ -349,7 +356,7 @@ class Saver(Lane):
         whole = True
         for together in self._few(copies):
             for copy in together:
-                self._memory.to_host(layer, copy.block, self._layout.piece(copy.slot, layer))
+                self._memory.to_host(layer, copy.block, copy.pieces[layer])
             self._stream.settle()
             for copy in together:
                 whole = self._seal(layer, copy) and whole
@@ -364,8 +371,6 @@ class Saver(Lane):
         of the engine's bytes, and where the CPU cannot read those, the slot is compared with them.
         """
         own = self._memory.on_host(layer, copy.block)
-        self._layout.seal_layer(copy.slot, layer, copy.seed, own)
-        if own is not None:
-            return True
-        piece = self._layout.piece(copy.slot, layer)
-        return self._memory.equals_host(layer, copy.block, piece)
+        piece = copy.pieces[layer]
+        copy.checksums[layer] = layer_digest(piece if own is None else own, layer, copy.seed)
+        return own is not None or self._memory.equals_host(layer, copy.block, piece)

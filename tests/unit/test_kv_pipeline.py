@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from loomserve.kvstore import pipeline
 from loomserve.kvstore.arena import Arena, ArenaOwner
@@ -60,6 +61,16 @@ class Scribbler(HostStream):
             for slot in range(1, EXTENT // 4096):
                 piece = self._arena.view(slot, 4096)[(LAYERS - 1) * LAYER_BYTES :][:LAYER_BYTES]
                 piece ^= 1
+
+
+class Spoiler(HostStream):
+    """Something that flips a bit of ``target`` after each layer's copy, before its check."""
+
+    target: NDArray[np.uint8] | None = None
+
+    def settle(self) -> None:
+        if self.target is not None:
+            self.target[-1] ^= 1
 
 
 class Engine:
@@ -218,6 +229,31 @@ def test_a_bad_layer_condemns_exactly_its_block_and_the_store_forgets_it(
     until(lambda: store.found(chain("a", 4)) == 2)
     assert store.found(chain("b", 2)) == 2
     assert store.usage().corrupt_blocks == 1
+
+
+def test_bytes_that_are_spoilt_on_their_way_into_the_engine_condemn_their_block(
+    store: Store,
+) -> None:
+    stream = Spoiler()
+    engine = Engine(store, 1, stream)
+    engine.save([save_of("a", [0, 1])])
+    store.settled()
+    stream.target = engine.caches[1, 8].reshape(-1).view(torch.uint8).numpy()
+    assert engine.load([store.load(chain("a", 2), [8, 9])]) == {8}
+    engine.close()
+
+
+def test_a_slot_that_changes_after_its_bytes_were_copied_harms_nobody(store: Store) -> None:
+    stream = Spoiler()
+    engine = Engine(store, 1, stream)
+    engine.save([save_of("a", [0, 1])])
+    store.settled()
+    load = store.load(chain("a", 2), [8, 9])
+    # The last layer's: after two layers it is as before, after the third it is wrong.
+    stream.target = Arena.attach(store.folder / "arena").view(load.slots[0], LAYERS * LAYER_BYTES)
+    assert engine.load([load]) == set()
+    assert torch.equal(engine.caches[:, [8, 9]], engine.caches[:, [0, 1]])
+    engine.close()
 
 
 def test_a_slot_that_went_to_another_block_is_reported_and_harms_nobody(
