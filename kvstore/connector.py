@@ -32,6 +32,7 @@ from loomserve.kvstore.memory import KvMemory, stream_for
 from loomserve.kvstore.pipeline import Load, Loader, Save, Saver
 from loomserve.kvstore.protocol import (
     HANDED_OVER,
+    HANDS_OVER,
     PIN,
     PINNED_BLOCKS,
     Done,
@@ -42,6 +43,7 @@ from loomserve.kvstore.protocol import (
 )
 from loomserve.kvstore.radix import KEY_BYTES
 from loomserve.kvstore.slots import decode_slots
+from loomserve.kvstore.tail import tail_key
 
 if TYPE_CHECKING:
     from vllm.forward_context import ForwardContext
@@ -255,25 +257,42 @@ class StoreReader:
         if request.skip_reading_prefix_cache:
             # It wants the logits of its prompt too.
             return 0
-        # A token must be left to compute, for the logits.
-        blocks = (request.num_tokens - 1) // self._block_size
-        skip = computed // self._block_size
-        if blocks <= skip:
+        tokens = self._loadable(request)
+        if tokens <= computed:
             return 0
-        waiting = self._ask(request, skip, blocks, now)
+        waiting = self._ask(request, tokens, computed // self._block_size, now)
         if waiting is None:
             return 0
         if waiting.pending:
             return None
-        return max(0, waiting.blocks - skip) * self._block_size
+        return max(0, min(tokens, waiting.blocks * self._block_size) - computed)
 
-    def _ask(self, request: Request, skip: int, blocks: int, now: float) -> Waiting | None:
+    def _loadable(self, request: Request) -> int:
+        """Tokens that blocks in the store may have: full ones, and a tail that was handed over."""
+        # A token must be left to compute, for the logits.
+        most = request.num_tokens - 1
+        full = most // self._block_size * self._block_size
+        return max(full, min(most, _handed_over(request))) if full else 0
+
+    def _keys(self, request: Request, tokens: int) -> bytes:
+        """The chain of the blocks that hold the first ``tokens``."""
+        full, rest = divmod(tokens, self._block_size)
+        chain = _chain(request, full)
+        if not rest:
+            return chain
+        begin, end = full * self._block_size, _handed_over(request)
+        if end - begin >= self._block_size:
+            # A full one, of which the last token is computed again.
+            return _chain(request, full + 1)
+        return chain + tail_key(chain, request.all_token_ids[begin:end])
+
+    def _ask(self, request: Request, tokens: int, skip: int, now: float) -> Waiting | None:
         known = self._waiting.get(request.request_id)
         if known is not None and known.skip == skip:
             age = now - known.asked_at
             if age < (_POLL_S if known.pending else _LEASE_S / 2):
                 return known
-        keys = _chain(request, blocks)
+        keys = self._keys(request, tokens)
         first_asked_at = known.first_asked_at if known else now
         self._forget(request.request_id)
         try:
@@ -312,9 +331,9 @@ class StoreReader:
 
     def _being_committed(self, request: Request, found: Iterable[Found], waited_s: float) -> bool:
         """Whether blocks that a prefill engine computed will come sooner than computed again."""
-        handed_over: int = (request.kv_transfer_params or {}).get(HANDED_OVER, 0)
-        missing = handed_over // self._block_size - min(one.in_memory for one in found)
-        return waited_s < min(missing * self._block_size * self._s_per_token, _LONGEST_COMMIT_S)
+        there = min(one.in_memory for one in found) * self._block_size
+        missing: int = min(_handed_over(request), request.num_tokens - 1) - there
+        return waited_s < min(missing * self._s_per_token, _LONGEST_COMMIT_S)
 
     def allocated(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
         """The request will be scheduled, with this many tokens from the store."""
@@ -324,7 +343,8 @@ class StoreReader:
         if not external_tokens:
             self._release(waiting)
             return
-        end = waiting.skip + external_tokens // self._block_size
+        full, rest = divmod(external_tokens, self._block_size)
+        end = waiting.skip + full + bool(rest)
         names = self._ranks(request)
         self._loads.append(
             {
@@ -335,6 +355,8 @@ class StoreReader:
                     slots=slots[: end - waiting.skip],
                     blocks=block_ids[waiting.skip : end],
                     lease=lease,
+                    # The step writes into a block that is loaded in part.
+                    ahead=bool(rest),
                 )
                 for rank, (lease, slots) in waiting.leases.items()
             }
@@ -355,13 +377,12 @@ class StoreReader:
             if request is None:
                 continue
             after = computed + scheduled.num_scheduled_tokens[request_id]
-            # Under async scheduling the newest tokens, and so their block's hash, are not known.
-            full = min(after // self._block_size, len(request.block_hashes))
-            if full <= self._saved.get(request_id, 0):
+            keys = self._computed_keys(request, after)
+            count = len(keys) // KEY_BYTES
+            if count <= self._saved.get(request_id, 0):
                 continue
-            self._saved[request_id] = full
-            keys = _chain(request, full)
-            blocks = self._tables[request_id][:full]
+            self._saved[request_id] = count
+            blocks = self._tables[request_id][:count]
             if _NULL_BLOCK in blocks:
                 # A sliding window has passed them, and their KV is gone.
                 continue
@@ -370,6 +391,17 @@ class StoreReader:
                 rank: Save(name, keys, blocks, recompute_s)
                 for rank, name in enumerate(self._ranks(request))
             }
+
+    def _computed_keys(self, request: Request, tokens: int) -> bytes:
+        """The chain of the blocks that are worth saving once ``tokens`` are computed."""
+        # Under async scheduling the newest tokens, and so their block's hash, are not known.
+        full = min(tokens // self._block_size, len(request.block_hashes))
+        chain = _chain(request, full)
+        prompt = request.num_prompt_tokens
+        tail = prompt - full * self._block_size
+        if full and 0 < tail < self._block_size and tokens >= prompt and _hands_over(request):
+            chain += tail_key(chain, request.all_token_ids[prompt - tail : prompt])
+        return chain
 
     def step_done(self, now: float) -> None:
         """Learn the time a prompt token takes from steps that were mostly prefill."""
@@ -501,6 +533,15 @@ def _only_kind(kv_cache_config: KVCacheConfig) -> KVCacheSpec:
 
 def _chain(request: Request, blocks: int) -> bytes:
     return b"".join(block_hash[:KEY_BYTES] for block_hash in request.block_hashes[:blocks])
+
+
+def _handed_over(request: Request) -> int:
+    tokens: int = (request.kv_transfer_params or {}).get(HANDED_OVER, 0)
+    return tokens
+
+
+def _hands_over(request: Request) -> bool:
+    return HANDS_OVER in (request.kv_transfer_params or {})
 
 
 def _computed_tokens(scheduled: SchedulerOutput) -> dict[str, int]:

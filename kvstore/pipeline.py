@@ -44,7 +44,11 @@ _CACHED_BYTES = 2**17
 
 @dataclass(frozen=True)
 class Load:
-    """Blocks ``[first, first + len(slots))`` of a chain go from their slots to ``blocks``."""
+    """Blocks ``[first, first + len(slots))`` of a chain go from their slots to ``blocks``.
+
+    With ``ahead``, the last one is whole before the forward pass begins, which will write into it:
+    vLLM writes a layer's new KV before it waits for the layer's load.
+    """
 
     namespace: bytes
     keys: bytes
@@ -52,6 +56,7 @@ class Load:
     slots: Sequence[int]
     blocks: Sequence[int]
     lease: int
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,7 @@ class LoadStep:
 
     loaded: list[threading.Event]
     mark: object
+    ahead: threading.Event = field(default_factory=threading.Event)
     failed: set[int] = field(default_factory=set)
 
 
@@ -160,6 +166,8 @@ class Loader(Lane):
         """Begin; every layer must then be waited for, and :meth:`finish` called."""
         self._step = LoadStep(self._events(), self._stream.mark())
         self._thread.submit(self._run, loads, self._step)
+        if any(load.ahead for load in loads):
+            self._wait(self._step.ahead)
 
     def wait_layer(self, layer: int) -> None:
         if self._step is not None:
@@ -175,30 +183,38 @@ class Loader(Lane):
 
     def _run(self, loads: Sequence[Load], step: LoadStep) -> None:
         try:
-            copies = [copy for load in loads for copy in self._copies(load)]
+            ahead: list[Copy] = []
+            copies = [copy for load in loads for copy in self._copies(load, ahead)]
             with self._stream:
                 self._stream.wait(step.mark)
+                for layer in range(self._memory.layers):
+                    step.failed.update(self._load_layer(layer, ahead))
+                step.ahead.set()
                 for layer, event in enumerate(step.loaded):
-                    begin = time.perf_counter()
                     step.failed.update(self._load_layer(layer, copies))
-                    self.time.busy_s += time.perf_counter() - begin
                     event.set()
         except Exception:
             _logger.exception("loading KV blocks failed; they are computed instead")
             step.failed.update(block for load in loads for block in load.blocks)
         finally:
-            for event in step.loaded:
+            for event in (step.ahead, *step.loaded):
                 event.set()
         self._report(loads, step.failed)
 
-    def _copies(self, load: Load) -> Iterator[Copy]:
+    def _copies(self, load: Load, ahead: list[Copy]) -> Iterator[Copy]:
+        last = load.first + len(load.slots) - 1
         for position, (slot, block) in enumerate(
             zip(load.slots, load.blocks, strict=True), load.first
         ):
-            yield self._copy(load.namespace, load.keys, position, slot, block)
+            copy = self._copy(load.namespace, load.keys, position, slot, block)
+            if load.ahead and position == last:
+                ahead.append(copy)
+            else:
+                yield copy
 
     def _load_layer(self, layer: int, copies: Sequence[Copy]) -> list[int]:
         """The blocks of which the layer is wrong."""
+        begin = time.perf_counter()
         failed: list[int] = []
         for together in self._few(copies):
             for copy in together:
@@ -206,6 +222,7 @@ class Loader(Lane):
             self._stream.settle()
             failed += [copy.block for copy in together if not self._arrived(layer, copy)]
         self.time.copied_bytes += len(copies) * self._memory.layer_bytes
+        self.time.busy_s += time.perf_counter() - begin
         return failed
 
     def _arrived(self, layer: int, copy: Copy) -> bool:

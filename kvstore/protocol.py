@@ -15,8 +15,10 @@ PIN = "loomserve_pin"
 """In a request's ``kv_transfer_params``: pin (true) or unpin (false) its prompt."""
 PINNED_BLOCKS = "loomserve_pinned_blocks"
 """In the answer's ``kv_transfer_params``: how many blocks that concerned."""
+HANDS_OVER = "loomserve_hands_over"
+"""In a request's ``kv_transfer_params``: another engine goes on after its prompt."""
 HANDED_OVER = "loomserve_handed_over"
-"""In a request's ``kv_transfer_params``: so many of its tokens another engine just computed."""
+"""In that engine's: so many of its tokens have just been computed for it."""
 NAMESPACE_BYTES = 16
 WRITE_S = 60.0
 """A writer that takes longer has died, and its slots go to others."""

@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from loomserve.kvstore.protocol import HANDED_OVER
+from loomserve.kvstore.protocol import HANDED_OVER, HANDS_OVER
 
 _KV_TRANSFER = "kv_transfer_params"
 # Sampling parameters that do not look back at how many tokens, or which, were generated so far.
@@ -63,25 +63,20 @@ def _without_memory(params: SamplingParams) -> bool:
 
 def first_token_only(request: EngineCoreRequest) -> EngineCoreRequest:
     """What the prefill engine shall do of ``request``."""
-    params = copy(request.sampling_params)
+    prompt = _with_kv_transfer(request, {HANDS_OVER: True})
+    params = prompt.sampling_params
     params.max_tokens = 1
     params.min_tokens = min(1, params.min_tokens)
     # The decode engine makes text of it, and looks for stop strings.
     params.detokenize = False
     params.stop = []
-    prompt = copy(request)
-    prompt.sampling_params = params
     prompt.data_parallel_rank = None
     return prompt
 
 
 def with_kv_from_store(request: EngineCoreRequest) -> EngineCoreRequest:
     """The request as EngineCore shall have it, whose connector then waits for the prompt's KV."""
-    rest = copy(request)
-    rest.sampling_params = params = copy(request.sampling_params)
-    handed_over = {_KV_TRANSFER: {HANDED_OVER: len(request.prompt_token_ids)}}
-    params.extra_args = {**(params.extra_args or {}), **handed_over}
-    return rest
+    return _with_kv_transfer(request, {HANDED_OVER: len(request.prompt_token_ids)})
 
 
 def after_first_token(request: EngineCoreRequest, tokens: list[int]) -> EngineCoreRequest:
@@ -92,6 +87,13 @@ def after_first_token(request: EngineCoreRequest, tokens: list[int]) -> EngineCo
     params.min_tokens = max(0, params.min_tokens - len(tokens))
     rest.prompt_token_ids = [*request.prompt_token_ids, *tokens]
     return rest
+
+
+def _with_kv_transfer(request: EngineCoreRequest, said: dict[str, Any]) -> EngineCoreRequest:
+    changed = copy(request)
+    changed.sampling_params = params = copy(request.sampling_params)
+    params.extra_args = {**(params.extra_args or {}), _KV_TRANSFER: said}
+    return changed
 
 
 def on_our_clock(output: EngineCoreOutput, sent_at: float) -> EngineCoreOutput:

@@ -50,12 +50,25 @@ class StoredEngine:
         """Empty the engine's own prefix cache, so that only the store can know a prefix."""
         assert self.llm.reset_prefix_cache()
 
-    def answer(self, prompts: Sequence[list[int]], tokens: int = 8) -> list[Answer]:
-        """Greedy answers of exactly so many tokens, the prompts together in one batch."""
+    def answer(
+        self,
+        prompts: Sequence[list[int]],
+        tokens: int = 8,
+        kv_transfer: dict[str, Any] | None = None,
+    ) -> list[Answer]:
+        """Greedy answers of exactly so many tokens, the prompts together in one batch.
+
+        ``kv_transfer`` is what the requests say to the connector.
+        """
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
-        greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        greedy = SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            extra_args={"kv_transfer_params": kv_transfer} if kv_transfer else None,
+        )
         outputs = self.llm.generate(
             [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts], greedy, use_tqdm=False
         )

@@ -17,7 +17,7 @@ from vllm.v1.engine import (
     EngineCoreRequest,
 )
 
-from loomserve.kvstore.protocol import HANDED_OVER
+from loomserve.kvstore.protocol import HANDED_OVER, HANDS_OVER
 from loomserve.platform.engine.handoff import (
     Handoff,
     after_first_token,
@@ -93,6 +93,7 @@ def test_the_parts_of_a_request_make_the_whole(
         assert part.cache_salt == "tenant"
         assert part.request_id == "r"
     assert first.data_parallel_rank is None
+    assert first.params.extra_args == {"kv_transfer_params": {HANDS_OVER: True}}
     for part in (rest, with_kv_from_store(whole)):
         assert part.params.extra_args == {"kv_transfer_params": {HANDED_OVER: tokens}}
     assert encode(whole) == before, "the request itself must stay as it was"

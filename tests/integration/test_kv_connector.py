@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.engine import BLOCK_TOKENS
 from loomserve.kvstore.arena import Arena
+from loomserve.kvstore.protocol import HANDED_OVER, HANDS_OVER
 from tests.integration.conftest import StoredEngine
 
 pytestmark = pytest.mark.timeout(300)
@@ -154,6 +155,56 @@ def test_preempted_requests_get_the_same_tokens(engine: StoredEngine) -> None:
     engine.flush_store()
     together = engine.answer(texts, tokens=100)
     assert [answer.tokens for answer in together] == alone
+
+
+@pytest.mark.parametrize("tokens", [200, 192, 193, 33, 20])
+def test_another_engine_goes_on_after_a_prompt_without_computing_any_of_it(
+    engine: StoredEngine, tokens: int
+) -> None:
+    text = prompt(80 + tokens, tokens)
+    whole = engine.answer([text], tokens=12)[0].tokens
+    engine.flush_store()
+    engine.forget()
+    (first,) = engine.answer([text], tokens=1, kv_transfer={HANDS_OVER: True})[0].tokens
+    assert first == whole[0]
+    engine.forget()
+    handed_over = {HANDED_OVER: tokens}
+    rest = engine.answer([[*text, first]], tokens=11, kv_transfer=handed_over)[0]
+    assert rest.tokens == whole[1:]
+    # A prompt of less than a block is not worth it.
+    assert rest.cached == (tokens if tokens > BLOCK_TOKENS else 0)
+    engine.forget()
+    # Where it draws the first token itself, it computes the prompt's last.
+    again = engine.answer([text], tokens=12, kv_transfer=handed_over)[0]
+    assert again.tokens == whole
+    assert again.cached == (tokens - 1 if tokens > BLOCK_TOKENS else 0)
+
+
+def test_what_was_announced_and_does_not_come_is_computed(engine: StoredEngine) -> None:
+    text = prompt(90, 200)
+    whole = engine.answer([text])[0].tokens
+    engine.flush_store()
+    engine.forget()
+    begin = time.monotonic()
+    late = engine.answer([text], kv_transfer={HANDED_OVER: 200})[0]
+    assert (late.cached, late.tokens) == (0, whole)
+    assert time.monotonic() - begin < 10
+
+
+def test_a_damaged_tail_is_computed_again(engine: StoredEngine) -> None:
+    text = prompt(91, 200)
+    whole = engine.answer([text], tokens=8)[0].tokens
+    engine.flush_store()
+    engine.forget()
+    (first,) = engine.answer([text], tokens=1, kv_transfer={HANDS_OVER: True})[0].tokens
+    within(5, lambda: blocks_in_memory(engine) == 7)
+    everything = Arena.attach(engine.plan.arena)
+    damaged = everything.view(0, everything.capacity_bytes)
+    damaged[2**16 :: 4096] ^= np.uint8(255)
+    engine.forget()
+    rest = engine.answer([[*text, first]], tokens=7, kv_transfer={HANDED_OVER: 200})[0]
+    damaged[2**16 :: 4096] ^= np.uint8(255)
+    assert rest.tokens == whole[1:]
 
 
 def test_a_salt_keeps_tenants_apart(engine: StoredEngine) -> None:

@@ -6,7 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -201,6 +201,35 @@ def test_a_part_of_a_chain_is_loaded_into_its_own_blocks(
     whole = store.load(chain("a", 4), [0, 0, 0, 0])
     assert other.load([Load(SPACE, whole.keys, 2, whole.slots[2:], [8, 9], whole.lease)]) == set()
     assert torch.equal(other.caches[:, [8, 9]], one.caches[:, [2, 3]])
+
+
+def test_a_block_that_the_pass_will_write_into_is_whole_before_it_begins(
+    store: Store, engines: tuple[Engine, Engine]
+) -> None:
+    one, other = engines
+    one.save([save_of("a", [0, 1, 2])])
+    store.settled()
+    other.loader.start([replace(store.load(chain("a", 3), [4, 5, 6]), ahead=True)])
+    assert torch.equal(other.caches[:, 6], one.caches[:, 2])
+    written = other.caches[:, 6].clone()
+    for layer in range(LAYERS):
+        other.caches[layer, 6, 0, 0] = written[layer, 0, 0] = layer
+        other.loader.wait_layer(layer)
+    assert other.loader.finish() == set()
+    assert torch.equal(other.caches[:, 6], written)
+    assert torch.equal(other.caches[:, [4, 5]], one.caches[:, [0, 1]])
+
+
+def test_a_damaged_block_is_reported_though_it_was_loaded_ahead(
+    store: Store, engines: tuple[Engine, Engine]
+) -> None:
+    one, other = engines
+    one.save([save_of("a", [0, 1])])
+    store.settled()
+    load = replace(store.load(chain("a", 2), [4, 5]), ahead=True)
+    Arena.attach(store.folder / "arena").view(load.slots[1], 4096)[7] ^= 1
+    assert other.load([load]) == {5}
+    until(lambda: store.found(chain("a", 2)) == 1)
 
 
 def test_only_what_the_store_lacks_is_copied(store: Store, engines: tuple[Engine, Engine]) -> None:
