@@ -22,6 +22,10 @@ class StoreAwayError(Exception):
     """The store did not answer in time, or refused; the engine computes instead."""
 
 
+class StoreRefusedError(StoreAwayError):
+    """The store answered that it will not, and why."""
+
+
 class StoreClient:
     """One thread's connection to the store at ``address`` (``ipc://...``)."""
 
@@ -38,7 +42,8 @@ class StoreClient:
 
         Raises:
             StoreAwayError: no answer in time, after which further calls raise at once for a
-                second; or a refusal, or an answer of another kind.
+                second; or an answer of another kind.
+            StoreRefusedError: a refusal.
         """
         if time.monotonic() < self._retry_at:
             raise StoreAwayError(f"the KV store at {self._address} is away")
@@ -54,7 +59,7 @@ class StoreClient:
             self._retry_at = time.monotonic() + _RETRY_S
             raise StoreAwayError(f"the KV store at {self._address} does not answer") from error
         if isinstance(reply, Refused):
-            raise StoreAwayError(reply.message)
+            raise StoreRefusedError(reply.message)
         if not isinstance(reply, expected):
             raise StoreAwayError(f"the KV store answered {type(reply).__name__}")
         return reply

@@ -28,7 +28,7 @@ from vllm.version import __version__ as vllm_version
 from loomserve.kvstore.arena import Arena
 from loomserve.kvstore.client import StoreAwayError, StoreClient
 from loomserve.kvstore.fingerprint import folder_digest, namespace
-from loomserve.kvstore.memory import KvMemory, stream_for
+from loomserve.kvstore.memory import KvMemory, pin, stream_for
 from loomserve.kvstore.pipeline import Load, Loader, Save, Saver
 from loomserve.kvstore.protocol import (
     HANDED_OVER,
@@ -477,6 +477,7 @@ class StoreCopier:
         memory = KvMemory(kv_caches)
         stream = stream_for(memory.device)
         arena = Arena.attach(Path(self._options["arena"]))
+        pin(memory.device, arena.base_address, arena.nbytes)
         address = self._options["address"]
         self._memory = memory
         self._lanes = (

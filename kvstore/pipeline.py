@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from loomserve.kvstore.arena import Arena
 from loomserve.kvstore.checksum import BlockLayout, layer_digest, seed
-from loomserve.kvstore.client import StoreAwayError, StoreClient
+from loomserve.kvstore.client import StoreAwayError, StoreClient, StoreRefusedError
 from loomserve.kvstore.memory import HostStream, KvMemory
 from loomserve.kvstore.protocol import (
     WRITE_S,
@@ -282,6 +282,7 @@ class Saver(Lane):
     ) -> None:
         super().__init__(memory, arena, stream, store)
         self._model = model
+        self._refused: set[str] = set()
 
     @property
     def running(self) -> bool:
@@ -354,6 +355,9 @@ class Saver(Lane):
                     ),
                     Reserved,
                 )
+            except StoreRefusedError as error:
+                self._warn_once(str(error))
+                continue
             except StoreAwayError as error:
                 _logger.debug("%s", error)
                 continue
@@ -361,6 +365,12 @@ class Saver(Lane):
                 writers.append((room.writer, save.recompute_s))
             for position, slot in enumerate(decode_slots(room.slots), room.first):
                 yield self._copy(save.namespace, save.keys, position, slot, save.blocks[position])
+
+    def _warn_once(self, refusal: str) -> None:
+        # It stands until the configuration changes, and would come with every step.
+        if refusal not in self._refused:
+            self._refused.add(refusal)
+            _logger.warning("nothing of this model is saved: %s", refusal)
 
     def _save_layer(self, layer: int, copies: Sequence[Copy], step: SaveStep) -> bool:
         """Whether the layer's pieces are whole in their slots."""

@@ -22,7 +22,16 @@ from loomserve.kvstore.eviction import lru
 from loomserve.kvstore.index import Index
 from loomserve.kvstore.memory import HostStream, KvMemory
 from loomserve.kvstore.pipeline import Load, Loader, Save, Saver, TransferTime
-from loomserve.kvstore.protocol import Done, Found, Inspect, Lookup, Release, Usage
+from loomserve.kvstore.protocol import (
+    Done,
+    Found,
+    Inspect,
+    Lookup,
+    Release,
+    Reserve,
+    Reserved,
+    Usage,
+)
 from loomserve.kvstore.radix import KEY_BYTES
 from loomserve.kvstore.server import StoreServer
 from loomserve.kvstore.slots import decode_slots
@@ -497,3 +506,17 @@ def test_memory_that_cannot_be_moved_by_blocks_is_refused() -> None:
         KvMemory({"layer": apart})
     with pytest.raises(ValueError, match="different sizes"):
         KvMemory({"a": torch.zeros(4, 8), "b": torch.zeros(4, 16)})
+
+
+def test_a_model_whose_blocks_the_store_refuses_is_told_of_once(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    # A namespace has blocks of one shape.
+    store.client.ask(Reserve(SPACE, chain("x", 1), "model", LAYERS, 2 * LAYER_BYTES), Reserved)
+    engine = Engine(store, 1)
+    engine.save([save_of("a", [0, 1])])
+    engine.save([save_of("b", [0, 1])])
+    engine.close()
+    (record,) = caplog.records
+    assert "nothing of this model is saved" in record.getMessage()
+    assert "another shape" in record.getMessage()
