@@ -25,6 +25,7 @@ import fcntl
 import logging
 import mmap
 import os
+import re
 import struct
 import threading
 import weakref
@@ -49,6 +50,7 @@ from loomserve.platform.errors import LoomserveError, StartError
 NAME = b"loomserve-kv-ssd"
 VERSION = 1
 
+_SEGMENT_NAME = re.compile(r"segment-(\d{10})\.kv", re.ASCII)
 _RECORD = struct.Struct(f"<{HEADER.size}sQQ")
 
 _log = logging.getLogger(__name__)
@@ -108,13 +110,16 @@ class _Segment:
 
     def append(self, page: mmap.mmap, slot: NDArray[np.uint8]) -> None:
         """All of it or nothing; ``OSError`` says why nothing."""
+        size = PAGE + slot.nbytes
         try:
-            if os.pwritev(self.fd, [page, slot.data], self.bytes) < PAGE + slot.nbytes:
+            if os.pwritev(self.fd, [page, slot.data], self.bytes) < size:
+                # What was in the way is said only to who tries again.
+                os.pwrite(self.fd, page, self.bytes + size - PAGE)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError:
             os.ftruncate(self.fd, self.bytes)
             raise
-        self.bytes += PAGE + slot.nbytes
+        self.bytes += size
 
     def entries(self) -> Iterator[Entry]:
         """The complete records, in the order they were written."""
@@ -163,8 +168,13 @@ class SsdTier:
         self._lock = threading.Lock()
         self._page = mmap.mmap(-1, PAGE)
         self._active: _Segment | None = None
-        numbers = sorted(int(path.stem.split("-")[1]) for path in folder.glob("segment-*.kv"))
-        self._segments = {n: _Segment(self._path(n), n, self._flags) for n in numbers}
+        self._segments: dict[int, _Segment] = {}
+        numbers = _segment_numbers(folder)
+        for number in numbers:
+            try:
+                self._segments[number] = _Segment(self._path(number), number, self._flags)
+            except OSError as error:
+                _log.warning("cannot use a segment of KV blocks: %s", error)
         self._last = max(numbers, default=0)
 
     @property
@@ -248,7 +258,13 @@ class SsdTier:
         location = segment.location(segment.bytes)
         record = _Record(header, slot.nbytes, xxh3_64_intdigest(slot.data)).pack(location)
         self._page[: len(record)] = record
-        segment.append(self._page, slot)
+        try:
+            segment.append(self._page, slot)
+        except OSError as error:
+            if error.errno == errno.EFBIG and segment.bytes:
+                # The process may not make files as large as a segment.
+                self._active = None
+            raise
         segment.locations.add(location)
         return location
 
@@ -266,6 +282,12 @@ class SsdTier:
 
     def _path(self, number: int) -> Path:
         return self._folder / f"segment-{number:010d}.kv"
+
+
+def _segment_numbers(folder: Path) -> list[int]:
+    """In ascending order; what has another name, such as a copy of a segment, is none."""
+    names = (_SEGMENT_NAME.fullmatch(path.name) for path in folder.iterdir())
+    return sorted(int(name[1]) for name in names if name)
 
 
 def _offset(location: int) -> int:

@@ -7,6 +7,7 @@ import itertools
 import mmap
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import threading
@@ -214,6 +215,34 @@ def test_swapped_segments_and_swapped_records_are_misses(tmp_path: Path) -> None
     assert {entry.header.depth for entry in tier.entries()} == {11, 12, 13, 14, 15, 16}
 
 
+def test_a_segment_deleted_under_a_running_tier_is_read_until_it_is_dropped(
+    tmp_path: Path,
+) -> None:
+    tier = tier_in(tmp_path)
+    locations = write(tier, range(1, 9))
+    segments(tmp_path)[0].unlink()
+    assert readable(tier, locations) == set(range(1, 9))
+    assert tier.drop_oldest_segment() == [locations[number] for number in range(1, 5)]
+    assert readable(tier, locations) == {5, 6, 7, 8}
+
+
+def test_what_looks_like_a_segment_and_is_none_is_left_alone(tmp_path: Path) -> None:
+    tier = tier_in(tmp_path)
+    locations = write(tier, range(1, 7))
+    tier.close()
+    folder = tmp_path / "ssd"
+    shutil.copy(segments(tmp_path)[0], folder / "segment-0000000001 (copy).kv")
+    (folder / "segment-old.kv").write_text("dear")
+    (folder / "segment-0000000007.kv").mkdir()
+    tier = tier_in(tmp_path)
+    assert len(list(tier.entries())) == 6
+    locations |= write(tier, range(7, 9))
+    assert readable(tier, locations) == set(range(1, 9))
+    while tier.used_bytes:
+        tier.drop_oldest_segment()
+    assert len(segments(tmp_path)) == 3
+
+
 def test_a_deleted_segment_or_a_disk_that_cannot_read_is_a_miss(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -302,6 +331,26 @@ def test_a_full_disk_refuses_a_block_and_keeps_the_others(
     locations |= write(tier, range(3, 6))
     assert readable(tier, locations) == {1, 2, 3, 4, 5}
     assert len(list(tier.entries())) == 5
+
+
+def test_a_block_that_is_too_much_for_a_file_is_refused_and_its_successor_begins_another(
+    tmp_path: Path,
+) -> None:
+    tier = tier_in(tmp_path)
+    locations = write(tier, range(1, 3))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    # The system call writes a part of the third record.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * RECORD + 2 * PAGE, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            tier.write(header(3), slot_of(3))
+        assert segments(tmp_path)[0].stat().st_size == tier.used_bytes == 2 * RECORD
+        locations |= write(tier, range(3, 5))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert len(segments(tmp_path)) == 2
+    assert readable(tier, locations) == {1, 2, 3, 4}
+    assert len(list(tier.entries())) == 4
 
 
 def test_a_failing_disk_is_not_called_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
