@@ -11,7 +11,6 @@ import logging
 import math
 import os
 import secrets
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -23,7 +22,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from loomserve.kvstore.arena import ArenaOwner
-from loomserve.kvstore.checksum import BlockHeader, BlockLayout, seed
+from loomserve.kvstore.checksum import BlockHeader, BlockLayout, seal, seed, unseal
 from loomserve.kvstore.demotion import Demotion
 from loomserve.kvstore.index import Index
 from loomserve.kvstore.protocol import (
@@ -66,6 +65,8 @@ _UNKNOWN_RECOMPUTE_S = 0.03
 # Until reads have been timed.
 _FIRST_GUESS_BYTES_PER_S = 5e8
 _SMOOTHING = 0.2
+# Below it, what a clock tells of a read is chance.
+_SHORTEST_READ_S = 1e-3
 
 
 @dataclass(frozen=True)
@@ -101,14 +102,18 @@ class Writer:
 
 @dataclass(frozen=True)
 class Promotion:
-    """Blocks on their way from these locations on SSD into slots.
+    """Blocks on their way from these locations on SSD into slots, in parts side by side.
 
-    The future tells how many are whole, up to the first that is not, and bytes a second.
+    Each part tells the number of its first block that is not whole, or of all blocks there are.
     """
 
     room: Room
     locations: list[int]
-    done: Future[tuple[int, float]]
+    began_at: float
+    parts: list[Future[int]]
+
+    def done(self) -> bool:
+        return all(part.done() for part in self.parts)
 
 
 class Written(NamedTuple):
@@ -132,7 +137,8 @@ class WriteBehind:
 class BlockStore:
     """Answers requests one at a time; ``now`` is in seconds of a clock that never goes back.
 
-    ``spaces_file`` keeps what the namespaces mean, which headers do not say. ``quotas`` bounds the
+    ``spaces_file`` keeps what the namespaces mean, which headers do not say: JSON, then a checksum,
+    since one wrong digit there would have a model's blocks refused for good. ``quotas`` bounds the
     bytes a model may hold in memory; a model that is not named may hold all. ``readers`` and
     ``ssd_writer`` run the copies from and to SSD, the latter one after the other.
     """
@@ -477,33 +483,36 @@ class BlockStore:
             room = self._make_room(namespace, keys, first, first, len(locations), now)
             if room is None:
                 return 0.0
-            locations = locations[: len(room.slots)]
-            done = self._readers.submit(self._read, room, locations, self._spaces[namespace].layout)
-            self._promotions[start] = Promotion(room, locations, done)
+            blocks = len(room.slots)
+            size = -(-blocks // _READERS)
+            parts = [
+                self._readers.submit(self._read, room, locations, range(at, min(at + size, blocks)))
+                for at in range(0, blocks, size)
+            ]
+            self._promotions[start] = Promotion(room, locations, now, parts)
         slot_bytes = self._spaces[namespace].layout.slot_bytes
         return len(self._promotions[start].room.slots) * slot_bytes / self._ssd_bytes_per_s
 
-    def _read(self, room: Room, locations: list[int], layout: BlockLayout) -> tuple[int, float]:
-        """In a thread: how many blocks are whole, up to the first that is not; bytes a second."""
+    def _read(self, room: Room, locations: list[int], part: range) -> int:
+        """In a thread: a part of a promotion."""
         assert self._ssd is not None
-        begin = time.perf_counter()
-        good = 0
-        for key, location, slot in zip(_keys_of(room), locations, room.slots, strict=True):
-            view = self._arena.view(slot, layout.slot_bytes)
-            if not self._ssd.read(location, view, room.namespace, key):
-                break
+        layout = self._spaces[room.namespace].layout
+        for at in part:
+            key = _key(room.keys, room.first + at)
+            view = self._arena.view(room.slots[at], layout.slot_bytes)
+            if not self._ssd.read(locations[at], view, room.namespace, key):
+                return at
             # It may have been bad in memory already when it was written.
             if not layout.check(view, seed(room.namespace, key)):
-                break
-            good += 1
-        return good, good * layout.slot_bytes / max(time.perf_counter() - begin, 1e-6)
+                return at
+        return len(room.slots)
 
     def tick(self, now: float) -> None:
         """Take in what threads finished, end what expired, and write behind."""
         self._arena.free(self._index.expire(now))
         for id_ in [id_ for id_, writer in self._writers.items() if writer.expires_at <= now]:
             self._abandon(Abandon(id_), now)
-        for start in [start for start, job in self._promotions.items() if job.done.done()]:
+        for start in [start for start, job in self._promotions.items() if job.done()]:
             self._promoted(self._promotions.pop(start), now)
         if self._writing is not None and self._writing.done.done():
             job, self._writing = self._writing, None
@@ -520,9 +529,11 @@ class BlockStore:
 
     def _promoted(self, job: Promotion, now: float) -> None:
         room = job.room
-        good, bytes_per_s = job.done.result()
+        good = min(part.result() for part in job.parts)
         self._let_go(room.lease)
         if good:
+            read = good * self._spaces[room.namespace].layout.slot_bytes
+            bytes_per_s = read / max(now - job.began_at, _SHORTEST_READ_S)
             self._ssd_bytes_per_s += _SMOOTHING * (bytes_per_s - self._ssd_bytes_per_s)
             self._insert(room, room.slots[:good], now, _UNKNOWN_RECOMPUTE_S)
         self._arena.free(room.slots[good:])
@@ -624,7 +635,7 @@ class BlockStore:
         text = msgspec.json.encode({name.hex(): space for name, space in self._spaces.items()})
         fresh = self._spaces_file.with_suffix(f".{os.getpid()}")
         try:
-            fresh.write_bytes(text)
+            fresh.write_bytes(seal(text, 0))
             fresh.replace(self._spaces_file)
         except OSError as error:
             _logger.warning("KV blocks will not survive a crash of their store: %s", error)
@@ -639,10 +650,11 @@ class BlockStore:
 
 
 def _read_spaces(file: Path) -> dict[str, Space]:
+    # Without it, blocks cannot be told apart: they count as never saved.
     try:
-        return msgspec.json.decode(file.read_bytes(), type=dict[str, Space])
+        text = unseal(file.read_bytes(), 0)
+        return msgspec.json.decode(text or b"{}", type=dict[str, Space])
     except (OSError, msgspec.DecodeError):
-        # Without it, blocks cannot be told apart: they count as never saved.
         return {}
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import resource
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -16,7 +20,7 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -62,6 +66,8 @@ EXTENT = 16 * PAGE
 SMALL, LARGE = BlockLayout(2, 3000), BlockLayout(3, 4000)
 SMALL_RECORD = SMALL.slot_bytes + PAGE
 ONE, OTHER = b"1" * 16, b"2" * 16
+LAYOUTS = {ONE: SMALL, OTHER: LARGE}
+MODELS = {ONE: "one", OTHER: "other"}
 LEASE_S = 10.0
 
 
@@ -99,6 +105,17 @@ def chain(tokens: str) -> bytes:
 def letters(first: str, blocks: int) -> str:
     """A chain of so many blocks that shares none with those of another first letter."""
     return first + "." * (blocks - 1)
+
+
+@contextmanager
+def files_up_to(size: int) -> Iterator[None]:
+    """This process's writes beyond so many bytes of a file fail, in the system call."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def keys_of(keys: bytes) -> list[bytes]:
@@ -168,6 +185,10 @@ class Home:
                 while jobs:
                     jobs.run()
         raise AssertionError("the store copies without end")
+
+    def read_all(self) -> None:
+        while self.readers:
+            self.readers.run()
 
     # Engines.
 
@@ -240,6 +261,21 @@ class Home:
             assert self.is_whole(slot, key, namespace, layout)
         self.ask(Release([found.lease]), Done)
         return len(slots)
+
+    def report_what_is_bad(self, tokens: str, namespace: bytes, layout: BlockLayout) -> None:
+        """As a reader does, until nothing is bad."""
+        while True:
+            found = self.look(tokens, namespace)
+            self.ask(Release([found.lease]), Done)
+            keys = keys_of(chain(tokens))
+            slots = decode_slots(found.slots)
+            whole = [
+                self.is_whole(slot, key, namespace, layout)
+                for key, slot in zip(keys, slots, strict=False)
+            ]
+            if all(whole):
+                return
+            self.ask(Corrupt(namespace, b"".join(keys[: whole.index(False) + 1])), Done)
 
     def allocated(self) -> int:
         return sum(usage.allocated for usage in self.arena.usage().values())
@@ -609,9 +645,11 @@ def test_blocks_on_their_way_from_ssd_are_read_once(with_ssd: Home) -> None:
     home.save("wxyz")
     home.settle()
     home.save(letters("x", 7))
-    for _ in range(3):
+    assert home.look("abc", promote=True).ready_s > 0
+    reads = len(home.readers)
+    for _ in range(2):
         assert home.look("abc", promote=True).ready_s > 0
-    assert len(home.readers) == 1
+    assert len(home.readers) == reads
     home.check_slots()
     home.settle()
     assert home.read("abc") == 3
@@ -695,6 +733,55 @@ def test_a_truncated_segment_is_a_miss(with_ssd: Home) -> None:
     home.check_slots()
 
 
+@pytest.mark.parametrize("crash", [False, True])
+def test_exchanged_segments_are_misses(with_ssd: Home, crash: bool) -> None:
+    home = with_ssd
+    home.save("abcdefg")
+    home.settle()
+    home.save(letters("x", 7))
+    one, other = home.segments()
+    bytes_of_one = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(bytes_of_one)
+    if crash:
+        home.crash_and_recover()
+    home.look("abcdefg", promote=True)
+    home.settle()
+    assert home.look("abcdefg").resident == home.read("abcdefg") == 0
+    home.check_slots()
+    assert home.save("abcdefg") == 7
+
+
+def test_segments_deleted_under_a_running_store_are_missed_by_its_successor_only(
+    with_ssd: Home,
+) -> None:
+    home = with_ssd
+    home.save("abcdefg")
+    home.settle()
+    home.save(letters("x", 7))
+    for path in home.segments():
+        path.unlink()
+    home.look("abcdefg", promote=True)
+    home.settle()
+    assert home.read("abcdefg") == 7
+    home.save(letters("y", 7))
+    home.settle()
+    home.crash_and_recover()
+    assert home.look("abcdefg").resident == 0
+    home.check_slots()
+    assert home.save("abcdefg") == 7
+
+
+def test_a_folder_deleted_under_a_running_store_costs_its_ssd_alone(with_ssd: Home) -> None:
+    home = with_ssd
+    shutil.rmtree(home.folder / "ssd")
+    home.save("abcdefg")
+    home.settle()
+    assert home.read("abcdefg") == 7
+    assert home.usage().models[0].blocks_on_ssd == 0
+    home.check_slots()
+
+
 def test_a_full_ssd_drops_its_oldest_segment_and_goes_on(tmp_path: Path) -> None:
     home = Home(tmp_path, extents=1, ssd_bytes=12 * SMALL_RECORD)
     for first in "abcdefgh":
@@ -755,6 +842,79 @@ def test_a_disk_that_takes_nothing_is_left_alone_for_a_while(
     assert home.usage().models[0].blocks_on_ssd == 7
 
 
+def fill_a_small_disk(folder: Path) -> None:
+    """On a filesystem of 1 MiB, which this store thinks to be larger."""
+    home = Home(folder, extents=1, ssd_bytes=2**30, segment_bytes=8 * SMALL_RECORD)
+    chains = [letters(chr(256 + number), 7) for number in range(40)]
+    for tokens in chains[:30]:
+        home.save(tokens)
+        home.settle()
+        home.check_slots()
+    assert home.ssd is not None
+    assert shutil.disk_usage(folder).free < 8 * SMALL_RECORD
+    assert home.look(chains[0]).resident == 0
+    come_back(home, chains[28])
+    home.crash_and_recover()
+    come_back(home, chains[27])
+    # Another takes all that is left, and what the store gives up.
+    with (folder / "another").open("wb", buffering=0) as another:
+        for tokens in chains[30:37]:
+            with suppress(OSError):
+                while another.write(bytes(2**20)):
+                    pass
+            home.save(tokens)
+            home.settle()
+            assert home.read(tokens) == 7
+            home.check_slots()
+    (folder / "another").unlink()
+    home.pass_time(60)
+    for tokens in chains[37:]:
+        home.save(tokens)
+        home.settle()
+    come_back(home, chains[37])
+
+
+def come_back(home: Home, tokens: str) -> None:
+    home.look(tokens, promote=True)
+    home.settle()
+    assert home.read(tokens) == len(tokens)
+
+
+def mounts(script: str) -> subprocess.CompletedProcess[bytes]:
+    """Run a shell script that may mount, for itself alone."""
+    root = Path(__file__).parents[2]
+    return subprocess.run(["unshare", "-Urm", "sh", "-ec", script], capture_output=True, cwd=root)
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None or mounts("mount -t tmpfs t /mnt").returncode != 0,
+    reason="may not mount a small disk",
+)
+def test_on_a_disk_that_is_really_full_the_store_goes_on(tmp_path: Path) -> None:
+    done = mounts(
+        f"mount -t tmpfs -o size=1m small '{tmp_path}'; exec '{sys.executable}' -c '"
+        "import sys; from pathlib import Path; from tests.unit import test_kv_store; "
+        f"test_kv_store.fill_a_small_disk(Path(sys.argv[1]))' '{tmp_path}'"
+    )
+    assert done.returncode == 0, done.stderr.decode()
+
+
+def test_where_files_must_be_smaller_than_a_segment_there_are_more_of_them(
+    with_ssd: Home,
+) -> None:
+    home = with_ssd
+    with files_up_to(2 * SMALL_RECORD + PAGE):
+        home.save("abcdefg")
+        for _ in range(4):
+            home.settle()
+            home.pass_time(60)
+    assert [path.stat().st_size // SMALL_RECORD for path in home.segments()] == [2, 2, 2, 1]
+    home.save(letters("x", 7))
+    home.look("abcdefg", promote=True)
+    home.settle()
+    assert home.read("abcdefg") == 7
+
+
 def test_a_failing_disk_keeps_what_it_has(with_ssd: Home, monkeypatch: pytest.MonkeyPatch) -> None:
     home = with_ssd
     home.save("abcdefg")
@@ -800,7 +960,7 @@ def test_a_segment_dropped_under_a_reader_is_no_corruption(with_ssd: Home) -> No
     assert home.ssd is not None
     for _ in home.segments():
         home.index.drop_ssd(home.ssd.drop_oldest_segment())
-    home.readers.run()
+    home.read_all()
     home.pass_time(0)
     assert home.usage().corrupt_blocks == 0
     assert home.allocated() == 0
@@ -817,7 +977,7 @@ def test_a_bad_record_does_not_take_the_good_copy_in_memory_along(with_ssd: Home
         path.write_bytes(bytes(path.stat().st_size))
     home.look("abc", promote=True)
     assert home.save("abc") == 3
-    home.readers.run()
+    home.read_all()
     home.pass_time(0)
     assert home.read("abc") == 3
     home.check_slots()
@@ -871,12 +1031,27 @@ def test_blocks_behind_one_that_a_crash_lost_give_their_slots_back(home: Home) -
     assert home.read("abcd") == home.allocated() == 1
 
 
+def cut_in_two(text: bytes) -> bytes:
+    return text[: len(text) // 2]
+
+
+def of_another_shape(text: bytes) -> bytes:
+    assert b"3000" in text
+    return text.replace(b"3000", b"3001")
+
+
+def of_no_namespace(text: bytes) -> bytes:
+    return text.replace(b"3", b"x", 1)
+
+
+@pytest.mark.parametrize("damaged", [cut_in_two, of_another_shape, of_no_namespace])
 def test_what_namespaces_mean_is_needed_to_recover_and_its_loss_leaks_nothing(
-    with_ssd: Home,
+    with_ssd: Home, damaged: Callable[[bytes], bytes]
 ) -> None:
     with_ssd.save("abcdefg")
     with_ssd.settle()
-    (with_ssd.folder / "spaces.json").write_text('{"torn')
+    spaces = with_ssd.folder / "spaces.json"
+    spaces.write_bytes(damaged(spaces.read_bytes()))
     with_ssd.crash_and_recover()
     assert with_ssd.read("abcdefg") == 0
     assert with_ssd.allocated() == 0
@@ -888,6 +1063,33 @@ def test_a_disk_that_does_not_take_the_namespaces_does_not_stop_the_store(tmp_pa
     (tmp_path / "spaces.json").mkdir()
     assert home.save("abc") == 3
     assert home.read("abc") == 3
+
+
+damages = st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 300), st.integers(0, 255))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(damages, min_size=1, max_size=12))
+def test_whatever_is_written_over_the_arena_no_successor_shows_wrong_bytes(
+    tmp_path_factory: pytest.TempPathFactory, places: list[tuple[float, int, int]]
+) -> None:
+    home = Home(tmp_path_factory.mktemp("home"))
+    saved = [("abcd", ONE, SMALL), ("abxy", ONE, SMALL), ("abc", OTHER, LARGE)]
+    for tokens, namespace, layout in saved:
+        home.save(tokens, namespace, layout, MODELS[namespace])
+    with (home.folder / "arena").open("r+b") as file:
+        # All but the first page, without which it is no arena: extent table, headers, blocks.
+        size = os.fstat(file.fileno()).st_size - PAGE
+        for part, length, value in places:
+            file.seek(PAGE + int(part * size))
+            file.write(bytes([value]) * min(length, size - int(part * size)))
+    home.crash_and_recover()
+    home.check_slots()
+    for tokens, namespace, layout in saved:
+        home.report_what_is_bad(tokens, namespace, layout)
+        home.save(tokens, namespace, layout, MODELS[namespace])
+        assert home.read(tokens, namespace, layout) == len(tokens)
+    home.check_slots()
 
 
 # All together.
@@ -907,8 +1109,6 @@ class Reading:
     ends_at: float
 
 
-LAYOUTS = {ONE: SMALL, OTHER: LARGE}
-MODELS = {ONE: "one", OTHER: "other"}
 QUOTA = 6 * LARGE.slot_bytes
 namespaces = st.sampled_from([ONE, OTHER])
 some_tokens = st.text("ab", min_size=1, max_size=9)
@@ -917,8 +1117,12 @@ parts = st.floats(0, 1, exclude_max=True)
 rarely = st.sampled_from([False] * 7 + [True])
 
 
+def pages(slot: int, layout: BlockLayout) -> range:
+    return range(slot, slot + layout.slot_bytes // PAGE)
+
+
 class AnyInterleaving(RuleBasedStateMachine):
-    """Engines, threads, time, damage and crashes in any order, in two extents."""
+    """Engines, threads, time, damage, full disks and crashes in any order, in two extents."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -931,7 +1135,10 @@ class AnyInterleaving(RuleBasedStateMachine):
             quotas={"other": QUOTA},
         )
         self.writes: list[Write] = []
+        # Whose writers have ended, by time or with the store; an engine may not know it yet.
+        self.outlived: list[Write] = []
         self.readings: dict[int, Reading] = {}
+        # Pages.
         self.damaged: set[int] = set()
 
     def teardown(self) -> None:
@@ -948,15 +1155,30 @@ class AnyInterleaving(RuleBasedStateMachine):
     def end_write(self, part: float, committed: bool) -> None:
         write = self.writes.pop(int(part * len(self.writes)))
         if committed:
-            layout = LAYOUTS[write.namespace]
-            self.home.write(write.room, chain(write.tokens), write.namespace, layout)
+            self.write_blocks(write)
             self.home.ask(Commit(write.room.writer, 0.03), Done)
         else:
             self.home.ask(Abandon(write.room.writer), Done)
 
+    def write_blocks(self, write: Write) -> set[int]:
+        """The pages that were written."""
+        layout = LAYOUTS[write.namespace]
+        self.home.write(write.room, chain(write.tokens), write.namespace, layout)
+        slots = decode_slots(write.room.slots)
+        return {page for slot in slots for page in pages(slot, layout)}
+
+    @precondition(lambda self: self.outlived)
+    @rule(part=parts)
+    def write_late(self, part: float) -> None:
+        write = self.outlived.pop(int(part * len(self.outlived)))
+        self.damaged |= self.write_blocks(write)
+        self.home.ask(Commit(write.room.writer, 0.03), Refused)
+
     @rule(namespace=namespaces, tokens=some_tokens)
     def save(self, namespace: bytes, tokens: str) -> None:
-        self.home.save(tokens, namespace, LAYOUTS[namespace], MODELS[namespace])
+        self.reserve(namespace, tokens)
+        if self.writes:
+            self.end_write(0.99, committed=True)
 
     @rule()
     def settle(self) -> None:
@@ -1003,6 +1225,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         now = self.home.now
         self.readings = {id_: of for id_, of in self.readings.items() if of.ends_at > now}
         alive = self.home.store._writers
+        self.outlived += [write for write in self.writes if write.room.writer not in alive]
         self.writes = [write for write in self.writes if write.room.writer in alive]
 
     @precondition(lambda self: self.home.readers)
@@ -1011,9 +1234,10 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.home.readers.run(int(part * len(self.home.readers)))
 
     @precondition(lambda self: self.home.writer)
-    @rule()
-    def write_ssd(self) -> None:
-        self.home.writer.run()
+    @rule(full=st.booleans())
+    def write_ssd(self, full: bool) -> None:
+        with files_up_to(6 * PAGE if full else resource.RLIM_INFINITY):
+            self.home.writer.run()
 
     @rule(namespace=namespaces, tokens=some_tokens)
     def damage_memory(self, namespace: bytes, tokens: str) -> None:
@@ -1025,14 +1249,27 @@ class AnyInterleaving(RuleBasedStateMachine):
             self.home.ask(Corrupt(namespace, chain(tokens[: found.in_memory])), Done)
             self.home.ask(Release([found.lease]), Done)
 
+    @rule(namespace=namespaces, tokens=some_tokens)
+    def report(self, namespace: bytes, tokens: str) -> None:
+        self.home.report_what_is_bad(tokens, namespace, LAYOUTS[namespace])
+
     @precondition(lambda self: self.home.segments())
-    @rule(part=parts)
-    def damage_ssd(self, part: float) -> None:
+    @rule(part=parts, damage=st.sampled_from(["change", "cut", "exchange", "delete"]))
+    def damage_ssd(self, part: float, damage: str) -> None:
         segments = self.home.segments()
         path = segments[int(part * len(segments))]
-        with path.open("r+b") as file:
-            file.seek(PAGE + 50)
-            file.write(b"damaged")
+        if damage == "change":
+            with path.open("r+b") as file:
+                file.seek(PAGE + 50)
+                file.write(b"damaged")
+        elif damage == "cut":
+            os.truncate(path, path.stat().st_size // 2)
+        elif damage == "exchange":
+            before = path.read_bytes()
+            path.write_bytes(segments[0].read_bytes())
+            segments[0].write_bytes(before)
+        else:
+            path.unlink()
 
     @rule(namespace=namespaces, tokens=some_tokens, pinned=st.booleans())
     def pin(self, namespace: bytes, tokens: str, pinned: bool) -> None:
@@ -1050,6 +1287,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         before = self.found().keys()
         self.home.crash_and_recover()
         assert self.found().keys() >= before
+        self.outlived += self.writes
         self.writes.clear()
         self.readings.clear()
 
@@ -1065,20 +1303,22 @@ class AnyInterleaving(RuleBasedStateMachine):
     @invariant()
     def every_slot_is_somebodys(self) -> None:
         self.home.check_slots()
-        self.damaged &= {slot for node in self.home.nodes() for slot in node.slots}
 
     @invariant()
     def every_block_in_memory_is_whole(self) -> None:
         for (namespace, key), slot in self.found().items():
-            assert self.home.is_whole(slot, key, namespace, LAYOUTS[namespace])
+            self.check_block(slot, key, namespace)
+
+    def check_block(self, slot: int, key: bytes, namespace: bytes) -> None:
+        layout = LAYOUTS[namespace]
+        whole = self.home.is_whole(slot, key, namespace, layout)
+        assert whole or self.damaged.intersection(pages(slot, layout))
 
     @invariant()
     def every_lease_keeps_its_blocks(self) -> None:
         for reading in self.readings.values():
             for slot, key in reading.slots:
-                layout = LAYOUTS[reading.namespace]
-                whole = self.home.is_whole(slot, key, reading.namespace, layout)
-                assert whole or slot in self.damaged
+                self.check_block(slot, key, reading.namespace)
 
     @invariant()
     def the_quota_holds(self) -> None:
