@@ -387,7 +387,8 @@ def traces(paths: Sequence[Path]) -> dict[str, list[Arrival]]:
 
 def rate_for(arrivals: Sequence[Arrival], unified: Arm, name: str) -> float:
     """``LOAD`` of the requests a second that the unified arm serves of this trace."""
-    burst = window(arrivals, requests=BURST, rate=1e6, seed="burst")
+    # From all over the trace, since single stretches of it are longer or shorter than its mean.
+    burst = window(arrivals[:: len(arrivals) // BURST], requests=BURST, rate=1e6, seed="burst")
     answers = drive(unified, open_loop, burst, f"{name}/burst")
     return LOAD * BURST / duration_s(answers)
 
