@@ -57,6 +57,13 @@ def run_model(spec: EngineSpec, app: Any) -> None:
     )
 
 
+def _cpu_options() -> dict[str, str]:
+    return {
+        "dtype": cpu_dtype(),
+        "worker_cls": "loomserve.platform.engine.worker.PatientWorker",
+    }
+
+
 def _llm_config(spec: EngineSpec) -> LLMConfig:
     return LLMConfig(
         model_loading_config={"model_id": spec.model.name, "model_source": spec.path},
@@ -65,7 +72,7 @@ def _llm_config(spec: EngineSpec) -> LLMConfig:
         accelerator_config={"kind": "cpu"},
         engine_kwargs={
             "kv_cache_memory_bytes": spec.model.kv_cache_memory,
-            **({"dtype": cpu_dtype()} if spec.devices[0].kind == "cpu" else {}),
+            **(_cpu_options() if spec.devices[0].kind == "cpu" else {}),
             **spec.model.engine,
             **({"kv_transfer_config": store} if (store := spec.kv_transfer_config) else {}),
         },
