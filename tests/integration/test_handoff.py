@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import StructuredOutputsParams
 from vllm.v1.engine import (
     EngineCoreEvent,
@@ -70,6 +72,12 @@ def test_only_what_cannot_change_the_answer_is_done_elsewhere(
     params: dict[str, Any], expected: Handoff
 ) -> None:
     assert usable(request(**params)) is expected
+
+
+def test_a_request_with_an_adapter_stays(tmp_path: Path) -> None:
+    adapted = request()
+    adapted.lora_request = LoRARequest("adapter", 1, str(tmp_path))
+    assert usable(adapted) is Handoff.LOCAL
 
 
 @given(
