@@ -29,6 +29,7 @@ _WORKER_TITLE = "VLLM::Worker"
 _STOP_S = 30.0
 _RECOVERY_S = 60.0
 _SETTLE_S = 3.0
+_FIRST_ANSWER_S = 5.0
 
 
 class ServerFailedError(Exception):
@@ -262,6 +263,8 @@ def running(arms: Sequence[Arm], start_timeout: float, *, bind: bool = True) -> 
                 server.wait_ready(start_timeout)
                 if bind:
                     server.bind()
+            # A platform asks itself a first question once it is ready.
+            time.sleep(_FIRST_ANSWER_S)
             print(f"{arm.name} is up after {time.monotonic() - begin:.0f} s", flush=True)
             arm.freeze()
         yield

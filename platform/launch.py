@@ -12,6 +12,7 @@ import shutil
 import signal
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -309,7 +310,7 @@ def _greet(config: Config, say: Say) -> None:
     headers = f"{key} -H 'Content-Type: application/json'"
     say(f"try it:\n  curl {url}/v1/chat/completions{headers} \\\n    -d '{body}'")
     if not config.server.api_keys:
-        say(f"which answers:\n  {_first_answer(url, body)}")
+        say(_first_answer(url, body))
     say(f"see it work: loomserve status --watch --url {url}   ·   stop: Ctrl-C")
 
 
@@ -327,8 +328,14 @@ def _first_answer(url: str, body: str) -> str:
         data=body.encode(),
         headers={"Content-Type": "application/json"},
     )
-    with urllib.request.urlopen(request, timeout=120) as response:
-        return str(json.load(response)["choices"][0]["message"]["content"])
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return f"which answers:\n  {json.load(response)['choices'][0]['message']['content']}"
+    except urllib.error.HTTPError as error:
+        # A model without a chat template, say; the platform serves nevertheless.
+        return f"which it does not answer: {error.read().decode(errors='replace')}"
+    except OSError as error:
+        return f"which it has not answered: {error}"
 
 
 def _catch_signals(stopped: threading.Event, platform: Platform) -> None:
