@@ -84,7 +84,9 @@ def arm(name: str, model: str, router: dict[str, str], port: int, folder: Path) 
                 "source": model,
                 "devices": ["core0", "core1"],
                 "replicas": 2,
-                "kv_cache_memory": "512MiB",
+                # Little over one request of full length: prefixes come back later than an engine
+                # remembers them, as in a service with more conversations than memory.
+                "kv_cache_memory": "128MiB",
                 "router": router,
                 "engine": {
                     "max_model_len": CONTEXT,
