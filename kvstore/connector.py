@@ -64,7 +64,9 @@ _POLL_S = 0.005
 # However slow the SSD, a request waits for it no longer than this.
 _LONGEST_WAIT_S = 2.0
 # A prefill engine's answer may come before its workers' commits, by far less than this.
-_LONGEST_COMMIT_S = 0.2
+_LONGEST_COMMIT_S = 0.5
+# Within this time the decode engine has asked for what a prefill engine saved for it.
+_HANDOFF_S = 10.0
 # Time to compute a prompt token, until steps have been measured.
 _FIRST_GUESS_S_PER_TOKEN = 1e-3
 _SMOOTHING = 0.1
@@ -294,10 +296,12 @@ class StoreReader:
                 return known
         keys = self._keys(request, tokens)
         first_asked_at = known.first_asked_at if known else now
+        # A hand-off is no sign that the prompt comes again, nor is a second look.
+        use = known is None and not _handed_over(request)
         self._forget(request.request_id)
         try:
             found = [
-                self._store.ask(Lookup(name, keys, skip, _LEASE_S, promote=True), Found)
+                self._store.ask(Lookup(name, keys, skip, _LEASE_S, promote=True, use=use), Found)
                 for name in self._ranks(request)
             ]
         except StoreAwayError as error:
@@ -387,8 +391,9 @@ class StoreReader:
                 # A sliding window has passed them, and their KV is gone.
                 continue
             recompute_s = self._block_size * self._s_per_token
+            keep_s = _HANDOFF_S if _hands_over(request) else 0.0
             yield {
-                rank: Save(name, keys, blocks, recompute_s)
+                rank: Save(name, keys, blocks, recompute_s, keep_s)
                 for rank, name in enumerate(self._ranks(request))
             }
 

@@ -63,13 +63,15 @@ class Load:
 class Save:
     """The engine holds the whole chain in ``blocks``; what the store lacks is to be saved.
 
-    ``recompute_s`` predicts the time to compute one of the blocks again.
+    ``recompute_s`` predicts the time to compute one of the blocks again, and a reader is on its
+    way for ``keep_s``.
     """
 
     namespace: bytes
     keys: bytes
     blocks: Sequence[int]
     recompute_s: float
+    keep_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -326,7 +328,7 @@ class Saver(Lane):
         super().close()
 
     def _run(self, saves: Sequence[Save], step: SaveStep) -> None:
-        writers: list[tuple[int, float]] = []
+        writers: list[tuple[int, Save]] = []
         whole = False
         try:
             copies = list(self._reserve(saves, writers))
@@ -339,10 +341,11 @@ class Saver(Lane):
         finally:
             step.copied.set()
         kept = step.in_time(step.judged) and step.sound and whole
-        for writer, recompute_s in writers:
-            self._tell(Commit(writer, recompute_s) if kept else Abandon(writer))
+        for writer, save in writers:
+            commit = Commit(writer, save.recompute_s, save.keep_s)
+            self._tell(commit if kept else Abandon(writer))
 
-    def _reserve(self, saves: Sequence[Save], writers: list[tuple[int, float]]) -> Iterator[Copy]:
+    def _reserve(self, saves: Sequence[Save], writers: list[tuple[int, Save]]) -> Iterator[Copy]:
         for save in saves:
             try:
                 room = self._store.ask(
@@ -362,7 +365,7 @@ class Saver(Lane):
                 _logger.debug("%s", error)
                 continue
             if room.writer:
-                writers.append((room.writer, save.recompute_s))
+                writers.append((room.writer, save))
             for position, slot in enumerate(decode_slots(room.slots), room.first):
                 yield self._copy(save.namespace, save.keys, position, slot, save.blocks[position])
 

@@ -33,7 +33,8 @@ LeaseSeconds = Annotated[float, Meta(gt=0, le=_LONGEST_LEASE_S)]
 class Lookup(msgspec.Struct, tag=True, frozen=True):
     """How much of this chain is there? Blocks ``[skip, in_memory)`` get leased.
 
-    ``promote`` asks for blocks that are on SSD only to be brought into memory.
+    ``promote`` asks for blocks that are on SSD only to be brought into memory. Without ``use`` the
+    lookup says nothing about how likely the blocks are to be wanted again.
     """
 
     namespace: Namespace
@@ -41,6 +42,7 @@ class Lookup(msgspec.Struct, tag=True, frozen=True):
     skip: Count
     lease_s: LeaseSeconds
     promote: bool
+    use: bool = True
 
 
 class Found(msgspec.Struct, tag=True, frozen=True):
@@ -82,11 +84,13 @@ class Reserved(msgspec.Struct, tag=True, frozen=True):
 class Commit(msgspec.Struct, tag=True, frozen=True):
     """The reserved blocks are written and sealed.
 
-    ``recompute_s`` predicts what computing one of them again would take.
+    ``recompute_s`` predicts what computing one of them again would take. For ``keep_s`` they stay
+    in memory whatever they are worth, since a reader is on its way.
     """
 
     writer: int
     recompute_s: float
+    keep_s: Annotated[float, Meta(ge=0, le=_LONGEST_LEASE_S)] = 0.0
 
 
 class Abandon(msgspec.Struct, tag=True, frozen=True):

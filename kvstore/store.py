@@ -213,7 +213,10 @@ class BlockStore:
         namespace, keys = request.namespace, request.keys
         if namespace not in self._spaces:
             return Found(0, 0, 0, b"", 0.0)
-        match = self._index.lookup(namespace, keys, now)
+        if request.use:
+            match = self._index.lookup(namespace, keys, now)
+        else:
+            match = self._index.match(namespace, keys)
         lease = None
         if match.in_memory > request.skip:
             lease = self._index.lease(
@@ -259,6 +262,9 @@ class BlockStore:
         # First, for the new blocks are appended to a node only where it is not leased.
         self._let_go(room.lease)
         self._insert(room, room.slots, now, request.recompute_s)
+        if request.keep_s:
+            there = self._index.match(room.namespace, room.keys).in_memory
+            self._index.lease(room.namespace, room.keys, there, 0, now, request.keep_s)
         return Done(len(room.slots))
 
     def _abandon(self, request: Abandon, now: float) -> Reply:

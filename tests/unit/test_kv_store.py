@@ -422,6 +422,38 @@ def test_a_leased_block_keeps_its_slot_however_scarce_memory_is(small: Home) -> 
     assert small.save("x") == 1
 
 
+def test_what_a_reader_is_on_its_way_for_stays_until_its_time_is_up(small: Home) -> None:
+    for old in "abcd":
+        small.save(old)
+    keys = chain("xyz")
+    room = small.reserve(keys)
+    small.write(room, keys, ONE, SMALL)
+    small.ask(Commit(room.writer, 0.03, keep_s=10.0), Done)
+    # However often the others are used, they go first.
+    small.now += 1
+    for old in "abcd":
+        small.read(old)
+    assert small.save("efgh") == 4
+    assert small.read("xyz") == 3
+    small.pass_time(10)
+    small.save("ijklmno")
+    assert small.look("xyz").in_memory < 3
+
+
+def test_only_lookups_that_are_uses_count_for_a_block(small: Home) -> None:
+    small.save("a")
+    small.save("b")
+    small.now += 1
+    small.ask(Lookup(ONE, chain("a"), 0, LEASE_S, promote=False, use=False), Found)
+    small.pass_time(LEASE_S + 1)
+    (usage,) = small.usage().models
+    assert (usage.hit_blocks, usage.missed_blocks) == (0, 0)
+    small.read("b")
+    assert small.save("cdefgh") == 6
+    assert small.look("a").in_memory == 0
+    assert small.look("b").in_memory == 1
+
+
 def test_a_late_readers_report_spares_what_is_on_ssd_only(with_ssd: Home) -> None:
     with_ssd.save("abcdefg")
     with_ssd.settle()
