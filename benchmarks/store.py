@@ -2,7 +2,8 @@
 
 Without an engine: blocks of the demo model's shape go from a KV cache into the store and back
 through the very pipeline that a worker runs, layer by layer, checksums included, against plain
-copies of the same pieces between the same places. The SSD tier's reads stand against sequential
+copies of the same pieces between the same places. A worker's first writes to shared memory also
+map its pages, once, and are told apart ("put_first"). The SSD tier's reads stand against sequential
 ``O_DIRECT`` reads of a file, block by block, by as many threads. Lookups go through the socket.
 
 Every figure is taken ``--runs`` times, each run's ratio against that run's own baseline. The last
@@ -18,23 +19,25 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.engine import BLOCK_TOKENS, offline_engine
+from benchmarks.engine import BLOCK_TOKENS
 from benchmarks.report import Spread, machine, publish
 from loomserve.kvstore.actor import StorePlan, open_store
 from loomserve.kvstore.arena import Arena
 from loomserve.kvstore.checksum import BlockHeader, BlockLayout
 from loomserve.kvstore.client import StoreClient
 from loomserve.kvstore.memory import KvMemory, stream_for
-from loomserve.kvstore.pipeline import Load, Loader, Save, Saver, TransferTime
+from loomserve.kvstore.pipeline import Load, Loader, Save, Saver
 from loomserve.kvstore.protocol import (
     Commit,
     Done,
@@ -48,7 +51,6 @@ from loomserve.kvstore.protocol import (
 from loomserve.kvstore.server import StoreServer
 from loomserve.kvstore.slots import decode_slots
 from loomserve.kvstore.ssd import SsdTier
-from loomserve.platform import catalog
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS, KV_HEADS, HEAD_BYTES = 30, 3, 2 * 64 * 4
@@ -57,8 +59,29 @@ BLOCKS = 128
 SPACE, SMALL = b"benchmark-store-", b"benchmark-lookup"
 CONCURRENCY = (1, 2, 4, 8)
 LOOKUPS = (1, 100, 10_000)
-LENGTHS = (512, 1024, 2048)
-HIT_SHARES = (0.5, 0.9)
+REPEATS = 5
+"""Of each copy within a run, in turn; the run's figure is their median."""
+
+
+@contextmanager
+def running_store(folder: Path) -> Iterator[StorePlan]:
+    """A store of 768 MiB in this process, with its socket in ``folder``."""
+    plan = StorePlan(
+        folder=folder,
+        arena=Path(f"/dev/shm/loomserve-kv-bench-{os.getpid()}"),
+        memory=768 * 2**20,
+        ssd_folder=None,
+        ssd=0,
+        eviction="lru",
+        quotas={},
+    )
+    server = StoreServer(open_store(plan), plan.address)
+    server.start()
+    try:
+        yield plan
+    finally:
+        server.stop()
+        plan.arena.unlink()
 
 
 def chain(seed: int, blocks: int) -> bytes:
@@ -114,22 +137,25 @@ class Engine:
 
 
 def memory_run(plan: StorePlan, run: int) -> dict[str, float]:
-    """Put, get and plain copies of the same blocks, one right after the other."""
+    """Put, plain copies and get of the same blocks, in turn."""
     engine = Engine(plan)
     size = BLOCKS * LAYERS * LAYER_BYTES
-    engine.client.ask(Flush(""), Done)
-    keys = chain(run, BLOCKS)
-    put = gigabytes_per_s(size, lambda: engine.put(keys))
-    found = wait_for(engine, keys, BLOCKS)
-    slots = decode_slots(found.slots)
-    engine.copy(slots)
-    copied = gigabytes_per_s(size, lambda: engine.copy(slots))
     source, target = (np.empty(size, np.uint8) for _ in range(2))
     source[:] = 1
     target[:] = 0
-    whole = gigabytes_per_s(size, lambda: np.copyto(target, source))
-    got = gigabytes_per_s(size, lambda: engine.get(keys, found))
-    return {"put_gbps": put, "get_gbps": got, "memcpy_gbps": copied, "memcpy_large_gbps": whole}
+    first = gigabytes_per_s(size, lambda: engine.put(chain(run, BLOCKS)))
+    taken: dict[str, list[float]] = {"put": [], "memcpy": [], "get": [], "memcpy_large": []}
+    for repeat in range(REPEATS):
+        engine.client.ask(Flush(""), Done)
+        keys = chain(1000 * (run + 1) + repeat, BLOCKS)
+        taken["put"].append(gigabytes_per_s(size, partial(engine.put, keys)))
+        found = wait_for(engine, keys, BLOCKS)
+        slots = decode_slots(found.slots)
+        taken["memcpy"].append(gigabytes_per_s(size, partial(engine.copy, slots)))
+        taken["get"].append(gigabytes_per_s(size, partial(engine.get, keys, found)))
+        taken["memcpy_large"].append(gigabytes_per_s(size, lambda: np.copyto(target, source)))
+    medians = {f"{name}_gbps": statistics.median(of) for name, of in taken.items()}
+    return medians | {"put_first_gbps": first}
 
 
 def wait_for(engine: Engine, keys: bytes, blocks: int) -> Found:
@@ -162,11 +188,11 @@ def ssd_run(folder: Path, threads: int) -> dict[str, float]:
 
         put = gigabytes_per_s(size, write)
         for number, view in enumerate(views):
-            os.pwritev(raw, [view], number * slot_bytes)
+            os.pwritev(raw, [view.data], number * slot_bytes)
         os.fsync(raw)
 
         def read_raw(number: int) -> None:
-            os.preadv(raw, [views[number]], number * slot_bytes)
+            os.preadv(raw, [views[number].data], number * slot_bytes)
 
         def read_tier(number: int) -> None:
             if not tier.read(locations[number], views[number], SPACE, keys[number]):
@@ -212,65 +238,6 @@ def lookup_us(plan: StorePlan, blocks: int, times: int = 200) -> float:
     return 1e6 * statistics.median(taken)
 
 
-def hidden_run(engine: Any, length: int, hit_share: float, seed: int) -> dict[str, float]:
-    """How much of a prompt's transfers the forward pass hid, with a real engine.
-
-    A prompt of ``length`` tokens, ``hit_share`` of which the store has: so much is loaded, and the
-    rest is computed and saved, in one step.
-    """
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    one = SamplingParams(temperature=0, max_tokens=1)
-    source = np.random.default_rng(seed)
-    tokens = source.integers(1000, 40000, length).tolist()
-    engine.generate([TokensPrompt(prompt_token_ids=tokens[: int(length * hit_share)])], one,
-                    use_tqdm=False)  # fmt: skip
-    time.sleep(0.2)
-    engine.reset_prefix_cache()
-    before = engine.collective_rpc(transfer_times)[0]
-    begin = time.perf_counter()
-    engine.generate([TokensPrompt(prompt_token_ids=tokens)], one, use_tqdm=False)
-    took = time.perf_counter() - begin
-    after = engine.collective_rpc(transfer_times)[0]
-    spent = TransferTime(
-        *(
-            sum(lane[what] for lane in after) - sum(lane[what] for lane in before)
-            for what in ("copied_bytes", "busy_s", "waited_s")
-        )
-    )
-    return {
-        "length": length,
-        "hit_share": hit_share,
-        "step_s": took,
-        "transfer_s": spent.busy_s,
-        "waited_s": spent.waited_s,
-        "hidden_share": spent.hidden_share,
-        # BanaServe, section 4.3.3: hidden as long as a layer's transfer is below a layer's pass.
-        "predicted_hidden_share": min(1.0, took / max(spent.busy_s, 1e-9)),
-    }
-
-
-def transfer_times(worker: Any) -> list[dict[str, Any]]:
-    """Runs in the engine's worker."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    return [asdict(lane.time) for lane in get_kv_transfer_group().copier.lanes]
-
-
-def real_engine(plan: StorePlan) -> Any:
-    # For transfer_times, which travels to the worker.
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    return offline_engine(
-        str(catalog.resolve("demo", Path.cwd())),
-        plan.kv_transfer_config("demo"),
-        max_model_len=2560,
-        max_num_seqs=4,
-        max_num_batched_tokens=2560,
-        kv_cache_memory_bytes=512 * 2**20,
-    )
-
-
 def spread(values: Sequence[float]) -> dict[str, float]:
     return asdict(Spread.of(values))
 
@@ -279,31 +246,24 @@ def benchmark(plan: StorePlan, disk: Path, runs: int) -> dict[str, Any]:
     in_memory = [memory_run(plan, run) for run in range(runs)]
     on_ssd = {threads: [ssd_run(disk, threads) for _ in range(runs)] for threads in CONCURRENCY}
     lookups = {blocks: [lookup_us(plan, blocks) for _ in range(runs)] for blocks in LOOKUPS}
-    engine = real_engine(plan)
-    hidden_run(engine, 512, 0.5, seed=10**6)
-    hidden = [
-        hidden_run(engine, length, share, 1000 * run + length + int(100 * share))
-        for run in range(runs)
-        for length in LENGTHS
-        for share in HIT_SHARES
-    ]
     best = {threads: statistics.median(r["ssd_get_gbps"] for r in of)
             for threads, of in on_ssd.items()}  # fmt: skip
     threads = max(best, key=lambda threads: best[threads])
-    figures = {
-        name: spread([run[name] for run in in_memory])
-        for name in ("put_gbps", "get_gbps", "memcpy_gbps", "memcpy_large_gbps")
-    } | {
+    figures = {name: spread([run[name] for run in in_memory]) for name in in_memory[0]} | {
         name: spread([run[name] for run in on_ssd[threads]])
         for name in ("ssd_get_gbps", "ssd_raw_gbps", "ssd_put_gbps")
     }
     return {
         **{name: of["median"] for name, of in figures.items()},
-        "get_over_memcpy": spread([run["get_gbps"] / run["memcpy_gbps"] for run in in_memory]),
+        **{
+            f"{name}_over_memcpy": spread(
+                [run[f"{name}_gbps"] / run["memcpy_gbps"] for run in in_memory]
+            )
+            for name in ("get", "put")
+        },
         "ssd_get_over_raw": spread(
             [run["ssd_get_gbps"] / run["ssd_raw_gbps"] for run in on_ssd[threads]]
         ),
-        "hidden_share": statistics.median(one["hidden_share"] for one in hidden),
         "lookup_us_p50": {str(blocks): statistics.median(of) for blocks, of in lookups.items()},
         "runs": runs,
         "spread": figures,
@@ -312,7 +272,6 @@ def benchmark(plan: StorePlan, disk: Path, runs: int) -> dict[str, Any]:
             str(threads): {name: statistics.median(run[name] for run in of) for name in of[0]}
             for threads, of in on_ssd.items()
         },
-        "hidden": hidden,
     }
 
 
@@ -324,23 +283,11 @@ def main() -> int:
     parser.add_argument("--disk", type=Path, help="folder on the disk to measure")
     options = parser.parse_args()
     facts = machine()
-    with tempfile.TemporaryDirectory(dir=options.disk or Path.home()) as folder:
-        plan = StorePlan(
-            folder=Path(folder),
-            arena=Path(f"/dev/shm/loomserve-kv-bench-{os.getpid()}"),
-            memory=768 * 2**20,
-            ssd_folder=None,
-            ssd=0,
-            eviction="lru",
-            quotas={},
-        )
-        server = StoreServer(open_store(plan), plan.address)
-        server.start()
-        try:
-            figures = benchmark(plan, Path(folder), options.runs)
-        finally:
-            server.stop()
-            plan.arena.unlink()
+    with (
+        tempfile.TemporaryDirectory(dir=options.disk or Path.home()) as folder,
+        running_store(Path(folder)) as plan,
+    ):
+        figures = benchmark(plan, Path(folder), options.runs)
     publish("store", {"benchmark": "store", **figures, "machine": facts}, RESULTS)
     return 0
 
