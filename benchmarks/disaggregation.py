@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import os
 import re
 import signal
 import statistics
@@ -43,7 +42,15 @@ from benchmarks.load import EventStream, Target, new_session
 from benchmarks.overhead import RequestsFailedError, in_turn
 from benchmarks.report import Spread, machine, percentile, publish
 from benchmarks.servers import Arm, ServerFailedError, configured_arm, running
-from benchmarks.store import BLOCKS, LAYER_BYTES, LAYERS, Engine, chain, wait_for
+from benchmarks.store import (
+    BLOCKS,
+    LAYER_BYTES,
+    LAYERS,
+    Engine,
+    chain,
+    running_store,
+    wait_for,
+)
 from benchmarks.workload import (
     AZURE_LIKE,
     BLOCK_TOKENS,
@@ -56,9 +63,7 @@ from benchmarks.workload import (
     scaled_down,
     window,
 )
-from loomserve.kvstore.actor import StorePlan, open_store
 from loomserve.kvstore.radix import KEY_BYTES
-from loomserve.kvstore.server import StoreServer
 from loomserve.platform import catalog
 from loomserve.platform.engine.precision import cpu_dtype
 
@@ -306,18 +311,7 @@ def probes() -> list[PrefixRequest]:
 
 def copy_ms(folder: Path) -> dict[int, float]:
     """Median time in which a worker's loader fetches a prompt's whole blocks, by its tokens."""
-    plan = StorePlan(
-        folder=folder,
-        arena=Path(f"/dev/shm/loomserve-kv-bench-{os.getpid()}"),
-        memory=768 * 2**20,
-        ssd_folder=None,
-        ssd=0,
-        eviction="lru",
-        quotas={},
-    )
-    server = StoreServer(open_store(plan), plan.address)
-    server.start()
-    try:
+    with running_store(folder) as plan:
         engine = Engine(plan)
         engine.put(chain(0, BLOCKS))
         return {
@@ -326,9 +320,6 @@ def copy_ms(folder: Path) -> dict[int, float]:
             )
             for length in PROBE_LENGTHS
         }
-    finally:
-        server.stop()
-        plan.arena.unlink()
 
 
 def fetch_ms(engine: Engine, blocks: int) -> float:
