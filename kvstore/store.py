@@ -262,8 +262,9 @@ class BlockStore:
         # First, for the new blocks are appended to a node only where it is not leased.
         self._let_go(room.lease)
         self._insert(room, room.slots, now, request.recompute_s)
-        if request.keep_s:
-            there = self._index.match(room.namespace, room.keys).in_memory
+        # What came before may have been found corrupt meanwhile, and the new blocks are gone too.
+        there = self._index.match(room.namespace, room.keys).in_memory
+        if request.keep_s and there:
             self._index.lease(room.namespace, room.keys, there, 0, now, request.keep_s)
         return Done(len(room.slots))
 

@@ -440,6 +440,19 @@ def test_what_a_reader_is_on_its_way_for_stays_until_its_time_is_up(small: Home)
     assert small.look("xyz").in_memory < 3
 
 
+def test_nothing_is_kept_of_what_follows_a_block_that_went_meanwhile(small: Home) -> None:
+    small.save("a")
+    keys = chain("ab")
+    room = small.reserve(keys)
+    small.write(room, keys, ONE, SMALL)
+    small.damage(small.slot_of("a"))
+    small.ask(Corrupt(ONE, chain("a")), Done)
+    small.ask(Commit(room.writer, 0.03, keep_s=10.0), Done)
+    assert small.look("ab").resident == 0
+    small.pass_time(LEASE_S + 1)
+    small.check_slots()
+
+
 def test_only_lookups_that_are_uses_count_for_a_block(small: Home) -> None:
     small.save("a")
     small.save("b")
@@ -1183,12 +1196,12 @@ class AnyInterleaving(RuleBasedStateMachine):
             self.writes.append(Write(room, tokens, namespace))
 
     @precondition(lambda self: self.writes)
-    @rule(part=parts, committed=st.booleans())
-    def end_write(self, part: float, committed: bool) -> None:
+    @rule(part=parts, committed=st.booleans(), keep_s=st.sampled_from([0.0, 5.0]))
+    def end_write(self, part: float, committed: bool, keep_s: float) -> None:
         write = self.writes.pop(int(part * len(self.writes)))
         if committed:
             self.write_blocks(write)
-            self.home.ask(Commit(write.room.writer, 0.03), Done)
+            self.home.ask(Commit(write.room.writer, 0.03, keep_s), Done)
         else:
             self.home.ask(Abandon(write.room.writer), Done)
 
