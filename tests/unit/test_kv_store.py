@@ -1197,7 +1197,7 @@ class AnyInterleaving(RuleBasedStateMachine):
 
     @precondition(lambda self: self.writes)
     @rule(part=parts, committed=st.booleans(), keep_s=st.sampled_from([0.0, 5.0]))
-    def end_write(self, part: float, committed: bool, keep_s: float) -> None:
+    def end_write(self, part: float, committed: bool, keep_s: float = 0.0) -> None:
         write = self.writes.pop(int(part * len(self.writes)))
         if committed:
             self.write_blocks(write)
