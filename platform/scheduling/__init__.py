@@ -1,0 +1,1 @@
+"""Decisions inside an engine: who is served first, who is preempted, and how. Pure."""

@@ -1,0 +1,92 @@
+"""Which waiting requests start in a step: pure, in KV blocks of the engine's memory.
+
+With chunked prefill a prompt, or what is computed again, runs beside decodes, and waiting requests
+simply start in the order of the queue. Without it, AdaptiveLLM's algorithm 2 chooses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A waiting request.
+
+    Attributes:
+        priority: In the queue; the greater goes first.
+        blocks: What it needs to start: for what it has computed so far and its next token.
+        most_blocks: What it may come to hold.
+        swapped: Whether its KV is in swap space, so that it needs no prefill.
+    """
+
+    priority: float
+    blocks: int
+    most_blocks: int
+    swapped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Candidates that start, by their place in the sequence they were given in."""
+
+    chosen: tuple[int, ...]
+    prefill: bool
+
+
+def start(candidates: Sequence[Candidate], free_blocks: int, places: int) -> Start:
+    """Either swapped requests come back or prompts are computed: AdaptiveLLM, algorithm 2.
+
+    ``candidates`` are in the order of their priority, and at most ``places`` may start. Each side
+    takes the largest set that fits; the one of the higher mean priority goes, the swapped ones if
+    they are equal.
+    """
+    swapped = _fitting(candidates, free_blocks, places, swapped=True)
+    prefill = _fitting(candidates, free_blocks, places, swapped=False)
+    if not (swapped or prefill):
+        return Start((), prefill=False)
+    if not swapped or (prefill and _mean(candidates, prefill) > _mean(candidates, swapped)):
+        return Start(prefill, prefill=True)
+    return Start(swapped, prefill=False)
+
+
+def never_computed_twice(
+    candidates: Iterable[Candidate], held: Iterable[int], blocks: int, swap_blocks: int
+) -> int:
+    """How many candidates may start so that swap space can take whatever must leave memory.
+
+    Args:
+        candidates: In the order in which they start. Those that are swapped have started before.
+        held: What each request that has started may come to hold.
+        blocks: Of the engine's memory.
+        swap_blocks: Of swap space.
+    """
+    room = blocks + swap_blocks - sum(held)
+    started = 0
+    for candidate in candidates:
+        if not candidate.swapped:
+            room -= candidate.most_blocks
+        if room < 0:
+            break
+        started += 1
+    return started
+
+
+def _fitting(
+    candidates: Sequence[Candidate], free_blocks: int, places: int, *, swapped: bool
+) -> tuple[int, ...]:
+    chosen: list[int] = []
+    for at, candidate in enumerate(candidates):
+        if candidate.swapped is not swapped:
+            continue
+        free_blocks -= candidate.blocks
+        if free_blocks < 0 or len(chosen) == places:
+            break
+        chosen.append(at)
+    return tuple(chosen)
+
+
+def _mean(candidates: Sequence[Candidate], chosen: Sequence[int]) -> float:
+    return fmean(candidates[at].priority for at in chosen)

@@ -1,0 +1,73 @@
+"""The order in which an engine serves its requests: pure priorities, chosen by name.
+
+A policy maps a :class:`QueuedRequest` and the time to a priority; the greatest is served first and
+preempted last. All times are seconds of one clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+# What a request that names no deadline is taken to have, so that it is not passed over for ever.
+_PATIENCE_S = 600.0
+# The last moments before a deadline count no more than this.
+_GREATEST_URGENCY = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedRequest:
+    """A request as its queue sees it, waiting or running.
+
+    Attributes:
+        arrived_s: When it entered the queue for the first time.
+        tokens: Of its prompt and of what it has generated; at least 1.
+        left: The tokens still to be computed until it ends at the latest: of its prompt, and those
+            that it may generate.
+        deadline_s: When its client wants to have the whole answer, if it said so.
+    """
+
+    arrived_s: float
+    tokens: int
+    left: int
+    deadline_s: float | None = None
+
+
+Priority = Callable[[QueuedRequest, float], float]
+
+
+def fair(request: QueuedRequest, now: float) -> float:
+    """Time since its arrival for each token: AdaptiveLLM, section 3.5.
+
+    A short request rises quickly and a long one steadily, so that none waits for ever. A deadline
+    raises the priority as it nears, by the whole time over what is left of it; one that is missed
+    no longer does (the paper's future work, section 6).
+    """
+    return max(0.0, now - request.arrived_s) / request.tokens * _urgency(request, now)
+
+
+def fcfs(request: QueuedRequest, now: float) -> float:
+    """First come, first served."""
+    return -request.arrived_s
+
+
+def deadline(request: QueuedRequest, now: float) -> float:
+    """Earliest deadline first. One that is missed counts as one that was not set."""
+    if request.deadline_s is not None and request.deadline_s > now:
+        return -request.deadline_s
+    return -(request.arrived_s + _PATIENCE_S)
+
+
+def sjf(request: QueuedRequest, now: float) -> float:
+    """Shortest job first, by what is left. Long ones wait while short ones come."""
+    return -float(request.left)
+
+
+QUEUES: Mapping[str, Priority] = {"fair": fair, "fcfs": fcfs, "deadline": deadline, "sjf": sjf}
+
+
+def _urgency(request: QueuedRequest, now: float) -> float:
+    if request.deadline_s is None or request.deadline_s <= now:
+        return 1.0
+    whole, left = request.deadline_s - request.arrived_s, request.deadline_s - now
+    return min(_GREATEST_URGENCY, max(1.0, whole / left))
