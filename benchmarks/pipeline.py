@@ -77,15 +77,15 @@ class Link:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._memory, name)
 
-    def from_host(self, layer: int, block: int, piece: Bytes) -> None:
+    def from_host(self, layer: int, first: int, pieces: Bytes) -> None:
         begin = time.perf_counter()
-        self._memory.from_host(layer, block, piece)
-        self._carry(piece.nbytes, begin)
+        self._memory.from_host(layer, first, pieces)
+        self._carry(pieces.nbytes, begin)
 
-    def to_host(self, layer: int, block: int, piece: Bytes) -> None:
+    def to_host(self, layer: int, first: int, pieces: Bytes) -> None:
         begin = time.perf_counter()
-        self._memory.to_host(layer, block, piece)
-        self._carry(piece.nbytes, begin)
+        self._memory.to_host(layer, first, pieces)
+        self._carry(pieces.nbytes, begin)
 
     def _carry(self, size: int, begin: float) -> None:
         # Sleeps last longer than asked for: the next piece makes up for it, if it comes at once.

@@ -84,15 +84,17 @@ class BlockLayout:
         return view[layer * self.layer_bytes : (layer + 1) * self.layer_bytes]
 
     def pieces(self, view: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """All layers' bytes themselves, ``[layers, layer_bytes]``."""
-        return view[: self.block_bytes].reshape(self.layers, self.layer_bytes)
+        """The layers' bytes: of ``[..., slot_bytes]``, ``[..., layers, layer_bytes]``."""
+        shape = (*view.shape[:-1], self.layers, self.layer_bytes)
+        return view[..., : self.block_bytes].reshape(shape)
 
     def checksum_offset(self, layer: int) -> int:
         return round_up(self.block_bytes, _CHECKSUM.itemsize) + layer * _CHECKSUM.itemsize
 
     def checksums(self, view: NDArray[np.uint8]) -> NDArray[np.uint64]:
-        """The layers' checksums themselves, ``[layers]``."""
-        return view[self.checksum_offset(0) : self.checksum_offset(self.layers)].view(_CHECKSUM)
+        """The layers' checksums: of ``[..., slot_bytes]``, ``[..., layers]``."""
+        begin, end = self.checksum_offset(0), self.checksum_offset(self.layers)
+        return view[..., begin:end].view(_CHECKSUM)
 
     def seal_layer(self, view: NDArray[np.uint8], layer: int, block_seed: int) -> None:
         """Store the checksum of the layer's bytes as they are now."""

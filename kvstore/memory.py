@@ -48,25 +48,30 @@ class KvMemory:
             [rows.numpy() for rows in self._rows] if self.device.type == "cpu" else None
         )
 
-    def to_host(self, layer: int, block: int, piece: Bytes) -> None:
+    def to_host(self, layer: int, first: int, pieces: Bytes) -> None:
+        """Copy the layer of a run of blocks to ``pieces``, ``[blocks, layer_bytes]``."""
+        run = slice(first, first + len(pieces))
         if self._host_rows is not None:
-            np.copyto(piece, self._host_rows[layer][block])
+            np.copyto(pieces, self._host_rows[layer][run])
         else:
-            torch.from_numpy(piece).copy_(self._rows[layer][block], non_blocking=True)
+            torch.from_numpy(pieces).copy_(self._rows[layer][run], non_blocking=True)
 
-    def from_host(self, layer: int, block: int, piece: Bytes) -> None:
+    def from_host(self, layer: int, first: int, pieces: Bytes) -> None:
+        """Copy ``pieces``, ``[blocks, layer_bytes]``, to the layer of a run of blocks."""
+        run = slice(first, first + len(pieces))
         if self._host_rows is not None:
-            np.copyto(self._host_rows[layer][block], piece)
+            np.copyto(self._host_rows[layer][run], pieces)
         else:
-            self._rows[layer][block].copy_(torch.from_numpy(piece), non_blocking=True)
+            self._rows[layer][run].copy_(torch.from_numpy(pieces), non_blocking=True)
 
-    def on_host(self, layer: int, block: int) -> Bytes | None:
-        """The engine's own bytes, where the CPU can read them."""
-        return None if self._host_rows is None else self._host_rows[layer][block]
+    def on_host(self, layer: int, first: int, blocks: int) -> Bytes | None:
+        """The engine's own bytes, ``[blocks, layer_bytes]``, where the CPU can read them."""
+        return None if self._host_rows is None else self._host_rows[layer][first : first + blocks]
 
-    def equals_host(self, layer: int, block: int, piece: Bytes) -> bool:
-        row = self._rows[layer][block]
-        return bool(torch.equal(row, torch.from_numpy(piece).to(row.device)))
+    def equals_host(self, layer: int, first: int, pieces: Bytes) -> bool:
+        """Whether the layer of a run of blocks is ``pieces``, ``[blocks, layer_bytes]``."""
+        rows = self._rows[layer][first : first + len(pieces)]
+        return bool(torch.equal(rows, torch.from_numpy(pieces).to(rows.device)))
 
 
 class HostStream:

@@ -16,12 +16,13 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import groupby
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loomserve.kvstore.arena import Arena
-from loomserve.kvstore.checksum import BlockLayout, layer_digest, seed
+from loomserve.kvstore.checksum import PAGE, BlockLayout, layer_digest, seed
 from loomserve.kvstore.client import StoreAwayError, StoreClient, StoreRefusedError
 from loomserve.kvstore.memory import HostStream, KvMemory
 from loomserve.kvstore.protocol import (
@@ -39,7 +40,8 @@ from loomserve.kvstore.slots import decode_slots
 
 _logger = logging.getLogger(__name__)
 
-_CACHED_BYTES = 2**17
+# So much at a time that the processor's cache still has it for the checksums.
+_CACHED_BYTES = 2**18
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,17 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Copy:
-    """One block between the engine's memory and a slot: its layers' pieces and checksums there."""
+class Run:
+    """Blocks that follow each other in the engine's memory, from ``first`` on, and in the arena.
 
-    block: int
+    In their slots lie ``pieces``, ``[blocks, layers, layer_bytes]``, and ``checksums``,
+    ``[blocks, layers]``.
+    """
+
+    first: int
     pieces: NDArray[np.uint8]
     checksums: NDArray[np.uint64]
-    seed: int
+    seeds: Sequence[int]
 
 
 @dataclass
@@ -122,17 +128,24 @@ class Lane:
             event.wait()
             self.time.waited_s += time.perf_counter() - begin
 
-    def _copy(self, namespace: bytes, keys: bytes, position: int, slot: int, block: int) -> Copy:
-        key = keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
-        view = self._arena.view(slot, self._layout.slot_bytes)
-        pieces, checksums = self._layout.pieces(view), self._layout.checksums(view)
-        return Copy(block, pieces, checksums, seed(namespace, key))
+    def _runs(
+        self, namespace: bytes, keys: bytes, slots: Sequence[int], blocks: Sequence[int]
+    ) -> Iterator[Run]:
+        """The copies between ``slots`` and ``blocks``, as few as their places allow."""
+        pages = self._layout.slot_bytes // PAGE
+        most = max(1, _CACHED_BYTES // self._memory.layer_bytes)
 
-    def _few(self, copies: Sequence[Copy]) -> Iterator[Sequence[Copy]]:
-        """So many at a time that the processor's cache still has their bytes for the checksums."""
-        count = max(1, _CACHED_BYTES // self._memory.layer_bytes)
-        for at in range(0, len(copies), count):
-            yield copies[at : at + count]
+        def run_of(at: tuple[int, tuple[int, int]]) -> tuple[int, int, int]:
+            number, (slot, block) = at
+            return slot - number * pages, block - number, number // most
+
+        for _, group in groupby(enumerate(zip(slots, blocks, strict=True)), run_of):
+            numbers, places = zip(*group, strict=True)
+            slot, block = places[0]
+            view = self._arena.view(slot, len(places) * self._layout.slot_bytes)
+            view = view.reshape(len(places), self._layout.slot_bytes)
+            seeds = [seed(namespace, keys[n * KEY_BYTES :][:KEY_BYTES]) for n in numbers]
+            yield Run(block, self._layout.pieces(view), self._layout.checksums(view), seeds)
 
     def _tell(self, message: Release | Abandon | Commit | Corrupt) -> None:
         try:
@@ -185,15 +198,15 @@ class Loader(Lane):
 
     def _run(self, loads: Sequence[Load], step: LoadStep) -> None:
         try:
-            ahead: list[Copy] = []
-            copies = [copy for load in loads for copy in self._copies(load, ahead)]
+            ahead: list[Run] = []
+            runs = [run for load in loads for run in self._split(load, ahead)]
             with self._stream:
                 self._stream.wait(step.mark)
                 for layer in range(self._memory.layers):
                     step.failed.update(self._load_layer(layer, ahead))
                 step.ahead.set()
                 for layer, event in enumerate(step.loaded):
-                    step.failed.update(self._load_layer(layer, copies))
+                    step.failed.update(self._load_layer(layer, runs))
                     event.set()
         except Exception:
             _logger.exception("loading KV blocks failed; they are computed instead")
@@ -203,39 +216,40 @@ class Loader(Lane):
                 event.set()
         self._report(loads, step.failed)
 
-    def _copies(self, load: Load, ahead: list[Copy]) -> Iterator[Copy]:
-        last = load.first + len(load.slots) - 1
-        for position, (slot, block) in enumerate(
-            zip(load.slots, load.blocks, strict=True), load.first
-        ):
-            copy = self._copy(load.namespace, load.keys, position, slot, block)
-            if load.ahead and position == last:
-                ahead.append(copy)
-            else:
-                yield copy
+    def _split(self, load: Load, ahead: list[Run]) -> Iterator[Run]:
+        keys = load.keys[load.first * KEY_BYTES :]
+        rest = len(load.slots) - load.ahead
+        yield from self._runs(load.namespace, keys, load.slots[:rest], load.blocks[:rest])
+        keys = keys[rest * KEY_BYTES :]
+        ahead += self._runs(load.namespace, keys, load.slots[rest:], load.blocks[rest:])
 
-    def _load_layer(self, layer: int, copies: Sequence[Copy]) -> list[int]:
+    def _load_layer(self, layer: int, runs: Sequence[Run]) -> list[int]:
         """The blocks of which the layer is wrong."""
         begin = time.perf_counter()
         failed: list[int] = []
-        for together in self._few(copies):
-            for copy in together:
-                self._memory.from_host(layer, copy.block, copy.pieces[layer])
+        for run in runs:
+            pieces = run.pieces[:, layer]
+            self._memory.from_host(layer, run.first, pieces)
             self._stream.settle()
-            failed += [copy.block for copy in together if not self._arrived(layer, copy)]
-        self.time.copied_bytes += len(copies) * self._memory.layer_bytes
+            failed += self._wrong(layer, run)
+            self.time.copied_bytes += pieces.nbytes
         self.time.busy_s += time.perf_counter() - begin
         return failed
 
-    def _arrived(self, layer: int, copy: Copy) -> bool:
-        """Whether the engine has got what was sealed as this layer of this block.
+    def _wrong(self, layer: int, run: Run) -> Iterator[int]:
+        """The blocks of which the engine has not got what was sealed as this layer of theirs.
 
         Checked after the copy: a slot that changed hands before or meanwhile is found out. And
         where the CPU can read the engine's own bytes, it is those that must be right.
         """
-        own = self._memory.on_host(layer, copy.block)
-        piece = copy.pieces[layer] if own is None else own
-        return layer_digest(piece, layer, copy.seed) == copy.checksums.item(layer)
+        own = self._memory.on_host(layer, run.first, len(run.seeds))
+        pieces = run.pieces[:, layer] if own is None else own
+        sealed = run.checksums[:, layer].tolist()
+        for block, (piece, checksum, block_seed) in enumerate(
+            zip(pieces, sealed, run.seeds, strict=True), run.first
+        ):
+            if layer_digest(piece, layer, block_seed) != checksum:
+                yield block
 
     def _report(self, loads: Sequence[Load], failed: set[int]) -> None:
         for load in loads:
@@ -331,10 +345,10 @@ class Saver(Lane):
         writers: list[tuple[int, Save]] = []
         whole = False
         try:
-            copies = list(self._reserve(saves, writers))
+            runs = list(self._reserve(saves, writers))
             with self._stream:
                 whole = all(
-                    self._save_layer(layer, copies, step) for layer in range(self._memory.layers)
+                    self._save_layer(layer, runs, step) for layer in range(self._memory.layers)
                 )
         except Exception:
             _logger.exception("saving KV blocks failed")
@@ -345,7 +359,7 @@ class Saver(Lane):
             commit = Commit(writer, save.recompute_s, save.keep_s)
             self._tell(commit if kept else Abandon(writer))
 
-    def _reserve(self, saves: Sequence[Save], writers: list[tuple[int, Save]]) -> Iterator[Copy]:
+    def _reserve(self, saves: Sequence[Save], writers: list[tuple[int, Save]]) -> Iterator[Run]:
         for save in saves:
             try:
                 room = self._store.ask(
@@ -366,8 +380,11 @@ class Saver(Lane):
                 continue
             if room.writer:
                 writers.append((room.writer, save))
-            for position, slot in enumerate(decode_slots(room.slots), room.first):
-                yield self._copy(save.namespace, save.keys, position, slot, save.blocks[position])
+            slots = decode_slots(room.slots)
+            blocks = save.blocks[room.first : room.first + len(slots)]
+            yield from self._runs(
+                save.namespace, save.keys[room.first * KEY_BYTES :], slots, blocks
+            )
 
     def _warn_once(self, refusal: str) -> None:
         # It stands until the configuration changes, and would come with every step.
@@ -375,32 +392,34 @@ class Saver(Lane):
             self._refused.add(refusal)
             _logger.warning("nothing of this model is saved: %s", refusal)
 
-    def _save_layer(self, layer: int, copies: Sequence[Copy], step: SaveStep) -> bool:
+    def _save_layer(self, layer: int, runs: Sequence[Run], step: SaveStep) -> bool:
         """Whether the layer's pieces are whole in their slots."""
-        if not copies:
+        if not runs:
             return True
         if not (step.in_time(step.computed[layer]) and step.sound):
             return False
         begin = time.perf_counter()
         self._stream.wait(step.marks[layer])
         whole = True
-        for together in self._few(copies):
-            for copy in together:
-                self._memory.to_host(layer, copy.block, copy.pieces[layer])
+        for run in runs:
+            pieces = run.pieces[:, layer]
+            self._memory.to_host(layer, run.first, pieces)
             self._stream.settle()
-            for copy in together:
-                whole = self._seal(layer, copy) and whole
-        self.time.copied_bytes += len(copies) * self._memory.layer_bytes
+            whole = self._seal(layer, run) and whole
+            self.time.copied_bytes += pieces.nbytes
         self.time.busy_s += time.perf_counter() - begin
         return whole
 
-    def _seal(self, layer: int, copy: Copy) -> bool:
-        """Whether the slot has got the engine's bytes under their checksum.
+    def _seal(self, layer: int, run: Run) -> bool:
+        """Whether the slots have got the engine's bytes under their checksums.
 
         A writer that the store gave up may still write here, after the copy too. So the checksum is
         of the engine's bytes, and where the CPU cannot read those, the slot is compared with them.
         """
-        own = self._memory.on_host(layer, copy.block)
-        piece = copy.pieces[layer]
-        copy.checksums[layer] = layer_digest(piece if own is None else own, layer, copy.seed)
-        return own is not None or self._memory.equals_host(layer, copy.block, piece)
+        own = self._memory.on_host(layer, run.first, len(run.seeds))
+        pieces = run.pieces[:, layer]
+        run.checksums[:, layer] = [
+            layer_digest(piece, layer, block_seed)
+            for piece, block_seed in zip(pieces if own is None else own, run.seeds, strict=True)
+        ]
+        return own is not None or self._memory.equals_host(layer, run.first, pieces)

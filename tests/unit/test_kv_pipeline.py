@@ -201,6 +201,28 @@ def test_every_byte_of_every_layer_and_block_arrives_and_no_other_changes(
     until(lambda: store.usage().leases == 0)
 
 
+@pytest.mark.parametrize("together", [1, 3, BLOCKS])
+@pytest.mark.parametrize(
+    "blocks", [list(range(8)), [12, 13, 14, 3, 4, 9, 8, 7], [8, 7, 6, 5, 4, 3, 2, 1]]
+)
+def test_blocks_in_a_row_and_scattered_ones_arrive_alike(
+    store: Store,
+    engines: tuple[Engine, Engine],
+    monkeypatch: pytest.MonkeyPatch,
+    blocks: list[int],
+    together: int,
+) -> None:
+    monkeypatch.setattr(pipeline, "_CACHED_BYTES", together * LAYER_BYTES)
+    one, other = engines
+    one.save([save_of("a", blocks)])
+    store.settled()
+    before = other.caches.clone()
+    assert other.load([store.load(chain("a", 8), list(range(2, 10)))]) == set()
+    assert torch.equal(other.caches[:, 2:10], one.caches[:, blocks])
+    rest = [block for block in range(BLOCKS) if not 2 <= block < 10]
+    assert torch.equal(other.caches[:, rest], before[:, rest])
+
+
 def test_a_part_of_a_chain_is_loaded_into_its_own_blocks(
     store: Store, engines: tuple[Engine, Engine]
 ) -> None:
@@ -483,14 +505,14 @@ def test_the_hidden_share_is_what_the_forward_pass_did_not_wait_for(
 def test_blocks_whose_dimensions_are_permuted_move_whole() -> None:
     base = torch.arange(2 * 4 * 3 * 8, dtype=torch.int16).reshape(2, 4, 3, 8)
     memory = KvMemory({"layer": base.permute(0, 2, 1, 3)})
-    piece = np.zeros(4 * 3 * 8 * 2, np.uint8)
-    memory.to_host(0, 1, piece)
-    assert piece.tobytes() == base[1].numpy().tobytes()
-    memory.from_host(0, 0, piece)
+    pieces = np.zeros((1, 4 * 3 * 8 * 2), np.uint8)
+    memory.to_host(0, 1, pieces)
+    assert pieces.tobytes() == base[1].numpy().tobytes()
+    memory.from_host(0, 0, pieces)
     assert torch.equal(base[0], base[1])
-    assert memory.equals_host(0, 0, piece)
+    assert memory.equals_host(0, 0, pieces)
     base[0, 3, 2, 7] += 1
-    assert not memory.equals_host(0, 0, piece)
+    assert not memory.equals_host(0, 0, pieces)
 
 
 def test_layers_that_share_their_kv_are_one() -> None:
