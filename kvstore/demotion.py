@@ -19,10 +19,10 @@ class Demotion(NamedTuple):
     slots: array[int]
 
 
-def demotions(order: Iterable[tuple[Tree, Node]], blocks: int) -> list[Demotion]:
+def demotions(order: Iterable[tuple[float, Tree, Node]], blocks: int) -> list[Demotion]:
     """The first ``blocks`` blocks in the order of eviction that are in memory alone."""
     found: list[Demotion] = []
-    for tree, node in order:
+    for _, tree, node in order:
         if blocks <= 0:
             break
         positions = [at for at in range(len(node.slots)) if node.locations[at] == NOWHERE]

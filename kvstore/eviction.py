@@ -23,12 +23,15 @@ class Candidate:
         block_bytes: Bytes that the block occupies, above 0.
         uses: How often the block was looked up and found.
         age_s: Seconds since the block was last used, or made if it never was; at least 0.
+        floor: The greatest value at which a block had been evicted when this one was last used, or
+            made; at least 0.
     """
 
     recompute_s: float
     block_bytes: int
     uses: int
     age_s: float
+    floor: float = 0.0
 
 
 Policy = Callable[[Candidate], float]
@@ -39,16 +42,17 @@ def lru(candidate: Candidate) -> float:
     return -candidate.age_s
 
 
-def cost(candidate: Candidate, half_life_s: float = 600.0) -> float:
-    """Predicted recompute seconds saved per byte kept.
+def cost(candidate: Candidate) -> float:
+    """Predicted recompute seconds saved per byte kept: Greedy-Dual-Size-Frequency.
 
-    ``value = recompute_s * likelihood / block_bytes`` with the likelihood of reuse, up to a
-    constant, ``likelihood = (1 + uses) / (1 + age_s / half_life_s)``. It halves within the first
-    half life and then falls slower than an exponential would: times between two uses of a prefix
-    have a long tail.
+    ``value = floor + (1 + uses) * recompute_s / block_bytes``. The floor rises with what is
+    evicted, so a block grows old by what the store takes in and not by the clock: were it by time
+    alone, the blocks that were read once would keep every new one out of a store that is full.
+    Source: Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching
+    policy", HP Labs 1998.
     """
-    likelihood = (1 + candidate.uses) / (1 + candidate.age_s / half_life_s)
-    return candidate.recompute_s * likelihood / candidate.block_bytes
+    saved_s = (1 + candidate.uses) * candidate.recompute_s
+    return candidate.floor + saved_s / candidate.block_bytes
 
 
 POLICIES: Mapping[str, Policy] = {"lru": lru, "cost": cost}
@@ -56,8 +60,8 @@ POLICIES: Mapping[str, Policy] = {"lru": lru, "cost": cost}
 
 def eviction_order(
     trees: Iterable[Tree], policy: Policy, now: float
-) -> Iterator[tuple[Tree, Node]]:
-    """Unlocked nodes in memory: each after all those below it, else the least valuable first.
+) -> Iterator[tuple[float, Tree, Node]]:
+    """Unlocked nodes in memory and their value: each after all below it, else the least first.
 
     Of equal ones the least recently used comes first. Between two of them, the caller may take
     the slots of the one it was given.
@@ -71,7 +75,7 @@ def eviction_order(
         if followers[node] or node.locks:
             return
         age_s = now - node.last_used
-        value = policy(Candidate(node.recompute_s, tree.block_bytes, node.uses, age_s))
+        value = policy(Candidate(node.recompute_s, tree.block_bytes, node.uses, age_s, node.floor))
         heappush(heap, (value, node.last_used, next(turn), tree, node))
 
     for tree in trees:
@@ -84,10 +88,10 @@ def eviction_order(
                 followers[node] = len(below)
                 consider(tree, node)
     while heap:
-        *_, tree, node = heappop(heap)
+        value, *_, tree, node = heappop(heap)
         # Now, since the caller may split the node.
         parent = node.parent
-        yield tree, node
+        yield value, tree, node
         if parent in followers:
             followers[parent] -= 1
             consider(tree, parent)

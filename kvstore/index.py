@@ -83,6 +83,7 @@ class Index:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
+        self._floor = 0.0
         self._namespaces: dict[bytes, _Namespace] = {}
         self._leases: dict[int, _Held] = {}
         self._lease_ids = count(1)
@@ -106,7 +107,7 @@ class Index:
         path = known.tree.walk(keys)
         for node in path:
             node.uses += 1
-            node.last_used = now
+            self._touch(node, now)
         match = Match(sum(map(len, path)), _in_memory(path))
         known.hits += match.resident
         known.misses += len(keys) // KEY_BYTES - match.resident
@@ -200,7 +201,7 @@ class Index:
         if first > in_memory:
             return list(slots)
         for node in path:
-            node.last_used = now
+            self._touch(node, now)
         at = in_memory - first
         unneeded = list(slots[:at])
         for node in path:
@@ -213,6 +214,7 @@ class Index:
                 slots=array("q", slots[at:]),
                 locations=array("q", [NOWHERE]) * (len(slots) - at),
                 last_used=now,
+                floor=self._floor,
                 recompute_s=recompute_s,
             )
             tree.grow(path[-1] if path else tree.root, run)
@@ -262,6 +264,7 @@ class Index:
                 keys[resident * KEY_BYTES : (first + len(locations)) * KEY_BYTES],
                 locations=rest,
                 last_used=now,
+                floor=self._floor,
                 recompute_s=recompute_s,
             )
             tree.grow(path[-1] if path else tree.root, run)
@@ -321,10 +324,11 @@ class Index:
             The slots in the order of eviction, and the locations of what was forgotten.
         """
         freed = Freed([], [])
-        for tree, node in eviction_order(self._trees(within), self._policy, now):
+        for value, tree, node in eviction_order(self._trees(within), self._policy, now):
             blocks = min(slot_count - len(freed.slots), len(node.slots))
             if blocks <= 0:
                 break
+            self._floor = max(self._floor, value)
             slots, locations = tree.evict(node, blocks)
             self._namespaces[tree.namespace].evictions += blocks
             freed.slots.extend(slots)
@@ -454,6 +458,10 @@ class Index:
         assert len(slots) == len(set(slots))
         located = [at for known in self._namespaces.values() for at in known.tree.by_location]
         assert len(located) == len(set(located))
+
+    def _touch(self, node: Node, now: float) -> None:
+        node.last_used = now
+        node.floor = self._floor
 
     def _trees(self, within: Set[bytes] | None) -> list[Tree]:
         chosen = self._namespaces if within is None else within

@@ -48,6 +48,7 @@ class Node:
         locks: Leases and pins whose path contains this node.
         uses: Lookups that found these blocks.
         last_used: Seconds on the caller's clock.
+        floor: What the index had last evicted was worth so much at that time.
         recompute_s: Predicted seconds to compute one of these blocks again.
         detached: No longer in the tree; only locks keep its slots.
     """
@@ -60,6 +61,7 @@ class Node:
     locks: int = 0
     uses: int = 0
     last_used: float = 0.0
+    floor: float = 0.0
     recompute_s: float = 0.0
     detached: bool = False
 
@@ -140,11 +142,9 @@ class Tree:
         if node.detached or len(node.children) != 1:
             return
         (child,) = node.children.values()
-        alike = (node.locks, node.uses, node.last_used, node.recompute_s) == (
-            child.locks,
-            child.uses,
-            child.last_used,
-            child.recompute_s,
+        alike = all(
+            getattr(node, name) == getattr(child, name)
+            for name in ("locks", "uses", "last_used", "floor", "recompute_s")
         )
         # As many locks as the child has: no path ends at the node, so none holds it as its last.
         if not alike:
@@ -169,6 +169,7 @@ class Tree:
             node.locations.extend(run.locations)
             # Eviction begins with these blocks, so theirs is the time that counts.
             node.recompute_s = run.recompute_s
+            node.floor = run.floor
             run = node
         else:
             self._link(run, node)
