@@ -8,10 +8,18 @@ from typing import TypeVar
 import msgspec
 import zmq
 
-from loomserve.kvstore.protocol import Refused, Reply, Request
+from loomserve.kvstore.protocol import (
+    Abandon,
+    Found,
+    Refused,
+    Release,
+    Reply,
+    Request,
+    Reserved,
+)
 
 # A store that does not answer within this time counts as away; a step must not wait for it.
-_TIMEOUT_MS = 100
+_TIMEOUT_MS = 250
 # While it is away, it is asked again only this often.
 _RETRY_S = 1.0
 
@@ -35,6 +43,8 @@ class StoreClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Reply)
         self._socket: zmq.Socket[bytes] | None = None
+        # Asked in vain; what it is still given must not stay given.
+        self._unanswered: zmq.Socket[bytes] | None = None
         self._retry_at = 0.0
 
     def ask(self, request: Request, expected: type[R]) -> R:
@@ -47,15 +57,13 @@ class StoreClient:
         """
         if time.monotonic() < self._retry_at:
             raise StoreAwayError(f"the KV store at {self._address} is away")
-        socket = self._connected()
         try:
-            socket.send(self._encoder.encode(request))
-            if not socket.poll(self._timeout_ms):
-                raise zmq.Again
-            reply = self._decoder.decode(socket.recv())
+            self._give_back()
+            reply = self._exchange(request)
         except (zmq.ZMQError, msgspec.DecodeError) as error:
             # A late answer would be taken for the next question's.
-            self.close()
+            self._close(self._unanswered)
+            self._unanswered, self._socket = self._socket, None
             self._retry_at = time.monotonic() + _RETRY_S
             raise StoreAwayError(f"the KV store at {self._address} does not answer") from error
         if isinstance(reply, Refused):
@@ -72,7 +80,33 @@ class StoreClient:
             self._socket = socket
         return self._socket
 
+    def _exchange(self, request: Request) -> Reply:
+        socket = self._connected()
+        socket.send(self._encoder.encode(request))
+        if not socket.poll(self._timeout_ms):
+            raise zmq.Again
+        reply: Reply = self._decoder.decode(socket.recv())
+        return reply
+
+    def _give_back(self) -> None:
+        """Return slots and leases of an answer that came too late."""
+        socket = self._unanswered
+        if socket is None or not socket.poll(0):
+            return
+        self._unanswered = None
+        with socket:
+            reply = self._decoder.decode(socket.recv())
+        if isinstance(reply, Reserved) and reply.writer:
+            self._exchange(Abandon(reply.writer))
+        elif isinstance(reply, Found) and reply.lease:
+            self._exchange(Release([reply.lease]))
+
     def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        self._close(self._socket)
+        self._close(self._unanswered)
+        self._socket = self._unanswered = None
+
+    @staticmethod
+    def _close(socket: zmq.Socket[bytes] | None) -> None:
+        if socket is not None:
+            socket.close()

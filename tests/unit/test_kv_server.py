@@ -285,6 +285,33 @@ def test_a_late_answer_is_not_taken_for_the_next_questions(plan: StorePlan) -> N
     slow.close(linger=0)
 
 
+def test_room_and_leases_of_an_answer_that_came_too_late_are_given_back(plan: StorePlan) -> None:
+    process = start_child(plan)
+    assert process.pid is not None
+    engine = Engine.of(plan)
+    engine.save(chain("a", 3))
+    impatient = [StoreClient(plan.address, timeout_ms=50) for _ in range(2)]
+    os.kill(process.pid, signal.SIGSTOP)
+    requests: list[tuple[Request, type[Reply]]] = [
+        (Reserve(SPACE, chain("b", 2), "model", LAYOUT.layers, LAYOUT.layer_bytes), Reserved),
+        (Lookup(SPACE, chain("a", 3), 0, 60.0, False), Found),
+    ]
+    try:
+        for client, (request, reply) in zip(impatient, requests, strict=True):
+            with pytest.raises(StoreAwayError, match="does not answer"):
+                client.ask(request, reply)
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    time.sleep(1.0)
+    assert (engine.usage().writers, engine.usage().leases) == (1, 1)
+    for client in impatient:
+        client._timeout_ms = 5000
+        client.ask(Release([]), Done)
+        client.close()
+    assert (engine.usage().writers, engine.usage().leases) == (0, 0)
+    killed(process)
+
+
 def test_a_refusal_or_a_wrong_answer_does_not_silence_the_client(
     plan: StorePlan, server: StoreServer
 ) -> None:
