@@ -35,6 +35,7 @@ from loomserve.deployments.base import (
     ModelRoute,
     Routes,
 )
+from loomserve.deployments.deadline import ENDPOINTS, refuse_deadline, with_deadline
 from loomserve.deployments.fleet import unknown_model_message
 from loomserve.deployments.forward import Forwarder, ForwardRequest
 from loomserve.deployments.front_door import exception_handlers, front_door
@@ -198,18 +199,21 @@ class Gateway:
 
     async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
-        parsed, body = _parse(state["body"]), state["body"]
+        sent = parsed = _parse(state["body"])
         refuse_kv_transfer(parsed)
+        refuse_deadline(parsed)
         key = state.get("api_key")
         route = self._route(parsed.get("model"), key)
         if key is not None and self._isolates(key.name) and path not in _ENGINE_PATHS:
             parsed = isolate(parsed, key.name)
-            body = json.dumps(parsed).encode()
+        slo_ms = state.get("slo_ms")
+        if slo_ms is not None and path in ENDPOINTS:
+            parsed = with_deadline(parsed, time.time() + slo_ms / 1000)
         request = ForwardRequest(
             model=route.name,
             policy=route.policy,
             path=_ENGINE_PATHS.get(path, path),
-            body=body,
+            body=state["body"] if parsed is sent else json.dumps(parsed).encode(),
             parsed=parsed,
             request_id=state["request_id"],
             content_type="application/json",
@@ -232,9 +236,7 @@ class Gateway:
             raise
         finally:
             self._open[route.name] -= 1
-            self._metrics.finished(
-                route.name, path, status, time.monotonic() - started, state.get("slo_ms")
-            )
+            self._metrics.finished(route.name, path, status, time.monotonic() - started, slo_ms)
 
     def _isolates(self, tenant: str) -> bool:
         return self._kv is not None and tenant in self._kv.isolated_tenants

@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 from loomserve.kvstore.protocol import HANDED_OVER, HANDS_OVER
+from loomserve.platform.scheduling.deadline import DEADLINE
 
 _KV_TRANSFER = "kv_transfer_params"
 # Sampling parameters that do not look back at how many tokens, or which, were generated so far.
@@ -21,7 +22,7 @@ _WITHOUT_MEMORY = {
     "_eos_token_id", "_all_stop_token_ids", "logprobs", "logprob_token_ids", "flat_logprobs",
     "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
     "include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone",
-    "output_text_buffer_length", "skip_reading_prefix_cache",
+    "output_text_buffer_length", "skip_reading_prefix_cache", "extra_args",
 }  # fmt: skip
 
 
@@ -57,7 +58,8 @@ def usable(request: EngineCoreRequest) -> Handoff:
 
 
 def _without_memory(params: SamplingParams) -> bool:
-    return all(
+    # Whatever else stands in extra_args is some logits processor's.
+    return (params.extra_args or {}).keys() <= {DEADLINE} and all(
         field.name in _WITHOUT_MEMORY or getattr(params, field.name) in (field.default, None, [])
         for field in msgspec.structs.fields(params)
     )

@@ -131,6 +131,30 @@ def test_a_forced_tool_is_called_with_valid_arguments(platform: Platform) -> Non
     assert json.loads(call.arguments)["unit"] in {"C", "F"}
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_with_a_deadline_is_answered_as_any_other(
+    platform: Platform, stream: bool
+) -> None:
+    options = {"model": HOT, "max_tokens": 8, "temperature": 0, "stream": stream}
+
+    def texts(**headers: str) -> list[str]:
+        client = platform.client()
+        chat = client.chat.completions.create(messages=CAPITAL, extra_headers=headers, **options)
+        plain = client.completions.create(prompt="Once", extra_headers=headers, **options)
+        if not stream:
+            return [chat.choices[0].message.content, plain.choices[0].text]
+        return [
+            "".join(chunk.choices[0].delta.content or "" for chunk in chat),
+            "".join(chunk.choices[0].text for chunk in plain),
+        ]
+
+    before = platform.metric("loomserve_slo_met_total", model=HOT, met="true")
+    in_time = texts(**{"x-slo-ms": "60000"})
+    assert in_time == texts()
+    assert "Paris" in in_time[0]
+    assert platform.metric("loomserve_slo_met_total", model=HOT, met="true") == before + 2
+
+
 def test_langchain_works_unmodified(platform: Platform) -> None:
     chat = ChatOpenAI(
         model=COLD,

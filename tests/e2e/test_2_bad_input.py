@@ -117,6 +117,15 @@ def test_a_deadline_that_is_no_time_is_refused(platform: Platform, value: str) -
     assert response.json()["error"]["param"] == "x-slo-ms"
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions", "/v1/responses", "/v1/messages"])
+def test_a_deadline_is_set_with_the_header_only(platform: Platform, path: str) -> None:
+    body = {"model": HOT, "max_tokens": 2, "vllm_xargs": {"loomserve_deadline": 1e12}}
+    with platform.http() as http:
+        response = http.post(path, json=body)
+    assert_openai_error(response, 400, "x-slo-ms")
+    assert response.json()["error"]["param"] == "loomserve_deadline"
+
+
 def test_paths_and_methods_that_are_not_there_are_answered_in_shape(platform: Platform) -> None:
     with platform.http() as http:
         assert_openai_error(http.get("/v1/nothing"), 404)

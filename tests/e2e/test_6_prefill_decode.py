@@ -121,6 +121,13 @@ def test_sampling_that_looks_back_draws_its_first_token_where_it_decodes(
     assert apart.choices[0].text == alone(separated, prompt, **options).choices[0].text
 
 
+def test_a_deadline_does_not_change_how_a_request_is_handed_over(separated: Platform) -> None:
+    prompt = new_prompt()
+    with hands_over(separated, "continued"):
+        apart = ask(separated, prompt, extra_headers={"x-slo-ms": "60000"})
+    assert apart.choices[0].text == alone(separated, prompt).choices[0].text
+
+
 def test_an_answer_may_end_with_its_first_token(separated: Platform) -> None:
     prompt = new_prompt()
     first = alone(separated, prompt, max_tokens=1).choices[0].text

@@ -30,6 +30,7 @@ from loomserve.platform.engine.handoff import (
     usable,
     with_kv_from_store,
 )
+from loomserve.platform.scheduling.deadline import DEADLINE, deadline_of
 
 
 def request(tokens: int = 5, **params: Any) -> EngineCoreRequest:
@@ -53,6 +54,8 @@ def request(tokens: int = 5, **params: Any) -> EngineCoreRequest:
         ({"temperature": 0, "max_tokens": 9, "stop": ["\n"], "logprobs": 2}, Handoff.CONTINUED),
         ({"temperature": 1, "top_p": 0.9, "top_k": 5, "min_tokens": 3}, Handoff.CONTINUED),
         ({"repetition_penalty": 1.1, "logit_bias": {1: 2.0}}, Handoff.CONTINUED),
+        ({"extra_args": {DEADLINE: 1.8e9}}, Handoff.CONTINUED),
+        ({"extra_args": {}}, Handoff.CONTINUED),
         # These look back at what was generated, or draw from a sequence that began with it.
         ({"presence_penalty": 0.1}, Handoff.KV),
         ({"frequency_penalty": 0.1}, Handoff.KV),
@@ -61,10 +64,12 @@ def request(tokens: int = 5, **params: Any) -> EngineCoreRequest:
         ({"structured_outputs": StructuredOutputsParams(regex="a+")}, Handoff.KV),
         ({"thinking_token_budget": 5}, Handoff.KV),
         ({"extra_args": {"my_logits_processor": 1}}, Handoff.KV),
+        ({"extra_args": {"my_logits_processor": 1, DEADLINE: 1.8e9}}, Handoff.KV),
         # These need the prompt computed here.
         ({"prompt_logprobs": 1}, Handoff.LOCAL),
         ({"skip_reading_prefix_cache": True}, Handoff.LOCAL),
         ({"extra_args": {"kv_transfer_params": {"loomserve_pin": True}}}, Handoff.LOCAL),
+        ({"prompt_logprobs": 1, "extra_args": {DEADLINE: 1.8e9}}, Handoff.LOCAL),
     ],
     ids=lambda value: str(value),
 )
@@ -105,6 +110,15 @@ def test_the_parts_of_a_request_make_the_whole(
     for part in (rest, with_kv_from_store(whole)):
         assert part.params.extra_args == {"kv_transfer_params": {HANDED_OVER: tokens}}
     assert encode(whole) == before, "the request itself must stay as it was"
+
+
+def test_every_part_of_a_request_has_its_deadline() -> None:
+    whole = request(max_tokens=4, extra_args={DEADLINE: 1_800_000_000.25})
+    parts = (first_token_only(whole), with_kv_from_store(whole), after_first_token(whole, [7]))
+    for part in parts:
+        arrived = decode(encode(part), EngineCoreRequest)
+        assert deadline_of(arrived.params.extra_args) == 1_800_000_000.25
+        assert "kv_transfer_params" in arrived.params.extra_args
 
 
 def test_messages_arrive_as_they_were_sent() -> None:
