@@ -81,7 +81,7 @@ class MeteredEngine(VLLMEngine):  # type: ignore[misc]
         config = self.llm.vllm_config
         blocks = config.cache_config.num_gpu_blocks or 0
         return RoutingStats(
-            load=self.meter.read(),
+            load=self.meter.read(self.llm.turnaround),
             max_running=config.scheduler_config.max_num_seqs,
             kv_capacity_tokens=blocks * config.cache_config.block_size,
             draining=draining,

@@ -13,6 +13,22 @@ class _Snapshot(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
+class SchedulingState(_Snapshot):
+    """What an engine's scheduler did with its memory since it started."""
+
+    queue: str = Field(description="The policy of who is served first.")
+    preemption: str = Field(description="The policy of how a request leaves memory.")
+    swapped_out: int = Field(description="Requests preempted to swap space.")
+    swapped_in: int = Field(description="Requests that came back from there.")
+    recomputed: int = Field(description="Requests preempted to be computed again.")
+    swap_used_bytes: int
+    swap_capacity_bytes: int
+    step_time_error: float | None = Field(
+        description="Mean absolute error of predicted step times, a share; None before any."
+    )
+    swap_time_error: float | None = Field(description="The same of predicted swap times.")
+
+
 class ReplicaLoad(_Snapshot):
     """What an engine measured about itself."""
 
@@ -20,6 +36,16 @@ class ReplicaLoad(_Snapshot):
     waiting: int = Field(description="Requests in the engine's queue.")
     kv_cache_usage: float = Field(description="Share of KV blocks in use, 0 to 1.")
     step_time_s: float = Field(description="Mean time of recent steps; 0 before the first.")
+    oldest_waiting_s: float = Field(
+        0.0, description="Age of the oldest request that waits; 0 if none does."
+    )
+    weighted_turnaround: float | None = Field(
+        None,
+        description="Mean of recent requests: time in the engine over time since first scheduled.",
+    )
+    scheduling: SchedulingState | None = Field(
+        None, description="None for an engine without the KV store."
+    )
     measured_at: float = Field(description="Unix time of the measurement, seconds.")
 
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
-from loomserve.platform.state import ReplicaLoad
+from loomserve.platform.engine.turnaround import Turnaround
+from loomserve.platform.state import ReplicaLoad, SchedulingState
 
 # Weight of the newest step in the moving mean: about the last twenty steps count.
 _NEWEST = 0.1
+# Where the engine's own scheduler puts its figures among those of the KV connector.
+_SCHEDULING = "scheduling"
 # Two statistics further apart than this do not frame one step: the engine was idle between them.
 _LONGEST_STEP_S = 5.0
 
@@ -27,6 +31,7 @@ class LoadMeter:
         self._kv_cache_usage = 0.0
         self._step_time_s = 0.0
         self._last_step_at: float | None = None
+        self._scheduling: dict[str, Any] | None = None
 
     def step(self, running: int, waiting: int, kv_cache_usage: float, now: float) -> None:
         """Take in one step's statistics; ``now`` is monotonic seconds."""
@@ -37,12 +42,20 @@ class LoadMeter:
             self._step_time_s = took if mean == 0 else mean + _NEWEST * (took - mean)
         self._running, self._waiting, self._kv_cache_usage = running, waiting, kv_cache_usage
 
-    def read(self) -> ReplicaLoad:
+    def scheduled(self, figures: dict[str, Any]) -> None:
+        """Take in what the engine's own scheduler says of itself: a :class:`SchedulingState`."""
+        self._scheduling = figures
+
+    def read(self, turnaround: Turnaround) -> ReplicaLoad:
+        scheduling = self._scheduling
         return ReplicaLoad(
             running=self._running,
             waiting=self._waiting,
             kv_cache_usage=self._kv_cache_usage,
             step_time_s=self._step_time_s,
+            oldest_waiting_s=turnaround.oldest_waiting_s(time.monotonic()),
+            weighted_turnaround=turnaround.mean_weighted_turnaround,
+            scheduling=SchedulingState.model_validate(scheduling) if scheduling else None,
             measured_at=self._wall_clock(),
         )
 
@@ -69,6 +82,9 @@ class _LoadLogger(StatLoggerBase):  # type: ignore[misc]
                 scheduler_stats.kv_cache_usage,
                 time.monotonic(),
             )
+            figures = (scheduler_stats.kv_connector_stats or {}).get(_SCHEDULING)
+            if figures is not None:
+                self._meter.scheduled(figures)
 
     def log_engine_initialized(self) -> None:
         pass

@@ -26,7 +26,7 @@ from vllm.v1.engine import (
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
-from vllm.v1.metrics.stats import IterationStats, PrefillStats
+from vllm.v1.metrics.stats import IterationStats, PrefillStats, SchedulerStats
 
 from loomserve.platform.config import LOCAL_PROMPT_TOKENS
 from loomserve.platform.engine.handoff import (
@@ -39,7 +39,9 @@ from loomserve.platform.engine.handoff import (
     usable,
     with_kv_from_store,
 )
+from loomserve.platform.engine.turnaround import Turnaround
 from loomserve.platform.metrics import handoff as metrics
+from loomserve.platform.metrics import scheduling
 from loomserve.platform.roles import PrefillAwayError
 
 RemotePrefill = Callable[[bytes, int], Awaitable[bytes]]
@@ -57,12 +59,16 @@ class PrefillDecodeLLM(AsyncLLM):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._handing_over: dict[str, asyncio.Task[None]] = {}
+        self.turnaround = turnaround = Turnaround()
+        scheduling.OLDEST_WAITING.set_function(
+            lambda: turnaround.oldest_waiting_s(time.monotonic())
+        )
         super().__init__(*args, **kwargs)
 
     def _run_output_handler(self) -> None:
         if self.output_handler is None:
             # vLLM's handler holds on to the output processor from here on.
-            self.output_processor = FirstOutputs(self.output_processor)
+            self.output_processor = FirstOutputs(self.output_processor, self.turnaround)
         super()._run_output_handler()
 
     # The prefill side
@@ -156,7 +162,7 @@ class PrefillDecodeLLM(AsyncLLM):  # type: ignore[misc]
     ) -> EngineCoreRequest | None:
         """What is left to be done here; None if the first token was the last."""
         if handoff is Handoff.KV:
-            self.output_processor.handed_over(request.request_id, first)
+            self.output_processor.handed_over(request.request_id, first, seen=False)
             return with_kv_from_store(request)
         if first.finish_reason is FinishReason.LENGTH and not self._full_after_one(request):
             first.finish_reason = None
@@ -164,7 +170,7 @@ class PrefillDecodeLLM(AsyncLLM):  # type: ignore[misc]
         self.engine_core.outputs_queue.put_nowait(EngineCoreOutputs(outputs=[first]))
         if first.finished:
             return None
-        self.output_processor.handed_over(request.request_id, first)
+        self.output_processor.handed_over(request.request_id, first, seen=True)
         return after_first_token(request, first.new_token_ids)
 
     def _full_after_one(self, request: EngineCoreRequest) -> bool:
@@ -186,13 +192,17 @@ class PrefillDecodeLLM(AsyncLLM):  # type: ignore[misc]
 
 class _HandedOver(NamedTuple):
     first: EngineCoreOutput
+    seen: bool
     at: float
 
 
 class FirstOutputs(OutputProcessor):  # type: ignore[misc]
-    """vLLM's output processor, which keeps the first outputs that decode engines wait for."""
+    """vLLM's output processor, which keeps the first outputs that decode engines wait for.
 
-    def __init__(self, stock: OutputProcessor) -> None:
+    Whatever passes it is also noted down for ``turnaround``.
+    """
+
+    def __init__(self, stock: OutputProcessor, turnaround: Turnaround) -> None:
         super().__init__(
             stock.tokenizer,
             log_stats=stock.log_stats,
@@ -202,10 +212,21 @@ class FirstOutputs(OutputProcessor):  # type: ignore[misc]
         self.awaited: dict[str, list[EngineCoreOutput]] = {}
         """By request, the outputs that :meth:`PrefillDecodeLLM.prefill` sends on."""
         self._handed_over: dict[str, _HandedOver] = {}
+        self._turnaround = turnaround
 
-    def handed_over(self, request_id: str, first: EngineCoreOutput) -> None:
-        """A prefill engine has, just now, computed the prompt of a request that goes on here."""
-        self._handed_over[request_id] = _HandedOver(first, time.monotonic())
+    def handed_over(self, request_id: str, first: EngineCoreOutput, *, seen: bool) -> None:
+        """A prefill engine has, just now, computed the prompt of a request that goes on here.
+
+        Args:
+            request_id: the request.
+            first: what the prefill engine answered.
+            seen: whether ``first`` passes :meth:`process_outputs`.
+        """
+        self._handed_over[request_id] = _HandedOver(first, seen, time.monotonic())
+
+    def add_request(self, request: EngineCoreRequest, *args: Any, **kwargs: Any) -> None:
+        self._turnaround.arrived(request.request_id, time.monotonic())
+        super().add_request(request, *args, **kwargs)
 
     def process_outputs(
         self,
@@ -218,6 +239,7 @@ class FirstOutputs(OutputProcessor):  # type: ignore[misc]
                 kept.append(output)
             elif (handed := self._handed_over.get(output.request_id)) is not None:
                 self._goes_on(handed, output)
+            self._note(output)
         return super().process_outputs(engine_core_outputs, engine_core_timestamp, iteration_stats)
 
     def _goes_on(self, handed: _HandedOver, output: EngineCoreOutput) -> None:
@@ -230,15 +252,38 @@ class FirstOutputs(OutputProcessor):  # type: ignore[misc]
             metrics.HANDOFF_TOKENS.labels(source="store").inc(stats.num_cached_tokens)
             metrics.HANDOFF_TOKENS.labels(source="recomputed").inc(stats.num_computed_tokens)
         if output.events:
-            # It waits for the first time at the prefill engine, and that was counted.
-            output.events = [e for e in output.events if e.type is not EngineCoreEventType.QUEUED]
+            # It waits and starts for the first time at the prefill engine, and that counts.
+            before = [] if handed.seen else handed.first.events or []
+            here = [e for e in output.events if e.type is not EngineCoreEventType.QUEUED]
+            output.events = [*before, *here]
+
+    def _note(self, output: EngineCoreOutput) -> None:
+        request_id = output.request_id
+        self._turnaround.answered(request_id)
+        for event in output.events or ():
+            if event.type is EngineCoreEventType.SCHEDULED:
+                self._turnaround.scheduled(request_id, event.timestamp)
+            elif event.type is EngineCoreEventType.PREEMPTED:
+                self._turnaround.preempted(request_id)
+
+    def update_scheduler_stats(self, scheduler_stats: SchedulerStats | None) -> None:
+        super().update_scheduler_stats(scheduler_stats)
+        if scheduler_stats is not None:
+            self._turnaround.step(
+                scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs
+            )
 
     def abort_requests(self, request_ids: Iterable[str], internal: bool) -> list[str]:
         aborted: list[str] = super().abort_requests(request_ids, internal)
         for request_id in aborted:
             self._handed_over.pop(request_id, None)
+            self._turnaround.left(request_id)
         return aborted
 
     def _finish_request(self, req_state: Any) -> None:
         self._handed_over.pop(req_state.request_id, None)
+        finished = self._turnaround.finished(req_state.request_id, time.monotonic())
+        if finished is not None:
+            scheduling.WEIGHTED_TURNAROUND.observe(finished.weighted_turnaround)
+            scheduling.REQUEST_PREEMPTIONS.observe(finished.preemptions)
         super()._finish_request(req_state)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
-from loomserve.platform.metrics import handoff
+from loomserve.platform.metrics import handoff, scheduling
 from loomserve.platform.metrics.exposition import merge
 from loomserve.platform.metrics.gateway import GatewayMetrics
 from loomserve.platform.metrics.kvstore import KvStoreMetrics
@@ -242,8 +243,10 @@ def test_the_catalog_lists_every_metric_with_its_labels(
     handoff.HANDOFFS.labels(outcome="local").inc()
     handoff.HANDOFF_TOKENS.labels(source="store").inc()
     of_engine = CollectorRegistry()
-    for metric in (handoff.HANDOFFS, handoff.HANDOFF_SECONDS, handoff.HANDOFF_TOKENS):
-        of_engine.register(metric)
+    for module in (handoff, scheduling):
+        for metric in vars(module).values():
+            if isinstance(metric, MetricWrapperBase):
+                of_engine.register(metric)
     page = merge([({}, text_of(registry)), (engine, text_of(of_engine))])
     exported: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page):
