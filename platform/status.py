@@ -16,7 +16,14 @@ from rich.text import Text
 
 from loomserve.platform.errors import LoomserveError
 from loomserve.platform.roles import Role
-from loomserve.platform.state import ModelState, ModelStatus, ReplicaState, State
+from loomserve.platform.state import (
+    ModelState,
+    ModelStatus,
+    ReplicaLoad,
+    ReplicaState,
+    SchedulingState,
+    State,
+)
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 10.0
@@ -126,10 +133,11 @@ def ask(
 
 
 def render(state: State) -> RenderableType:
-    """The state as tables: models with a line a replica, devices, versions."""
+    """The state as tables: models with a line a replica, their scheduling, devices, versions."""
     versions = state.versions
     return Group(
         _models(state.models),
+        *_scheduling(state.models),
         _devices(state),
         Text(
             f"loomserve {versions.loomserve}, vLLM {versions.vllm}, Ray {versions.ray}, "
@@ -177,7 +185,7 @@ def _replica(replica: ReplicaState) -> list[Text]:
     measured = (
         [
             str(load.running),
-            str(load.waiting),
+            _waiting(load),
             f"{load.kv_cache_usage * 100:.1f}",
             f"{load.step_time_s * 1000:.1f}",
         ]
@@ -188,6 +196,39 @@ def _replica(replica: ReplicaState) -> list[Text]:
     notes += ["draining"] if replica.draining else []
     device = f"{replica.device} ({', '.join(notes)})" if notes else replica.device
     return [Text(cell) for cell in (device, *measured, str(replica.in_flight))]
+
+
+def _waiting(load: ReplicaLoad) -> str:
+    oldest = load.oldest_waiting_s
+    return f"{load.waiting} ({oldest:.0f} s)" if oldest >= 1 else str(load.waiting)
+
+
+def _scheduling(models: tuple[ModelState, ...]) -> list[Table]:
+    """A line for each engine that schedules for itself; no table if none does."""
+    table = Table(title="Scheduling", title_justify="left")
+    for column in ("model", "device", "queue", "preemption"):
+        table.add_column(column)
+    for column in ("turnaround", "swapped", "recomputed", "swap MiB", "of MiB"):
+        table.add_column(column, justify="right")
+    for model in models:
+        for replica in model.replicas:
+            load = replica.load
+            if load and load.scheduling:
+                cells = _schedule(load.scheduling, load.weighted_turnaround)
+                table.add_row(*map(Text, (model.name, replica.device, *cells)))
+    return [table] if table.rows else []
+
+
+def _schedule(scheduling: SchedulingState, turnaround: float | None) -> list[str]:
+    return [
+        scheduling.queue,
+        scheduling.preemption,
+        "-" if turnaround is None else f"{turnaround:.2f}",
+        str(scheduling.swapped_out),
+        str(scheduling.recomputed),
+        f"{scheduling.swap_used_bytes / 2**20:.0f}",
+        f"{scheduling.swap_capacity_bytes / 2**20:.0f}",
+    ]
 
 
 def _devices(state: State) -> Table:

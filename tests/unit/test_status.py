@@ -21,6 +21,7 @@ from loomserve.platform.state import (
     ModelStatus,
     ReplicaLoad,
     ReplicaState,
+    SchedulingState,
     State,
     Versions,
 )
@@ -110,6 +111,31 @@ def test_a_model_shows_its_status_and_a_line_a_replica() -> None:
     load = ("7", "3", "45.7", "12.3", "11")
     assert row(text, "chat", "ready", "load_aware", "1/2", "core0", *load)
     assert row(text, "", "", "", "", "core1 (draining)", *load)
+
+
+def test_a_request_that_waits_for_long_shows_its_age() -> None:
+    for oldest, cell in ((0.4, "3"), (12.4, "3 (12 s)")):
+        load = LOAD.model_copy(update={"oldest_waiting_s": oldest})
+        replica = REPLICA.model_copy(update={"load": load})
+        model = MODEL.model_copy(update={"replicas": (replica,)})
+        assert row(printed(STATE.model_copy(update={"models": (model,)})), "7", cell, "45.7")
+
+
+@pytest.mark.parametrize(("turnaround", "shown"), [(1.254, "1.25"), (None, "-")])
+def test_engines_that_schedule_for_themselves_have_a_table(
+    turnaround: float | None, shown: str
+) -> None:
+    scheduling = SchedulingState(
+        queue="fair", preemption="adaptive", swapped_out=5, swapped_in=4, recomputed=3,
+        swap_used_bytes=2 << 20, swap_capacity_bytes=64 << 20, step_time_error=0.02,
+        swap_time_error=None,
+    )  # fmt: skip
+    change = {"scheduling": scheduling, "weighted_turnaround": turnaround}
+    replica = REPLICA.model_copy(update={"load": LOAD.model_copy(update=change)})
+    model = MODEL.model_copy(update={"replicas": (REPLICA, replica)})
+    text = printed(STATE.model_copy(update={"models": (model,)}))
+    assert row(text, "chat", "core0", "fair", "adaptive", shown, "5", "3", "2", "64")
+    assert "Scheduling" not in printed(STATE)
 
 
 def test_a_role_shows_beside_the_device() -> None:
