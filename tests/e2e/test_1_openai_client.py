@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
 from langchain_openai import ChatOpenAI
 
 from tests.e2e.conftest import COLD, HOT, Platform
+from tests.e2e.test_3_admin import model_state, wait_for
 
 pytestmark = pytest.mark.e2e
 CAPITAL = [{"role": "user", "content": "What is the capital of France?"}]
@@ -153,6 +156,30 @@ def test_a_request_with_a_deadline_is_answered_as_any_other(
     assert in_time == texts()
     assert "Paris" in in_time[0]
     assert platform.metric("loomserve_slo_met_total", model=HOT, met="true") == before + 2
+
+
+def test_waiting_and_turnaround_are_seen_while_more_is_asked_than_runs(
+    platform: Platform,
+) -> None:
+    oldest, finished = "loomserve_oldest_waiting_seconds", "loomserve_weighted_turnaround"
+    before = platform.metric(f"{finished}_count", model=COLD)
+
+    def ask(number: int) -> object:
+        return platform.client().completions.create(
+            model=COLD, prompt=f"{number}: once", max_tokens=60, extra_body={"ignore_eos": True}
+        )
+
+    # At most 16 run at a time.
+    with ThreadPoolExecutor(48) as pool:
+        answers = pool.map(ask, range(48))
+        wait_for(lambda: platform.metric(oldest, model=COLD) > 0.5, 30)
+        assert len(list(answers)) == 48
+    assert platform.metric(oldest, model=COLD) == 0
+    assert platform.metric(f"{finished}_count", model=COLD) == before + 48
+    time.sleep(3)  # a report must have come
+    load = model_state(platform, COLD)["replicas"][0]["load"]
+    assert load["weighted_turnaround"] > 1.1
+    assert load["oldest_waiting_s"] == 0
 
 
 def test_langchain_works_unmodified(platform: Platform) -> None:
