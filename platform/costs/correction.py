@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
-import statistics
-from collections import deque
+import math
 
+# Weight of the newest ratio: a machine's speed drifts from one step to the next few.
+_GAIN = 0.2
+# A stalled step or transfer counts as no more than this logarithm off, however long it took.
+_BOUND = 0.3
 # Weight of the newest error: about the last two hundred count.
 _NEWEST = 0.01
 
 
 class Correction:
-    """The factor between predicted and measured seconds: the median of the latest ratios.
+    """The factor between predicted and measured seconds: the moving geometric mean of the latest.
 
-    A median, as a stalled step or transfer must not count however long it took, while a machine
-    that got slower for good is followed after half of ``window``. With ``trusted``, the
-    predictions count as right until half of ``window`` says otherwise; without, the first
-    measurement is believed.
+    With ``trusted``, predictions count as right until several measurements in a row say otherwise;
+    without, the first few measurements are believed as they are.
     """
 
-    def __init__(self, window: int, *, trusted: bool) -> None:
-        self._ratios = deque([1.0] * window if trusted else [], maxlen=window)
-        self.factor = 1.0
+    def __init__(self, *, trusted: bool) -> None:
+        self._logarithm = 0.0
+        self._measurements = math.inf if trusted else 0
         self._error = 0.0
         self._weight = 0.0
 
+    @property
+    def factor(self) -> float:
+        return math.exp(self._logarithm)
+
     def observe(self, predicted: float, measured: float) -> None:
         """Take in a prediction from before correction; seconds, both above 0."""
-        self._ratios.append(measured / predicted)
-        self.factor = statistics.median(self._ratios)
+        off = math.log(measured / predicted) - self._logarithm
+        self._measurements += 1
+        gain = 1 / self._measurements
+        if gain < _GAIN:
+            gain, off = _GAIN, max(-_BOUND, min(_BOUND, off))
+        self._logarithm += gain * off
 
     def score(self, predicted: float, measured: float) -> None:
         """Count how far a corrected prediction was from what was then measured."""

@@ -13,8 +13,6 @@ from typing import Protocol
 
 from loomserve.platform.costs.correction import Correction
 
-_WINDOW = 31
-
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -48,11 +46,12 @@ def prefill(tokens: int, chunk: int) -> Iterable[Step]:
         yield Step.of([(computed, min(chunk, tokens - computed))])
 
 
+TimedStep = tuple[Step, float]
+"""A step and the seconds that it took."""
+
+
 class StepModel(Protocol):
     """What predicts before correction."""
-
-    learns: bool
-    """Whether it gets better by :meth:`learn`, or was right when it was made."""
 
     def seconds(self, step: Step) -> float:
         """Above 0."""
@@ -60,7 +59,8 @@ class StepModel(Protocol):
     def prefill_s(self, tokens: int, chunk: int) -> float:
         """Sum of the steps of :func:`prefill`."""
 
-    def learn(self, step: Step, seconds: float) -> None: ...
+    def learn(self, step: Step, seconds: float) -> None:
+        """Get better by a step that took so long."""
 
 
 class StepTimes:
@@ -68,7 +68,8 @@ class StepTimes:
 
     def __init__(self, model: StepModel) -> None:
         self._model = model
-        self._correction = Correction(_WINDOW, trusted=not model.learns)
+        # A model that knows nothing yet follows its first steps by itself.
+        self._correction = Correction(trusted=True)
 
     @classmethod
     def unprofiled(cls) -> StepTimes:
@@ -114,8 +115,6 @@ class OnlineModel:
     share is negative, steps larger than any seen are predicted sensibly. A step that stalled
     weighs little, as errors are relative to what was measured.
     """
-
-    learns = True
 
     def __init__(self) -> None:
         self._shares = list(_FIRST_GUESS)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from loomserve.platform.costs.correction import Correction
 
-# Transfers are rarer than steps.
-_WINDOW = 9
+TimedTransfer = tuple[int, float]
+"""Bytes, and the seconds that they took."""
+
 # Between the host's own memory and a GPU behind PCIe 4; the first transfers correct it.
 _FIRST_GUESS = 5e9
 
@@ -60,11 +65,22 @@ class TransferTimes:
         return self._in.correction.error
 
 
+def fit(transfers: Sequence[TimedTransfer]) -> tuple[float, float]:
+    """Bytes a second and latency in seconds by least squares of the relative error."""
+    measured = np.array(transfers, dtype=np.float64)
+    rows = np.column_stack([measured[:, 0], np.ones(len(measured))]) / measured[:, 1:]
+    (slope, latency), *_ = np.linalg.lstsq(rows, np.ones(len(measured)))
+    if latency < 0 or slope <= 0:
+        # Too few or too alike to tell them apart.
+        slope, latency = rows[:, 0].sum() / (rows[:, 0] ** 2).sum(), 0.0
+    return float(1 / slope), float(latency)
+
+
 class _Direction:
     def __init__(self, bytes_per_s: float, latency_s: float, trusted: bool) -> None:
         self._bytes_per_s = bytes_per_s
         self._latency_s = latency_s
-        self.correction = Correction(_WINDOW, trusted=trusted)
+        self.correction = Correction(trusted=trusted)
 
     def seconds(self, size: int) -> float:
         return self.correction.factor * self._uncorrected(size)
