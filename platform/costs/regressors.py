@@ -1,0 +1,244 @@
+"""The regressors that AdaptiveLLM compares for the time of a step, on this engine's own steps.
+
+The nine of the paper's draft (section 3.2), each over polynomials of a step's features of degrees
+1 to 5: linear, ridge, lasso and elastic net, which add up seconds; support vectors, decision tree,
+random forest, gradient boosting and nearest neighbours, which do not. What counts is the error as
+a share of the step's time. So the first four weigh steps by it, and the others learn logarithms.
+"""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from sklearn.base import clone
+from sklearn.ensemble import GradientBoostingRegressor, RandomForestRegressor
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import ElasticNet, Lasso, LinearRegression, Ridge
+from sklearn.neighbors import KNeighborsRegressor
+from sklearn.preprocessing import PolynomialFeatures, StandardScaler
+from sklearn.svm import SVR
+from sklearn.tree import DecisionTreeRegressor
+
+from loomserve.platform.costs.step_time import Step, TimedStep
+
+Floats = NDArray[np.float64]
+
+DEGREES = (1, 2, 3, 4, 5)
+
+
+@dataclass(frozen=True)
+class Regressor:
+    """``row`` is the estimator's ``predict`` of one row, without its millisecond of checks."""
+
+    estimator: Any
+    row: Callable[[Any, Floats], float]
+    adds_seconds: bool = False
+
+
+def _linear(estimator: Any, row: Floats) -> float:
+    return float(estimator.coef_ @ row + estimator.intercept_)
+
+
+def _tree(estimator: Any, row: Floats) -> float:
+    return float(estimator.tree_.predict(row[None].astype(np.float32))[0, 0])
+
+
+def _forest(estimator: Any, row: Floats) -> float:
+    single = row[None].astype(np.float32)
+    trees = estimator.estimators_
+    return float(sum(tree.tree_.predict(single)[0, 0] for tree in trees) / len(trees))
+
+
+def _boosting(estimator: Any, row: Floats) -> float:
+    single = row[None].astype(np.float32)
+    steps = sum(tree.tree_.predict(single)[0, 0] for tree in estimator.estimators_[:, 0])
+    return float(estimator.init_.constant_[0, 0] + estimator.learning_rate * steps)
+
+
+def _whole(estimator: Any, row: Floats) -> float:
+    return float(estimator.predict(row[None])[0])
+
+
+REGRESSORS = {
+    "linear": Regressor(LinearRegression(), _linear, adds_seconds=True),
+    "ridge": Regressor(Ridge(alpha=1e-3), _linear, adds_seconds=True),
+    "lasso": Regressor(Lasso(alpha=1e-3, max_iter=10_000), _linear, adds_seconds=True),
+    "elastic net": Regressor(ElasticNet(alpha=1e-3, max_iter=10_000), _linear, adds_seconds=True),
+    "support vectors": Regressor(SVR(C=10, epsilon=0.01), _whole),
+    "decision tree": Regressor(DecisionTreeRegressor(random_state=0), _tree),
+    "random forest": Regressor(RandomForestRegressor(50, random_state=0), _forest),
+    "gradient boosting": Regressor(GradientBoostingRegressor(random_state=0), _boosting),
+    "nearest neighbours": Regressor(KNeighborsRegressor(weights="distance"), _whole),
+}
+
+# Interpolated between so many lengths of a prefill's last chunk.
+_LENGTHS = 17
+
+
+class FittedModel:
+    """A regressor fitted to samples: one that :class:`StepTimes` may correct.
+
+    ``longest`` is the engine's context in tokens. Prefills beyond the samples' largest step are
+    predicted as if they were cut to its size.
+    """
+
+    def __init__(self, name: str, degree: int, samples: Sequence[TimedStep], longest: int) -> None:
+        self._regressor = REGRESSORS[name]
+        self._longest = longest
+        self._largest = max(step.tokens for step, _ in samples)
+        rows = self._scale(_features([step for step, _ in samples]))
+        seconds = np.array([seconds for _, seconds in samples])
+        # No step takes less than the shortest, whatever a polynomial says outside of the samples.
+        self._floor = float(seconds.min())
+        # Lasso's and elastic net's penalties are meant for values near 1.
+        self._unit = float(np.median(seconds))
+        self._polynomial = PolynomialFeatures(degree, include_bias=False).fit(rows[:1])
+        self._powers = self._polynomial.powers_
+        self._inner = StandardScaler().fit(rows)
+        expanded = self._polynomial.transform(self._inner.transform(rows))
+        self._outer = StandardScaler().fit(expanded)
+        self._estimator = clone(self._regressor.estimator)
+        expanded = self._outer.transform(expanded)
+        with warnings.catch_warnings():
+            # A high degree of few samples; its error on others says what that costs.
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            if self._regressor.adds_seconds:
+                weights = (self._unit / seconds) ** 2
+                self._estimator.fit(expanded, seconds / self._unit, sample_weight=weights)
+            else:
+                self._estimator.fit(expanded, np.log(seconds / self._unit))
+        self._prefills: dict[int, tuple[Floats, NDArray[np.int64], Floats]] = {}
+
+    def predict(self, steps: Sequence[Step]) -> Floats:
+        """Seconds of many steps at once, ``[steps]``."""
+        rows = self._inner.transform(self._scale(_features(steps)))
+        rows = self._outer.transform(self._polynomial.transform(rows))
+        return self._seconds(self._estimator.predict(rows))
+
+    def seconds(self, step: Step) -> float:
+        """Of one step, in some ten microseconds to a millisecond."""
+        row = self._scale(_features([step]))[0]
+        row = (row - self._inner.mean_) / self._inner.scale_
+        row = np.prod(row**self._powers, axis=1)
+        row = (row - self._outer.mean_) / self._outer.scale_
+        return float(self._seconds(np.array(self._regressor.row(self._estimator, row))))
+
+    def prefill_s(self, tokens: int, chunk: int) -> float:
+        """From a table in microseconds; a size of chunks asked for first makes its table."""
+        chunk = min(chunk, self._largest)
+        if chunk not in self._prefills:
+            self._prefills[chunk] = self._prefill_table(chunk)
+        full, lengths, last = self._prefills[chunk]
+        chunks, rest = divmod(tokens, chunk)
+        known = min(chunks, len(full) - 1)
+        seconds = full[known] + (chunks - known) * last[-1, -1]
+        if rest:
+            seconds += np.interp(rest, lengths, last[known])
+        return float(seconds)
+
+    def learn(self, step: Step, seconds: float) -> None:
+        """It knows its samples; what differs in production is the correction's."""
+
+    def _prefill_table(self, chunk: int) -> tuple[Floats, NDArray[np.int64], Floats]:
+        """Of n full chunks, the time; and of a chunk after those, by its length.
+
+        Shapes ``[chunks]``, ``[lengths]`` and ``[chunks, lengths]``.
+        """
+        chunks = self._longest // chunk + 1
+        lengths = np.unique(np.geomspace(1, chunk, _LENGTHS).astype(np.int64))
+        steps = [
+            Step.of([(number * chunk, int(length))])
+            for number in range(chunks)
+            for length in lengths
+        ]
+        last = self.predict(steps).reshape(chunks, len(lengths))
+        return np.concatenate([[0.0], last[:-1, -1].cumsum()]), lengths, last
+
+    def _scale(self, features: Floats) -> Floats:
+        return features if self._regressor.adds_seconds else np.log1p(features)
+
+    def _seconds(self, predicted: Floats) -> Floats:
+        if not self._regressor.adds_seconds:
+            predicted = np.exp(predicted)
+        seconds: Floats = np.maximum(self._floor, self._unit * predicted)
+        return seconds
+
+
+def _features(steps: Sequence[Step]) -> Floats:
+    """Shape ``[steps, 4]``."""
+    return np.array([(s.tokens, s.requests, s.context, s.attention) for s in steps], np.float64)
+
+
+def mape(predicted: Floats, samples: Sequence[TimedStep]) -> float:
+    """Mean absolute error as a share of the measured seconds."""
+    measured = np.array([seconds for _, seconds in samples])
+    return float(np.mean(np.abs(predicted - measured) / measured))
+
+
+def noise(samples: Sequence[tuple[Hashable, float]]) -> float | None:
+    """How far the machine is from repeating itself: :func:`mape` of equal work's own medians.
+
+    Of what was seen three times or more, steps or sizes; None if nothing was. No predictor that is
+    not told of the machine's state can be much better.
+    """
+    same: dict[Hashable, list[float]] = {}
+    for work, seconds in samples:
+        same.setdefault(work, []).append(seconds)
+    repeated = [np.array(times) for times in same.values() if len(times) >= 3]
+    offs = [np.abs(np.median(times) - times) / times for times in repeated]
+    return float(np.mean(np.concatenate(offs))) if offs else None
+
+
+def held_out(
+    samples: Sequence[TimedStep], share: float, seed: int
+) -> tuple[list[TimedStep], list[TimedStep]]:
+    """The samples without those of ``share`` of the distinct steps, and those.
+
+    All samples of one step go the same way: else a tree only has to remember them.
+    """
+    steps = sorted({step for step, _ in samples}, key=hash)
+    number = max(1, round(share * len(steps)))
+    chosen = {steps[i] for i in np.random.default_rng(seed).permutation(len(steps))[:number]}
+    return (
+        [sample for sample in samples if sample[0] not in chosen],
+        [sample for sample in samples if sample[0] in chosen],
+    )
+
+
+@dataclass(frozen=True)
+class Score:
+    """``mape`` is a share; ``predict_s`` the time of one prediction."""
+
+    regressor: str
+    degree: int
+    mape: float
+    fit_s: float
+    predict_s: float
+
+
+def compare(samples: Sequence[TimedStep]) -> list[Score]:
+    """Every regressor and degree on a fifth of the steps, fitted to the others."""
+    known, unknown = held_out(samples, 0.2, seed=1)
+    scores = []
+    for name in REGRESSORS:
+        for degree in DEGREES:
+            begin = time.perf_counter()
+            model = FittedModel(name, degree, known, longest=1)
+            fitted = time.perf_counter()
+            predicted = [model.seconds(step) for step, _ in unknown]
+            each = (time.perf_counter() - fitted) / len(unknown)
+            error = mape(np.array(predicted), unknown)
+            scores.append(Score(name, degree, error, fitted - begin, each))
+    return scores
+
+
+def winner(scores: Sequence[Score]) -> Score:
+    """The quickest to predict of those that are as good as the best, give or take a fiftieth."""
+    best = min(score.mape for score in scores)
+    return min((s for s in scores if s.mape <= 1.02 * best), key=lambda score: score.predict_s)
