@@ -1,0 +1,103 @@
+"""Profiles as files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from loomserve.platform.costs.profile import (
+    EngineFacts,
+    Profile,
+    ProfileError,
+    Transfer,
+    load,
+    path_of,
+    read,
+    save,
+)
+from loomserve.platform.costs.step_time import Step
+
+ENGINE = EngineFacts(
+    device="A CPU @ 2 GHz",
+    threads=2,
+    dtype="float32",
+    block_size=32,
+    enforce_eager=True,
+    vllm="0.29.0",
+)
+SAMPLES = tuple(
+    (tokens, 1, context, tokens * (context + tokens / 2), 0.01 + 1e-3 * tokens)
+    for tokens in (1, 16, 64, 256)
+    for context in (0, 128)
+)
+PROFILE = Profile(
+    model="demo",
+    weights="w",
+    engine=ENGINE,
+    measured_at="2026-11-21T00:00:00+00:00",
+    context=1024,
+    samples=SAMPLES,
+    regressor="linear",
+    degree=1,
+    mape=0.01,
+    noise=0.01,
+    swap_out=Transfer(bytes_per_s=2e9, latency_s=1e-3, mape=0.02, noise=None),
+    swap_in=Transfer(bytes_per_s=4e9, latency_s=0.0, mape=0.02, noise=None),
+)
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path))
+
+
+def test_a_saved_profile_predicts_from_the_first_step(tmp_path: Path) -> None:
+    path = save(PROFILE)
+    assert path == path_of("w", ENGINE)
+    assert path.parent == tmp_path / "profiles"
+    assert read(path, "w", ENGINE) == PROFILE
+    steps, transfers = load("w", ENGINE)
+    assert steps.seconds(Step.of([(0, 100)])) == pytest.approx(0.11, rel=0.01)
+    assert steps.prefill_s(512, 256) == pytest.approx(0.532, rel=0.01)
+    assert transfers.out_s(2_000_000) == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize(
+    ("fact", "value"),
+    [
+        ("device", "Another CPU"),
+        ("threads", 1),
+        ("dtype", "bfloat16"),
+        ("block_size", 128),
+        ("enforce_eager", False),
+        ("vllm", "0.30.0"),
+    ],
+)
+def test_another_engines_profile_is_refused_and_says_why(fact: str, value: object) -> None:
+    other = ENGINE.model_copy(update={fact: value})
+    with pytest.raises(ProfileError, match=f"{fact}.*{value}"):
+        read(save(PROFILE), "w", other)
+
+
+def test_other_weights_profile_is_refused() -> None:
+    with pytest.raises(ProfileError, match="other weights"):
+        read(save(PROFILE), "v", ENGINE)
+
+
+def test_a_damaged_profile_is_refused() -> None:
+    path = save(PROFILE)
+    path.write_text(path.read_text().replace('"degree":1', '"degree":9'))
+    with pytest.raises(ProfileError, match="degree"):
+        read(path, "w", ENGINE)
+
+
+def test_without_its_profile_an_engine_learns(caplog: pytest.LogCaptureFixture) -> None:
+    steps, transfers = load("w", ENGINE)
+    assert "cannot be read" in caplog.text
+    step = Step.of([(0, 64)])
+    for _ in range(20):
+        steps.observe(step, 7.0)
+        transfers.observe_out(10**6, 3.0)
+    assert steps.seconds(step) == pytest.approx(7, rel=0.1)
+    assert transfers.out_s(10**6) == pytest.approx(3, rel=0.1)
