@@ -14,6 +14,7 @@ from loomserve.platform.access.keys import hash_key, new_key
 from loomserve.platform.config_reference import describe
 from loomserve.platform.errors import LoomserveError
 from loomserve.platform.kv_status import kv
+from loomserve.platform.profile_command import profile
 from loomserve.platform.status import status
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Serve many models at once.")
@@ -23,6 +24,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(key_app, name="key")
 app.add_typer(kv, name="kv")
 app.command()(status)
+app.command()(profile)
 
 _console = Console(stderr=False, highlight=False, soft_wrap=True)
 ConfigPath = Annotated[Path, typer.Argument(help="The configuration file.")]

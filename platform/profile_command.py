@@ -1,0 +1,130 @@
+"""``loomserve profile``: measures what steps and transfers of a model cost on a device."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from loomserve.platform import catalog
+from loomserve.platform.config import Device, parse_bytes
+from loomserve.platform.costs.profile import Transfer, save
+from loomserve.platform.errors import ConfigError
+
+if TYPE_CHECKING:
+    from loomserve.platform.engine.profiler import Findings
+
+_console = Console(highlight=False, soft_wrap=True)
+
+
+def profile(
+    model: Annotated[str, typer.Argument(help="demo, demo:NAME, a folder, or ORG/NAME.")],
+    minutes: Annotated[float, typer.Option(min=0, help="How long steps are timed.")] = 3.0,
+    device: Annotated[str, typer.Option(help="cpu:CORE[,CORE...] or cuda:NUMBER.")] = "cpu:0",
+    max_model_len: Annotated[int, typer.Option(min=64, help="Longest request, in tokens.")] = 2048,
+    max_num_batched_tokens: Annotated[int, typer.Option(min=64, help="Of one step.")] = 2048,
+    max_num_seqs: Annotated[int, typer.Option(min=4, help="Requests of one step.")] = 64,
+    kv_cache_memory: Annotated[str, typer.Option(help="Such as 256MiB.")] = "256MiB",
+    block_size: Annotated[int, typer.Option(min=16, help="Tokens of a KV block.")] = 32,
+    compile_model: Annotated[bool, typer.Option("--compile", help="Not eager.")] = False,
+) -> None:
+    """Measure a model's costs on a device, so that schedulers predict them from the start."""
+    place = parse_device(device)
+    path = catalog.resolve(model, Path(), progress=_say)
+    # Read when vLLM is imported.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Only here: the other commands need no vLLM.
+    from loomserve.platform.engine import profiler
+
+    findings = profiler.profile(
+        model,
+        str(path),
+        place,
+        minutes,
+        _say,
+        max_model_len=max_model_len,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        kv_cache_memory_bytes=_bytes(kv_cache_memory),
+        block_size=block_size,
+        enforce_eager=not compile_model,
+    )
+    _console.print(table(findings))
+    for line in summary(findings):
+        _say(line)
+    _say(f"written to {save(findings.profile)}")
+
+
+def parse_device(text: str) -> Device:
+    """``cpu:0,1`` or ``cuda:0``.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    kind, _, numbers = text.partition(":")
+    place = {"cores": numbers.split(",")} if kind == "cpu" else {"gpu": numbers}
+    try:
+        return Device.model_validate({"name": "profiled", "kind": kind, **place})
+    except ValidationError:
+        raise ConfigError(
+            f"--device {text!r}: write cpu:CORE[,CORE...] such as cpu:0,1, or cuda:NUMBER"
+        ) from None
+
+
+def table(findings: Findings) -> Table:
+    """The error of every regressor and degree, in percent."""
+    degrees = sorted({score.degree for score in findings.scores})
+    shown = Table(
+        "regressor", title="Error (MAPE, %) by degree of polynomial", title_justify="left"
+    )
+    for degree in degrees:
+        shown.add_column(str(degree), justify="right")
+    for name in dict.fromkeys(score.regressor for score in findings.scores):
+        errors = {s.degree: s.mape for s in findings.scores if s.regressor == name}
+        shown.add_row(name, *(f"{100 * errors[degree]:.2f}" for degree in degrees))
+    return shown
+
+
+def summary(findings: Findings) -> list[str]:
+    """What was found, in plain words."""
+    profile = findings.profile
+    engine = profile.engine
+    return [
+        f"{len(profile.samples)} steps on {engine.device} ({engine.threads} threads, "
+        f"{engine.dtype}, vLLM {engine.vllm})",
+        f"winner: {profile.regressor} of degree {profile.degree}; on steps that it has not seen it "
+        f"is {100 * profile.mape:.1f} % off, and {100 * findings.corrected:.1f} % when corrected "
+        "by the steps before",
+        f"without a profile, learning as it runs: {100 * findings.learnt:.1f} % off",
+        f"the machine itself: the same step is {_share(profile.noise)} off its own median",
+        f"out of the engine: {_transfer(profile.swap_out)}",
+        f"into the engine: {_transfer(profile.swap_in)}",
+    ]
+
+
+def _transfer(transfer: Transfer) -> str:
+    return (
+        f"{transfer.bytes_per_s / 1e9:.2f} GB/s after {1e3 * transfer.latency_s:.2f} ms; "
+        f"predictions are {100 * transfer.mape:.1f} % off, "
+        f"equal sizes {_share(transfer.noise)} off their own median"
+    )
+
+
+def _share(noise: float | None) -> str:
+    return "an unknown share" if noise is None else f"{100 * noise:.1f} %"
+
+
+def _bytes(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise ConfigError(f"--kv-cache-memory: {error}") from None
+
+
+def _say(text: str) -> None:
+    _console.print(text, markup=False)
