@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorWorkerMetadata,
 )
 from vllm.lora.request import LoRARequest
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -44,8 +46,13 @@ from loomserve.kvstore.protocol import (
 from loomserve.kvstore.radix import KEY_BYTES
 from loomserve.kvstore.slots import decode_slots
 from loomserve.kvstore.tail import tail_key
+from loomserve.platform.engine.scheduling_stats import SchedulingMetrics, SchedulingStats
 
 if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -63,6 +70,8 @@ _PIN_WAIT_S = 0.01
 _POLL_S = 0.005
 # However slow the SSD, a request waits for it no longer than this.
 _LONGEST_WAIT_S = 2.0
+# After this time the blocks of a preempted request are in the store, or will never be.
+_SWAP_OUT_S = 2.0
 # A prefill engine's answer may come before its workers' commits, by far less than this.
 _LONGEST_COMMIT_S = 0.5
 # Within this time the decode engine has asked for what a prefill engine saved for it.
@@ -76,10 +85,52 @@ _NULL_BLOCK = 0
 
 @dataclass
 class StepTransfers(KVConnectorMetadata):  # type: ignore[misc]
-    """What the workers copy around one step; loads and saves of all ranks, by rank."""
+    """What the workers copy around one step; loads and saves of all ranks, by rank.
+
+    ``swap_outs`` are saved before the step, which may overwrite them; ``fetches``, by request, are
+    loaded beside this step and later ones.
+    """
 
     loads: list[dict[int, Load]] = field(default_factory=list)
     saves: list[dict[int, Save]] = field(default_factory=list)
+    swap_outs: list[dict[int, Save]] = field(default_factory=list)
+    fetches: dict[str, dict[int, Load]] = field(default_factory=dict)
+
+
+@dataclass
+class Transferred(KVConnectorWorkerMetadata):  # type: ignore[misc]
+    """What a worker copied since it last told: bytes, and the seconds that took."""
+
+    out_bytes: int
+    out_s: float
+    in_bytes: int
+    in_s: float
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> Transferred:
+        """Of two workers, which copy side by side."""
+        assert isinstance(other, Transferred)
+        return Transferred(
+            self.out_bytes + other.out_bytes,
+            max(self.out_s, other.out_s),
+            self.in_bytes + other.in_bytes,
+            max(self.in_s, other.in_s),
+        )
+
+
+@dataclass
+class Swapped:
+    """A preempted request whose KV is in the store: that of its first ``tokens``.
+
+    ``leases`` keep it there; none until its blocks have been found there, ``complete`` once all
+    have.
+    """
+
+    request: Request
+    tokens: int
+    since: float
+    leases: list[int] = field(default_factory=list)
+    leased_at: float = 0.0
+    complete: bool = False
 
 
 @dataclass
@@ -132,7 +183,8 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        return self.reader.matched_tokens(request, num_computed_tokens, time.monotonic()), False
+        tokens = self.reader.matched_tokens(request, num_computed_tokens, time.monotonic())
+        return tokens, bool(tokens) and self.reader.prefetches_for(request)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
@@ -144,19 +196,37 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.reader.step_done(time.monotonic())
+        transferred = connector_output.kv_connector_worker_meta
+        if isinstance(transferred, Transferred):
+            self.reader.on_transfer(transferred)
 
     def request_finished(
         self, request: Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         return False, self.reader.remove(request)
 
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return self._reader.stats() if self._reader is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        return SchedulingStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KVConnectorPromMetrics:
+        return SchedulingMetrics(*args, **kwargs)
+
     # In a worker.
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.copier.register(kv_caches)
 
+    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+        assert isinstance(kv_connector_metadata, StepTransfers)
+        self.copier.swap_out(kv_connector_metadata.swap_outs)
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
-        self.copier.start_loads(self._transfers().loads)
+        self.copier.start_loads(self._transfers())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self.copier.before_layer(layer_name, self._transfers().saves)
@@ -175,6 +245,12 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.copier.take_failed()
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self.copier.take_fetched()
+
+    def build_connector_worker_meta(self) -> Transferred | None:
+        return self.copier.take_transferred()
 
     def shutdown(self) -> None:
         if self._copier is not None:
@@ -250,6 +326,17 @@ class StoreReader:
         self._saved: dict[str, int] = {}
         self._s_per_token = _FIRST_GUESS_S_PER_TOKEN
         self._step = (0.0, 0)
+        self._swapped: dict[str, Swapped] = {}
+        self._swap_outs: list[dict[int, Save]] = []
+        self._fetches: dict[str, dict[int, Load]] = {}
+        self.prefetches = False
+        """Whether requests that were swapped out are loaded beside steps of others."""
+        self.saves_early = True
+        """Whether blocks are saved as they fill; else only those of preempted requests."""
+        self.worth_loading: Callable[[int], bool] = lambda tokens: True
+        """Whether that many tokens are loaded sooner than computed."""
+        self.on_transfer: Callable[[Transferred], None] = lambda transferred: None
+        self.stats: Callable[[], KVConnectorStats | None] = lambda: None
 
     def add(self, request: Request) -> None:
         self._requests[request.request_id] = request
@@ -262,6 +349,10 @@ class StoreReader:
         tokens = self._loadable(request)
         if tokens <= computed:
             return 0
+        # Of what was swapped out, that has been decided.
+        swapped = request.request_id in self._swapped
+        if not (swapped or self.worth_loading(tokens - computed)):
+            return 0
         waiting = self._ask(request, tokens, computed // self._block_size, now)
         if waiting is None:
             return 0
@@ -270,11 +361,24 @@ class StoreReader:
         return max(0, min(tokens, waiting.blocks * self._block_size) - computed)
 
     def _loadable(self, request: Request) -> int:
-        """Tokens that blocks in the store may have: full ones, and a tail that was handed over."""
+        """Tokens that blocks in the store may have: full ones, and a tail that was left there."""
         # A token must be left to compute, for the logits.
-        most = request.num_tokens - 1
+        most: int = request.num_tokens - 1
+        if (swapped := self._swapped.get(request.request_id)) is not None:
+            return min(most, swapped.tokens)
         full = most // self._block_size * self._block_size
         return max(full, min(most, _handed_over(request))) if full else 0
+
+    def _left(self, request: Request) -> int:
+        """Tokens to the last of which its KV was left in the store, by another engine or by us."""
+        swapped = self._swapped.get(request.request_id)
+        return swapped.tokens if swapped else _handed_over(request)
+
+    def _tail_key(self, request: Request, chain: bytes, end: int) -> bytes:
+        """Of the block behind ``chain`` that is filled up to the sequence's ``end``."""
+        tokens = request.all_token_ids[len(chain) // KEY_BYTES * self._block_size : end]
+        owner = request.request_id if request.request_id in self._swapped else ""
+        return tail_key(chain, tokens, owner)
 
     def _keys(self, request: Request, tokens: int) -> bytes:
         """The chain of the blocks that hold the first ``tokens``."""
@@ -282,11 +386,11 @@ class StoreReader:
         chain = _chain(request, full)
         if not rest:
             return chain
-        begin, end = full * self._block_size, _handed_over(request)
-        if end - begin >= self._block_size:
+        left = self._left(request)
+        if left - full * self._block_size >= self._block_size:
             # A full one, of which the last token is computed again.
             return _chain(request, full + 1)
-        return chain + tail_key(chain, request.all_token_ids[begin:end])
+        return chain + self._tail_key(request, chain, left)
 
     def _ask(self, request: Request, tokens: int, skip: int, now: float) -> Waiting | None:
         known = self._waiting.get(request.request_id)
@@ -297,7 +401,7 @@ class StoreReader:
         keys = self._keys(request, tokens)
         first_asked_at = known.first_asked_at if known else now
         # A hand-off is no sign that the prompt comes again, nor is a second look.
-        use = known is None and not _handed_over(request)
+        use = known is None and not self._left(request)
         self._forget(request.request_id)
         try:
             found = [
@@ -334,14 +438,16 @@ class StoreReader:
         return False
 
     def _being_committed(self, request: Request, found: Iterable[Found], waited_s: float) -> bool:
-        """Whether blocks that a prefill engine computed will come sooner than computed again."""
+        """Whether blocks that were just computed will come sooner than computed again."""
         there = min(one.in_memory for one in found) * self._block_size
-        missing: int = min(_handed_over(request), request.num_tokens - 1) - there
+        missing: int = min(self._left(request), request.num_tokens - 1) - there
         return waited_s < min(missing * self._s_per_token, _LONGEST_COMMIT_S)
 
     def allocated(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
-        """The request will be scheduled, with this many tokens from the store."""
+        """The request has its memory, and will have this many tokens from the store."""
         waiting = self._waiting.pop(request.request_id, None)
+        prefetched = self.prefetches_for(request)
+        self._end_swap(request.request_id)
         if waiting is None:
             return
         if not external_tokens:
@@ -350,35 +456,108 @@ class StoreReader:
         full, rest = divmod(external_tokens, self._block_size)
         end = waiting.skip + full + bool(rest)
         names = self._ranks(request)
-        self._loads.append(
+        load = {
+            rank: Load(
+                namespace=names[rank],
+                keys=waiting.keys,
+                first=waiting.skip,
+                slots=slots[: end - waiting.skip],
+                blocks=block_ids[waiting.skip : end],
+                lease=lease,
+                # The step writes into a block that is loaded in part.
+                ahead=bool(rest),
+            )
+            for rank, (lease, slots) in waiting.leases.items()
+        }
+        if prefetched:
+            self._fetches[request.request_id] = load
+        else:
+            self._loads.append(load)
+
+    # Preempted requests
+
+    def prefetches_for(self, request: Request) -> bool:
+        return self.prefetches and request.request_id in self._swapped
+
+    def unsaved_blocks(self, request: Request, tokens: int) -> int:
+        """Blocks that swapping the request out would still have to copy."""
+        return -(-tokens // self._block_size) - self._saved.get(request.request_id, 0)
+
+    def swap_out(
+        self, request: Request, tokens: int, blocks: Sequence[int], seconds: float, now: float
+    ) -> None:
+        """Keep the KV of the request's first ``tokens``, which is in ``blocks`` until this step.
+
+        ``seconds`` predicts the time to compute them again.
+        """
+        self._forget(request.request_id)
+        self._end_swap(request.request_id)
+        self._swapped[request.request_id] = Swapped(request, tokens, now)
+        full, rest = divmod(tokens, self._block_size)
+        self._saved[request.request_id] = max(full, self._saved.get(request.request_id, 0))
+        chain = _chain(request, full)
+        if rest:
+            chain += self._tail_key(request, chain, tokens)
+        self._swap_outs.append(
             {
-                rank: Load(
-                    namespace=names[rank],
-                    keys=waiting.keys,
-                    first=waiting.skip,
-                    slots=slots[: end - waiting.skip],
-                    blocks=block_ids[waiting.skip : end],
-                    lease=lease,
-                    # The step writes into a block that is loaded in part.
-                    ahead=bool(rest),
-                )
-                for rank, (lease, slots) in waiting.leases.items()
+                rank: Save(name, chain, blocks, seconds / len(blocks), _HANDOFF_S)
+                for rank, name in enumerate(self._ranks(request))
             }
         )
 
+    def _keep_swapped(self, now: float) -> None:
+        """Hold leases on the blocks of preempted requests for as long as they wait."""
+        last_step_at, _ = self._step
+        for swapped in self._swapped.values():
+            if swapped.since > last_step_at:
+                # This step will save them.
+                continue
+            awaited = not swapped.complete and now - swapped.since < _SWAP_OUT_S
+            if awaited or now - swapped.leased_at > _LEASE_S / 2:
+                self._keep(swapped, now)
+
+    def _keep(self, swapped: Swapped, now: float) -> None:
+        blocks = -(-swapped.tokens // self._block_size)
+        keys = self._keys(swapped.request, swapped.tokens)
+        earlier, swapped.leases = swapped.leases, []
+        swapped.leased_at = now
+        try:
+            found = [
+                self._store.ask(Lookup(name, keys, 0, _LEASE_S, promote=False, use=False), Found)
+                for name in self._ranks(swapped.request)
+            ]
+            swapped.leases = [one.lease for one in found if one.lease]
+            swapped.complete = all(one.in_memory == blocks for one in found)
+            if earlier:
+                self._store.ask(Release(earlier), Done)
+        except StoreAwayError as error:
+            # What is lost is computed again.
+            _logger.debug("%s", error)
+
+    def _end_swap(self, request_id: str) -> None:
+        swapped = self._swapped.pop(request_id, None)
+        if swapped is not None and swapped.leases:
+            try:
+                self._store.ask(Release(swapped.leases), Done)
+            except StoreAwayError as error:
+                _logger.debug("%s", error)
+
     def step(self, scheduled: SchedulerOutput, now: float) -> StepTransfers:
         """The copies around this step."""
+        self._keep_swapped(now)
         self._step = (now, scheduled.total_num_scheduled_tokens)
         blocks_of = scheduled.kv_connector_block_state.block_ids
         for request_id, tables in blocks_of.items():
             self._tables[request_id] = list(tables[0])
         loads, self._loads = self._loads, []
-        return StepTransfers(loads, list(self._saves(scheduled)))
+        swap_outs, self._swap_outs = self._swap_outs, []
+        fetches, self._fetches = self._fetches, {}
+        return StepTransfers(loads, list(self._saves(scheduled)), swap_outs, fetches)
 
     def _saves(self, scheduled: SchedulerOutput) -> Iterable[dict[int, Save]]:
         for request_id, computed in _computed_tokens(scheduled).items():
             request = self._requests.get(request_id)
-            if request is None:
+            if request is None or not (self.saves_early or _hands_over(request)):
                 continue
             after = computed + scheduled.num_scheduled_tokens[request_id]
             keys = self._computed_keys(request, after)
@@ -405,7 +584,7 @@ class StoreReader:
         prompt = request.num_prompt_tokens
         tail = prompt - full * self._block_size
         if full and 0 < tail < self._block_size and tokens >= prompt and _hands_over(request):
-            chain += tail_key(chain, request.all_token_ids[prompt - tail : prompt])
+            chain += self._tail_key(request, chain, prompt)
         return chain
 
     def step_done(self, now: float) -> None:
@@ -417,6 +596,7 @@ class StoreReader:
     def remove(self, request: Request) -> dict[str, int] | None:
         """The request is finished or aborted; what its answer shall tell of the store."""
         self._forget(request.request_id)
+        self._end_swap(request.request_id)
         for kept in (self._requests, self._tables, self._saved):
             kept.pop(request.request_id, None)
         wish = (request.kv_transfer_params or {}).get(PIN)
@@ -476,7 +656,9 @@ class StoreCopier:
         self._options = options
         self._rank = rank
         self._failed: set[int] = set()
-        self._lanes: tuple[Loader, Saver] | None = None
+        self._lanes: tuple[Loader, Loader, Saver] | None = None
+        self._fetches: dict[str, Future[set[int]]] = {}
+        self._told = Transferred(0, 0.0, 0, 0.0)
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         memory = KvMemory(kv_caches)
@@ -487,26 +669,62 @@ class StoreCopier:
         self._memory = memory
         self._lanes = (
             Loader(memory, arena, stream, StoreClient(address)),
+            # What is fetched must not keep a step's loads waiting.
+            Loader(memory, arena, stream_for(memory.device), StoreClient(address)),
             Saver(memory, arena, stream, StoreClient(address), self._options["model"]),
         )
 
-    def start_loads(self, loads: list[dict[int, Load]]) -> None:
-        if loads:
-            loader, _ = self.lanes
-            loader.start([load[self._rank] for load in loads])
+    def swap_out(self, saves: list[dict[int, Save]]) -> None:
+        if saves:
+            *_, saver = self.lanes
+            saver.save_computed([save[self._rank] for save in saves])
+
+    def start_loads(self, transfers: StepTransfers) -> None:
+        loader, fetcher, _ = self.lanes
+        if transfers.loads:
+            loader.start([load[self._rank] for load in transfers.loads])
+        for request_id, load in transfers.fetches.items():
+            self._fetches[request_id] = fetcher.fetch(load[self._rank])
+
+    def take_fetched(self) -> set[str] | None:
+        """The requests whose fetch has ended since this was last asked."""
+        ended = {name for name, fetch in self._fetches.items() if fetch.done()}
+        for name in ended:
+            self._failed |= self._fetches.pop(name).result()
+        return ended or None
+
+    def take_transferred(self) -> Transferred | None:
+        """What was copied since this was last asked; None where nothing was."""
+        loader, fetcher, saver = self.lanes
+        told, self._told = (
+            self._told,
+            Transferred(
+                saver.time.copied_bytes,
+                saver.time.busy_s,
+                loader.time.copied_bytes + fetcher.time.copied_bytes,
+                loader.time.busy_s + fetcher.time.busy_s,
+            ),
+        )
+        new = Transferred(
+            self._told.out_bytes - told.out_bytes,
+            self._told.out_s - told.out_s,
+            self._told.in_bytes - told.in_bytes,
+            self._told.in_s - told.in_s,
+        )
+        return new if new.out_bytes or new.in_bytes else None
 
     def before_layer(self, layer_name: str, saves: list[dict[int, Save]]) -> None:
-        loader, saver = self.lanes
+        loader, _, saver = self.lanes
         if saves and not saver.running:
             saver.start([save[self._rank] for save in saves])
         loader.wait_layer(self._memory.layer_of[layer_name])
 
     def after_layer(self, layer_name: str) -> None:
-        _, saver = self.lanes
+        *_, saver = self.lanes
         saver.layer_done(self._memory.layer_of[layer_name])
 
     def end_step(self) -> None:
-        loader, saver = self.lanes
+        loader, _, saver = self.lanes
         failed = loader.finish()
         self._failed |= failed
         saver.finish(sound=not failed)
@@ -516,7 +734,7 @@ class StoreCopier:
         return failed
 
     @property
-    def lanes(self) -> tuple[Loader, Saver]:
+    def lanes(self) -> tuple[Loader, Loader, Saver]:
         assert self._lanes is not None, "register_kv_caches() comes first"
         return self._lanes
 

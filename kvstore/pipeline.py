@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -184,6 +184,10 @@ class Loader(Lane):
         if any(load.ahead for load in loads):
             self._wait(self._step.ahead)
 
+    def fetch(self, load: Load) -> Future[set[int]]:
+        """Fill blocks that no step uses yet; in the end, those that hold wrong bytes."""
+        return self._thread.submit(self._run, [load], LoadStep(self._events(), self._stream.mark()))
+
     def wait_layer(self, layer: int) -> None:
         if self._step is not None:
             self._wait(self._step.loaded[layer])
@@ -196,7 +200,7 @@ class Loader(Lane):
         self._wait(step.loaded[-1])
         return step.failed
 
-    def _run(self, loads: Sequence[Load], step: LoadStep) -> None:
+    def _run(self, loads: Sequence[Load], step: LoadStep) -> set[int]:
         try:
             ahead: list[Run] = []
             runs = [run for load in loads for run in self._split(load, ahead)]
@@ -215,6 +219,7 @@ class Loader(Lane):
             for event in (step.ahead, *step.loaded):
                 event.set()
         self._report(loads, step.failed)
+        return step.failed
 
     def _split(self, load: Load, ahead: list[Run]) -> Iterator[Run]:
         keys = load.keys[load.first * KEY_BYTES :]
@@ -321,6 +326,13 @@ class Saver(Lane):
         if self._step is not None:
             self._step.marks[layer] = self._stream.mark()
             self._step.computed[layer].set()
+
+    def save_computed(self, saves: Sequence[Save]) -> None:
+        """Save blocks that a step before has filled, and wait until others may overwrite them."""
+        self.start(saves)
+        for layer in range(self._memory.layers):
+            self.layer_done(layer)
+        self.finish(sound=True)
 
     def finish(self, *, sound: bool) -> None:
         """Wait until the engine may overwrite its blocks.

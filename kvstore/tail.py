@@ -1,7 +1,7 @@
-"""The key of a prompt's last block where the prompt fills it in part only.
+"""The key of a sequence's last block where the sequence fills it in part only.
 
-vLLM hashes full blocks. A prompt that one engine computes for another is handed over to its last
-token all the same, under a key that follows the chain's.
+vLLM hashes full blocks. What one engine hands over to another, or a preempted request leaves, is
+kept to its last token all the same, under a key that follows the chain's.
 """
 
 from __future__ import annotations
@@ -13,15 +13,16 @@ from collections.abc import Sequence
 from loomserve.kvstore.radix import KEY_BYTES
 
 
-def tail_key(chain: bytes, tokens: Sequence[int]) -> bytes:
+def tail_key(chain: bytes, tokens: Sequence[int], owner: str = "") -> bytes:
     """The key of a block that holds ``tokens`` and then nothing, after the blocks of ``chain``.
 
-    The chain's last key stands for all tokens before, and for the cache salt and the adapter.
+    The chain's last key stands for all tokens before, and for the cache salt and the adapter. With
+    an ``owner``, a request, nobody else finds the block.
 
     Raises:
-        ValueError: there is no block before.
+        ValueError: there is neither a block before nor an owner.
     """
-    if len(chain) < KEY_BYTES:
+    if len(chain) < KEY_BYTES and not owner:
         raise ValueError("a tail follows at least one full block")
-    said = b"tail" + chain[-KEY_BYTES:] + array("q", tokens).tobytes()
+    said = b"tail" + chain[-KEY_BYTES:] + array("q", tokens).tobytes() + owner.encode()
     return hashlib.sha256(said).digest()[:KEY_BYTES]

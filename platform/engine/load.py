@@ -10,13 +10,12 @@ from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
 from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
+from loomserve.platform.engine.scheduling_stats import SCHEDULING
 from loomserve.platform.engine.turnaround import Turnaround
 from loomserve.platform.state import ReplicaLoad, SchedulingState
 
 # Weight of the newest step in the moving mean: about the last twenty steps count.
 _NEWEST = 0.1
-# Where the engine's own scheduler puts its figures among those of the KV connector.
-_SCHEDULING = "scheduling"
 # Two statistics further apart than this do not frame one step: the engine was idle between them.
 _LONGEST_STEP_S = 5.0
 
@@ -82,7 +81,7 @@ class _LoadLogger(StatLoggerBase):  # type: ignore[misc]
                 scheduler_stats.kv_cache_usage,
                 time.monotonic(),
             )
-            figures = (scheduler_stats.kv_connector_stats or {}).get(_SCHEDULING)
+            figures = (scheduler_stats.kv_connector_stats or {}).get(SCHEDULING)
             if figures is not None:
                 self._meter.scheduled(figures)
 

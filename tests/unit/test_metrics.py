@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from loomserve.platform.metrics import handoff, scheduling
 from loomserve.platform.metrics.exposition import merge
 from loomserve.platform.metrics.gateway import GatewayMetrics
 from loomserve.platform.metrics.kvstore import KvStoreMetrics
+from loomserve.platform.metrics.preemption import PreemptionMetrics
 from loomserve.platform.state import KvModelState, KvState
 
 CATALOG = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -247,14 +249,32 @@ def test_the_catalog_lists_every_metric_with_its_labels(
         for metric in vars(module).values():
             if isinstance(metric, MetricWrapperBase):
                 of_engine.register(metric)
+    preemptions = PreemptionMetrics(
+        partial(Counter, registry=of_engine), partial(Gauge, registry=of_engine), ["model_name"]
+    )
+    preemptions.observe({}, ("demo",))
     page = merge([({}, text_of(registry)), (engine, text_of(of_engine))])
     exported: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page):
         name = family.name + ("_total" if family.type == "counter" else "")
         if not name.endswith("_created"):
             labels = {label for sample in family.samples for label in sample.labels}
-            exported[name] = labels - {"le"}
+            exported[name] = labels - {"le", "model_name"}
     assert catalog() == exported
+
+
+def test_totals_of_an_engine_are_counted_once() -> None:
+    registry = CollectorRegistry()
+    metrics = PreemptionMetrics(
+        partial(Counter, registry=registry), partial(Gauge, registry=registry), ["engine"]
+    )
+    for swapped, recomputed, used in [(2, 0, 9), (5, 1, 4), (5, 1, 0)]:
+        numbers = {"swapped_out": swapped, "recomputed": recomputed, "swap_used_bytes": used}
+        metrics.observe(numbers, ("0",))
+    name = "loomserve_preemptions_total"
+    assert registry.get_sample_value(name, {"engine": "0", "way": "swap"}) == 5
+    assert registry.get_sample_value(name, {"engine": "0", "way": "recompute"}) == 1
+    assert registry.get_sample_value("loomserve_swap_used_bytes", {"engine": "0"}) == 0
 
 
 def test_the_engine_metrics_in_the_catalog_exist_in_the_installed_vllm() -> None:
