@@ -1,11 +1,14 @@
-"""vLLM's CPU worker, waiting for work without spinning."""
+"""vLLM's CPU worker, waiting for work without spinning, and safe for seeded requests."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from loomserve.platform.engine.seeds import SeedKeepingModelRunner
 from loomserve.platform.engine.waiting import sleep_instead_of_spinning
 
 
@@ -16,3 +19,10 @@ class PatientWorker(CPUWorker):  # type: ignore[misc]
         super().__init__(*args, **kwargs)
         # Its process makes the queue that it waits on later.
         sleep_instead_of_spinning()
+
+    def init_device(self) -> None:
+        super().init_device()
+        self.model_runner: Any
+        if type(self.model_runner) is CPUModelRunner:
+            # It holds nothing yet.
+            self.model_runner = SeedKeepingModelRunner(self.vllm_config, torch.device("cpu"))
