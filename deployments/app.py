@@ -12,6 +12,7 @@ from ray.serve.schema import LoggingConfig
 from loomserve.deployments.base import ENGINE_DEPLOYMENT, EngineSpec, model_app
 from loomserve.deployments.engine_server import EngineServer
 from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from loomserve.routers.choice import request_router_config
 
 # Bounds what one request can ask of an engine: OpenAI's own limit of n.
@@ -73,7 +74,12 @@ def _llm_config(spec: EngineSpec) -> LLMConfig:
         engine_kwargs={
             "kv_cache_memory_bytes": spec.model.kv_cache_memory,
             **(_cpu_options() if spec.devices[0].kind == "cpu" else {}),
+            "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
             **spec.model.engine,
+            "additional_config": {
+                **spec.model.engine.get("additional_config", {}),
+                ADDITIONAL_CONFIG: spec.scheduling.model_dump(),
+            },
             **({"kv_transfer_config": store} if (store := spec.kv_transfer_config) else {}),
         },
         log_engine_metrics=False,

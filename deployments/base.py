@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from loomserve.platform.config import Device, Model
 from loomserve.platform.roles import Role
+from loomserve.platform.scheduling.options import SchedulerOptions
 from loomserve.platform.state import ModelStatus
 from loomserve.routers.snapshot import RoutingStats
 
@@ -47,6 +48,7 @@ class EngineSpec(_Message):
     kv_transfer_config: dict[str, Any] | None = Field(
         description="vLLM's option that connects to the KV store; None: it keeps nothing there."
     )
+    scheduling: SchedulerOptions
 
 
 class EngineReport(_Message):

@@ -31,6 +31,7 @@ from loomserve.platform.config import Config, Model
 from loomserve.platform.errors import BadRequest, Conflict, RequestError
 from loomserve.platform.memory import least_replicas
 from loomserve.platform.roles import Role
+from loomserve.platform.scheduling.options import SchedulerOptions, scheduler_options
 from loomserve.platform.state import ModelState, State, Versions
 
 _TICK_S = 0.5
@@ -161,6 +162,7 @@ class Controller:
                 self._config.server.drain_timeout_s,
                 self._base,
                 self._kv_transfer_config(model),
+                self._scheduler_options(model).model_dump(),
             )
         except ray.exceptions.RayError as error:
             problem = str(error).splitlines()[-1]
@@ -170,6 +172,10 @@ class Controller:
         if self._store is None or not model.kvstore:
             return None
         return self._store.kv_transfer_config(model.name)
+
+    def _scheduler_options(self, model: Model) -> SchedulerOptions:
+        stored = self._kv_transfer_config(model) is not None
+        return scheduler_options(model, self._config.kvstore if stored else None)
 
     async def _unload(self, name: str, timeout_s: float | None) -> None:
         if timeout_s is None:

@@ -23,6 +23,7 @@ def deploy_model(
     drain_timeout_s: float,
     base: str,
     kv_transfer_config: dict[str, Any] | None,
+    scheduling: dict[str, Any],
 ) -> str | None:
     """Check a model and hand it to Serve, which starts it in the background.
 
@@ -34,6 +35,7 @@ def deploy_model(
     from loomserve.platform import catalog
     from loomserve.platform.config import Device, Model
     from loomserve.platform.engine import options
+    from loomserve.platform.scheduling.options import SchedulerOptions
 
     spec_model = Model.model_validate(model)
     try:
@@ -46,6 +48,7 @@ def deploy_model(
             internal_token=internal_token,
             drain_timeout_s=drain_timeout_s,
             kv_transfer_config=kv_transfer_config,
+            scheduling=SchedulerOptions.model_validate(scheduling),
         )
         run_model(spec, build_model_app(spec, replicas))
     except LoomserveError as error:

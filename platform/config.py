@@ -172,6 +172,46 @@ class Roles(_Node):
     )
 
 
+class Scheduling(_Node):
+    """How an engine serves more requests than its KV memory holds (AdaptiveLLM)."""
+
+    queue: Literal["fair", "fcfs", "deadline", "sjf"] = Field(
+        "fair",
+        description="Who is served first, and preempted last. fair: waiting time for each token; "
+        "fcfs: first come; deadline: the earliest x-slo-ms; sjf: the shortest (long ones starve).",
+    )
+    preemption: Literal["adaptive", "swap", "recompute"] | None = Field(
+        None,
+        description="What becomes of the KV of a request that must make room. swap: it goes to the "
+        "KV store and comes back, and no request starts that could make that impossible; "
+        "recompute: as in stock vLLM; adaptive: what is predicted to be cheaper. null: adaptive "
+        "with a KV store, else recompute.",
+    )
+    swap_space: Bytes | None = Field(
+        None,
+        description="The store's memory that preempted requests of a replica may occupy; null: a "
+        "half of what the model may use there, divided among its devices.",
+    )
+    deadlines: bool = Field(
+        True, description="A request's x-slo-ms raises its priority in a fair queue as it nears."
+    )
+    overlap_swap: bool = Field(
+        True,
+        description="KV is copied to the store beside the steps that compute it; false: only when "
+        "a request is preempted, and nothing else of this model is kept.",
+    )
+    prefetch_swap_in: bool = Field(
+        True,
+        description="KV comes back beside steps of other requests; false: in the step that goes on "
+        "with it.",
+    )
+    chunked_recompute: bool = Field(
+        True,
+        description="Prompts, and what is computed again, run in chunks beside decodes; false: in "
+        "steps of their own, as in the paper.",
+    )
+
+
 class Model(_Node):
     """One model as users see it: a name, where its weights are, and where it runs."""
 
@@ -198,6 +238,9 @@ class Model(_Node):
     kvstore_quota: Bytes | None = Field(
         None, description="The store's memory that its blocks may take at most; null: all of it."
     )
+    scheduling: Scheduling = Field(
+        default_factory=Scheduling, description="Who is served first, and who makes room how."
+    )
     roles: Roles | None = Field(
         None, description="Separate prefill from decode; null: every replica does both."
     )
@@ -221,6 +264,8 @@ class Model(_Node):
             "host": "server.host",
             "port": "server.port",
             "api_key": "server.api_keys",
+            "scheduler_cls": "scheduling",
+            "scheduling_policy": "scheduling.queue",
         }
         for key in engine:
             if key in owned:
@@ -370,6 +415,14 @@ class Config(_Node):
                     "to false, or set no roles",
                     *("models", index, "roles"),
                 )
+            for option in ("preemption", "swap_space") if not in_store else ():
+                if getattr(model.scheduling, option) not in (None, "recompute"):
+                    raise _FieldError(
+                        f"model {model.name!r} has no KV store to swap to: add a kvstore section "
+                        "to the file and do not set the model's kvstore to false, or leave this "
+                        "out",
+                        *("models", index, "scheduling", option),
+                    )
             for option in _KV_TRANSFER_OPTIONS if in_store else ():
                 if option in model.engine:
                     raise _FieldError(

@@ -54,24 +54,28 @@ def start(candidates: Sequence[Candidate], free_blocks: int, places: int) -> Sta
 
 def never_computed_twice(
     candidates: Iterable[Candidate], held: Iterable[int], blocks: int, swap_blocks: int
-) -> int:
-    """How many candidates may start so that swap space can take whatever must leave memory.
+) -> tuple[int, ...]:
+    """Which candidates may start so that swap space can take whatever must leave memory.
+
+    Those that are swapped may always come back. No other overtakes one that may not start.
 
     Args:
-        candidates: In the order in which they start. Those that are swapped have started before.
-        held: What each request that has started may come to hold.
+        candidates: In the order of their priority.
+        held: What each request that has started, swapped ones too, may come to hold.
         blocks: Of the engine's memory.
         swap_blocks: Of swap space.
+
+    Returns:
+        Their places among the candidates.
     """
     room = blocks + swap_blocks - sum(held)
-    started = 0
-    for candidate in candidates:
+    chosen: list[int] = []
+    for at, candidate in enumerate(candidates):
         if not candidate.swapped:
             room -= candidate.most_blocks
-        if room < 0:
-            break
-        started += 1
-    return started
+        if candidate.swapped or room >= 0:
+            chosen.append(at)
+    return tuple(chosen)
 
 
 def _fitting(

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from loomserve.platform.config import Model, load, parse, parse_bytes
 from loomserve.platform.errors import ConfigError
 from loomserve.platform.roles import Role, configured_role
+from loomserve.platform.scheduling.options import SchedulerOptions, scheduler_options
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 HASH = "sha256:" + "0" * 64
@@ -177,6 +178,15 @@ BAD_FIELDS = [
      "set its kvstore to false"),
     ("max_model_len: 4096", "kv_offloading_size: 4", "models[0].engine.kv_offloading_size",
      "set its kvstore to false"),
+    # Scheduling
+    ("max_model_len: 4096", "scheduler_cls: x", "models[0].engine.scheduler_cls", "'scheduling'"),
+    ("max_model_len: 4096", "scheduling_policy: priority", "models[0].engine.scheduling_policy",
+     "'scheduling.queue'"),
+    ("replicas: 2", "scheduling: {queue: lifo}", "models[0].scheduling.queue", "'fair', 'fcfs'"),
+    ("replicas: 2", "kvstore: false\n    scheduling: {preemption: swap}",
+     "models[0].scheduling.preemption", "no KV store to swap to"),
+    ("replicas: 2", "kvstore: false\n    scheduling: {swap_space: 1GiB}",
+     "models[0].scheduling.swap_space", "no KV store to swap to"),
     # Prefill and decode
     ("replicas: 2", "roles: {prefill: 2, decode: 1}", "models[0].roles", "and has 2 devices"),
     ("replicas: 2", "replicas: 1\n    roles: {prefill: 1, decode: 1}", "models[0].roles",
@@ -353,3 +363,26 @@ def test_any_change_of_a_line_is_read_or_refused_with_an_error_of_ours(data: st.
     except ConfigError as error:
         answer = str(error)
     assert re.fullmatch(r"Config\(devices=.*|(my\.yaml:\d+: .+\n?)+", answer)
+
+
+def test_preemption_is_adaptive_with_a_store_that_is_shared_among_the_replicas() -> None:
+    config = parse(GOOD)
+    hot, cold = (scheduler_options(model, config.kvstore) for model in config.models)
+    assert (hot.queue, hot.preemption, cold.preemption) == ("fair", "adaptive", "adaptive")
+    # Half of the store's 256 MiB on two devices; half of the quota of 128 MiB.
+    assert (hot.swap_bytes, cold.swap_bytes) == (64 * 2**20, 64 * 2**20)
+    without = scheduler_options(config.models[0], None)
+    assert (without.preemption, without.swap_bytes) == ("recompute", 0)
+
+
+def test_what_is_said_of_scheduling_reaches_the_engine() -> None:
+    said = "{queue: sjf, preemption: swap, swap_space: 8MiB, chunked_recompute: false}"
+    config = parse(GOOD.replace("replicas: 2", f"replicas: 2\n    scheduling: {said}"))
+    options = scheduler_options(config.models[0], config.kvstore, profile="costs.json")
+    assert options == SchedulerOptions(
+        queue="sjf",
+        preemption="swap",
+        swap_bytes=8 * 2**20,
+        chunked_recompute=False,
+        profile="costs.json",
+    )

@@ -1,0 +1,330 @@
+"""vLLM's scheduler with our order of requests and our ways out of memory.
+
+vLLM's own loops stay as they are: they serve ``running`` from its head, admit from the head of
+``waiting``, and preempt the tail of ``running`` when a block is missing. Here both are put in
+order before each step, and what is preempted may leave its KV in the KV store. The decisions are
+those of :mod:`loomserve.platform.scheduling`; the options come as ``SchedulerOptions`` in vLLM's
+``additional_config``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from loomserve.kvstore.connector import StoreConnector, StoreReader, Transferred
+from loomserve.platform.costs.step_time import StepTimes
+from loomserve.platform.costs.transfer_time import TransferTimes
+from loomserve.platform.engine.scheduling_stats import SchedulingStats
+from loomserve.platform.engine.step_timing import StepClock
+from loomserve.platform.scheduling.admission import Candidate, never_computed_twice, start
+from loomserve.platform.scheduling.deadline import deadline_of
+from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG, SchedulerOptions
+from loomserve.platform.scheduling.preemption import PREEMPTIONS, Victim, Way
+from loomserve.platform.scheduling.queue import QUEUES, QueuedRequest
+
+# vLLM's placeholder in block tables, where a sliding window has passed.
+_NULL_BLOCK = 0
+_TOTALS = (
+    "swapped_out", "swapped_in", "recomputed", "lost_tokens", "decision_s", "step_s",
+    "step_predicted_s", "out_s", "out_predicted_s", "in_s", "in_predicted_s",
+)  # fmt: skip
+
+
+def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> AdaptiveScheduler:
+    """What ``scheduler_cls`` names: as asynchronous as vLLM's own would be."""
+    asynchronous = vllm_config.scheduler_config.async_scheduling
+    kind = AsyncAdaptiveScheduler if asynchronous else AdaptiveScheduler
+    return kind(vllm_config=vllm_config, **kwargs)
+
+
+class Swapped(NamedTuple):
+    """What a preempted request left in swap space."""
+
+    tokens: int
+    size: int
+
+
+class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
+    """AdaptiveLLM's scheduling of memory and requests (sections 3.4 and 3.5) in vLLM's steps."""
+
+    running: list[Request]
+    max_num_running_reqs: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._queued: dict[str, QueuedRequest] = {}
+        self._swapped: dict[str, Swapped] = {}
+        self._block_bytes = self._bytes_of_a_block()
+        self.step_times = StepTimes.unprofiled()
+        self.transfer_times = TransferTimes.unprofiled()
+        self._clock = StepClock()
+        self._nothing_started = False
+        self._totals = dict.fromkeys(_TOTALS, 0.0)
+        self._reader = self._connected()
+        given = self.vllm_config.additional_config.get(ADDITIONAL_CONFIG, {})
+        self.use(SchedulerOptions.model_validate(given))
+
+    def use(self, options: SchedulerOptions) -> None:
+        """Decide by these options from now on; requests that are swapped out stay so."""
+        self.options = options
+        self._priority = QUEUES[options.queue]
+        self._way_out = PREEMPTIONS[options.preemption]
+        # What was said of deadlines may have been left out.
+        self._queued.clear()
+        if self._reader is not None:
+            self._reader.prefetches = options.prefetch_swap_in
+            self._reader.saves_early = options.overlap_swap
+
+    def _bytes_of_a_block(self) -> int:
+        """In the KV store: of all layers, on all ranks."""
+        of_a_rank = sum(
+            len(group.layer_names) * group.kv_cache_spec.page_size_bytes
+            for group in self.kv_cache_config.kv_cache_groups
+        )
+        return int(of_a_rank * self.parallel_config.world_size)
+
+    def _connected(self) -> StoreReader | None:
+        """EngineCore's side of the KV store, if this engine has one."""
+        if not isinstance(self.connector, StoreConnector):
+            return None
+        reader = self.connector.reader
+        reader.worth_loading = self._worth_loading
+        reader.on_transfer = self._transferred
+        reader.stats = self._stats
+        return reader
+
+    # One step
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        begin = time.perf_counter()
+        now = time.time()
+        self._put_in_order(now)
+        with self._starting(now, begin):
+            scheduled = super().schedule(throttle_prefills)
+        self._note_swap_ins(scheduled)
+        self._clock.began(scheduled, time.perf_counter())
+        return scheduled
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any) -> Any:
+        timed = self._clock.ended(scheduler_output, time.perf_counter())
+        if timed is not None:
+            step, seconds = timed
+            self._totals["step_s"] += seconds
+            self._totals["step_predicted_s"] += self.step_times.seconds(step)
+            self.step_times.observe(step, seconds)
+        return super().update_from_output(scheduler_output, *args)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._queued.pop(request.request_id, None)
+        self._swapped.pop(request.request_id, None)
+        return super()._free_request(request, *args, **kwargs)
+
+    # The queues
+
+    def _put_in_order(self, now: float) -> None:
+        if self.options.queue == "fcfs":
+            # That of vLLM: what was preempted comes first.
+            return
+        self.running.sort(key=lambda request: self._place(request, now))
+        if self.waiting and len(self.running) < self.max_num_running_reqs:
+            in_order = sorted(self.waiting, key=lambda request: self._place(request, now))
+            self.waiting.clear()
+            self.waiting.extend(in_order)
+
+    def _place(self, request: Request, now: float) -> tuple[float, float, str]:
+        priority = self._priority(self._seen(request), now)
+        return -priority, request.arrival_time, request.request_id
+
+    def _seen(self, request: Request) -> QueuedRequest:
+        swapped = self._swapped.get(request.request_id)
+        done = swapped.tokens if swapped else request.num_computed_tokens
+        left = request.num_prompt_tokens + request.max_tokens - done
+        known = self._queued.get(request.request_id)
+        if known is None or (known.tokens, known.left) != (request.num_tokens, left):
+            parameters = request.sampling_params
+            deadline = deadline_of(parameters.extra_args) if parameters else None
+            known = self._queued[request.request_id] = QueuedRequest(
+                arrived_s=request.arrival_time,
+                tokens=request.num_tokens,
+                left=left,
+                deadline_s=deadline if self.options.deadlines else None,
+            )
+        return known
+
+    # Who starts
+
+    @contextmanager
+    def _starting(self, now: float, begin: float) -> Iterator[None]:
+        """Let vLLM see what may run in this step; all else is back afterwards."""
+        waiting, most = list(self.waiting), self.max_num_running_reqs
+        hidden = self._hide(now)
+        self._totals["decision_s"] += time.perf_counter() - begin
+        yield
+        self.max_num_running_reqs = most
+        if hidden is None:
+            return
+        self._nothing_started = bool(hidden) and not self.running
+        self.running = hidden + self.running
+        gone = {*self.running, *self.skipped_waiting}
+        known = set(waiting)
+        preempted = [request for request in self.waiting if request not in known]
+        self.waiting.clear()
+        self.waiting.extend(preempted)
+        self.waiting.extend(request for request in waiting if request not in gone)
+
+    def _hide(self, now: float) -> list[Request] | None:
+        """The running requests that sit this step out; None where all that may, run and start."""
+        running = self.running
+        if self.options.preemption == "swap":
+            waiting = list(self.waiting)
+            may_start = never_computed_twice(
+                (self._candidate(request, now) for request in waiting),
+                [self._most_blocks(request) for request in self._started()],
+                self._blocks,
+                self.options.swap_bytes // self._block_bytes,
+            )
+            self.waiting.clear()
+            self.waiting.extend(waiting[at] for at in may_start)
+        if self.options.chunked_recompute:
+            return [] if self.options.preemption == "swap" else None
+        if prefilling := [request for request in running if request.is_prefill_chunk]:
+            self.waiting.clear()
+            return self._only(prefilling)
+        waiting = list(self.waiting)
+        starting = start(
+            [self._candidate(request, now) for request in waiting],
+            self.kv_cache_manager.block_pool.get_num_free_blocks(),
+            self.max_num_running_reqs - len(running),
+        )
+        self.waiting.clear()
+        if starting.prefill and self._nothing_started:
+            # It did not fit after all.
+            return []
+        self.waiting.extend(waiting[at] for at in starting.chosen)
+        return self._only([]) if starting.prefill else []
+
+    def _only(self, running: list[Request]) -> list[Request]:
+        hidden = [request for request in self.running if request not in running]
+        self.running = running
+        self.max_num_running_reqs -= len(hidden)
+        return hidden
+
+    def _candidate(self, request: Request, now: float) -> Candidate:
+        swapped = self._swapped.get(request.request_id)
+        tokens = swapped.tokens + 1 if swapped else request.num_tokens
+        return Candidate(
+            priority=self._priority(self._seen(request), now),
+            blocks=self._blocks_for(tokens),
+            most_blocks=self._most_blocks(request),
+            swapped=swapped is not None,
+        )
+
+    def _started(self) -> Iterator[Request]:
+        """Requests whose KV is in the engine's memory, or in swap space, or between the two."""
+        yield from self.running
+        yield from (request for request in self.skipped_waiting if request.num_computed_tokens)
+        yield from (self.requests[name] for name in self._swapped)
+
+    def _most_blocks(self, request: Request) -> int:
+        tokens = min(request.num_prompt_tokens + request.max_tokens, self.max_model_len)
+        return self._blocks_for(tokens)
+
+    def _blocks_for(self, tokens: int) -> int:
+        size: int = self.block_size
+        return -(-tokens // size)
+
+    @property
+    def _blocks(self) -> int:
+        """Of the engine's memory, but for vLLM's placeholder."""
+        return int(self.kv_cache_manager.block_pool.num_gpu_blocks) - 1
+
+    # Who leaves, and how
+
+    def _preempt_request(
+        self, request: Request, timestamp: float, drop_stale_output: bool = False
+    ) -> None:
+        begin = time.perf_counter()
+        # Whoever resets the prefix cache does not want its KV kept.
+        if drop_stale_output or not self._swap_out(request):
+            self._totals["recomputed"] += 1
+        self._totals["decision_s"] += time.perf_counter() - begin
+        super()._preempt_request(request, timestamp, drop_stale_output)
+
+    def _swap_out(self, request: Request) -> bool:
+        """Whether the request's KV goes to swap space; else it is computed again."""
+        # What a step in flight computes is not known here.
+        tokens = request.num_computed_tokens - request.num_in_flight_tokens
+        if self._reader is None or tokens <= 0 or request.skip_reading_prefix_cache:
+            return False
+        table: Sequence[int] = self.kv_cache_manager.get_block_ids(request.request_id)[0]
+        blocks = list(table[: self._blocks_for(tokens)])
+        if _NULL_BLOCK in blocks:
+            return False
+        size = len(blocks) * self._block_bytes
+        unsaved = self._reader.unsaved_blocks(request, tokens) * self._block_bytes
+        recompute_s = self.step_times.prefill_s(tokens, self.max_num_scheduled_tokens)
+        swap_s = self.transfer_times.out_s(unsaved) + self.transfer_times.in_s(size)
+        free = self.options.swap_bytes - self._swap_used()
+        if self._way_out(Victim(size, swap_s, recompute_s), free) is not Way.SWAP:
+            return False
+        self._reader.swap_out(request, tokens, blocks, recompute_s, time.monotonic())
+        self._swapped[request.request_id] = Swapped(tokens, size)
+        self._totals["swapped_out"] += 1
+        return True
+
+    def _note_swap_ins(self, scheduled: SchedulerOutput) -> None:
+        for name in list(self._swapped):
+            request = self.requests[name]
+            if request.status in (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KVS):
+                tokens, _ = self._swapped.pop(name)
+                found = request.num_computed_tokens - scheduled.num_scheduled_tokens.get(name, 0)
+                self._totals["swapped_in"] += 1
+                self._totals["lost_tokens"] += max(0, tokens - found)
+
+    def _swap_used(self) -> int:
+        return sum(swapped.size for swapped in self._swapped.values())
+
+    # What it costs
+
+    def _worth_loading(self, tokens: int) -> bool:
+        size = self._blocks_for(tokens) * self._block_bytes
+        chunk = self.max_num_scheduled_tokens
+        return self.transfer_times.in_s(size) < self.step_times.prefill_s(tokens, chunk)
+
+    def _transferred(self, done: Transferred) -> None:
+        times = self.transfer_times
+        if done.out_bytes:
+            self._totals["out_s"] += done.out_s
+            self._totals["out_predicted_s"] += times.out_s(done.out_bytes)
+            times.observe_out(done.out_bytes, done.out_s)
+        if done.in_bytes:
+            self._totals["in_s"] += done.in_s
+            self._totals["in_predicted_s"] += times.in_s(done.in_bytes)
+            times.observe_in(done.in_bytes, done.in_s)
+
+    def _stats(self) -> SchedulingStats:
+        times = self.transfer_times
+        return SchedulingStats.of(
+            {
+                **self._totals,
+                "preemption": self.options.preemption,
+                "queue": self.options.queue,
+                "swap_used_bytes": self._swap_used(),
+                "swap_capacity_bytes": self.options.swap_bytes,
+                "step_time_error": self.step_times.error or None,
+                "swap_time_error": max(times.out_error, times.in_error) or None,
+            }
+        )
+
+
+class AsyncAdaptiveScheduler(AdaptiveScheduler, AsyncScheduler):  # type: ignore[misc]
+    """The same with a step in flight while the next is scheduled."""

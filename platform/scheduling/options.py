@@ -1,0 +1,50 @@
+"""What an engine's scheduler is told: one dictionary in vLLM's ``additional_config``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from loomserve.platform.config import KvStore, Model
+
+ADDITIONAL_CONFIG = "loomserve"
+"""The key of ``additional_config`` under which an engine's scheduler finds its options."""
+
+
+class SchedulerOptions(BaseModel):
+    """Of one engine; the fields that ``models[].scheduling`` has too mean the same."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    preemption: Literal["adaptive", "swap", "recompute"] = "recompute"
+    queue: Literal["fair", "fcfs", "deadline", "sjf"] = "fcfs"
+    swap_bytes: int = Field(0, ge=0, description="Swap space in the KV store.")
+    deadlines: bool = True
+    overlap_swap: bool = True
+    prefetch_swap_in: bool = True
+    chunked_recompute: bool = True
+    profile: str | None = Field(
+        None, description="File of the costs that were measured beforehand; None: learn them."
+    )
+
+
+def scheduler_options(
+    model: Model, store: KvStore | None, profile: str | None = None
+) -> SchedulerOptions:
+    """Of an engine of this model; ``store`` is the one that it is connected to."""
+    given = model.scheduling
+    preemption = given.preemption or ("adaptive" if store else "recompute")
+    return SchedulerOptions(
+        preemption=preemption,
+        swap_bytes=_swap_bytes(model, store) if store else 0,
+        profile=profile,
+        **given.model_dump(exclude={"preemption", "swap_space"}),
+    )
+
+
+def _swap_bytes(model: Model, store: KvStore) -> int:
+    if model.scheduling.swap_space is not None:
+        return model.scheduling.swap_space
+    usable = min(store.memory, model.kvstore_quota or store.memory)
+    return usable // 2 // len(model.devices)

@@ -1,0 +1,298 @@
+"""Heavy preemption in a real vLLM: the same tokens whichever way KV leaves, and nothing is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.engine import BLOCK_TOKENS, offline_engine
+from loomserve.kvstore.actor import StorePlan, open_store
+from loomserve.kvstore.client import StoreClient
+from loomserve.kvstore.protocol import Done, Flush, Inspect, Usage
+from loomserve.kvstore.server import StoreServer
+from loomserve.platform import catalog
+from loomserve.platform.scheduling.deadline import DEADLINE
+from loomserve.platform.scheduling.options import SchedulerOptions
+
+pytestmark = pytest.mark.timeout(600)
+
+SWAP_SPACE = 128 * 2**20
+ADAPTIVE = SchedulerOptions(preemption="adaptive", queue="fair", swap_bytes=SWAP_SPACE)
+REQUESTS = 20
+
+
+@dataclass
+class SchedulingEngine:
+    """An engine of 33 KV blocks within this process, and its store."""
+
+    llm: Any
+    plan: StorePlan
+    server: StoreServer | None = None
+    numbers: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def scheduler(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    def start_store(self) -> None:
+        self.server = StoreServer(open_store(self.plan), self.plan.address)
+        self.server.start()
+
+    def ask_store(self, request: Any, expected: type[Any]) -> Any:
+        with closing(StoreClient(self.plan.address, timeout_ms=5000)) as client:
+            return client.ask(request, expected)
+
+    def begin(self, options: SchedulerOptions) -> None:
+        """Nothing is known of any prompt, and nothing is counted."""
+        self.scheduler.use(options)
+        assert self.llm.reset_prefix_cache()
+        self.ask_store(Flush(""), Done)
+        self._before = self.counted()
+
+    def counted(self) -> dict[str, float]:
+        return {
+            name: number
+            for name, number in self.scheduler.connector.reader.stats().reduce().items()
+            if not name.startswith("swap_")
+        }
+
+    def since_begin(self, name: str) -> float:
+        return self.counted()[name] - self._before[name]
+
+    def add(self, name: str, prompt: Sequence[int], **parameters: Any) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        whole = RequestOutputKind.FINAL_ONLY
+        parameters = {"temperature": 0, "ignore_eos": True, "output_kind": whole, **parameters}
+        self.llm.llm_engine.add_request(
+            name, TokensPrompt(prompt_token_ids=list(prompt)), SamplingParams(**parameters)
+        )
+
+    def finish(self, steps: int = 10**6) -> dict[str, Any]:
+        """Outputs by request, in the order of their ends, after at most so many steps."""
+        done: dict[str, Any] = {}
+        while self.llm.llm_engine.has_unfinished_requests() and steps:
+            steps -= 1
+            for output in self.llm.llm_engine.step():
+                if output.finished:
+                    done[output.request_id] = output
+        return done
+
+
+@pytest.fixture(scope="module", name="engine")
+def _engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SchedulingEngine]:
+    folder = tmp_path_factory.mktemp("kv")
+    plan = StorePlan(
+        folder=folder,
+        arena=Path(f"/dev/shm/loomserve-scheduler-test-{os.getpid()}"),
+        memory=256 * 2**20,
+        ssd_folder=None,
+        ssd=0,
+        eviction="cost",
+        quotas={},
+    )
+    engine = SchedulingEngine(None, plan)
+    engine.start_store()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        engine.llm = offline_engine(
+            str(catalog.resolve("demo", folder)),
+            plan.kv_transfer_config("demo"),
+            max_model_len=1024,
+            max_num_seqs=16,
+            max_num_batched_tokens=256,
+            kv_cache_memory_bytes=48 * 2**20,
+            disable_log_stats=False,
+            worker_cls="loomserve.platform.engine.worker.PatientWorker",
+            scheduler_cls="loomserve.platform.engine.scheduler.make_scheduler",
+            additional_config={"loomserve": ADAPTIVE.model_dump()},
+        )
+    yield engine
+    del engine.llm
+    if engine.server is not None:
+        engine.server.stop()
+    plan.arena.unlink(missing_ok=True)
+
+
+def prompts(seed: int, number: int) -> list[list[int]]:
+    source = random.Random(seed)
+    return [
+        [source.randrange(1000, 40000) for _ in range(source.randrange(10, 130))]
+        for _ in range(number)
+    ]
+
+
+def answers(
+    engine: SchedulingEngine, seed: int = 1, number: int = REQUESTS
+) -> dict[str, list[int]]:
+    source = random.Random(seed)
+    for at, prompt in enumerate(prompts(seed, number)):
+        engine.add(f"{seed}-{at}", prompt, max_tokens=source.randrange(16, 90))
+    outputs = engine.finish()
+    assert len(outputs) == number
+    return {name.split("-")[1]: list(o.outputs[0].token_ids) for name, o in outputs.items()}
+
+
+@pytest.fixture(scope="module", name="expected")
+def _expected(engine: SchedulingEngine) -> dict[str, list[int]]:
+    """As vLLM answers by itself: computed again after preemption, first come, first served."""
+    engine.begin(SchedulerOptions(overlap_swap=False))
+    expected = answers(engine)
+    assert engine.since_begin("recomputed") >= 5
+    assert engine.since_begin("swapped_out") == 0
+    return expected
+
+
+OPTIONS = {
+    "fair": ADAPTIVE,
+    "fcfs": ADAPTIVE.model_copy(update={"queue": "fcfs"}),
+    "deadline": ADAPTIVE.model_copy(update={"queue": "deadline", "prefetch_swap_in": False}),
+    "sjf": ADAPTIVE.model_copy(update={"queue": "sjf", "overlap_swap": False}),
+    "small swap space": ADAPTIVE.model_copy(update={"swap_bytes": 12 * 2**20}),
+    "swap": ADAPTIVE.model_copy(update={"preemption": "swap", "swap_bytes": 32 * 2**20}),
+    "prefill apart": ADAPTIVE.model_copy(update={"chunked_recompute": False}),
+    "recompute": ADAPTIVE.model_copy(update={"preemption": "recompute"}),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_tokens_are_the_same_however_requests_make_room(
+    engine: SchedulingEngine, expected: dict[str, list[int]], options: SchedulerOptions
+) -> None:
+    engine.begin(options)
+    assert answers(engine) == expected
+    preempted = engine.since_begin("swapped_out") + engine.since_begin("recomputed")
+    assert preempted >= 3
+    assert engine.since_begin("swapped_out") == engine.since_begin("swapped_in")
+    assert engine.since_begin("lost_tokens") == 0
+    if options.preemption == "recompute":
+        assert engine.since_begin("swapped_out") == 0
+    elif options.swap_bytes == SWAP_SPACE:
+        assert engine.since_begin("recomputed") == 0
+    elif options.preemption == "adaptive":
+        # The swap space was full at times.
+        assert engine.since_begin("recomputed") > 0
+        assert engine.since_begin("swapped_out") > 0
+    assert engine.scheduler.connector.reader.stats().reduce()["swap_used_bytes"] == 0
+
+
+def test_nothing_stays_leased_once_all_have_come_back(engine: SchedulingEngine) -> None:
+    # What was swapped out is kept for ten seconds, for whoever comes back.
+    until = time.monotonic() + 15
+    while engine.ask_store(Inspect(), Usage).leases:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+def swap_someone_out(engine: SchedulingEngine, seed: int) -> list[str]:
+    """Requests, one of which has been swapped out and waits."""
+    names = [f"{seed}-{at}" for at in range(16)]
+    for name, prompt in zip(names, prompts(seed, 16), strict=True):
+        engine.add(name, prompt, max_tokens=80)
+    while not engine.scheduler._swapped:
+        assert not engine.finish(steps=1)
+    return names
+
+
+def test_a_client_that_leaves_while_its_request_is_swapped_out_leaves_nothing(
+    engine: SchedulingEngine,
+) -> None:
+    engine.begin(ADAPTIVE)
+    names = swap_someone_out(engine, 31)
+    (gone,) = engine.scheduler._swapped
+    external = next(name for name in names if gone.startswith(name))
+    engine.llm.llm_engine.abort_request([external])
+    engine.finish(steps=1)
+    assert gone not in engine.scheduler._swapped
+    assert gone not in engine.scheduler.connector.reader._swapped
+    assert set(engine.finish()) == {name for name in names if name != external}
+
+
+def test_with_the_store_away_what_was_swapped_out_is_computed_again(
+    engine: SchedulingEngine,
+) -> None:
+    engine.begin(SchedulerOptions(overlap_swap=False))
+    expected = answers(engine, seed=32, number=16)
+    engine.begin(ADAPTIVE)
+    source = random.Random(32)
+    for at, prompt in enumerate(prompts(32, 16)):
+        engine.add(f"32-{at}", prompt, max_tokens=source.randrange(16, 90))
+    done: dict[str, Any] = {}
+    while not engine.scheduler._swapped:
+        done |= engine.finish(steps=1)
+    assert engine.server is not None
+    engine.server.stop()
+    done |= engine.finish()
+    engine.start_store()
+    assert {
+        name.split("-")[1]: list(o.outputs[0].token_ids) for name, o in done.items()
+    } == expected
+
+
+def test_several_answers_a_grammar_and_logprobs_survive_preemption(
+    engine: SchedulingEngine,
+) -> None:
+    from vllm.sampling_params import StructuredOutputsParams
+
+    def outputs(options: SchedulerOptions) -> dict[str, list[Any]]:
+        engine.begin(options)
+        texts = prompts(33, 14)
+        for at, prompt in enumerate(texts[:8]):
+            engine.add(f"plain-{at}", prompt, max_tokens=70)
+        for at, prompt in enumerate(texts[8:10]):
+            engine.add(f"several-{at}", prompt, max_tokens=40, n=3, temperature=0.8, seed=7)
+        for at, prompt in enumerate(texts[10:12]):
+            grammar = StructuredOutputsParams(regex=r"([a-z]{3} ){12}")
+            engine.add(f"grammar-{at}", prompt, max_tokens=60, structured_outputs=grammar)
+        for at, prompt in enumerate(texts[12:]):
+            engine.add(f"logprobs-{at}", prompt, max_tokens=50, logprobs=1, prompt_logprobs=1)
+        done = engine.finish()
+        assert len(done) == 14
+        assert all(len(done[f"several-{at}"].outputs) == 3 for at in range(2))
+        assert all(len(done[f"logprobs-{at}"].outputs[0].logprobs) == 50 for at in range(2))
+        return {
+            name: [list(one.token_ids) for one in sorted(o.outputs, key=lambda one: one.index)]
+            for name, o in done.items()
+        }
+
+    plain = outputs(SchedulerOptions(overlap_swap=False))
+    assert outputs(ADAPTIVE) == plain
+    assert engine.since_begin("swapped_out") >= 3
+
+
+def test_a_deadline_that_nears_is_served_first_and_can_be_ignored(
+    engine: SchedulingEngine,
+) -> None:
+    def place(options: SchedulerOptions) -> int:
+        engine.begin(options)
+        for at, prompt in enumerate(prompts(34, 18)):
+            engine.add(f"plain-{at}", prompt[:20] * 2, max_tokens=30)
+        text = prompts(35, 1)[0][:20] * 10
+        soon = {DEADLINE: time.time() + 60}
+        engine.add("urgent", text, max_tokens=30, extra_args=soon)
+        return list(engine.finish()).index("urgent")
+
+    deadline = ADAPTIVE.model_copy(update={"queue": "deadline"})
+    assert place(deadline) <= 15 < place(ADAPTIVE.model_copy(update={"deadlines": False}))
+
+
+def test_resetting_the_prefix_cache_under_running_requests_keeps_nothing_in_swap_space(
+    engine: SchedulingEngine,
+) -> None:
+    engine.begin(ADAPTIVE)
+    for at, prompt in enumerate(prompts(36, 4)):
+        engine.add(f"36-{at}", prompt[:BLOCK_TOKENS], max_tokens=20)
+    assert not engine.finish(steps=5)
+    assert engine.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+    assert not engine.scheduler._swapped
+    assert len(engine.finish()) == 4
