@@ -289,6 +289,20 @@ def medians(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]
     return joined
 
 
+def hidden_share(points: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Of loads and of saves, over all points."""
+    shares = {lane: [point[f"{lane}_hidden_share"] for point in points] for lane in LANES}
+    return {lane: {"median": statistics.median(of), "min": min(of)} for lane, of in shares.items()}
+
+
+def measured_hidden_share(plan: StorePlan) -> dict[str, dict[str, float]]:
+    """In one sweep of a real engine."""
+    engine = Engine(plan)
+    engine.step(engine.tokens(LINK_LENGTH))
+    _, points = sweep_run(engine)
+    return hidden_share(points)
+
+
 def benchmark(plan: StorePlan, runs: int) -> dict[str, Any]:
     memory = [memory_run(plan, run) for run in range(runs)]
     memory_bps = {
@@ -306,15 +320,7 @@ def benchmark(plan: StorePlan, runs: int) -> dict[str, Any]:
     for of in points.values():
         predict(of, {length: spread.median for length, spread in whole.items()}, memory_bps)
     return {
-        "hidden_share": {
-            lane: {
-                "median": statistics.median(
-                    one[f"{lane}_hidden_share"] for one in points["memory"]
-                ),
-                "min": min(one[f"{lane}_hidden_share"] for one in points["memory"]),
-            }
-            for lane in LANES
-        },
+        "hidden_share": hidden_share(points["memory"]),
         "prediction_error": {
             kind: {speed: errors(of, kind) for speed, of in points.items()}
             for kind in ("paper", "stages")
