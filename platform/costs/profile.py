@@ -135,9 +135,12 @@ def load(
 
     ``path`` is looked at instead of where :func:`save` puts it.
     """
+    path = path or path_of(weights, engine)
     try:
-        profile = read(path or path_of(weights, engine), weights, engine)
+        profile = read(path, weights, engine)
     except ProfileError as error:
-        _logger.warning("%s: costs are learnt as the engine runs (loomserve profile)", error)
+        # Most engines were never profiled, and do well without.
+        level = logging.WARNING if path.exists() else logging.INFO
+        _logger.log(level, "%s: costs are learnt as the engine runs (loomserve profile)", error)
         return StepTimes.unprofiled(), TransferTimes.unprofiled()
     return profile.step_times(), profile.transfer_times()

@@ -21,8 +21,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
 from loomserve.kvstore.connector import StoreConnector, StoreReader, Transferred
-from loomserve.platform.costs.step_time import StepTimes
-from loomserve.platform.costs.transfer_time import TransferTimes
+from loomserve.platform.costs import profile
+from loomserve.platform.engine.facts import engine_facts, weights_digest
 from loomserve.platform.engine.scheduling_stats import SchedulingStats
 from loomserve.platform.engine.step_timing import StepClock
 from loomserve.platform.scheduling.admission import Candidate, never_computed_twice, start
@@ -64,8 +64,9 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         self._queued: dict[str, QueuedRequest] = {}
         self._swapped: dict[str, Swapped] = {}
         self._block_bytes = self._bytes_of_a_block()
-        self.step_times = StepTimes.unprofiled()
-        self.transfer_times = TransferTimes.unprofiled()
+        self.step_times, self.transfer_times = profile.load(
+            weights_digest(self.vllm_config), engine_facts(self.vllm_config)
+        )
         self._clock = StepClock()
         self._nothing_started = False
         self._totals = dict.fromkeys(_TOTALS, 0.0)
@@ -115,12 +116,14 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         return scheduled
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any) -> Any:
-        timed = self._clock.ended(scheduler_output, time.perf_counter())
+        now = time.perf_counter()
+        timed = self._clock.ended(scheduler_output, now)
         if timed is not None:
             step, seconds = timed
             self._totals["step_s"] += seconds
             self._totals["step_predicted_s"] += self.step_times.seconds(step)
             self.step_times.observe(step, seconds)
+            self._totals["decision_s"] += time.perf_counter() - now
         return super().update_from_output(scheduler_output, *args)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:

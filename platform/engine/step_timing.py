@@ -164,11 +164,12 @@ class ProfiledEngine:
 class Scene:
     """A few steps: requests decode, and after two steps others are prefilled beside them.
 
-    Each request's context is (slot, tokens); a prefill then computes so many tokens more.
+    Each request has a context, of which the engine's prefix cache may still hold the KV; a prefill
+    then computes so many tokens more.
     """
 
-    decodes: tuple[tuple[int, int], ...]
-    prefills: tuple[tuple[int, int, int], ...]
+    decodes: Sequence[list[int]]
+    prefills: Sequence[tuple[list[int], int]]
 
 
 _DECODE_STEPS = 4
@@ -176,6 +177,8 @@ _PREFILLS_AFTER = 2
 _MOST_PREFILLS = 3
 _REPEATED_SCENES = 6
 _FRESH_SCENES = 12
+# Of the KV cache's tokens: contexts that are repeated, those of a round, all of a scene.
+_REPEATED, _FRESH, _FULL = 0.1, 0.7, 0.9
 # Enough for any of the regressors; engines on GPUs take more steps in a minute.
 _MOST_SAMPLES = 6000
 
@@ -183,9 +186,9 @@ _MOST_SAMPLES = 6000
 class Workload:
     """Scenes that cover an engine's steps: batch sizes, contexts, prefills' lengths and mixes.
 
-    Contexts are prefixes of one text for each of ``max_num_seqs`` slots, kept in the engine's
-    prefix cache, so that a long context costs its prefill only once, and requests of one step
-    read different memory, as users' do. Whatever the engine makes of a scene is recorded as it was
+    A round's contexts are prefixes of a few texts, many or few, which fill most of the KV cache and
+    stay there: so a long context costs its prefill only once, and requests of one step read
+    different memory, as users' do. Whatever the engine makes of a scene is recorded as it was
     scheduled. Every round repeats the same few scenes among fresh ones, in random order: their
     steps tell how far the machine repeats itself, and drift meets all kinds of steps alike.
     """
@@ -198,65 +201,68 @@ class Workload:
         self._block: int = config.cache_config.block_size
         self._longest = config.model_config.max_model_len - _DECODE_STEPS
         self._largest = config.scheduler_config.max_num_batched_tokens
-        slots = config.scheduler_config.max_num_seqs
-        # Few are long and many short; together they leave room for what is computed beside them.
-        share = 0.6 * engine.capacity / sum(1 / (slot + 1) for slot in range(slots))
-        self._texts = [
-            self._tokens(int(min(self._longest, share / (slot + 1)))) for slot in range(slots)
-        ]
-        self._repeated = [self._scene() for _ in range(_REPEATED_SCENES)]
+        self._most_requests = config.scheduler_config.max_num_seqs
+        texts = self._texts(self._most_requests, _REPEATED)
+        self._repeated = [self._scene(texts) for _ in range(_REPEATED_SCENES)]
 
     def run(self, until: float, clock: Callable[[], float] = time.monotonic) -> Iterator[int]:
         """Play rounds until ``clock`` says ``until``, three at least; yields the samples so far.
 
-        A round before, not counted, fills caches.
+        The repeated scenes are played once before, not counted, as first steps are slow.
         """
-        self._round([])
+        self._play(self._repeated)
         self._engine.timed.clear()
         rounds = 0
         while (rounds < 3 or clock() < until) and len(self._engine.timed) < _MOST_SAMPLES:
-            self._round([self._scene() for _ in range(_FRESH_SCENES)])
+            texts = self._texts(self._up_to(self._most_requests), _FRESH)
+            fresh = [self._scene(texts) for _ in range(_FRESH_SCENES)]
+            self._play(self._repeated + fresh)
             rounds += 1
             yield len(self._engine.timed)
 
-    def _round(self, fresh: list[Scene]) -> None:
-        scenes = self._repeated + fresh
+    def _play(self, scenes: Sequence[Scene]) -> None:
         for number in self._random.permutation(len(scenes)):
-            self._play(scenes[number])
-
-    def _play(self, scene: Scene) -> None:
-        for slot, context in scene.decodes:
-            self._engine.add([*self._texts[slot][:context], *self._tokens(1)], _DECODE_STEPS)
-        if not scene.decodes:
-            self._prefill(scene)
-        for step, _ in enumerate(self._engine.steps(), 1):
-            if step == _PREFILLS_AFTER and scene.decodes:
+            scene = scenes[number]
+            for context in scene.decodes:
+                self._engine.add([*context, *self._tokens(1)], _DECODE_STEPS)
+            if not scene.decodes:
                 self._prefill(scene)
+            for step, _ in enumerate(self._engine.steps(), 1):
+                if step == _PREFILLS_AFTER and scene.decodes:
+                    self._prefill(scene)
 
     def _prefill(self, scene: Scene) -> None:
-        for slot, context, tokens in scene.prefills:
-            self._engine.add([*self._texts[slot][:context], *self._tokens(tokens)], 1)
+        for context, tokens in scene.prefills:
+            self._engine.add([*context, *self._tokens(tokens)], 1)
 
-    def _scene(self) -> Scene:
+    def _texts(self, number: int, share: float) -> list[list[int]]:
+        """Texts of random lengths, which take so much of the KV cache together."""
+        shares = self._random.dirichlet(np.ones(number)) * share * self._engine.capacity
+        return [self._tokens(min(self._longest - 1, int(tokens))) for tokens in shares]
+
+    def _scene(self, texts: list[list[int]]) -> Scene:
         kind = self._random.choice(["decode", "prefill", "both"])
-        slots = list(self._random.permutation(len(self._texts)))
-        decodes, prefills = [], []
+        order = [self._prefix(texts[number]) for number in self._random.permutation(len(texts))]
+        decodes: list[list[int]] = []
+        prefills: list[tuple[list[int], int]] = []
         if kind != "prefill":
-            most = len(slots) if kind == "decode" else len(slots) - _MOST_PREFILLS
-            for _ in range(self._up_to(max(1, most))):
-                slot = slots.pop()
-                decodes.append((slot, self._context(slot)))
+            # Half of the time all of them: engines that are full are those that preempt.
+            most = len(order) if self._random.random() < 0.5 else self._up_to(len(order))
+            decodes, order = order[:most], order[most:]
         if kind != "decode":
-            for _ in range(min(len(slots), int(self._random.integers(1, _MOST_PREFILLS + 1)))):
-                slot = slots.pop()
-                context = self._context(slot)
-                most = min(self._largest, self._longest - context)
-                prefills.append((slot, context, self._up_to(most)))
-        return Scene(tuple(decodes), tuple(prefills))
+            number = int(self._random.integers(1, _MOST_PREFILLS + 1))
+            contexts = [*order, [], [], []][:number]
+            held = sum(map(len, [*decodes, *contexts]))
+            room = max(1, int(_FULL * self._engine.capacity - held) // number)
+            for context in contexts:
+                most = min(self._largest, self._longest - len(context), room)
+                prefills.append((context, self._up_to(most)))
+        return Scene(decodes, prefills)
 
-    def _context(self, slot: int) -> int:
-        """Whole blocks, as only those stay in the prefix cache."""
-        return int(self._random.integers(len(self._texts[slot]) // self._block + 1)) * self._block
+    def _prefix(self, text: list[int]) -> list[int]:
+        """Half of the time all of it; in whole blocks, as only those stay in the prefix cache."""
+        share = 1.0 if self._random.random() < 0.5 else self._random.random()
+        return text[: int(share * len(text)) // self._block * self._block]
 
     def _up_to(self, most: int) -> int:
         """From 1 to ``most``; every order of magnitude as likely."""

@@ -24,21 +24,15 @@ class SchedulerOptions(BaseModel):
     overlap_swap: bool = True
     prefetch_swap_in: bool = True
     chunked_recompute: bool = True
-    profile: str | None = Field(
-        None, description="File of the costs that were measured beforehand; None: learn them."
-    )
 
 
-def scheduler_options(
-    model: Model, store: KvStore | None, profile: str | None = None
-) -> SchedulerOptions:
+def scheduler_options(model: Model, store: KvStore | None) -> SchedulerOptions:
     """Of an engine of this model; ``store`` is the one that it is connected to."""
     given = model.scheduling
     preemption = given.preemption or ("adaptive" if store else "recompute")
     return SchedulerOptions(
         preemption=preemption,
         swap_bytes=_swap_bytes(model, store) if store else 0,
-        profile=profile,
         **given.model_dump(exclude={"preemption", "swap_space"}),
     )
 

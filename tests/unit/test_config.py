@@ -378,11 +378,10 @@ def test_preemption_is_adaptive_with_a_store_that_is_shared_among_the_replicas()
 def test_what_is_said_of_scheduling_reaches_the_engine() -> None:
     said = "{queue: sjf, preemption: swap, swap_space: 8MiB, chunked_recompute: false}"
     config = parse(GOOD.replace("replicas: 2", f"replicas: 2\n    scheduling: {said}"))
-    options = scheduler_options(config.models[0], config.kvstore, profile="costs.json")
+    options = scheduler_options(config.models[0], config.kvstore)
     assert options == SchedulerOptions(
         queue="sjf",
         preemption="swap",
         swap_bytes=8 * 2**20,
         chunked_recompute=False,
-        profile="costs.json",
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -93,6 +94,7 @@ def test_a_damaged_profile_is_refused() -> None:
 
 
 def test_without_its_profile_an_engine_learns(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
     steps, transfers = load("w", ENGINE)
     assert "cannot be read" in caplog.text
     step = Step.of([(0, 64)])
