@@ -8,6 +8,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,31 @@ def test_a_prompt_computed_by_one_replica_is_not_computed_by_another(platform: P
     assert cached > 5 * TOKENS_A_BLOCK
     assert again == text
     assert platform.metric("loomserve_kv_hit_blocks_total", model=HOT) >= 5
+
+
+def test_requests_that_make_room_for_others_come_back_from_the_store(platform: Platform) -> None:
+    swapped = "loomserve_preemptions_total"
+    prompts = [new_prompt() for _ in range(16)]
+
+    def ask(prompt: str) -> str:
+        answer = platform.client().completions.create(
+            model=HOT, prompt=prompt, max_tokens=100, temperature=0, extra_body={"ignore_eos": True}
+        )
+        return answer.choices[0].text
+
+    with only_on(platform, "core0"):
+        before = platform.metric(swapped, model=HOT, way="swap")
+        # More than the engine's memory holds at their ends.
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            together = list(pool.map(ask, prompts))
+        assert platform.metric(swapped, model=HOT, way="swap") > before
+        time.sleep(3)  # a report must have come
+        replicas = model_state(platform, HOT)["replicas"]
+        figures = next(r["load"]["scheduling"] for r in replicas if r["device"] == "core0")
+        assert (figures["queue"], figures["preemption"]) == ("fair", "adaptive")
+        assert figures["swapped_out"] == figures["swapped_in"] > 0
+        assert figures["swap_used_bytes"] == 0 < figures["swap_capacity_bytes"]
+        assert [ask(prompt) for prompt in prompts[:2]] == together[:2]
 
 
 def test_the_command_shows_the_store_and_empties_it(platform: Platform) -> None:
