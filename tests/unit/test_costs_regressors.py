@@ -88,8 +88,10 @@ def test_every_regressor_is_compared_at_every_degree() -> None:
     assert min(score.mape for score in scores) < mape(mean, unknown) / 5
 
 
-def test_the_winner_is_the_quickest_of_the_best() -> None:
-    slow = Score("random forest", 2, 0.100, 1, 1e-3)
-    quick = Score("linear", 2, 0.101, 1, 1e-5)
-    worse = Score("lasso", 1, 0.2, 1, 1e-6)
-    assert winner([slow, quick, worse]) == quick
+def test_the_winner_is_the_simplest_that_may_be_the_best() -> None:
+    best = Score("linear", 3, 0.100, 0.01, 1, 1e-5)
+    slow = Score("random forest", 1, 0.105, 0.01, 1, 1e-3)
+    quick = Score("ridge", 1, 0.109, 0.01, 1, 1e-5)
+    worse = Score("lasso", 1, 0.2, 0.01, 1, 1e-6)
+    assert winner([best, slow, quick, worse]) == quick
+    assert winner([best, worse]) == best
