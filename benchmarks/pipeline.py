@@ -144,10 +144,11 @@ class Engine:
 
 
 def transfer_times(worker: Any) -> list[dict[str, Any]]:
-    """Runs in the engine's worker."""
+    """Runs in the engine's worker; of loads in steps and of saves."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    return [asdict(lane.time) for lane in get_kv_transfer_group().copier.lanes]
+    loader, _, saver = get_kv_transfer_group().copier.lanes
+    return [asdict(loader.time), asdict(saver.time)]
 
 
 def put_link(worker: Any, bytes_per_s: float | None) -> None:
