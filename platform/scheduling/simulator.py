@@ -1,0 +1,396 @@
+"""A simulator of an engine's schedule, in steps and KV blocks, that asks the engine's policies.
+
+It answers what a policy would do with given requests before an engine runs it, and checks that an
+engine did what its policies say. The rules beside the policies are those of vLLM's scheduler: a
+step's tokens go to running requests first, in their order; one that gets no block preempts the last
+of them; waiting ones start while a place, tokens and blocks for all their tokens are left.
+
+Not modelled: a prefix cache, so that whatever is computed again is computed whole; tokens that are
+scheduled before the last ones are known (asynchronous scheduling, speculation); several kinds of KV
+cache in one model; clients that go away.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from loomserve.platform.scheduling.admission import Candidate, never_computed_twice, start
+from loomserve.platform.scheduling.preemption import PREEMPTIONS, Victim, Way
+from loomserve.platform.scheduling.queue import QUEUES, QueuedRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedRequest:
+    """A request, and how long its answer is going to be.
+
+    Attributes:
+        output_tokens: That it generates before it ends by itself; at least 1.
+        max_tokens: That it may generate, which is all that a policy knows.
+        deadline_s: By the clock of ``arrived_s``.
+    """
+
+    name: str
+    arrived_s: float
+    prompt_tokens: int
+    output_tokens: int
+    max_tokens: int
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of an engine.
+
+    Attributes:
+        blocks: That requests can hold: vLLM's number without its null block.
+        block_bytes: Of a block in swap space.
+        running: Requests that may run at once, vLLM's ``max_num_seqs``.
+        step_tokens: vLLM's ``max_num_batched_tokens``.
+        spare_blocks: That must stay free when a request starts beside others, vLLM's ``watermark``.
+    """
+
+    blocks: int
+    block_tokens: int
+    block_bytes: int
+    running: int
+    step_tokens: int
+    swap_bytes: int = 0
+    spare_blocks: int = 0
+
+    def blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """By the names that they are chosen by."""
+
+    queue: str = "fcfs"
+    preemption: str = "recompute"
+    chunked_recompute: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A request's share of a step: ``tokens`` after ``computed`` ones."""
+
+    name: str
+    computed: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class ScheduledStep:
+    """What an engine does in one step.
+
+    Attributes:
+        parts: In the order in which they were scheduled.
+        preempted: Requests that had to leave before it, and how.
+        resumed: Requests among ``parts`` that had left before, and how.
+    """
+
+    start_s: float
+    parts: list[Part] = field(default_factory=list)
+    preempted: dict[str, Way] = field(default_factory=dict)
+    resumed: dict[str, Way] = field(default_factory=dict)
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """Predictions in seconds.
+
+    Attributes:
+        swap_s: Of so many tokens' KV, out of memory and back.
+        recompute_s: Of so many tokens.
+        step_s: Of a step with what is swapped in it.
+    """
+
+    swap_s: Callable[[int], float]
+    recompute_s: Callable[[int], float]
+    step_s: Callable[[ScheduledStep], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Of a finished request, in seconds of one clock."""
+
+    arrived_s: float
+    started_s: float
+    finished_s: float
+
+    @property
+    def weighted_turnaround(self) -> float:
+        """AdaptiveLLM, equation 5: at least 1, and 1 if it never waited to start."""
+        return (self.finished_s - self.arrived_s) / (self.finished_s - self.started_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """``times`` of all requests by name."""
+
+    steps: list[ScheduledStep]
+    times: dict[str, Times]
+
+
+class StalledError(Exception):
+    """Requests wait, and none of them will ever start."""
+
+
+@dataclass(slots=True, eq=False)
+class _Progress:
+    """A request as the engine has it; ``blocks`` in memory, ``swap_bytes`` in swap space."""
+
+    request: SimulatedRequest
+    generated: int = 0
+    computed: int = 0
+    blocks: int = 0
+    swap_bytes: int = 0
+    left_by: Way | None = None
+    prefilling: bool = False
+    started_s: float | None = None
+
+    @property
+    def tokens(self) -> int:
+        return self.request.prompt_tokens + self.generated
+
+    @property
+    def most_tokens(self) -> int:
+        return self.request.prompt_tokens + self.request.max_tokens
+
+    def queued(self) -> QueuedRequest:
+        return QueuedRequest(
+            arrived_s=self.request.arrived_s,
+            tokens=self.tokens,
+            left=self.request.prompt_tokens + self.request.max_tokens - self.computed,
+            deadline_s=self.request.deadline_s,
+        )
+
+
+class Simulator:
+    """An engine that computes nothing; :meth:`schedule` and :meth:`end` make a step."""
+
+    def __init__(
+        self,
+        requests: Iterable[SimulatedRequest],
+        limits: Limits,
+        policies: Policies,
+        costs: Costs,
+    ) -> None:
+        """Raises ``ValueError`` for a request that the engine's memory cannot hold."""
+        self._limits = limits
+        self._policies = policies
+        self._costs = costs
+        self._priority = QUEUES[policies.queue]
+        self._coming = deque(
+            sorted(map(_Progress, requests), key=lambda one: one.request.arrived_s)
+        )
+        for one in self._coming:
+            if limits.blocks_for(one.most_tokens) > limits.blocks:
+                raise ValueError(f"{one.request.name} does not fit into {limits.blocks} blocks")
+        self._waiting: deque[_Progress] = deque()
+        self._running: list[_Progress] = []
+        self._free_blocks = limits.blocks
+        self._free_swap = limits.swap_bytes
+        self._nothing_started = False
+        self.times: dict[str, Times] = {}
+
+    @property
+    def due_s(self) -> float | None:
+        """When there is something to do: 0 for at once, else the next arrival, if there is one."""
+        if self._running or self._waiting:
+            return 0.0
+        return self._coming[0].request.arrived_s if self._coming else None
+
+    def schedule(self, now: float) -> ScheduledStep:
+        """A step that begins now; as vLLM's ``Scheduler.schedule``."""
+        while self._coming and self._coming[0].request.arrived_s <= now:
+            self._waiting.append(self._coming.popleft())
+        self._sort(now)
+        step = ScheduledStep(now)
+        running, starting = self._allowed(now)
+        kept = set(running)
+        sit_out = [one for one in self._running if one not in kept]
+        left = self._go_on(step, running)
+        if not step.preempted:
+            self._start(step, running, starting, left)
+        self._nothing_started = bool(sit_out) and not running
+        self._running = sit_out + running
+        return step
+
+    def end(self, step: ScheduledStep, now: float) -> None:
+        """The step ended; as vLLM's ``update_from_output``."""
+        scheduled = {part.name: part.tokens for part in step.parts}
+        for one in self._running:
+            tokens = scheduled.get(one.request.name)
+            if tokens is None:
+                continue
+            one.computed += tokens
+            one.prefilling = one.computed < one.tokens
+            one.generated += not one.prefilling
+            if one.generated == one.request.output_tokens:
+                self._free_blocks += one.blocks
+                assert one.started_s is not None
+                self.times[one.request.name] = Times(one.request.arrived_s, one.started_s, now)
+        self._running = [one for one in self._running if one.request.name not in self.times]
+
+    def _sort(self, now: float) -> None:
+        # vLLM's own order is first come, first served.
+        if self._policies.queue == "fcfs":
+            return
+
+        def key(one: _Progress) -> tuple[float, float, str]:
+            return -self._priority(one.queued(), now), one.request.arrived_s, one.request.name
+
+        self._waiting = deque(sorted(self._waiting, key=key))
+        self._running.sort(key=key)
+
+    def _allowed(self, now: float) -> tuple[list[_Progress], list[_Progress]]:
+        """Those that may run in this step, and those that may start in it, in their order."""
+        waiting = list(self._waiting)
+        if self._policies.preemption == "swap":
+            started = [*self._running, *(one for one in waiting if one.swap_bytes)]
+            may_start = never_computed_twice(
+                [self._candidate(one, now) for one in waiting],
+                [self._limits.blocks_for(one.most_tokens) for one in started],
+                self._limits.blocks,
+                self._limits.swap_bytes // self._limits.block_bytes,
+            )
+            waiting = [waiting[at] for at in may_start]
+        places = self._limits.running - len(self._running)
+        if self._policies.chunked_recompute:
+            return self._running, waiting[:places]
+        if prefilling := [one for one in self._running if one.prefilling]:
+            return prefilling, []
+        candidates = [self._candidate(one, now) for one in waiting]
+        chosen = start(candidates, self._free_blocks, places)
+        if chosen.prefill and self._nothing_started:
+            # It did not fit after all.
+            return self._running, []
+        starting = [waiting[at] for at in chosen.chosen]
+        return ([] if chosen.prefill else self._running), starting
+
+    def _candidate(self, one: _Progress, now: float) -> Candidate:
+        return Candidate(
+            priority=self._priority(one.queued(), now),
+            blocks=self._limits.blocks_for(one.computed + 1 if one.swap_bytes else one.tokens),
+            most_blocks=self._limits.blocks_for(one.most_tokens),
+            swapped=one.swap_bytes > 0,
+        )
+
+    def _go_on(self, step: ScheduledStep, running: list[_Progress]) -> int:
+        """Schedule those that run; returns the tokens that are left of the step."""
+        left = self._limits.step_tokens
+        at = 0
+        while at < len(running) and left:
+            one = running[at]
+            tokens = min(one.tokens - one.computed, left)
+            while self._needed(one, tokens) > self._free_blocks:
+                self._preempt(step, running.pop())
+                if one.left_by is not None:
+                    return left
+            self._compute(step, one, tokens)
+            left -= tokens
+            at += 1
+        return left
+
+    def _preempt(self, step: ScheduledStep, one: _Progress) -> None:
+        size = self._limits.blocks_for(one.computed) * self._limits.block_bytes
+        victim = Victim(
+            size, self._costs.swap_s(one.computed), self._costs.recompute_s(one.computed)
+        )
+        one.left_by = PREEMPTIONS[self._policies.preemption](victim, self._free_swap)
+        step.preempted[one.request.name] = one.left_by
+        if one.left_by is Way.SWAP:
+            one.swap_bytes = size
+            self._free_swap -= size
+            step.swapped_out_bytes += size
+        else:
+            one.computed = 0
+        self._free_blocks += one.blocks
+        one.blocks = 0
+        self._waiting.appendleft(one)
+
+    def _start(
+        self,
+        step: ScheduledStep,
+        running: list[_Progress],
+        starting: list[_Progress],
+        left: int,
+    ) -> None:
+        """Schedule those that wait, with what is left of the step's tokens."""
+        for one in starting:
+            spare = self._limits.spare_blocks if running else 0
+            # Blocks for all its tokens, however few of them this step has room for.
+            if not left or self._limits.blocks_for(one.tokens) + spare > self._free_blocks:
+                return
+            self._waiting.remove(one)
+            running.append(one)
+            self._come_back(step, one)
+            tokens = min(one.tokens - one.computed, left)
+            self._compute(step, one, tokens)
+            left -= tokens
+
+    def _come_back(self, step: ScheduledStep, one: _Progress) -> None:
+        if one.started_s is None:
+            one.started_s = step.start_s
+        if one.left_by is not None:
+            step.resumed[one.request.name] = one.left_by
+        one.left_by = None
+        step.swapped_in_bytes += one.swap_bytes
+        self._free_swap += one.swap_bytes
+        one.swap_bytes = 0
+
+    def _compute(self, step: ScheduledStep, one: _Progress, tokens: int) -> None:
+        needed = self._needed(one, tokens)
+        one.blocks += needed
+        self._free_blocks -= needed
+        step.parts.append(Part(one.request.name, one.computed, tokens))
+
+    def _needed(self, one: _Progress, tokens: int) -> int:
+        """Blocks beside those that it has."""
+        return self._limits.blocks_for(one.computed + tokens) - one.blocks
+
+
+def simulate(
+    requests: Iterable[SimulatedRequest], limits: Limits, policies: Policies, costs: Costs
+) -> Simulation:
+    """All requests to their end, each step taking the time that is predicted for it.
+
+    Raises:
+        StalledError: the policies let nothing start although nothing runs.
+        ValueError: a request can never run.
+    """
+    engine = Simulator(requests, limits, policies, costs)
+    steps: list[ScheduledStep] = []
+    now = 0.0
+    while (due_s := engine.due_s) is not None:
+        now = max(now, due_s)
+        step = engine.schedule(now)
+        if not (step.parts or step.preempted):
+            raise StalledError(f"nothing starts at {now} s")
+        now += costs.step_s(step)
+        engine.end(step, now)
+        steps.append(step)
+    return Simulation(steps, engine.times)
+
+
+def replay(
+    requests: Iterable[SimulatedRequest],
+    times: Sequence[float],
+    limits: Limits,
+    policies: Policies,
+    costs: Costs,
+) -> Simulation:
+    """Steps at given ``times``, of which the last one is the last step's end."""
+    engine = Simulator(requests, limits, policies, costs)
+    steps: list[ScheduledStep] = []
+    for start_s, end_s in pairwise(times):
+        step = engine.schedule(start_s)
+        engine.end(step, end_s)
+        steps.append(step)
+    return Simulation(steps, engine.times)
