@@ -1,0 +1,286 @@
+"""A real engine's schedule, step by step, is the simulator's at the same times."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.engine import BLOCK_TOKENS, offline_engine
+from loomserve.kvstore.actor import StorePlan, open_store
+from loomserve.kvstore.server import StoreServer
+from loomserve.platform import catalog
+from loomserve.platform.scheduling.deadline import DEADLINE, deadline_of
+from loomserve.platform.scheduling.preemption import Preemption, Victim, Way
+from loomserve.platform.scheduling.simulator import (
+    Costs,
+    Limits,
+    Part,
+    Policies,
+    SimulatedRequest,
+    Simulation,
+    replay,
+)
+
+pytestmark = pytest.mark.engine
+
+BLOCKS = 16
+PLACES = 8
+STEP_TOKENS = 128
+REQUESTS = 32
+EVERY_S = 0.05
+POLICIES = {
+    "fair, adaptive": Policies("fair", "adaptive"),
+    "fair, adaptive, without chunks": Policies("fair", "adaptive", chunked_recompute=False),
+    "sjf, swap": Policies("sjf", "swap"),
+    "deadline, recompute": Policies("deadline", "recompute"),
+}
+# Copies are quick here: only little swap space makes some requests leave the other way.
+SWAP_BLOCKS = {"adaptive": 6, "swap": 40, "recompute": 0}
+EXPECTED_WAYS = {
+    "adaptive": {Way.SWAP, Way.RECOMPUTE},
+    "swap": {Way.SWAP},
+    "recompute": {Way.RECOMPUTE},
+}
+
+
+@dataclass
+class Recorded:
+    """What an engine did; ``requests`` with the lengths of the answers that they got.
+
+    ``victims`` are all that the preemption policy was asked about.
+    """
+
+    limits: Limits
+    requests: list[SimulatedRequest] = field(default_factory=list)
+    starts: list[float] = field(default_factory=list)
+    parts: list[list[Part]] = field(default_factory=list)
+    preempted: list[dict[str, Way]] = field(default_factory=list)
+    victims: list[Victim] = field(default_factory=list)
+
+    def ways(self) -> Counter[Way]:
+        return Counter(way for ways in self.preempted for way in ways.values())
+
+    def simulated(self, policies: Policies) -> Simulation:
+        # What is predicted changes with what was measured, so it is part of the record.
+        swap_s = iter([victim.swap_s for victim in self.victims])
+        recompute_s = iter([victim.recompute_s for victim in self.victims])
+        costs = Costs(
+            swap_s=lambda tokens: next(swap_s, 0.0),
+            recompute_s=lambda tokens: next(recompute_s, 0.0),
+            step_s=lambda step: 0.0,
+        )
+        times = [*self.starts, self.starts[-1]]
+        return replay(self.requests, times, self.limits, policies, costs)
+
+
+def recording(kind: type[Any]) -> type[Any]:
+    """The scheduler, which keeps in ``recorded`` what it does."""
+
+    class Recording(kind):  # type: ignore[misc]
+        recorded: Recorded
+
+        def schedule(self, throttle_prefills: bool = False) -> Any:
+            self.now, self.left = time.time(), dict[str, Way]()
+            scheduled = super().schedule(throttle_prefills)
+            computed = {one.req_id: one.num_computed_tokens for one in scheduled.scheduled_new_reqs}
+            cached = scheduled.scheduled_cached_reqs
+            computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+            self.recorded.starts.append(self.now)
+            self.recorded.parts.append(
+                [
+                    Part(name, computed[name], tokens)
+                    for name, tokens in scheduled.num_scheduled_tokens.items()
+                ]
+            )
+            self.recorded.preempted.append(self.left)
+            return scheduled
+
+        def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+            super()._preempt_request(request, *args, **kwargs)
+            self.left[request.request_id] = self.way_of(request)
+
+        def way_of(self, request: Any) -> Way:
+            return Way.RECOMPUTE
+
+        def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
+            self.recorded.requests.append(
+                SimulatedRequest(
+                    name=request.request_id,
+                    arrived_s=request.arrival_time,
+                    prompt_tokens=request.num_prompt_tokens,
+                    output_tokens=request.num_output_tokens,
+                    max_tokens=request.max_tokens,
+                    deadline_s=deadline_of(request.sampling_params.extra_args),
+                )
+            )
+            return super()._free_request(request, *args, **kwargs)
+
+    return Recording
+
+
+def recording_ours() -> type[Any]:
+    from loomserve.platform.engine.scheduler import AdaptiveScheduler
+    from loomserve.platform.scheduling.options import SchedulerOptions
+
+    class RecordingOurs(recording(AdaptiveScheduler)):  # type: ignore[misc]
+        _way_out: Preemption
+
+        def use(self, options: SchedulerOptions) -> None:
+            super().use(options)
+            decided = self._way_out
+
+            def way_out(victim: Victim, free_bytes: int) -> Way:
+                self.recorded.victims.append(victim)
+                return decided(victim, free_bytes)
+
+            self._way_out = way_out
+
+        def _put_in_order(self, now: float) -> None:
+            self.now = now
+            super()._put_in_order(now)
+
+        def _worth_loading(self, tokens: int) -> bool:
+            # The store is swap space only: what is computed again, is computed whole.
+            return False
+
+        def way_of(self, request: Any) -> Way:
+            return Way.SWAP if request.request_id in self._swapped else Way.RECOMPUTE
+
+    return RecordingOurs
+
+
+def engine_of(scheduler: type[Any], kv_transfer_config: dict[str, Any] | None) -> Any:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the record is read in this process
+    return offline_engine(
+        str(catalog.resolve("demo", Path.cwd())),
+        kv_transfer_config,
+        scheduler_cls=scheduler,
+        max_model_len=256,
+        max_num_seqs=PLACES,
+        max_num_batched_tokens=STEP_TOKENS,
+        num_gpu_blocks_override=BLOCKS + 1,
+        enable_prefix_caching=False,
+    )
+
+
+def serve(llm: Any, scheduler: Any, block_bytes: int, swap_blocks: int) -> Recorded:
+    """Requests of random lengths come one by one, and end at certain tokens."""
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    scheduler.recorded = Recorded(
+        Limits(BLOCKS, BLOCK_TOKENS, block_bytes, PLACES, STEP_TOKENS, swap_blocks * block_bytes)
+    )
+    engine = llm.llm_engine
+    source = random.Random(7)
+    begin = time.time()
+    sent = 0
+    while sent < REQUESTS or engine.has_unfinished_requests():
+        while sent < min(REQUESTS, (time.time() - begin) / EVERY_S):
+            prompt = [source.randrange(1000, 40000) for _ in range(source.randint(4, 100))]
+            deadline = {DEADLINE: time.time() + source.uniform(0.5, 10)} if sent % 3 == 0 else None
+            parameters = SamplingParams(
+                temperature=1.0,
+                max_tokens=source.randint(1, 80),
+                stop_token_ids=list(range(0, 49152, 40)),
+                detokenize=False,
+                extra_args=deadline,
+            )
+            engine.add_request(str(sent), TokensPrompt(prompt_token_ids=prompt), parameters)
+            sent += 1
+        if engine.has_unfinished_requests():
+            engine.step()
+        else:
+            time.sleep(0.001)
+    recorded: Recorded = scheduler.recorded
+    return recorded
+
+
+def served_by_vllm() -> Recorded:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    llm = engine_of(recording(Scheduler), None)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    return serve(llm, scheduler, block_bytes=1, swap_blocks=0)
+
+
+def served_by_ours(kv_transfer_config: dict[str, Any]) -> dict[str, Recorded]:
+    from loomserve.platform.scheduling.options import SchedulerOptions
+
+    llm = engine_of(recording_ours(), kv_transfer_config)
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    block_bytes = scheduler._block_bytes
+    found = {}
+    for name, policies in POLICIES.items():
+        swap_blocks = SWAP_BLOCKS[policies.preemption]
+        scheduler.use(
+            SchedulerOptions(
+                preemption=policies.preemption,
+                queue=policies.queue,
+                chunked_recompute=policies.chunked_recompute,
+                swap_bytes=swap_blocks * block_bytes,
+                overlap_swap=False,
+                prefetch_swap_in=False,
+            )
+        )
+        found[name] = serve(llm, scheduler, block_bytes, swap_blocks)
+    return found
+
+
+def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
+    """vLLM binds its process to a core, and cannot be started twice in one."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        return process.submit(function, *args).result()
+
+
+@pytest.fixture(scope="module")
+def recorded_by_ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
+    folder = tmp_path_factory.mktemp("kv")
+    plan = StorePlan(
+        folder=folder,
+        arena=Path(f"/dev/shm/loomserve-kv-swap-{os.getpid()}"),
+        memory=256 * 2**20,
+        ssd_folder=None,
+        ssd=0,
+        eviction="lru",
+        quotas={},
+    )
+    server = StoreServer(open_store(plan), plan.address)
+    server.start()
+    try:
+        found: dict[str, Recorded] = in_a_process(served_by_ours, plan.kv_transfer_config("demo"))
+        return found
+    finally:
+        server.stop()
+        plan.arena.unlink(missing_ok=True)
+
+
+def assert_agreement(recorded: Recorded, policies: Policies) -> None:
+    assert len(recorded.requests) == REQUESTS
+    assert recorded.ways().keys() == EXPECTED_WAYS[policies.preemption]
+    simulated = recorded.simulated(policies)
+    steps = zip(simulated.steps, recorded.preempted, recorded.parts, strict=True)
+    for step, preempted, parts in steps:
+        assert (step.preempted, step.parts) == (preempted, parts)
+    assert simulated.times.keys() == {one.name for one in recorded.requests}
+
+
+def test_vllms_own_schedule_is_the_simulated_one() -> None:
+    assert_agreement(in_a_process(served_by_vllm), Policies())
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_an_engines_schedule_is_the_simulated_one(
+    recorded_by_ours: dict[str, Recorded], name: str
+) -> None:
+    assert_agreement(recorded_by_ours[name], POLICIES[name])
