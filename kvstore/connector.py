@@ -70,6 +70,8 @@ _PIN_WAIT_S = 0.01
 _POLL_S = 0.005
 # However slow the SSD, a request waits for it no longer than this.
 _LONGEST_WAIT_S = 2.0
+# A step may take so many times as long as the last one.
+_STEPS_UNTIL_KEPT = 4
 # After this time the blocks of a preempted request are in the store, or will never be.
 _SWAP_OUT_S = 2.0
 # A prefill engine's answer may come before its workers' commits, by far less than this.
@@ -326,6 +328,7 @@ class StoreReader:
         self._saved: dict[str, int] = {}
         self._s_per_token = _FIRST_GUESS_S_PER_TOKEN
         self._step = (0.0, 0)
+        self._step_s = 0.0
         self._swapped: dict[str, Swapped] = {}
         self._swap_outs: list[dict[int, Save]] = []
         self._fetches: dict[str, dict[int, Load]] = {}
@@ -500,10 +503,14 @@ class StoreReader:
             chain += self._tail_key(request, chain, tokens)
         self._swap_outs.append(
             {
-                rank: Save(name, chain, blocks, seconds / len(blocks), _HANDOFF_S)
+                rank: Save(name, chain, blocks, seconds / len(blocks), self._until_kept())
                 for rank, name in enumerate(self._ranks(request))
             }
         )
+
+    def _until_kept(self) -> float:
+        """Seconds within which the next step holds a lease of its own."""
+        return min(_HANDOFF_S, _STEPS_UNTIL_KEPT * self._step_s + _LONGEST_COMMIT_S)
 
     def _keep_swapped(self, now: float) -> None:
         """Hold leases on the blocks of preempted requests for as long as they wait."""
@@ -590,6 +597,7 @@ class StoreReader:
     def step_done(self, now: float) -> None:
         """Learn the time a prompt token takes from steps that were mostly prefill."""
         begin, tokens = self._step
+        self._step_s = now - begin
         if tokens >= 4 * self._block_size:
             self._s_per_token += _SMOOTHING * ((now - begin) / tokens - self._s_per_token)
 
