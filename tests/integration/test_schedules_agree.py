@@ -169,6 +169,7 @@ def engine_of(scheduler: type[Any], kv_transfer_config: dict[str, Any] | None) -
         max_num_seqs=PLACES,
         max_num_batched_tokens=STEP_TOKENS,
         num_gpu_blocks_override=BLOCKS + 1,
+        kv_cache_memory_bytes=64 * 2**20,
         enable_prefix_caching=False,
     )
 
