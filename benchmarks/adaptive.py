@@ -1,0 +1,559 @@
+"""What do swapping or recomputing by cost, and fair queues, gain where memory is short?
+
+AdaptiveLLM's setting (section 4), scaled to a small machine: the paper's 2,048 tokens of KV memory
+and 1,024 of swap space, all requests sent at once, answers of at most 64 to 256 tokens, and three
+sets of lengths. Three arms, with the same engine flags, serve the same lengths one after the other
+on one core: stock vLLM, which recomputes what it preempts; "swap", which always swaps, first come,
+first served, and starts only what swap space can take (the paper's vLLM_s); and "adaptive", which
+chooses by predicted costs and serves by fairness.
+
+Every arm answers the same prompts, and its answers are compared with stock vLLM's. A request ends
+after its reference answer's length, cut to the maximum. Its weighted turnaround is
+(finish - send) / (finish - first scheduled), AdaptiveLLM's equation 5. Ratios are of a run's own
+arms; a set's headline figure is the geometric mean over its settings.
+
+Beside that stand the two cost curves, and from which bandwidth on swapping a request is cheaper
+than computing it again. ``--links`` makes each copy last as long as a link of so many MB/s would
+take, and shows what each arm then does.
+
+``--data FOLDER`` takes lengths from ``alpaca_sample``, ``alpaca_long_answers`` and
+``leval_long_docs`` (gzipped JSON lines with ``in_tokens`` and ``out_tokens``) there; else they are
+drawn in their likeness. The last line of the output is one JSON object, also written to
+``benchmarks/results``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import itertools
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.engine import BLOCK_TOKENS, offline_engine
+from benchmarks.pipeline import put_link
+from benchmarks.report import Spread, machine, publish
+from benchmarks.store import LAYER_BYTES, LAYERS
+from benchmarks.workload import Likeness
+from loomserve.kvstore.actor import StorePlan, open_store
+from loomserve.kvstore.client import StoreClient
+from loomserve.kvstore.protocol import Done, Flush
+from loomserve.kvstore.server import StoreServer
+from loomserve.platform import catalog
+
+RESULTS = Path(__file__).parent / "results"
+BLOCKS = 2048 // BLOCK_TOKENS
+SWAP_BLOCKS = 1024 // BLOCK_TOKENS
+BLOCK_BYTES = LAYERS * LAYER_BYTES
+CONTEXT = 1536
+STEP_TOKENS = 512
+LONG_SCALE = 26
+"""Documents are so many times as long as what is made of them: 340 tokens on average."""
+ARMS: Mapping[str, Mapping[str, Any] | None] = {
+    "recompute": None,
+    "swap": {
+        "preemption": "swap",
+        "queue": "fcfs",
+        "overlap_swap": False,
+        "prefetch_swap_in": False,
+    },
+    "adaptive": {"preemption": "adaptive", "queue": "fair"},
+    "adaptive_fcfs": {"preemption": "adaptive", "queue": "fcfs"},
+}
+"""What the scheduler is told; nothing for stock vLLM."""
+BASELINES = ("recompute", "swap")
+SETS: Mapping[str, tuple[str, Likeness]] = {
+    "short": ("alpaca_sample", Likeness(0.0, (2.64, 0.61), (3.74, 0.76))),
+    "chat": ("alpaca_long_answers", Likeness(0.0, (2.64, 0.72), (4.62, 0.82))),
+    "long": ("leval_long_docs", Likeness(0.0, (5.37, 0.96), (3.87, 0.71))),
+}
+"""Files, and log-normal lengths fitted to them."""
+CURVE_TOKENS = (32, 64, 128, 256, 512, 1024)
+COUNTS = ("swapped_out", "swapped_in", "recomputed", "lost_tokens", "decision_s")
+"""Of our scheduler."""
+LONG_FEWER = 3
+"""So many times fewer documents than short requests: their prompts take the most time."""
+SETUP = ("sets", "arms", "requests", "max_output", "batch_limit", "rate", "runs", "links")
+SCALED_DOWN = (
+    "1,000 requests a set to --requests (a third of that in the long set); a model of 13 to 32.5 "
+    "billion parameters to one of 135 million; documents to the paper's mean of 340 tokens"
+)
+REPEATS = 3
+"""Prefills of each length; their median counts."""
+_VOCABULARY = (1000, 40000)
+
+Length = tuple[int, int]
+"""Tokens of a prompt and of its answer."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    lengths: str
+    max_output: int
+    batch_limit: int
+
+
+@dataclass(frozen=True)
+class Served:
+    """All requests of a set by one arm; ``counts`` are what the scheduler counted meanwhile."""
+
+    seconds: float
+    answers: list[list[int]]
+    weighted_turnaround: float
+    counts: dict[str, float]
+
+    @property
+    def throughput(self) -> float:
+        return sum(map(len, self.answers)) / self.seconds
+
+    def differs_from(self, other: Served) -> int:
+        """Requests whose answers are not the same tokens."""
+        return sum(a != b for a, b in zip(self.answers, other.answers, strict=True))
+
+
+def drawn(lengths: str, count: int, data: Path | None, seed: str) -> list[Length]:
+    """So many lengths of a set, in random order; a prompt and its longest answer fit the engine."""
+    file, likeness = SETS[lengths]
+    source = random.Random(f"{lengths}/{seed}")
+    if data is None:
+        found = [
+            (
+                int(source.lognormvariate(*likeness.prompt)),
+                int(source.lognormvariate(*likeness.output)),
+            )
+            for _ in range(count)
+        ]
+    else:
+        scale = LONG_SCALE if lengths == "long" else 1
+        found = source.sample(list(_rows(data / f"{file}.jsonl.gz", scale)), count)
+    longest = CONTEXT // 2
+    return [
+        (min(longest, max(1, prompt)), min(longest, max(1, answer))) for prompt, answer in found
+    ]
+
+
+def _rows(path: Path, scale: int) -> Iterator[Length]:
+    with gzip.open(path, "rt", encoding="utf-8") as lines:
+        for row in map(json.loads, filter(str.strip, lines)):
+            answers = row["out_tokens"]
+            for answer in answers if isinstance(answers, list) else [answers]:
+                yield row["in_tokens"] // scale, answer
+
+
+class Engine:
+    """A real engine within this process; with the KV store and our scheduler, or without."""
+
+    def __init__(self, kv_transfer_config: dict[str, Any] | None, places: int) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # limits and options change between runs
+        ours: dict[str, Any] = {}
+        if kv_transfer_config is not None:
+            ours["scheduler_cls"] = "loomserve.platform.engine.scheduler.make_scheduler"
+        self._llm = offline_engine(
+            str(catalog.resolve("demo", Path.cwd())),
+            kv_transfer_config,
+            max_model_len=CONTEXT,
+            max_num_seqs=places,
+            max_num_batched_tokens=STEP_TOKENS,
+            # One is vLLM's placeholder.
+            num_gpu_blocks_override=BLOCKS + 1,
+            kv_cache_memory_bytes=(BLOCKS + 1) * BLOCK_BYTES,
+            disable_log_stats=False,
+            **ours,
+        )
+        self._engine = self._llm.llm_engine
+        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self._requests = itertools.count()
+
+    def serve(
+        self,
+        lengths: Sequence[Length],
+        batch_limit: int,
+        rate: float | None,
+        options: Mapping[str, Any] | None,
+        seed: str,
+    ) -> Served:
+        """All requests to their end; tokens by ``seed``, ``rate`` a second or all at once."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        self._use(batch_limit, options)
+        source = random.Random(seed)
+        counted = self._counts()
+        waiting = [
+            (0.0 if rate is None else number / rate, prompt, answer)
+            for number, (prompt, answer) in enumerate(lengths)
+        ]
+        sent: dict[str, float] = {}
+        turnarounds = []
+        answers: dict[str, list[int]] = {}
+        begin = time.monotonic()
+        while waiting or self._engine.has_unfinished_requests():
+            while waiting and waiting[0][0] <= time.monotonic() - begin:
+                at_s, prompt, answer = waiting.pop(0)
+                name = str(next(self._requests))
+                sent[name] = begin + at_s
+                ids = [source.randrange(*_VOCABULARY) for _ in range(prompt)]
+                self._engine.add_request(
+                    name,
+                    TokensPrompt(prompt_token_ids=ids),
+                    SamplingParams(
+                        temperature=0,
+                        max_tokens=answer,
+                        ignore_eos=True,
+                        detokenize=False,
+                        output_kind=RequestOutputKind.FINAL_ONLY,
+                    ),
+                )
+            for output in self._engine.step():
+                if output.finished:
+                    answers[output.request_id] = list(output.outputs[0].token_ids)
+                    times = output.metrics
+                    finish = times.last_token_ts
+                    turnarounds.append(
+                        (finish - sent[output.request_id]) / (finish - times.scheduled_ts)
+                    )
+        seconds = time.monotonic() - begin
+        counts = {name: after - counted[name] for name, after in self._counts().items()}
+        return Served(
+            seconds=seconds,
+            answers=[answers[name] for name in sent],
+            weighted_turnaround=statistics.fmean(turnarounds),
+            counts=counts,
+        )
+
+    def _use(self, batch_limit: int, options: Mapping[str, Any] | None) -> None:
+        self._llm.reset_prefix_cache()
+        self._scheduler.max_num_running_reqs = batch_limit
+        if options is not None:
+            from loomserve.platform.scheduling.options import SchedulerOptions
+
+            swap_bytes = SWAP_BLOCKS * BLOCK_BYTES
+            self._scheduler.use(SchedulerOptions(**options, swap_bytes=swap_bytes))
+
+    def _counts(self) -> dict[str, float]:
+        metrics = {metric.name: metric for metric in self._llm.get_metrics()}
+        figures = self.figures()
+        return {
+            "preemptions": metrics["vllm:num_preemptions"].value,
+            **{name: figures[name] for name in COUNTS if name in figures},
+        }
+
+    def figures(self) -> dict[str, float]:
+        """What our scheduler counts and how far its predictions are off; nothing for vLLM's."""
+        connector = self._scheduler.connector
+        found: dict[str, float] = connector.get_kv_connector_stats().reduce() if connector else {}
+        return found
+
+    def prefill_s(self, tokens: int) -> float:
+        """Measured."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        seconds = []
+        source = random.Random(tokens)
+        for _ in range(REPEATS):
+            prompt = [source.randrange(*_VOCABULARY) for _ in range(tokens)]
+            begin = time.perf_counter()
+            self._llm.generate(
+                [TokensPrompt(prompt_token_ids=prompt)],
+                SamplingParams(temperature=0, max_tokens=1, detokenize=False),
+                use_tqdm=False,
+            )
+            seconds.append(time.perf_counter() - begin)
+        return statistics.median(seconds)
+
+    def predicted_s(self, tokens: int) -> tuple[float, float]:
+        """To compute so many tokens again, and to swap them out and in."""
+        transfers = self._scheduler.transfer_times
+        return (
+            self._scheduler.step_times.prefill_s(tokens, STEP_TOKENS),
+            transfers.out_s(kv_bytes(tokens)) + transfers.in_s(kv_bytes(tokens)),
+        )
+
+    def reach_store_at(self, bytes_per_s: float | None) -> None:
+        """A link between the engine's memory and the store, whose speed is learnt afresh."""
+        from loomserve.platform.costs.transfer_time import TransferTimes
+
+        self._llm.collective_rpc(put_link, args=(bytes_per_s,))
+        self._scheduler.transfer_times = TransferTimes.unprofiled()
+
+
+def kv_bytes(tokens: int) -> int:
+    return -(-tokens // BLOCK_TOKENS) * BLOCK_BYTES
+
+
+class EngineProcess:
+    """An engine in a process of its own, which it binds to a core; idle between calls."""
+
+    def __init__(self, *args: Any) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=args)
+
+    def call(self, method: str, *args: Any) -> Any:
+        return self._pool.submit(_call, method, *args).result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+_engine: Engine
+
+
+def _start(*args: Any) -> None:
+    global _engine
+    _engine = Engine(*args)
+
+
+def _call(method: str, *args: Any) -> Any:
+    return getattr(_engine, method)(*args)
+
+
+class Arms:
+    """The two engines, vLLM's own and ours, and the store behind ours."""
+
+    def __init__(self, folder: Path, places: int, stack: ExitStack) -> None:
+        plan = StorePlan(
+            folder=folder,
+            arena=Path(f"/dev/shm/loomserve-kv-adaptive-{os.getpid()}"),
+            # Half of it is swap space, as in the platform unless it is told otherwise.
+            memory=2 * SWAP_BLOCKS * BLOCK_BYTES,
+            ssd_folder=None,
+            ssd=0,
+            eviction="cost",
+            quotas={},
+        )
+        self._address = plan.address
+        server = StoreServer(open_store(plan), plan.address)
+        stack.callback(plan.arena.unlink, missing_ok=True)
+        server.start()
+        stack.callback(server.stop)
+        self.vllm = EngineProcess(None, places)
+        stack.callback(self.vllm.close)
+        self.ours = EngineProcess(plan.kv_transfer_config("demo"), places)
+        stack.callback(self.ours.close)
+
+    def serve(
+        self,
+        arm: str,
+        lengths: Sequence[Length],
+        setting: Setting,
+        rate: float | None,
+        seed: str,
+    ) -> Served:
+        options = ARMS[arm]
+        engine = self.vllm if options is None else self.ours
+        cut = [(prompt, min(answer, setting.max_output)) for prompt, answer in lengths]
+        # Arms that share the store must not find each other's blocks.
+        with closing(StoreClient(self._address, timeout_ms=5000)) as store:
+            store.ask(Flush(""), Done)
+        served: Served = engine.call("serve", cut, setting.batch_limit, rate, options, seed)
+        return served
+
+
+def compared(runs: Sequence[Mapping[str, Served]], baseline: str) -> dict[str, list[float]]:
+    """The adaptive arm against a baseline, run by run."""
+    pairs = [(run["adaptive"], run[baseline]) for run in runs]
+    return {
+        f"throughput_vs_{baseline}": [ours.throughput / base.throughput for ours, base in pairs],
+        f"weighted_turnaround_vs_{baseline}": [
+            ours.weighted_turnaround / base.weighted_turnaround for ours, base in pairs
+        ],
+    }
+
+
+def point(setting: Setting, runs: Sequence[Mapping[str, Served]]) -> dict[str, Any]:
+    """A setting's own figures: each arm's, and the ratios with their spread."""
+    arms = {
+        arm: {
+            "tokens_per_second": statistics.median(run[arm].throughput for run in runs),
+            "weighted_turnaround": statistics.median(run[arm].weighted_turnaround for run in runs),
+            **{
+                name: statistics.median(run[arm].counts[name] for run in runs)
+                for name in runs[0][arm].counts
+            },
+        }
+        for arm in runs[0]
+    }
+    ratios = {
+        name: asdict(Spread.of(values))
+        for baseline in BASELINES
+        if {"adaptive", baseline} <= arms.keys()
+        for name, values in compared(runs, baseline).items()
+    }
+    return {**asdict(setting), "arms": arms, **ratios}
+
+
+def headline(measured: Mapping[Setting, Sequence[Mapping[str, Served]]]) -> dict[str, Any]:
+    """Of each set: geometric means over its settings, a run; their spread over the runs."""
+    found: dict[str, Any] = {}
+    for lengths in dict.fromkeys(setting.lengths for setting in measured):
+        of_set = [runs for setting, runs in measured.items() if setting.lengths == lengths]
+        for baseline in BASELINES:
+            if not {"adaptive", baseline} <= of_set[0][0].keys():
+                continue
+            ratios = [compared(runs, baseline) for runs in of_set]
+            for name in ratios[0]:
+                by_run = zip(*(one[name] for one in ratios), strict=True)
+                found[f"{name}_{lengths}"] = asdict(
+                    Spread.of([statistics.geometric_mean(run) for run in by_run])
+                )
+    return found
+
+
+def exactness(measured: Mapping[Setting, Sequence[Mapping[str, Served]]]) -> dict[str, Any]:
+    """How many answers of each arm are not those of stock vLLM, of how many."""
+    runs = [run for of_setting in measured.values() for run in of_setting if "recompute" in run]
+    return {
+        "compared_answers": sum(len(run["recompute"].answers) for run in runs),
+        "different_answers": {
+            arm: sum(run[arm].differs_from(run["recompute"]) for run in runs)
+            for arm in (runs[0] if runs else ())
+        },
+    }
+
+
+def curves(arms: Arms) -> list[dict[str, float]]:
+    """Seconds to compute a request again and to swap it, by its tokens.
+
+    ``crossover_mbps``: a link that is slower makes computing the cheaper way.
+    """
+    found = []
+    for tokens in CURVE_TOKENS:
+        measured = arms.vllm.call("prefill_s", tokens)
+        recompute_s, swap_s = arms.ours.call("predicted_s", tokens)
+        found.append(
+            {
+                "tokens": tokens,
+                "recompute_s": measured,
+                "recompute_predicted_s": recompute_s,
+                "swap_predicted_s": swap_s,
+                "crossover_mbps": 2 * kv_bytes(tokens) / measured / 1e6,
+            }
+        )
+    return found
+
+
+def crossover(
+    arms: Arms,
+    names: Sequence[str],
+    lengths: Sequence[Length],
+    setting: Setting,
+    links: Sequence[float],
+) -> list[dict[str, Any]]:
+    """One run of each arm through each link; None stands for none."""
+    found = []
+    for mbps in (None, *links):
+        arms.ours.call("reach_store_at", mbps and mbps * 1e6)
+        run = {arm: arms.serve(arm, lengths, setting, None, f"link/{mbps}") for arm in names}
+        found.append({"link_mbps": mbps, **point(setting, [run])})
+    arms.ours.call("reach_store_at", None)
+    return found
+
+
+def measure(options: argparse.Namespace, arms: Arms) -> dict[str, Any]:
+    settings = [
+        Setting(*chosen)
+        for chosen in itertools.product(options.sets, options.max_output, options.batch_limit)
+    ]
+
+    def lengths(setting: Setting, seed: str) -> list[Length]:
+        count = options.requests // (LONG_FEWER if setting.lengths == "long" else 1)
+        return drawn(setting.lengths, count, options.data, seed)
+
+    for arm in options.arms:
+        # Predictors learn, and caches fill.
+        arms.serve(arm, lengths(settings[0], "warm-up")[:12], settings[0], None, "warm-up")
+    measured: dict[Setting, list[dict[str, Served]]] = {}
+    points = []
+    for setting in settings:
+        measured[setting] = []
+        for run in range(options.runs):
+            first = run % len(options.arms)
+            turn = [*options.arms[first:], *options.arms[:first]]
+            load = lengths(setting, str(run))
+            seed = f"{run}/{setting}"
+            served = {arm: arms.serve(arm, load, setting, options.rate, seed) for arm in turn}
+            measured[setting].append({arm: served[arm] for arm in options.arms})
+        points.append(point(setting, measured[setting]))
+        print(json.dumps(points[-1]), flush=True)
+    ours = [
+        served
+        for runs in measured.values()
+        for run in runs
+        for arm, served in run.items()
+        if arm == "adaptive"
+    ]
+    figures = arms.ours.call("figures")
+    return {
+        **headline(measured),
+        **exactness(measured),
+        "step_mape": figures.get("step_time_error"),
+        "swap_mape": figures.get("swap_time_error"),
+        "decision_overhead_share": sum(one.counts["decision_s"] for one in ours)
+        / sum(one.seconds for one in ours)
+        if ours
+        else None,
+        "runs": options.runs,
+        "points": points,
+        "curves": curves(arms),
+        "crossover": crossover(
+            arms, options.arms, lengths(settings[0], "link"), settings[0], options.links
+        )
+        if options.links
+        else [],
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.adaptive", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
+    parser.add_argument(
+        "--arms", nargs="+", choices=ARMS, default=["recompute", "swap", "adaptive"]
+    )
+    parser.add_argument(
+        "--requests", type=int, default=60, help="of a set, and of long ones a third"
+    )
+    parser.add_argument("--max-output", type=int, nargs="+", default=[64, 256])
+    parser.add_argument("--batch-limit", type=int, nargs="+", default=[64])
+    parser.add_argument("--rate", type=float, help="requests a second; else all come at once")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--links", type=float, nargs="*", default=[], help="MB/s")
+    parser.add_argument("--data", type=Path, help="folder with the sets' lengths")
+    options = parser.parse_args()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        figures = measure(options, Arms(folder, max(options.batch_limit), stack))
+    setup = {
+        **{name: getattr(options, name) for name in SETUP},
+        "lengths": "data" if options.data else "in the data's likeness",
+        "kv_blocks": BLOCKS,
+        "swap_blocks": SWAP_BLOCKS,
+        "block_tokens": BLOCK_TOKENS,
+        "step_tokens": STEP_TOKENS,
+        "scaled_down": SCALED_DOWN,
+    }
+    publish(
+        "adaptive",
+        {"benchmark": "adaptive", **figures, "setup": setup, "machine": machine()},
+        RESULTS,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
