@@ -90,8 +90,10 @@ class Engine:
         memory = KvMemory({f"layer {i}": self.caches[i] for i in range(LAYERS)})
         arena = Arena.attach(store.folder / "arena")
         stream = stream or HostStream()
-        self.loader = Loader(memory, arena, stream, StoreClient(store.address))
-        self.saver = Saver(memory, arena, stream, StoreClient(store.address), "model")
+        # Longer than an engine's own, so that a busy machine does not look like a store away.
+        clients = [StoreClient(store.address, timeout_ms=2000) for _ in range(2)]
+        self.loader = Loader(memory, arena, stream, clients[0])
+        self.saver = Saver(memory, arena, stream, clients[1], "model")
 
     def save(
         self, saves: Sequence[Save], values: torch.Tensor | None = None, *, sound: bool = True
@@ -458,7 +460,7 @@ def test_without_a_store_engines_neither_hang_nor_raise(
         # Leased before the store went, and still whole.
         assert other.load([load]) == set()
     assert torch.equal(other.caches[:, [8, 9]], one.caches[:, [0, 1]])
-    assert time.monotonic() - begin < 2
+    assert time.monotonic() - begin < 10
 
 
 def test_a_full_store_keeps_what_it_can(tmp_path: Path) -> None:
