@@ -1,0 +1,145 @@
+"""Operator splitting: how finely a lender cuts its operators so that guests' tasks wait little.
+
+A lender serves a borrower's task between two of its own operators. A task that arrives at a
+uniformly random time of the lender's step meets operator i, of T_i seconds, with probability
+T_i/ΣT, and then waits for the rest of it, W, uniform on [0, T_i]. The sender works for K seconds
+itself meanwhile, and the task's service takes N, so it is delayed by (W + N - K)⁺. With the slack
+s = (K - N)⁺, a task that meets operator i is delayed in the mean by
+
+    ∫ (w - s)⁺ dw / T_i over [0, T_i]  +  (N - K)⁺  =  ((T_i - s)⁺)² / (2 T_i)  +  (N - K)⁺
+
+and over the whole step by Σ ((T_i - s)⁺)² / (2 ΣT) + (N - K)⁺, quadratic in large operators.
+
+Weaver (§4.2) states the conditional wait E[W | K < W + N] instead: (T_i + s)/2 where T_i > s,
+weighted by T_i. It does not drive the algorithm here, because it is the wait of those who are
+blocked and says nothing of how many are: it stays above s until the very last operator is shorter
+than s, when hardly any task is delayed any more, and it counts waiting that the sender's own work
+hides. The delay also bounds what splitting can gain: (N - K)⁺ is the guests' own service, which no
+cut shortens.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+_THRESHOLD = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One of the lender's operators, which runs whole or in equal parts.
+
+    Attributes:
+        name: Of this operator alone among those of a step.
+        seconds: It takes whole.
+        most_parts: It can be cut into; 1 if it cannot be cut.
+        part_overhead_s: What each part takes beyond its share, once it is cut.
+    """
+
+    name: str
+    seconds: float
+    most_parts: int = 1
+    part_overhead_s: float = 0.0
+
+    def part_s(self, parts: int) -> float:
+        """Seconds of one of so many parts."""
+        return self.seconds / parts + (self.part_overhead_s if parts > 1 else 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the operators of a step are cut.
+
+    Attributes:
+        parts: Of each operator, by its name.
+        wait_before_s: The mean delay of a task with all operators whole; see ``expected_wait``.
+        wait_after_s: With the operators cut.
+        overhead_s: What the cuts add to a step of the lender.
+    """
+
+    parts: Mapping[str, int]
+    wait_before_s: float
+    wait_after_s: float
+    overhead_s: float
+
+
+def threshold(step_s: float, tasks: int) -> float:
+    """The seconds that a task may be delayed in the mean, for a sender whose step posts ``tasks``.
+
+    Weaver's 5 % of the sender's mean step, for all of the step's tasks together: one for each
+    task would be more than its whole attention, and longer than any operator that the paper names.
+    """
+    return _THRESHOLD * step_s / tasks
+
+
+def expected_wait(operator_s: Sequence[float], local_s: float, service_s: float) -> float:
+    """The mean seconds by which a task delays its sender: E[(W + N - K)⁺].
+
+    Args:
+        operator_s: Seconds of each operator of the lender's step.
+        local_s: K, what the sender computes itself meanwhile.
+        service_s: N, what the lender computes for the task.
+    """
+    slack_s, floor_s = max(local_s - service_s, 0.0), max(service_s - local_s, 0.0)
+    step_s = sum(operator_s)
+    blocked = sum(max(each_s - slack_s, 0.0) ** 2 for each_s in operator_s)
+    return floor_s + (blocked / (2 * step_s) if step_s else 0.0)
+
+
+def conditional_wait(operator_s: Sequence[float], local_s: float, service_s: float) -> float:
+    """Weaver's objective, to compare with: Σ E[W | K < W + N] T_i/ΣT, in seconds.
+
+    An operator that ends before the sender would notice counts as no wait.
+    """
+    slack_s = max(local_s - service_s, 0.0)
+    step_s = sum(operator_s)
+    waits = sum(each_s * (each_s + slack_s) / 2 for each_s in operator_s if each_s > slack_s)
+    return waits / step_s if step_s else 0.0
+
+
+def split(
+    operators: Sequence[Operator], local_s: float, service_s: float, threshold_s: float
+) -> Plan:
+    """Weaver's algorithm 1: halves the operator of the longest parts until tasks wait little.
+
+    It goes on while the mean delay that the operators cause exceeds ``threshold_s`` and their
+    longest part K - N. Parts of one operator are equal, so they are halved together. One that
+    cannot be halved, or whose overhead would make tasks wait longer, stays as it is.
+
+    Raises:
+        ValueError: Two operators have the same name.
+    """
+    parts = {operator.name: 1 for operator in operators}
+    if len(parts) < len(operators):
+        raise ValueError("two operators of a step have the same name")
+    slack_s, floor_s = max(local_s - service_s, 0.0), max(service_s - local_s, 0.0)
+
+    def wait_s() -> float:
+        return expected_wait(list(_part_seconds(operators, parts)), local_s, service_s)
+
+    before_s = after_s = wait_s()
+    longest = [(-operator.seconds, at) for at, operator in enumerate(operators)]
+    heapq.heapify(longest)
+    while longest and after_s - floor_s > threshold_s and -longest[0][0] > slack_s:
+        at = heapq.heappop(longest)[1]
+        operator = operators[at]
+        if 2 * parts[operator.name] > operator.most_parts:
+            continue
+        parts[operator.name] *= 2
+        halved_s = wait_s()
+        if halved_s < after_s:
+            after_s = halved_s
+            heapq.heappush(longest, (-operator.part_s(parts[operator.name]), at))
+        else:
+            parts[operator.name] //= 2
+    overhead_s = sum(_part_seconds(operators, parts)) - sum(each.seconds for each in operators)
+    return Plan(parts, before_s, after_s, overhead_s)
+
+
+def _part_seconds(operators: Sequence[Operator], parts: Mapping[str, int]) -> Iterator[float]:
+    for operator in operators:
+        count = parts[operator.name]
+        for _ in range(count):
+            yield operator.part_s(count)
