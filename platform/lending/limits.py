@@ -1,0 +1,202 @@
+"""How much a lender may be used: a pure transition from one period's observation to the next.
+
+Two things bound a lender: its own model must stay within its budget, and it must not make the
+borrower's steps long. How near it is to either is its *pressure*: 1 at the limit. While it is open,
+the context that guests may have there follows additive increase, multiplicative decrease. A stall
+stops it at once; if the stall lasts, its guests must be computed again elsewhere. After a backoff,
+which doubles from one stop to the next, it is tried again with few guests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+# Between this pressure and 1, the limit stays as it is, so that it does not swing.
+_CALM = 0.7
+_CALM_PERIODS = 3
+# A lender that has been open for so many backoffs has made up for its stops.
+_FORGIVEN = 10
+
+
+class Phase(StrEnum):
+    """What a borrower does with a lender."""
+
+    OPEN = "open"
+    """It places requests there, up to the limit."""
+    STOPPED = "stopped"
+    """It places none; those that are there go on."""
+    EJECT = "eject"
+    """It places none, and computes those that are there again elsewhere."""
+    PROBING = "probing"
+    """It places few, to see how they fare."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What a lender is held to.
+
+    Attributes:
+        most_tokens: Of guests' context that its memory can hold.
+        step_tokens: By which the limit grows, and with which a lender is probed.
+        tpot_ratio: The lender's p99 time per output token over its undisturbed one, at most.
+        slowdown: The time of a layer's attention, the wait for the lender included, over what the
+            borrower and the lender compute in it, at most. Below 1 the lender makes layers faster;
+            more memory is worth some slowness, for more requests share a step.
+        stall_s: A task that waits so long is stalled. Observed as often, at least, a lender is
+            stopped within twice that of its stall's begin: 0.1 s.
+        settle_s: Between two decreases, so that the first one can show its effect.
+        eject_s: A stall that is seen later than this after a stop ejects the guests.
+        least_backoff_s: After the first stop.
+        most_backoff_s: After any.
+    """
+
+    most_tokens: int
+    step_tokens: int
+    tpot_ratio: float = 1.15
+    slowdown: float = 2.0
+    stall_s: float = 0.05
+    settle_s: float = 1.0
+    eject_s: float = 0.5
+    least_backoff_s: float = 1.0
+    most_backoff_s: float = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Of a period, by the borrower and its lender. Without tasks the first five count for nothing.
+
+    Attributes:
+        tasks: The lender has served, or has not served yet.
+        wait_s: For the lender after the borrower's own part of a layer, in the mean of the tasks.
+        worst_wait_s: The longest of these, the time that a task has been waiting so far included.
+        service_s: That the lender computed for a task, in the mean.
+        local_s: The borrower's own attention in a layer, in the mean.
+        timed_out: Whether the borrower gave a task up.
+        used_tokens: Of guests' context in the lender's memory.
+        tpot_s: p99 of the lender's own time per output token; None if it generated none.
+        undisturbed_tpot_s: The same without guests, under the same load of its own.
+    """
+
+    tasks: int
+    wait_s: float
+    worst_wait_s: float
+    service_s: float
+    local_s: float
+    timed_out: bool
+    used_tokens: int
+    tpot_s: float | None = None
+    undisturbed_tpot_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Of one lender, for one borrower.
+
+    Attributes:
+        rules: Which never change.
+        phase: See there.
+        tokens: Of context that guests may have there; 0 where none may be placed.
+        since_s: When the phase began.
+        changed_s: When ``tokens`` was last decreased.
+        backoff_s: From the last stop to the next probe; 0 if no stop is held against the lender.
+        calm_periods: Seen in a row, towards the next increase.
+    """
+
+    rules: Rules
+    phase: Phase
+    tokens: int
+    since_s: float
+    changed_s: float
+    backoff_s: float = 0.0
+    calm_periods: int = 0
+
+
+def first(rules: Rules, now_s: float) -> State:
+    """Of a lender that nothing is known of: it is probed."""
+    return _probed(State(rules, Phase.PROBING, 0, now_s, now_s), now_s)
+
+
+def after(state: State, seen: Observation, now_s: float) -> State:
+    """The state once ``seen`` is known, at ``now_s`` of a clock that does not go back."""
+    rules = state.rules
+    if seen.timed_out or (seen.tasks and seen.worst_wait_s >= rules.stall_s):
+        return _stalled(state, seen.timed_out, now_s)
+    if state.phase in (Phase.STOPPED, Phase.EJECT):
+        waited = now_s - state.since_s >= state.backoff_s
+        return _probed(state, now_s) if waited else state
+    if state.phase is Phase.OPEN and now_s - state.since_s >= _FORGIVEN * state.backoff_s:
+        state = replace(state, backoff_s=0.0)
+    strain = pressure(rules, seen)
+    if strain is None:
+        return state
+    if strain > 1:
+        return _decreased(state, seen, now_s)
+    if strain > _CALM:
+        return replace(state, calm_periods=0)
+    return _calmer(state, seen, now_s)
+
+
+def pressure(rules: Rules, seen: Observation) -> float | None:
+    """How much of what it may take a lender takes: of its own budget, or of the borrower's time.
+
+    The greater of both; 1 is the limit and 0 no disturbance at all. None if nothing was seen.
+    """
+    strains: list[float] = []
+    if seen.tpot_s is not None and seen.undisturbed_tpot_s:
+        excess = seen.tpot_s / seen.undisturbed_tpot_s - 1
+        strains.append(max(excess, 0.0) / (rules.tpot_ratio - 1))
+    work_s = seen.local_s + seen.service_s
+    if seen.tasks and work_s:
+        excess = (seen.local_s + seen.wait_s) / work_s - 1
+        strains.append(max(excess, 0.0) / (rules.slowdown - 1))
+    return max(strains, default=None)
+
+
+def _stalled(state: State, timed_out: bool, now_s: float) -> State:
+    if state.phase in (Phase.OPEN, Phase.PROBING):
+        return _stopped(state, Phase.EJECT if timed_out else Phase.STOPPED, now_s)
+    lasts = now_s - state.since_s >= state.rules.eject_s
+    if state.phase is Phase.STOPPED and (timed_out or lasts):
+        return replace(state, phase=Phase.EJECT, since_s=now_s)
+    return state
+
+
+def _stopped(state: State, phase: Phase, now_s: float) -> State:
+    rules = state.rules
+    backoff_s = min(max(2 * state.backoff_s, rules.least_backoff_s), rules.most_backoff_s)
+    return replace(state, phase=phase, tokens=0, since_s=now_s, backoff_s=backoff_s, calm_periods=0)
+
+
+def _probed(state: State, now_s: float) -> State:
+    tokens = min(state.rules.step_tokens, state.rules.most_tokens)
+    return replace(
+        state, phase=Phase.PROBING, tokens=tokens, since_s=now_s, changed_s=now_s, calm_periods=0
+    )
+
+
+def _decreased(state: State, seen: Observation, now_s: float) -> State:
+    """Half of what is used; none at all if the lender is strained by the fewest guests already."""
+    state = replace(state, calm_periods=0)
+    if now_s - state.changed_s < state.rules.settle_s:
+        return state
+    least = min(state.rules.step_tokens, state.rules.most_tokens)
+    if state.tokens <= least:
+        return _stopped(state, Phase.STOPPED, now_s)
+    tokens = max(min(state.tokens, seen.used_tokens) // 2, least)
+    return replace(state, tokens=tokens, changed_s=now_s)
+
+
+def _calmer(state: State, seen: Observation, now_s: float) -> State:
+    """Open, or a step more, after enough calm periods; more only where the limit was in the way."""
+    if not seen.tasks:
+        return state
+    if state.calm_periods + 1 < _CALM_PERIODS:
+        return replace(state, calm_periods=state.calm_periods + 1)
+    state = replace(state, calm_periods=0)
+    if state.phase is Phase.PROBING:
+        return replace(state, phase=Phase.OPEN, since_s=now_s)
+    if 2 * seen.used_tokens < state.tokens:
+        return state
+    tokens = min(state.tokens + state.rules.step_tokens, state.rules.most_tokens)
+    return replace(state, tokens=tokens)
