@@ -40,6 +40,16 @@ LOCAL_PROMPT_TOKENS = 128
 _SMALLEST_KV_STORE = 64 * 2**20
 # vLLM's options that put a connector of their own where the store's is.
 _KV_TRANSFER_OPTIONS = ("kv_transfer_config", "kv_offloading_size")
+# What an engine that lends or borrows leaves of vLLM's options, and why.
+_LENDING_LEAVES: dict[str, tuple[tuple[object, ...], str]] = {
+    "tensor_parallel_size": ((1,), "a model whose attention is lent runs in one process"),
+    "pipeline_parallel_size": ((1,), "a model whose attention is lent runs in one process"),
+    "speculative_config": ((None,), "attention that is lent knows no speculative decoding"),
+    "kv_cache_dtype": (("auto",), "attention that is lent knows no quantised KV"),
+    "enforce_eager": ((True,), "a compiled model cannot look for tasks between its operators"),
+    "distributed_executor_backend": (("mp",), "loans are opened through our own executor"),
+    "worker_cls": ((), "a model that lends or borrows has a worker of ours"),
+}
 
 
 class _FieldError(ValueError):
@@ -212,6 +222,58 @@ class Scheduling(_Node):
     )
 
 
+class Lending(_Node):
+    """Attention of hot models on cold models' engines, in whose memory their KV lies (Weaver)."""
+
+    lend_memory: Bytes | None = Field(
+        None,
+        description="Of a cold model: the most of a replica's KV memory that it lends while its "
+        "own requests do not need it; null: it lends none.",
+    )
+    borrow_memory: Bytes | None = Field(
+        None,
+        description="Of a hot model: the most KV that a replica may have with its lenders, beside "
+        "its own kv_cache_memory; null: it borrows none.",
+    )
+    lenders: tuple[ModelName, ...] = Field(
+        (), description="The models that it may borrow from; none named means all that lend."
+    )
+    placement: Literal["adaptive", "ratio", "local"] = Field(
+        "adaptive",
+        description="Where its requests start. adaptive: by free memory and predicted attention "
+        "time; ratio: a fixed share with lenders, as in the paper; local: none with lenders.",
+    )
+    lent_share: float = Field(
+        0.5, ge=0, le=1, description="With placement ratio: the share that starts with lenders."
+    )
+    patience_ms: float = Field(
+        100.0, gt=0, description="A lender that takes longer for one layer is given up."
+    )
+    tpot_budget: float = Field(
+        1.15,
+        gt=1,
+        description="Of a lender: its p99 time per output token may be at most so many times "
+        "the undisturbed one.",
+    )
+
+    @model_validator(mode="after")
+    def _lends_or_borrows(self) -> Lending:
+        if self.borrow_memory is None:
+            if self.lenders:
+                raise _FieldError("are of no use without borrow_memory", "lenders")
+            if self.lend_memory is None:
+                raise ValueError(
+                    "give it lend_memory or borrow_memory, or leave it out: so it does neither"
+                )
+        elif self.lend_memory is not None:
+            raise _FieldError(
+                "a model either lends or borrows: its guests would wait while it waits for its "
+                "own lenders",
+                "lend_memory",
+            )
+        return self
+
+
 class Model(_Node):
     """One model as users see it: a name, where its weights are, and where it runs."""
 
@@ -243,6 +305,9 @@ class Model(_Node):
     )
     roles: Roles | None = Field(
         None, description="Separate prefill from decode; null: every replica does both."
+    )
+    lending: Lending | None = Field(
+        None, description="Lend KV memory and attention, or borrow them; null: neither."
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
@@ -289,6 +354,33 @@ class Model(_Node):
         if self.roles is not None:
             self._check_roles(self.roles)
         return self
+
+    @model_validator(mode="after")
+    def _engine_can_lend(self) -> Model:
+        if self.lending is None:
+            return self
+        lent = self.lending.lend_memory
+        if lent is not None and lent > self.kv_cache_memory:
+            raise _FieldError(
+                f"model {self.name!r} has {self.kv_cache_memory} bytes of KV memory "
+                "(kv_cache_memory) and cannot lend more",
+                *("lending", "lend_memory"),
+            )
+        for option, (allowed, why) in _LENDING_LEAVES.items():
+            if option in self.engine and self.engine[option] not in allowed:
+                raise _FieldError(f"{why}: leave it out, or lending", "engine", option)
+        if self.lending.borrow_memory is not None:
+            self._check_borrowers_scheduling()
+        return self
+
+    def _check_borrowers_scheduling(self) -> None:
+        for option, refused in (("preemption", "swap"), ("chunked_recompute", False)):
+            if getattr(self.scheduling, option) == refused:
+                raise _FieldError(
+                    f"model {self.name!r} borrows memory, and KV that lies with a lender can "
+                    "only be computed again, in chunks: leave this out, or borrow_memory",
+                    *("scheduling", option),
+                )
 
     def _check_roles(self, roles: Roles) -> None:
         needed = roles.prefill + roles.decode
@@ -433,6 +525,28 @@ class Config(_Node):
         return self
 
     @model_validator(mode="after")
+    def _borrowers_have_lenders(self) -> Config:
+        lend = {model.name: _lends(model) for model in self.models}
+        for index, model in enumerate(self.models):
+            if model.lending is None or model.lending.borrow_memory is None:
+                continue
+            if not any(lend.values()):
+                raise _FieldError(
+                    f"model {model.name!r} has nobody to borrow from: give a model "
+                    "lending.lend_memory",
+                    *("models", index, "lending", "borrow_memory"),
+                )
+            for position, name in enumerate(model.lending.lenders):
+                if not lend.get(name):
+                    what = "lends nothing" if name in lend else "is not under models"
+                    raise _FieldError(
+                        f"model {model.name!r} cannot borrow from {name!r}, which {what}; "
+                        f"those that lend: {', '.join(n for n in lend if lend[n])}",
+                        *("models", index, "lending", "lenders", position),
+                    )
+        return self
+
+    @model_validator(mode="after")
     def _names_agree(self) -> Config:
         _refuse_duplicates("devices", [device.name for device in self.devices])
         # Serve application names are made of model names with "/" replaced.
@@ -467,9 +581,19 @@ class Config(_Node):
                 f"model {model.name!r} mixes CPU and GPU devices; use one kind",
                 *("models", index, "devices"),
             )
+        if model.lending is not None and kinds[model.devices[0]] == "cuda":
+            raise _FieldError(
+                f"model {model.name!r} runs on GPUs, and lending works on CPU devices only, "
+                "not yet on GPUs: leave it out",
+                *("models", index, "lending"),
+            )
 
     def device(self, name: str) -> Device:
         return next(device for device in self.devices if device.name == name)
+
+
+def _lends(model: Model) -> bool:
+    return model.lending is not None and model.lending.lend_memory is not None
 
 
 def _refuse_duplicates(field: str, names: list[str]) -> None:
