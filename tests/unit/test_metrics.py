@@ -5,18 +5,27 @@ import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    REGISTRY,
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    generate_latest,
+)
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
-from loomserve.platform.metrics import handoff, scheduling
+from loomserve.platform.metrics import handoff, lending, scheduling
 from loomserve.platform.metrics.exposition import merge
 from loomserve.platform.metrics.gateway import GatewayMetrics
 from loomserve.platform.metrics.kvstore import KvStoreMetrics
+from loomserve.platform.metrics.lending import LendingMetrics
 from loomserve.platform.metrics.preemption import PreemptionMetrics
 from loomserve.platform.state import KvModelState, KvState
 
@@ -244,8 +253,10 @@ def test_the_catalog_lists_every_metric_with_its_labels(
     engine = {"model": "chat", "replica": "r1", "device": "core0"}
     handoff.HANDOFFS.labels(outcome="local").inc()
     handoff.HANDOFF_TOKENS.labels(source="store").inc()
+    LendingMetrics().borrowed([("cold", borrowed())], {"DIED": 1})
+    LendingMetrics().lent([("hot", lent())])
     of_engine = CollectorRegistry()
-    for module in (handoff, scheduling):
+    for module in (handoff, lending, scheduling):
         for metric in vars(module).values():
             if isinstance(metric, MetricWrapperBase):
                 of_engine.register(metric)
@@ -275,6 +286,51 @@ def test_totals_of_an_engine_are_counted_once() -> None:
     assert registry.get_sample_value(name, {"engine": "0", "way": "swap"}) == 5
     assert registry.get_sample_value(name, {"engine": "0", "way": "recompute"}) == 1
     assert registry.get_sample_value("loomserve_swap_used_bytes", {"engine": "0"}) == 0
+
+
+def borrowed(name: str = "loan-1", **changes: int) -> dict[str, Any]:
+    figures = {"usable_blocks": 8, "free_blocks": 5, "requests": 2, "tasks": 10,
+               "post_ns": 10**9, "wait_ns": 2 * 10**9, "wait_max_ns": 5 * 10**8}  # fmt: skip
+    return {"name": name, **figures, **changes}
+
+
+def lent(name: str = "loan-1", **changes: int) -> dict[str, Any]:
+    return {"name": name, "blocks": 3, "service_ns": 10**9, "pickup_ns": 10**8, **changes}
+
+
+def of_lending(name: str, **labels: str) -> float | None:
+    return REGISTRY.get_sample_value(f"loomserve_lending_{name}", labels)
+
+
+def test_counters_of_loans_go_on_from_one_loan_to_the_next() -> None:
+    metrics = LendingMetrics()
+    for loans in (
+        [borrowed(tasks=10)],
+        [borrowed(tasks=15)],
+        [],
+        [borrowed("loan-2", tasks=4, wait_ns=10**9)],
+    ):
+        metrics.borrowed([("a", loan) for loan in loans], {})
+    assert of_lending("tasks_total", lender="a") == 19
+    assert of_lending("wait_seconds_total", lender="a") == pytest.approx(3)
+
+
+def test_gauges_of_loans_show_only_those_there_are() -> None:
+    metrics = LendingMetrics()
+    metrics.borrowed([("b", borrowed()), ("c", borrowed("loan-2"))], {})
+    assert of_lending("borrowed_blocks", lender="b") == 8
+    assert of_lending("longest_wait_seconds", lender="b") == 0.5
+    metrics.borrowed([("c", borrowed("loan-2"))], {})
+    assert of_lending("borrowed_blocks", lender="b") is None
+    metrics.lent([("hot", lent()), ("hot", lent("loan-2"))])
+    assert of_lending("lent_blocks", borrower="hot") == 6
+
+
+def test_broken_loans_are_counted_once() -> None:
+    metrics = LendingMetrics()
+    for count in (1, 1, 3):
+        metrics.borrowed([], {"REVOKED": count})
+    assert of_lending("broken_loans_total", reason="REVOKED") == 3
 
 
 def test_the_engine_metrics_in_the_catalog_exist_in_the_installed_vllm() -> None:
