@@ -14,15 +14,19 @@ from loomserve.platform.access.keys import hash_key, new_key
 from loomserve.platform.config_reference import describe
 from loomserve.platform.errors import LoomserveError
 from loomserve.platform.kv_status import kv
+from loomserve.platform.lending_status import lending
 from loomserve.platform.profile_command import profile
 from loomserve.platform.status import status
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Serve many models at once.")
 config_app = typer.Typer(no_args_is_help=True, help="Check and explain the configuration.")
 key_app = typer.Typer(no_args_is_help=True, help="API keys and admin tokens.")
+admin_app = typer.Typer(no_args_is_help=True, help="Change what runs, while it runs.")
 app.add_typer(config_app, name="config")
 app.add_typer(key_app, name="key")
 app.add_typer(kv, name="kv")
+app.add_typer(admin_app, name="admin")
+admin_app.add_typer(lending, name="lending")
 app.command()(status)
 app.command()(profile)
 

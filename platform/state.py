@@ -49,6 +49,56 @@ class ReplicaLoad(_Snapshot):
     measured_at: float = Field(description="Unix time of the measurement, seconds.")
 
 
+class LoanState(_Snapshot):
+    """What a replica keeps with a lender, as the borrower measured it; blocks are its own."""
+
+    name: str
+    borrower: str
+    borrower_replica: str
+    lender: str
+    lender_replica: str
+    draining: bool = Field(description="True: no request starts there any more.")
+    phase: str = Field(
+        description="open; stopped: no request starts there, for it is slow; eject: those there "
+        "are computed elsewhere; probing: a few start there again."
+    )
+    most_tokens: int = Field(description="Of context that the borrower lets lie there.")
+    age_s: float
+    usable_blocks: int = Field(description="What the lender grants at this moment.")
+    free_blocks: int
+    requests: int = Field(description="Running requests whose KV is there.")
+    tasks: int = Field(description="Layers' attention that the lender computed.")
+    wait_mean_us: float = Field(description="Waits for the lender's results, a task.")
+    wait_max_us: float
+    wait_share: float = Field(description="Share of the loan's time that the borrower waited.")
+    service_share: float = Field(description="Share of it that the lender computed for it.")
+
+
+class BorrowingState(_Snapshot):
+    """What a replica of a hot model borrows."""
+
+    own_blocks: int = Field(description="KV blocks in its own memory.")
+    own_free_blocks: int
+    loans: tuple[LoanState, ...]
+    broken: dict[str, int] = Field(description="Loans that ended by themselves, by reason.")
+    problems: dict[str, str] = Field(
+        description="Of each lender without a loan: why the last attempt failed."
+    )
+    switched_off: tuple[str, ...] = Field(description="Lenders that an operator switched off.")
+
+
+class LentState(_Snapshot):
+    """What a replica of a cold model lends to one borrower; blocks are the lender's own."""
+
+    name: str = Field(description="The loan's.")
+    lender: str
+    lender_replica: str
+    borrower: str
+    blocks: int = Field(description="What the borrower has at this moment.")
+    most_blocks: int = Field(description="What it may come to have.")
+    taken_back_blocks: int = Field(description="What the lender's own requests have taken back.")
+
+
 class ModelStatus(StrEnum):
     LOADING = "loading"
     READY = "ready"
@@ -66,6 +116,7 @@ class ReplicaState(_Snapshot):
     role: Role = Field(description="unified, or what is sent to it: prefill or decode.")
     in_flight: int = Field(description="Requests that gateways have open on it.")
     load: ReplicaLoad | None = Field(description="None until the engine has reported.")
+    borrowing: BorrowingState | None = Field(None, description="None: its model borrows nothing.")
 
 
 class ModelState(_Snapshot):
@@ -98,6 +149,35 @@ class State(_Snapshot):
     uptime_s: float
     devices: tuple[DeviceState, ...]
     models: tuple[ModelState, ...]
+
+
+class LendingModelState(_Snapshot):
+    """What the configuration allows a model that lends or borrows; bytes of each replica."""
+
+    model: str
+    lend_memory: int | None
+    borrow_memory: int | None
+    tpot_budget: float | None = Field(
+        description="Of a lender: its p99 time per output token over the undisturbed one, at most."
+    )
+
+
+class LendingPairState(_Snapshot):
+    """A borrower and a lender that it may borrow from."""
+
+    borrower: str
+    lender: str
+    enabled: bool = Field(description="False: an operator switched the pair off.")
+    problem: str | None = Field(description="Why a replica has no loan: the last attempt's.")
+
+
+class LendingState(_Snapshot):
+    """Who lends to whom: behind ``GET /admin/v1/lending`` and ``loomserve admin lending``."""
+
+    models: tuple[LendingModelState, ...]
+    pairs: tuple[LendingPairState, ...]
+    loans: tuple[LoanState, ...]
+    lent: tuple[LentState, ...]
 
 
 class KvModelState(_Snapshot):

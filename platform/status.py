@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Annotated
 
 import httpx
@@ -17,6 +17,7 @@ from rich.text import Text
 from loomserve.platform.errors import LoomserveError
 from loomserve.platform.roles import Role
 from loomserve.platform.state import (
+    LoanState,
     ModelState,
     ModelStatus,
     ReplicaLoad,
@@ -47,6 +48,10 @@ Token = Annotated[
 
 class StatusError(LoomserveError):
     """The state could not be fetched; the message says what to do."""
+
+
+class AdminError(LoomserveError):
+    """The platform refused; the message is its own."""
 
 
 def status(
@@ -132,12 +137,34 @@ def ask(
     return answer
 
 
+def carry_out(
+    method: str, url: str, token: str | None, path: str, body: object = None
+) -> httpx.Response:
+    """The admin API's answer to a command, which succeeded.
+
+    Raises:
+        StatusError: nothing listens, or the token is missing or wrong.
+        AdminError: it was refused.
+    """
+    with httpx.Client(timeout=TIMEOUT_S) as client:
+        answer = ask(client, url, token, path, method=method, body=body)
+    if answer.is_success:
+        return answer
+    try:
+        raise AdminError(str(answer.json()["error"]["message"]))
+    except (ValueError, KeyError, TypeError):
+        raise AdminError(
+            f"{answer.url} answered {answer.status_code}, which is not Loomserve's: check --url"
+        ) from None
+
+
 def render(state: State) -> RenderableType:
-    """The state as tables: models with a line a replica, their scheduling, devices, versions."""
+    """The state as tables: models with a line a replica, scheduling, loans, devices, versions."""
     versions = state.versions
     return Group(
         _models(state.models),
         *_scheduling(state.models),
+        *_loans(state.models),
         _devices(state),
         Text(
             f"loomserve {versions.loomserve}, vLLM {versions.vllm}, Ray {versions.ray}, "
@@ -229,6 +256,44 @@ def _schedule(scheduling: SchedulingState, turnaround: float | None) -> list[str
         f"{scheduling.swap_used_bytes / 2**20:.0f}",
         f"{scheduling.swap_capacity_bytes / 2**20:.0f}",
     ]
+
+
+def _loans(models: tuple[ModelState, ...]) -> list[Table]:
+    loans = [
+        loan
+        for model in models
+        for replica in model.replicas
+        if replica.borrowing
+        for loan in replica.borrowing.loans
+    ]
+    return [loan_table(loans)] if loans else []
+
+
+def loan_table(loans: Iterable[LoanState]) -> Table:
+    """A line for each loan, as its borrower sees it."""
+    table = Table(title="Loans", title_justify="left")
+    for column in ("loan", "borrower", "lender"):
+        table.add_column(column)
+    for column in ("requests", "blocks", "of", "wait µs", "longest", "wait %", "service %"):
+        table.add_column(column, justify="right")
+    for loan in loans:
+        used = loan.usable_blocks - loan.free_blocks
+        notes = [] if loan.phase == "open" else [loan.phase]
+        notes += ["draining"] if loan.draining else []
+        cells = (
+            f"{loan.name} ({', '.join(notes)})" if notes else loan.name,
+            loan.borrower,
+            loan.lender,
+            str(loan.requests),
+            str(used),
+            str(loan.usable_blocks),
+            f"{loan.wait_mean_us:.0f}",
+            f"{loan.wait_max_us:.0f}",
+            f"{100 * loan.wait_share:.1f}",
+            f"{100 * loan.service_share:.1f}",
+        )
+        table.add_row(*map(Text, cells))
+    return table
 
 
 def _devices(state: State) -> Table:

@@ -16,7 +16,9 @@ from typer.testing import CliRunner
 
 from loomserve.platform.roles import Role
 from loomserve.platform.state import (
+    BorrowingState,
     DeviceState,
+    LoanState,
     ModelState,
     ModelStatus,
     ReplicaLoad,
@@ -136,6 +138,24 @@ def test_engines_that_schedule_for_themselves_have_a_table(
     text = printed(STATE.model_copy(update={"models": (model,)}))
     assert row(text, "chat", "core0", "fair", "adaptive", shown, "5", "3", "2", "64")
     assert "Scheduling" not in printed(STATE)
+
+
+def test_loans_show_where_there_are_any() -> None:
+    loan = LoanState(
+        name="loan-1", borrower="chat", borrower_replica="r1", lender="cold", lender_replica="c1",
+        draining=True, phase="stopped", most_tokens=9, age_s=9, usable_blocks=40, free_blocks=10,
+        requests=3, tasks=600, wait_mean_us=12.4, wait_max_us=900, wait_share=0.034,
+        service_share=0.2,
+    )  # fmt: skip
+    borrowing = BorrowingState(
+        own_blocks=8, own_free_blocks=1, loans=(loan,), broken={}, problems={}, switched_off=()
+    )
+    replica = REPLICA.model_copy(update={"borrowing": borrowing})
+    model = MODEL.model_copy(update={"replicas": (REPLICA, replica)})
+    text = printed(STATE.model_copy(update={"models": (model,)}))
+    figures = ("3", "30", "40", "12", "900", "3.4", "20.0")
+    assert row(text, "loan-1 (stopped, draining)", "chat", "cold", *figures)
+    assert "Loans" not in printed(STATE)
 
 
 def test_a_role_shows_beside_the_device() -> None:
