@@ -12,6 +12,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from loomserve.deployments.front_door import exception_handlers
+from loomserve.deployments.lending_admin import build_lending_router
 from loomserve.platform.config import Model
 from loomserve.platform.errors import Unavailable, UnknownModel
 from loomserve.platform.roles import Role
@@ -102,5 +103,6 @@ def build_admin_api(controller: DeploymentHandle, kv: APIRouter) -> FastAPI:
         """Change what is sent to a replica; what it has begun it finishes."""
         return await ask("set_role", replica_id, request.role)
 
+    api.include_router(build_lending_router(ask))
     api.include_router(kv)
     return api

@@ -12,6 +12,7 @@ from ray.serve.schema import LoggingConfig
 from loomserve.deployments.base import ENGINE_DEPLOYMENT, EngineSpec, model_app
 from loomserve.deployments.engine_server import EngineServer
 from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.lending.options import LENDING_CONFIG
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from loomserve.routers.choice import request_router_config
 
@@ -65,6 +66,15 @@ def _cpu_options() -> dict[str, str]:
     }
 
 
+def _lending_options() -> dict[str, Any]:
+    return {
+        "worker_cls": "loomserve.platform.engine.woven_worker.WovenWorker",
+        "scheduler_cls": "loomserve.platform.engine.lending.make_scheduler",
+        # A lender looks for tasks between its model's operators.
+        "enforce_eager": True,
+    }
+
+
 def _llm_config(spec: EngineSpec) -> LLMConfig:
     return LLMConfig(
         model_loading_config={"model_id": spec.model.name, "model_source": spec.path},
@@ -76,9 +86,11 @@ def _llm_config(spec: EngineSpec) -> LLMConfig:
             **(_cpu_options() if spec.devices[0].kind == "cpu" else {}),
             "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
             **spec.model.engine,
+            **(_lending_options() if spec.lending else {}),
             "additional_config": {
                 **spec.model.engine.get("additional_config", {}),
                 ADDITIONAL_CONFIG: spec.scheduling.model_dump(),
+                **({LENDING_CONFIG: spec.lending.model_dump()} if spec.lending else {}),
             },
             **({"kv_transfer_config": store} if (store := spec.kv_transfer_config) else {}),
         },

@@ -7,9 +7,10 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from loomserve.platform.config import Device, Model
+from loomserve.platform.lending.options import LendingOptions
 from loomserve.platform.roles import Role
 from loomserve.platform.scheduling.options import SchedulerOptions
-from loomserve.platform.state import ModelStatus
+from loomserve.platform.state import BorrowingState, LentState, ModelStatus
 from loomserve.routers.snapshot import RoutingStats
 
 # The Serve applications. A model's application is named after the model, so that it can be loaded,
@@ -23,8 +24,10 @@ ENGINE_DEPLOYMENT = "Engine"
 
 # Where decode replicas have prompts computed, on a prefill replica's own port.
 PREFILL_PATH = "/loomserve/prefill"
+# Where borrowers open and end loans, on a lender replica's own port.
+LOANS_PATH = "/loomserve/loans"
 
-# Gateways and decode replicas show this to engines, whose ports any local user could reach.
+# Gateways and other replicas show this to engines, whose ports any local user could reach.
 INTERNAL_TOKEN_HEADER = "x-loomserve-internal"
 
 
@@ -49,6 +52,7 @@ class EngineSpec(_Message):
         description="vLLM's option that connects to the KV store; None: it keeps nothing there."
     )
     scheduling: SchedulerOptions
+    lending: LendingOptions | None = Field(description="None: it neither lends nor borrows.")
 
 
 class EngineReport(_Message):
@@ -62,6 +66,8 @@ class EngineReport(_Message):
     max_model_len: int
     in_flight: int
     stats: RoutingStats
+    borrowing: BorrowingState | None = None
+    lent: tuple[LentState, ...] = ()
 
 
 class Peer(_Message):
@@ -72,6 +78,23 @@ class Peer(_Message):
     stats: RoutingStats
 
 
+class LenderReplica(_Message):
+    """A live replica that a borrower's replica may borrow from."""
+
+    model: str
+    id: str
+    address: str
+
+
+class LoanRequest(_Message):
+    """What a borrower's replica asks of a lender's."""
+
+    name: str
+    ring: str = Field(description="Where in shared memory the lender shall make the task ring.")
+    borrower: str = Field(description="The model that borrows.")
+    guest: dict[str, Any] = Field(description="What the borrower's engine says of itself.")
+
+
 class EngineOrders(_Message):
     """The controller's answer to a report."""
 
@@ -80,6 +103,16 @@ class EngineOrders(_Message):
     role: Role
     peers: tuple[Peer, ...] = Field(
         description="All live replicas of the model; only decode replicas are told."
+    )
+    lenders: tuple[LenderReplica, ...] = Field(
+        (), description="Whom it may borrow from, the best first; all other loans are to end."
+    )
+    lenders_off: tuple[str, ...] = Field(
+        (), description="Models that an operator does not let it borrow from."
+    )
+    drain_loans: tuple[str, ...] = Field((), description="Loans of its that are to end.")
+    loans: tuple[str, ...] = Field(
+        (), description="Of what it lends: the loans that live borrowers know of."
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Awaitable, Callable
 from importlib import metadata
 from platform import python_version
 from typing import Any
@@ -26,9 +27,11 @@ from loomserve.deployments.base import (
 )
 from loomserve.deployments.deploy import deploy_model
 from loomserve.deployments.fleet import Fleet
+from loomserve.deployments.lending_pairs import lending_options
 from loomserve.kvstore.actor import StorePlan
 from loomserve.platform.config import Config, Model
 from loomserve.platform.errors import BadRequest, Conflict, RequestError
+from loomserve.platform.lending.options import LendingOptions
 from loomserve.platform.memory import least_replicas
 from loomserve.platform.roles import Role
 from loomserve.platform.scheduling.options import SchedulerOptions, scheduler_options
@@ -127,18 +130,30 @@ class Controller:
     async def set_role(self, replica_id: str, role: str) -> dict[str, Any]:
         return await self._answer(self._set_role(replica_id, Role(role)))
 
-    async def _answer(self, work: Any) -> dict[str, Any]:
+    async def lending(self) -> dict[str, Any]:
+        return self._fleet.lending_state(time.monotonic()).model_dump(mode="json")
+
+    async def set_pair(self, pair: str, enabled: bool) -> dict[str, Any]:
+        return await self._answer(self._set_pair(pair, enabled), self.lending)
+
+    async def drain_loan(self, name: str) -> dict[str, Any]:
+        return await self._answer(self._drain_loan(name), self.lending)
+
+    async def _answer(
+        self, work: Any, show: Callable[[], Awaitable[dict[str, Any]]] | None = None
+    ) -> dict[str, Any]:
         try:
             await work
         except RequestError as error:
             return {"error": error.body()["error"], "status": error.status}
         await self._publish()
-        return await self.state()
+        return await (show or self.state)()
 
     async def _load(self, model: Model) -> None:
-        # The same checks as for the file: devices known, one kind, names apart.
+        # The same checks as for the file: devices known, one kind, names apart, lenders there.
+        models = (model, *self._lenders_for(model))
         try:
-            Config.model_validate(self._config.model_copy(update={"models": (model,)}).model_dump())
+            Config.model_validate(self._config.model_copy(update={"models": models}).model_dump())
         except ValueError as error:
             raise BadRequest(str(error)) from None
         configured = {known.name: known.kvstore_quota for known in self._config.models}
@@ -152,6 +167,17 @@ class Controller:
         self._fleet.add(model, replicas)
         self._spawn(self._deploy(model, replicas))
 
+    def _lenders_for(self, model: Model) -> list[Model]:
+        """The models, loaded or configured, that lend."""
+        there = {known.name: known for known in (*self._config.models, *self._fleet.models)}
+        return [
+            known
+            for name, known in there.items()
+            if model_app(name) != model_app(model.name)
+            and known.lending is not None
+            and known.lending.lend_memory is not None
+        ]
+
     async def _deploy(self, model: Model, replicas: int) -> None:
         try:
             problem = await deploy_model.remote(
@@ -163,6 +189,7 @@ class Controller:
                 self._base,
                 self._kv_transfer_config(model),
                 self._scheduler_options(model).model_dump(),
+                options.model_dump() if (options := self._lending_options(model)) else None,
             )
         except ray.exceptions.RayError as error:
             problem = str(error).splitlines()[-1]
@@ -176,6 +203,9 @@ class Controller:
     def _scheduler_options(self, model: Model) -> SchedulerOptions:
         stored = self._kv_transfer_config(model) is not None
         return scheduler_options(model, self._config.kvstore if stored else None)
+
+    def _lending_options(self, model: Model) -> LendingOptions | None:
+        return lending_options(model, self._lenders_for(model))
 
     async def _unload(self, name: str, timeout_s: float | None) -> None:
         if timeout_s is None:
@@ -209,6 +239,12 @@ class Controller:
 
     async def _drain(self, replica_id: str, draining: bool) -> None:
         self._fleet.set_draining(replica_id, draining)
+
+    async def _set_pair(self, pair: str, enabled: bool) -> None:
+        self._fleet.set_pair(pair, enabled)
+
+    async def _drain_loan(self, name: str) -> None:
+        self._fleet.drain_loan(name, time.monotonic())
 
     async def _set_role(self, replica_id: str, role: Role) -> None:
         model = self._fleet.model_of(replica_id)

@@ -24,6 +24,7 @@ def deploy_model(
     base: str,
     kv_transfer_config: dict[str, Any] | None,
     scheduling: dict[str, Any],
+    lending: dict[str, Any] | None,
 ) -> str | None:
     """Check a model and hand it to Serve, which starts it in the background.
 
@@ -35,6 +36,7 @@ def deploy_model(
     from loomserve.platform import catalog
     from loomserve.platform.config import Device, Model
     from loomserve.platform.engine import options
+    from loomserve.platform.lending.options import LendingOptions
     from loomserve.platform.scheduling.options import SchedulerOptions
 
     spec_model = Model.model_validate(model)
@@ -49,6 +51,7 @@ def deploy_model(
             drain_timeout_s=drain_timeout_s,
             kv_transfer_config=kv_transfer_config,
             scheduling=SchedulerOptions.model_validate(scheduling),
+            lending=LendingOptions.model_validate(lending) if lending else None,
         )
         run_model(spec, build_model_app(spec, replicas))
     except LoomserveError as error:

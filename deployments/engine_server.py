@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,8 @@ from loomserve.deployments.base import (
     EngineSpec,
 )
 from loomserve.deployments.http_server import HttpServer, listen
+from loomserve.deployments.loan_endpoint import LoanEndpoint
+from loomserve.deployments.loans import LoanKeeper
 from loomserve.deployments.prefill_endpoint import PrefillEndpoint
 from loomserve.deployments.prefill_replicas import PrefillReplicas
 from loomserve.platform.devices import claim, engine_environment
@@ -46,7 +50,10 @@ from loomserve.platform.errors import Forbidden
 from loomserve.platform.roles import Role, configured_role
 from loomserve.routers.snapshot import RoutingStats
 
+_log = logging.getLogger("ray.serve")
+
 _REPORT_PERIOD_S = 2.0
+_LENDING_PERIOD_S = 1.0
 
 
 class MeteredEngine(VLLMEngine):  # type: ignore[misc]
@@ -72,6 +79,11 @@ class MeteredEngine(VLLMEngine):  # type: ignore[misc]
     def llm(self) -> PrefillDecodeLLM:
         assert isinstance(self._engine_client, PrefillDecodeLLM), "start() comes first"
         return self._engine_client
+
+    async def call_loans(self, name: str, *given: Any) -> Any:
+        """One of the engine's calls that open, end and show loans; errors are plain exceptions."""
+        (answer,) = await self.llm.collective_rpc(f"loans.{name}", args=given)
+        return answer
 
     @property
     def max_model_len(self) -> int:
@@ -149,6 +161,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         self._take_role(configured_role(self._spec.model, self._claim.device.name))
         app = await self.engine.build_asgi_app()
         app.router.routes.append(Route(PREFILL_PATH, PrefillEndpoint(self.engine.llm)))
+        self._borrowed, self._lent = self._loans()
+        app.router.routes += self._lent.routes if self._lent else []
         self._app = GuardedApp(app, self._spec.internal_token)
         # The address Ray itself uses: loopback if the platform was started for loopback.
         host = ray._private.worker._global_node.node_ip_address
@@ -157,6 +171,25 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         self._http = HttpServer(self._app, sock, protocol=HttpToolsProtocol)
         await self._http.start()
         self._reporting = asyncio.create_task(self._report_forever())
+        self._lending = asyncio.create_task(self._lend_forever())
+
+    def _loans(self) -> tuple[LoanKeeper | None, LoanEndpoint | None]:
+        lending, me = self._spec.lending, self._replica_id
+        if lending is None:
+            return None, None
+        if not lending.borrow_bytes:
+            return None, LoanEndpoint(
+                self.engine.call_loans, model=self._spec.model.name, replica_id=me
+            )
+        keeper = LoanKeeper(
+            self.engine.call_loans,
+            model=self._spec.model.name,
+            replica_id=me,
+            most=lending.lenders,
+            internal_token=self._spec.internal_token,
+            drain_timeout_s=self._spec.drain_timeout_s,
+        )
+        return keeper, None
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Serve's hook: constant facts, which routers get with the replica itself."""
@@ -181,6 +214,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]
             max_model_len=self.engine.max_model_len,
             in_flight=self._app.open_requests,
             stats=self._stats(),
+            borrowing=self._borrowed.state if self._borrowed else None,
+            lent=self._lent.lent if self._lent else (),
         )
 
     def _stats(self) -> RoutingStats:
@@ -202,6 +237,21 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         self._stop_timeout_s = orders.stop_timeout_s
         self._prefill_replicas.learn(orders.peers)
         self._take_role(orders.role)
+        for loans in (self._borrowed, self._lent):
+            if loans is not None:
+                loans.learn(orders)
+
+    async def _lend_forever(self) -> None:
+        while self._borrowed or self._lent:
+            try:
+                if self._borrowed:
+                    await self._borrowed.keep(time.monotonic())
+                if self._lent:
+                    await self._lent.keep()
+            except Exception as error:
+                # Serve looks after an engine that is dead; all else is tried again.
+                _log.warning("loans could not be looked after: %r", error)
+            await asyncio.sleep(_LENDING_PERIOD_S)
 
     def _take_role(self, role: Role) -> None:
         self._role = role
@@ -212,7 +262,13 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         """Serve's last call: finish what runs, then stop the engine."""
         if hasattr(self, "_http"):
             self._reporting.cancel()
+            self._lending.cancel()
+            if self._lent:
+                with contextlib.suppress(Exception):  # the engine may be dead
+                    await self._lent.close()
             await self._http.stop(self._stop_timeout_s)
+            if self._borrowed:
+                await self._borrowed.close()
             await self._prefill_replicas.close()
         engine = getattr(self, "engine", None)
         if engine is not None and engine._engine_client is not None:

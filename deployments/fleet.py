@@ -7,22 +7,34 @@ within one report period.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from loomserve.deployments.base import (
     EngineOrders,
     EngineReport,
+    LenderReplica,
     ModelRoute,
     Peer,
     ReplicaRoute,
     model_app,
 )
+from loomserve.deployments.lending_pairs import lenders_of
 from loomserve.platform.config import Device, Model
 from loomserve.platform.devices import place
 from loomserve.platform.errors import Conflict, NotFound, UnknownModel
 from loomserve.platform.roles import Role
-from loomserve.platform.state import DeviceState, ModelState, ModelStatus, ReplicaState
+from loomserve.platform.state import (
+    DeviceState,
+    LendingModelState,
+    LendingPairState,
+    LendingState,
+    LoanState,
+    ModelState,
+    ModelStatus,
+    ReplicaState,
+)
 
 # Three reports missed in a row: the replica is gone or hangs, and must not count as an answer.
 REPORT_EXPIRES_S = 7.0
@@ -48,6 +60,14 @@ class _ReplicaRecord:
     def stops(self) -> bool:
         return self.draining or self.report.stats.draining
 
+    @property
+    def host(self) -> str:
+        return self.report.address.rpartition(":")[0]
+
+    @property
+    def loans(self) -> tuple[LoanState, ...]:
+        return self.report.borrowing.loans if self.report.borrowing else ()
+
 
 @dataclass
 class Fleet:
@@ -57,6 +77,9 @@ class Fleet:
     drain_timeout_s: float
     _models: dict[str, _ModelRecord] = field(default_factory=dict)
     _replicas: dict[str, _ReplicaRecord] = field(default_factory=dict)
+    _pairs_off: set[tuple[str, str]] = field(default_factory=set)
+    """Borrower and lender, where an operator does not want any loan."""
+    _loans_to_drain: set[str] = field(default_factory=set)
 
     @property
     def models(self) -> list[Model]:
@@ -99,10 +122,10 @@ class Fleet:
         record.unload_deadline = deadline
 
     def unload_may_finish(self, name: str, now: float) -> bool:
-        """True when nothing runs on the model any more, or its deadline has passed."""
+        """True when nothing runs on the model or lies with it, or its deadline has passed."""
         record = self._record(name)
         assert record.unload_deadline is not None
-        busy = any(r.report.in_flight for r in self._live(name, now))
+        busy = any(r.report.in_flight or r.report.lent for r in self._live(name, now))
         return not busy or now >= record.unload_deadline
 
     def set_draining(self, replica_id: str, draining: bool) -> None:
@@ -132,7 +155,11 @@ class Fleet:
         """Take in a replica's report and tell it what to do."""
         before = self._replicas.get(report.replica_id)
         draining = report.stats.draining if before is None else before.draining
-        self._replicas[report.replica_id] = _ReplicaRecord(report, now, draining)
+        if before is None and report.borrowing is not None:
+            # It may have been told by a controller before this one.
+            off = report.borrowing.switched_off
+            self._pairs_off |= {(report.model.name, lender) for lender in off}
+        replica = self._replicas[report.replica_id] = _ReplicaRecord(report, now, draining)
         record = self._models.get(report.model.name)
         if record is None:
             # A restarted controller meets a model that was loaded at run time.
@@ -147,6 +174,122 @@ class Fleet:
             else max(0.0, record.unload_deadline - now),
             role=role,
             peers=self._peers(record, now) if role is Role.DECODE else (),
+            lenders=tuple(self._lenders(replica, now)),
+            lenders_off=tuple(
+                lender
+                for lender in lenders_of(report.model, self.models)
+                if (report.model.name, lender) in self._pairs_off
+            ),
+            drain_loans=tuple(
+                loan.name for loan in replica.loans if loan.name in self._loans_to_drain
+            ),
+            loans=tuple(
+                loan.name for loan in self._loans(now) if loan.lender_replica == report.replica_id
+            ),
+        )
+
+    def set_pair(self, pair: str, enabled: bool) -> None:
+        """Let a model borrow from another, or end what it has borrowed; ``borrower/lender``.
+
+        Raises:
+            NotFound: these are no two models of which one may borrow from the other.
+        """
+        known = {f"{borrower}/{lender}": (borrower, lender) for borrower, lender in self._pairs()}
+        if pair not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise NotFound(f"there is no pair {pair!r} of borrower/lender; the pairs are: {names}")
+        if enabled:
+            self._pairs_off.discard(known[pair])
+        else:
+            self._pairs_off.add(known[pair])
+
+    def drain_loan(self, name: str, now: float) -> None:
+        """
+        Raises:
+            NotFound: no live replica has borrowed under that name.
+        """
+        known = {loan.name for loan in self._loans(now)}
+        if name not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise NotFound(f"there is no loan {name!r}; the loans are: {names}")
+        # Those of loans that have ended meanwhile are of no use any more.
+        self._loans_to_drain = self._loans_to_drain & known | {name}
+
+    def lending_state(self, now: float) -> LendingState:
+        return LendingState(
+            models=tuple(
+                LendingModelState(
+                    model=model.name,
+                    lend_memory=lending.lend_memory,
+                    borrow_memory=lending.borrow_memory,
+                    tpot_budget=lending.tpot_budget if lending.lend_memory else None,
+                )
+                for model in self.models
+                if (lending := model.lending) is not None
+            ),
+            pairs=tuple(
+                LendingPairState(
+                    borrower=borrower,
+                    lender=lender,
+                    enabled=(borrower, lender) not in self._pairs_off,
+                    problem=self._problem(borrower, lender, now),
+                )
+                for borrower, lender in self._pairs()
+            ),
+            loans=tuple(self._loans(now)),
+            lent=tuple(
+                lent
+                for name in self._models
+                for replica in self._live(name, now)
+                for lent in replica.report.lent
+            ),
+        )
+
+    def _pairs(self) -> Iterator[tuple[str, str]]:
+        for model in self.models:
+            for lender in lenders_of(model, self.models):
+                yield model.name, lender
+
+    def _loans(self, now: float) -> Iterator[LoanState]:
+        for name in self._models:
+            for replica in self._live(name, now):
+                yield from replica.loans
+
+    def _problem(self, borrower: str, lender: str, now: float) -> str | None:
+        """Of the first replica that has one."""
+        for replica in self._live(borrower, now):
+            said = replica.report.borrowing
+            if said is not None and lender in said.problems:
+                return said.problems[lender]
+            if not any(self._may_lend(other, replica) for other in self._live(lender, now)):
+                return f"no other device of {replica.report.device}'s node has it ready to lend"
+        return None
+
+    def _lenders(self, borrower: _ReplicaRecord, now: float) -> Iterator[LenderReplica]:
+        """One replica of each lender's model: that of the loan there is, or the least asked."""
+        mine = {loan.lender_replica for loan in borrower.loans}
+        asked = Counter(loan.lender_replica for loan in self._loans(now))
+        name = borrower.report.model.name
+        for lender in lenders_of(borrower.report.model, self.models):
+            may = [r for r in self._live(lender, now) if self._may_lend(r, borrower)]
+            if may and (name, lender) not in self._pairs_off:
+                best = min(
+                    may,
+                    key=lambda r: (
+                        r.report.replica_id not in mine,
+                        asked[r.report.replica_id],
+                        r.report.device,
+                    ),
+                ).report
+                yield LenderReplica(model=lender, id=best.replica_id, address=best.address)
+
+    def _may_lend(self, lender: _ReplicaRecord, borrower: _ReplicaRecord) -> bool:
+        # On one device, the borrower would wait for a lender whose core it holds.
+        return (
+            lender.host == borrower.host
+            and lender.report.device != borrower.report.device
+            and not lender.stops
+            and self._record(lender.report.model.name).unload_deadline is None
         )
 
     def _role(self, record: _ModelRecord, report: EngineReport) -> Role:
@@ -259,6 +402,7 @@ class Fleet:
                     role=self._role(record, r.report),
                     in_flight=r.report.in_flight,
                     load=r.report.stats.load,
+                    borrowing=r.report.borrowing,
                 )
                 for r in sorted(self._live(name, now), key=lambda r: r.report.device)
             ),

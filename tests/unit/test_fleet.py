@@ -9,7 +9,13 @@ from loomserve.deployments.fleet import REPORT_EXPIRES_S, Fleet
 from loomserve.platform.config import Device, Model
 from loomserve.platform.errors import Conflict, NotFound, UnknownModel
 from loomserve.platform.roles import Role
-from loomserve.platform.state import ModelStatus, ReplicaLoad
+from loomserve.platform.state import (
+    BorrowingState,
+    LentState,
+    LoanState,
+    ModelStatus,
+    ReplicaLoad,
+)
 from loomserve.routers.snapshot import RoutingStats
 
 DEVICES = (Device(name="core0", cores=(0,)), Device(name="core1", cores=(1,)))
@@ -142,3 +148,149 @@ def test_only_decode_replicas_hear_of_their_peers_and_of_their_roles_to_come() -
     assert peers["r0"].stats.draining
     later = REPORT_EXPIRES_S + 1
     assert {peer.id for peer in some.report(report("r1", "core1"), later).peers} == {"r1"}
+
+
+HOT = Model(name="org/hot", source="demo", devices=("core0",), lending={"borrow_memory": 2**30})
+COLD = Model(
+    name="org/cold", source="demo", devices=("core0", "core1"), lending={"lend_memory": 2**20}
+)
+
+
+def lending_fleet() -> Fleet:
+    """A borrower on core0 beside one lender's replica, whose other one is on core1."""
+    some = Fleet(DEVICES, drain_timeout_s=60)
+    for model in (HOT, COLD):
+        some.add(model, 1)
+    some.report(report("c0", "core0", model=COLD, address="127.0.0.1:10"), 0)
+    some.report(report("c1", "core1", model=COLD, address="127.0.0.1:11"), 0)
+    return some
+
+
+def loan(lender_replica: str, name: str = "loan-1", borrower_replica: str = "h0") -> LoanState:
+    return LoanState(
+        name=name, borrower=HOT.name, borrower_replica=borrower_replica, lender=COLD.name,
+        lender_replica=lender_replica, draining=False, phase="open", most_tokens=9, age_s=1,
+        usable_blocks=4, free_blocks=1, requests=1, tasks=1,
+        wait_mean_us=1, wait_max_us=1, wait_share=0.1, service_share=0.1,
+    )  # fmt: skip
+
+
+def borrowing(*loans: LoanState, **changes: object) -> EngineReport:
+    values: dict[str, object] = {"own_blocks": 8, "own_free_blocks": 1, "broken": {},
+                                 "problems": {}, "switched_off": ()}  # fmt: skip
+    state = BorrowingState.model_validate({**values, **changes, "loans": loans})
+    return report("h0", "core0", model=HOT, address="127.0.0.1:20", borrowing=state)
+
+
+def lenders(of: Fleet, now: float, *loans: LoanState) -> list[str]:
+    return [lender.id for lender in of.report(borrowing(*loans), now).lenders]
+
+
+def test_a_borrower_hears_of_a_lender_on_another_device_of_its_node() -> None:
+    some = lending_fleet()
+    (lender,) = some.report(borrowing(), 1).lenders
+    assert (lender.model, lender.id, lender.address) == ("org/cold", "c1", "127.0.0.1:11")
+    some.report(report("c1", "core1", model=COLD, address="10.0.0.2:11"), 2)
+    assert lenders(some, 2) == []
+
+
+def test_lenders_that_drain_unload_or_report_no_more_lend_nothing() -> None:
+    some = lending_fleet()
+    some.set_draining("c1", True)
+    assert lenders(some, 1) == []
+    some.set_draining("c1", False)
+    assert lenders(some, 1) == ["c1"]
+    assert lenders(some, REPORT_EXPIRES_S + 1) == []
+    some.report(report("c1", "core1", model=COLD), 9)
+    assert lenders(some, 9) == ["c1"]
+    some.begin_unload(COLD.name, deadline=60)
+    assert lenders(some, 9) == []
+
+
+def test_a_lender_hears_of_its_loans_only_while_their_borrower_lives() -> None:
+    some = lending_fleet()
+    some.report(borrowing(loan("c1")), 1)
+    assert some.report(report("c1", "core1", model=COLD), 1).loans == ("loan-1",)
+    assert some.report(report("c0", "core0", model=COLD), 1).loans == ()
+    later = REPORT_EXPIRES_S + 2
+    assert some.report(report("c1", "core1", model=COLD), later).loans == ()
+
+
+def test_of_a_models_replicas_the_one_in_use_lends_or_else_the_least_asked() -> None:
+    devices = (*DEVICES, Device(name="core2", cores=(2,)), Device(name="core3", cores=(3,)))
+    some = Fleet(devices, drain_timeout_s=60)
+    many = {"devices": tuple(device.name for device in devices)}
+    for model in (HOT.model_copy(update=many), COLD.model_copy(update=many)):
+        some.add(model, 2)
+    for number in (1, 2, 3):
+        some.report(report(f"c{number}", f"core{number}", model=COLD), 0)
+    assert lenders(some, 0) == ["c1"]
+    assert lenders(some, 0, loan("c3")) == ["c3"]
+    other = borrowing(loan("c1", "loan-2", "h1"))
+    some.report(other.model_copy(update={"replica_id": "h1", "device": "core2"}), 0)
+    assert lenders(some, 0) == ["c2"]
+
+
+def test_a_pair_that_is_switched_off_has_no_lender_until_it_is_switched_on() -> None:
+    some = lending_fleet()
+    some.set_pair("org/hot/org/cold", False)
+    orders = some.report(borrowing(), 1)
+    assert (orders.lenders, orders.lenders_off) == ((), ("org/cold",))
+    # A replica that is started anew hears the same.
+    anew = borrowing().model_copy(update={"replica_id": "h1"})
+    assert some.report(anew, 1).lenders_off == ("org/cold",)
+    assert [pair.enabled for pair in some.lending_state(1).pairs] == [False]
+    some.set_pair("org/hot/org/cold", True)
+    assert lenders(some, 1) == ["c1"]
+    with pytest.raises(NotFound, match="the pairs are: org/hot/org/cold"):
+        some.set_pair("org/cold/org/hot", False)
+
+
+def test_a_new_controller_learns_from_a_borrower_which_pairs_are_off() -> None:
+    restarted = lending_fleet()
+    orders = restarted.report(borrowing(switched_off=("org/cold",)), 1)
+    assert orders.lenders_off == ("org/cold",)
+    restarted.set_pair("org/hot/org/cold", True)
+    # The borrower has not heard of it yet.
+    assert not restarted.report(borrowing(switched_off=("org/cold",)), 2).lenders_off
+
+
+def test_a_loan_is_drained_by_order_to_its_borrower() -> None:
+    some = lending_fleet()
+    some.report(borrowing(loan("c1")), 1)
+    with pytest.raises(NotFound, match="the loans are: loan-1"):
+        some.drain_loan("loan-2", 1)
+    some.drain_loan("loan-1", 1)
+    assert some.report(borrowing(loan("c1")), 2).drain_loans == ("loan-1",)
+    assert not some.report(borrowing(loan("c1", "loan-2")), 3).drain_loans
+
+
+def test_unload_waits_for_what_a_lender_has_lent() -> None:
+    some = lending_fleet()
+    lent = LentState(name="loan-1", lender=COLD.name, lender_replica="c1", borrower=HOT.name,
+                     blocks=2, most_blocks=4, taken_back_blocks=0)  # fmt: skip
+    some.report(report("c1", "core1", model=COLD, lent=(lent,)), 1)
+    some.begin_unload(COLD.name, deadline=10)
+    assert not some.unload_may_finish(COLD.name, 2)
+    assert some.unload_may_finish(COLD.name, 10)
+    some.report(report("c1", "core1", model=COLD), 3)
+    assert some.unload_may_finish(COLD.name, 3)
+
+
+def test_the_state_of_lending_shows_budgets_pairs_loans_and_why_there_is_none() -> None:
+    some = lending_fleet()
+    some.report(borrowing(loan("c1")), 1)
+    state = some.lending_state(1)
+    hot, cold = state.models
+    assert (hot.borrow_memory, hot.lend_memory, hot.tpot_budget) == (2**30, None, None)
+    assert (cold.borrow_memory, cold.lend_memory, cold.tpot_budget) == (None, 2**20, 1.15)
+    (pair,) = state.pairs
+    assert (pair.borrower, pair.lender, pair.problem) == ("org/hot", "org/cold", None)
+    assert [loan.name for loan in state.loans] == ["loan-1"]
+    some.report(borrowing(problems={"org/cold": "nothing is left"}), 2)
+    assert some.lending_state(2).pairs[0].problem == "nothing is left"
+    some.set_draining("c1", True)
+    some.report(borrowing(), 3)
+    problem = some.lending_state(3).pairs[0].problem
+    assert problem is not None
+    assert "no other device of core0's node" in problem
