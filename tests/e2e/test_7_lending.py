@@ -1,0 +1,255 @@
+"""A hot model that borrows memory and attention from a cold one, and all that can end a loan."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from tests.e2e.conftest import Platform
+from tests.e2e.test_3_admin import model_state, wait_for
+
+pytestmark = pytest.mark.e2e
+
+BORROWER, LENDER = "lending-hot", "lending-cold"
+ENGINE = {
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "block_size": 32,
+    "enforce_eager": True,
+}
+# A block is 1.5 MB, so the borrower holds 45 itself, and no more than five of these prompts.
+COLD_MODEL = {
+    "name": LENDER,
+    "source": "demo",
+    "devices": ["core1"],
+    "kv_cache_memory": "384MiB",
+    "engine": ENGINE,
+    "lending": {"lend_memory": "256MiB"},
+}
+HOT_MODEL = {
+    "name": BORROWER,
+    "source": "demo",
+    "devices": ["core0"],
+    "kv_cache_memory": "64MiB",
+    "engine": ENGINE,
+    "lending": {"borrow_memory": "192MiB", "lenders": [LENDER], "patience_ms": 2000},
+}
+PROMPTS = [f"Tale {number}. " + "Once upon a time there was a fox. " * 12 for number in range(12)]
+TOKENS = 120
+
+
+@pytest.fixture(scope="module")
+def lending(platform: Platform) -> Iterator[Platform]:
+    """The platform with these two models instead of its own, for which there is no memory."""
+    own = yaml.safe_load((platform.log.parent / "config.yaml").read_text())["models"]
+    replace(platform, own, [COLD_MODEL, HOT_MODEL])
+    yield platform
+    replace(platform, [HOT_MODEL, COLD_MODEL], own)
+
+
+def replace(platform: Platform, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> None:
+    with platform.admin() as admin:
+        for model in old:
+            admin.delete(f"/admin/v1/models/{model['name']}").raise_for_status()
+        wait_for(lambda: not platform.state()["models"], 120)
+        for model in new:
+            admin.post("/admin/v1/models", json=model).raise_for_status()
+    for model in new:
+        wait_for(lambda name=model["name"]: status(platform, name) == "ready", 240)
+
+
+def status(platform: Platform, name: str) -> str | None:
+    state = model_state(platform, name)
+    return state and state["status"]
+
+
+def lending_state(platform: Platform) -> dict[str, Any]:
+    with platform.admin() as admin:
+        state: dict[str, Any] = admin.get("/admin/v1/lending").raise_for_status().json()
+    return state
+
+
+def loans(platform: Platform) -> list[dict[str, Any]]:
+    return list(lending_state(platform)["loans"])
+
+
+def wait_for_loan(platform: Platform) -> dict[str, Any]:
+    wait_for(lambda: any(loan["usable_blocks"] for loan in loans(platform)), 120)
+    return loans(platform)[0]
+
+
+def switch(platform: Platform, enabled: bool) -> None:
+    path = f"/admin/v1/lending/pairs/{BORROWER}/{LENDER}"
+    with platform.admin() as admin:
+        admin.put(path, json={"enabled": enabled}).raise_for_status()
+
+
+def answer(platform: Platform, prompt: str) -> str:
+    stream = platform.client().completions.create(
+        model=BORROWER,
+        prompt=prompt,
+        max_tokens=TOKENS,
+        temperature=0,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    return "".join(chunk.choices[0].text for chunk in stream if chunk.choices)
+
+
+@contextmanager
+def streaming(platform: Platform) -> Iterator[Callable[[], list[str]]]:
+    """All prompts at once; inside, some of them run with the lender."""
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        running = [pool.submit(answer, platform, prompt) for prompt in PROMPTS]
+        wait_for(lambda: any(loan["requests"] for loan in loans(platform)), 60)
+        yield lambda: [one.result(300) for one in running]
+
+
+def broken(platform: Platform) -> float:
+    return platform.metric("loomserve_lending_broken_loans_total", model=BORROWER)
+
+
+@pytest.fixture(scope="module")
+def alone(lending: Platform) -> list[str]:
+    """What the borrower answers while it borrows nothing."""
+    switch(lending, False)
+    wait_for(lambda: not loans(lending), 90)
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        answers = list(pool.map(lambda prompt: answer(lending, prompt), PROMPTS))
+    switch(lending, True)
+    return answers
+
+
+def test_a_loan_is_opened_by_itself_and_seen_on_both_sides(lending: Platform) -> None:
+    loan = wait_for_loan(lending)
+    assert (loan["borrower"], loan["lender"], loan["draining"]) == (BORROWER, LENDER, False)
+    wait_for(lambda: bool(lending_state(lending)["lent"]), 10)
+    (lent,) = lending_state(lending)["lent"]
+    assert (lent["name"], lent["borrower"]) == (loan["name"], BORROWER)
+    assert lent["blocks"] > 0
+    assert lending.metric("loomserve_lending_borrowed_blocks", model=BORROWER, lender=LENDER) > 0
+    assert lending.metric("loomserve_lending_lent_blocks", model=LENDER, borrower=BORROWER) > 0
+    (replica,) = model_state(lending, BORROWER)["replicas"]
+    assert [each["name"] for each in replica["borrowing"]["loans"]] == [loan["name"]]
+
+
+def test_answers_are_the_same_with_and_without_a_lender(
+    lending: Platform, alone: list[str]
+) -> None:
+    wait_for_loan(lending)
+    tasks = lending.metric("loomserve_lending_tasks_total", model=BORROWER)
+    with streaming(lending) as answers:
+        assert answers() == alone
+    wait_for(lambda: lending.metric("loomserve_lending_tasks_total", model=BORROWER) > tasks, 10)
+    wait_for(lambda: loans(lending)[0]["tasks"] > 0, 10)
+    loan = loans(lending)[0]
+    assert 0 < loan["wait_mean_us"] <= loan["wait_max_us"]
+    assert 0 < loan["wait_share"] < 1
+
+
+def test_a_loan_that_is_drained_lets_its_requests_finish(
+    lending: Platform, alone: list[str]
+) -> None:
+    name = wait_for_loan(lending)["name"]
+    before = broken(lending)
+    with streaming(lending) as answers:
+        with lending.admin() as admin:
+            path = f"/admin/v1/lending/loans/{name}/drain"
+            assert admin.post(path).status_code == 202
+        assert answers() == alone
+    wait_for(lambda: name not in {loan["name"] for loan in loans(lending)}, 90)
+    wait_for(lambda: not lending_state(lending)["lent"], 10)
+    assert broken(lending) == before
+
+
+def test_a_lender_that_is_killed_costs_no_answer_and_lends_again(
+    lending: Platform, alone: list[str]
+) -> None:
+    name = wait_for_loan(lending)["name"]
+    before = broken(lending)
+    (replica,) = model_state(lending, LENDER)["replicas"]
+    with streaming(lending) as answers:
+        for process in psutil.Process(replica["pid"]).children(recursive=True):
+            process.kill()
+        assert answers() == alone
+    wait_for(lambda: broken(lending) == before + 1, 10)
+    wait_for(lambda: status(lending, LENDER) == "ready", 240)
+    assert wait_for_loan(lending)["name"] != name
+
+
+def test_a_pair_that_is_switched_off_stays_off_for_a_new_replica(
+    lending: Platform, alone: list[str]
+) -> None:
+    wait_for_loan(lending)
+    with streaming(lending) as answers:
+        switch(lending, False)
+        assert answers() == alone
+    wait_for(lambda: not loans(lending), 90)
+    (replica,) = model_state(lending, BORROWER)["replicas"]
+    psutil.Process(replica["pid"]).kill()
+    wait_for(lambda: model_state(lending, BORROWER)["replicas"] == [], 60)
+    wait_for(lambda: status(lending, BORROWER) == "ready", 240)
+    time.sleep(8)  # reports have gone round, and a loan would be there
+    assert not loans(lending)
+    assert [pair["enabled"] for pair in lending_state(lending)["pairs"]] == [False]
+    switch(lending, True)
+    wait_for_loan(lending)
+
+
+def test_a_borrower_that_is_killed_leaves_nothing_with_its_lender(lending: Platform) -> None:
+    loan = wait_for_loan(lending)
+    (replica,) = model_state(lending, BORROWER)["replicas"]
+    for process in [psutil.Process(replica["pid"]),
+                    *psutil.Process(replica["pid"]).children(recursive=True)]:  # fmt: skip
+        process.kill()
+    wait_for(lambda: loan["name"] not in {lent["name"] for lent in
+                                          lending_state(lending)["lent"]}, 40)  # fmt: skip
+    wait_for(lambda: status(lending, BORROWER) == "ready", 240)
+    wait_for_loan(lending)
+    assert not rings_of(replica["pid"])
+
+
+def rings_of(pid: int) -> list[Path]:
+    return list(Path("/dev/shm").glob(f"loomserve-ring-{pid}-*"))
+
+
+def test_a_lender_that_is_unloaded_ends_its_loans_first(
+    lending: Platform, alone: list[str]
+) -> None:
+    wait_for_loan(lending)
+    before = broken(lending)
+    with streaming(lending) as answers:
+        with lending.admin() as admin:
+            admin.delete(f"/admin/v1/models/{LENDER}").raise_for_status()
+        assert answers() == alone
+    wait_for(lambda: status(lending, LENDER) is None, 90)
+    assert broken(lending) == before
+    with lending.admin() as admin:
+        admin.post("/admin/v1/models", json=COLD_MODEL).raise_for_status()
+    wait_for(lambda: status(lending, LENDER) == "ready", 240)
+    wait_for_loan(lending)
+
+
+def test_what_cannot_be_done_is_said_with_what_there_is(lending: Platform) -> None:
+    name = wait_for_loan(lending)["name"]
+    with lending.admin() as admin:
+        pair = admin.put(f"/admin/v1/lending/pairs/{LENDER}/{BORROWER}", json={"enabled": False})
+        assert pair.status_code == 404
+        assert f"{BORROWER}/{LENDER}" in pair.json()["error"]["message"]
+        loan = admin.post("/admin/v1/lending/loans/none/drain")
+        assert loan.status_code == 404
+        assert re.search(rf"the loans are: .*{name}", loan.json()["error"]["message"])
+        lonely = {**HOT_MODEL, "name": "lonely", "lending": {"borrow_memory": "1MiB",
+                                                            "lenders": [BORROWER]}}  # fmt: skip
+        refused = admin.post("/admin/v1/models", json=lonely)
+        assert refused.status_code == 400
+        assert f"cannot borrow from '{BORROWER}'" in refused.json()["error"]["message"]
