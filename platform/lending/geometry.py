@@ -1,0 +1,54 @@
+"""What a lender must know of a borrower's attention to keep its KV cache and to compute with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Shape, type and arithmetic of one model's attention, alike in all its layers.
+
+    ``dtype`` is of activations and KV cache alike; ``isa`` is the variant of vLLM's CPU attention
+    kernel ("vec", "vec16", "amx", "neon", …) that packs a block's interior; ``scale`` multiplies
+    the logits; ``sliding_window`` counts tokens, -1 is none; a ``softcap`` of 0 is none.
+
+    Raises ``ValueError`` where no such attention can be.
+    """
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: str
+    scale: float
+    isa: str
+    sliding_window: int = -1
+    softcap: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ITEM_BYTES:
+            raise ValueError(f"KV of {self.dtype} cannot be lent; {', '.join(ITEM_BYTES)} can")
+        counts = (self.layers, self.query_heads, self.kv_heads, self.head_size, self.block_size)
+        if min(counts) < 1 or self.query_heads % self.kv_heads:
+            raise ValueError(f"no attention has this geometry: {self}")
+
+    @property
+    def layer_block_bytes(self) -> int:
+        """Bytes of one block of one layer, keys and values together."""
+        elements = 2 * self.kv_heads * self.block_size * self.head_size
+        return elements * ITEM_BYTES[self.dtype]
+
+    def to_json(self) -> str:
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        """The geometry that :meth:`to_json` wrote; ``ValueError`` if it is none."""
+        return msgspec.json.decode(text, type=cls)
