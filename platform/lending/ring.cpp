@@ -1,0 +1,659 @@
+// The hot path of the task ring: posting, waiting and serving without Python in between.
+//
+// The layout of the shared memory and the argument for its ordering stand in ring.py, the meaning
+// of each call in borrower.py and lender.py. vLLM's operators are looked up by name at run time.
+
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <linux/futex.h>
+#include <omp.h>
+#include <poll.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <torch/csrc/utils/pybind.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <cerrno>
+#include <condition_variable>
+#include <cstring>
+#include <ctime>
+#include <limits>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+namespace py = pybind11;
+
+namespace {
+
+using Word = std::atomic<int64_t>;
+static_assert(Word::is_always_lock_free && sizeof(Word) == 8);
+
+// As in ring.py.
+enum Line {
+  kGranted, kWanted, kVacated, kClosed, kBorrower, kLender, kStep, kPosted, kDone, kSleeping,
+  kBorrowerStats, kLenderStats
+};
+enum Closed { kOpen, kDrained, kRevoked, kTimedOut, kDied, kRefused, kFailed };
+constexpr int kLineWords = 16;
+
+constexpr int64_t kMicrosecond = 1'000;
+constexpr int64_t kMillisecond = 1'000'000;
+// A wait that lasts so long lets others have the core between its looks.
+constexpr int64_t kYieldAfter = 200 * kMicrosecond;
+// A borrower looks so often whether its lender lives, a lender whether its borrowers do.
+constexpr int64_t kBorrowerLooks = kMillisecond;
+constexpr int64_t kLenderLooks = 100 * kMillisecond;
+// A kernel that cannot wait for several futexes at once looks so often at all of them.
+constexpr int64_t kSeveralLooks = 200 * kMicrosecond;
+constexpr int kSpins = 64;
+
+int64_t now_ns() {
+  timespec time;
+  clock_gettime(CLOCK_MONOTONIC, &time);
+  return time.tv_sec * 1'000'000'000 + time.tv_nsec;
+}
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+// One ring as this process maps it. The tensors keep the mapping alive.
+class Ring {
+ public:
+  Ring(at::Tensor control, at::Tensor query_start_loc, at::Tensor seq_lens, at::Tensor block_table,
+       at::Tensor slot_mapping, at::Tensor query, at::Tensor key, at::Tensor value,
+       at::Tensor output)
+      : query_start_loc(std::move(query_start_loc)), seq_lens(std::move(seq_lens)),
+        block_table(std::move(block_table)), slot_mapping(std::move(slot_mapping)),
+        query(std::move(query)), key(std::move(key)), value(std::move(value)),
+        output(std::move(output)), control_(std::move(control)),
+        words_(reinterpret_cast<Word*>(control_.data_ptr<int64_t>())) {}
+
+  Word& word(Line line, int place = 0) { return words_[line * kLineWords + place]; }
+
+  int64_t load(Line line, int place = 0) {
+    return word(line, place).load(std::memory_order_relaxed);
+  }
+
+  void store(Line line, int place, int64_t value) {
+    word(line, place).store(value, std::memory_order_relaxed);
+  }
+
+  // To a word that this side alone writes.
+  void add(Line line, int place, int64_t value) { store(line, place, load(line, place) + value); }
+
+  bool closed() { return load(kClosed) != kOpen; }
+
+  void shut(Closed reason) {
+    int64_t open = kOpen;
+    word(kClosed).compare_exchange_strong(open, reason);
+  }
+
+  // The half of the counter of posted tasks that changes with every task.
+  uint32_t* futex() {
+    return reinterpret_cast<uint32_t*>(&word(kPosted)) +
+           (std::endian::native == std::endian::little ? 0 : 1);
+  }
+
+  void wake() {
+    syscall(SYS_futex, futex(), FUTEX_WAKE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
+  }
+
+  at::Tensor query_start_loc, seq_lens, block_table, slot_mapping, query, key, value, output;
+
+ private:
+  at::Tensor control_;
+  Word* words_;
+};
+
+// Whether the other worker's process is gone; a process that nobody has reaped is, too.
+class Peer {
+ public:
+  Peer(std::shared_ptr<Ring> ring, Line side) : ring_(std::move(ring)), side_(side) {}
+  Peer(const Peer&) = delete;
+  ~Peer() {
+    if (descriptor_ >= 0) close(descriptor_);
+  }
+
+  // Soon after it came, lest its number meanwhile means another process.
+  void meet() {
+    if (descriptor_ >= 0 || gone_) return;
+    int64_t pid = ring_->load(side_);
+    if (pid == 0) return;
+    descriptor_ = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
+    gone_ = descriptor_ < 0 && errno == ESRCH;
+  }
+
+  bool gone() {
+    meet();
+    if (descriptor_ >= 0) {
+      pollfd ended{descriptor_, POLLIN, 0};
+      gone_ = ::poll(&ended, 1, 0) > 0;
+    }
+    return gone_;
+  }
+
+ private:
+  std::shared_ptr<Ring> ring_;
+  Line side_;
+  int descriptor_ = -1;
+  bool gone_ = false;
+};
+
+// Copy between rows of a [tokens, heads, size] or [tokens, heads * size] tensor and packed rows.
+template <typename Copy>
+void each_row(const at::Tensor& rows, const at::Tensor& packed, Copy copy) {
+  const int64_t tokens = rows.size(0), row = packed.stride(0) * packed.element_size();
+  TORCH_CHECK(rows.stride(-1) == 1 && rows.scalar_type() == packed.scalar_type() &&
+                  rows.numel() == tokens * packed.stride(0) && tokens <= packed.size(0),
+              "a task's tensor of ", rows.sizes(), " and type ", rows.scalar_type(),
+              " is not of the ring's geometry ", packed.sizes());
+  const bool whole = rows.dim() == 2 || rows.stride(1) == rows.size(2);
+  auto* strided = static_cast<char*>(rows.data_ptr());
+  auto* dense = static_cast<char*>(packed.data_ptr());
+  const int64_t step = rows.stride(0) * rows.element_size();
+  if (whole && step == row) {
+    copy(strided, dense, tokens * row);
+    return;
+  }
+  const int64_t parts = whole ? 1 : rows.size(1), size = row / parts;
+  const int64_t part = whole ? 0 : rows.stride(1) * rows.element_size();
+  for (int64_t token = 0; token < tokens; ++token)
+    for (int64_t i = 0; i < parts; ++i)
+      copy(strided + token * step + i * part, dense + token * row + i * size, size);
+}
+
+void pack(const at::Tensor& rows, const at::Tensor& packed) {
+  each_row(rows, packed, [](char* from, char* to, size_t size) { std::memcpy(to, from, size); });
+}
+
+void unpack(const at::Tensor& packed, const at::Tensor& rows) {
+  each_row(rows, packed, [](char* to, char* from, size_t size) { std::memcpy(to, from, size); });
+}
+
+class Borrower {
+ public:
+  explicit Borrower(std::shared_ptr<Ring> ring)
+      : ring_(std::move(ring)), lender_(ring_, kLender), posted_(ring_->load(kPosted)) {}
+
+  void post(int64_t layer, const at::Tensor& query, const at::Tensor& key,
+            const at::Tensor& value) {
+    if (ring_->closed()) return;
+    const int64_t begin = now_ns(), tokens = ring_->load(kStep, 2);
+    TORCH_CHECK(query.size(0) == tokens && key.size(0) == tokens && value.size(0) == tokens,
+                "a task of ", query.size(0), " tokens in a step of ", tokens);
+    pack(query, ring_->query);
+    pack(key, ring_->key);
+    pack(value, ring_->value);
+    const int64_t end = now_ns();
+    ring_->store(kPosted, 1, layer);
+    ring_->store(kPosted, 2, end);
+    ring_->word(kPosted).store(++posted_, std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (ring_->load(kSleeping)) ring_->wake();
+    lender_.meet();
+    ring_->store(kBorrower, 1, end);
+    ring_->add(kBorrowerStats, 0, 1);
+    ring_->add(kBorrowerStats, 1, now_ns() - begin);
+  }
+
+  bool wait(const at::Tensor& output, double timeout_s) {
+    py::gil_scoped_release no_python;
+    const int64_t begin = now_ns(), timeout = static_cast<int64_t>(timeout_s * 1e9);
+    if (!done(begin, timeout)) return false;
+    unpack(ring_->output, output);
+    const int64_t waited = now_ns() - begin;
+    ring_->store(kBorrower, 1, begin + waited);
+    ring_->add(kBorrowerStats, 2, waited);
+    ring_->store(kBorrowerStats, 3, std::max(waited, ring_->load(kBorrowerStats, 3)));
+    return true;
+  }
+
+ private:
+  bool done(int64_t begin, int64_t timeout) {
+    int64_t looked = begin;
+    for (;;) {
+      for (int i = 0; i < kSpins; ++i) {
+        // A closed ring's tasks are answered by nobody, or too late.
+        if (ring_->closed()) return false;
+        if (ring_->word(kDone).load(std::memory_order_acquire) == posted_) return true;
+        relax();
+      }
+      const int64_t now = now_ns();
+      if (now - begin >= timeout) ring_->shut(kTimedOut);
+      if (now - looked >= kBorrowerLooks) {
+        looked = now;
+        if (lender_.gone()) ring_->shut(kDied);
+      }
+      if (now - begin >= kYieldAfter) sched_yield();
+    }
+  }
+
+  std::shared_ptr<Ring> ring_;
+  Peer lender_;
+  int64_t posted_;
+};
+
+// vLLM's CPU attention, by the names under which it registers its operators.
+class Attention {
+ public:
+  Attention()
+      : metadata_(find("_C::get_scheduler_metadata", 13)),
+        write_(find("_C::cpu_attn_reshape_and_cache", 9)),
+        attend_(find("_C::cpu_attention_with_kv_cache", 18)),
+        whole_("auto") {}
+
+  struct Shape {
+    int64_t query_heads, kv_heads, head_size, sliding_window;
+    double scale, softcap;
+    bool split_kv;
+    at::ScalarType dtype;
+    c10::IValue isa;
+  };
+
+  at::Tensor metadata(const Shape& of, int64_t requests, const at::Tensor& query_start_loc,
+                      const at::Tensor& seq_lens) {
+    stack_.clear();
+    torch::jit::push(stack_, requests, of.query_heads, of.kv_heads, of.head_size, seq_lens,
+                     of.dtype, query_start_loc, true, of.sliding_window, of.isa, of.split_kv,
+                     c10::IValue(), whole_);
+    metadata_.callBoxed(stack_);
+    return stack_.at(0).toTensor();
+  }
+
+  void write(const Shape& of, const at::Tensor& key, const at::Tensor& value,
+             const at::Tensor& key_cache, const at::Tensor& value_cache,
+             const at::Tensor& slot_mapping) {
+    stack_.clear();
+    torch::jit::push(stack_, key, value, key_cache, value_cache, slot_mapping, of.isa, 1.0, 1.0,
+                     whole_);
+    write_.callBoxed(stack_);
+  }
+
+  void attend(const Shape& of, const at::Tensor& query, const at::Tensor& key_cache,
+              const at::Tensor& value_cache, const at::Tensor& output,
+              const at::Tensor& query_start_loc, const at::Tensor& seq_lens,
+              const at::Tensor& block_table, const at::Tensor& metadata) {
+    stack_.clear();
+    torch::jit::push(stack_, query, key_cache, value_cache, output, query_start_loc, seq_lens,
+                     of.scale, true, c10::IValue(), of.sliding_window, block_table, of.softcap,
+                     metadata, c10::IValue(), c10::IValue(), 1.0, 1.0, whole_);
+    attend_.callBoxed(stack_);
+  }
+
+ private:
+  static c10::OperatorHandle find(const char* name, size_t arguments) {
+    auto found = c10::Dispatcher::singleton().findSchema({name, ""});
+    TORCH_CHECK(found && found->schema().arguments().size() == arguments, "there is no operator ",
+                name, " with ", arguments,
+                " arguments: import vLLM's kernels first, of the version that Loomserve names");
+    return *found;
+  }
+
+  c10::OperatorHandle metadata_, write_, attend_;
+  c10::IValue whole_;
+  torch::jit::Stack stack_;
+};
+
+using Caches = std::vector<std::pair<at::Tensor, at::Tensor>>;
+
+// One ring at the lender, with the guest's KV in the lender's memory.
+class Guest {
+ public:
+  Guest(std::shared_ptr<Ring> of, Attention::Shape shape, Caches caches)
+      : ring(of), borrower(of, kBorrower), shape_(std::move(shape)), caches_(std::move(caches)),
+        blocks_(caches_.at(0).first.size(0)), block_size_(caches_.at(0).first.size(2)),
+        done_(ring->load(kDone)), query_start_loc_(at::empty_like(ring->query_start_loc)),
+        seq_lens_(at::empty_like(ring->seq_lens)), block_table_(at::zeros_like(ring->block_table)),
+        slot_mapping_(at::empty_like(ring->slot_mapping)) {}
+
+  bool posted() {
+    return ring->word(kPosted).load(std::memory_order_acquire) != done_ && !ring->closed();
+  }
+
+  // At most one task; false where there is none to serve.
+  bool serve(Attention& attention, int place) {
+    if (!posted()) return false;
+    const int64_t begin = now_ns(), number = ring->load(kPosted), layer = ring->load(kPosted, 1);
+    if (number != done_ + 1 || layer < 0 || layer >= static_cast<int64_t>(caches_.size()) ||
+        !step_is_valid(attention)) {
+      ring->shut(kRefused);
+      return false;
+    }
+    const auto& [key_cache, value_cache] = caches_[layer];
+    attention.write(shape_, key_, value_, key_cache, value_cache, slots_);
+    attention.attend(shape_, query_, key_cache, value_cache, output_, starts_, lens_, table_,
+                     metadata_);
+    const int64_t end = now_ns();
+    ring->add(kLenderStats, place, 1);
+    ring->add(kLenderStats, 2, end - begin);
+    ring->add(kLenderStats, 3, begin - ring->load(kPosted, 2));
+    done_ = number;
+    ring->word(kDone).store(number, std::memory_order_release);
+    return true;
+  }
+
+  std::shared_ptr<Ring> ring;
+  Peer borrower;
+
+ private:
+  // What is looked at once is a copy that the borrower cannot change afterwards.
+  bool step_is_valid(Attention& attention) {
+    const int64_t step = ring->load(kStep);
+    if (step != step_) {
+      step_ = 0;
+      if (!take_step()) return false;
+      metadata_ = attention.metadata(shape_, starts_.size(0) - 1, starts_, lens_);
+      step_ = step;
+    }
+    return end_ <= std::min(blocks_, ring->load(kGranted));
+  }
+
+  bool take_step() {
+    const int64_t requests = ring->load(kStep, 1), tokens = ring->load(kStep, 2);
+    const int64_t width = ring->block_table.size(1);
+    if (requests < 1 || requests > ring->seq_lens.size(0) || tokens < 1 ||
+        tokens > ring->slot_mapping.size(0))
+      return false;
+    auto* starts = query_start_loc_.data_ptr<int32_t>();
+    auto* lens = seq_lens_.data_ptr<int32_t>();
+    auto* slots = slot_mapping_.data_ptr<int64_t>();
+    std::memcpy(starts, ring->query_start_loc.data_ptr(), (requests + 1) * sizeof(*starts));
+    std::memcpy(lens, ring->seq_lens.data_ptr(), requests * sizeof(*lens));
+    std::memcpy(slots, ring->slot_mapping.data_ptr(), tokens * sizeof(*slots));
+    if (starts[0] != 0 || starts[requests] != tokens) return false;
+    int64_t end = 0;
+    for (int64_t i = 0; i < requests; ++i) {
+      const int64_t added = int64_t{starts[i + 1]} - starts[i];
+      if (added < 1 || lens[i] < added) return false;
+      const int64_t used = (lens[i] + block_size_ - 1) / block_size_;
+      if (used > width) return false;
+      auto* table = block_table_.data_ptr<int32_t>() + i * width;
+      std::memcpy(table, ring->block_table.data_ptr<int32_t>() + i * width,
+                  used * sizeof(*table));
+      const auto [low, high] = std::minmax_element(table, table + used);
+      if (*low < 0) return false;
+      end = std::max(end, int64_t{*high} + 1);
+    }
+    const auto [low, high] = std::minmax_element(slots, slots + tokens);
+    if (*low < 0) return false;
+    end_ = std::max(end, *high / block_size_ + 1);
+    starts_ = query_start_loc_.narrow(0, 0, requests + 1);
+    lens_ = seq_lens_.narrow(0, 0, requests);
+    table_ = block_table_.narrow(0, 0, requests);
+    slots_ = slot_mapping_.narrow(0, 0, tokens);
+    query_ = ring->query.narrow(0, 0, tokens);
+    key_ = ring->key.narrow(0, 0, tokens);
+    value_ = ring->value.narrow(0, 0, tokens);
+    output_ = ring->output.narrow(0, 0, tokens);
+    return true;
+  }
+
+  Attention::Shape shape_;
+  Caches caches_;
+  int64_t blocks_, block_size_, done_;
+  at::Tensor query_start_loc_, seq_lens_, block_table_, slot_mapping_;
+  // Of the step that is being served: blocks from end_ on are not touched.
+  int64_t step_ = 0, end_ = 0;
+  at::Tensor starts_, lens_, table_, slots_, query_, key_, value_, output_, metadata_;
+};
+
+using Guests = std::vector<std::shared_ptr<Guest>>;
+
+class Desk {
+ public:
+  explicit Desk(int64_t spin_ns) : spin_ns_(spin_ns) {}
+  ~Desk() { stop(); }
+
+  void open(std::shared_ptr<Ring> ring, int64_t query_heads, double scale, const std::string& isa,
+            int64_t sliding_window, double softcap, bool split_kv, Caches caches) {
+    const auto& cache = caches.at(0).first;
+    Attention::Shape shape{query_heads,    cache.size(1), cache.size(3), sliding_window,
+                           scale,          softcap,       split_kv,      cache.scalar_type(),
+                           c10::IValue(isa)};
+    auto guest = std::make_shared<Guest>(std::move(ring), std::move(shape), std::move(caches));
+    guest->ring->store(kLender, 1, now_ns());
+    py::gil_scoped_release no_python;
+    std::unique_lock lock(mutex_);
+    if (!attention_) attention_.emplace();
+    guests_.push_back(std::move(guest));
+    if (!thread_.joinable()) start_thread();
+    rouse();
+  }
+
+  void close(const std::shared_ptr<Ring>& ring) {
+    py::gil_scoped_release no_python;
+    std::unique_lock lock(mutex_);
+    ring->store(kSleeping, 0, 0);
+    std::erase_if(guests_, [&](const auto& guest) { return guest->ring == ring; });
+  }
+
+  int64_t poll() {
+    std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) {
+      py::gil_scoped_release no_python;
+      lock.lock();
+    }
+    const int64_t now = now_ns();
+    bool posted = false;
+    for (const auto& guest : guests_) {
+      guest->ring->store(kLender, 1, now);
+      posted |= guest->posted();
+    }
+    if (!posted) return 0;
+    py::gil_scoped_release no_python;
+    const int64_t served = serve_all(kByPoll);
+    // Before Python is asked back, which may take a while.
+    lock.unlock();
+    return served;
+  }
+
+  void busy() {
+    py::gil_scoped_release no_python;
+    idle_.store(false);
+    std::unique_lock lock(mutex_);
+    for (const auto& guest : guests_) guest->ring->store(kSleeping, 0, 0);
+    look_for_dead(now_ns());
+  }
+
+  void idle() {
+    py::gil_scoped_release no_python;
+    std::unique_lock lock(mutex_);
+    idle_.store(true);
+    rouse();
+  }
+
+  void stop() {
+    {
+      py::gil_scoped_release no_python;
+      std::unique_lock lock(mutex_);
+      stopped_ = true;
+      rouse();
+      lock.unlock();
+      if (thread_.joinable()) thread_.join();
+    }
+    guests_.clear();
+  }
+
+ private:
+  // Which of the lender's counters a service adds to.
+  enum Place { kByPoll, kByIdleThread };
+
+  int64_t serve_all(Place place) {
+    c10::InferenceMode no_autograd;
+    int64_t served = 0;
+    for (const auto& guest : guests_) {
+      try {
+        served += guest->serve(*attention_, place);
+      } catch (const std::exception& error) {
+        guest->ring->shut(kFailed);
+        TORCH_WARN("a guest's attention failed: ", error.what());
+      }
+    }
+    return served;
+  }
+
+  void look_for_dead(int64_t now) {
+    if (now - looked_ < kLenderLooks) return;
+    looked_ = now;
+    for (const auto& guest : guests_)
+      if (guest->borrower.gone()) guest->ring->shut(kDied);
+  }
+
+  // Have the idle thread look at everything anew. As it may be about to sleep on what it saw
+  // before, posts shall wake it until it has looked.
+  void rouse() {
+    awake_.notify_one();
+    if (!asleep_) return;
+    for (const auto& guest : guests_) {
+      guest->ring->word(kSleeping).store(1);
+      guest->ring->wake();
+    }
+  }
+
+  // It computes with as many threads as the calling one, on the same cores.
+  void start_thread() {
+    const int threads = at::get_num_threads();
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+#pragma omp parallel num_threads(threads)
+    {
+      cpu_set_t own;
+      CPU_ZERO(&own);
+      sched_getaffinity(0, sizeof own, &own);
+#pragma omp critical
+      CPU_OR(&cores, &cores, &own);
+    }
+    thread_ = std::thread([this, threads, cores] {
+      pthread_setname_np(pthread_self(), "lending-idle");
+      sched_setaffinity(0, sizeof cores, &cores);
+      at::set_num_threads(threads);
+      serve_while_idle();
+    });
+  }
+
+  void serve_while_idle() {
+    std::unique_lock lock(mutex_);
+    int64_t last = now_ns();
+    while (!stopped_) {
+      if (!idle_.load() || guests_.empty()) {
+        awake_.wait(lock);
+        last = now_ns();
+        continue;
+      }
+      const int64_t served = serve_all(kByIdleThread);
+      const int64_t now = now_ns();
+      for (const auto& guest : guests_) guest->ring->store(kLender, 1, now);
+      look_for_dead(now);
+      if (served) {
+        last = now;
+      } else if (now - last >= spin_ns_) {
+        sleep(lock);
+        last = now_ns();
+        continue;
+      }
+      lock.unlock();
+      for (int i = 0; i < kSpins; ++i) relax();
+      lock.lock();
+    }
+  }
+
+  // Until something is posted or somebody rouses it, but no longer than until it must look who
+  // is dead.
+  void sleep(std::unique_lock<std::mutex>& lock) {
+    const Guests guests = guests_;
+    std::vector<uint32_t> seen;
+    for (const auto& guest : guests) {
+      guest->ring->word(kSleeping).store(1);
+      seen.push_back(__atomic_load_n(guest->ring->futex(), __ATOMIC_SEQ_CST));
+    }
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    const bool posted = std::any_of(guests.begin(), guests.end(),
+                                    [](const auto& guest) { return guest->posted(); });
+    if (!posted) {
+      asleep_ = true;
+      lock.unlock();
+      wait_for_change(guests, seen);
+      lock.lock();
+      asleep_ = false;
+    }
+    for (const auto& guest : guests) guest->ring->store(kSleeping, 0, 0);
+  }
+
+  static void wait_for_change(const Guests& guests, const std::vector<uint32_t>& seen) {
+    if (guests.size() > 1 && wait_for_any(guests, seen)) return;
+    const timespec limit{0, guests.size() > 1 ? kSeveralLooks : kLenderLooks};
+    syscall(SYS_futex, guests[0]->ring->futex(), FUTEX_WAIT, seen[0], &limit, nullptr, 0);
+  }
+
+  // False where the kernel, older than 5.16, does not have it or a sandbox forbids it.
+  static bool wait_for_any(const Guests& guests, const std::vector<uint32_t>& seen) {
+#if defined(SYS_futex_waitv) && defined(FUTEX_32)
+    std::vector<futex_waitv> waiters(std::min<size_t>(guests.size(), FUTEX_WAITV_MAX));
+    for (size_t i = 0; i < waiters.size(); ++i) {
+      waiters[i] = {};
+      waiters[i].val = seen[i];
+      waiters[i].uaddr = reinterpret_cast<uintptr_t>(guests[i]->ring->futex());
+      waiters[i].flags = FUTEX_32;
+    }
+    timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_nsec += kLenderLooks;
+    if (until.tv_nsec >= 1'000'000'000) {
+      until.tv_nsec -= 1'000'000'000;
+      ++until.tv_sec;
+    }
+    const long woken = syscall(SYS_futex_waitv, waiters.data(), waiters.size(), 0, &until,
+                               CLOCK_MONOTONIC);
+    return woken >= 0 || errno == EAGAIN || errno == ETIMEDOUT || errno == EINTR;
+#else
+    return false;
+#endif
+  }
+
+  const int64_t spin_ns_;
+  // Guards all below and every call of vLLM's kernels here: they share one scratch pad.
+  std::mutex mutex_;
+  std::condition_variable awake_;
+  std::optional<Attention> attention_;
+  Guests guests_;
+  int64_t looked_ = 0;
+  bool asleep_ = false, stopped_ = false;
+  // Written without the mutex, too, lest busy() wait for more than one service.
+  std::atomic<bool> idle_{true};
+  std::thread thread_;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  using at::Tensor;
+  py::class_<Ring, std::shared_ptr<Ring>>(module, "Ring")
+      .def(py::init<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>());
+  py::class_<Borrower>(module, "Borrower")
+      .def(py::init<std::shared_ptr<Ring>>())
+      .def("post", &Borrower::post)
+      .def("wait", &Borrower::wait);
+  py::class_<Desk>(module, "Desk")
+      .def(py::init<int64_t>())
+      .def("open", &Desk::open)
+      .def("close", &Desk::close)
+      .def("poll", &Desk::poll)
+      .def("busy", &Desk::busy)
+      .def("idle", &Desk::idle)
+      .def("stop", &Desk::stop);
+}
