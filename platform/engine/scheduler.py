@@ -22,6 +22,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from loomserve.kvstore.connector import StoreConnector, StoreReader, Transferred
 from loomserve.platform.costs import profile
+from loomserve.platform.engine.block_sides import block_bytes
 from loomserve.platform.engine.facts import engine_facts, weights_digest
 from loomserve.platform.engine.scheduling_stats import SchedulingStats
 from loomserve.platform.engine.step_timing import StepClock
@@ -87,11 +88,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
 
     def _bytes_of_a_block(self) -> int:
         """In the KV store: of all layers, on all ranks."""
-        of_a_rank = sum(
-            len(group.layer_names) * group.kv_cache_spec.page_size_bytes
-            for group in self.kv_cache_config.kv_cache_groups
-        )
-        return int(of_a_rank * self.parallel_config.world_size)
+        return block_bytes(self.kv_cache_config) * int(self.parallel_config.world_size)
 
     def _connected(self) -> StoreReader | None:
         """EngineCore's side of the KV store, if this engine has one."""

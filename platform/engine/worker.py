@@ -15,6 +15,8 @@ from loomserve.platform.engine.waiting import sleep_instead_of_spinning
 class PatientWorker(CPUWorker):  # type: ignore[misc]
     """Its core is another engine's, or the gateway's, while it has nothing to do."""
 
+    runner_class = SeedKeepingModelRunner
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         # Its process makes the queue that it waits on later.
@@ -25,4 +27,4 @@ class PatientWorker(CPUWorker):  # type: ignore[misc]
         self.model_runner: Any
         if type(self.model_runner) is CPUModelRunner:
             # It holds nothing yet.
-            self.model_runner = SeedKeepingModelRunner(self.vllm_config, torch.device("cpu"))
+            self.model_runner = self.runner_class(self.vllm_config, torch.device("cpu"))

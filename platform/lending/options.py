@@ -1,0 +1,35 @@
+"""What an engine is told of lending and borrowing: one dictionary in vLLM's ``additional_config``."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+LENDING_CONFIG = "loomserve_lending"
+"""The key of ``additional_config`` under which an engine finds its :class:`LendingOptions`."""
+
+
+class LendingOptions(BaseModel):
+    """Of one engine; all bytes are of its own KV."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    borrow_bytes: int = Field(0, ge=0, description="The most that it may hold with lenders.")
+    lenders: int = Field(1, ge=1, description="The most lenders at a time.")
+    placement: Literal["adaptive", "ratio", "local"] = "adaptive"
+    lent_share: float = Field(0.5, ge=0, le=1, description="Of requests, with placement: ratio.")
+    patience_ms: float = Field(
+        100, gt=0, description="A lender that takes longer for a layer is given up."
+    )
+    lend_bytes: int = Field(0, ge=0, description="The most that it lends to others.")
+    tpot_budget: float = Field(
+        1.15,
+        gt=1,
+        description="The p99 of a lender's steps may be so many times that without guests.",
+    )
+    polling: Literal["steps", "operators", "parts"] = Field(
+        "parts",
+        description="Where a lender looks for tasks while it computes: nowhere within a step, "
+        "between operators, or between parts of those that take long, too.",
+    )
