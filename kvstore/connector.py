@@ -336,6 +336,8 @@ class StoreReader:
         """Whether requests that were swapped out are loaded beside steps of others."""
         self.saves_early = True
         """Whether blocks are saved as they fill; else only those of preempted requests."""
+        self.in_own_memory: Callable[[Request], bool] = lambda request: True
+        """Whether the request's blocks are where they can be copied, not with a lender."""
         self.worth_loading: Callable[[int], bool] = lambda tokens: True
         """Whether that many tokens are loaded sooner than computed."""
         self.on_transfer: Callable[[Transferred], None] = lambda transferred: None
@@ -346,8 +348,8 @@ class StoreReader:
 
     def matched_tokens(self, request: Request, computed: int, now: float) -> int | None:
         """Tokens beyond ``computed`` that the store has in memory; None to be asked again later."""
-        if request.skip_reading_prefix_cache:
-            # It wants the logits of its prompt too.
+        if request.skip_reading_prefix_cache or not self.in_own_memory(request):
+            # It wants the logits of its prompt too; or has no memory of ours.
             return 0
         tokens = self._loadable(request)
         if tokens <= computed:
@@ -564,7 +566,9 @@ class StoreReader:
     def _saves(self, scheduled: SchedulerOutput) -> Iterable[dict[int, Save]]:
         for request_id, computed in _computed_tokens(scheduled).items():
             request = self._requests.get(request_id)
-            if request is None or not (self.saves_early or _hands_over(request)):
+            if request is None or not (self.saves_early or hands_over(request)):
+                continue
+            if not self.in_own_memory(request):
                 continue
             after = computed + scheduled.num_scheduled_tokens[request_id]
             keys = self._computed_keys(request, after)
@@ -577,7 +581,7 @@ class StoreReader:
                 # A sliding window has passed them, and their KV is gone.
                 continue
             recompute_s = self._block_size * self._s_per_token
-            keep_s = _HANDOFF_S if _hands_over(request) else 0.0
+            keep_s = _HANDOFF_S if hands_over(request) else 0.0
             yield {
                 rank: Save(name, keys, blocks, recompute_s, keep_s)
                 for rank, name in enumerate(self._ranks(request))
@@ -590,7 +594,7 @@ class StoreReader:
         chain = _chain(request, full)
         prompt = request.num_prompt_tokens
         tail = prompt - full * self._block_size
-        if full and 0 < tail < self._block_size and tokens >= prompt and _hands_over(request):
+        if full and 0 < tail < self._block_size and tokens >= prompt and hands_over(request):
             chain += self._tail_key(request, chain, prompt)
         return chain
 
@@ -772,7 +776,7 @@ def _handed_over(request: Request) -> int:
     return tokens
 
 
-def _hands_over(request: Request) -> bool:
+def hands_over(request: Request) -> bool:
     return HANDS_OVER in (request.kv_transfer_params or {})
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
+from loomserve.platform.engine import loan_calls
 from loomserve.platform.engine.waiting import sleep_instead_of_spinning
 
 
@@ -19,8 +22,18 @@ def executor_class(config: VllmConfig) -> type[Executor]:
 
 
 class PatientExecutor(MultiprocExecutor):  # type: ignore[misc]
-    """EngineCore's side: asleep while its workers compute."""
+    """EngineCore's side: asleep while its workers compute.
+
+    Calls that open and end loans concern EngineCore's scheduler too, and vLLM's way to EngineCore
+    from outside leads through here.
+    """
 
     def _init_executor(self) -> None:
         sleep_instead_of_spinning()
         super()._init_executor()
+
+    def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
+        workers = super().collective_rpc
+        if isinstance(method, str) and method.startswith(loan_calls.PREFIX):
+            return [loan_calls.answer(self.vllm_config, method, workers, *args, **kwargs)]
+        return workers(method, *args, **kwargs)

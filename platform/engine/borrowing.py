@@ -1,0 +1,330 @@
+"""The scheduler's part of borrowing: requests whose KV lies with lenders.
+
+A loan is a side of the block address space (:mod:`block_sides`). What of it may be used changes as
+the lender gives and takes (:class:`loomserve.platform.lending.ring.Ring`'s control words), and it
+ends at once when its ring closes: requests that lived there are then preempted and computed
+elsewhere, and what the failed step made of them is dropped.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from loomserve.kvstore.connector import hands_over
+from loomserve.platform.engine import loan_calls
+from loomserve.platform.engine.block_sides import (
+    OWN,
+    SidedBlockPool,
+    SidedKVCacheManager,
+    borrowed_sides,
+)
+from loomserve.platform.engine.scheduler import AdaptiveScheduler
+from loomserve.platform.lending.limits import Observation, Phase, Rules, State, after, first
+from loomserve.platform.lending.options import LENDING_CONFIG, LendingOptions
+from loomserve.platform.lending.placement import PLACEMENTS, Arrival, Side
+from loomserve.platform.lending.ring import Closed, Ring, RingStats
+from loomserve.platform.lending.side_costs import SideCosts
+
+_PROBE_BLOCKS = 8
+"""Of context, with which a lender that nothing is known of is tried."""
+
+WorkerCall = Callable[..., Any]
+"""Calls a method of the engine's worker: its name, and what it is given."""
+
+
+@dataclass
+class Loan:
+    """What lies with one lender: ``usable`` blocks from the beginning of ``blocks``."""
+
+    name: str
+    side: int
+    ring: Ring
+    blocks: range
+    seen: RingStats
+    use: State
+    usable: int = 0
+    open: bool = True
+    """Whether requests may start there."""
+
+
+class BorrowingScheduler(AdaptiveScheduler):
+    """Serves requests from its own memory and from that of lenders."""
+
+    kv_cache_manager: SidedKVCacheManager
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lending = LendingOptions.model_validate(
+            self.vllm_config.additional_config[LENDING_CONFIG]
+        )
+        self.loans: dict[int, Loan] = {}
+        self.broken: Counter[Closed] = Counter()
+        """Loans that ended by themselves, by reason."""
+        self._sides = borrowed_sides(self.kv_cache_config, self.lending)
+        self._layers = len(self.kv_cache_config.kv_cache_groups[0].layer_names)
+        self._costs = SideCosts()
+        self._step_began = 0.0
+        if self._reader is not None:
+            self._reader.in_own_memory = lambda request: (
+                self.kv_cache_manager.side_of(request) == OWN
+            )
+        SidedKVCacheManager.divide(self.kv_cache_manager, self._sides, self._start_on)
+        for side in self._sides.ranges[1:]:
+            self._pool.withhold(side)
+        loan_calls.serve(self)
+
+    @property
+    def _pool(self) -> SidedBlockPool:
+        return self.kv_cache_manager.block_pool
+
+    # Calls
+
+    def borrowing(self, workers: WorkerCall) -> dict[str, Any]:
+        """What a lender must know of this engine."""
+        return dict(workers("borrowing"))
+
+    def borrow(self, workers: WorkerCall, name: str, path: str) -> int:
+        """Use a loan that its lender has opened.
+
+        Args:
+            name: the loan's, for whoever looks at this engine.
+            path: of its ring.
+
+        Returns:
+            The side on which its blocks are.
+
+        Raises:
+            ValueError: no side is free.
+        """
+        free = set(range(1, len(self._sides.ranges))) - self.loans.keys()
+        if not free:
+            raise ValueError(
+                f"{len(self.loans)} loans are open, and lending.lenders allows no more"
+            )
+        side = min(free)
+        workers("borrow", side, path)
+        ring = Ring.attach(Path(path))
+        blocks = self._sides.ranges[side]
+        rules = Rules(
+            most_tokens=len(blocks) * self.block_size,
+            step_tokens=self.block_size * _PROBE_BLOCKS,
+            stall_s=self.lending.patience_ms / 2000,
+        )
+        use = first(rules, time.perf_counter())
+        self.loans[side] = Loan(name, side, ring, blocks, ring.stats(), use)
+        self._follow(self.loans[side])
+        return side
+
+    def drain_loan(self, workers: WorkerCall, side: int) -> bool:
+        """Start no request there any more; returns whether none is left there."""
+        self.loans[side].open = False
+        return not self._running_on(side)
+
+    def end_loan(self, workers: WorkerCall, side: int) -> None:
+        """Compute what is left there elsewhere, and forget the loan, whatever its state."""
+        if side in self.loans:
+            self._end(self.loans[side])
+        workers("end_loan", side)
+
+    def loan_state(self, workers: WorkerCall) -> dict[str, Any]:
+        """Of all that is borrowed."""
+        return {
+            "own_blocks": len(self._sides.ranges[OWN]),
+            "own_free": self._pool.free_block_queue.free_on(OWN),
+            "broken": {reason.name: count for reason, count in self.broken.items()},
+            "loans": [
+                {
+                    "name": loan.name,
+                    "side": loan.side,
+                    "usable_blocks": loan.usable,
+                    "free_blocks": self._pool.free_block_queue.free_on(loan.side),
+                    "requests": len(self._running_on(loan.side)),
+                    "open": loan.open,
+                    "phase": str(loan.use.phase),
+                    "most_tokens": loan.use.tokens,
+                    **loan.ring.stats()._asdict(),
+                }
+                for loan in self.loans.values()
+            ],
+        }
+
+    # One step
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        for loan in list(self.loans.values()):
+            self._follow(loan)
+        self._make_room()
+        self._step_began = time.perf_counter()
+        return super().schedule(throttle_prefills)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any) -> Any:
+        for loan in list(self.loans.values()):
+            if loan.ring.closed is not Closed.OPEN:
+                self._end_broken(loan)
+        if scheduler_output.total_num_scheduled_tokens:
+            self._observe()
+        return super().update_from_output(scheduler_output, *args)
+
+    def _follow(self, loan: Loan) -> None:
+        """Use what the lender grants and does not want back."""
+        if loan.ring.closed is not Closed.OPEN:
+            self._end_broken(loan)
+            return
+        if loan.use.phase is Phase.EJECT:
+            for request in self._running_on(loan.side):
+                self._preempt(request)
+        usable = min(loan.ring.granted, loan.ring.wanted, len(loan.blocks))
+        if usable != loan.usable:
+            self._use(loan, usable)
+            loan.ring.vacated = usable
+
+    def _end_broken(self, loan: Loan) -> None:
+        self.broken[loan.ring.closed] += 1
+        self._end(loan)
+
+    def _end(self, loan: Loan) -> None:
+        # A step in flight computes nothing right of what is there.
+        self._use(loan, 0, drop_output=True)
+        del self.loans[loan.side]
+        self._costs.forget(loan.side)
+        loan.ring.close()
+
+    def _use(self, loan: Loan, usable: int, *, drop_output: bool = False) -> None:
+        """Let the first ``usable`` blocks of the loan be used, and no others.
+
+        ``drop_output``: of a step in flight nothing of these requests is right.
+        """
+        first = loan.blocks.start
+        if usable < loan.usable:
+            gone = range(first + usable, loan.blocks.stop)
+            for request in [each for each in self.running if self._holds(each, gone)]:
+                self._preempt(request, drop_output=drop_output)
+            self._pool.withhold(gone)
+        else:
+            self._pool.offer(range(first + loan.usable, first + usable))
+        loan.usable = usable
+
+    def _holds(self, request: Request, blocks: range) -> bool:
+        table = self.kv_cache_manager.get_block_ids(request.request_id)[0]
+        # All on one side, but for a table that is empty.
+        return bool(table) and max(table) >= blocks.start and min(table) < blocks.stop
+
+    def _preempt(self, request: Request, *, drop_output: bool = False) -> None:
+        self.running.remove(request)
+        self._preempt_request(request, time.monotonic(), drop_stale_output=drop_output)
+        # It may start again in this very step.
+        self.prev_step_scheduled_req_ids.discard(request.request_id)
+
+    def _make_room(self) -> None:
+        """Preempt on each side what its running requests' next blocks do not fit beside.
+
+        vLLM would preempt the last of all running requests, which may be of another side.
+        """
+        for side in {self.kv_cache_manager.side_of(each) for each in self.running} - {None}:
+            while (here := self._running_on(side)) and self._short_of(side, here) > 0:
+                self._preempt(here[-1])
+
+    def _running_on(self, side: int | None) -> list[Request]:
+        return [each for each in self.running if self.kv_cache_manager.side_of(each) == side]
+
+    def _short_of(self, side: int | None, requests: list[Request]) -> int:
+        assert side is not None
+        needed = sum(self._next_blocks(request) for request in requests)
+        return needed - int(self._pool.free_block_queue.free_on(side))
+
+    def _next_blocks(self, request: Request) -> int:
+        """What the request's next step needs beyond what it has."""
+        left = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
+        tokens = request.num_computed_tokens + min(left, self.max_num_scheduled_tokens)
+        has = len(self.kv_cache_manager.get_block_ids(request.request_id)[0])
+        return max(0, self._blocks_for(tokens) - has)
+
+    def _swap_out(self, request: Request) -> bool:
+        # What lies with a lender is not in this engine's memory.
+        return self.kv_cache_manager.side_of(request) == OWN and super()._swap_out(request)
+
+    # Where requests start
+
+    def _start_on(self, request: Request) -> int | None:
+        if not self.loans or request.request_id in self._swapped or hands_over(request):
+            # What passes through the KV store is copied from and to this engine's memory.
+            return OWN
+        waits_alone = not self.running
+        arrival = Arrival(
+            [self._side(side, request) for side in range(len(self._sides.ranges))],
+            request.num_tokens,
+            self._costs.rest_s(self._context_on(OWN)),
+        )
+        place = PLACEMENTS[self.lending.placement](arrival, self.lending.lent_share)
+        return OWN if place is None and waits_alone else place
+
+    def _side(self, side: int, request: Request) -> Side:
+        loan = self.loans.get(side)
+        here = self._running_on(side)
+        with self._pool.on(side):
+            _, cached, _ = self.kv_cache_manager.coordinator.find_longest_cache_hit(
+                request.block_hashes, request.num_tokens - 1
+            )
+        blocks = len(self._sides.ranges[OWN]) - 1 if side == OWN else loan.usable if loan else 0
+        growth = [self._most_blocks(each) - self._blocks_for(each.num_tokens) for each in here]
+        return Side(
+            blocks=blocks,
+            free_blocks=self._pool.free_block_queue.free_on(side),
+            needed_blocks=self._blocks_for(request.num_tokens - cached),
+            requests=len(here),
+            tokens=self._context_on(side),
+            token_s=self._costs.token_s,
+            handoff_s=self._costs.handoff_s(side),
+            allowed=side == OWN or (loan is not None and self._may_start(loan, request)),
+            growth_blocks=sum(growth) / len(growth) if growth else None,
+        )
+
+    def _may_start(self, loan: Loan, request: Request) -> bool:
+        if self.lending.placement == "ratio":
+            return loan.open
+        return loan.open and self._context_on(loan.side) + request.num_tokens <= loan.use.tokens
+
+    def _context_on(self, side: int) -> int:
+        return sum(request.num_computed_tokens for request in self._running_on(side))
+
+    def _observe(self) -> None:
+        """Learn from the step that has just ended."""
+        now = time.perf_counter()
+        step_s = now - self._step_began
+        self._costs.saw_step(step_s)
+        local_s = self._context_on(OWN) * self._costs.token_s / self._layers
+        for loan in self.loans.values():
+            before, loan.seen = loan.seen, loan.ring.stats()
+            service_s = (loan.seen.service_ns - before.service_ns) / 1e9
+            delay_s = (loan.seen.pickup_ns - before.pickup_ns) / 1e9
+            wait_s = (loan.seen.wait_ns - before.wait_ns) / 1e9
+            tasks = loan.seen.tasks - before.tasks
+            tokens = self._context_on(loan.side)
+            self._costs.saw_lender(loan.side, tokens, service_s, delay_s)
+            loan.use = after(
+                loan.use,
+                Observation(
+                    tasks=tasks,
+                    wait_s=wait_s / max(1, tasks),
+                    # The longest ever; of this step's it is at most all waiting.
+                    worst_wait_s=min(loan.seen.wait_max_ns / 1e9, wait_s),
+                    service_s=service_s / max(1, tasks),
+                    local_s=local_s,
+                    timed_out=False,
+                    used_tokens=tokens,
+                ),
+                now,
+            )
+
+    def place(self, workers: WorkerCall, placement: str, lent_share: float) -> None:
+        """Start requests where this policy says from now on."""
+        given = {**self.lending.model_dump(), "placement": placement, "lent_share": lent_share}
+        self.lending = LendingOptions.model_validate(given)

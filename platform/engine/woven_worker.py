@@ -1,0 +1,186 @@
+"""vLLM's CPU worker that borrows from lenders, and lends to borrowers, while it runs its own steps.
+
+Its engine's scheduler divides the same block address space (:mod:`borrowing`, :mod:`lending`); the
+calls that open and end loans come to both of them through the executor (:mod:`executor`).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from loomserve.platform.engine.block_sides import OWN, borrowed_sides
+from loomserve.platform.engine.lent_memory import guest_caches
+from loomserve.platform.engine.operator_parts import OperatorParts
+from loomserve.platform.engine.seeds import SeedKeepingModelRunner
+from loomserve.platform.engine.worker import PatientWorker
+from loomserve.platform.engine.woven_attention import LOANS, use_woven_attention
+from loomserve.platform.lending.borrower import Borrower
+from loomserve.platform.lending.geometry import Geometry
+from loomserve.platform.lending.lender import Desk
+from loomserve.platform.lending.options import LENDING_CONFIG, LendingOptions
+from loomserve.platform.lending.ring import Ring
+
+_BEARABLE_WAIT_S = 1e-4
+"""The mean delay of a guest's task: some 5 % of a small model's step, over its layers."""
+
+
+class WovenModelRunner(SeedKeepingModelRunner):
+    """Puts the requests of a batch in order of their sides, own ones first."""
+
+    def _may_reorder_batch(self, scheduler_output: Any) -> None:
+        super()._may_reorder_batch(scheduler_output)
+        if LOANS.borrowers and LOANS.sides is not None:
+            batch = self.input_batch
+            first = batch.block_table[0].block_table.np[: batch.num_reqs, 0]
+            _sort_rows(batch, [LOANS.sides.of(block) for block in first.tolist()])
+
+
+def _sort_rows(batch: Any, sides: list[int]) -> None:
+    """By as many swaps as rows are out of place."""
+    for place, side in enumerate(sorted(sides)):
+        if sides[place] != side:
+            other = max(i for i, each in enumerate(sides) if each == side)
+            batch.swap_states(place, other)
+            sides[place], sides[other] = sides[other], sides[place]
+
+
+class WovenWorker(PatientWorker):
+    """One device's worker, whose attention may be computed elsewhere, and others' here."""
+
+    runner_class = WovenModelRunner
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._lending = LendingOptions.model_validate(
+            self.vllm_config.additional_config[LENDING_CONFIG]
+        )
+        use_woven_attention()
+        LOANS.patience_s = self._lending.patience_ms / 1000
+        self._desk = Desk()
+        self._lent: dict[str, Ring] = {}
+        self._parts: OperatorParts | None = None
+
+    # Memory
+
+    def determine_available_memory(self) -> int:
+        """Of its own and of lenders together, since vLLM makes one block address space of it."""
+        return int(super().determine_available_memory()) + self._lending.borrow_bytes
+
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
+        LOANS.sides = borrowed_sides(kv_cache_config, self._lending)
+        self._allocate_own_only(kv_cache_config, len(LOANS.sides.ranges[OWN]))
+        super().initialize_from_config(kv_cache_config)
+
+    def _allocate_own_only(self, config: KVCacheConfig, own: int) -> None:
+        longest = self.model_config.max_model_len
+        size = config.kv_cache_groups[0].kv_cache_spec.block_size
+        if own * size < longest:
+            raise ValueError(
+                f"its own KV memory holds {own * size} tokens, fewer than one request's "
+                f"{longest}: raise kv_cache_memory or lower max_model_len"
+            )
+        for tensor in config.kv_cache_tensors:
+            tensor.size = tensor.size // config.num_blocks * own
+            tensor.layer_stride = tensor.layer_stride // config.num_blocks * own
+        config.num_blocks = own
+
+    # The borrower's part
+
+    def borrowing(self) -> dict[str, Any]:
+        """What a lender must know: the attention's geometry, and how large a step may be."""
+        limits = self.vllm_config.scheduler_config
+        table = self.model_runner.input_batch.block_table[0].block_table.np
+        return {
+            "geometry": self._geometry().to_json(),
+            "max_tokens": limits.max_num_batched_tokens,
+            "max_requests": limits.max_num_seqs,
+            "max_blocks": int(table.shape[1]),
+            "blocks": len(LOANS.sides.ranges[1]) if LOANS.sides else 0,
+        }
+
+    def _geometry(self) -> Geometry:
+        layers = self._attention_layers()
+        layer = layers[0]
+        return Geometry(
+            layers=len(layers),
+            query_heads=layer.impl.num_heads,
+            kv_heads=layer.impl.num_kv_heads,
+            head_size=layer.impl.head_size,
+            block_size=self.cache_config.block_size,
+            dtype=str(self.model_config.dtype).removeprefix("torch."),
+            scale=layer.impl.scale,
+            isa=layer.isa,
+        )
+
+    def _attention_layers(self) -> list[Any]:
+        names = self.model_runner.kv_cache_config.kv_cache_groups[0].layer_names
+        context = self.vllm_config.compilation_config.static_forward_context
+        return [context[name] for name in names]
+
+    def borrow(self, side: int, path: str) -> None:
+        LOANS.borrowers[side] = Borrower(Ring.attach(Path(path)))
+
+    def end_loan(self, side: int) -> None:
+        LOANS.borrowers.pop(side).ring.close()
+
+    # The lender's part
+
+    def look_for_tasks(self, polling: str) -> dict[str, Any]:
+        """Look for guests' tasks here from now on; returns how operators are cut, if they are."""
+        if self._parts is None:
+            self._parts = OperatorParts(self.model_runner.get_model(), self._desk.poll)
+        if polling == "steps":
+            self._parts.poll_never()
+        elif polling == "operators":
+            self._parts.poll_only()
+        else:
+            self._parts.cut(0.0, 0.0, _BEARABLE_WAIT_S)
+        LOANS.poll = None if polling == "steps" else self._desk.poll
+        return {kind: asdict(plan) for kind, plan in self._parts.plans.items()}
+
+    def lend(self, path: str, first_block: int, blocks: int, guest: dict[str, Any]) -> int:
+        """Serve a borrower from these blocks of this engine's KV; how many of its own they hold."""
+        if self._parts is None:
+            self.look_for_tasks(self._lending.polling)
+        geometry = Geometry.from_json(guest["geometry"])
+        ring = Ring.create(
+            Path(path), geometry, guest["max_tokens"], guest["max_requests"], guest["max_blocks"]
+        )
+        caches = guest_caches(self.model_runner.kv_caches, first_block, blocks, geometry)
+        self._desk.open(ring, caches)
+        self._lent[path] = ring
+        return int(caches[0][0].shape[0])
+
+    def end_lending(self, path: str) -> None:
+        ring = self._lent.pop(path)
+        self._desk.close(ring)
+        ring.close()
+        ring.unlink()
+
+    def process_id(self) -> int:
+        return os.getpid()
+
+    # A step
+
+    def execute_model(self, scheduler_output: Any) -> Any:
+        self._desk.busy()
+        output = super().execute_model(scheduler_output)
+        if output is not None:
+            # Nothing to sample, so sample_tokens is not called.
+            self._desk.idle()
+        return output
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        try:
+            return super().sample_tokens(grammar_output)
+        finally:
+            self._desk.idle()
+
+    def shutdown(self) -> None:
+        self._desk.stop()
+        super().shutdown()
