@@ -1,4 +1,4 @@
-"""A real vLLM engine without a server, on one core: for benchmarks and tests of the KV store."""
+"""A real vLLM engine without a server, on one core: for benchmarks and tests."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from loomserve.platform.engine.precision import cpu_dtype
 BLOCK_TOKENS = 32
 
 
-def offline_engine(model: str, kv_transfer_config: dict[str, Any] | None, **options: Any) -> Any:
+def offline_engine(
+    model: str, kv_transfer_config: dict[str, Any] | None, core: int = 0, **options: Any
+) -> Any:
     """vLLM's ``LLM`` of a model folder; ``options`` under vLLM's own names."""
     os.environ.update(
-        VLLM_CPU_OMP_THREADS_BIND="0",
+        VLLM_CPU_OMP_THREADS_BIND=str(core),
         OMP_NUM_THREADS="1",
         VLLM_USE_V2_MODEL_RUNNER="0",
         VLLM_LOGGING_LEVEL="ERROR",
@@ -24,7 +26,6 @@ def offline_engine(model: str, kv_transfer_config: dict[str, Any] | None, **opti
         model=model,
         dtype=cpu_dtype(),
         enforce_eager=True,
-        block_size=BLOCK_TOKENS,
         kv_transfer_config=kv_transfer_config,
-        **options,
+        **{"block_size": BLOCK_TOKENS, **options},
     )

@@ -1,0 +1,411 @@
+"""What does a hot model gain, and a cold one lose, when the cold one computes its attention?
+
+Two real engines, the hot one on core 0 and the cold one on core 1. The hot model's requests come
+at rates up to saturation, with lengths of the Azure conversation trace scaled down; the cold
+model's at a tenth of that. The hot engine's own KV memory is too small for its batch
+(``--own-blocks``), and the cold engine lends ``--lent-blocks`` blocks of its own. Arms:
+
+* ``dedicated``: nothing is lent.
+* ``steps``, ``operators``, ``parts``: woven; the lender looks for tasks between its steps only,
+  between operators too, and between the parts of cut operators too (Weaver, figure 7).
+* ``local``: what is lent is the hot engine's own instead, the ideal.
+* ``multiplexed``: both models on both cores, half of the layers on each, in each other's idle time.
+  (Tensor parallelism cannot divide the model's 9 query heads.)
+
+``--disturb`` has another process take a share of the lender's core. Each run serves the same
+requests in all arms, one after the other.
+
+Run it as ``python -m benchmarks.weave`` or ``make bench-weave``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import statistics
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, replace
+from multiprocessing import Process
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.report import Spread, machine, percentile, publish
+from benchmarks.workload import (
+    Arrival,
+    PrefixRequest,
+    azure,
+    azure_like,
+    scaled_down,
+    window,
+)
+from loomserve.platform import catalog
+from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.lending.options import LENDING_CONFIG
+
+RESULTS = Path(__file__).parent / "results"
+BLOCK_TOKENS = 32
+BLOCK_BYTES = 30 * 2 * 3 * 64 * BLOCK_TOKENS * 4
+"""Of SmolLM2-135M in float32."""
+CONTEXT = 1024
+STEP_TOKENS = 256
+COLD_SHARE = 0.1
+WOVEN = ("steps", "operators", "parts")
+ARMS = ("dedicated", *WOVEN, "local", "multiplexed")
+SETUP = ("arms", "rates", "requests", "runs", "own_blocks", "lent_blocks", "places", "disturb")
+
+
+@dataclass(frozen=True)
+class Served:
+    """One model's requests of one run; milliseconds."""
+
+    output_tokens: int
+    seconds: float
+    tpot_ms: list[float]
+    ttft_ms: list[float]
+
+    @property
+    def throughput(self) -> float:
+        return self.output_tokens / self.seconds
+
+
+class Engine:
+    """A real engine in processes of its own, whose worker is bound to ``cores``."""
+
+    def __init__(self, cores: Sequence[int], blocks: int, places: int, **options: Any) -> None:
+        os.environ.update(
+            VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, cores)),
+            OMP_NUM_THREADS="1",
+            VLLM_USE_V2_MODEL_RUNNER="0",
+            VLLM_LOGGING_LEVEL="ERROR",
+        )
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(catalog.resolve("demo", Path.cwd())),
+                dtype=cpu_dtype(),
+                enforce_eager=True,
+                block_size=BLOCK_TOKENS,
+                max_model_len=CONTEXT,
+                max_num_seqs=places,
+                max_num_batched_tokens=STEP_TOKENS,
+                kv_cache_memory_bytes=blocks * BLOCK_BYTES,
+                pipeline_parallel_size=len(cores),
+                distributed_executor_backend="loomserve.platform.engine.executor.PatientExecutor",
+                **options,
+            )
+        )
+        self._names = itertools.count()
+
+    async def call(self, method: str, *args: Any) -> Any:
+        return (await self._llm.collective_rpc(f"loans.{method}", args=args))[0]
+
+    async def forget(self) -> None:
+        await self._llm.reset_prefix_cache()
+
+    async def serve(self, requests: Sequence[PrefixRequest], seed: str) -> Served:
+        begin = time.monotonic()
+        times = await asyncio.gather(*(self._serve(one, begin, seed) for one in requests))
+        ends = [token_times[-1] for token_times in times]
+        return Served(
+            output_tokens=sum(map(len, times)),
+            seconds=max(ends) - begin,
+            tpot_ms=[1000 * (of[-1] - of[0]) / (len(of) - 1) for of in times if len(of) > 1],
+            ttft_ms=[
+                1000 * (of[0] - begin - one.at_s) for of, one in zip(times, requests, strict=True)
+            ],
+        )
+
+    async def _serve(self, one: PrefixRequest, begin: float, seed: str) -> list[float]:
+        """When each of its tokens came."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        await asyncio.sleep(begin + one.at_s - time.monotonic())
+        times: list[float] = []
+        async for output in self._llm.generate(
+            TokensPrompt(prompt_token_ids=one.prompt(seed)),
+            SamplingParams(
+                temperature=0,
+                max_tokens=one.output_tokens,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            ),
+            str(next(self._names)),
+        ):
+            times += [time.monotonic()] * len(output.outputs[0].token_ids)
+        return times
+
+    def close(self) -> None:
+        self._llm.shutdown()
+
+
+def woven(core: int, blocks: int, places: int, **lending: Any) -> Engine:
+    return Engine(
+        [core],
+        blocks,
+        places,
+        worker_cls="loomserve.platform.engine.woven_worker.WovenWorker",
+        scheduler_cls="loomserve.platform.engine.lending.make_scheduler",
+        additional_config={"loomserve": {"queue": "fcfs"}, LENDING_CONFIG: lending},
+    )
+
+
+def plain(cores: Sequence[int], blocks: int, places: int) -> Engine:
+    worker = "loomserve.platform.engine.worker.PatientWorker"
+    return Engine(cores, blocks, places, worker_cls=worker)
+
+
+@asynccontextmanager
+async def loan(hot: Engine, cold: Engine) -> AsyncIterator[int]:
+    """While open, the hot engine may place requests with the cold one."""
+    name = f"weave-{time.monotonic_ns()}"
+    path = f"/dev/shm/loomserve-ring-{name}"
+    await cold.call("lend", name, path, await hot.call("borrowing"))
+    side = await hot.call("borrow", name, path)
+    try:
+        yield side
+    finally:
+        await hot.call("end_loan", side)
+        await cold.call("end_lending", name)
+
+
+@contextmanager
+def disturbed(core: int, share: float) -> Iterator[None]:
+    """Another process computes on this core for so much of the time."""
+    if not share:
+        yield
+        return
+    other = Process(target=_compute, args=(core, share), daemon=True)
+    other.start()
+    try:
+        yield
+    finally:
+        other.kill()
+        other.join()
+
+
+def _compute(core: int, share: float) -> None:
+    os.sched_setaffinity(0, {core})
+    while True:
+        until = time.monotonic() + 0.02 * share
+        while time.monotonic() < until:
+            pass
+        time.sleep(0.02 * (1 - share))
+
+
+class Load(NamedTuple):
+    """A trace of which each run takes another window."""
+
+    arrivals: list[Arrival]
+    count: int
+
+    def hot(self, rate: float, seed: str) -> list[PrefixRequest]:
+        return window(self.arrivals, requests=self.count, rate=rate, seed=seed)
+
+    def cold(self, rate: float, until_s: float, seed: str) -> list[PrefixRequest]:
+        count = max(2, round(rate * until_s))
+        return window(self.arrivals, requests=count, rate=rate, seed=f"{seed}/cold")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Both models' requests in one arm at one rate."""
+
+    hot: Served
+    cold: Served
+    figures: Mapping[str, float]
+    """Of the loan: microseconds a task, and the share of steps' context that was lent."""
+
+
+async def served(hot: Engine, cold: Engine, rate: float, load: Load, seed: str) -> Run:
+    """Both models' requests at once, from empty prefix caches."""
+    await asyncio.gather(hot.forget(), cold.forget())
+    ours = load.hot(rate, seed)
+    theirs = load.cold(rate * COLD_SHARE, ours[-1].at_s, seed)
+    runs = await asyncio.gather(hot.serve(ours, seed), cold.serve(theirs, f"{seed}/cold"))
+    return Run(*runs, figures={})
+
+
+async def served_woven(
+    hot: Engine, cold: Engine, polling: str, rate: float, load: Load, seed: str
+) -> Run:
+    await cold.call("look_for_tasks", polling)
+    async with loan(hot, cold) as side:
+        run = await served(hot, cold, rate, load, seed)
+        state = await hot.call("loan_state")
+    of_loan = next((each for each in state["loans"] if each["side"] == side), None)
+    if of_loan is None:
+        raise RuntimeError(f"the loan broke: {state['broken']}")
+    tasks = max(1, of_loan["tasks"])
+    return replace(
+        run,
+        figures={
+            "tasks": of_loan["tasks"],
+            "post_us": of_loan["post_ns"] / tasks / 1e3,
+            "wait_us": of_loan["wait_ns"] / tasks / 1e3,
+            "pickup_us": of_loan["pickup_ns"] / tasks / 1e3,
+            "service_us": of_loan["service_ns"] / tasks / 1e3,
+            "longest_wait_us": of_loan["wait_max_ns"] / 1e3,
+        },
+    )
+
+
+class Fleet:
+    """All engines, of which two compute at a time."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        own, lent, places = args.own_blocks, args.lent_blocks, args.places
+        # One block of each engine is vLLM's placeholder.
+        self.hot = woven(0, own + 1, places, borrow_bytes=lent * BLOCK_BYTES)
+        self.cold = woven(1, own + lent + 1, places, lend_bytes=lent * BLOCK_BYTES)
+        self.ideal = plain([0], own + lent + 1, places) if "local" in args.arms else None
+        self.shared: tuple[Engine, Engine] | None = None
+        if "multiplexed" in args.arms:
+            self.shared = (
+                plain([0, 1], own + lent + 1, places),
+                plain([0, 1], own + 1, places),
+            )
+
+    async def run(self, arm: str, rate: float, load: Load, seed: str) -> Run:
+        if arm in WOVEN:
+            return await served_woven(self.hot, self.cold, arm, rate, load, seed)
+        hot, cold = self.hot, self.cold
+        if arm == "local":
+            assert self.ideal is not None
+            hot = self.ideal
+        elif arm == "multiplexed":
+            assert self.shared is not None
+            hot, cold = self.shared
+        return await served(hot, cold, rate, load, seed)
+
+    def close(self) -> None:
+        for engine in (self.hot, self.cold, self.ideal, *(self.shared or ())):
+            if engine is not None:
+                engine.close()
+
+
+Runs = dict[str, dict[float, list[Run]]]
+"""By arm and rate."""
+
+
+def peaks(runs: Runs, arm: str) -> list[float]:
+    """Of each run, the hot model's throughput at the rate where it is highest."""
+    return [
+        max(each.hot.throughput for each in of_run)
+        for of_run in zip(*runs[arm].values(), strict=True)
+    ]
+
+
+def compared(runs: Runs) -> dict[str, Any]:
+    """Ratios within runs."""
+    best = next(arm for arm in ("parts", "operators", "steps") if arm in runs)
+    busiest = max(runs[best])
+    woven, apart = runs[best][busiest], runs["dedicated"][busiest]
+    result: dict[str, Any] = {
+        f"hot_peak_vs_{arm}": _ratios(peaks(runs, best), peaks(runs, arm))
+        for arm in ("dedicated", "multiplexed")
+        if arm in runs
+    }
+    if "local" in runs:
+        result["share_of_all_local"] = _ratios(peaks(runs, best), peaks(runs, "local"))
+    result |= {
+        "hot_tpot_vs_dedicated_at_peak": _ratios(
+            [statistics.fmean(one.hot.tpot_ms) for one in woven],
+            [statistics.fmean(one.hot.tpot_ms) for one in apart],
+        ),
+        "cold_tpot_ratio_mean": _ratios(
+            [statistics.fmean(one.cold.tpot_ms) for one in woven],
+            [statistics.fmean(one.cold.tpot_ms) for one in apart],
+        ),
+        "cold_tpot_ratio_p99": _ratios(
+            [percentile(one.cold.tpot_ms, 99) for one in woven],
+            [percentile(one.cold.tpot_ms, 99) for one in apart],
+        ),
+    }
+    for arm, name in zip(WOVEN, ("cpu_control", "polling", "splitting"), strict=True):
+        if arm in runs:
+            taken = [one.figures["pickup_us"] for of in runs[arm].values() for one in of]
+            result[f"wait_us_{name}"] = asdict(Spread.of(taken))
+    return result
+
+
+def _ratios(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
+    return asdict(Spread.of([a / b for a, b in zip(values, base, strict=True)]))
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    whole = azure(args.trace) if args.trace else azure_like("conversation", requests=2000, seed="t")
+    load = Load(scaled_down(whole, CONTEXT // 2), args.requests)
+    fleet = Fleet(args)
+    runs: Runs = {arm: {rate: [] for rate in args.rates} for arm in args.arms}
+    try:
+        await fleet.run("dedicated", max(args.rates), Load(load.arrivals, 6), "warm-up")
+        with disturbed(1, args.disturb):
+            for number, rate, arm in itertools.product(range(args.runs), args.rates, args.arms):
+                one = await fleet.run(arm, rate, load, f"{number}/{rate}")
+                runs[arm][rate].append(one)
+                print(_line(number, args.runs, rate, arm, one), flush=True)
+    finally:
+        fleet.close()
+    return {
+        "benchmark": "weave",
+        **compared(runs),
+        "by_arm": {
+            arm: {str(rate): _figures(of) for rate, of in by_rate.items()}
+            for arm, by_rate in runs.items()
+        },
+        "runs": args.runs,
+        "setup": {name: getattr(args, name) for name in SETUP},
+        "machine": machine(),
+    }
+
+
+def _line(number: int, count: int, rate: float, arm: str, one: Run) -> str:
+    figures = " ".join(f"{name} {value:.0f}" for name, value in one.figures.items())
+    return (
+        f"run {number + 1}/{count} rate {rate} {arm}: hot {one.hot.throughput:.0f} tok/s, TPOT "
+        f"{statistics.fmean(one.hot.tpot_ms):.0f} ms; cold {one.cold.throughput:.0f} tok/s, TPOT "
+        f"{statistics.fmean(one.cold.tpot_ms):.0f} ms, p99 {percentile(one.cold.tpot_ms, 99):.0f} "
+        f"{figures}"
+    )
+
+
+def _figures(of: Sequence[Run]) -> dict[str, float]:
+    names = of[0].figures
+    return {
+        "hot_tokens_per_second": statistics.median(one.hot.throughput for one in of),
+        "hot_tpot_ms_mean": statistics.fmean(t for one in of for t in one.hot.tpot_ms),
+        "hot_ttft_ms_p50": percentile([t for one in of for t in one.hot.ttft_ms], 50),
+        "cold_tpot_ms_mean": statistics.fmean(t for one in of for t in one.cold.tpot_ms),
+        "cold_tpot_ms_p99": percentile([t for one in of for t in one.cold.tpot_ms], 99),
+        **{name: statistics.median(one.figures[name] for one in of) for name in names},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0])
+    parser.add_argument("--requests", type=int, default=40, help="of the hot model, a run")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--own-blocks", type=int, default=48)
+    parser.add_argument("--lent-blocks", type=int, default=144)
+    parser.add_argument("--places", type=int, default=32, help="requests in a step at most")
+    parser.add_argument("--disturb", type=float, default=0.0, help="share of the lender's core")
+    parser.add_argument("--trace", type=Path, help="an Azure conversation trace, .csv.gz")
+    args = parser.parse_args()
+    if "dedicated" not in args.arms or not set(WOVEN) & set(args.arms):
+        parser.error("--arms needs dedicated and one of " + ", ".join(WOVEN))
+    publish("weave", asyncio.run(measure(args)), RESULTS)
+
+
+if __name__ == "__main__":
+    main()
