@@ -272,7 +272,9 @@ def _loans(models: tuple[ModelState, ...]) -> list[Table]:
 def loan_table(loans: Iterable[LoanState]) -> Table:
     """A line for each loan, as its borrower sees it."""
     table = Table(title="Loans", title_justify="left")
-    for column in ("loan", "borrower", "lender"):
+    # In a narrow terminal, too, one can read which loan to drain.
+    table.add_column("loan", no_wrap=True)
+    for column in ("borrower", "lender"):
         table.add_column(column)
     for column in ("requests", "blocks", "of", "wait µs", "longest", "wait %", "service %"):
         table.add_column(column, justify="right")

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from rich.console import Console
 from starlette.testclient import TestClient
+from typer.testing import CliRunner
 
 from loomserve.deployments.fleet import Fleet
 from loomserve.deployments.front_door import exception_handlers
+from loomserve.deployments.http_server import listen
 from loomserve.deployments.lending_admin import build_lending_router
 from loomserve.platform.errors import RequestError
-from loomserve.platform.lending_status import render
+from loomserve.platform.lending_status import lending, render
 from loomserve.platform.state import LendingState
+from loomserve.platform.status import AdminError
 from tests.unit.test_fleet import COLD, borrowing, lending_fleet, loan, report
 
 
@@ -30,7 +35,7 @@ def fleet() -> Fleet:
 
 
 @pytest.fixture
-def client(fleet: Fleet) -> Iterator[TestClient]:
+def app(fleet: Fleet) -> FastAPI:
     async def ask(method: str, *args: Any) -> Any:
         now = time.monotonic()
         try:
@@ -43,9 +48,32 @@ def client(fleet: Fleet) -> Iterator[TestClient]:
         return fleet.lending_state(now).model_dump(mode="json")
 
     app = FastAPI(exception_handlers=exception_handlers)
-    app.include_router(build_lending_router(ask))
-    with TestClient(app, raise_server_exceptions=False) as made:
-        yield made
+    app.include_router(build_lending_router(ask), prefix="/admin/v1")
+    return app
+
+
+@pytest.fixture
+def client(app: FastAPI) -> TestClient:
+    root = "http://platform/admin/v1"
+    return TestClient(app, base_url=root, raise_server_exceptions=False)
+
+
+@pytest.fixture
+def url(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Of the API behind a real port, for the command."""
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    sock = listen("127.0.0.1", 0)
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    thread = threading.Thread(target=server.run, args=([sock],))
+    thread.start()
+    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    server.should_exit = True
+    thread.join()
+
+
+def command(url: str, *words: str) -> tuple[object, str]:
+    result = CliRunner().invoke(lending, [*words, "--url", url])
+    return result.exception or result.exit_code, result.stdout
 
 
 def test_loans_pairs_and_budgets_are_told(client: TestClient) -> None:
@@ -101,3 +129,23 @@ def test_the_tables_show_loans_pairs_and_budgets(client: TestClient) -> None:
     assert ["org/cold", "1", "-", "1.15 x"] in rows
     assert ["org/hot", "org/cold", "switched off"] in rows
     assert ["loan-1", "org/hot", "org/cold", "1", "3", "4", "1", "1", "10.0", "10.0"] in rows
+
+
+def test_the_command_shows_switches_and_drains(url: str, fleet: Fleet) -> None:
+    code, shown = command(url)
+    assert code == 0
+    assert "loan-1" in shown
+    assert command(url, "disable", "org/hot", "org/cold") == (
+        0, "org/hot does not borrow from org/cold\n",
+    )  # fmt: skip
+    assert command(url, "drain", "loan-1") == (0, "loan-1 drains\n")
+    orders = fleet.report(borrowing(loan("c1")), time.monotonic())
+    assert (orders.lenders_off, orders.drain_loans) == (("org/cold",), ("loan-1",))
+    assert command(url, "enable", "org/hot", "org/cold")[0] == 0
+    assert not fleet.report(borrowing(), time.monotonic()).lenders_off
+
+
+def test_the_command_repeats_what_the_platform_refuses(url: str) -> None:
+    error, _ = command(url, "drain", "loan-9")
+    assert isinstance(error, AdminError)
+    assert "the loans are: loan-1" in str(error)
