@@ -1,4 +1,4 @@
-"""What an engine is told of lending and borrowing: one dictionary in vLLM's ``additional_config``."""
+"""What an engine is told of lending: one dictionary in vLLM's ``additional_config``."""
 
 from __future__ import annotations
 
