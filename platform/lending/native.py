@@ -12,8 +12,11 @@ import importlib.util
 import logging
 import os
 import platform
+import shutil
 import sys
 import sysconfig
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -91,40 +94,48 @@ def mapped(module: Any, ring: Ring) -> Any:
 
 
 def _build(path: Path) -> None:
-    # It reads the environment and the machine, which takes a while, and only a build needs it.
+    # It looks at compilers and environment when imported, which only a build needs.
     from torch.utils import cpp_extension
 
-    # The ninja of Loomserve's own environment, which is not always on the PATH.
-    search = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
     folder = path.with_name("build")
-    folder.mkdir(exist_ok=True)
-    before = os.environ.get("PATH")
-    os.environ["PATH"] = search
+    # A build that was killed leaves a lock of its own behind, on which the next would wait.
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
     try:
-        cpp_extension.load(
-            NAME,
-            [str(SOURCE)],
-            extra_cflags=list(FLAGS),
-            extra_ldflags=["-fopenmp"],
-            build_directory=str(folder),
-            is_python_module=True,
-        )
+        with _own_tools_found():
+            # Not imported from there, since it is imported from where it then lies.
+            cpp_extension.load(
+                NAME,
+                [str(SOURCE)],
+                extra_cflags=list(FLAGS),
+                extra_ldflags=["-fopenmp"],
+                build_directory=str(folder),
+                is_python_module=False,
+            )
     except Exception as error:
         raise StartError(
             "the task ring cannot be compiled: install a C++20 compiler (Debian, Ubuntu: apt "
-            f"install g++), ninja and Python's headers ({str(error).strip().splitlines()[-1]})"
+            "install g++), ninja and Python's headers; "
+            "`python -m loomserve.platform.lending.native` shows what went wrong"
         ) from error
-    finally:
-        if before is None:
-            del os.environ["PATH"]
-        else:
-            os.environ["PATH"] = before
     (folder / f"{NAME}.so").rename(path)
+    shutil.rmtree(folder)
+
+
+@contextmanager
+def _own_tools_found() -> Iterator[None]:
+    """Have the ninja of Loomserve's environment on the PATH, which need not be active."""
+    path = os.environ.get("PATH", "")
+    os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), path))
+    try:
+        yield
+    finally:
+        os.environ["PATH"] = path
 
 
 if __name__ == "__main__":
     try:
         load()
     except StartError as failure:
-        sys.exit(f"error: {failure}")
+        sys.exit(f"{failure.__cause__}\nerror: {failure}")
     print(target())

@@ -261,7 +261,7 @@ class Ring:
 
 
 class Peer:
-    """The worker on one side of a ring, as the other sees it."""
+    """The worker on one side of a ring, as the other sees it; both share a PID namespace."""
 
     def __init__(self, ring: Ring, side: Line) -> None:
         self._ring = ring

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import shutil
 import signal
 import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -649,6 +651,53 @@ def test_the_desk_serves_whatever_its_engine_does_meanwhile(
     thread.join()
     stats = pair.ring.stats()
     assert stats.polled + stats.idled == stats.tasks == 300
+
+
+# The native module
+
+
+def test_of_all_who_need_the_module_one_builds_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native.load()
+    made, builds = native.target(), []
+
+    def build(path: Path) -> None:
+        builds.append(path)
+        time.sleep(0.1)
+        shutil.copy(made, path)
+
+    monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_build", build)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: native.load(), range(4)))
+    assert builds == [native.target()]
+    assert native.target().is_relative_to(tmp_path)
+
+
+def test_a_changed_source_is_another_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = native.target()
+    changed = tmp_path / "ring.cpp"
+    changed.write_bytes(native.SOURCE.read_bytes() + b"\n")
+    monkeypatch.setattr(native, "SOURCE", changed)
+    assert native.target() != before
+
+
+def test_without_a_compiler_the_fallback_stands_in_and_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nonexistent/g++")
+    assert native.extension.__wrapped__() is None
+    assert "install a C++20 compiler" in caplog.text
+    # What a build that failed or was killed leaves does not stop the next.
+    with pytest.raises(StartError, match="cannot be compiled"):
+        native.load()
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    with pytest.raises(StartError, match="cannot be compiled"):
+        native.extension.__wrapped__()
 
 
 # Processes that die
