@@ -76,7 +76,7 @@ def ratio(arrival: Arrival, lent_share: float) -> int | None:
     sides = arrival.sides
     running = sum(side.requests for side in sides)
     lent = running - sides[0].requests
-    lend = lent < lent_share * (running + 1)
+    lend = lent + 0.5 < lent_share * (running + 1)
     fitting = [at for at, side in enumerate(sides) if _fits(side, side.needed_blocks)]
     wanted = [at for at in fitting if (at > 0) is lend]
     return max(wanted or fitting, key=lambda at: sides[at].free_blocks, default=None)

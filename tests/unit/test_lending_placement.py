@@ -68,7 +68,7 @@ arrivals = st.builds(
     Arrival,
     sides=st.tuples(own_memories, st.lists(memories(), max_size=3)).map(lambda s: [s[0], *s[1]]),
     tokens=st.integers(1, 2_000),
-    rest_s=st.floats(1e-3, 1.0),
+    rest_s=st.just(0.0) | st.floats(1e-3, 1.0),
 )
 shares = st.floats(0, 1)
 policies = st.sampled_from(list(PLACEMENTS.values()))
@@ -122,7 +122,7 @@ def test_with_nothing_running_a_request_starts_wherever_it_fits(
 
 
 @given(shares, st.integers(1, 3), st.integers(1, 120))
-def test_a_fixed_ratio_is_never_missed_by_more_than_one_request(
+def test_a_fixed_ratio_is_never_missed_by_more_than_half_a_request(
     share: float, lenders: int, requests: int
 ) -> None:
     sides = [replace(OWN, blocks=10_000, free_blocks=10_000, requests=0)]
@@ -133,7 +133,7 @@ def test_a_fixed_ratio_is_never_missed_by_more_than_one_request(
         taken = sides[at]
         sides[at] = replace(taken, requests=taken.requests + 1, free_blocks=taken.free_blocks - 4)
         lent = count - sides[0].requests
-        assert abs(lent - share * count) <= 1
+        assert abs(lent - share * count) <= 0.5 + 1e-9
 
 
 def test_a_fixed_ratio_gives_to_the_emptiest_lender_and_else_to_the_other_kind_of_side() -> None:
@@ -220,6 +220,8 @@ def test_headroom_is_what_growing_requests_come_to_need_beyond_what_they_hold(
 
 LONG = Resident(blocks=9, tokens=400, copy_s=0.009, recompute_s=0.4)
 SHORT = Resident(blocks=2, tokens=90, copy_s=0.002, recompute_s=0.1)
+SLOWER = replace(LENDER, token_s=8e-6, handoff_s=0.0)
+FASTER = replace(LENDER, handoff_s=0.0)
 TINY = Resident(blocks=1, tokens=40, copy_s=0.001, recompute_s=0.05)
 
 
@@ -233,6 +235,8 @@ TINY = Resident(blocks=1, tokens=40, copy_s=0.001, recompute_s=0.05)
         # The side on which attention then takes least, and which has room.
         ((FULL, replace(LENDER, tokens=9_000), LENDER), (SHORT,), 1, Move(0, 2)),
         ((FULL, LENDER, replace(LENDER, free_blocks=1)), (SHORT,), 1, Move(0, 1)),
+        # The exhausted side would hide how slow the first lender is, but for what leaves it.
+        ((replace(FULL, tokens=400), SLOWER, FASTER), (SHORT,), 1, Move(0, 2)),
         ((FULL, replace(LENDER, allowed=False)), (SHORT,), 1, None),
         # A copy that takes longer than computing again what would be preempted.
         ((FULL, LENDER), (replace(TINY, recompute_s=0.0005),), 1, None),
