@@ -90,7 +90,7 @@ def stops(reached: list[State]) -> int:
         (OPEN, STALLED, Phase.STOPPED, 0),
         (OPEN, TIMED_OUT, Phase.EJECT, 0),
         (OPEN, NOTHING, Phase.OPEN, 32_000),
-        (OPEN, NEAR, Phase.OPEN, 32_000),
+        (replace(OPEN, calm_periods=2), NEAR, Phase.OPEN, 32_000),
         (OPEN, HEALTHY, Phase.OPEN, 32_000),
         (replace(OPEN, calm_periods=2), HEALTHY, Phase.OPEN, 36_000),
         (replace(OPEN, calm_periods=2, tokens=62_000), HEALTHY, Phase.OPEN, 64_000),
