@@ -35,6 +35,7 @@ from loomserve.platform.lending.side_costs import SideCosts
 
 _PROBE_BLOCKS = 8
 """Of context, with which a lender that nothing is known of is tried."""
+_SMOOTHING = 0.1
 
 WorkerCall = Callable[..., Any]
 """Calls a method of the engine's worker: its name, and what it is given."""
@@ -50,6 +51,7 @@ class Loan:
     blocks: range
     seen: RingStats
     use: State
+    usual_delay_s: float = 0.0
     usable: int = 0
     open: bool = True
     """Whether requests may start there."""
@@ -314,8 +316,9 @@ class BorrowingScheduler(AdaptiveScheduler):
                 Observation(
                     tasks=tasks,
                     wait_s=wait_s / max(1, tasks),
-                    # The longest ever; of this step's it is at most all waiting.
-                    worst_wait_s=min(loan.seen.wait_max_ns / 1e9, wait_s),
+                    # The ring keeps the longest ever. In a step with a stall, what was not
+                    # service exceeds the usual by it.
+                    worst_wait_s=max(0.0, wait_s - service_s - tasks * loan.usual_delay_s),
                     service_s=service_s / max(1, tasks),
                     local_s=local_s,
                     timed_out=False,
@@ -323,6 +326,9 @@ class BorrowingScheduler(AdaptiveScheduler):
                 ),
                 now,
             )
+            if tasks:
+                delay_s = max(0.0, wait_s - service_s) / tasks
+                loan.usual_delay_s += _SMOOTHING * (delay_s - loan.usual_delay_s)
 
     def place(self, workers: WorkerCall, placement: str, lent_share: float) -> None:
         """Start requests where this policy says from now on."""

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from vllm import envs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from loomserve.platform.engine.block_sides import OWN, borrowed_sides
@@ -61,7 +62,7 @@ class WovenWorker(PatientWorker):
         )
         use_woven_attention()
         LOANS.patience_s = self._lending.patience_ms / 1000
-        self._desk = Desk()
+        self._desk = Desk(split_kv=envs.VLLM_CPU_ATTN_SPLIT_KV)
         self._lent: dict[str, Ring] = {}
         self._parts: OperatorParts | None = None
 

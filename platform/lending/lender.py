@@ -42,8 +42,14 @@ class Desk:
     as FAILED.
     """
 
-    def __init__(self, spin_s: float = 50e-6) -> None:
+    def __init__(self, spin_s: float = 50e-6, *, split_kv: bool = True) -> None:
+        """
+        Args:
+            spin_s: how long the idle thread looks for the next task before it sleeps.
+            split_kv: whether several threads may share a sequence, as vLLM's kernels let them.
+        """
         module = native.extension()
+        self._split_kv = split_kv
         self._module = module
         self._desk: Any = module.Desk(int(spin_s * 1e9)) if module else _Fallback(spin_s)
         # Each ring as that desk knows it.
@@ -70,13 +76,9 @@ class Desk:
         """
         geometry = ring.geometry
         _check(caches, geometry)
-        # Where several threads share a sequence, as vLLM itself may let them.
-        from vllm import envs
-
-        split_kv = envs.VLLM_CPU_ATTN_SPLIT_KV
         ring.words[Line.LENDER * LINE_WORDS] = os.getpid()
         if self._module is None:
-            self._desk.open(ring, split_kv, caches)
+            self._desk.open(ring, self._split_kv, caches)
             self._mapped[ring] = ring
             return
         mapped = native.mapped(self._module, ring)
@@ -87,7 +89,7 @@ class Desk:
             geometry.isa,
             geometry.sliding_window,
             geometry.softcap,
-            split_kv,
+            self._split_kv,
             list(caches),
         )
         self._mapped[ring] = mapped

@@ -19,7 +19,10 @@ PURE = ("routers/base.py", "routers/load_aware.py", "routers/round_robin.py",
         "platform/scheduling/deadline.py", "platform/scheduling/simulator.py",
         "platform/engine/turnaround.py", "deployments/deadline.py",
         "platform/costs/step_time.py", "platform/costs/transfer_time.py",
-        "platform/costs/correction.py")  # fmt: skip
+        "platform/costs/correction.py", "platform/lending/boundary.py",
+        "platform/lending/budget.py", "platform/lending/layout.py", "platform/lending/limits.py",
+        "platform/lending/placement.py", "platform/lending/side_costs.py",
+        "platform/lending/splitting.py")  # fmt: skip
 
 
 def modules() -> list[Path]:
