@@ -5,12 +5,16 @@ and 1,024 of swap space, all requests sent at once, answers of at most 64 to 256
 sets of lengths. Three arms, with the same engine flags, serve the same lengths one after the other
 on one core: stock vLLM, which recomputes what it preempts; "swap", which always swaps, first come,
 first served, and starts only what swap space can take (the paper's vLLM_s); and "adaptive", which
-chooses by predicted costs and serves by fairness.
+chooses by predicted costs and serves by fairness. ``--arms`` takes others too: first come, first
+served, and adaptive without one of its switches.
 
-Every arm answers the same prompts, and its answers are compared with stock vLLM's. A request ends
-after its reference answer's length, cut to the maximum. Its weighted turnaround is
-(finish - send) / (finish - first scheduled), AdaptiveLLM's equation 5. Ratios are of a run's own
-arms; a set's headline figure is the geometric mean over its settings.
+Every arm answers the same prompts, and its answers are compared with the first arm's. A request
+ends after its reference answer's length, cut to the maximum. Its weighted turnaround is
+(finish - send) / (finish - first scheduled), AdaptiveLLM's equation 5. Ratios are of adaptive over
+another arm of the same run; a set's headline figure is the geometric mean over its settings.
+``computed_ratio`` is what an arm computed over what it would without preemption, in tokens: what is
+above 1 was computed again. ``--deadline-s`` lets every second request ask for its answer within so
+many seconds.
 
 Beside that stand the two cost curves, and from which bandwidth on swapping a request is cheaper
 than computing it again. ``--links`` makes each copy last as long as a link of so many MB/s would
@@ -35,7 +39,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass
@@ -52,6 +57,7 @@ from loomserve.kvstore.client import StoreClient
 from loomserve.kvstore.protocol import Done, Flush
 from loomserve.kvstore.server import StoreServer
 from loomserve.platform import catalog
+from loomserve.platform.scheduling.deadline import DEADLINE
 
 RESULTS = Path(__file__).parent / "results"
 BLOCKS = 2048 // BLOCK_TOKENS
@@ -61,6 +67,8 @@ CONTEXT = 1536
 STEP_TOKENS = 512
 LONG_SCALE = 26
 """Documents are so many times as long as what is made of them: 340 tokens on average."""
+_ADAPTIVE = {"preemption": "adaptive", "queue": "fair"}
+SWITCHES = ("deadlines", "overlap_swap", "prefetch_swap_in", "chunked_recompute")
 ARMS: Mapping[str, Mapping[str, Any] | None] = {
     "recompute": None,
     "swap": {
@@ -69,11 +77,11 @@ ARMS: Mapping[str, Mapping[str, Any] | None] = {
         "overlap_swap": False,
         "prefetch_swap_in": False,
     },
-    "adaptive": {"preemption": "adaptive", "queue": "fair"},
+    "adaptive": _ADAPTIVE,
     "adaptive_fcfs": {"preemption": "adaptive", "queue": "fcfs"},
+    **{f"without_{switch}": {**_ADAPTIVE, switch: False} for switch in SWITCHES},
 }
 """What the scheduler is told; nothing for stock vLLM."""
-BASELINES = ("recompute", "swap")
 SETS: Mapping[str, tuple[str, Likeness]] = {
     "short": ("alpaca_sample", Likeness(0.0, (2.64, 0.61), (3.74, 0.76))),
     "chat": ("alpaca_long_answers", Likeness(0.0, (2.64, 0.72), (4.62, 0.82))),
@@ -85,7 +93,9 @@ COUNTS = ("swapped_out", "swapped_in", "recomputed", "lost_tokens", "decision_s"
 """Of our scheduler."""
 LONG_FEWER = 3
 """So many times fewer documents than short requests: their prompts take the most time."""
-SETUP = ("sets", "arms", "requests", "max_output", "batch_limit", "rate", "runs", "links")
+SETUP = (
+    "sets", "arms", "requests", "max_output", "batch_limit", "rate", "deadline_s", "runs", "links",
+)  # fmt: skip
 SCALED_DOWN = (
     "1,000 requests a set to --requests (a third of that in the long set); a model of 13 to 32.5 "
     "billion parameters to one of 135 million; documents to the paper's mean of 340 tokens"
@@ -106,12 +116,25 @@ class Setting:
 
 
 @dataclass(frozen=True)
+class Load:
+    """So many requests a second, or all at once; how soon every second one wants its answer."""
+
+    rate: float | None = None
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True)
 class Served:
-    """All requests of a set by one arm; ``counts`` are what the scheduler counted meanwhile."""
+    """All requests of a set by one arm; ``counts`` are what the scheduler counted meanwhile.
+
+    ``late`` is the share of deadlines that were missed.
+    """
 
     seconds: float
     answers: list[list[int]]
     weighted_turnaround: float
+    late: float
+    computed_ratio: float
     counts: dict[str, float]
 
     @property
@@ -175,64 +198,82 @@ class Engine:
         self._engine = self._llm.llm_engine
         self._scheduler = self._engine.engine_core.engine_core.scheduler
         self._requests = itertools.count()
+        self._computed = 0
+        self._count_computed()
+
+    def _count_computed(self) -> None:
+        schedule = self._scheduler.schedule
+
+        def counted(*args: Any) -> Any:
+            scheduled = schedule(*args)
+            self._computed += scheduled.total_num_scheduled_tokens
+            return scheduled
+
+        self._scheduler.schedule = counted
 
     def serve(
         self,
         lengths: Sequence[Length],
         batch_limit: int,
-        rate: float | None,
+        load: Load,
         options: Mapping[str, Any] | None,
         seed: str,
     ) -> Served:
-        """All requests to their end; tokens by ``seed``, ``rate`` a second or all at once."""
+        """All requests to their end; tokens by ``seed``."""
+        self._use(batch_limit, options)
+        source = random.Random(seed)
+        counted, computed = self._counts(), self._computed
+        waiting = deque(
+            (0.0 if load.rate is None else number / load.rate, prompt, answer)
+            for number, (prompt, answer) in enumerate(lengths)
+        )
+        sent: dict[str, float] = {}
+        finished: dict[str, Any] = {}
+        begin = time.monotonic()
+        while waiting or self._engine.has_unfinished_requests():
+            while waiting and waiting[0][0] <= time.monotonic() - begin:
+                at_s, prompt, answer = waiting.popleft()
+                ids = [source.randrange(*_VOCABULARY) for _ in range(prompt)]
+                hurried = load.deadline_s is not None and len(sent) % 2 == 0
+                sent[self._send(ids, answer, load.deadline_s if hurried else None)] = begin + at_s
+            finished |= {one.request_id: one for one in self._engine.step() if one.finished}
+        seconds = time.monotonic() - begin
+        took = {name: finished[name].metrics.last_token_ts - at for name, at in sent.items()}
+        return Served(
+            seconds=seconds,
+            answers=[list(finished[name].outputs[0].token_ids) for name in sent],
+            weighted_turnaround=statistics.fmean(
+                took[name] / (one.metrics.last_token_ts - one.metrics.scheduled_ts)
+                for name, one in finished.items()
+            ),
+            late=statistics.fmean(
+                load.deadline_s is not None and took[name] > load.deadline_s
+                for name in list(sent)[::2]
+            ),
+            computed_ratio=(self._computed - computed)
+            / sum(prompt + answer - 1 for prompt, answer in lengths),
+            counts={name: after - counted[name] for name, after in self._counts().items()},
+        )
+
+    def _send(self, prompt: list[int], answer: int, deadline_s: float | None) -> str:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
-        self._use(batch_limit, options)
-        source = random.Random(seed)
-        counted = self._counts()
-        waiting = [
-            (0.0 if rate is None else number / rate, prompt, answer)
-            for number, (prompt, answer) in enumerate(lengths)
-        ]
-        sent: dict[str, float] = {}
-        turnarounds = []
-        answers: dict[str, list[int]] = {}
-        begin = time.monotonic()
-        while waiting or self._engine.has_unfinished_requests():
-            while waiting and waiting[0][0] <= time.monotonic() - begin:
-                at_s, prompt, answer = waiting.pop(0)
-                name = str(next(self._requests))
-                sent[name] = begin + at_s
-                ids = [source.randrange(*_VOCABULARY) for _ in range(prompt)]
-                self._engine.add_request(
-                    name,
-                    TokensPrompt(prompt_token_ids=ids),
-                    SamplingParams(
-                        temperature=0,
-                        max_tokens=answer,
-                        ignore_eos=True,
-                        detokenize=False,
-                        output_kind=RequestOutputKind.FINAL_ONLY,
-                    ),
-                )
-            for output in self._engine.step():
-                if output.finished:
-                    answers[output.request_id] = list(output.outputs[0].token_ids)
-                    times = output.metrics
-                    finish = times.last_token_ts
-                    turnarounds.append(
-                        (finish - sent[output.request_id]) / (finish - times.scheduled_ts)
-                    )
-        seconds = time.monotonic() - begin
-        counts = {name: after - counted[name] for name, after in self._counts().items()}
-        return Served(
-            seconds=seconds,
-            answers=[answers[name] for name in sent],
-            weighted_turnaround=statistics.fmean(turnarounds),
-            counts=counts,
+        name = str(next(self._requests))
+        self._engine.add_request(
+            name,
+            TokensPrompt(prompt_token_ids=prompt),
+            SamplingParams(
+                temperature=0,
+                max_tokens=answer,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                extra_args=None if deadline_s is None else {DEADLINE: time.time() + deadline_s},
+            ),
         )
+        return name
 
     def _use(self, batch_limit: int, options: Mapping[str, Any] | None) -> None:
         self._llm.reset_prefix_cache()
@@ -314,6 +355,8 @@ _engine: Engine
 
 def _start(*args: Any) -> None:
     global _engine
+    # vLLM binds its workers only, and this process is worker and all. Core 0 is everyone's.
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     _engine = Engine(*args)
 
 
@@ -336,6 +379,8 @@ class Arms:
             quotas={},
         )
         self._address = plan.address
+        # Where modules are loaded that read it, before an engine is.
+        os.environ["OMP_NUM_THREADS"] = "1"
         server = StoreServer(open_store(plan), plan.address)
         stack.callback(plan.arena.unlink, missing_ok=True)
         server.start()
@@ -350,7 +395,7 @@ class Arms:
         arm: str,
         lengths: Sequence[Length],
         setting: Setting,
-        rate: float | None,
+        load: Load,
         seed: str,
     ) -> Served:
         options = ARMS[arm]
@@ -359,8 +404,13 @@ class Arms:
         # Arms that share the store must not find each other's blocks.
         with closing(StoreClient(self._address, timeout_ms=5000)) as store:
             store.ask(Flush(""), Done)
-        served: Served = engine.call("serve", cut, setting.batch_limit, rate, options, seed)
+        served: Served = engine.call("serve", cut, setting.batch_limit, load, options, seed)
         return served
+
+
+def baselines(arms: Collection[str]) -> list[str]:
+    """What adaptive is compared with, if it is one of the arms."""
+    return [name for name in arms if name != "adaptive"] if "adaptive" in arms else []
 
 
 def compared(runs: Sequence[Mapping[str, Served]], baseline: str) -> dict[str, list[float]]:
@@ -380,6 +430,8 @@ def point(setting: Setting, runs: Sequence[Mapping[str, Served]]) -> dict[str, A
         arm: {
             "tokens_per_second": statistics.median(run[arm].throughput for run in runs),
             "weighted_turnaround": statistics.median(run[arm].weighted_turnaround for run in runs),
+            "late": statistics.median(run[arm].late for run in runs),
+            "computed_ratio": statistics.median(run[arm].computed_ratio for run in runs),
             **{
                 name: statistics.median(run[arm].counts[name] for run in runs)
                 for name in runs[0][arm].counts
@@ -389,8 +441,7 @@ def point(setting: Setting, runs: Sequence[Mapping[str, Served]]) -> dict[str, A
     }
     ratios = {
         name: asdict(Spread.of(values))
-        for baseline in BASELINES
-        if {"adaptive", baseline} <= arms.keys()
+        for baseline in baselines(arms)
         for name, values in compared(runs, baseline).items()
     }
     return {**asdict(setting), "arms": arms, **ratios}
@@ -401,9 +452,7 @@ def headline(measured: Mapping[Setting, Sequence[Mapping[str, Served]]]) -> dict
     found: dict[str, Any] = {}
     for lengths in dict.fromkeys(setting.lengths for setting in measured):
         of_set = [runs for setting, runs in measured.items() if setting.lengths == lengths]
-        for baseline in BASELINES:
-            if not {"adaptive", baseline} <= of_set[0][0].keys():
-                continue
+        for baseline in baselines(of_set[0][0]):
             ratios = [compared(runs, baseline) for runs in of_set]
             for name in ratios[0]:
                 by_run = zip(*(one[name] for one in ratios), strict=True)
@@ -414,13 +463,13 @@ def headline(measured: Mapping[Setting, Sequence[Mapping[str, Served]]]) -> dict
 
 
 def exactness(measured: Mapping[Setting, Sequence[Mapping[str, Served]]]) -> dict[str, Any]:
-    """How many answers of each arm are not those of stock vLLM, of how many."""
-    runs = [run for of_setting in measured.values() for run in of_setting if "recompute" in run]
+    """How many answers of each arm are not those of the first one, of how many."""
+    runs = [run for of_setting in measured.values() for run in of_setting]
+    first = next(iter(runs[0]))
     return {
-        "compared_answers": sum(len(run["recompute"].answers) for run in runs),
+        "compared_answers": sum(len(run[first].answers) for run in runs),
         "different_answers": {
-            arm: sum(run[arm].differs_from(run["recompute"]) for run in runs)
-            for arm in (runs[0] if runs else ())
+            arm: sum(run[arm].differs_from(run[first]) for run in runs) for arm in runs[0]
         },
     }
 
@@ -457,7 +506,7 @@ def crossover(
     found = []
     for mbps in (None, *links):
         arms.ours.call("reach_store_at", mbps and mbps * 1e6)
-        run = {arm: arms.serve(arm, lengths, setting, None, f"link/{mbps}") for arm in names}
+        run = {arm: arms.serve(arm, lengths, setting, Load(), f"link/{mbps}") for arm in names}
         found.append({"link_mbps": mbps, **point(setting, [run])})
     arms.ours.call("reach_store_at", None)
     return found
@@ -475,7 +524,8 @@ def measure(options: argparse.Namespace, arms: Arms) -> dict[str, Any]:
 
     for arm in options.arms:
         # Predictors learn, and caches fill.
-        arms.serve(arm, lengths(settings[0], "warm-up")[:12], settings[0], None, "warm-up")
+        arms.serve(arm, lengths(settings[0], "warm-up")[:12], settings[0], Load(), "warm-up")
+    load = Load(options.rate, options.deadline_s)
     measured: dict[Setting, list[dict[str, Served]]] = {}
     points = []
     for setting in settings:
@@ -483,9 +533,9 @@ def measure(options: argparse.Namespace, arms: Arms) -> dict[str, Any]:
         for run in range(options.runs):
             first = run % len(options.arms)
             turn = [*options.arms[first:], *options.arms[:first]]
-            load = lengths(setting, str(run))
+            drawn_lengths = lengths(setting, str(run))
             seed = f"{run}/{setting}"
-            served = {arm: arms.serve(arm, load, setting, options.rate, seed) for arm in turn}
+            served = {arm: arms.serve(arm, drawn_lengths, setting, load, seed) for arm in turn}
             measured[setting].append({arm: served[arm] for arm in options.arms})
         points.append(point(setting, measured[setting]))
         print(json.dumps(points[-1]), flush=True)
@@ -531,6 +581,7 @@ def main() -> int:
     parser.add_argument("--max-output", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--batch-limit", type=int, nargs="+", default=[64])
     parser.add_argument("--rate", type=float, help="requests a second; else all come at once")
+    parser.add_argument("--deadline-s", type=float, help="of every second request; else none")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--links", type=float, nargs="*", default=[], help="MB/s")
     parser.add_argument("--data", type=Path, help="folder with the sets' lengths")
