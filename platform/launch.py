@@ -75,7 +75,9 @@ def check_machine(config: Config) -> None:
                     f"{there - 1}"
                 )
     _check_shared_memory(config)
-    compiles = any(not model.engine.get("enforce_eager") for model in config.models)
+    compiles = any(
+        model.lending is None and not model.engine.get("enforce_eager") for model in config.models
+    )
     if compiles and shutil.which("g++") is None and shutil.which("clang++") is None:
         raise StartError(
             "vLLM compiles its kernels for this machine and finds no C++ compiler: install g++, "
