@@ -39,7 +39,7 @@ from benchmarks.report import Spread, machine, publish
 from benchmarks.store import LAYER_BYTES, LAYERS, memory_run, running_store
 from loomserve.kvstore.actor import StorePlan
 from loomserve.kvstore.memory import Bytes, KvMemory
-from loomserve.kvstore.pipeline import TransferTime
+from loomserve.kvstore.pipeline import Copied, TransferTime
 from loomserve.platform import catalog
 
 RESULTS = Path(__file__).parent / "results"
@@ -137,18 +137,19 @@ class Engine:
         time.sleep(COMMITTED_S)
         after = self._llm.collective_rpc(transfer_times)[0]
         lanes = {
-            lane: TransferTime(**{what: new[what] - old[what] for what in new})
+            lane: TransferTime(Copied(new[0] - old[0], new[1] - old[1]), new[2] - old[2])
             for lane, new, old in zip(LANES, after, before, strict=True)
         }
         return Step(seconds, lanes)
 
 
-def transfer_times(worker: Any) -> list[dict[str, Any]]:
-    """Runs in the engine's worker; of loads in steps and of saves."""
+def transfer_times(worker: Any) -> list[tuple[int, float, float]]:
+    """Runs in the engine's worker; of loads in steps and of saves: bytes, seconds, and those that
+    the forward pass waited."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     loader, _, saver = get_kv_transfer_group().copier.lanes
-    return [asdict(loader.time), asdict(saver.time)]
+    return [(*lane.time.copied, lane.time.waited_s) for lane in (loader, saver)]
 
 
 def put_link(worker: Any, bytes_per_s: float | None) -> None:
@@ -173,7 +174,7 @@ def point(engine: Engine, base: Sequence[int], share: float, link: float | None)
     step = engine.step([*base[:hit], *engine.tokens(len(base) - hit)])
     blocks = {"load": hit // BLOCK_TOKENS, "save": (len(base) - hit) // BLOCK_TOKENS}
     for lane, count in blocks.items():
-        if step.lanes[lane].copied_bytes != count * LAYERS * LAYER_BYTES:
+        if step.lanes[lane].copied.size != count * LAYERS * LAYER_BYTES:
             raise RuntimeError(f"the step did not {lane} {count} blocks")
     return {
         "length": len(base),
@@ -184,7 +185,7 @@ def point(engine: Engine, base: Sequence[int], share: float, link: float | None)
             f"{lane}_{what}": value
             for lane, time_ in step.lanes.items()
             for what, value in (
-                ("ms", 1e3 * time_.busy_s),
+                ("ms", 1e3 * time_.copied.busy_s),
                 ("waited_ms", 1e3 * time_.waited_s),
                 ("hidden_share", time_.hidden_share),
             )

@@ -708,14 +708,10 @@ class StoreCopier:
     def take_transferred(self) -> Transferred | None:
         """What was copied since this was last asked; None where nothing was."""
         loader, fetcher, saver = self.lanes
+        out, loaded, fetched = saver.time.copied, loader.time.copied, fetcher.time.copied
         told, self._told = (
             self._told,
-            Transferred(
-                saver.time.copied_bytes,
-                saver.time.busy_s,
-                loader.time.copied_bytes + fetcher.time.copied_bytes,
-                loader.time.busy_s + fetcher.time.busy_s,
-            ),
+            Transferred(*out, loaded.size + fetched.size, loaded.busy_s + fetched.busy_s),
         )
         new = Transferred(
             self._told.out_bytes - told.out_bytes,

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -90,18 +91,33 @@ class Run:
     seeds: Sequence[int]
 
 
+class Copied(NamedTuple):
+    """Bytes since the start, and the seconds that they took: both of the same copies."""
+
+    size: int = 0
+    busy_s: float = 0.0
+
+
 @dataclass
 class TransferTime:
-    """Seconds and bytes since the start; ``waited_s`` is what the forward pass lost."""
+    """What a lane did since the start; ``waited_s`` is what the forward pass lost.
 
-    copied_bytes: int = 0
-    busy_s: float = 0.0
+    ``copied`` is one object because the engine's thread reads it while the lane's copies: bytes
+    without their seconds would be a transfer that took no time.
+    """
+
+    copied: Copied = field(default_factory=Copied)
     waited_s: float = 0.0
+
+    def add(self, size: int, busy_s: float) -> None:
+        """Only the lane's own thread may."""
+        self.copied = Copied(self.copied.size + size, self.copied.busy_s + busy_s)
 
     @property
     def hidden_share(self) -> float:
         """Share of the transfer that ran beside computation, in [0, 1]."""
-        return 1.0 - min(1.0, self.waited_s / self.busy_s) if self.busy_s else 1.0
+        busy_s = self.copied.busy_s
+        return 1.0 - min(1.0, self.waited_s / busy_s) if busy_s else 1.0
 
 
 class Lane:
@@ -233,12 +249,10 @@ class Loader(Lane):
         begin = time.perf_counter()
         failed: list[int] = []
         for run in runs:
-            pieces = run.pieces[:, layer]
-            self._memory.from_host(layer, run.first, pieces)
+            self._memory.from_host(layer, run.first, run.pieces[:, layer])
             self._stream.settle()
             failed += self._wrong(layer, run)
-            self.time.copied_bytes += pieces.nbytes
-        self.time.busy_s += time.perf_counter() - begin
+        self.time.add(_layer_bytes(layer, runs), time.perf_counter() - begin)
         return failed
 
     def _wrong(self, layer: int, run: Run) -> Iterator[int]:
@@ -414,12 +428,10 @@ class Saver(Lane):
         self._stream.wait(step.marks[layer])
         whole = True
         for run in runs:
-            pieces = run.pieces[:, layer]
-            self._memory.to_host(layer, run.first, pieces)
+            self._memory.to_host(layer, run.first, run.pieces[:, layer])
             self._stream.settle()
             whole = self._seal(layer, run) and whole
-            self.time.copied_bytes += pieces.nbytes
-        self.time.busy_s += time.perf_counter() - begin
+        self.time.add(_layer_bytes(layer, runs), time.perf_counter() - begin)
         return whole
 
     def _seal(self, layer: int, run: Run) -> bool:
@@ -435,3 +447,7 @@ class Saver(Lane):
             for piece, block_seed in zip(pieces if own is None else own, run.seeds, strict=True)
         ]
         return own is not None or self._memory.equals_host(layer, run.first, pieces)
+
+
+def _layer_bytes(layer: int, runs: Sequence[Run]) -> int:
+    return sum(run.pieces[:, layer].nbytes for run in runs)

@@ -21,7 +21,7 @@ from loomserve.kvstore.client import StoreClient
 from loomserve.kvstore.eviction import lru
 from loomserve.kvstore.index import Index
 from loomserve.kvstore.memory import HostStream, KvMemory
-from loomserve.kvstore.pipeline import Load, Loader, Save, Saver, TransferTime
+from loomserve.kvstore.pipeline import Copied, Load, Loader, Save, Saver, TransferTime
 from loomserve.kvstore.protocol import (
     Done,
     Found,
@@ -278,7 +278,7 @@ def test_only_what_the_store_lacks_is_copied(store: Store, engines: tuple[Engine
     one.save([save_of("a", [0, 1, 2, 3, 4])])
     store.settled()
     assert store.found(chain("a", 5)) == 5
-    assert one.saver.time.copied_bytes == 5 * LAYERS * LAYER_BYTES
+    assert one.saver.time.copied.size == 5 * LAYERS * LAYER_BYTES
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -493,9 +493,38 @@ def test_transfers_beside_computation_count_as_hidden(
         other.loader.wait_layer(layer)
     other.loader.finish()
     assert other.loader.time.waited_s == 0
-    assert other.loader.time.busy_s > 0
+    assert other.loader.time.copied.busy_s > 0
     assert other.loader.time.hidden_share == 1
-    assert other.loader.time.copied_bytes == BLOCKS * LAYERS * LAYER_BYTES
+    assert other.loader.time.copied.size == BLOCKS * LAYERS * LAYER_BYTES
+
+
+class Onlooker(HostStream):
+    """Reads what a lane says of itself after each of its copies, as the engine's thread may."""
+
+    def __init__(self) -> None:
+        self.lane: Loader | Saver | None = None
+        self.seen: list[Copied] = []
+
+    def settle(self) -> None:
+        if self.lane is not None:
+            self.seen.append(self.lane.time.copied)
+
+
+@pytest.mark.parametrize("lane", ["loader", "saver"])
+def test_bytes_are_never_told_without_the_seconds_that_they_took(store: Store, lane: str) -> None:
+    onlooker = Onlooker()
+    engine = Engine(store, 1, onlooker)
+    onlooker.lane = getattr(engine, lane)
+    # Apart in the engine's memory, so that a layer takes several copies.
+    blocks = [0, 2, 4, 6]
+    engine.save([save_of("a", blocks)])
+    store.settled()
+    assert engine.load([store.load(chain("a", 4), blocks)]) == set()
+    per_layer = len(blocks) * LAYER_BYTES
+    assert {copied.size % per_layer for copied in onlooker.seen} == {0}
+    assert {copied.size for copied in onlooker.seen} > {0, per_layer}
+    assert all(copied.busy_s > 0 for copied in onlooker.seen if copied.size)
+    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -504,7 +533,7 @@ def test_transfers_beside_computation_count_as_hidden(
 def test_the_hidden_share_is_what_the_forward_pass_did_not_wait_for(
     busy_s: float, waited_s: float, share: float
 ) -> None:
-    assert TransferTime(1, busy_s, waited_s).hidden_share == share
+    assert TransferTime(Copied(1, busy_s), waited_s).hidden_share == share
 
 
 # The engine's memory.
