@@ -264,7 +264,8 @@ class Fleet:
     def __init__(self, args: argparse.Namespace) -> None:
         own, lent, places = args.own_blocks, args.lent_blocks, args.places
         # One block of each engine is vLLM's placeholder.
-        self.hot = woven(0, own + 1, places, borrow_bytes=lent * BLOCK_BYTES)
+        # Without polling within steps, a task may wait for a whole one of the lender.
+        self.hot = woven(0, own + 1, places, borrow_bytes=lent * BLOCK_BYTES, patience_ms=5000)
         self.cold = woven(1, own + lent + 1, places, lend_bytes=lent * BLOCK_BYTES)
         self.ideal = plain([0], own + lent + 1, places) if "local" in args.arms else None
         self.shared: tuple[Engine, Engine] | None = None
