@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -163,9 +164,12 @@ class BorrowingScheduler(AdaptiveScheduler):
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         for loan in list(self.loans.values()):
             self._follow(loan)
-        self._make_room()
+        # Those of the lowest priority, as of now, are the first to leave.
+        self._put_in_order(time.time())
+        preempted = self._make_room()
         self._step_began = time.perf_counter()
-        return super().schedule(throttle_prefills)
+        with self._nobody_starting() if preempted else nullcontext():
+            return super().schedule(throttle_prefills)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, *args: Any) -> Any:
         for loan in list(self.loans.values()):
@@ -225,29 +229,43 @@ class BorrowingScheduler(AdaptiveScheduler):
         # It may start again in this very step.
         self.prev_step_scheduled_req_ids.discard(request.request_id)
 
-    def _make_room(self) -> None:
+    def _make_room(self) -> bool:
         """Preempt on each side what its running requests' next blocks do not fit beside.
 
         vLLM would preempt the last of all running requests, which may be of another side.
         """
-        for side in {self.kv_cache_manager.side_of(each) for each in self.running} - {None}:
-            while (here := self._running_on(side)) and self._short_of(side, here) > 0:
-                self._preempt(here[-1])
+        preempted = False
+        for side in range(len(self._sides.ranges)):
+            while self._needed_on(side) > self._pool.free_block_queue.free_on(side):
+                self._preempt(self._running_on(side)[-1])
+                preempted = True
+        return preempted
+
+    @contextmanager
+    def _nobody_starting(self) -> Iterator[None]:
+        """As in a step in which vLLM itself preempts: who left would take the room it made."""
+        waiting = list(self.waiting)
+        self.waiting.clear()
+        yield
+        waiting = [*self.waiting, *waiting]
+        self.waiting.clear()
+        self.waiting.extend(waiting)
 
     def _running_on(self, side: int | None) -> list[Request]:
         return [each for each in self.running if self.kv_cache_manager.side_of(each) == side]
 
-    def _short_of(self, side: int | None, requests: list[Request]) -> int:
-        assert side is not None
-        needed = sum(self._next_blocks(request) for request in requests)
-        return needed - int(self._pool.free_block_queue.free_on(side))
-
-    def _next_blocks(self, request: Request) -> int:
-        """What the request's next step needs beyond what it has."""
-        left = request.num_tokens + request.num_output_placeholders - request.num_computed_tokens
-        tokens = request.num_computed_tokens + min(left, self.max_num_scheduled_tokens)
-        has = len(self.kv_cache_manager.get_block_ids(request.request_id)[0])
-        return max(0, self._blocks_for(tokens) - has)
+    def _needed_on(self, side: int) -> int:
+        """Blocks beyond those that they have, for the next step of the requests running there."""
+        budget, needed = self.max_num_scheduled_tokens, 0
+        for request in self.running:
+            computed = request.num_computed_tokens
+            left = request.num_tokens + request.num_output_placeholders - computed
+            tokens = min(left, budget)
+            budget -= tokens
+            if self.kv_cache_manager.side_of(request) == side:
+                has = len(self.kv_cache_manager.get_block_ids(request.request_id)[0])
+                needed += max(0, self._blocks_for(computed + tokens) - has)
+        return needed
 
     def _swap_out(self, request: Request) -> bool:
         # What lies with a lender is not in this engine's memory.

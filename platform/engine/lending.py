@@ -223,7 +223,8 @@ class LendingScheduler(BorrowingScheduler):
 
     def _queued_blocks(self) -> int:
         """What the engine's next steps need: of requests that run, and of the first that waits."""
-        needed = sum(self._next_blocks(request) + 1 for request in self._running_on(OWN))
+        # One more each, so that the next is there before it is needed.
+        needed = self._needed_on(OWN) + len(self._running_on(OWN))
         first = next(iter(self.waiting), None)
         return needed + (self._blocks_for(first.num_tokens) if first is not None else 0)
 
