@@ -157,9 +157,10 @@ class _Fallback:
         ring, words, done = self._ring, self._ring.words, Line.DONE * LINE_WORDS
         looked = begin
         while ring.closed is Closed.OPEN:
+            # Before it looks for the result, lest a halt of this process pass for the lender's.
+            now = time.monotonic_ns()
             if words[done] == self._posted:
                 return True
-            now = time.monotonic_ns()
             if now - begin >= timeout:
                 ring.shut(Closed.TIMED_OUT)
             elif now - looked >= LOOK_NS:

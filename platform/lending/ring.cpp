@@ -227,13 +227,14 @@ class Borrower {
   bool done(int64_t begin, int64_t timeout) {
     int64_t looked = begin;
     for (;;) {
+      // Before it looks for the result, lest a halt of this process pass for the lender's.
+      const int64_t now = now_ns();
       for (int i = 0; i < kSpins; ++i) {
         // A closed ring's tasks are answered by nobody, or too late.
         if (ring_->closed()) return false;
         if (ring_->word(kDone).load(std::memory_order_acquire) == posted_) return true;
         relax();
       }
-      const int64_t now = now_ns();
       if (now - begin >= timeout) ring_->shut(kTimedOut);
       if (now - looked >= kBorrowerLooks) {
         looked = now;
