@@ -25,9 +25,9 @@ from tests.unit.test_lending_ring import IMPLEMENTATIONS, implemented, shm, star
 
 __all__ = ["shm"]
 
-TASKS = {"native": 20_000, "python": 3_000}
+TASKS = {"native": 10_000, "python": 1_000}
 ASKED = os.environ.get("LOOMSERVE_RING_TASKS")
-KILLS = 6
+KILLS = 4
 LAYERS, REQUESTS, BLOCK, HEAD = 2, 3, 32, 32
 TINY = Geometry(LAYERS, 1, 1, HEAD, BLOCK, "float32", 1.0, "vec")
 PATIENCE_S = 30.0
