@@ -8,15 +8,18 @@ itself, right before. Lenders that poll without end ("polling") stand for hooks 
 whose distance is left out, against lenders that leave it to their idle thread ("idle"). The Python
 fallback stands beside the native ring. "empty_poll_ns" is a poll where nothing is posted.
 
-Figures are µs a layer, medians of ``--runs`` runs with their extremes. The last line of the output
+Figures are µs: a run's is its median layer's, as a machine that halts now and then would else be
+measured, and of ``--runs`` runs the median and the extremes are told. The last line of the output
 is one JSON object, also written to ``benchmarks/results``.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import multiprocessing as mp
 import os
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -44,6 +47,7 @@ STEPS = 20
 LENDERS = ("polling", "idle")
 IMPLEMENTATIONS = ("native", "python")
 BORROWER_CORE, LENDER_CORE = 0, 1
+PATIENCE_S = 60.0
 
 Caches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -72,47 +76,47 @@ class Batch:
         self.output = torch.empty(requests, SHAPE.query_heads, SHAPE.head_size)
 
     def local_us(self, own: Caches) -> float:
-        """A layer's attention without a ring, mean of as many as a run has tasks."""
+        """The median layer's attention without a ring."""
         metadata = ops.cpu_attn_get_scheduler_metadata(
             len(self.lens), SHAPE.query_heads, SHAPE.kv_heads, SHAPE.head_size, self.lens,
             self.query.dtype, self.starts, True, -1, SHAPE.isa, True,
         )  # fmt: skip
-        begin = time.perf_counter()
-        for _ in range(STEPS):
-            for key, value in own:
-                ops.cpu_attn_reshape_and_cache(
-                    self.key, self.value, key, value, self.slots, SHAPE.isa
-                )
-                ops.cpu_attention_with_kv_cache(
-                    self.query, key, value, self.output, self.starts, self.lens, SHAPE.scale,
-                    True, None, -1, self.table, 0.0, metadata, None,
-                )  # fmt: skip
-        return (time.perf_counter() - begin) / (STEPS * SHAPE.layers) * 1e6
+        taken = []
+        for key, value in own * STEPS:
+            begin = time.perf_counter_ns()
+            ops.cpu_attn_reshape_and_cache(self.key, self.value, key, value, self.slots, SHAPE.isa)
+            ops.cpu_attention_with_kv_cache(
+                self.query, key, value, self.output, self.starts, self.lens, SHAPE.scale,
+                True, None, -1, self.table, 0.0, metadata, None,
+            )  # fmt: skip
+            taken.append(time.perf_counter_ns() - begin)
+        return statistics.median(taken) / 1e3
 
     def lent_us(self, ring: Ring, borrower: Borrower) -> dict[str, float]:
-        """Means of a layer's parts over a run."""
-        before = ring.stats()
+        """The medians of what the ring counts for a layer."""
+        counted = [ring.stats()]
         for _ in range(STEPS):
             borrower.begin_step(self.starts, self.lens, self.table, self.slots)
             for layer in range(SHAPE.layers):
                 borrower.post(layer, self.query, self.key, self.value)
-                if not borrower.wait(self.output, 10.0):
+                if not borrower.wait(self.output, PATIENCE_S):
                     raise RuntimeError(f"the ring is closed: {ring.closed.name}")
-        after = ring.stats()
-        tasks = after.tasks - before.tasks
-        names = ("post_ns", "wait_ns", "service_ns", "pickup_ns")
-        return {
-            name.replace("ns", "us"): (getattr(after, name) - getattr(before, name)) / tasks / 1e3
-            for name in names
-        }
+                counted.append(ring.stats())
+        tasks = list(itertools.pairwise(counted))
+        post, wait, service, pickup = (
+            [getattr(after, name) - getattr(before, name) for before, after in tasks]
+            for name in ("post_ns", "wait_ns", "service_ns", "pickup_ns")
+        )
+        beyond = [a + b - c for a, b, c in zip(post, wait, service, strict=True)]
+        parts = {"post": post, "wait": wait, "service": service, "pickup": pickup, "beyond": beyond}
+        return {f"{name}_us": statistics.median(of) / 1e3 for name, of in parts.items()}
 
 
 def run(batch: Batch, own: Caches, ring: Ring, borrower: Borrower) -> dict[str, float]:
     local = batch.local_us(own)
     lent = batch.lent_us(ring, borrower)
-    whole = lent["post_us"] + lent["wait_us"]
-    beyond = whole - lent["service_us"]
-    return lent | {"local_us": local, "beyond_us": beyond, "ratio": whole / local}
+    ratio = (lent["post_us"] + lent["wait_us"]) / local
+    return lent | {"local_us": local, "ratio": ratio}
 
 
 @contextmanager
