@@ -50,15 +50,14 @@ TOKENS = 120
 def lending(platform: Platform) -> Iterator[Platform]:
     """The platform with these two models instead of its own, for which there is no memory."""
     own = yaml.safe_load((platform.log.parent / "config.yaml").read_text())["models"]
-    replace(platform, own, [COLD_MODEL, HOT_MODEL])
+    serve_instead(platform, [COLD_MODEL, HOT_MODEL])
     yield platform
-    # The last test unloads the other.
-    replace(platform, [HOT_MODEL], own)
+    serve_instead(platform, own)
 
 
-def replace(platform: Platform, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> None:
+def serve_instead(platform: Platform, new: list[dict[str, Any]]) -> None:
     with platform.admin() as admin:
-        for model in old:
+        for model in platform.state()["models"]:
             admin.delete(f"/admin/v1/models/{model['name']}").raise_for_status()
         wait_for(lambda: not platform.state()["models"], 120)
         for model in new:
