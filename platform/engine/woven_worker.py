@@ -149,6 +149,10 @@ class WovenWorker(PatientWorker):
         if self._parts is None:
             self.look_for_tasks(self._lending.polling)
         geometry = Geometry.from_json(guest["geometry"])
+        own = self._geometry().dtype
+        if geometry.dtype != own:
+            # What one left in a block would not be finite numbers of the other's.
+            raise ValueError(f"KV of {own} has no room for a guest's of {geometry.dtype}")
         ring = Ring.create(
             Path(path), geometry, guest["max_tokens"], guest["max_requests"], guest["max_blocks"]
         )
