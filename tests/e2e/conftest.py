@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,6 +161,18 @@ def wait_ready(platform: Platform, process: subprocess.Popen[bytes] | None = Non
             pass
         time.sleep(1)
     pytest.fail(f"not ready in {START_TIMEOUT_S} s: {platform.log.read_text()[-3000:]}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Function,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What the platform said stands below a test that failed."""
+    report = yield
+    platform = getattr(item, "funcargs", {}).get("platform")
+    if report.failed and platform is not None:
+        report.sections.append(("serve.log", platform.log.read_text()[-5000:]))
+    return report
 
 
 @pytest.fixture(autouse=True)
