@@ -181,7 +181,9 @@ class Fleet:
                 if (report.model.name, lender) in self._pairs_off
             ),
             drain_loans=tuple(
-                loan.name for loan in replica.loans if loan.name in self._loans_to_drain
+                loan.name
+                for loan in replica.loans
+                if loan.name in self._loans_to_drain or self._must_leave(loan, replica)
             ),
             loans=tuple(
                 loan.name for loan in self._loans(now) if loan.lender_replica == report.replica_id
@@ -282,6 +284,11 @@ class Fleet:
                     ),
                 ).report
                 yield LenderReplica(model=lender, id=best.replica_id, address=best.address)
+
+    def _must_leave(self, loan: LoanState, borrower: _ReplicaRecord) -> bool:
+        # One that has not reported yet is unknown to a controller that was started anew.
+        lender = self._replicas.get(loan.lender_replica)
+        return lender is not None and not self._may_lend(lender, borrower)
 
     def _may_lend(self, lender: _ReplicaRecord, borrower: _ReplicaRecord) -> bool:
         # On one device, the borrower would wait for a lender whose core it holds.

@@ -214,3 +214,17 @@ def test_what_cannot_be_done_is_said_with_what_there_is(lending: Platform) -> No
         refused = admin.post("/admin/v1/models", json=lonely)
         assert refused.status_code == 400
         assert f"cannot borrow from '{BORROWER}'" in refused.json()["error"]["message"]
+
+
+def test_a_lender_that_is_unloaded_ends_its_loans_first(
+    lending: Platform, alone: list[str]
+) -> None:
+    wait_for_loan(lending)
+    before = broken(lending)
+    with streaming(lending) as answers:
+        with lending.admin() as admin:
+            path = f"/admin/v1/models/{LENDER}"
+            admin.delete(path, params={"timeout_s": 300}).raise_for_status()
+        assert answers() == alone
+    wait_for(lambda: status(lending, LENDER) is None, 90)
+    assert broken(lending) == before

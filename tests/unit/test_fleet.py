@@ -265,6 +265,19 @@ def test_a_loan_is_drained_by_order_to_its_borrower() -> None:
     assert not some.report(borrowing(loan("c1", "loan-2")), 3).drain_loans
 
 
+def test_loans_of_a_lender_that_is_unloaded_drain_at_once() -> None:
+    some = lending_fleet()
+    some.report(report("c1", "core1", model=COLD), 1)
+    assert not some.report(borrowing(loan("c1")), 2).drain_loans
+    some.begin_unload(COLD.name, deadline=10)
+    assert some.report(borrowing(loan("c1")), 3).drain_loans == ("loan-1",)
+
+
+def test_loans_of_a_lender_that_has_not_reported_stay_as_they_are() -> None:
+    some = lending_fleet()
+    assert not some.report(borrowing(loan("c1")), 1).drain_loans
+
+
 def test_unload_waits_for_what_a_lender_has_lent() -> None:
     some = lending_fleet()
     lent = LentState(name="loan-1", lender=COLD.name, lender_replica="c1", borrower=HOT.name,
