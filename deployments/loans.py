@@ -227,13 +227,16 @@ class LoanKeeper:
             if loan["name"] in self._loans
         ]
         self._metrics.borrowed(
-            ((loan.lender.model, figures) for loan, figures in known), said["broken"]
+            ((loan.lender.model, figures) for loan, figures in known),
+            said["broken"],
+            said["moved"],
         )
         self.state = BorrowingState(
             own_blocks=said["own_blocks"],
             own_free_blocks=said["own_free"],
             loans=tuple(self._state(loan, figures, now) for loan, figures in known),
             broken=said["broken"],
+            moved=said["moved"],
             problems={
                 lender.model: self._problems[lender.model]
                 for lender in orders.lenders

@@ -81,6 +81,7 @@ class BorrowingState(_Snapshot):
     own_free_blocks: int
     loans: tuple[LoanState, ...]
     broken: dict[str, int] = Field(description="Loans that ended by themselves, by reason.")
+    moved: int = Field(0, description="Running requests whose KV was copied to another side.")
     problems: dict[str, str] = Field(
         description="Of each lender without a loan: why the last attempt failed."
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +30,7 @@ from loomserve.platform.engine.block_sides import (
 from loomserve.platform.engine.scheduler import AdaptiveScheduler
 from loomserve.platform.lending.limits import Observation, Phase, Rules, State, after, first
 from loomserve.platform.lending.options import LENDING_CONFIG, LendingOptions
-from loomserve.platform.lending.placement import PLACEMENTS, Arrival, Side
+from loomserve.platform.lending.placement import PLACEMENTS, Arrival, Resident, Side, move
 from loomserve.platform.lending.ring import Closed, Ring, RingStats
 from loomserve.platform.lending.side_costs import SideCosts
 
@@ -62,6 +62,8 @@ class BorrowingScheduler(AdaptiveScheduler):
     """Serves requests from its own memory and from that of lenders."""
 
     kv_cache_manager: SidedKVCacheManager
+    _workers: WorkerCall
+    """There since the first loan."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -75,6 +77,10 @@ class BorrowingScheduler(AdaptiveScheduler):
         self._layers = len(self.kv_cache_config.kv_cache_groups[0].layer_names)
         self._costs = SideCosts()
         self._step_began = 0.0
+        self._moving: Request | None = None
+        self._moved: dict[str, int] = {}
+        """Of requests that have moved, the side on which they go on."""
+        self._moves = 0
         if self._reader is not None:
             self._reader.in_own_memory = lambda request: (
                 self.kv_cache_manager.side_of(request) == OWN
@@ -114,6 +120,7 @@ class BorrowingScheduler(AdaptiveScheduler):
             )
         side = min(free)
         workers("borrow", side, path)
+        self._workers = workers
         ring = Ring.attach(Path(path))
         blocks = self._sides.ranges[side]
         rules = Rules(
@@ -127,8 +134,13 @@ class BorrowingScheduler(AdaptiveScheduler):
         return side
 
     def drain_loan(self, workers: WorkerCall, side: int) -> bool:
-        """Start no request there any more; returns whether none is left there."""
+        """Start no request there any more; returns whether none is left there.
+
+        Those for which another side has room move there at once.
+        """
         self.loans[side].open = False
+        for request in self._running_on(side):
+            self._move_from(side, [request], 1)
         return not self._running_on(side)
 
     def end_loan(self, workers: WorkerCall, side: int) -> None:
@@ -142,6 +154,7 @@ class BorrowingScheduler(AdaptiveScheduler):
         return {
             "own_blocks": len(self._sides.ranges[OWN]),
             "own_free": self._pool.free_block_queue.free_on(OWN),
+            "moved": self._moves,
             "broken": {reason.name: count for reason, count in self.broken.items()},
             "loans": [
                 {
@@ -212,7 +225,8 @@ class BorrowingScheduler(AdaptiveScheduler):
         if usable < loan.usable:
             gone = range(first + usable, loan.blocks.stop)
             for request in [each for each in self.running if self._holds(each, gone)]:
-                self._preempt(request, drop_output=drop_output)
+                if drop_output or not self._move_from(loan.side, [request], 1):
+                    self._preempt(request, drop_output=drop_output)
             self._pool.withhold(gone)
         else:
             self._pool.offer(range(first + loan.usable, first + usable))
@@ -224,21 +238,26 @@ class BorrowingScheduler(AdaptiveScheduler):
         return bool(table) and max(table) >= blocks.start and min(table) < blocks.stop
 
     def _preempt(self, request: Request, *, drop_output: bool = False) -> None:
+        self._moved.pop(request.request_id, None)
         self.running.remove(request)
         self._preempt_request(request, time.monotonic(), drop_stale_output=drop_output)
         # It may start again in this very step.
         self.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def _make_room(self) -> bool:
-        """Preempt on each side what its running requests' next blocks do not fit beside.
+        """Move or preempt on each side what its running requests' next blocks do not fit beside.
 
         vLLM would preempt the last of all running requests, which may be of another side.
         """
         preempted = False
         for side in range(len(self._sides.ranges)):
-            while self._needed_on(side) > self._pool.free_block_queue.free_on(side):
-                self._preempt(self._running_on(side)[-1])
-                preempted = True
+            while (
+                missing := self._needed_on(side) - self._pool.free_block_queue.free_on(side)
+            ) > 0:
+                here = self._running_on(side)[::-1]
+                if not self._move_from(side, here, missing):
+                    self._preempt(here[0])
+                    preempted = True
         return preempted
 
     @contextmanager
@@ -268,15 +287,84 @@ class BorrowingScheduler(AdaptiveScheduler):
         return needed
 
     def _swap_out(self, request: Request) -> bool:
+        if request is self._moving:
+            return True
         # What lies with a lender is not in this engine's memory.
         return self.kv_cache_manager.side_of(request) == OWN and super()._swap_out(request)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        self._moved.pop(request.request_id, None)
+        return super()._free_request(request, *args, **kwargs)
+
+    # Requests that change sides
+
+    def _move_from(self, side: int, requests: Sequence[Request], missing_blocks: int) -> bool:
+        """Whether one of them, in the order in which they would be preempted, goes elsewhere.
+
+        Its full blocks are copied, and found in the other side's prefix cache when it goes on
+        there, in this very step or the next; of the tokens behind them, fewer than a block, the KV
+        is computed again.
+        """
+        if not self.lending.move or not self.loans or not self.cache_config.enable_prefix_caching:
+            return False
+        # What passes through the KV store is copied from and to this engine's memory.
+        requests = [each for each in requests if not hands_over(each)]
+        sides = [self._side(each, None) for each in range(len(self._sides.ranges))]
+        chosen = move(sides, [self._resident(each) for each in requests], side, missing_blocks)
+        return chosen is not None and self._move(requests[chosen.request], side, chosen.side)
+
+    def _resident(self, request: Request) -> Resident:
+        tokens = request.num_computed_tokens
+        blocks = len(self.kv_cache_manager.get_block_ids(request.request_id)[0])
+        return Resident(
+            blocks=blocks,
+            tokens=tokens,
+            copy_s=self._costs.copy_s(blocks),
+            recompute_s=self.step_times.prefill_s(tokens, self.max_num_scheduled_tokens),
+        )
+
+    def _move(self, request: Request, source: int, target: int) -> bool:
+        pool, size = self._pool, self.block_size
+        # A step in flight has computed its blocks before the worker comes to copy them.
+        full = min(request.num_computed_tokens // size, len(request.block_hashes))
+        table = self.kv_cache_manager.get_block_ids(request.request_id)[0]
+        with pool.on(target):
+            (there,), _, _ = self.kv_cache_manager.coordinator.find_longest_cache_hit(
+                request.block_hashes, full * size
+            )
+            pool.touch(there)
+            begin, cached = time.perf_counter(), len(there)
+            if full - cached > pool.free_block_queue.free_on(target):
+                pool.free_blocks(reversed(there))
+                return False
+            copies = pool.get_new_blocks(full - cached)
+            pairs = [
+                (block, copy.block_id)
+                for block, copy in zip(table[cached:full], copies, strict=True)
+            ]
+            done = not pairs or self._workers("move_blocks", source, target, pairs)
+            if done:
+                pool.cache_full_blocks(request, [*there, *copies], cached, full, size, 0)
+                self._costs.saw_copy(len(pairs), time.perf_counter() - begin)
+            pool.free_blocks([*reversed(copies), *reversed(there)])
+        if done:
+            self._moving = request
+            self._preempt(request)
+            self._moving = None
+            self._moved[request.request_id] = target
+            self._moves += 1
+        return bool(done)
 
     # Where requests start
 
     def _start_on(self, request: Request) -> int | None:
         if not self.loans or request.request_id in self._swapped or hands_over(request):
-            # What passes through the KV store is copied from and to this engine's memory.
             return OWN
+        moved = self._moved.get(request.request_id)
+        if moved is not None:
+            there = self._side(moved, request)
+            if there.allowed and there.needed_blocks <= there.free_blocks:
+                return moved
         waits_alone = not self.running
         arrival = Arrival(
             [self._side(side, request) for side in range(len(self._sides.ranges))],
@@ -286,31 +374,38 @@ class BorrowingScheduler(AdaptiveScheduler):
         place = PLACEMENTS[self.lending.placement](arrival, self.lending.lent_share)
         return OWN if place is None and waits_alone else place
 
-    def _side(self, side: int, request: Request) -> Side:
+    def _side(self, side: int, request: Request | None) -> Side:
+        """With what the request needs there, if one arrives."""
         loan = self.loans.get(side)
         here = self._running_on(side)
-        with self._pool.on(side):
-            _, cached, _ = self.kv_cache_manager.coordinator.find_longest_cache_hit(
-                request.block_hashes, request.num_tokens - 1
-            )
+        needed = tokens = 0
+        if request is not None:
+            tokens = request.num_tokens
+            with self._pool.on(side):
+                _, cached, _ = self.kv_cache_manager.coordinator.find_longest_cache_hit(
+                    request.block_hashes, tokens - 1
+                )
+            needed = self._blocks_for(tokens - cached)
         blocks = len(self._sides.ranges[OWN]) - 1 if side == OWN else loan.usable if loan else 0
         growth = [self._most_blocks(each) - self._blocks_for(each.num_tokens) for each in here]
         return Side(
             blocks=blocks,
             free_blocks=self._pool.free_block_queue.free_on(side),
-            needed_blocks=self._blocks_for(request.num_tokens - cached),
+            needed_blocks=needed,
             requests=len(here),
             tokens=self._context_on(side),
             token_s=self._costs.token_s,
             handoff_s=self._costs.handoff_s(side),
-            allowed=side == OWN or (loan is not None and self._may_start(loan, request)),
+            allowed=side == OWN or (loan is not None and self._may_start(loan, tokens)),
             growth_blocks=sum(growth) / len(growth) if growth else None,
         )
 
-    def _may_start(self, loan: Loan, request: Request) -> bool:
+    def _may_start(self, loan: Loan, tokens: int) -> bool:
+        if not loan.open or self.lending.placement == "local":
+            return False
         if self.lending.placement == "ratio":
-            return loan.open
-        return loan.open and self._context_on(loan.side) + request.num_tokens <= loan.use.tokens
+            return True
+        return self._context_on(loan.side) + tokens <= loan.use.tokens
 
     def _context_on(self, side: int) -> int:
         return sum(request.num_computed_tokens for request in self._running_on(side))

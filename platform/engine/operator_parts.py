@@ -46,23 +46,26 @@ class OperatorParts:
         self._whole: dict[str, Linear] = {
             name: layer.cpu_linear for name, layer in self._layers.items()
         }
+        self._woven = self._whole
         self.plans: dict[str, Plan] = {}
         """``decode`` and ``prefill``: what was planned for steps of either kind."""
 
-    def poll_never(self) -> None:
-        """Leave vLLM's operators as they are."""
+    def use(self, woven: bool) -> None:
+        """Let steps run the operators as they were prepared, or as vLLM has them."""
         for name, layer in self._layers.items():
-            layer.cpu_linear = self._whole[name]
-        self.plans = {}
+            layer.cpu_linear = (self._woven if woven else self._whole)[name]
+
+    def poll_never(self) -> None:
+        """Prepare to leave vLLM's operators as they are."""
+        self._woven, self.plans = self._whole, {}
 
     def poll_only(self) -> None:
-        """Look before each operator, and cut none."""
-        for name, layer in self._layers.items():
-            layer.cpu_linear = _polled(self._whole[name], self._poll)
+        """Prepare to look before each operator, and to cut none."""
+        self._woven = {name: _polled(linear, self._poll) for name, linear in self._whole.items()}
         self.plans = {}
 
     def cut(self, local_s: float, service_s: float, threshold_s: float) -> None:
-        """Cut them as Weaver's algorithm says, on times measured now.
+        """Prepare to cut them as Weaver's algorithm says, on times measured now.
 
         Args:
             local_s: what the borrower computes itself while a task is out.
@@ -74,6 +77,7 @@ class OperatorParts:
             "decode": split(decode, local_s, service_s, threshold_s),
             "prefill": split(prefill, local_s, service_s, threshold_s),
         }
+        self._woven = {}
         for name, layer in self._layers.items():
             linear = self._whole[name]
             if _is_head(layer):
@@ -81,7 +85,7 @@ class OperatorParts:
             else:
                 rows = PREFILL_ROWS // self.plans["prefill"].parts[name]
                 linear = _by_rows(linear, rows, self._poll)
-            layer.cpu_linear = _polled(linear, self._poll)
+            self._woven[name] = _polled(linear, self._poll)
 
     def _timed(self, rows: int) -> Iterator[Operator]:
         """A step's operators; those of a kind, such as all layers' ``qkv_proj``, take the same."""

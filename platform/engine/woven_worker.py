@@ -7,6 +7,7 @@ calls that open and end loans come to both of them through the executor (:mod:`e
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from loomserve.platform.engine.block_sides import OWN, borrowed_sides
 from loomserve.platform.engine.lent_memory import guest_caches
+from loomserve.platform.engine.moved_blocks import BlockMover
 from loomserve.platform.engine.operator_parts import OperatorParts
 from loomserve.platform.engine.seeds import SeedKeepingModelRunner
 from loomserve.platform.engine.worker import PatientWorker
@@ -65,6 +67,7 @@ class WovenWorker(PatientWorker):
         self._desk = Desk(split_kv=envs.VLLM_CPU_ATTN_SPLIT_KV)
         self._lent: dict[str, Ring] = {}
         self._parts: OperatorParts | None = None
+        self._poll: Callable[[], Any] | None = None
 
     # Memory
 
@@ -89,6 +92,12 @@ class WovenWorker(PatientWorker):
             tensor.size = tensor.size // config.num_blocks * own
             tensor.layer_stride = tensor.layer_stride // config.num_blocks * own
         config.num_blocks = own
+
+    def compile_or_warm_up_model(self) -> Any:
+        if self._lending.lend_bytes:
+            # Timing and packing take seconds, which requests would wait at the first loan.
+            self.look_for_tasks(self._lending.polling)
+        return super().compile_or_warm_up_model()
 
     # The borrower's part
 
@@ -123,6 +132,18 @@ class WovenWorker(PatientWorker):
         context = self.vllm_config.compilation_config.static_forward_context
         return [context[name] for name in names]
 
+    def move_blocks(self, source: int, target: int, pairs: list[tuple[int, int]]) -> bool:
+        """Copy blocks from one side to another (:meth:`BlockMover.move`)."""
+        assert LOANS.sides is not None
+        mover = BlockMover(
+            self.model_runner.kv_caches,
+            self._geometry(),
+            LOANS.sides,
+            LOANS.borrowers,
+            LOANS.patience_s,
+        )
+        return mover.move(source, target, pairs)
+
     def borrow(self, side: int, path: str) -> None:
         LOANS.borrowers[side] = Borrower(Ring.attach(Path(path)))
 
@@ -132,7 +153,7 @@ class WovenWorker(PatientWorker):
     # The lender's part
 
     def look_for_tasks(self, polling: str) -> dict[str, Any]:
-        """Look for guests' tasks here from now on; returns how operators are cut, if they are."""
+        """Look for guests' tasks there while any are; returns how operators are cut, if so."""
         if self._parts is None:
             self._parts = OperatorParts(self.model_runner.get_model(), self._desk.poll)
         if polling == "steps":
@@ -141,13 +162,18 @@ class WovenWorker(PatientWorker):
             self._parts.poll_only()
         else:
             self._parts.cut(0.0, 0.0, _BEARABLE_WAIT_S)
-        LOANS.poll = None if polling == "steps" else self._desk.poll
+        self._poll = None if polling == "steps" else self._desk.poll
+        self._weave()
         return {kind: asdict(plan) for kind, plan in self._parts.plans.items()}
+
+    def _weave(self) -> None:
+        """Steps look for tasks while there are guests, and only then."""
+        assert self._parts is not None
+        self._parts.use(bool(self._lent))
+        LOANS.poll = self._poll if self._lent else None
 
     def lend(self, path: str, first_block: int, blocks: int, guest: dict[str, Any]) -> int:
         """Serve a borrower from these blocks of this engine's KV; how many of its own they hold."""
-        if self._parts is None:
-            self.look_for_tasks(self._lending.polling)
         geometry = Geometry.from_json(guest["geometry"])
         own = self._geometry().dtype
         if geometry.dtype != own:
@@ -159,10 +185,12 @@ class WovenWorker(PatientWorker):
         caches = guest_caches(self.model_runner.kv_caches, first_block, blocks, geometry)
         self._desk.open(ring, caches)
         self._lent[path] = ring
+        self._weave()
         return int(caches[0][0].shape[0])
 
     def end_lending(self, path: str) -> None:
         ring = self._lent.pop(path)
+        self._weave()
         self._desk.close(ring)
         ring.close()
         ring.unlink()

@@ -6,11 +6,12 @@ import ctypes
 import os
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 
 from loomserve.platform.lending import native
-from loomserve.platform.lending.ring import LINE_WORDS, Closed, Line, Peer, Ring
+from loomserve.platform.lending.ring import LINE_WORDS, Closed, Line, Peer, Ring, Work
 
 YIELD_NS = 200_000
 """A wait that lasts so long lets others have the core between its looks."""
@@ -24,7 +25,8 @@ SYS_FUTEX = 202
 class Borrower:
     """A worker's end of one ring, for the thread that runs its model.
 
-    Once a step :meth:`begin_step`, then for each layer :meth:`post`, own work, :meth:`wait`. When
+    Once a step :meth:`begin_step`, then for each layer :meth:`post`, own work, :meth:`wait`; in
+    between, blocks are copied by :meth:`begin_copy`, then :meth:`write` or :meth:`read`. When
     the ring is closed, whoever closed it, nothing is posted any more and each wait is False at
     once, so that the caller need not ask in every layer.
     """
@@ -69,10 +71,49 @@ class Borrower:
         ring.areas.seq_lens[:requests] = seq_lens
         ring.areas.block_table[:requests, :width] = block_table
         ring.areas.slot_mapping[:tokens] = slot_mapping
+        self._begin(requests, tokens, Work.ATTEND)
+
+    def _begin(self, requests: int, tokens: int, work: Work) -> None:
         step = Line.STEP * LINE_WORDS
-        ring.words[step] += 1
-        ring.words[step + 1] = requests
-        ring.words[step + 2] = tokens
+        self.ring.words[step] += 1
+        self.ring.words[step + 1] = requests
+        self.ring.words[step + 2] = tokens
+        self.ring.words[step + 3] = work
+
+    def begin_copy(self, blocks: Sequence[int], work: Work) -> None:
+        """Say which guest blocks the next calls of :meth:`write` or :meth:`read` copy.
+
+        Raises:
+            RuntimeError: a task is in flight.
+            ValueError: they are more than the ring has room for (``ring.most_copied``), or none.
+        """
+        if self._in_flight:
+            raise RuntimeError("a task is in flight: wait for it before a step begins")
+        if not 0 < len(blocks) <= self.ring.most_copied:
+            raise ValueError(f"{len(blocks)} blocks are not 1 to {self.ring.most_copied}")
+        self.ring.areas.block_table[0, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        self._copied = self.ring.copied(len(blocks))
+        self._begin(len(blocks), 0, work)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, timeout_s: float) -> bool:
+        """Copy one layer of the blocks into the lender's memory.
+
+        Args:
+            layer: from 0.
+            key: [blocks, kv_heads, block_size, head_size], as it stands in a cache; ``value``, too.
+            timeout_s: as of :meth:`wait`.
+
+        Returns:
+            False if the ring is closed.
+        """
+        self._copied[0].copy_(key)
+        self._copied[1].copy_(value)
+        return bool(self._end.copy(layer, timeout_s))
+
+    def read(self, layer: int, timeout_s: float) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """One layer of the blocks from the lender's memory, key and value as :meth:`write` takes
+        them; they stand in the ring, until its next task. None if it is closed."""
+        return self._copied if self._end.copy(layer, timeout_s) else None
 
     def post(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Hand the step's rows of one layer to the lender.
@@ -127,19 +168,29 @@ class _Fallback:
         ring.areas.key[:tokens] = key
         ring.areas.value[:tokens] = value
         self._lender.meet()
-        posted, end = Line.POSTED * LINE_WORDS, time.monotonic_ns()
+        self._announce(layer)
+        words[Line.BORROWER_STATS * LINE_WORDS] += 1
+        words[Line.BORROWER_STATS * LINE_WORDS + 1] += time.monotonic_ns() - begin
+
+    def _announce(self, layer: int) -> None:
+        words, posted, now = self._ring.words, Line.POSTED * LINE_WORDS, time.monotonic_ns()
         words[posted + 1] = layer
-        words[posted + 2] = end
+        words[posted + 2] = now
         self._posted += 1
         words[posted] = self._posted
         # A lock's atomic instruction is a full fence on the machines that this runs on.
         with self._fence:
             sleeps = words[Line.SLEEPING * LINE_WORDS]
         if sleeps:
-            _wake(ring.areas.control[Line.POSTED].data_ptr())
-        words[Line.BORROWER * LINE_WORDS + 1] = end
-        words[Line.BORROWER_STATS * LINE_WORDS] += 1
-        words[Line.BORROWER_STATS * LINE_WORDS + 1] += time.monotonic_ns() - begin
+            _wake(self._ring.areas.control[Line.POSTED].data_ptr())
+        words[Line.BORROWER * LINE_WORDS + 1] = now
+
+    def copy(self, layer: int, timeout_s: float) -> bool:
+        if self._ring.closed is not Closed.OPEN:
+            return False
+        self._lender.meet()
+        self._announce(layer)
+        return self._done(time.monotonic_ns(), int(timeout_s * 1e9))
 
     def wait(self, output: torch.Tensor, timeout_s: float) -> bool:
         ring, words = self._ring, self._ring.words

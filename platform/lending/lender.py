@@ -15,7 +15,7 @@ from torch import Tensor
 
 from loomserve.platform.lending import native
 from loomserve.platform.lending.geometry import Geometry
-from loomserve.platform.lending.ring import LINE_WORDS, Closed, Line, Peer, Ring
+from loomserve.platform.lending.ring import LINE_WORDS, Closed, Line, Peer, Ring, Work
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class Desk:
 
     A task is served only if its layer, its rows and all its blocks are the borrower's to use; else
     the ring is closed as REFUSED, before any memory is touched. An error of the kernel closes it
-    as FAILED.
+    as FAILED. Copies of blocks are tasks like others.
     """
 
     poll: Callable[[], int]
@@ -242,6 +242,8 @@ class _Guest:
         self._done = ring.words[Line.DONE * LINE_WORDS]
         self._step = 0
         self._end = 0
+        self._work = Work.ATTEND
+        self._blocks: list[int] = []
         self._metadata: Tensor | None = None
 
     def serve(self, counter: int) -> bool:
@@ -258,11 +260,14 @@ class _Guest:
         ):
             ring.shut(Closed.REFUSED)
             return False
-        self._attend(*self._caches[layer])
-        stats = Line.LENDER_STATS * LINE_WORDS
-        words[counter] += 1
-        words[stats + 2] += time.monotonic_ns() - begin
-        words[stats + 3] += begin - words[posted + 2]
+        if self._work is Work.ATTEND:
+            self._attend(*self._caches[layer])
+            stats = Line.LENDER_STATS * LINE_WORDS
+            words[counter] += 1
+            words[stats + 2] += time.monotonic_ns() - begin
+            words[stats + 3] += begin - words[posted + 2]
+        else:
+            self._copy(self._caches[layer])
         self._done = words[Line.DONE * LINE_WORDS] = number
         return True
 
@@ -278,8 +283,13 @@ class _Guest:
     def _take_step(self) -> bool:
         """Copy the step's metadata, so that it stays as it was when it was looked at."""
         ring, areas, block_size = self._ring, self._ring.areas, self._ring.geometry.block_size
-        requests, tokens = ring.words[Line.STEP * LINE_WORDS + 1 : Line.STEP * LINE_WORDS + 3]
-        if not (1 <= requests <= ring.max_requests and 1 <= tokens <= ring.max_tokens):
+        requests, tokens, work = ring.words[Line.STEP * LINE_WORDS + 1 : Line.STEP * LINE_WORDS + 4]
+        if work in (Work.WRITE, Work.READ):
+            return self._take_copy(requests, Work(work))
+        self._work = Work.ATTEND
+        if work != Work.ATTEND or not (
+            1 <= requests <= ring.max_requests and 1 <= tokens <= ring.max_tokens
+        ):
             return False
         self._starts = areas.query_start_loc[: requests + 1].clone()
         self._lens = areas.seq_lens[:requests].clone()
@@ -317,6 +327,22 @@ class _Guest:
             "auto",
         )
         return True
+
+    def _take_copy(self, blocks: int, work: Work) -> bool:
+        if not 1 <= blocks <= self._ring.most_copied:
+            return False
+        self._work = work
+        self._blocks = self._ring.areas.block_table[0, :blocks].tolist()
+        self._end = 1 + max(self._blocks)
+        return min(self._blocks) >= 0
+
+    def _copy(self, caches: tuple[Tensor, Tensor]) -> None:
+        for rows, cache in zip(self._ring.copied(len(self._blocks)), caches, strict=True):
+            for row, block in zip(rows, self._blocks, strict=True):
+                into, out_of = (
+                    (cache[block], row) if self._work is Work.WRITE else (row, cache[block])
+                )
+                into.copy_(out_of)
 
     def _attend(self, key_cache: Tensor, value_cache: Tensor) -> None:
         areas, geometry, tokens = self._ring.areas, self._ring.geometry, len(self._slots)

@@ -22,6 +22,11 @@ class LendingOptions(BaseModel):
     patience_ms: float = Field(
         100, gt=0, description="A lender that takes longer for a layer is given up."
     )
+    move: bool = Field(
+        True,
+        description="Whether running requests change sides, their KV copied, where they would be "
+        "preempted else.",
+    )
     lend_bytes: int = Field(0, ge=0, description="The most that it lends to others.")
     tpot_budget: float = Field(
         1.15,

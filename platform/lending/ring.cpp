@@ -43,6 +43,7 @@ enum Line {
   kGranted, kWanted, kVacated, kClosed, kBorrower, kLender, kStep, kPosted, kDone, kSleeping,
   kBorrowerStats, kLenderStats
 };
+enum Work { kAttend, kWrite, kRead };
 enum Closed { kOpen, kDrained, kRevoked, kTimedOut, kDied, kRefused, kFailed };
 constexpr int kLineWords = 16;
 
@@ -199,16 +200,17 @@ class Borrower {
     pack(query, ring_->query);
     pack(key, ring_->key);
     pack(value, ring_->value);
-    const int64_t end = now_ns();
-    ring_->store(kPosted, 1, layer);
-    ring_->store(kPosted, 2, end);
-    ring_->word(kPosted).store(++posted_, std::memory_order_release);
-    std::atomic_thread_fence(std::memory_order_seq_cst);
-    if (ring_->load(kSleeping)) ring_->wake();
-    lender_.meet();
-    ring_->store(kBorrower, 1, end);
+    announce(layer);
     ring_->add(kBorrowerStats, 0, 1);
     ring_->add(kBorrowerStats, 1, now_ns() - begin);
+  }
+
+  // What is copied stands in the ring, or will stand there.
+  bool copy(int64_t layer, double timeout_s) {
+    py::gil_scoped_release no_python;
+    if (ring_->closed()) return false;
+    announce(layer);
+    return done(now_ns(), static_cast<int64_t>(timeout_s * 1e9));
   }
 
   bool wait(const at::Tensor& output, double timeout_s) {
@@ -224,6 +226,17 @@ class Borrower {
   }
 
  private:
+  void announce(int64_t layer) {
+    const int64_t now = now_ns();
+    ring_->store(kPosted, 1, layer);
+    ring_->store(kPosted, 2, now);
+    ring_->word(kPosted).store(++posted_, std::memory_order_release);
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    if (ring_->load(kSleeping)) ring_->wake();
+    lender_.meet();
+    ring_->store(kBorrower, 1, now);
+  }
+
   bool done(int64_t begin, int64_t timeout) {
     int64_t looked = begin;
     for (;;) {
@@ -336,13 +349,17 @@ class Guest {
       return false;
     }
     const auto& [key_cache, value_cache] = caches_[layer];
-    attention.write(shape_, key_, value_, key_cache, value_cache, slots_);
-    attention.attend(shape_, query_, key_cache, value_cache, output_, starts_, lens_, table_,
-                     metadata_);
-    const int64_t end = now_ns();
-    ring->add(kLenderStats, place, 1);
-    ring->add(kLenderStats, 2, end - begin);
-    ring->add(kLenderStats, 3, begin - ring->load(kPosted, 2));
+    if (work_ == kAttend) {
+      attention.write(shape_, key_, value_, key_cache, value_cache, slots_);
+      attention.attend(shape_, query_, key_cache, value_cache, output_, starts_, lens_, table_,
+                       metadata_);
+      ring->add(kLenderStats, place, 1);
+      ring->add(kLenderStats, 2, now_ns() - begin);
+      ring->add(kLenderStats, 3, begin - ring->load(kPosted, 2));
+    } else {
+      copy(key_, key_cache);
+      copy(value_, value_cache);
+    }
     done_ = number;
     ring->word(kDone).store(number, std::memory_order_release);
     return true;
@@ -357,11 +374,35 @@ class Guest {
     const int64_t step = ring->load(kStep);
     if (step != step_) {
       step_ = 0;
-      if (!take_step()) return false;
-      metadata_ = attention.metadata(shape_, starts_.size(0) - 1, starts_, lens_);
+      work_ = ring->load(kStep, 3);
+      if (!(work_ == kAttend ? take_step() : take_copy())) return false;
+      if (work_ == kAttend)
+        metadata_ = attention.metadata(shape_, starts_.size(0) - 1, starts_, lens_);
       step_ = step;
     }
     return end_ <= std::min(blocks_, ring->load(kGranted));
+  }
+
+  bool take_copy() {
+    const int64_t blocks = ring->load(kStep, 1);
+    const int64_t most = std::min(ring->key.size(0) / block_size_, ring->block_table.size(1));
+    if ((work_ != kWrite && work_ != kRead) || blocks < 1 || blocks > most) return false;
+    const auto* table = ring->block_table.data_ptr<int32_t>();
+    copied_.assign(table, table + blocks);
+    const auto [low, high] = std::minmax_element(copied_.begin(), copied_.end());
+    if (*low < 0) return false;
+    end_ = int64_t{*high} + 1;
+    const std::vector<int64_t> shape{blocks, shape_.kv_heads, block_size_, shape_.head_size};
+    key_ = ring->key.narrow(0, 0, blocks * block_size_).view(shape);
+    value_ = ring->value.narrow(0, 0, blocks * block_size_).view(shape);
+    return true;
+  }
+
+  void copy(const at::Tensor& rows, const at::Tensor& cache) {
+    for (size_t i = 0; i < copied_.size(); ++i) {
+      at::Tensor row = rows.select(0, i), block = cache.select(0, copied_[i]);
+      work_ == kWrite ? block.copy_(row) : row.copy_(block);
+    }
   }
 
   bool take_step() {
@@ -409,7 +450,8 @@ class Guest {
   int64_t blocks_, block_size_, done_;
   at::Tensor query_start_loc_, seq_lens_, block_table_, slot_mapping_;
   // Of the step that is being served: blocks from end_ on are not touched.
-  int64_t step_ = 0, end_ = 0;
+  int64_t step_ = 0, end_ = 0, work_ = kAttend;
+  std::vector<int32_t> copied_;
   at::Tensor starts_, lens_, table_, slots_, query_, key_, value_, output_, metadata_;
 };
 
@@ -648,6 +690,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   py::class_<Borrower>(module, "Borrower")
       .def(py::init<std::shared_ptr<Ring>>())
       .def("post", &Borrower::post)
+      .def("copy", &Borrower::copy)
       .def("wait", &Borrower::wait);
   py::class_<Desk>(module, "Desk")
       .def(py::init<int64_t>())

@@ -1,7 +1,8 @@
 """The task ring of one borrower and one lender: a file in shared memory that both map.
 
-A *task* is the attention of some rows of the borrower's batch in one layer. One is in flight at a
-time, in lock step with the borrower's layers, so every area below holds one task::
+A *task* is the attention of some rows of the borrower's batch in one layer, or the copy of some
+blocks of one layer into the lender's memory or out of it. One is in flight at a time, in lock step
+with the borrower's layers, so every area below holds one task::
 
     page 0          superblock: magic, version, sizes, the borrower's geometry
     page 1          control lines of 128 bytes, in words of 8 bytes (:class:`Line`)
@@ -13,6 +14,9 @@ time, in lock step with the borrower's layers, so every area below holds one tas
     query           [max_tokens, query_heads, head_size]   a task's tensors, in the
     key, value      [max_tokens, kv_heads, head_size]      geometry's dtype
     output          [max_tokens, query_heads, head_size]
+
+A step that copies has its blocks' numbers in the first row of ``block_table`` and their bytes, as
+they stand in a cache, from the beginning of ``key`` and ``value``.
 
 **Control lines.** Each line has one writing process, and 128 bytes since some machines have such
 cache lines and others fetch 64-byte ones in pairs. ``CLOSED`` alone is written by whoever gives up
@@ -57,7 +61,7 @@ from loomserve.platform.errors import StartError
 from loomserve.platform.lending.geometry import Geometry
 
 MAGIC = b"LoomRing"
-VERSION = 1
+VERSION = 2
 
 LINE_WORDS = 16
 _PAGE = 4096
@@ -94,7 +98,7 @@ class Line(enum.IntEnum):
     LENDER = 5
     """pid [time of the last beat, ns]"""
     STEP = 6
-    """number of the step [requests, tokens]"""
+    """number of the step [requests, tokens, what is to be done (:class:`Work`)]"""
     POSTED = 7
     """number of the last task posted [layer, time of the post, ns]"""
     DONE = 8
@@ -105,8 +109,18 @@ class Line(enum.IntEnum):
     LENDER_STATS = 11
 
 
+class Work(enum.IntEnum):
+    """What the tasks of a step are; of copies, its ``requests`` are the blocks."""
+
+    ATTEND = 0
+    WRITE = 1
+    """Copy blocks into the lender's memory."""
+    READ = 2
+    """Copy blocks out of it."""
+
+
 class RingStats(NamedTuple):
-    """What has happened so far; times in ns.
+    """What has happened so far, but for copies; times in ns.
 
     ``tasks`` to ``wait_max_ns`` are the borrower's: waits last until a result was copied out. The
     others are the lender's: ``pickup_ns`` passed between post and begin of service.
@@ -254,6 +268,22 @@ class Ring:
     def stats(self) -> RingStats:
         borrower, lender = Line.BORROWER_STATS * LINE_WORDS, Line.LENDER_STATS * LINE_WORDS
         return RingStats(*self.words[borrower : borrower + 4], *self.words[lender : lender + 4])
+
+    @property
+    def most_copied(self) -> int:
+        """Blocks that one step can copy."""
+        return min(self.max_tokens // self.geometry.block_size, self.max_blocks)
+
+    def copied(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where keys and values of a copying task's blocks are, as views of a cache's shape:
+        [blocks, kv_heads, block_size, head_size]."""
+        geometry = self.geometry
+        shape = (blocks, geometry.kv_heads, geometry.block_size, geometry.head_size)
+        key, value = (
+            area[: blocks * geometry.block_size].view(shape)
+            for area in (self.areas.key, self.areas.value)
+        )
+        return key, value
 
     def _tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
         flat = torch.frombuffer(self._mapping, dtype=dtype, count=prod(shape), offset=offset)

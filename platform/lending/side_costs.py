@@ -8,10 +8,12 @@ _SMOOTHING = 0.1
 # Until the first lent step: of the order of reading a small model's KV from a CPU's memory.
 _FIRST_TOKEN_S = 1e-5
 _FIRST_STEP_S = 0.03
+# Until the first copy: of the order of a lender's looking for tasks some times while it computes.
+_FIRST_BLOCK_COPY_S = 0.01
 
 
 class SideCosts:
-    """Moving averages, in seconds a step.
+    """Moving averages, in seconds a step, and of copies.
 
     A token of context costs its reading wherever it lies, so what lenders' service shows is taken
     for the own side too, whose attention stands within operators that nobody times.
@@ -20,11 +22,20 @@ class SideCosts:
     def __init__(self) -> None:
         self.token_s = _FIRST_TOKEN_S
         self._step_s = _FIRST_STEP_S
+        self._block_copy_s = _FIRST_BLOCK_COPY_S
         self._handoff_s: defaultdict[int, float] = defaultdict(float)
 
     def handoff_s(self, side: int) -> float:
         """What a step takes for using this lender at all: waiting until it serves."""
         return self._handoff_s[side]
+
+    def copy_s(self, blocks: int) -> float:
+        """To copy so many blocks from one side to another."""
+        return blocks * self._block_copy_s
+
+    def saw_copy(self, blocks: int, seconds: float) -> None:
+        if blocks:
+            self._block_copy_s += _SMOOTHING * (seconds / blocks - self._block_copy_s)
 
     def rest_s(self, own_tokens: int) -> float:
         """Of a step beside attention."""

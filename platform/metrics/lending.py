@@ -37,6 +37,10 @@ WAIT_SECONDS = Counter(
 BROKEN_LOANS = Counter(
     "loomserve_lending_broken_loans", "Loans that ended by themselves, by reason.", ["reason"]
 )
+MOVED_REQUESTS = Counter(
+    "loomserve_lending_moved_requests",
+    "Running requests whose KV was copied from a lender, to one, or from one to another.",
+)
 LENT_BLOCKS = Gauge(
     "loomserve_lending_lent_blocks", "The lender's own KV blocks that a borrower has.", ["borrower"]
 )
@@ -66,8 +70,9 @@ class LendingMetrics:
     def __init__(self) -> None:
         self._counted: dict[tuple[str, str], int] = {}
 
-    def borrowed(self, loans: Loans, broken: Mapping[str, int]) -> None:
-        """What a borrower's engine says of all its loans, and how many ended by themselves."""
+    def borrowed(self, loans: Loans, broken: Mapping[str, int], moved: int) -> None:
+        """What a borrower's engine says of all its loans, how many ended by themselves, and how
+        many requests moved."""
         gauges = {
             "usable_blocks": (BORROWED_BLOCKS, 1),
             "free_blocks": (BORROWED_FREE_BLOCKS, 1),
@@ -77,6 +82,7 @@ class LendingMetrics:
         self._show(loans, gauges, _OF_BORROWERS)
         for reason, count in broken.items():
             BROKEN_LOANS.labels(reason).inc(self._growth(("", reason), count))
+        MOVED_REQUESTS.inc(self._growth(("", "moved"), moved))
 
     def lent(self, loans: Loans) -> None:
         """What a lender's engine says of all that it lends."""

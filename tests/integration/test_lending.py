@@ -174,6 +174,24 @@ def test_requests_that_are_aborted_leave_their_lenders_blocks(pair: Pair) -> Non
         assert pair.loans()[0]["free_blocks"] == free
 
 
+def test_running_requests_move_home_and_back_and_answer_as_ever(
+    pair: Pair, alone: list[list[int]]
+) -> None:
+    asked, moved = prompts(1, 16)[:4], pair.call(pair.hot, "loan_state")["moved"]
+    with pair.loan(), ThreadPoolExecutor() as threads:
+        (loan,) = pair.loans()
+        pair.place("ratio", 1.0)
+        begun = threads.submit(answers, pair.hot, asked)
+        while pair.loans()[0]["requests"] < len(asked):
+            time.sleep(0.01)
+        # Those for which the own memory has room go there, and the lender's is not needed any more.
+        while not pair.call(pair.hot, "drain_loan", loan["side"]):
+            time.sleep(0.01)
+        assert not begun.done()
+        assert begun.result() == alone[:4]
+    assert pair.call(pair.hot, "loan_state")["moved"] >= moved + 4
+
+
 def test_a_lender_serves_its_own_requests_meanwhile_and_both_answer_as_ever(
     pair: Pair, alone: list[list[int]]
 ) -> None:
@@ -191,12 +209,12 @@ def test_a_lender_serves_its_own_requests_meanwhile_and_both_answer_as_ever(
 
 def test_cut_operators_compute_the_same(pair: Pair) -> None:
     asked = prompts(19, 8, 300)
-    pair.call(pair.cold, "look_for_tasks", "steps")
     whole = answers(pair.cold, asked)
-    for polling in ("operators", "parts"):
-        plans = pair.call(pair.cold, "look_for_tasks", polling)
-        pair.cold.reset_prefix_cache()
-        assert answers(pair.cold, asked) == whole
+    with pair.loan():
+        for polling in ("operators", "parts"):
+            plans = pair.call(pair.cold, "look_for_tasks", polling)
+            pair.cold.reset_prefix_cache()
+            assert answers(pair.cold, asked) == whole
     # The output projection, whose packed weights are cut along the vocabulary.
     assert max(plans["decode"]["parts"].values()) > 1
 

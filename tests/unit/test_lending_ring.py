@@ -30,7 +30,7 @@ from loomserve.platform.lending import native, ring
 from loomserve.platform.lending.borrower import Borrower
 from loomserve.platform.lending.geometry import ITEM_BYTES, Geometry
 from loomserve.platform.lending.lender import Desk
-from loomserve.platform.lending.ring import LINE_WORDS, Closed, Line, Ring
+from loomserve.platform.lending.ring import LINE_WORDS, Closed, Line, Ring, Work
 
 IMPLEMENTATIONS = ("native", "python")
 BLOCK = 32
@@ -287,8 +287,8 @@ def test_what_is_no_ring_of_this_version_is_refused(
     with pytest.raises(StartError, match="cut short"):
         Ring.attach(path)
     Ring.create(path, GQA, 1, 1, 1)
-    monkeypatch.setattr(ring, "VERSION", 2)
-    with pytest.raises(StartError, match="has format 1, this Loomserve reads 2"):
+    monkeypatch.setattr(ring, "VERSION", 3)
+    with pytest.raises(StartError, match="has format 2, this Loomserve reads 3"):
         Ring.attach(path)
 
 
@@ -325,6 +325,95 @@ def test_a_lender_computes_bit_for_bit_what_the_borrower_would(
     assert (pair.memory.bytes[:, of.layers] == 7).all()
     assert pair.ring.stats().tasks == pair.ring.stats().polled == len(plan) * of.layers
     pair.desk.stop()
+
+
+# Copies
+
+
+def blocks_of(one: Geometry, count: int) -> tuple[Tensor, Tensor]:
+    shape = (2, count, one.kv_heads, one.block_size, one.head_size)
+    key, value = torch.randn(shape).to(getattr(torch, one.dtype))
+    return key, value
+
+
+@pytest.mark.parametrize("of", GEOMETRIES[:3], ids=str)
+def test_blocks_are_copied_as_they_are_into_a_lender_and_back(
+    tmp_path: Path, implementation: None, of: Geometry
+) -> None:
+    pair = Pair(tmp_path, of)
+    pair.desk.idle()
+    rows = [blocks_of(of, 3) for _ in range(of.layers)]
+    pair.borrower.begin_copy([7, 2, 11], Work.WRITE)
+    for layer in range(of.layers):
+        assert pair.borrower.write(layer, *rows[layer], PATIENCE_S)
+    for (key, value), cache in zip(rows, pair.memory.caches, strict=True):
+        assert torch.equal(cache[0][[7, 2, 11]], key)
+        assert torch.equal(cache[1][[7, 2, 11]], value)
+    untouched = [block for block in range(BLOCKS) if block not in (7, 2, 11)]
+    assert not pair.memory.bytes[untouched, : of.layers].any()
+    pair.borrower.begin_copy([11, 7], Work.READ)
+    for layer, (key, value) in enumerate(rows):
+        copied = pair.borrower.read(layer, PATIENCE_S)
+        assert copied is not None
+        assert torch.equal(copied[0], key[[2, 0]])
+        assert torch.equal(copied[1], value[[2, 0]])
+    assert pair.ring.stats() == (0,) * 8
+    pair.desk.stop()
+
+
+def test_attention_goes_on_after_a_copy(tmp_path: Path, implementation: None) -> None:
+    pair, local = Pair(tmp_path, GQA), Local(GQA)
+    one = step(GQA, [0], [40])
+    pair.begin(one)
+    assert torch.equal(pair.attend(0, one), local.attend(0, one))
+    pair.desk.idle()
+    pair.borrower.begin_copy([0, 1], Work.READ)
+    copied = pair.borrower.read(0, PATIENCE_S)
+    assert copied is not None
+    rows = [each.clone() for each in copied]
+    pair.borrower.begin_copy([5, 6], Work.WRITE)
+    assert pair.borrower.write(0, *rows, PATIENCE_S)
+    pair.desk.busy()
+    two = step(GQA, [40], [3], seed=1)
+    expected = local.attend(0, two)
+    two.block_table[0, :2] = torch.tensor([5, 6])
+    two.slot_mapping += 5 * BLOCK
+    pair.begin(two)
+    assert torch.equal(pair.attend(0, two), expected)
+
+
+@pytest.mark.parametrize(("word", "value"), [(1, 0), (1, 4), (1, -1), (3, 3), (3, -1)], ids=str)
+def test_an_impossible_copy_is_refused(
+    tmp_path: Path, implementation: None, word: int, value: int
+) -> None:
+    pair = Pair(tmp_path, GQA)
+    pair.borrower.begin_copy([0, 1, 2], Work.WRITE)
+    pair.ring.words[Line.STEP * LINE_WORDS + word] = value
+    pair.desk.idle()
+    assert not pair.borrower.write(0, *blocks_of(GQA, 3), PATIENCE_S)
+    assert pair.ring.closed is Closed.REFUSED
+    assert not pair.memory.bytes[:, : GQA.layers].any()
+
+
+@pytest.mark.parametrize("block", [-1, 4, BLOCKS])
+def test_a_copy_of_blocks_that_are_not_granted_is_refused(
+    tmp_path: Path, implementation: None, block: int
+) -> None:
+    pair = Pair(tmp_path, GQA)
+    pair.ring.granted = 4
+    pair.borrower.begin_copy([0, block], Work.READ)
+    pair.desk.idle()
+    assert pair.borrower.read(0, PATIENCE_S) is None
+    assert pair.ring.closed is Closed.REFUSED
+
+
+def test_more_blocks_than_a_ring_holds_are_not_copied_at_once(
+    tmp_path: Path, implementation: None
+) -> None:
+    pair = Pair(tmp_path, GQA)
+    for blocks in ([], [0, 1, 2, 3]):
+        with pytest.raises(ValueError, match="are not 1 to 3"):
+            pair.borrower.begin_copy(blocks, Work.READ)
 
 
 def test_rows_come_and_go_in_whatever_strides(tmp_path: Path, implementation: None) -> None:

@@ -71,7 +71,7 @@ class Hot:
 
     def loan_state(self) -> dict[str, Any]:
         return {
-            "own_blocks": 20, "own_free": 3, "broken": self.broken,
+            "own_blocks": 20, "own_free": 3, "moved": 0, "broken": self.broken,
             "loans": list(self.loans.values()),
         }  # fmt: skip
 

@@ -253,7 +253,7 @@ def test_the_catalog_lists_every_metric_with_its_labels(
     engine = {"model": "chat", "replica": "r1", "device": "core0"}
     handoff.HANDOFFS.labels(outcome="local").inc()
     handoff.HANDOFF_TOKENS.labels(source="store").inc()
-    LendingMetrics().borrowed([("cold", borrowed())], {"DIED": 1})
+    LendingMetrics().borrowed([("cold", borrowed())], {"DIED": 1}, 0)
     LendingMetrics().lent([("hot", lent())])
     of_engine = CollectorRegistry()
     for module in (handoff, lending, scheduling):
@@ -310,17 +310,17 @@ def test_counters_of_loans_go_on_from_one_loan_to_the_next() -> None:
         [],
         [borrowed("loan-2", tasks=4, wait_ns=10**9)],
     ):
-        metrics.borrowed([("counted", loan) for loan in loans], {})
+        metrics.borrowed([("counted", loan) for loan in loans], {}, 0)
     assert of_lending("tasks_total", lender="counted") == 19
     assert of_lending("wait_seconds_total", lender="counted") == pytest.approx(3)
 
 
 def test_gauges_of_loans_show_only_those_there_are() -> None:
     metrics = LendingMetrics()
-    metrics.borrowed([("gone", borrowed()), ("there", borrowed("loan-2"))], {})
+    metrics.borrowed([("gone", borrowed()), ("there", borrowed("loan-2"))], {}, 0)
     assert of_lending("borrowed_blocks", lender="gone") == 8
     assert of_lending("longest_wait_seconds", lender="gone") == 0.5
-    metrics.borrowed([("there", borrowed("loan-2"))], {})
+    metrics.borrowed([("there", borrowed("loan-2"))], {}, 0)
     assert of_lending("borrowed_blocks", lender="gone") is None
     metrics.lent([("sums", lent()), ("sums", lent("loan-2"))])
     assert of_lending("lent_blocks", borrower="sums") == 6
@@ -331,7 +331,7 @@ def test_broken_loans_are_counted_once() -> None:
     before = of_lending("broken_loans_total", reason="REVOKED") or 0
     metrics = LendingMetrics()
     for count in (1, 1, 3):
-        metrics.borrowed([], {"REVOKED": count})
+        metrics.borrowed([], {"REVOKED": count}, 0)
     assert of_lending("broken_loans_total", reason="REVOKED") == before + 3
 
 
