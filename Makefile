@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-pipeline bench-prefix bench-pd bench-adaptive bench-ring bench-weave clean
+.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-pipeline bench-prefix bench-pd bench-adaptive bench-ring bench-weave bench-lent-share bench-lending-exactness clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -54,6 +54,12 @@ bench-ring: install ## measure what a lent task costs beyond its attention
 
 bench-weave: install ## measure what a hot model gains from a cold one that computes its attention
 	@$(PYTHON) -m benchmarks.weave
+
+bench-lent-share: install ## measure what share of a hot model's attention should be lent, and plot it
+	@$(PYTHON) -m benchmarks.lent_share --plot docs/lent_share.svg
+
+bench-lending-exactness: install ## compare 500 answers with and without lenders that are killed
+	@$(PYTHON) -m benchmarks.lending_exactness
 
 clean: ## remove caches and build output (delete .venv to start over)
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

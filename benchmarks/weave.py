@@ -1,8 +1,10 @@
 """What does a hot model gain, and a cold one lose, when the cold one computes its attention?
 
 Two real engines, the hot one on core 0 and the cold one on core 1. The hot model's requests come
-at rates up to saturation, with lengths of the Azure conversation trace scaled down; the cold
-model's at a tenth of that. The hot engine's own KV memory is too small for its batch
+at rates up to saturation, with lengths of the Azure conversation trace scaled down, prompts more
+than outputs: a core computes a prompt's token in an eighth of a decode step, a GPU in a hundredth,
+and prefill would hide what decode gains. The cold model's requests come at a tenth of the rate. The
+hot engine's own KV memory is too small for its batch
 (``--own-blocks``), and the cold engine lends ``--lent-blocks`` blocks of its own. Arms:
 
 * ``dedicated``: nothing is lent.
@@ -50,8 +52,9 @@ RESULTS = Path(__file__).parent / "results"
 BLOCK_TOKENS = 32
 BLOCK_BYTES = 30 * 2 * 3 * 64 * BLOCK_TOKENS * 4
 """Of SmolLM2-135M in float32."""
-CONTEXT = 1024
+CONTEXT = 512
 STEP_TOKENS = 256
+PROMPT_SCALE, OUTPUT_SCALE = 24, 2
 COLD_SHARE = 0.1
 WOVEN = ("steps", "operators", "parts")
 ARMS = ("dedicated", *WOVEN, "local", "multiplexed")
@@ -342,9 +345,16 @@ def _ratios(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
     return asdict(Spread.of([a / b for a, b in zip(values, base, strict=True)]))
 
 
+def arrivals(trace: Path | None) -> list[Arrival]:
+    """Of the Azure conversation trace, or of requests like its own."""
+    whole = azure(trace) if trace else azure_like("conversation", requests=2000, seed="t")
+    return scaled_down(
+        whole, CONTEXT - BLOCK_TOKENS, prompt_scale=PROMPT_SCALE, output_scale=OUTPUT_SCALE
+    )
+
+
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    whole = azure(args.trace) if args.trace else azure_like("conversation", requests=2000, seed="t")
-    load = Load(scaled_down(whole, CONTEXT // 2), args.requests)
+    load = Load(arrivals(args.trace), args.requests)
     fleet = Fleet(args)
     runs: Runs = {arm: {rate: [] for rate in args.rates} for arm in args.arms}
     try:
@@ -394,11 +404,11 @@ def _figures(of: Sequence[Run]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0, 4.0])
-    parser.add_argument("--requests", type=int, default=40, help="of the hot model, a run")
+    parser.add_argument("--rates", type=float, nargs="+", default=[0.3, 0.6, 0.9])
+    parser.add_argument("--requests", type=int, default=48, help="of the hot model, a run")
     parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--own-blocks", type=int, default=48)
-    parser.add_argument("--lent-blocks", type=int, default=144)
+    parser.add_argument("--own-blocks", type=int, default=16)
+    parser.add_argument("--lent-blocks", type=int, default=80)
     parser.add_argument("--places", type=int, default=32, help="requests in a step at most")
     parser.add_argument("--disturb", type=float, default=0.0, help="share of the lender's core")
     parser.add_argument("--trace", type=Path, help="an Azure conversation trace, .csv.gz")

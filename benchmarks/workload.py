@@ -216,7 +216,13 @@ def azure_like(kind: str, *, requests: int, seed: str) -> list[Arrival]:
     return found
 
 
-def scaled_down(arrivals: Iterable[Arrival], context: int) -> list[Arrival]:
+def scaled_down(
+    arrivals: Iterable[Arrival],
+    context: int,
+    *,
+    prompt_scale: int = PROMPT_SCALE,
+    output_scale: int = OUTPUT_SCALE,
+) -> list[Arrival]:
     """With lengths that a small machine can serve; what exceeds ``context`` tokens is left out.
 
     An output keeps at least two tokens, so that there is a time between tokens.
@@ -224,8 +230,8 @@ def scaled_down(arrivals: Iterable[Arrival], context: int) -> list[Arrival]:
     scaled = (
         Arrival(
             one.at_s,
-            max(1, one.prompt_tokens // PROMPT_SCALE),
-            max(2, one.output_tokens // OUTPUT_SCALE),
+            max(1, one.prompt_tokens // prompt_scale),
+            max(2, one.output_tokens // output_scale),
         )
         for one in arrivals
     )

@@ -1,0 +1,184 @@
+"""Are greedy tokens the same wherever their attention is computed, whoever dies meanwhile?
+
+Requests of mixed lengths go through a real engine whose memory is too small for its batch, first
+without a lender, then with none, half and all of them placed with one, as far as there is room. At
+random times the lender's worker is killed, and another lender takes its place. The last line of
+the output is one JSON object.
+
+Run it as ``python -m benchmarks.lending_exactness`` or ``make bench-lending-exactness``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.engine import BLOCK_TOKENS, offline_engine
+from benchmarks.report import machine, publish
+from loomserve.platform import catalog
+from loomserve.platform.lending.options import LENDING_CONFIG
+
+RESULTS = Path(__file__).parent / "results"
+BLOCK_BYTES = 30 * 2 * 3 * 64 * BLOCK_TOKENS * 4
+"""Of SmolLM2-135M in float32."""
+SHARES = (0.0, 0.5, 1.0)
+OWN_BLOCKS, LENT_BLOCKS = 24, 72
+LONGEST_PROMPT, LONGEST_ANSWER = 160, 40
+LEAST_LIFE_S, MOST_LIFE_S = 5.0, 25.0
+
+
+class Asked(NamedTuple):
+    prompt: list[int]
+    tokens: int
+
+
+def mixed(count: int, seed: int) -> list[Asked]:
+    """Uniform lengths; a third of the prompts begin as the one before."""
+    source, asked = random.Random(seed), list[Asked]()
+    for _ in range(count):
+        prompt = [source.randrange(1000, 40000) for _ in range(source.randint(4, LONGEST_PROMPT))]
+        if asked and source.random() < 1 / 3:
+            prompt = (asked[-1].prompt[: 2 * BLOCK_TOKENS] + prompt)[:LONGEST_PROMPT]
+        asked.append(Asked(prompt, source.randint(1, LONGEST_ANSWER)))
+    return asked
+
+
+def engine(core: int, blocks: int, **lending: Any) -> Any:
+    return offline_engine(
+        str(catalog.resolve("demo", Path.cwd())),
+        None,
+        core=core,
+        max_model_len=512,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        kv_cache_memory_bytes=blocks * BLOCK_BYTES,
+        worker_cls="loomserve.platform.engine.woven_worker.WovenWorker",
+        scheduler_cls="loomserve.platform.engine.lending.make_scheduler",
+        distributed_executor_backend="loomserve.platform.engine.executor.PatientExecutor",
+        additional_config={"loomserve": {"queue": "fcfs"}, LENDING_CONFIG: lending},
+    )
+
+
+def call(llm: Any, method: str, *args: Any) -> Any:
+    return llm.collective_rpc(f"loans.{method}", args=args)[0]
+
+
+def answers(llm: Any, asked: Sequence[Asked]) -> list[list[int]]:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    outputs = llm.generate(
+        [TokensPrompt(prompt_token_ids=one.prompt) for one in asked],
+        [SamplingParams(temperature=0, max_tokens=one.tokens, ignore_eos=True) for one in asked],
+        use_tqdm=False,
+    )
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+class Lenders:
+    """Those still alive, of which one lends at a time."""
+
+    def __init__(self, count: int) -> None:
+        self._names = itertools.count()
+        self._alive = [
+            engine(1, OWN_BLOCKS + LENT_BLOCKS, lend_bytes=LENT_BLOCKS * BLOCK_BYTES)
+            for _ in range(count)
+        ]
+        self.killed = 0
+
+    def __len__(self) -> int:
+        return len(self._alive)
+
+    def lend_to(self, hot: Any) -> int:
+        """The side of a new loan of the first of them."""
+        cold, name = self._alive[0], f"exact-{next(self._names)}"
+        path = f"/dev/shm/loomserve-ring-{os.getpid()}-{name}"
+        call(cold, "lend", name, path, call(hot, "borrowing"))
+        self._name, self._path = name, Path(path)
+        return int(call(hot, "borrow", name, path))
+
+    def kill(self) -> None:
+        """Whoever lends now, as ``kill -9`` does."""
+        os.kill(self._alive[0].collective_rpc("process_id")[0], signal.SIGKILL)
+        self._path.unlink(missing_ok=True)
+        del self._alive[0]
+        self.killed += 1
+
+    def take_back(self) -> None:
+        call(self._alive[0], "end_lending", self._name)
+
+
+def disturbed(hot: Any, lenders: Lenders, begun: Future[Any], kills: int, seed: str) -> None:
+    """Lend while the requests run, and kill so many lenders at random times."""
+    source = random.Random(seed)
+    side = lenders.lend_to(hot)
+    for _ in range(kills):
+        until = time.monotonic() + source.uniform(LEAST_LIFE_S, MOST_LIFE_S)
+        while not begun.done() and time.monotonic() < until:
+            time.sleep(0.05)
+        if begun.done():
+            break
+        lenders.kill()
+        call(hot, "end_loan", side)
+        side = lenders.lend_to(hot)
+    begun.result()
+    call(hot, "end_loan", side)
+    lenders.take_back()
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    asked = mixed(args.requests, args.seed)
+    hot = engine(
+        0, OWN_BLOCKS, borrow_bytes=LENT_BLOCKS * BLOCK_BYTES, placement="ratio", patience_ms=2000
+    )
+    lenders = Lenders(args.kills + 1)
+    alone = answers(hot, asked)
+    compared = identical = 0
+    lent: dict[str, dict[str, Any]] = {}
+    part = -(-len(asked) // len(SHARES))
+    with ThreadPoolExecutor(1) as thread:
+        for number, share in enumerate(SHARES):
+            rows = slice(number * part, (number + 1) * part)
+            hot.reset_prefix_cache()
+            call(hot, "place", "ratio" if share else "local", share)
+            begun = thread.submit(answers, hot, asked[rows])
+            kills = (args.kills - lenders.killed) // (len(SHARES) - number)
+            disturbed(hot, lenders, begun, kills, f"{args.seed}/{share}")
+            same = [a == b for a, b in zip(begun.result(), alone[rows], strict=True)]
+            compared, identical = compared + len(same), identical + sum(same)
+            state = call(hot, "loan_state")
+            lent[str(share)] = {"moved": state["moved"], "broken": state["broken"]}
+            print(f"share {share}: {sum(same)} of {len(same)} identical, {lent}", flush=True)
+    for llm in (hot, *lenders._alive):
+        with suppress(Exception):  # some have no worker any more
+            llm.llm_engine.engine_core.shutdown()
+    return {
+        "benchmark": "lending_exactness",
+        "compared": compared,
+        "identical": identical,
+        "lenders_killed": lenders.killed,
+        "by_share": lent,
+        "setup": {"requests": args.requests, "seed": args.seed, "own_blocks": OWN_BLOCKS},
+        "machine": machine(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--requests", type=int, default=501)
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--seed", type=int, default=1)
+    publish("lending_exactness", measure(parser.parse_args()), RESULTS)
+
+
+if __name__ == "__main__":
+    main()
