@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -17,7 +19,7 @@ from loomserve.deployments.base import LOANS_PATH, EngineOrders, LoanRequest
 from loomserve.deployments.loans import Call
 from loomserve.platform.errors import Conflict
 from loomserve.platform.metrics.lending import LendingMetrics
-from loomserve.platform.state import LentState
+from loomserve.platform.state import LentState, SplitState
 
 _OPEN = "OPEN"
 _MISSES = 6
@@ -104,18 +106,34 @@ class LoanEndpoint:
             del self._borrowers[name]
         said = [(self._borrowers.get(name, ""), lent) for name, lent in lent_state.items()]
         self._metrics.lent(said)
-        self.lent = tuple(
-            LentState(
-                name=lent["name"],
-                lender=self._model,
-                lender_replica=self._replica_id,
-                borrower=borrower,
-                blocks=lent["blocks"],
-                most_blocks=lent["most_blocks"],
-                taken_back_blocks=lent["taken_back"],
-            )
-            for borrower, lent in said
+        self.lent = tuple(self._state(borrower, lent) for borrower, lent in said)
+
+    def _state(self, borrower: str, lent: Mapping[str, Any]) -> LentState:
+        tasks = lent["polled"] + lent["idled"]
+        return LentState(
+            name=lent["name"],
+            lender=self._model,
+            lender_replica=self._replica_id,
+            borrower=borrower,
+            blocks=lent["blocks"],
+            most_blocks=lent["most_blocks"],
+            taken_back_blocks=lent["taken_back"],
+            tasks=tasks,
+            wait_us=lent["pickup_ns"] / 1000 / max(1, tasks),
+            service_us=lent["service_ns"] / 1000 / max(1, tasks),
+            splits={kind: _split(plan) for kind, plan in lent["plans"].items()},
         )
+
+
+def _split(plan: Mapping[str, Any]) -> SplitState:
+    return SplitState(
+        # All layers' operators of a name are alike, so they are cut alike.
+        parts={
+            name.rpartition(".")[2]: parts for name, parts in plan["parts"].items() if parts > 1
+        },
+        wait_whole_us=1e6 * plan["wait_before_s"],
+        wait_us=1e6 * plan["wait_after_s"],
+    )
 
 
 def _refusal(message: str) -> Response:

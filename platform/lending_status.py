@@ -10,7 +10,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from loomserve.platform.state import LendingModelState, LendingState
+from loomserve.platform.state import LendingModelState, LendingState, SplitState
 from loomserve.platform.status import DEFAULT_URL, Token, Url, carry_out, loan_table
 
 lending = typer.Typer(invoke_without_command=True, help="Loans of KV memory and attention.")
@@ -76,10 +76,21 @@ def _lent(state: LendingState) -> Table:
     table.add_column("blocks", justify="right")
     table.add_column("at most", justify="right")
     table.add_column("taken back", justify="right")
+    table.add_column("wait µs", justify="right")
+    table.add_column("service µs", justify="right")
+    table.add_column("operators cut into (predicted wait µs, before)")
     for lent in state.lent:
         blocks = (lent.blocks, lent.most_blocks, lent.taken_back_blocks)
-        table.add_row(*map(Text, (lent.name, lent.lender, lent.borrower, *map(str, blocks))))
+        times = (f"{lent.wait_us:.0f}", f"{lent.service_us:.0f}")
+        cells = (*map(str, blocks), *times, ", ".join(map(_split, lent.splits.items())))
+        table.add_row(*map(Text, (lent.name, lent.lender, lent.borrower, *cells)))
     return table
+
+
+def _split(of: tuple[str, SplitState]) -> str:
+    kind, split = of
+    parts = " ".join(f"{name} {count}" for name, count in split.parts.items()) or "none"
+    return f"{kind}: {parts} ({split.wait_us:.0f}, {split.wait_whole_us:.0f})"
 
 
 def _mebibytes(size: int | None) -> str:

@@ -88,6 +88,14 @@ class BorrowingState(_Snapshot):
     switched_off: tuple[str, ...] = Field(description="Lenders that an operator switched off.")
 
 
+class SplitState(_Snapshot):
+    """How a lender's operators are cut in one kind of step, so that guests' tasks wait little."""
+
+    parts: dict[str, int] = Field(description="By operator, where there is more than one.")
+    wait_whole_us: float = Field(description="Predicted mean wait of a task were none cut.")
+    wait_us: float = Field(description="Predicted mean wait of a task.")
+
+
 class LentState(_Snapshot):
     """What a replica of a cold model lends to one borrower; blocks are the lender's own."""
 
@@ -98,6 +106,12 @@ class LentState(_Snapshot):
     blocks: int = Field(description="What the borrower has at this moment.")
     most_blocks: int = Field(description="What it may come to have.")
     taken_back_blocks: int = Field(description="What the lender's own requests have taken back.")
+    tasks: int = Field(0, description="Layers' attention computed for the borrower.")
+    wait_us: float = Field(0.0, description="Measured mean wait of a task until it was begun.")
+    service_us: float = Field(0.0, description="Measured mean time that a task itself took.")
+    splits: dict[str, SplitState] = Field(
+        default_factory=dict, description="For steps that decode, and for those that prefill."
+    )
 
 
 class ModelStatus(StrEnum):

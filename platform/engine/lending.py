@@ -65,6 +65,7 @@ class LendingScheduler(BorrowingScheduler):
         self._guest_time = GuestTime()
         self._tasks = 0
         self._judge_at = 0.0
+        self._plans: dict[str, Any] = {}
         most = self.lending.lend_bytes // self._block_bytes * self.block_size
         rules = Rules(
             most_tokens=most,
@@ -99,6 +100,7 @@ class LendingScheduler(BorrowingScheduler):
         blocks = range(first - count, first)
         self._workers = workers
         places = int(workers("lend", path, blocks.start, count, guest))
+        self._plans = workers("operator_plans")
         self.lent[name] = Lent(name, Ring.attach(Path(path)), blocks, layout, count)
         self._grant(self.lent[name])
         return places
@@ -118,7 +120,8 @@ class LendingScheduler(BorrowingScheduler):
         """Look for guests' tasks here from now on (``lending.polling``); what was planned."""
         given = {**self.lending.model_dump(), "polling": polling}
         self.lending = LendingOptions.model_validate(given)
-        return dict(workers("look_for_tasks", polling))
+        self._plans = workers("look_for_tasks", polling)
+        return self._plans
 
     def lent_state(self, workers: WorkerCall) -> list[dict[str, Any]]:
         """Of all that is lent."""
@@ -129,6 +132,7 @@ class LendingScheduler(BorrowingScheduler):
                 "most_blocks": len(lent.blocks),
                 "taken_back": lent.taken_back,
                 "closed": lent.ring.closed.name,
+                "plans": self._plans,
                 **lent.ring.stats()._asdict(),
             }
             for lent in self.lent.values()

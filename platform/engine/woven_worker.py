@@ -164,6 +164,11 @@ class WovenWorker(PatientWorker):
             self._parts.cut(0.0, 0.0, _BEARABLE_WAIT_S)
         self._poll = None if polling == "steps" else self._desk.poll
         self._weave()
+        return self.operator_plans()
+
+    def operator_plans(self) -> dict[str, Any]:
+        """How operators are cut; empty if they are not."""
+        assert self._parts is not None
         return {kind: asdict(plan) for kind, plan in self._parts.plans.items()}
 
     def _weave(self) -> None:

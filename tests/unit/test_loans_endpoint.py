@@ -36,7 +36,11 @@ class Cold:
             raise Exception("nothing is left to lend")  # as vLLM does
         self.loans[name] = {
             "name": name, "blocks": 3, "most_blocks": 6, "closed": "OPEN", "taken_back": 1,
-            "service_ns": 5, "pickup_ns": 7,
+            "service_ns": 50_000, "pickup_ns": 70_000, "polled": 6, "idled": 4,
+            "plans": {"decode": {
+                "parts": {"layers.0.o_proj": 1, "lm_head": 8}, "wait_before_s": 1e-3,
+                "wait_after_s": 1e-4, "overhead_s": 0.0,
+            }},
         }  # fmt: skip
         return int(guest["blocks"])
 
@@ -84,6 +88,10 @@ async def test_a_loan_is_shown_from_its_opening_to_its_end(
         "loan-1", "cold", "c0", "hot",
     )  # fmt: skip
     assert (lent.blocks, lent.most_blocks, lent.taken_back_blocks) == (3, 6, 1)
+    assert (lent.tasks, lent.wait_us, lent.service_us) == (10, 7, 5)
+    decode = lent.splits["decode"]
+    assert decode.parts == {"lm_head": 8}
+    assert (decode.wait_whole_us, decode.wait_us) == pytest.approx((1000, 100))
     cold.loans["loan-1"]["blocks"] = 5
     await endpoint.keep()
     assert endpoint.lent[0].blocks == 5
