@@ -58,7 +58,17 @@ PROMPT_SCALE, OUTPUT_SCALE = 24, 2
 COLD_SHARE = 0.1
 WOVEN = ("steps", "operators", "parts")
 ARMS = ("dedicated", *WOVEN, "local", "multiplexed")
-SETUP = ("arms", "rates", "requests", "runs", "own_blocks", "lent_blocks", "places", "disturb")
+SETUP = (
+    "arms",
+    "rates",
+    "requests",
+    "runs",
+    "own_blocks",
+    "cold_blocks",
+    "lent_blocks",
+    "places",
+    "disturb",
+)
 
 
 @dataclass(frozen=True)
@@ -246,7 +256,9 @@ async def served_woven(
         state = await hot.call("loan_state")
     of_loan = next((each for each in state["loans"] if each["side"] == side), None)
     if of_loan is None:
-        raise RuntimeError(f"the loan broke: {state['broken']}")
+        # Its requests were computed without the lender, which counts; its figures are gone.
+        print(f"the loan broke; broken so far: {state['broken']}")
+        return run
     tasks = max(1, of_loan["tasks"])
     return replace(
         run,
@@ -269,13 +281,13 @@ class Fleet:
         # One block of each engine is vLLM's placeholder.
         # Without polling within steps, a task may wait for a whole one of the lender.
         self.hot = woven(0, own + 1, places, borrow_bytes=lent * BLOCK_BYTES, patience_ms=5000)
-        self.cold = woven(1, own + lent + 1, places, lend_bytes=lent * BLOCK_BYTES)
+        self.cold = woven(1, args.cold_blocks + lent + 1, places, lend_bytes=lent * BLOCK_BYTES)
         self.ideal = plain([0], own + lent + 1, places) if "local" in args.arms else None
         self.shared: tuple[Engine, Engine] | None = None
         if "multiplexed" in args.arms:
             self.shared = (
                 plain([0, 1], own + lent + 1, places),
-                plain([0, 1], own + 1, places),
+                plain([0, 1], args.cold_blocks + 1, places),
             )
 
     async def run(self, arm: str, rate: float, load: Load, seed: str) -> Run:
@@ -335,10 +347,19 @@ def compared(runs: Runs) -> dict[str, Any]:
         ),
     }
     for arm, name in zip(WOVEN, ("cpu_control", "polling", "splitting"), strict=True):
-        if arm in runs:
-            taken = [one.figures["pickup_us"] for of in runs[arm].values() for one in of]
+        if taken := _of_tasks(runs.get(arm, {}), "pickup_us"):
             result[f"wait_us_{name}"] = asdict(Spread.of(taken))
+    overheads = (_of_tasks(runs[best], name) for name in ("post_us", "pickup_us"))
+    result["per_layer_overhead_us"] = asdict(
+        Spread.of(list(map(sum, zip(*overheads, strict=True))))
+    )
     return result
+
+
+def _of_tasks(of_arm: Mapping[float, list[Run]], name: str) -> list[float]:
+    """A figure of the loans that did not break."""
+    every = (one.figures.get(name) for of_rate in of_arm.values() for one in of_rate)
+    return [each for each in every if each is not None]
 
 
 def _ratios(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
@@ -390,14 +411,17 @@ def _line(number: int, count: int, rate: float, arm: str, one: Run) -> str:
 
 
 def _figures(of: Sequence[Run]) -> dict[str, float]:
-    names = of[0].figures
+    names = set[str]().union(*(one.figures for one in of))
     return {
         "hot_tokens_per_second": statistics.median(one.hot.throughput for one in of),
         "hot_tpot_ms_mean": statistics.fmean(t for one in of for t in one.hot.tpot_ms),
         "hot_ttft_ms_p50": percentile([t for one in of for t in one.hot.ttft_ms], 50),
         "cold_tpot_ms_mean": statistics.fmean(t for one in of for t in one.cold.tpot_ms),
         "cold_tpot_ms_p99": percentile([t for one in of for t in one.cold.tpot_ms], 99),
-        **{name: statistics.median(one.figures[name] for one in of) for name in names},
+        **{
+            name: statistics.median(one.figures[name] for one in of if name in one.figures)
+            for name in sorted(names)
+        },
     }
 
 
@@ -405,9 +429,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--rates", type=float, nargs="+", default=[0.3, 0.6, 0.9])
-    parser.add_argument("--requests", type=int, default=48, help="of the hot model, a run")
+    parser.add_argument("--requests", type=int, default=32, help="of the hot model, a run")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--own-blocks", type=int, default=16)
+    parser.add_argument("--cold-blocks", type=int, default=48, help="beside those that it lends")
     parser.add_argument("--lent-blocks", type=int, default=80)
     parser.add_argument("--places", type=int, default=32, help="requests in a step at most")
     parser.add_argument("--disturb", type=float, default=0.0, help="share of the lender's core")
