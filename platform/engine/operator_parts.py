@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,15 +90,12 @@ class OperatorParts:
 
     def _timed(self, rows: int) -> Iterator[Operator]:
         """A step's operators; those of a kind, such as all layers' ``qkv_proj``, take the same."""
-        seconds: dict[str, float] = {}
+        timed: dict[str, Operator] = {}
         for name, layer in self._layers.items():
             kind = name.rpartition(".")[2]
-            of_step = 1 if _is_head(layer) else rows
-            if kind not in seconds:
-                seconds[kind] = _seconds(self._whole[name], layer, of_step)
-            cuttable = _is_head(layer) or rows >= 2 * _LEAST_ROWS
-            most = _MOST_PARTS if cuttable else 1
-            yield Operator(name, seconds[kind], most)
+            if kind not in timed:
+                timed[kind] = _timed_whole_and_cut(self._whole[name], layer, rows)
+            yield replace(timed[kind], name=name)
 
 
 def _polled(linear: Linear, poll: Poll) -> Linear:
@@ -148,6 +146,18 @@ def _packed(weight: torch.Tensor) -> tuple[int, Linear]:
 def _is_head(layer: Any) -> bool:
     """The output projection, of which only rows that are sampled are computed."""
     return isinstance(layer, VocabParallelEmbedding)
+
+
+def _timed_whole_and_cut(linear: Linear, layer: Any, rows: int) -> Operator:
+    if _is_head(layer):
+        whole_s = _seconds(linear, layer, 1)
+        part_s = _seconds(_packed(layer.weight.data.chunk(_MOST_PARTS)[0])[1], layer, 1)
+    elif rows >= 2 * _LEAST_ROWS:
+        whole_s = _seconds(linear, layer, rows)
+        part_s = _seconds(linear, layer, rows // _MOST_PARTS)
+    else:
+        return Operator("", _seconds(linear, layer, rows))
+    return Operator("", whole_s, _MOST_PARTS, max(0.0, part_s - whole_s / _MOST_PARTS))
 
 
 def _seconds(linear: Linear, layer: Any, rows: int) -> float:
