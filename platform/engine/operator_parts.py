@@ -2,9 +2,9 @@
 
 The operators that take long are linear: those of a prefill, which have many rows, and the output
 projection of every step, which has a vocabulary of columns. The first are cut along their rows as
-they run. The second is cut along its columns beforehand, since weights are packed for a CPU's
-kernels and cannot be sliced afterwards. Each part runs vLLM's own kernel on its part of the same
-numbers.
+they run, into few parts, for a part of few rows does not use a core's vector units as well. The
+second is cut along its columns beforehand, since weights are packed for a CPU's kernels and cannot
+be sliced afterwards. Each part runs vLLM's own kernel on its part of the same numbers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.layers.vocab_parallel_embedding import (
+    ParallelLMHead,
+    VocabParallelEmbedding,
+)
 
 from loomserve.platform.lending.splitting import Operator, Plan, split
 
@@ -26,9 +29,9 @@ Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tenso
 PREFILL_ROWS = 256
 """Rows of the prefill step that operators are timed for."""
 _REPEATS = 5
-_MOST_PARTS = 16
-# Fewer rows than this do not use a core's vector units any better, so cutting them costs.
-_LEAST_ROWS = 16
+_MOST_ROW_PARTS, _MOST_COLUMN_PARTS = 4, 16
+_MOST_OVERHEAD = 0.03
+"""Of the lender's own step, that cutting may cost."""
 
 
 class OperatorParts:
@@ -42,7 +45,9 @@ class OperatorParts:
     def __init__(self, model: torch.nn.Module, poll: Poll) -> None:
         self._poll = poll
         self._layers: dict[str, Any] = {
-            name: module for name, module in model.named_modules() if hasattr(module, "cpu_linear")
+            name: module
+            for name, module in model.named_modules()
+            if hasattr(module, "cpu_linear") and not _looks_up(module)
         }
         self._whole: dict[str, Linear] = {
             name: layer.cpu_linear for name, layer in self._layers.items()
@@ -73,11 +78,11 @@ class OperatorParts:
             service_s: what the task itself takes here.
             threshold_s: the mean delay of a task that is borne.
         """
-        decode, prefill = list(self._timed(1)), list(self._timed(PREFILL_ROWS))
-        self.plans = {
-            "decode": split(decode, local_s, service_s, threshold_s),
-            "prefill": split(prefill, local_s, service_s, threshold_s),
-        }
+        self.plans = {}
+        for kind, rows in (("decode", 1), ("prefill", PREFILL_ROWS)):
+            timed = list(self._timed(rows))
+            most_s = _MOST_OVERHEAD * sum(operator.seconds for operator in timed)
+            self.plans[kind] = split(timed, local_s, service_s, threshold_s, most_s)
         self._woven = {}
         for name, layer in self._layers.items():
             linear = self._whole[name]
@@ -145,19 +150,22 @@ def _packed(weight: torch.Tensor) -> tuple[int, Linear]:
 
 def _is_head(layer: Any) -> bool:
     """The output projection, of which only rows that are sampled are computed."""
-    return isinstance(layer, VocabParallelEmbedding)
+    return isinstance(layer, ParallelLMHead)
+
+
+def _looks_up(layer: Any) -> bool:
+    """An embedding, which vLLM packs as if it were multiplied by."""
+    return isinstance(layer, VocabParallelEmbedding) and not _is_head(layer)
 
 
 def _timed_whole_and_cut(linear: Linear, layer: Any, rows: int) -> Operator:
     if _is_head(layer):
-        whole_s = _seconds(linear, layer, 1)
-        part_s = _seconds(_packed(layer.weight.data.chunk(_MOST_PARTS)[0])[1], layer, 1)
-    elif rows >= 2 * _LEAST_ROWS:
-        whole_s = _seconds(linear, layer, rows)
-        part_s = _seconds(linear, layer, rows // _MOST_PARTS)
+        most, whole_s = _MOST_COLUMN_PARTS, _seconds(linear, layer, 1)
+        part_s = _seconds(_packed(layer.weight.data.chunk(most)[0])[1], layer, 1)
     else:
-        return Operator("", _seconds(linear, layer, rows))
-    return Operator("", whole_s, _MOST_PARTS, max(0.0, part_s - whole_s / _MOST_PARTS))
+        most, whole_s = (_MOST_ROW_PARTS if rows > 1 else 1), _seconds(linear, layer, rows)
+        part_s = _seconds(linear, layer, rows // most)
+    return Operator("", whole_s, most, max(0.0, part_s - whole_s / most))
 
 
 def _seconds(linear: Linear, layer: Any, rows: int) -> float:

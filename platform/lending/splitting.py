@@ -21,6 +21,7 @@ cut shortens.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -100,13 +101,18 @@ def conditional_wait(operator_s: Sequence[float], local_s: float, service_s: flo
 
 
 def split(
-    operators: Sequence[Operator], local_s: float, service_s: float, threshold_s: float
+    operators: Sequence[Operator],
+    local_s: float,
+    service_s: float,
+    threshold_s: float,
+    most_overhead_s: float = math.inf,
 ) -> Plan:
     """Weaver's algorithm 1: halves the operator of the longest parts until tasks wait little.
 
     It goes on while the mean delay that the operators cause exceeds ``threshold_s`` and their
     longest part K - N. Parts of one operator are equal, so they are halved together. One that
-    cannot be halved, or whose overhead would make tasks wait longer, stays as it is.
+    cannot be halved, or whose overhead would make tasks wait longer or, with that of the others,
+    exceed ``most_overhead_s`` a step, stays as it is.
 
     Raises:
         ValueError: Two operators have the same name.
@@ -119,6 +125,9 @@ def split(
     def wait_s() -> float:
         return expected_wait(list(_part_seconds(operators, parts)), local_s, service_s)
 
+    def overhead_s() -> float:
+        return sum(_part_seconds(operators, parts)) - sum(each.seconds for each in operators)
+
     before_s = after_s = wait_s()
     longest = [(-operator.seconds, at) for at, operator in enumerate(operators)]
     heapq.heapify(longest)
@@ -129,13 +138,12 @@ def split(
             continue
         parts[operator.name] *= 2
         halved_s = wait_s()
-        if halved_s < after_s:
+        if halved_s < after_s and overhead_s() <= most_overhead_s:
             after_s = halved_s
             heapq.heappush(longest, (-operator.part_s(parts[operator.name]), at))
         else:
             parts[operator.name] //= 2
-    overhead_s = sum(_part_seconds(operators, parts)) - sum(each.seconds for each in operators)
-    return Plan(parts, before_s, after_s, overhead_s)
+    return Plan(parts, before_s, after_s, overhead_s())
 
 
 def _part_seconds(operators: Sequence[Operator], parts: Mapping[str, int]) -> Iterator[float]:

@@ -160,6 +160,17 @@ def test_overhead_is_that_of_all_parts_of_what_is_cut() -> None:
     assert plan.overhead_s == pytest.approx(4 * 0.5)
 
 
+@given(operators=steps, most_s=st.floats(0, 1e-2))
+def test_cutting_costs_no_more_than_it_may(operators: list[Operator], most_s: float) -> None:
+    assert split(operators, 0.0, 1e-4, 0.0, most_s).overhead_s <= most_s
+
+
+def test_an_operator_that_is_cheap_to_cut_is_cut_where_others_cost_too_much() -> None:
+    operators = [Operator("dear", 2e-3, 2, 1e-3), Operator("cheap", 1e-3, 4, 1e-5)]
+    plan = split(operators, 0.0, 0.0, 0.0, 1e-4)
+    assert plan.parts == {"dear": 1, "cheap": 4}
+
+
 def test_two_operators_of_one_name_are_refused() -> None:
     with pytest.raises(ValueError, match="same name"):
         split([Operator("a", 1.0), Operator("a", 2.0)], 0.0, 0.0, threshold_s=0.0)
