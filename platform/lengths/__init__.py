@@ -1,0 +1,1 @@
+"""Predictions of how many tokens an answer will have."""
