@@ -15,6 +15,7 @@ from loomserve.platform.config_reference import describe
 from loomserve.platform.errors import LoomserveError
 from loomserve.platform.kv_status import kv
 from loomserve.platform.lending_status import lending
+from loomserve.platform.lengths_command import lengths
 from loomserve.platform.profile_command import profile
 from loomserve.platform.status import status
 
@@ -25,6 +26,7 @@ admin_app = typer.Typer(no_args_is_help=True, help="Change what runs, while it r
 app.add_typer(config_app, name="config")
 app.add_typer(key_app, name="key")
 app.add_typer(kv, name="kv")
+app.add_typer(lengths, name="lengths")
 app.add_typer(admin_app, name="admin")
 admin_app.add_typer(lending, name="lending")
 app.command()(status)

@@ -1,0 +1,75 @@
+"""A trained predictor: features, head and calibration in one, and which there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from loomserve.platform.errors import ConfigError
+from loomserve.platform.lengths import features
+from loomserve.platform.lengths.app_means import AppMeans
+from loomserve.platform.lengths.calibration import calibrated
+from loomserve.platform.lengths.classifier import BucketClassifier
+from loomserve.platform.lengths.embedding import TokenEmbeddings
+from loomserve.platform.lengths.features import Features
+from loomserve.platform.lengths.forest import Forest
+from loomserve.platform.lengths.head import Guess, Head
+from loomserve.platform.lengths.prediction import LengthQuery, Prediction
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a predictor of this kind sees a request, and what guesses from that."""
+
+    features: Callable[[TokenEmbeddings], Features]
+    head: type[Head]
+
+
+KINDS = {
+    "magnus": Kind(features.magnus, Forest),
+    "uellm": Kind(features.uellm, BucketClassifier),
+    "words": Kind(lambda _: features.words, BucketClassifier),
+    "input length": Kind(lambda _: features.length, Forest),
+    "mean per app": Kind(lambda _: features.app, AppMeans),
+}
+"""The papers' two, S3's kind of small classifier on words, and two baselines."""
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What training makes and a file keeps.
+
+    Attributes:
+        kind: A name in :data:`KINDS`.
+        margin: See :func:`~loomserve.platform.lengths.calibration.margin`.
+        embeddings: Digest of the embeddings it was trained with.
+    """
+
+    kind: str
+    head: Head
+    margin: float
+    embeddings: str
+
+
+class TrainedPredictor:
+    """Predicts from a request's text. Immutable, so any number of threads may ask it."""
+
+    def __init__(self, fitted: Fitted, embeddings: TokenEmbeddings) -> None:
+        """
+        Raises:
+            ConfigError: the predictor was trained with other embeddings.
+        """
+        if fitted.embeddings != embeddings.digest:
+            raise ConfigError(
+                "the length predictor was trained with other embeddings; give the model of its "
+                "training, or train again (loomserve lengths train)"
+            )
+        self.fitted = fitted
+        self.features = KINDS[fitted.kind].features(embeddings)
+
+    def predict(self, query: LengthQuery) -> Prediction:
+        return calibrated(self.guess(query), self.fitted.margin, query.max_tokens)
+
+    def guess(self, query: LengthQuery) -> Guess:
+        """Before calibration."""
+        return self.fitted.head.guess(self.features(query))

@@ -1,0 +1,133 @@
+"""``loomserve lengths``: trains and measures predictors of output lengths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from loomserve.platform import catalog
+from loomserve.platform.demo_models import cache_folder
+from loomserve.platform.errors import ConfigError
+from loomserve.platform.lengths.samples import read_all
+
+if TYPE_CHECKING:
+    from loomserve.platform.lengths.embedding import TokenEmbeddings
+    from loomserve.platform.lengths.evaluation import Score
+
+lengths = typer.Typer(no_args_is_help=True, help="Predict how long answers will be.")
+
+_console = Console(highlight=False, soft_wrap=True)
+
+Files = Annotated[
+    list[Path],
+    typer.Argument(
+        help="JSON lines, also gzipped: instruction or input or both (text), out_tokens; "
+        "in_tokens and task if known."
+    ),
+]
+Embeddings = Annotated[
+    str, typer.Option(help="Whose token embeddings: demo, demo:NAME, or a model's folder.")
+]
+Column = Annotated[
+    str | None, typer.Option("--model", help="Of whose, where out_tokens has several models'.")
+]
+
+
+def folder_of(name: str) -> Path:
+    """Where a predictor's versions are: ``lengths/NAME`` in the user's cache folder.
+
+    Raises:
+        ConfigError: the name would lead elsewhere.
+    """
+    if not name or name.startswith(".") or "/" in name:
+        raise ConfigError(f"--name {name!r}: give a plain name, such as the served model's")
+    return cache_folder() / "lengths" / name
+
+
+@lengths.command()
+def train(
+    files: Files,
+    name: Annotated[str, typer.Option(help="What to call it: the served model's name.")],
+    kind: Annotated[str, typer.Option(help="magnus or uellm.")] = "magnus",
+    embeddings: Embeddings = "demo",
+    model: Column = None,
+) -> None:
+    """Train a predictor, and make it the current version of that name."""
+    if kind not in ("magnus", "uellm"):
+        raise ConfigError(f"--kind {kind!r}: write magnus or uellm")
+    folder = folder_of(name)
+    table = _embeddings(embeddings)
+    samples = read_all(files, table.tokens, model)
+    # Only here: scikit-learn takes seconds to import.
+    from loomserve.platform.lengths import split, training
+    from loomserve.platform.lengths.versions import Versions
+
+    folds = [split.fold(g, 5) for g in split.groups([sample.query for sample in samples])]
+    fitted, learnt = training.train(kind, samples, folds, table, calibrate_on=0)
+    version = Versions(folder).publish(fitted, learnt)
+    _say(
+        f"{len(samples)} samples, of which {len(samples) - len(learnt.rows)} calibrated the "
+        f"interval; version {version.number} is current in {folder}"
+    )
+
+
+@lengths.command()
+def evaluate(
+    files: Files,
+    embeddings: Embeddings = "demo",
+    model: Column = None,
+    save: Annotated[Path | None, typer.Option(help="Write the table as JSON, too.")] = None,
+) -> None:
+    """Compare all predictors on requests unlike those that each was trained on."""
+    table = _embeddings(embeddings)
+    samples = read_all(files, table.tokens, model)
+    from loomserve.platform.lengths import evaluation
+
+    scores = evaluation.evaluate(samples, table)
+    _console.print(shown(scores))
+    if save is not None:
+        try:
+            save.write_text(json.dumps([asdict(score) for score in scores], indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--save {save}: cannot be written ({error.strerror})") from None
+
+
+def shown(scores: Sequence[Score]) -> Table:
+    """One row a task and predictor."""
+    table = Table("task", "predictor", title="Output lengths, predicted", title_justify="left")
+    for column in ("n", "bucket", "±1", "MAE", "r", "in 90 %", "width", "p50 ms"):
+        table.add_column(column, justify="right")
+    for score in sorted(scores, key=lambda score: score.task):
+        table.add_row(
+            score.task,
+            score.predictor,
+            str(score.requests),
+            f"{100 * score.bucket:.1f} %",
+            f"{100 * score.near:.1f} %",
+            f"{score.mae:.1f}",
+            "" if score.r is None else f"{score.r:.2f}",
+            f"{100 * score.coverage:.1f} %",
+            f"{score.width:.0f}",
+            f"{score.p50_ms:.2f}",
+        )
+    return table
+
+
+def _embeddings(source: str) -> TokenEmbeddings:
+    from loomserve.platform.lengths.embedding import TokenEmbeddings
+
+    folder = catalog.resolve(source, Path(), progress=_say)
+    if isinstance(folder, str):
+        raise ConfigError(f"--embeddings {source!r}: give a model's folder, or demo")
+    return TokenEmbeddings(folder)
+
+
+def _say(text: str) -> None:
+    _console.print(text, markup=False)
