@@ -92,12 +92,12 @@ class Learner:
         self._take_outcomes()
         if self._parent and learning.worse(self._head, self._parent, self._lessons.since):
             self._roll_back()
+        self._calibrate()
         training = self._lessons.added_to(self._version.training)
         if training is not None:
             candidate = self._train(self._version.fitted.kind, training)
             if learning.better(candidate, self._head, self._lessons.held_out):
                 self._promote(candidate, training)
-        self._calibrate()
 
     @property
     def _head(self) -> Head:
@@ -144,7 +144,7 @@ class Learner:
         self._serve(version, None)
 
     def _calibrate(self) -> None:
-        """By the latest requests, whether or not there is a new version."""
+        """What serves, by the latest requests, whether or not there will be a new version."""
         if len(self._lessons.held_out) >= learning.FEWEST:
             fitted = replace(self._version.fitted, margin=self._margin(self._head))
             self._predictor = TrainedPredictor(fitted, self._embeddings)

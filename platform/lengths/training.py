@@ -25,7 +25,9 @@ from loomserve.platform.lengths.samples import Sample
 from loomserve.platform.lengths.versions import TrainingSet
 
 FEWEST = 100
-"""Samples, of which a fifth calibrates the interval."""
+"""Samples, of which about a fifth calibrates the interval."""
+
+_CALIBRATING = 10
 
 
 def train(
@@ -47,10 +49,10 @@ def train(
     rows = np.array([features(sample.query) for sample in samples])
     tokens = np.array([sample.tokens for sample in samples])
     held_out = np.array(folds) == calibrate_on
-    if len(samples) < FEWEST or held_out.sum() < COVERAGE / (1 - COVERAGE):
+    if len(samples) < FEWEST or held_out.sum() < _CALIBRATING:
         raise ConfigError(
-            f"{len(samples)} samples are too few to train a length predictor and to calibrate "
-            f"it; give at least {FEWEST} that differ"
+            f"{len(samples)} samples are too few for a length predictor, or too much alike "
+            f"({held_out.sum()} of them would calibrate it); give {FEWEST} and more that differ"
         )
     weights = np.ones(len(samples) - held_out.sum())
     training = TrainingSet(rows[~held_out], tokens[~held_out], weights)

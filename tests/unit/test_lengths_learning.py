@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loomserve.platform.errors import ConfigError
@@ -115,6 +115,7 @@ def test_lessons_wait_for_the_next_candidate_until_one_is_promoted() -> None:
     assert after.tokens.tolist() == [200, 300, 400]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=30))
 def test_older_lessons_weigh_less_and_the_set_is_bounded(sizes: list[int]) -> None:
     training = nothing()

@@ -7,7 +7,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loomserve.platform.lengths.buckets import BUCKETS, EDGES, bucket_of
@@ -26,6 +26,7 @@ def test_a_bucket_is_a_doubling_of_length(tokens: int, bucket: int) -> None:
     assert len(EDGES) == BUCKETS + 1 == 10
 
 
+@settings(deadline=None)
 @given(low=lengths, tokens=lengths, high=lengths, widen=st.floats(-5, 5), most=st.integers(1, 4096))
 def test_an_interval_holds_its_prediction_and_keeps_within_max_tokens(
     low: float, tokens: float, high: float, widen: float, most: int

@@ -43,7 +43,7 @@ def test_a_forest_finds_the_leaves_that_scikit_learn_finds() -> None:
     made = training.fit("magnus", rows, tokens)
     assert isinstance(made, Forest)
     theirs = RandomForestRegressor(100, min_samples_leaf=3, max_features=0.5, random_state=0)
-    theirs.fit(rows, np.log1p(tokens))
+    theirs.fit(rows, np.log1p(tokens), sample_weight=np.ones(len(rows)))
     unseen = np.random.default_rng(1).normal(size=(50, 6)).astype(np.float32)
     leaves = np.array([made.leaves(row) - made.roots for row in unseen])
     np.testing.assert_array_equal(leaves, theirs.apply(unseen))
@@ -107,7 +107,7 @@ def test_magnus_learns_what_each_application_does(embeddings: TokenEmbeddings) -
         "magnus", samples, folds_of(samples), embeddings, calibrate_on=0
     )
     predictor = TrainedPredictor(fitted, embeddings)
-    text = " ".join(f"w{n}" for n in range(30))
+    text = " ".join(lengths_folder.WORDS[5:35])
     translation = predictor.predict(LengthQuery("translate this", text, 32))
     listing = predictor.predict(LengthQuery("list this", text, 32))
     assert translation.tokens == pytest.approx(30, rel=0.2)
@@ -129,7 +129,7 @@ def test_a_predictor_refuses_other_embeddings(embeddings: TokenEmbeddings, tmp_p
     )
     folder = lengths_folder.make(tmp_path)
     tokenizer = folder / "tokenizer.json"
-    tokenizer.write_text(tokenizer.read_text().replace("w199", "w999"))
+    tokenizer.write_text(tokenizer.read_text().replace("wbjj", "wjjj"))
     with pytest.raises(ConfigError, match="other embeddings"):
         TrainedPredictor(fitted, TokenEmbeddings(folder))
 
