@@ -120,17 +120,9 @@ class Learner:
 
     def _promote(self, candidate: Head, training: TrainingSet) -> None:
         old = self._version.fitted
-        held_out = self._lessons.held_out
         fitted = replace(old, head=candidate, margin=self._margin(candidate))
         version = self._versions.publish(fitted, training)
-        _logger.info(
-            "length predictor %d replaces %d: off by %.1f tokens on %d requests, before by %.1f",
-            version.number,
-            self.version,
-            learning.error(candidate, held_out),
-            len(held_out),
-            learning.error(old.head, held_out),
-        )
+        _logger.info("length predictor %d proved better than %d", version.number, self.version)
         self._serve(version, old.head)
 
     def _roll_back(self) -> None:

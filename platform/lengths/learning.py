@@ -24,8 +24,9 @@ from loomserve.platform.lengths.versions import TrainingSet
 PERIOD_S = 180.0
 _OFF_TOKENS, _OFF_SHARE = 10, 0.1
 _HELD_OUT = 4
-_FADE = 0.8
-_FORGOTTEN = 0.01
+_FADE = 0.5
+# Of what is old, so that applications that are quiet for long are not forgotten.
+_LEAST = 0.05
 _CAPACITY = 10_000
 _RECENT = 300
 FEWEST = 20
@@ -126,10 +127,9 @@ def error(head: Head, outcomes: Collection[Outcome]) -> float:
 
 
 def _joined(training: TrainingSet, lessons: list[Outcome]) -> TrainingSet:
-    """The newest at weight 1, earlier ones at less, those of hardly any weight or beyond the
-    capacity dropped."""
-    weights = np.concatenate((training.weights * _FADE, np.ones(len(lessons))))
+    """The newest at weight 1, earlier ones at less; the oldest beyond the capacity are dropped."""
+    faded = np.maximum(training.weights * _FADE, _LEAST)
+    weights = np.concatenate((faded, np.ones(len(lessons))))
     rows = np.concatenate((training.rows, np.array([lesson.features for lesson in lessons])))
     tokens = np.concatenate((training.tokens, np.array([lesson.tokens for lesson in lessons])))
-    kept = np.flatnonzero(weights >= _FORGOTTEN)[-_CAPACITY:]
-    return TrainingSet(rows[kept], tokens[kept], weights[kept])
+    return TrainingSet(rows[-_CAPACITY:], tokens[-_CAPACITY:], weights[-_CAPACITY:])

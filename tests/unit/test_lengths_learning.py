@@ -222,14 +222,14 @@ def test_when_all_answers_become_three_times_as_long_the_error_recovers(
     assert covered > 0.8
     drifted = [
         served.period(lengths_folder.samples(150, factor=3, seed=200 + number))
-        for number in range(6)
+        for number in range(5)
     ]
     first, lost = drifted[0]
     last, regained = drifted[-1]
     assert first > 4 * before
     assert lost < 0.5
     assert last < first / 2.5
-    assert last < 2 * 3 * before  # lengths are three times as long, and so are errors
+    assert last < 1.5 * 3 * before  # lengths are three times as long, and so are errors
     assert regained > 0.8
     assert served.learner.version > 2
 
