@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -101,19 +102,20 @@ def evaluate(
 
 def shown(scores: Sequence[Score]) -> Table:
     """One row a task and predictor."""
-    table = Table("task", "predictor", title="Output lengths, predicted", title_justify="left")
-    for column in ("n", "bucket", "±1", "MAE", "r", "in 90 %", "width", "p50 ms"):
-        table.add_column(column, justify="right")
+    table = Table("task", title="Output lengths, predicted (shares in percent)", box=SIMPLE)
+    table.add_column("predictor", no_wrap=True)
+    for column in ("n", "bucket", "±1", "MAE", "r", "in 90", "width", "ms"):
+        table.add_column(column, justify="right", no_wrap=True)
     for score in sorted(scores, key=lambda score: score.task):
         table.add_row(
             score.task,
             score.predictor,
             str(score.requests),
-            f"{100 * score.bucket:.1f} %",
-            f"{100 * score.near:.1f} %",
+            f"{100 * score.bucket:.1f}",
+            f"{100 * score.near:.1f}",
             f"{score.mae:.1f}",
             "" if score.r is None else f"{score.r:.2f}",
-            f"{100 * score.coverage:.1f} %",
+            f"{100 * score.coverage:.1f}",
             f"{score.width:.0f}",
             f"{score.p50_ms:.2f}",
         )
