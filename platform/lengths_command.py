@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -87,12 +87,13 @@ def evaluate(
     save: Annotated[Path | None, typer.Option(help="Write the table as JSON, too.")] = None,
 ) -> None:
     """Compare all predictors on requests unlike those that each was trained on."""
-    table = _embeddings(embeddings)
-    samples = read_all(files, table.tokens, model)
+    known = _embeddings(embeddings)
+    samples = read_all(files, known.tokens, model)
     from loomserve.platform.lengths import evaluation
 
-    scores = evaluation.evaluate(samples, table)
-    _console.print(shown(scores))
+    scores = evaluation.evaluate(samples, known)
+    for table in tables(scores):
+        _console.print(table)
     if save is not None:
         try:
             save.write_text(json.dumps([asdict(score) for score in scores], indent=1) + "\n")
@@ -100,26 +101,26 @@ def evaluate(
             raise ConfigError(f"--save {save}: cannot be written ({error.strerror})") from None
 
 
-def shown(scores: Sequence[Score]) -> Table:
-    """One row a task and predictor."""
-    table = Table("task", title="Output lengths, predicted (shares in percent)", box=SIMPLE)
-    table.add_column("predictor", no_wrap=True)
-    for column in ("n", "bucket", "±1", "MAE", "r", "in 90", "width", "ms"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for score in sorted(scores, key=lambda score: score.task):
-        table.add_row(
-            score.task,
-            score.predictor,
-            str(score.requests),
-            f"{100 * score.bucket:.1f}",
-            f"{100 * score.near:.1f}",
-            f"{score.mae:.1f}",
-            "" if score.r is None else f"{score.r:.2f}",
-            f"{100 * score.coverage:.1f}",
-            f"{score.width:.0f}",
-            f"{score.p50_ms:.2f}",
-        )
-    return table
+def tables(scores: Sequence[Score]) -> Iterator[Table]:
+    """One a task, one row a predictor; shares in percent."""
+    for task in sorted({score.task for score in scores}):
+        of_task = [score for score in scores if score.task == task]
+        title = f"{task}: {of_task[0].requests} requests; shares in percent"
+        table = Table("predictor", title=title, title_justify="left", box=SIMPLE)
+        for column in ("bucket", "±1", "MAE", "r", "in 90", "width", "ms"):
+            table.add_column(column, justify="right")
+        for score in of_task:
+            table.add_row(
+                score.predictor,
+                f"{100 * score.bucket:.1f}",
+                f"{100 * score.near:.1f}",
+                f"{score.mae:.1f}",
+                "" if score.r is None else f"{score.r:.2f}",
+                f"{100 * score.coverage:.1f}",
+                f"{score.width:.0f}",
+                f"{score.p50_ms:.2f}",
+            )
+        yield table
 
 
 def _embeddings(source: str) -> TokenEmbeddings:

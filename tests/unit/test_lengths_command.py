@@ -79,6 +79,7 @@ def test_an_evaluation_is_shown_and_saved(
     assert run(monkeypatch, "evaluate", str(data), *options) == 0
     shown = capsys.readouterr().out
     assert "magnus" in shown
+    assert "translate this: 1" in shown
     scores = json.loads(saved.read_text())
     assert {score["task"] for score in scores} == {"translate this", "list this", "all"}
     assert all(0 <= score["bucket"] <= score["near"] <= 1 for score in scores)
