@@ -75,6 +75,12 @@ def _lending_options() -> dict[str, Any]:
     }
 
 
+def _kv_bytes_of_a_worker(spec: EngineSpec) -> int:
+    """vLLM gives each stage the same; the one with the most layers then has the fewest blocks."""
+    layers = spec.stage_layers or (1,)
+    return spec.model.kv_cache_memory * max(layers) // sum(layers)
+
+
 def _llm_config(spec: EngineSpec) -> LLMConfig:
     return LLMConfig(
         model_loading_config={"model_id": spec.model.name, "model_source": spec.path},
@@ -82,7 +88,8 @@ def _llm_config(spec: EngineSpec) -> LLMConfig:
         # binds the engine to its device itself, so that several models can share one.
         accelerator_config={"kind": "cpu"},
         engine_kwargs={
-            "kv_cache_memory_bytes": spec.model.kv_cache_memory,
+            "kv_cache_memory_bytes": _kv_bytes_of_a_worker(spec),
+            "pipeline_parallel_size": max(1, len(spec.stage_layers)),
             **(_cpu_options() if spec.devices[0].kind == "cpu" else {}),
             "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
             **spec.model.engine,

@@ -10,7 +10,7 @@ from loomserve.platform.config import Device, Model
 from loomserve.platform.lending.options import LendingOptions
 from loomserve.platform.roles import Role
 from loomserve.platform.scheduling.options import SchedulerOptions
-from loomserve.platform.state import BorrowingState, LentState, ModelStatus
+from loomserve.platform.state import BorrowingState, LentState, ModelStatus, StageState
 from loomserve.routers.snapshot import RoutingStats
 
 # The Serve applications. A model's application is named after the model, so that it can be loaded,
@@ -45,6 +45,9 @@ class EngineSpec(_Message):
 
     model: Model
     devices: tuple[Device, ...] = Field(description="In the order they are to be claimed.")
+    stage_layers: tuple[int, ...] = Field(
+        (), description="Of a pipeline: how many layers each of the devices has; else none."
+    )
     path: str = Field(description="Local folder or hub id of the weights.")
     internal_token: str
     drain_timeout_s: float
@@ -61,6 +64,7 @@ class EngineReport(_Message):
     model: Model
     replica_id: str
     device: str
+    stages: tuple[StageState, ...] = Field((), description="Of a pipeline, its first device's too.")
     address: str
     pid: int
     max_model_len: int

@@ -225,9 +225,11 @@ class Controller:
 
     async def _scale(self, name: str, replicas: int) -> None:
         model = self._fleet.model(name)
-        if not 1 <= replicas <= len(model.devices):
+        if not 1 <= replicas <= model.most_replicas:
             raise BadRequest(
-                f"model {name!r} has {len(model.devices)} devices, one replica each: ask for "
+                f"model {name!r} is one pipeline over its devices: ask for 1 replica"
+                if model.pipeline is not None
+                else f"model {name!r} has {len(model.devices)} devices, one replica each: ask for "
                 f"1 to {len(model.devices)} replicas",
                 param="replicas",
             )

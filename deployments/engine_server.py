@@ -42,12 +42,13 @@ from loomserve.deployments.loan_endpoint import LoanEndpoint
 from loomserve.deployments.loans import LoanKeeper
 from loomserve.deployments.prefill_endpoint import PrefillEndpoint
 from loomserve.deployments.prefill_replicas import PrefillReplicas
-from loomserve.platform.devices import claim, engine_environment
+from loomserve.platform.devices import claim, engine_environment, pipeline_environment
 from loomserve.platform.engine.executor import executor_class
 from loomserve.platform.engine.load import LoadMeter
 from loomserve.platform.engine.prefill_decode import PrefillDecodeLLM
 from loomserve.platform.errors import Forbidden
 from loomserve.platform.roles import Role, configured_role
+from loomserve.platform.state import StageState
 from loomserve.routers.snapshot import RoutingStats
 
 _log = logging.getLogger("ray.serve")
@@ -146,12 +147,17 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         self._stop_timeout_s = self._spec.drain_timeout_s
         self._claim = await claim(
             self._spec.model.name,
-            self._spec.devices,
+            # A pipeline is its model's only replica, so its first device stands for all.
+            self._spec.devices[:1] if self._spec.stage_layers else self._spec.devices,
             Path(ray._private.worker._global_node.get_session_dir_path()) / "loomserve-devices",
             self._spec.drain_timeout_s + 15,
         )
         # Engine processes inherit the environment of the replica that starts them.
-        os.environ.update(engine_environment(self._claim.device))
+        os.environ.update(
+            pipeline_environment(self._spec.devices, self._spec.stage_layers)
+            if self._spec.stage_layers
+            else engine_environment(self._claim.device)
+        )
         await super().__init__(llm_config, engine_cls=MeteredEngine)
         self._prefill_replicas = PrefillReplicas(
             self._spec.internal_token, self._spec.model.router.load_limit
@@ -209,6 +215,10 @@ class EngineServer(LLMServer):  # type: ignore[misc]
             model=self._spec.model,
             replica_id=self._replica_id,
             device=self._claim.device.name,
+            stages=tuple(
+                StageState(device=device.name, layers=layers)
+                for device, layers in zip(self._spec.devices, self._spec.stage_layers)
+            ),
             address=self._address,
             pid=os.getpid(),
             max_model_len=self.engine.max_model_len,

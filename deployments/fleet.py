@@ -345,7 +345,9 @@ class Fleet:
         on_device: Mapping[str, set[str]] = {device.name: set() for device in self.devices}
         for name in self._models:
             for replica in self._live(name, now):
-                on_device[replica.report.device].add(name)
+                report = replica.report
+                for used in [stage.device for stage in report.stages] or [report.device]:
+                    on_device[used].add(name)
         return tuple(
             DeviceState(
                 name=device.name,
@@ -403,6 +405,7 @@ class Fleet:
                 ReplicaState(
                     id=r.report.replica_id,
                     device=r.report.device,
+                    stages=r.report.stages,
                     address=r.report.address,
                     pid=r.report.pid,
                     draining=r.stops,

@@ -76,7 +76,7 @@ def check_folder(folder: Path) -> None:
             f"{folder} has no tokenizer (such as tokenizer.json); "
             "copy it from the model's publisher"
         )
-    for path in _weight_files(folder):
+    for path in weight_files(folder):
         try:
             # Opening compares the header's extents with the file's length.
             with safe_open(path, framework="numpy"):
@@ -99,9 +99,18 @@ def context_length(folder: Path) -> int | None:
     return None
 
 
+def hidden_size(folder: Path) -> int | None:
+    """The width of a model's layers, if its configuration states it."""
+    config = _read_config(folder)
+    for part in (config, config.get("text_config") or {}):
+        if isinstance(part.get("hidden_size"), int):
+            return int(part["hidden_size"])
+    return None
+
+
 def weight_bytes(folder: Path) -> int:
     """Bytes of a model folder's weights on disk."""
-    return sum(path.stat().st_size for path in _weight_files(folder))
+    return sum(path.stat().st_size for path in weight_files(folder))
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
@@ -120,7 +129,8 @@ def _read_json(path: Path, advice: str) -> dict[str, Any]:
     return value
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def weight_files(folder: Path) -> list[Path]:
+    """The files that a model folder's weights are in."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
         shards = _read_json(index, "copy the model's files again").get("weight_map")

@@ -274,6 +274,34 @@ class Lending(_Node):
         return self
 
 
+class Pipeline(_Node):
+    """One replica over all of the model's devices: consecutive layers on each (HELR)."""
+
+    mode: Literal["he", "lr", "balanced"] = Field(
+        "balanced",
+        description="What the division into stages is for. balanced: throughput; lr: the latency "
+        "of a lone request; he: the fewest devices.",
+    )
+    layers: tuple[Annotated[int, Field(ge=1)], ...] = Field(
+        (),
+        description="How many layers each of the model's devices has, in their order; none given: "
+        "HELR says, from what loomserve profile devices has measured.",
+    )
+    batch: int = Field(8, ge=1, description="Requests of a step that HELR plans for.")
+    profile: str | None = Field(
+        None,
+        description="What loomserve profile devices wrote, relative to this file; null: devices in "
+        "the user's cache folder.",
+    )
+
+
+# What an engine of several stages leaves of a model's fields and of vLLM's options, and why.
+_PIPELINE_LEAVES = {
+    "roles": "a pipeline is one replica, which both prefills and decodes",
+    "lending": "a pipeline's attention is on several devices already",
+}
+
+
 class Model(_Node):
     """One model as users see it: a name, where its weights are, and where it runs."""
 
@@ -283,7 +311,9 @@ class Model(_Node):
         description="demo (the packaged SmolLM2-135M-Instruct), demo:NAME, a folder, or a hub id.",
     )
     devices: tuple[Name, ...] = Field(
-        min_length=1, description="Where its replicas may run, one replica a device."
+        min_length=1,
+        description="Where its replicas may run, one replica a device; or the stages of its one "
+        "replica, with pipeline.",
     )
     replicas: int | Literal["auto"] = Field(
         "auto",
@@ -305,6 +335,9 @@ class Model(_Node):
     )
     roles: Roles | None = Field(
         None, description="Separate prefill from decode; null: every replica does both."
+    )
+    pipeline: Pipeline | None = Field(
+        None, description="Divide its layers among its devices; null: each replica has them all."
     )
     lending: Lending | None = Field(
         None, description="Lend KV memory and attention, or borrow them; null: neither."
@@ -353,6 +386,34 @@ class Model(_Node):
             )
         if self.roles is not None:
             self._check_roles(self.roles)
+        return self
+
+    @property
+    def most_replicas(self) -> int:
+        return 1 if self.pipeline is not None else len(self.devices)
+
+    @model_validator(mode="after")
+    def _pipeline_is_one_replica(self) -> Model:
+        if self.pipeline is None:
+            return self
+        if self.replicas not in ("auto", 1):
+            raise _FieldError(
+                f"model {self.name!r} is one pipeline over all its devices, so it has one "
+                "replica: leave this out, or pipeline",
+                "replicas",
+            )
+        if self.pipeline.layers and len(self.pipeline.layers) != len(self.devices):
+            raise _FieldError(
+                f"model {self.name!r} has {len(self.devices)} devices: give the layers of each, "
+                "or leave this out",
+                *("pipeline", "layers"),
+            )
+        for field, why in _PIPELINE_LEAVES.items():
+            if getattr(self, field) is not None:
+                raise _FieldError(f"{why}: leave it out, or pipeline", field)
+        for option in ("pipeline_parallel_size", "tensor_parallel_size"):
+            if option in self.engine:
+                raise _FieldError("is set through 'pipeline'", "engine", option)
         return self
 
     @model_validator(mode="after")
@@ -499,6 +560,12 @@ class Config(_Node):
                     f"model {model.name!r} keeps nothing in a KV store: add a kvstore section to "
                     "the file and do not set the model's kvstore to false, or set no quota",
                     *("models", index, "kvstore_quota"),
+                )
+            if model.pipeline is not None and in_store:
+                raise _FieldError(
+                    f"model {model.name!r} is a pipeline, whose stages' blocks the KV store does "
+                    "not keep: set its kvstore to false",
+                    *("models", index, "pipeline"),
                 )
             if model.roles is not None and not in_store:
                 raise _FieldError(

@@ -77,6 +77,20 @@ def engine_environment(device: Device) -> dict[str, str]:
     return {"VLLM_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": str(len(device.cores))}
 
 
+def pipeline_environment(devices: Sequence[Device], layers: Sequence[int]) -> dict[str, str]:
+    """The same for an engine whose stages are on these devices, of one kind, in this order."""
+    partition = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layers))}
+    if devices[0].kind == "cuda":
+        return partition | {"CUDA_VISIBLE_DEVICES": ",".join(str(each.gpu) for each in devices)}
+    return partition | {
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(
+            ",".join(map(str, device.cores)) for device in devices
+        ),
+        # Each worker has a thread for every core that it is bound to.
+        "OMP_NUM_THREADS": str(len(devices[0].cores)),
+    }
+
+
 def place(device: Device) -> str:
     """The device as a person would say it."""
     if device.kind == "cuda":

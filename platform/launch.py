@@ -123,9 +123,9 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
         config.kvstore.memory if config.kvstore else 0,
     )
     for model in config.models:
-        if model.replicas == "auto" and replicas[model.name] < len(model.devices):
+        if model.replicas == "auto" and replicas[model.name] < model.most_replicas:
             say(
-                f"memory allows {replicas[model.name]} of {len(model.devices)} replicas of "
+                f"memory allows {replicas[model.name]} of {model.most_replicas} replicas of "
                 f"{model.name}"
             )
     return replicas
@@ -258,7 +258,8 @@ def run(config: Config, base: Path, say: Say) -> None:
         platform.start(replicas)
         _catch_signals(stopped, platform)  # Ray has put its own handlers there
         for model in config.models:
-            where = ", ".join(model.devices[: replicas[model.name]])
+            used = len(model.devices) if model.pipeline else replicas[model.name]
+            where = ", ".join(model.devices[:used])
             say(f"loading {model.name} on {where}")
         _until_ready_or(stopped, platform, say)
         if not stopped.is_set():

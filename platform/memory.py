@@ -10,13 +10,21 @@ from loomserve.platform.errors import StartError
 # An idle CPU engine of a tiny model (front end, EngineCore, worker) takes about this without
 # weights and KV; measured as proportional set size, rounded up.
 ENGINE_BYTES = 2 * 2**30
+# Each further worker process of an engine that is a pipeline.
+STAGE_BYTES = 0.75 * 2**30
 # Ray's own processes, the gateway and the controller.
 PLATFORM_BYTES = 1.5 * 2**30
 
 
 def replica_bytes(model: Model, weight_bytes: int) -> float:
     """Memory of one replica: CPU weights are held packed beside the loaded ones for a while."""
-    return ENGINE_BYTES + 2 * weight_bytes + model.kv_cache_memory
+    further_stages = len(model.devices) - 1 if model.pipeline is not None else 0
+    return (
+        ENGINE_BYTES
+        + further_stages * STAGE_BYTES
+        + 2 * weight_bytes
+        + model.kv_cache_memory
+    )
 
 
 def least_replicas(model: Model) -> int:
@@ -54,7 +62,7 @@ def plan_replicas(
     growing = [model for model in models if model.replicas == "auto"]
     while growing:
         for model in tuple(growing):
-            if wanted[model.name] == len(model.devices) or cost[model.name] > left:
+            if wanted[model.name] == model.most_replicas or cost[model.name] > left:
                 growing.remove(model)
             else:
                 wanted[model.name] += 1

@@ -122,9 +122,19 @@ class ModelStatus(StrEnum):
     FAILED = "failed"
 
 
+class StageState(_Snapshot):
+    """A part of a replica that is a pipeline."""
+
+    device: str
+    layers: int
+
+
 class ReplicaState(_Snapshot):
     id: str = Field(description="Ray Serve's replica id.")
-    device: str = Field(description="The device its engine is bound to.")
+    device: str = Field(description="The device its engine is bound to; of a pipeline, the first.")
+    stages: tuple[StageState, ...] = Field(
+        (), description="Of a pipeline, in the order of its layers; else none."
+    )
     address: str = Field(description="host:port of the engine's own HTTP server.")
     pid: int = Field(description="Process of the replica; its engine is a child.")
     draining: bool = Field(description="True: finishes its requests and takes no new ones.")

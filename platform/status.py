@@ -221,7 +221,9 @@ def _replica(replica: ReplicaState) -> list[Text]:
     )
     notes = [] if replica.role is Role.UNIFIED else [str(replica.role)]
     notes += ["draining"] if replica.draining else []
-    device = f"{replica.device} ({', '.join(notes)})" if notes else replica.device
+    stages = [f"{stage.device}:{stage.layers}" for stage in replica.stages]
+    where = " → ".join(stages) or replica.device
+    device = f"{where} ({', '.join(notes)})" if notes else where
     return [Text(cell) for cell in (device, *measured, str(replica.in_flight))]
 
 

@@ -8,14 +8,14 @@ import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
-from loomserve.platform.engine.seeds import SeedKeepingModelRunner
+from loomserve.platform.engine.pipeline_stage import StageModelRunner
 from loomserve.platform.engine.waiting import sleep_instead_of_spinning
 
 
 class PatientWorker(CPUWorker):  # type: ignore[misc]
     """Its core is another engine's, or the gateway's, while it has nothing to do."""
 
-    runner_class = SeedKeepingModelRunner
+    runner_class = StageModelRunner
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

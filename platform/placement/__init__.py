@@ -1,0 +1,1 @@
+"""Which layers of which model run on which device (HELR)."""
