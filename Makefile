@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-pipeline bench-prefix bench-pd bench-adaptive bench-ring bench-weave bench-lent-share bench-lending-exactness clean
+.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-pipeline bench-prefix bench-pd bench-adaptive bench-ring bench-weave bench-lent-share bench-lending-exactness bench-helr clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -60,6 +60,9 @@ bench-lent-share: install ## measure what share of a hot model's attention shoul
 
 bench-lending-exactness: install ## compare 500 answers with and without lenders that are killed
 	@$(PYTHON) -m benchmarks.lending_exactness
+
+bench-helr: install ## measure what HELR's division of layers gains over unequal cores
+	@$(PYTHON) -m benchmarks.helr
 
 clean: ## remove caches and build output (delete .venv to start over)
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -11,9 +11,12 @@ BLOCK_TOKENS = 32
 
 
 def offline_engine(
-    model: str, kv_transfer_config: dict[str, Any] | None, core: int = 0, **options: Any
+    model: str, kv_transfer_config: dict[str, Any] | None, core: int | str = 0, **options: Any
 ) -> Any:
-    """vLLM's ``LLM`` of a model folder; ``options`` under vLLM's own names."""
+    """vLLM's ``LLM`` of a model folder, on a core or a stage on each of ``0|1``.
+
+    ``options`` are under vLLM's own names.
+    """
     os.environ.update(
         VLLM_CPU_OMP_THREADS_BIND=str(core),
         OMP_NUM_THREADS="1",

@@ -98,6 +98,8 @@ class Engine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from loomserve.platform.engine.executor import PatientExecutor
+
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
                 model=str(catalog.resolve("demo", Path.cwd())),
@@ -109,7 +111,8 @@ class Engine:
                 max_num_batched_tokens=STEP_TOKENS,
                 kv_cache_memory_bytes=blocks * BLOCK_BYTES,
                 pipeline_parallel_size=len(cores),
-                distributed_executor_backend="loomserve.platform.engine.executor.PatientExecutor",
+                # vLLM takes no name of a class for more than one stage.
+                distributed_executor_backend=PatientExecutor,
                 **options,
             )
         )

@@ -37,15 +37,21 @@ def deploy_model(
     from loomserve.platform.config import Device, Model
     from loomserve.platform.engine import options
     from loomserve.platform.lending.options import LendingOptions
+    from loomserve.platform.placement.configured import stages_of
     from loomserve.platform.scheduling.options import SchedulerOptions
 
     spec_model = Model.model_validate(model)
     try:
         options.check(spec_model.name, spec_model.engine)
         path = str(catalog.resolve(spec_model.source, Path(base)))
+        there = {each.name: each for each in map(Device.model_validate, devices)}
+        stages = [(name, 0) for name in there]
+        if spec_model.pipeline is not None:
+            stages = stages_of(spec_model, Path(base))
         spec = EngineSpec(
             model=spec_model,
-            devices=tuple(Device.model_validate(device) for device in devices),
+            devices=tuple(there[name] for name, _ in stages),
+            stage_layers=tuple(layers for _, layers in stages) if spec_model.pipeline else (),
             path=path,
             internal_token=internal_token,
             drain_timeout_s=drain_timeout_s,

@@ -217,7 +217,11 @@ class EngineServer(LLMServer):  # type: ignore[misc]
             device=self._claim.device.name,
             stages=tuple(
                 StageState(device=device.name, layers=layers)
-                for device, layers in zip(self._spec.devices, self._spec.stage_layers)
+                for device, layers in zip(
+                    self._spec.devices[: len(self._spec.stage_layers)],
+                    self._spec.stage_layers,
+                    strict=True,
+                )
             ),
             address=self._address,
             pid=os.getpid(),

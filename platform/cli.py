@@ -16,6 +16,7 @@ from loomserve.platform.errors import LoomserveError
 from loomserve.platform.kv_status import kv
 from loomserve.platform.lending_status import lending
 from loomserve.platform.lengths_command import lengths
+from loomserve.platform.plan_command import plan
 from loomserve.platform.profile_command import profile
 from loomserve.platform.status import status
 
@@ -30,7 +31,8 @@ app.add_typer(lengths, name="lengths")
 app.add_typer(admin_app, name="admin")
 admin_app.add_typer(lending, name="lending")
 app.command()(status)
-app.command()(profile)
+app.add_typer(profile, name="profile")
+app.command()(plan)
 
 _console = Console(stderr=False, highlight=False, soft_wrap=True)
 ConfigPath = Annotated[Path, typer.Argument(help="The configuration file.")]

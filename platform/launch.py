@@ -27,6 +27,7 @@ from loomserve.platform import catalog
 from loomserve.platform.config import Config
 from loomserve.platform.errors import StartError
 from loomserve.platform.memory import plan_replicas
+from loomserve.platform.placement.configured import stages_of
 from loomserve.platform.state import ModelState, ModelStatus, State
 
 Say = Callable[[str], None]
@@ -116,6 +117,9 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
     for model in config.models:
         path = catalog.resolve(model.source, base, progress=say)
         weights[model.name] = catalog.weight_bytes(path) if isinstance(path, Path) else 0
+        if model.pipeline is not None:
+            stages = ", ".join(f"{device} {n}" for device, n in stages_of(model, base))
+            say(f"{model.name} is a pipeline; layers: {stages}")
     replicas = plan_replicas(
         config.models,
         weights,

@@ -19,12 +19,7 @@ PLATFORM_BYTES = 1.5 * 2**30
 def replica_bytes(model: Model, weight_bytes: int) -> float:
     """Memory of one replica: CPU weights are held packed beside the loaded ones for a while."""
     further_stages = len(model.devices) - 1 if model.pipeline is not None else 0
-    return (
-        ENGINE_BYTES
-        + further_stages * STAGE_BYTES
-        + 2 * weight_bytes
-        + model.kv_cache_memory
-    )
+    return ENGINE_BYTES + further_stages * STAGE_BYTES + 2 * weight_bytes + model.kv_cache_memory
 
 
 def least_replicas(model: Model) -> int:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from loomserve.platform import catalog
 from loomserve.platform import config as configuration
-from loomserve.platform.config import Config, Model
-from loomserve.platform.errors import ConfigError, StartError
-from loomserve.platform.placement import device_profile, explanation, model_shape, planner
+from loomserve.platform.config import Model
+from loomserve.platform.errors import ConfigError
+from loomserve.platform.placement import device_profile, explanation, planner
+from loomserve.platform.placement.configured import profile_path, wanted_of
 from loomserve.platform.placement.helr import MODES, Mode
 from loomserve.platform.placement.planner import Planned, Wanted
 
@@ -60,54 +61,6 @@ def plan(
         raise typer.Exit(1)
 
 
-def wanted_of(model: Model, base: Path, mode: Mode) -> Wanted:
-    """A configured model as the planner sees it.
-
-    Raises:
-        ConfigError: its weights are not in a folder here, or have no layers.
-    """
-    folder = catalog.resolve(model.source, base, progress=lambda _: None)
-    if not isinstance(folder, Path):
-        raise ConfigError(
-            f"model {model.name!r}: its layers must be known before it starts: download "
-            f"{model.source} to a folder and give that as source, or set pipeline.layers"
-        )
-    return Wanted(
-        name=model.name,
-        source=model.source,
-        shape=model_shape.read(folder),
-        devices=model.devices,
-        kv_bytes=model.kv_cache_memory,
-        mode=mode,
-        batch=model.pipeline.batch if model.pipeline else 8,
-    )
-
-
-def stages_of(model: Model, base: Path) -> list[tuple[str, int]]:
-    """Devices of a model that is a pipeline, in the order of its layers, and how many each has.
-
-    Raises:
-        ConfigError: it has neither layers nor a profile of its devices.
-        StartError: its devices do not hold it.
-    """
-    assert model.pipeline is not None
-    if model.pipeline.layers:
-        return list(zip(model.devices, model.pipeline.layers, strict=True))
-    written = model.pipeline.profile
-    measured = device_profile.load(base / written if written else device_profile.default_path())
-    (planned,) = planner.plan([wanted_of(model, base, model.pipeline.mode)], measured)
-    if planned.placement is None:
-        raise StartError(f"model {model.name!r}: {explanation.why_not(planned)}")
-    return planned.stages
-
-
-def profile_path(config: Config, base: Path) -> Path:
-    """The first that a model of the configuration names, or the default."""
-    named = (model.pipeline.profile for model in config.models if model.pipeline is not None)
-    written = next((path for path in named if path is not None), None)
-    return base / written if written else device_profile.default_path()
-
-
 def _mode(model: Model, given: str | None) -> Mode:
     for mode in MODES:
         if mode == given:
@@ -128,9 +81,7 @@ def _loaded(wanted: list[Wanted], given: list[str]) -> list[Wanted]:
             raise ConfigError(
                 f"--load {text!r}: write MODEL=SHARE, of {', '.join(names)}, from 0 to below 1"
             )
-    return [
-        Wanted(**{**vars(each), "load": loads.get(each.name, each.load)}) for each in wanted
-    ]
+    return [replace(each, load=loads.get(each.name, each.load)) for each in wanted]
 
 
 def _print(planned: Planned) -> None:
@@ -152,11 +103,3 @@ def _print(planned: Planned) -> None:
     for other in explanation.alternatives(planned):
         others.add_row(*explanation.other_row(planned, other))
     _console.print(others)
-
-
-def as_config(planned: Planned) -> dict[str, Any]:
-    """What to write into the configuration to keep the map."""
-    return {
-        "devices": [device for device, _ in planned.stages],
-        "pipeline": {"layers": [layers for _, layers in planned.stages]},
-    }

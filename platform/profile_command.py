@@ -1,20 +1,27 @@
-"""``loomserve profile``: measures what steps and transfers of a model cost on a device."""
+"""``loomserve profile``: measures what steps and transfers of a model cost on a device.
+
+``loomserve profile devices`` measures the devices themselves, for placement.
+"""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperGroup
 
 from loomserve.platform import catalog
+from loomserve.platform import config as configuration
 from loomserve.platform.config import Device, parse_bytes
 from loomserve.platform.costs.profile import Transfer, save
 from loomserve.platform.errors import ConfigError
+from loomserve.platform.placement import device_profile
+from loomserve.platform.placement.device_profile import DeviceProfile
 
 if TYPE_CHECKING:
     from loomserve.platform.engine.profiler import Findings
@@ -22,7 +29,24 @@ if TYPE_CHECKING:
 _console = Console(highlight=False, soft_wrap=True)
 
 
-def profile(
+class _ModelUnlessNamed(TyperGroup):
+    """``profile MODEL`` is ``profile model MODEL``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in {*self.commands, *self.get_help_option_names(ctx)}:
+            args = ["model", *args]
+        return super().parse_args(ctx, args)
+
+
+profile = typer.Typer(
+    cls=_ModelUnlessNamed,
+    no_args_is_help=True,
+    help="Measure a model (profile MODEL), or the devices of a configuration.",
+)
+
+
+@profile.command("model")
+def profile_model(
     model: Annotated[str, typer.Argument(help="demo, demo:NAME, a folder, or ORG/NAME.")],
     minutes: Annotated[float, typer.Option(min=0, help="How long steps are timed.")] = 3.0,
     device: Annotated[str, typer.Option(help="cpu:CORE[,CORE...] or cuda:NUMBER.")] = "cpu:0",
@@ -58,6 +82,66 @@ def profile(
     for line in summary(findings):
         _say(line)
     _say(f"written to {save(findings.profile)}")
+
+
+@profile.command("devices")
+def profile_devices(
+    path: Annotated[Path, typer.Argument(help="The configuration whose devices are measured.")],
+    out: Annotated[
+        Path | None, typer.Option(help="The file to write; else the one in the cache folder.")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests of a step; may be repeated.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option(help="No model: its stages are predicted from bandwidth and arithmetic.")
+    ] = False,
+) -> None:
+    """Measure memory, speed and links of devices, and the stages of models that are pipelines."""
+    checked = configuration.load(path)
+    models = {
+        model.source: (
+            str(catalog.resolve(model.source, path.parent, progress=_say)),
+            [checked.device(name) for name in model.devices],
+        )
+        for model in checked.models
+        if model.pipeline is not None and not quick
+    }
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Only here: the other commands need no torch.
+    from loomserve.platform.engine import device_speed
+
+    found = device_speed.profile_devices(checked.devices, models, batch or [1, 4, 8, 16], _say)
+    _console.print(device_table(found))
+    target = out or device_profile.default_path()
+    device_profile.save(found, target)
+    _say(f"written to {target}; loomserve plan {path} divides models by it")
+
+
+def device_table(found: DeviceProfile) -> Table:
+    shown = Table("device", "place", "memory", "reads", "computes", "model", "a layer",
+                  "the ends", title="Devices", title_justify="left")  # fmt: skip
+    for device in found.devices:
+        speed = (
+            device.name,
+            device.place,
+            f"{device.memory / 2**30:.1f} GiB",
+            f"{device.bytes_per_s / 1e9:.1f} GB/s",
+            f"{device.flop_per_s / 1e9:.0f} GFLOP/s",
+        )
+        timed = [
+            (
+                f"{each.model}, {times.batch} requests",
+                f"{1000 * times.layer_s:.2f} ms",
+                f"{1000 * (times.stage_s + times.first_s + times.last_s):.2f} ms",
+            )
+            for each in device.models
+            for times in each.times
+        ]
+        for row in timed or [("-", "-", "-")]:
+            shown.add_row(*speed, *row)
+            speed = ("",) * 5
+    return shown
 
 
 def parse_device(text: str) -> Device:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -47,9 +48,10 @@ def fewest_stages(kinds: Kinds, bound: float) -> int | None:
 def quickest(kinds: Kinds, bound: float, most_stages: int) -> Pipeline | None:
     """As in :mod:`exact`, but may miss better ones."""
     caps = kinds.caps(bound)
-    found: list[Pipeline] = []
-    for whole in _whole(kinds, caps, min(most_stages, kinds.most_stages)):
-        found.append(filled(kinds, caps, whole.order))
+    found = (
+        filled(kinds, caps, whole.order)
+        for whole in _whole(kinds, caps, min(most_stages, kinds.most_stages))
+    )
     return min(
         found, key=lambda pipeline: latency_s(kinds.demand, kinds.graph, pipeline), default=None
     )
@@ -73,7 +75,7 @@ def filled(kinds: Kinds, caps: Caps, order: Sequence[int]) -> Pipeline:
 def _most(caps: Caps, order: Sequence[int]) -> list[int]:
     if len(order) == 1:
         return [int(caps.only[order[0]])]
-    pairs = list(zip(order[:-1], order[1:], strict=True))
+    pairs = list(pairwise(order))
     return [
         int(caps.first[order[0]]),
         *(int(caps.middle[pair]) for pair in pairs[:-1]),

@@ -90,6 +90,10 @@ def summary(planned: Planned) -> list[str]:
         f"({batch / placement.period_s:.0f} tokens/s with {stages * batch} requests), "
         f"{_ms(placement.latency_s)} from first to last stage",
         f"chosen for {_WHAT[placement.mode]}; {_proof(placement)}",
+        "to keep it: devices: [{}], pipeline: {{layers: [{}]}}".format(
+            ", ".join(device for device, _ in planned.stages),
+            ", ".join(str(layers) for _, layers in planned.stages),
+        ),
     ]
 
 

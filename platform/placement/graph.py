@@ -50,9 +50,7 @@ class Node:
 
     def seconds(self, layers: int, *, first: bool, last: bool) -> float:
         """Computing, without what the link before it takes."""
-        return (
-            self.stage_s + layers * self.layer_s + first * self.first_s + last * self.last_s
-        )
+        return self.stage_s + layers * self.layer_s + first * self.first_s + last * self.last_s
 
 
 @dataclass(frozen=True)

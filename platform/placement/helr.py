@@ -111,9 +111,7 @@ def _work(kinds: Kinds) -> float:
     return kinds.states * kinds_squared * layers_squared / 2.0
 
 
-def least_bound(
-    kinds: Kinds, search: ModuleType, most_stages: int, least_period: float
-) -> float:
+def least_bound(kinds: Kinds, search: ModuleType, most_stages: int, least_period: float) -> float:
     """The least of all possible bounds that so many stages can keep."""
     candidates = kinds.bounds()
     low, high = int(np.searchsorted(candidates, least_period)), len(candidates) - 1

@@ -86,7 +86,7 @@ class Kinds:
     def links(self) -> Floats:
         """Within a kind: between two of it; infinite where it has no two."""
         links, here = np.array(self.graph.links), np.array([kind[0] for kind in self.members])
-        between = links[np.ix_(here, here)].astype(np.float64)
+        between: Floats = links[np.ix_(here, here)].astype(np.float64)
         for place, kind in enumerate(self.members):
             between[place, place] = links[kind[0], kind[1]] if len(kind) > 1 else np.inf
         return between
@@ -129,7 +129,8 @@ class Kinds:
             layers[None] + (self.links + self.last_s)[:, :, None],
         )
         every = np.unique(np.concatenate([each.ravel() for each in times]))
-        return every[np.isfinite(every)]
+        finite: Floats = every[np.isfinite(every)]
+        return finite
 
     def pipeline(self, kinds: Sequence[int], layers: Sequence[int]) -> Pipeline:
         """With a device for each kind, the first of a kind first."""

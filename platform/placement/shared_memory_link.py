@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.shared_memory import SharedMemory
 
 import numpy as np
+from numpy.typing import NDArray
 
 _BYTES = 16 * 2**20
 _ROUNDS = 200
@@ -52,12 +53,16 @@ def _latency_s(ours: Connection) -> float:
 
 
 def _bytes_per_s(ours: Connection, memory: SharedMemory) -> float:
-    seconds = []
+    seconds: list[float] = []
     for value in range(_COPIES):
-        np.frombuffer(memory.buf, dtype=np.uint8)[:] = value
+        _bytes(memory)[:] = value
         ours.send("copy")
         seconds.append(ours.recv())
     return _BYTES / statistics.median(seconds)
+
+
+def _bytes(memory: SharedMemory) -> NDArray[np.uint8]:
+    return np.ndarray((_BYTES,), np.uint8, memory.buf)
 
 
 def _answer(connection: Connection, name: str, cores: tuple[int, ...]) -> None:
@@ -69,7 +74,7 @@ def _answer(connection: Connection, name: str, cores: tuple[int, ...]) -> None:
         while True:
             if connection.recv() == "copy":
                 begin = time.perf_counter()
-                copy[:] = np.frombuffer(memory.buf, dtype=np.uint8)
+                copy[:] = _bytes(memory)
                 connection.send(time.perf_counter() - begin)
             else:
                 connection.send("pong")

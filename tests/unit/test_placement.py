@@ -21,7 +21,14 @@ from loomserve.platform.placement.graph import (
     period_s,
     stage_bytes,
 )
-from loomserve.platform.placement.helr import MODES, SLACK, DoesNotFitError, Mode, least_bound, place
+from loomserve.platform.placement.helr import (
+    MODES,
+    SLACK,
+    DoesNotFitError,
+    Mode,
+    least_bound,
+    place,
+)
 from loomserve.platform.placement.kinds import Kinds
 
 GRAPHS = 1050

@@ -1,0 +1,314 @@
+"""How much faster is a pipeline over unequal devices if HELR divides its layers?
+
+Two cores, one of which is given a third of its speed by ``--throttle`` processes that compute on it
+at the same priority. Both are measured as ``loomserve profile devices`` does, HELR divides the
+model's layers among them, and real engines (vLLM, a stage a core) decode with that map, with the
+even split either way round, and with other splits: HELR's neighbours, and a grid over both orders
+(``--grid 1`` is every split there is). HELR's engine stays; each other one starts without
+throttling, then both decode the same requests in turns, so each ratio is between runs that follow
+each other. Throughput is counted while all requests decode.
+
+``share_of_best`` compares HELR with the best of all splits by the medians of those ratios. As the
+best of many noisy ones is picked, it errs against HELR.
+
+Run it as ``python -m benchmarks.helr`` or ``make bench-helr``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.report import Spread, machine, publish
+from loomserve.platform import catalog
+from loomserve.platform.config import Device
+from loomserve.platform.devices import pipeline_environment
+from loomserve.platform.placement import model_shape
+from loomserve.platform.placement.device_profile import DeviceProfile
+from loomserve.platform.placement.graph import Pipeline, Stage, even, latency_s, period_s
+from loomserve.platform.placement.planner import Planned, Wanted, plan
+
+RESULTS = Path(__file__).parent / "results"
+SOURCE = "demo"
+PROMPT = 16
+NEIGHBOURS = (-4, -2, -1, 1, 2, 4)
+
+
+class Engine:
+    """A real engine, a stage a device; a pipeline is full with ``batch`` requests a stage."""
+
+    def __init__(self, devices: Sequence[Device], layers: Sequence[int], batch: int) -> None:
+        environment = pipeline_environment(devices, layers)
+        os.environ.update(environment, VLLM_USE_V2_MODEL_RUNNER="0", VLLM_LOGGING_LEVEL="ERROR")
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        from loomserve.platform.engine.executor import PatientExecutor
+        from loomserve.platform.engine.precision import cpu_dtype
+
+        self._requests = len(layers) * batch
+        self._llm = AsyncLLM.from_engine_args(
+            AsyncEngineArgs(
+                model=str(catalog.resolve(SOURCE, Path.cwd())),
+                dtype=cpu_dtype(),
+                enforce_eager=True,
+                block_size=32,
+                max_model_len=512,
+                max_num_seqs=self._requests,
+                # A step's prompts fill one batch, so that all stages get equal ones.
+                max_num_batched_tokens=batch * PROMPT,
+                enable_prefix_caching=False,
+                enable_chunked_prefill=True,
+                kv_cache_memory_bytes=256 * 2**20,
+                pipeline_parallel_size=len(layers),
+                distributed_executor_backend=PatientExecutor,
+                worker_cls="loomserve.platform.engine.worker.PatientWorker",
+            )
+        )
+        self._names = itertools.count()
+
+    async def decode(self, tokens: int, seed: int) -> float:
+        """Output tokens a second while all of its requests decode."""
+        prompts = np.random.default_rng(seed).integers(1000, size=(self._requests, PROMPT))
+        times = await asyncio.gather(*(self._one(each.tolist(), tokens) for each in prompts))
+        begin, end = max(of[0] for of in times), min(of[-1] for of in times)
+        if begin >= end:
+            raise RuntimeError("requests did not decode together: give more --tokens")
+        return sum(begin < at <= end for of in times for at in of) / (end - begin)
+
+    async def _one(self, prompt: list[int], tokens: int) -> list[float]:
+        """When each of its tokens came."""
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        times: list[float] = []
+        async for output in self._llm.generate(
+            TokensPrompt(prompt_token_ids=prompt),
+            SamplingParams(
+                temperature=0,
+                max_tokens=tokens,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=RequestOutputKind.DELTA,
+            ),
+            str(next(self._names)),
+        ):
+            times += [time.monotonic()] * len(output.outputs[0].token_ids)
+        return times
+
+    def close(self) -> None:
+        self._llm.shutdown()
+
+
+@contextmanager
+def throttled(core: int, processes: int) -> Iterator[None]:
+    """So many processes share the core with the engine, each as entitled to it as the engine."""
+    context = get_context("spawn")
+    others = [context.Process(target=_compute, args=(core,), daemon=True) for _ in range(processes)]
+    for other in others:
+        other.start()
+    try:
+        time.sleep(2 if others else 0)  # until they compute
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.join()
+
+
+def _compute(core: int) -> None:
+    os.sched_setaffinity(0, {core})
+    parent = os.getppid()
+    while os.getppid() == parent:
+        for _ in range(1_000_000):
+            pass
+
+
+def splits(layers: int, grid: int) -> list[Pipeline]:
+    """Both orders of two devices, every ``grid``-th way to divide the layers."""
+    return [
+        (Stage(first, count), Stage(1 - first, layers - count))
+        for first in (0, 1)
+        for count in range(grid, layers, grid)
+    ]
+
+
+def neighbours(pipeline: Pipeline) -> list[Pipeline]:
+    """A few layers moved from one stage to the other."""
+    if len(pipeline) != 2:
+        return []
+    first, last = pipeline
+    return [
+        (Stage(first.node, first.layers + more), Stage(last.node, last.layers - more))
+        for more in NEIGHBOURS
+        if first.layers + more >= 1 and last.layers - more >= 1
+    ]
+
+
+def name(pipeline: Pipeline) -> str:
+    return " → ".join(f"core{stage.node}:{stage.layers}" for stage in pipeline)
+
+
+class Comparison:
+    """Runs of other splits against HELR's."""
+
+    def __init__(self, args: argparse.Namespace, devices: Sequence[Device]) -> None:
+        self._args, self._devices = args, devices
+
+    def engine(self, pipeline: Pipeline) -> Engine:
+        return Engine(
+            [self._devices[stage.node] for stage in pipeline],
+            [stage.layers for stage in pipeline],
+            self._args.batch,
+        )
+
+    async def against(self, helr: Engine, pipeline: Pipeline) -> tuple[list[float], list[float]]:
+        """Tokens a second of HELR's engine and of this split's, run by run."""
+        other = self.engine(pipeline)
+        try:
+            with throttled(self._args.slow_core, self._args.throttle):
+                ours, theirs = [], []
+                for run in range(-1, self._args.runs):
+                    # Which comes first alternates; a first pair warms up.
+                    pair = [(helr, ours), (other, theirs)]
+                    for engine, results in pair if run % 2 else pair[::-1]:
+                        tokens = self._args.tokens if run >= 0 else 8
+                        rate = await engine.decode(tokens, run + 1)
+                        if run >= 0:
+                            results.append(rate)
+        finally:
+            other.close()
+        print(
+            f"{name(pipeline)}: {statistics.median(theirs):.1f} tok/s, HELR's "
+            f"{statistics.median(ours):.1f}",
+            flush=True,
+        )
+        return ours, theirs
+
+
+def planned(args: argparse.Namespace, devices: Sequence[Device]) -> tuple[DeviceProfile, Planned]:
+    """Measured under throttling, as the engines will be."""
+    from loomserve.platform.engine.device_speed import profile_devices
+
+    folder = Path(catalog.resolve(SOURCE, Path.cwd()))
+    with throttled(args.slow_core, args.throttle):
+        profile = profile_devices(
+            devices, {SOURCE: (str(folder), devices)}, sorted({1, args.batch}), print
+        )
+    wanted = Wanted(
+        name=SOURCE,
+        source=SOURCE,
+        shape=model_shape.read(folder),
+        devices=tuple(device.name for device in devices),
+        kv_bytes=256 * 2**20,
+        mode="balanced",
+        batch=args.batch,
+    )
+    return profile, plan([wanted], profile)[0]
+
+
+async def measure(args: argparse.Namespace) -> dict[str, Any]:
+    devices = [Device(name=f"core{core}", cores=(core,)) for core in (0, 1)]
+    profile, found = planned(args, devices)
+    placement = found.placement
+    if placement is None:
+        raise SystemExit("the model does not fit into this machine's memory")
+    print(f"HELR: {name(placement.pipeline)}", flush=True)
+    layers = found.demand.layers
+    fast = 1 - args.slow_core
+    evens = {
+        "even, slow core last": even(found.demand, [fast, args.slow_core]),
+        "even, slow core first": even(found.demand, [args.slow_core, fast]),
+    }
+    others = [
+        *evens.values(),
+        (Stage(fast, layers),),
+        *neighbours(placement.pipeline),
+        *(splits(layers, args.grid) if args.grid else ()),
+    ]
+    comparison = Comparison(args, devices)
+    runs: dict[Pipeline, tuple[list[float], list[float]]] = {}
+    helr = comparison.engine(placement.pipeline)
+    try:
+        for pipeline in dict.fromkeys(others):
+            if pipeline != placement.pipeline:
+                runs[pipeline] = await comparison.against(helr, pipeline)
+    finally:
+        helr.close()
+    ratios = {pipeline: _ratios(*of) for pipeline, of in runs.items()}
+    against_even = {label: ratios[split] for label, split in evens.items() if split in ratios}
+    # HELR's own map may be the best, which is 1.
+    closest = min(ratios, key=lambda pipeline: ratios[pipeline].median)
+    weakest = min(against_even.values(), key=lambda ratio: ratio.median)
+    times = {device.name: device.models[0].times[-1] for device in profile.devices}
+    slow, quick = (times[f"core{core}"] for core in (args.slow_core, fast))
+    return {
+        "benchmark": "helr",
+        "throughput_vs_even": weakest.median,
+        "share_of_best": min(1.0, ratios[closest].median),
+        "spread": {
+            "throughput_vs_even": [weakest.min, weakest.max],
+            "share_of_best": [ratios[closest].min, ratios[closest].max],
+        },
+        "runs": args.runs,
+        "speed_of_slow_core": quick.layer_s / slow.layer_s,
+        "helr": name(placement.pipeline),
+        "best": name(closest) if ratios[closest].median < 1 else name(placement.pipeline),
+        "throughput_vs": {label: asdict(ratio) for label, ratio in against_even.items()},
+        "predicted_vs": {
+            label: period_s(found.demand, found.graph, split) / placement.period_s
+            for label, split in evens.items()
+        },
+        "by_split": [
+            {
+                "split": name(pipeline),
+                "tokens_per_second": statistics.median(theirs),
+                "helr_tokens_per_second": statistics.median(ours),
+                "helr_vs_it": asdict(ratios[pipeline]),
+                "predicted_period_ms": 1e3 * period_s(found.demand, found.graph, pipeline),
+                "predicted_latency_ms": 1e3 * latency_s(found.demand, found.graph, pipeline),
+            }
+            for pipeline, (ours, theirs) in runs.items()
+        ],
+        "predicted_period_ms": 1e3 * placement.period_s,
+        "profile": profile.model_dump(mode="json"),
+        "setup": {
+            each: getattr(args, each)
+            for each in ("batch", "tokens", "throttle", "slow_core", "grid")
+        },
+        "machine": machine(),
+    }
+
+
+def _ratios(ours: Sequence[float], theirs: Sequence[float]) -> Spread:
+    return Spread.of([a / b for a, b in zip(ours, theirs, strict=True)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=5, help="pairs of runs a split")
+    parser.add_argument("--batch", type=int, default=8, help="requests of a step")
+    parser.add_argument("--tokens", type=int, default=96, help="output tokens of a request")
+    parser.add_argument("--throttle", type=int, default=2, help="processes on the slow core")
+    parser.add_argument("--slow-core", type=int, choices=(0, 1), default=1)
+    parser.add_argument(
+        "--grid", type=int, default=5, help="layers between splits; 1: all, 0: neighbours only"
+    )
+    publish("helr", asyncio.run(measure(parser.parse_args())), RESULTS)
+
+
+if __name__ == "__main__":
+    main()

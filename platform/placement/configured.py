@@ -1,0 +1,60 @@
+"""A configuration's pipelines: what the planner is asked, and the stages that an engine gets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from loomserve.platform import catalog
+from loomserve.platform.config import Config, Model
+from loomserve.platform.errors import ConfigError, StartError
+from loomserve.platform.placement import device_profile, explanation, model_shape, planner
+from loomserve.platform.placement.helr import Mode
+from loomserve.platform.placement.planner import Wanted
+
+
+def wanted_of(model: Model, base: Path, mode: Mode) -> Wanted:
+    """A configured model as the planner sees it.
+
+    Raises:
+        ConfigError: its weights are not in a folder here, or have no layers.
+    """
+    folder = catalog.resolve(model.source, base, progress=lambda _: None)
+    if not isinstance(folder, Path):
+        raise ConfigError(
+            f"model {model.name!r}: its layers must be known before it starts: download "
+            f"{model.source} to a folder and give that as source, or set pipeline.layers"
+        )
+    return Wanted(
+        name=model.name,
+        source=model.source,
+        shape=model_shape.read(folder),
+        devices=model.devices,
+        kv_bytes=model.kv_cache_memory,
+        mode=mode,
+        batch=model.pipeline.batch if model.pipeline else 8,
+    )
+
+
+def stages_of(model: Model, base: Path) -> list[tuple[str, int]]:
+    """Devices of a model that is a pipeline, in the order of its layers, and how many each has.
+
+    Raises:
+        ConfigError: it has neither layers nor a profile of its devices.
+        StartError: its devices do not hold it.
+    """
+    assert model.pipeline is not None
+    if model.pipeline.layers:
+        return list(zip(model.devices, model.pipeline.layers, strict=True))
+    written = model.pipeline.profile
+    measured = device_profile.load(base / written if written else device_profile.default_path())
+    (planned,) = planner.plan([wanted_of(model, base, model.pipeline.mode)], measured)
+    if planned.placement is None:
+        raise StartError(f"model {model.name!r}: {explanation.why_not(planned)}")
+    return planned.stages
+
+
+def profile_path(config: Config, base: Path) -> Path:
+    """The first that a model of the configuration names, or the default."""
+    named = (model.pipeline.profile for model in config.models if model.pipeline is not None)
+    written = next((path for path in named if path is not None), None)
+    return base / written if written else device_profile.default_path()
