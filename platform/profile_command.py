@@ -111,7 +111,7 @@ def profile_devices(
     # Only here: the other commands need no torch.
     from loomserve.platform.engine import device_speed
 
-    found = device_speed.profile_devices(checked.devices, models, batch or [1, 4, 8, 16], _say)
+    found = device_speed.profile_devices(checked.devices, models, batch or [1, 8, 16], _say)
     _console.print(device_table(found))
     target = out or device_profile.default_path()
     device_profile.save(found, target)

@@ -18,7 +18,7 @@ from loomserve.platform.engine.worker import PatientWorker
 from loomserve.platform.errors import StartError
 from loomserve.platform.placement.device_profile import StageTimes
 
-_PROMPT, _OUTPUTS, _WARM_UP = 64, 40, 4
+_PROMPT, _OUTPUTS, _WARM_UP = 64, 24, 4
 
 
 class StageStep(NamedTuple):

@@ -15,6 +15,7 @@ from loomserve.platform.state import (
     LoanState,
     ModelStatus,
     ReplicaLoad,
+    StageState,
 )
 from loomserve.routers.snapshot import RoutingStats
 
@@ -52,6 +53,15 @@ def test_a_model_goes_from_loading_over_degraded_to_ready_as_replicas_report() -
     some.report(report("r1", "core1"), 2)
     assert status(some, 2) is ModelStatus.READY
     assert [device.models for device in some.device_states(2)] == [("org/m",), ("org/m",)]
+
+
+def test_a_pipeline_shows_on_all_of_its_devices() -> None:
+    some = fleet(target=1)
+    stages = (StageState(device="core1", layers=9), StageState(device="core0", layers=21))
+    some.report(report("r0", "core1", stages=stages), 1)
+    assert status(some, 1) is ModelStatus.READY
+    assert [device.models for device in some.device_states(1)] == [("org/m",), ("org/m",)]
+    assert some.model_states(1)[0].replicas[0].stages == stages
 
 
 def test_a_replica_that_stops_reporting_is_no_answer_any_more() -> None:
