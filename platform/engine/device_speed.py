@@ -52,10 +52,12 @@ def profile_devices(
         StartError: a device or a model cannot be measured.
     """
     cpus = sum(device.kind == "cpu" for device in devices)
+    # Once for all, as it changes while they are measured.
+    share = psutil.virtual_memory().available // max(1, cpus)
     facts = []
     for device in devices:
         say(f"measuring {device.name} ({place(device)})")
-        speed = _apart(_speed, device, cpus)
+        speed = _apart(_speed, device, share)
         timed = []
         for source, (path, places) in models.items():
             # Only on CPUs can stages be timed so far; elsewhere they are predicted.
@@ -83,12 +85,11 @@ def _apart(measure: Callable[..., _T], device: Device, *given: object) -> _T:
             raise StartError(f"device {device.name!r} cannot be measured: {error}") from error
 
 
-def _speed(device: Device, cpus: int) -> DeviceFacts:
+def _speed(device: Device, memory: int) -> DeviceFacts:
     if device.kind == "cpu":
         os.sched_setaffinity(0, device.cores)
         torch.set_num_threads(len(device.cores))
         where = torch.device("cpu")
-        memory = psutil.virtual_memory().available // cpus
         dtype = torch.float32 if cpu_dtype() == "float32" else torch.bfloat16
     else:
         where, dtype = torch.device("cuda", device.gpu or 0), torch.bfloat16
