@@ -541,6 +541,26 @@ class Server(_Node):
         return keys
 
 
+class Batch(_Node):
+    """OpenAI's files and batches, computed while online requests leave room."""
+
+    folder: str | None = Field(
+        None,
+        description="Where files and answers are kept, relative to this file; null: batch in the "
+        "user's cache folder ($LOOMSERVE_HOME).",
+    )
+    max_file_bytes: Bytes = Field(
+        200 * 2**20, description="Larger input files are answered 413, such as 200MiB."
+    )
+    max_lines: int = Field(50_000, ge=1, description="Requests in one batch.")
+    concurrency: int = Field(
+        256, ge=1, description="Lines that engines have at once, of all batches and models."
+    )
+    retention_days: float = Field(
+        30.0, gt=0, description="Files and ended batches are removed when they are so old."
+    )
+
+
 class Config(_Node):
     """The whole file."""
 
@@ -548,6 +568,9 @@ class Config(_Node):
     models: tuple[Model, ...] = Field(description="What is served from the start.")
     kvstore: KvStore | None = Field(
         None, description="The store of KV blocks; without it engines forget theirs when full."
+    )
+    batch: Batch | None = Field(
+        None, description="The batch lane; without it there are no files and no batches."
     )
     server: Server = Field(default_factory=Server, description="The front door.")
 

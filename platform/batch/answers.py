@@ -1,0 +1,74 @@
+"""The lines of output and error files, as OpenAI writes them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from loomserve.platform.batch.executor import LineAnswer
+from loomserve.platform.batch.objects import new_id
+from loomserve.platform.batch.status import Status
+from loomserve.platform.batch.store import Answer
+
+_UNANSWERED = {
+    Status.EXPIRED: (
+        "batch_expired",
+        "This request could not be executed before the completion window expired.",
+    ),
+    Status.CANCELLED: (
+        "batch_cancelled",
+        "This request was not executed before the batch was cancelled.",
+    ),
+}
+
+
+def answered(
+    batch_id: str, number: int, custom_id: str, request_id: str, said: LineAnswer
+) -> Answer:
+    """What an engine or the platform said to a line."""
+    body = _parsed(said)
+    usage = body.get("usage")
+    usage = usage if isinstance(usage, dict) else {}
+    details = usage.get("prompt_tokens_details")
+    line = {
+        "id": new_id("batch_req_"),
+        "custom_id": custom_id,
+        "response": {"status_code": said.status, "request_id": request_id, "body": body},
+        "error": None,
+    }
+    return Answer(
+        batch_id=batch_id,
+        number=number,
+        ok=said.status == 200,
+        text=json.dumps(line, ensure_ascii=False).encode("utf-8", "surrogatepass"),
+        input_tokens=_count(usage.get("prompt_tokens")),
+        cached_tokens=_count(details.get("cached_tokens") if isinstance(details, dict) else 0),
+        output_tokens=_count(usage.get("completion_tokens")),
+    )
+
+
+def unanswered(custom_id: str, ending: Status) -> bytes:
+    """The line of a request that a batch ended without."""
+    code, message = _UNANSWERED[ending]
+    line = {
+        "id": new_id("batch_req_"),
+        "custom_id": custom_id,
+        "response": None,
+        "error": {"code": code, "message": message},
+    }
+    return json.dumps(line, ensure_ascii=False).encode()
+
+
+def _parsed(said: LineAnswer) -> dict[str, Any]:
+    try:
+        body = json.loads(said.body)
+    except ValueError:
+        body = None
+    if isinstance(body, dict):
+        return body
+    message = f"the engine answered with something that is not JSON ({said.status})"
+    return {"error": {"message": message, "type": "server_error", "param": None, "code": None}}
+
+
+def _count(value: object) -> int:
+    return value if isinstance(value, int) and value > 0 else 0

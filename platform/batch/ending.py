@@ -1,0 +1,53 @@
+"""Writes the output and error files of a batch from its lines."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from typing import BinaryIO
+
+from loomserve.platform.batch.answers import unanswered
+from loomserve.platform.batch.folder import BatchFolder
+from loomserve.platform.batch.objects import OUTPUT, BatchRecord, FileRecord, new_id
+from loomserve.platform.batch.status import Status
+from loomserve.platform.batch.store import Store
+
+
+def end(
+    store: Store, folder: BatchFolder, batch: BatchRecord, retention_s: float, now: float
+) -> BatchRecord:
+    """End a batch that is finalizing or cancelling; done again after a crash, it is the same.
+
+    Only when both files are in place, whole, does one transaction make them known.
+    """
+    ending = batch.ending or Status.CANCELLED
+    ids = {True: new_id("file-"), False: new_id("file-")}
+    with ExitStack() as opened:
+        streams = {ok: opened.enter_context(folder.incoming(ids[ok]).open("wb")) for ok in ids}
+        for custom_id, ok, answer in store.answers(batch.id):
+            streams[ok].write((answer or unanswered(custom_id, ending)) + b"\n")
+        sizes = {ok: _synced(stream) for ok, stream in streams.items()}
+    expires_at = int(now + (batch.output_expires_s or retention_s))
+    records: dict[bool, FileRecord | None] = {}
+    for ok, kind in ((True, "output"), (False, "error")):
+        records[ok] = None
+        if not sizes[ok]:
+            folder.incoming(ids[ok]).unlink()
+            continue
+        folder.publish(ids[ok])
+        records[ok] = FileRecord(
+            id=ids[ok],
+            owner=batch.owner,
+            filename=f"{batch.id}_{kind}.jsonl",
+            purpose=OUTPUT,
+            bytes=sizes[ok],
+            created_at=int(now),
+            expires_at=expires_at,
+        )
+    return store.finish(batch.id, records[True], records[False], now)
+
+
+def _synced(stream: BinaryIO) -> int:
+    stream.flush()
+    os.fsync(stream.fileno())
+    return stream.tell()

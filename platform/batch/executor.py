@@ -1,0 +1,62 @@
+"""Who computes the lines: the seam between the lane and the engines."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
+
+from loomserve.routers.snapshot import RoutingStats
+
+
+@dataclass(frozen=True, slots=True)
+class LineCall:
+    """A line on its way to an engine.
+
+    Attributes:
+        owner: The API key in whose name it is computed; empty where none is needed.
+        engine: Which engine takes it; None: the platform knows no such model.
+    """
+
+    owner: str
+    path: str
+    body: Mapping[str, object]
+    request_id: str
+    engine: str | None
+
+
+class Outcome(Enum):
+    ANSWERED = "answered"
+    """Well or not: another attempt would answer the same."""
+    ENGINE_FAILED = "engine_failed"
+    """An engine took it and failed."""
+    AWAY = "away"
+    """Nobody took it."""
+
+
+@dataclass(frozen=True, slots=True)
+class LineAnswer:
+    """What became of a call: an HTTP status and a JSON body, one line of text."""
+
+    outcome: Outcome
+    status: int
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model that the platform has, and its engines that take requests, by id."""
+
+    max_model_len: int | None
+    engines: Mapping[str, RoutingStats]
+
+
+class LineExecutor(Protocol):
+    async def models(self) -> Mapping[str, ServedModel] | None:
+        """The models, ready or not, by name; None while nobody can tell."""
+        ...
+
+    async def execute(self, call: LineCall) -> LineAnswer:
+        """Compute a line; cancelling it ends the work."""
+        ...

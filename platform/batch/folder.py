@@ -1,0 +1,84 @@
+"""The lane's folder: one owner at a time, and the files' bytes beside the database."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from loomserve.platform.errors import StartError
+
+
+class BatchFolder:
+    """Files are written under ``incoming``, then moved, whole, to where they are read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock = FileLock(path / "owner.lock")
+
+    @property
+    def database(self) -> Path:
+        return self.path / "lane.sqlite"
+
+    def claim(self, timeout_s: float) -> None:
+        """Make the folder and own it until :meth:`release` or the end of the process.
+
+        Raises:
+            StartError: another lane owns it, others can read it, or it cannot be written.
+        """
+        try:
+            for one in (self.path, self._files, self._incoming):
+                one.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if self.path.stat().st_mode & 0o077:
+                raise StartError(
+                    f"{self.path} holds users' requests and others can get into it: "
+                    f"chmod 700 {self.path}, or set batch.folder"
+                )
+            self._lock.acquire(timeout=timeout_s)
+        except Timeout:
+            raise StartError(
+                f"another platform keeps its batches in {self.path}: set batch.folder"
+            ) from None
+        except OSError as error:
+            raise StartError(
+                f"cannot keep batches in {self.path} ({error.strerror}): set batch.folder"
+            ) from None
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def incoming(self, file_id: str) -> Path:
+        """Where a file is written that nobody may read yet."""
+        return self._incoming / file_id
+
+    def blob(self, file_id: str) -> Path:
+        return self._files / file_id
+
+    def publish(self, file_id: str) -> None:
+        """Move what was written and synced to its place, durably."""
+        os.replace(self.incoming(file_id), self.blob(file_id))
+        folder = os.open(self._files, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    def remove(self, file_id: str) -> None:
+        self.blob(file_id).unlink(missing_ok=True)
+
+    def sweep(self, known: Iterable[str]) -> None:
+        """Remove what a lane that was killed left half done: files that no record names."""
+        keep = set(known)
+        for path in (*self._incoming.iterdir(), *self._files.iterdir()):
+            if path.parent == self._incoming or path.name not in keep:
+                path.unlink()
+
+    @property
+    def _files(self) -> Path:
+        return self.path / "files"
+
+    @property
+    def _incoming(self) -> Path:
+        return self.path / "incoming"

@@ -1,0 +1,394 @@
+"""The lane: takes batches from their files to their answers, one transaction after another.
+
+What must not be lost is in the :class:`~loomserve.platform.batch.store.Store`. What is only here,
+which lines are with engines and how long they take, is learnt anew after a restart: a line that was
+with an engine is computed again, and answered once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from loomserve.platform.batch import answers, ending, lines
+from loomserve.platform.batch.admission import Engine, InFlight, admit
+from loomserve.platform.batch.executor import (
+    LineAnswer,
+    LineCall,
+    LineExecutor,
+    Outcome,
+    ServedModel,
+)
+from loomserve.platform.batch.fairness import TokenCounters
+from loomserve.platform.batch.folder import BatchFolder
+from loomserve.platform.batch.lengths import LengthPredictor, SeenLengths
+from loomserve.platform.batch.live import LiveBatch, Running
+from loomserve.platform.batch.objects import BatchRecord, new_id
+from loomserve.platform.batch.status import Status
+from loomserve.platform.batch.store import Answer, Store
+from loomserve.platform.config import Batch
+from loomserve.platform.roles import Role
+from loomserve.platform.state import BatchLaneState, BatchState
+from loomserve.routers.snapshot import RoutingStats
+
+_log = logging.getLogger("ray.serve")
+
+MOST_ATTEMPTS = 3
+_TICK_S = 0.5
+# Answers that come together are stored together, and their successors chosen together.
+_GATHER_S = 0.02
+_AWAY_S = 2.0
+_FAILED_S = 1.0
+_STALE_S = 10.0
+_CLEAN_UP_S = 60.0
+# It looks at every line.
+_LOOK_AHEAD_S = 3.0
+_DAY_S = 86_400.0
+
+R = TypeVar("R")
+_Ended = tuple[LiveBatch, Running, Answer]
+
+
+class Lane:
+    """Runs until it is cancelled; all but :meth:`run` is to be called from the same loop."""
+
+    def __init__(
+        self,
+        store: Store,
+        folder: BatchFolder,
+        executor: LineExecutor,
+        options: Batch,
+        *,
+        max_body: int,
+        lengths: Callable[[], LengthPredictor] = SeenLengths,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._folder = folder
+        self._executor = executor
+        self._options = options
+        self._max_body = max_body
+        self._lengths = lengths
+        self._clock = clock
+        self._live: dict[str, LiveBatch] = {}
+        self._counters = TokenCounters()
+        self._just_ended: list[Running] = []
+        self._answers: list[_Ended] = []
+        self._wake = asyncio.Event()
+        self._answered = asyncio.Event()
+        self._lines_ended: Counter[str] = Counter()
+        self._retries = 0
+        # SQLite syncs to disk, which must not hold up the loop.
+        self._thread = ThreadPoolExecutor(1, "batch-store")
+
+    async def run(self) -> None:
+        """Work for ever; what breaks for a moment (a full disk) is tried again."""
+        work = (self._dispatch, self._store_answers, self._look_after_batches)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for step in work:
+                    group.create_task(self._again_and_again(step))
+        finally:
+            for batch_id in [*self._live]:
+                self._drop(batch_id)
+            self._thread.shutdown(wait=True)
+
+    async def _again_and_again(self, step: Callable[[], Any]) -> None:
+        while True:
+            try:
+                await step()
+            except (sqlite3.Error, OSError) as error:
+                _log.warning("the batch lane cannot go on, and tries again: %r", error)
+                await asyncio.sleep(_FAILED_S)
+
+    async def call(self, work: Callable[..., R], *given: Any) -> R:
+        """Run something that reads or writes the store, in the store's thread."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
+
+    def nudge(self) -> None:
+        """There may be something to do."""
+        self._wake.set()
+
+    async def cancel(self, owner: str | None, batch_id: str) -> BatchRecord:
+        """See :meth:`Store.cancel`; its lines leave their engines at once."""
+        batch = await self.call(self._store.cancel, owner, batch_id, self._clock())
+        self._drop(batch_id)
+        self.nudge()
+        return batch
+
+    async def state(self) -> BatchLaneState:
+        """What operators see: batches that have not ended, and counts of all."""
+        records = await self.call(self._store.unended)
+        counts = await self.call(self._store.counts)
+        return BatchLaneState(
+            batches=tuple(map(self.seen, records)),
+            by_status={str(status): counts.get(status, 0) for status in Status},
+            answered_lines=self._lines_ended["answered"],
+            failed_lines=self._lines_ended["failed"],
+            retries=self._retries,
+        )
+
+    def seen(self, batch: BatchRecord) -> BatchState:
+        live = self._live.get(batch.id)
+        return BatchState(
+            id=batch.id,
+            api_key=batch.owner,
+            status=batch.status,
+            endpoint=batch.endpoint,
+            created_at=batch.created_at,
+            expires_at=batch.expires_at,
+            total=batch.total,
+            completed=batch.completed,
+            failed=batch.failed,
+            in_flight=len(live.running) if live else 0,
+            eta_s=live.eta_s if live else None,
+            late=live.late if live else False,
+        )
+
+    # Lines to engines
+
+    async def _dispatch(self) -> None:
+        try:
+            async with asyncio.timeout(_TICK_S):
+                await self._wake.wait()
+            await asyncio.sleep(_GATHER_S)
+        except TimeoutError:
+            pass
+        self._wake.clear()
+        now = self._clock()
+        for batch in self._live.values():
+            batch.wake(now)
+        wanted = sorted({model for batch in self._live.values() for model in batch.models})
+        free = self._options.concurrency - sum(len(b.running) for b in self._live.values())
+        if not wanted or free <= 0 or self._answers:
+            return
+        models = await self._executor.models()
+        for model in wanted if models is not None else ():
+            assert models is not None
+            free -= self._start(model, models.get(model), free)
+
+    def _start(self, model: str, served: ServedModel | None, most: int) -> int:
+        """Start lines of a model; how many."""
+        now = self._clock()
+        batches = [batch for batch in self._live.values() if model in batch.models]
+        if served is None:
+            # The gateway says so, in each line's answer.
+            batch = batches[0] if batches else None
+            queue = batch.queue(model, most, self._counters) if batch else None
+            for line in queue.lines if queue else ():
+                assert batch is not None
+                self._send(batch, batch.start(model, line.number, None, now))
+            return len(queue.lines) if queue else 0
+        for batch in batches:
+            batch.learn(model, served.max_model_len)
+        queues = [batch.queue(model, most, self._counters) for batch in batches]
+        starts = admit(self._engines(served.engines, now), queues, most)
+        for start in starts:
+            batch = self._live[start.batch]
+            running = batch.start(model, start.number, start.engine, now)
+            self._count(batch, batch.expected(running))
+            self._send(batch, running)
+        return len(starts)
+
+    def _engines(self, known: Mapping[str, RoutingStats], now: float) -> list[Engine]:
+        decoding = {i: stats for i, stats in known.items() if stats.role is not Role.PREFILL}
+        running = [run for batch in self._live.values() for run in batch.running.values()]
+        self._just_ended = [
+            run
+            for run in self._just_ended
+            if run.ended_s is not None and now - run.ended_s < _STALE_S
+        ]
+        engines = []
+        for name, stats in (decoding or known).items():
+            load, capacity = stats.load, stats.kv_capacity_tokens
+            if stats.draining or load is None or not capacity or now - load.measured_at > _STALE_S:
+                continue
+            there = [run for run in (*running, *self._just_ended) if run.engine == name]
+            engines.append(
+                Engine(
+                    id=name,
+                    places=stats.max_running,
+                    capacity=capacity,
+                    running=load.running,
+                    waiting=load.waiting,
+                    used=load.kv_cache_usage * capacity,
+                    lines=tuple(
+                        InFlight(
+                            run.work(now, load.step_time_s),
+                            measured=run.started_s <= load.measured_at,
+                            ended=run.ended_s is not None,
+                        )
+                        for run in there
+                        if run.ended_s is None or run.ended_s > load.measured_at
+                    ),
+                )
+            )
+        return engines
+
+    def _send(self, batch: LiveBatch, running: Running) -> None:
+        running.task = asyncio.create_task(self._compute(batch, running))
+
+    async def _compute(self, batch: LiveBatch, running: Running) -> None:
+        request_id = new_id("")
+        try:
+            call = await self.call(self._call, batch.record, running, request_id)
+            said = await self._executor.execute(call)
+        except Exception as error:
+            _log.warning("line %d of %s: %r", running.line.number, batch.record.id, error)
+            said = _broken(error)
+        running.ended_s = self._clock()
+        self._just_ended.append(running)
+        line = running.line
+        if said.outcome is Outcome.ENGINE_FAILED:
+            self._retries += 1
+            line = replace(line, attempts=line.attempts + 1)
+        if said.outcome is Outcome.AWAY or (
+            said.outcome is Outcome.ENGINE_FAILED and line.attempts < MOST_ATTEMPTS
+        ):
+            if line is not running.line:
+                await self._keep_attempt(batch.record.id, line.number)
+            pause = _AWAY_S if said.outcome is Outcome.AWAY else _FAILED_S * line.attempts
+            batch.put_off(running, line, self._clock() + pause)
+            return
+        answer = answers.answered(batch.record.id, line.number, line.custom_id, request_id, said)
+        self._answers.append((batch, running, answer))
+        self._answered.set()
+
+    def _call(self, batch: BatchRecord, running: Running, request_id: str) -> LineCall:
+        with self._folder.blob(batch.input_file_id).open("rb") as stream:
+            stream.seek(running.line.offset)
+            body = lines.parse(stream.read(running.line.size))["body"]
+        return LineCall(batch.owner, batch.endpoint, body, request_id, running.engine)
+
+    async def _keep_attempt(self, batch_id: str, number: int) -> None:
+        try:
+            await self.call(self._store.failed_attempt, batch_id, number)
+        except sqlite3.Error as error:
+            _log.warning("a failed attempt at a batch's line is not kept: %r", error)
+
+    def _count(self, batch: LiveBatch, tokens: float) -> None:
+        self._counters.add(("owner", batch.record.owner), tokens)
+        self._counters.add(batch.record.id, tokens)
+
+    # Answers to the store
+
+    async def _store_answers(self) -> None:
+        await self._answered.wait()
+        self._answered.clear()
+        await asyncio.sleep(_GATHER_S)
+        taken = [*self._answers]
+        try:
+            counted = await self.call(self._store.answer, [answer for _, _, answer in taken])
+        except sqlite3.Error:
+            self._answered.set()
+            raise
+        del self._answers[: len(taken)]
+        for (batch, running, answer), once in zip(taken, counted, strict=True):
+            self._finished(batch, running, answer, once)
+        self._wake.set()
+
+    def _finished(self, batch: LiveBatch, running: Running, answer: Answer, once: bool) -> None:
+        if running.line.number in batch.running:
+            expected = batch.expected(running)
+            sequences = running.line.sequences
+            took = answer.input_tokens + answer.output_tokens
+            batch.finished(
+                running, answer.input_tokens, answer.output_tokens / sequences, self._clock()
+            )
+            if running.engine is not None:
+                self._count(batch, took - expected)
+        if once:
+            self._lines_ended["answered" if answer.ok else "failed"] += 1
+
+    # Batches from state to state
+
+    async def _look_after_batches(self) -> None:
+        now = self._clock()
+        unended = await self.call(self._store.unended)
+        for batch in unended:
+            await self._look_after(batch, self._clock())
+        for gone in self._live.keys() - {batch.id for batch in unended}:
+            self._drop(gone)
+        if int(now / _CLEAN_UP_S) != int((now - _TICK_S) / _CLEAN_UP_S):
+            await self._clean_up(now)
+        if int(now / _LOOK_AHEAD_S) != int((now - _TICK_S) / _LOOK_AHEAD_S):
+            for live in self._live.values():
+                live.look_ahead(now)
+        await asyncio.sleep(_TICK_S)
+
+    async def _look_after(self, batch: BatchRecord, now: float) -> None:
+        if batch.status in (Status.VALIDATING, Status.IN_PROGRESS) and batch.expires_at <= now:
+            self._drop(batch.id)
+            await self.call(self._store.begin_to_end, batch.id, Status.EXPIRED, now)
+        elif batch.status is Status.VALIDATING:
+            await self._validate(batch)
+        elif batch.status is Status.IN_PROGRESS and batch.unanswered == 0:
+            self._drop(batch.id)
+            await self.call(self._store.begin_to_end, batch.id, Status.COMPLETED, now)
+        elif batch.status is Status.IN_PROGRESS:
+            await self._bring_to_life(batch)
+        elif batch.status in (Status.FINALIZING, Status.CANCELLING):
+            self._drop(batch.id)
+            # Beside the store's thread: other batches go on while long files are written.
+            await asyncio.to_thread(
+                ending.end,
+                *(self._store, self._folder, batch, self._options.retention_days * _DAY_S, now),
+            )
+
+    async def _validate(self, batch: BatchRecord) -> None:
+        found = await asyncio.to_thread(self._check, batch)
+        if found.errors:
+            await self.call(self._store.fail, batch.id, found.errors, self._clock())
+        else:
+            await self.call(self._store.begin, batch.id, found.lines, self._clock())
+
+    def _check(self, batch: BatchRecord) -> lines.Checked:
+        with self._folder.blob(batch.input_file_id).open("rb") as stream:
+            return lines.check(
+                stream,
+                batch.endpoint,
+                max_lines=self._options.max_lines,
+                max_body=self._max_body,
+            )
+
+    async def _bring_to_life(self, batch: BatchRecord) -> None:
+        live = self._live.get(batch.id)
+        if live is not None:
+            live.record = batch
+            return
+        waiting = await self.call(self._store.unanswered, batch.id)
+        others = [other.record for other in self._live.values()]
+        owners = [("owner", record.owner) for record in others]
+        if ("owner", batch.owner) not in owners:
+            self._counters.join(("owner", batch.owner), owners)
+        self._counters.join(batch.id, [r.id for r in others if r.owner == batch.owner])
+        self._live[batch.id] = LiveBatch(batch, waiting, self._lengths(), self._clock())
+        self.nudge()
+
+    def _drop(self, batch_id: str) -> None:
+        live = self._live.pop(batch_id, None)
+        self._counters.forget(batch_id)
+        for running in live.running.values() if live else ():
+            if running.task is not None:
+                running.task.cancel()
+
+    async def _clean_up(self, now: float) -> None:
+        for file_id in await self.call(self._store.expire_files, now):
+            self._folder.remove(file_id)
+        kept_since = now - self._options.retention_days * _DAY_S
+        await self.call(self._store.forget_batches, kept_since)
+
+
+def _broken(error: Exception) -> LineAnswer:
+    """What a line is told that broke the lane itself."""
+    body = b'{"error": {"message": "The batch lane failed on this request. Send it again; if it '
+    body += b'fails again, tell the operator.", "type": "server_error", "param": null, '
+    body += b'"code": "internal_error"}}'
+    return LineAnswer(Outcome.ENGINE_FAILED, 500, body)
