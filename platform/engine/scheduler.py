@@ -27,6 +27,7 @@ from loomserve.platform.engine.facts import engine_facts, weights_digest
 from loomserve.platform.engine.scheduling_stats import SchedulingStats
 from loomserve.platform.engine.step_timing import StepClock
 from loomserve.platform.scheduling.admission import Candidate, never_computed_twice, start
+from loomserve.platform.scheduling.background import is_background
 from loomserve.platform.scheduling.deadline import deadline_of
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG, SchedulerOptions
 from loomserve.platform.scheduling.preemption import PREEMPTIONS, Victim, Way
@@ -131,18 +132,32 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
     # The queues
 
     def _put_in_order(self, now: float) -> None:
-        if self.options.queue == "fcfs":
-            # That of vLLM: what was preempted comes first.
-            return
         self.running.sort(key=lambda request: self._place(request, now))
+        self._make_way()
         if self.waiting and len(self.running) < self.max_num_running_reqs:
             in_order = sorted(self.waiting, key=lambda request: self._place(request, now))
             self.waiting.clear()
             self.waiting.extend(in_order)
 
-    def _place(self, request: Request, now: float) -> tuple[float, float, str]:
-        priority = self._priority(self._seen(request), now)
-        return -priority, request.arrival_time, request.request_id
+    def _make_way(self) -> None:
+        """Background requests leave their places and memory to others that could not start."""
+        if not (self.waiting and self.running and self._seen(self.running[-1]).background):
+            return
+        others = [r for r in self.waiting if not self._seen(r).background]
+        while others and self.running and self._seen(self.running[-1]).background:
+            places = self.max_num_running_reqs - len(self.running)
+            free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+            if places >= len(others) and free >= self._blocks_for(others[0].num_tokens + 1):
+                return
+            self._preempt_request(self.running.pop(), time.monotonic())
+
+    def _place(self, request: Request, now: float) -> tuple[object, ...]:
+        seen = self._seen(request)
+        if self.options.queue == "fcfs":
+            # Else the order is that of vLLM: what was preempted comes first.
+            return (seen.background,)
+        priority = self._priority(seen, now)
+        return seen.background, -priority, request.arrival_time, request.request_id
 
     def _seen(self, request: Request) -> QueuedRequest:
         swapped = self._swapped.get(request.request_id)
@@ -151,12 +166,14 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         known = self._queued.get(request.request_id)
         if known is None or (known.tokens, known.left) != (request.num_tokens, left):
             parameters = request.sampling_params
-            deadline = deadline_of(parameters.extra_args) if parameters else None
+            extra = parameters.extra_args if parameters else None
+            deadline = deadline_of(extra)
             known = self._queued[request.request_id] = QueuedRequest(
                 arrived_s=request.arrival_time,
                 tokens=request.num_tokens,
                 left=left,
                 deadline_s=deadline if self.options.deadlines else None,
+                background=is_background(extra),
             )
         return known
 

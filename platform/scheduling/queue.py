@@ -25,12 +25,14 @@ class QueuedRequest:
         left: The tokens still to be computed until it ends at the latest: of its prompt, and those
             that it may generate.
         deadline_s: When its client wants to have the whole answer, if it said so.
+        background: It comes after every request that is not, whatever their priorities.
     """
 
     arrived_s: float
     tokens: int
     left: int
     deadline_s: float | None = None
+    background: bool = False
 
 
 Priority = Callable[[QueuedRequest, float], float]

@@ -19,6 +19,7 @@ from loomserve.kvstore.client import StoreClient
 from loomserve.kvstore.protocol import Done, Flush, Inspect, Usage
 from loomserve.kvstore.server import StoreServer
 from loomserve.platform import catalog
+from loomserve.platform.scheduling.background import BACKGROUND
 from loomserve.platform.scheduling.deadline import DEADLINE
 from loomserve.platform.scheduling.options import SchedulerOptions
 
@@ -296,3 +297,30 @@ def test_resetting_the_prefix_cache_under_running_requests_keeps_nothing_in_swap
     assert engine.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
     assert not engine.scheduler._swapped
     assert len(engine.finish()) == 4
+
+
+@pytest.mark.parametrize("queue", ["fair", "fcfs", "sjf"])
+def test_background_requests_make_way_for_all_others_and_lose_nothing(
+    engine: SchedulingEngine, queue: str
+) -> None:
+    background = {BACKGROUND: 1}
+    texts = prompts(37, 16)
+
+    def answers_of(outputs: dict[str, Any]) -> dict[str, list[int]]:
+        return {name: list(o.outputs[0].token_ids) for name, o in outputs.items()}
+
+    engine.begin(ADAPTIVE)
+    for at, prompt in enumerate(texts):
+        engine.add(f"37-{at}", prompt[:40], max_tokens=40)
+    alone = answers_of(engine.finish())
+    engine.begin(ADAPTIVE.model_copy(update={"queue": queue}))
+    for at, prompt in enumerate(texts):
+        engine.add(f"37-{at}", prompt[:40], max_tokens=40, extra_args=background)
+    done = engine.finish(steps=12)
+    assert len(engine.scheduler.running) == 16, "all places are taken"
+    for at, prompt in enumerate(prompts(38, 4)):
+        engine.add(f"38-{at}", prompt, max_tokens=8)
+    done |= engine.finish()
+    in_order = list(done)
+    assert max(in_order.index(f"38-{at}") for at in range(4)) < 4
+    assert {name: tokens for name, tokens in answers_of(done).items() if name in alone} == alone
