@@ -34,8 +34,8 @@ class RoleRequest(BaseModel):
     role: Role = Field(description="unified, prefill or decode.")
 
 
-def build_admin_api(controller: DeploymentHandle, kv: APIRouter) -> FastAPI:
-    """The API as an ASGI app; all but the KV store's part is carried out by the controller."""
+def build_admin_api(controller: DeploymentHandle, *parts: APIRouter) -> FastAPI:
+    """The API as an ASGI app; all but the given parts is carried out by the controller."""
     api = FastAPI(
         title="Loomserve admin",
         version="1",
@@ -104,5 +104,6 @@ def build_admin_api(controller: DeploymentHandle, kv: APIRouter) -> FastAPI:
         return await ask("set_role", replica_id, request.role)
 
     api.include_router(build_lending_router(ask))
-    api.include_router(kv)
+    for part in parts:
+        api.include_router(part)
     return api

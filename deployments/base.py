@@ -18,9 +18,11 @@ from loomserve.routers.snapshot import RoutingStats
 GATEWAY_APP = "loomserve-gateway"
 CONTROLLER_APP = "loomserve-controller"
 MODEL_APP_PREFIX = "model:"
+BATCH_APP = "loomserve-batch"
 GATEWAY_DEPLOYMENT = "Gateway"
 CONTROLLER_DEPLOYMENT = "Controller"
 ENGINE_DEPLOYMENT = "Engine"
+BATCH_DEPLOYMENT = "BatchLane"
 
 # Where decode replicas have prompts computed, on a prefill replica's own port.
 PREFILL_PATH = "/loomserve/prefill"
@@ -29,6 +31,8 @@ LOANS_PATH = "/loomserve/loans"
 
 # Gateways and other replicas show this to engines, whose ports any local user could reach.
 INTERNAL_TOKEN_HEADER = "x-loomserve-internal"
+# Gateways tell the batch lane whose request it is: the name of an API key, or nothing.
+OWNER_HEADER = "x-loomserve-owner"
 
 
 def model_app(model: str) -> str:
@@ -82,6 +86,19 @@ class Peer(_Message):
     stats: RoutingStats
 
 
+class ModelEngines(_Message):
+    """A model's live replicas, as the batch lane needs to know them."""
+
+    max_model_len: int | None
+    replicas: tuple[Peer, ...]
+
+
+class ServedEngines(_Message):
+    """All models, ready or not."""
+
+    models: dict[str, ModelEngines]
+
+
 class LenderReplica(_Message):
     """A live replica that a borrower's replica may borrow from."""
 
@@ -127,6 +144,16 @@ class KvAccess(_Message):
     isolated_tenants: tuple[str, ...] = Field(
         description="The API keys whose blocks are kept apart; none: all share."
     )
+
+
+class BatchLine(_Message):
+    """A batch's line, which the lane asks a gateway to have computed."""
+
+    owner: str = Field(description="The name of the API key; empty where none is needed.")
+    path: str
+    body: dict[str, Any]
+    request_id: str
+    engine: str | None = Field(description="The replica that has room for it, if any is known.")
 
 
 class ReplicaRoute(_Message):

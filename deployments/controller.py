@@ -88,6 +88,10 @@ class Controller:
                 )
         return self._routes.model_dump()
 
+    async def engines(self) -> dict[str, Any]:
+        """All models, each with what its live replicas last said of themselves."""
+        return self._fleet.engines(time.monotonic()).model_dump()
+
     async def load_configured(self) -> None:
         """Load the models of the configuration; called once, when the platform starts."""
         for model in self._config.models:

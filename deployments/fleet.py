@@ -15,9 +15,11 @@ from loomserve.deployments.base import (
     EngineOrders,
     EngineReport,
     LenderReplica,
+    ModelEngines,
     ModelRoute,
     Peer,
     ReplicaRoute,
+    ServedEngines,
     model_app,
 )
 from loomserve.deployments.lending_pairs import lenders_of
@@ -336,6 +338,17 @@ class Fleet:
                 ),
             )
             for name, record in self._models.items()
+        )
+
+    def engines(self, now: float) -> ServedEngines:
+        return ServedEngines(
+            models={
+                name: ModelEngines(
+                    max_model_len=self._max_model_len(name, now),
+                    replicas=() if record.unload_deadline else self._peers(record, now),
+                )
+                for name, record in self._models.items()
+            }
         )
 
     def model_states(self, now: float) -> tuple[ModelState, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 import aiohttp
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
-from starlette.types import Receive, Send
+from starlette.types import Message, Receive, Send
 
 from loomserve.deployments.base import INTERNAL_TOKEN_HEADER
 from loomserve.deployments.client_gone import ClientGoneError, while_connected
@@ -60,6 +60,8 @@ class ForwardRequest:
     parsed: Mapping[str, Any]
     request_id: str
     content_type: str
+    exclude: frozenset[str] = frozenset()
+    """Replicas that shall not take it."""
 
 
 class Forwarder:
@@ -96,7 +98,7 @@ class Forwarder:
     async def _with_retries(
         self, request: ForwardRequest, handle: DeploymentHandle, send: Send
     ) -> None:
-        excluded: frozenset[str] = frozenset()
+        excluded = request.exclude
         last_failure = ""
         for _ in range(_MAX_ATTEMPTS):
             booking = Booking()
@@ -108,6 +110,10 @@ class Forwarder:
                 self._metrics.engine_failed(request.model)
                 excluded |= {failure.replica_id}
                 last_failure = str(failure)
+            except Unavailable:
+                if not last_failure:
+                    raise
+                break  # that it failed says more than that there is no other
             finally:
                 IN_FLIGHT.finished(booking, time.time())
         raise Unavailable(
@@ -196,6 +202,24 @@ class Forwarder:
                 request.model, ttft_s=first - started, stream_s=time.monotonic() - first,
                 chunks=chunks,
             )  # fmt: skip
+
+
+class CollectedAnswer:
+    """The ``send`` of a request of the platform's own."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = bytearray()
+
+    async def send(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
+        self.body += message.get("body", b"")
+
+
+async def never_gone() -> Message:
+    """The ``receive`` of such a request: whoever waits for its answer can cancel it."""
+    never: Message = await asyncio.get_running_loop().create_future()
+    return never
 
 
 def _max_tokens(parsed: Mapping[str, Any]) -> int:

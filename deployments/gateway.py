@@ -23,28 +23,40 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from loomserve.deployments.admin import build_admin_api
+from loomserve.deployments.background import refuse_background
 from loomserve.deployments.base import (
+    BATCH_APP,
+    BATCH_DEPLOYMENT,
     CONTROLLER_APP,
     CONTROLLER_DEPLOYMENT,
     ENGINE_DEPLOYMENT,
     INTERNAL_TOKEN_HEADER,
+    BatchLine,
     KvAccess,
     ModelRoute,
     Routes,
 )
+from loomserve.deployments.batch_admin import build_batch_router
+from loomserve.deployments.batch_proxy import BATCHES, FILES, BatchProxy
 from loomserve.deployments.deadline import ENDPOINTS, refuse_deadline, with_deadline
 from loomserve.deployments.fleet import unknown_model_message
-from loomserve.deployments.forward import Forwarder, ForwardRequest
+from loomserve.deployments.forward import (
+    CollectedAnswer,
+    Forwarder,
+    ForwardRequest,
+    never_gone,
+)
 from loomserve.deployments.front_door import exception_handlers, front_door
 from loomserve.deployments.http_protocol import bounded_protocol
 from loomserve.deployments.http_server import HttpServer, listen
 from loomserve.deployments.kv_admin import build_kv_router
 from loomserve.deployments.kv_request import isolate, refuse_kv_transfer
 from loomserve.deployments.kv_store import read_usage
-from loomserve.platform.config import ApiKey, Server
+from loomserve.deployments.line_endpoint import LineEndpoint
+from loomserve.platform.config import ApiKey, Batch, Server
 from loomserve.platform.errors import (
     BadRequest,
     Conflict,
@@ -54,10 +66,11 @@ from loomserve.platform.errors import (
     Unavailable,
     UnknownModel,
 )
+from loomserve.platform.metrics.batch import BatchMetrics
 from loomserve.platform.metrics.exposition import merge
 from loomserve.platform.metrics.gateway import GatewayMetrics
 from loomserve.platform.metrics.kvstore import KvStoreMetrics
-from loomserve.platform.state import KvState, ModelStatus
+from loomserve.platform.state import BatchLaneState, KvState, ModelStatus
 from loomserve.routers.in_flight import IN_FLIGHT
 
 _log = logging.getLogger("ray.serve")
@@ -87,7 +100,11 @@ class Gateway:
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, server: dict[str, Any], internal_token: str, kv: dict[str, Any] | None
+        self,
+        server: dict[str, Any],
+        internal_token: str,
+        kv: dict[str, Any] | None,
+        batch: dict[str, Any] | None,
     ) -> None:
         self._server = Server.model_validate(server)
         self._kv = KvAccess.model_validate(kv) if kv else None
@@ -100,7 +117,22 @@ class Gateway:
         self._kv_metrics = KvStoreMetrics(self._registry) if kv else None
         self._forwarder = Forwarder(internal_token, self._metrics)
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
-        app = front_door(self._build_app(), self._server, rejected=self._metrics.rejected)
+        self._lines = LineEndpoint(self._server, self._route, self._isolated, self._collect)
+        options = Batch.model_validate(batch) if batch else None
+        self._batch_metrics = BatchMetrics(self._registry) if batch else None
+        self._batches = BatchProxy(
+            serve.get_deployment_handle(BATCH_DEPLOYMENT, BATCH_APP) if batch else None,
+            self._forwarder.session,
+            internal_token,
+            max_file_bytes=options.max_file_bytes if options else self._server.max_body,
+            idle_timeout_s=self._server.header_timeout_s,
+        )
+        app = front_door(
+            self._build_app(),
+            self._server,
+            rejected=self._metrics.rejected,
+            streamed=frozenset({FILES}) if batch else frozenset(),
+        )
         sock = listen(self._server.host, self._server.port, shared=True)
         protocol = bounded_protocol(self._server.header_timeout_s, self._server.max_connections)
         self._http = HttpServer(app, sock, protocol=protocol)
@@ -123,6 +155,8 @@ class Gateway:
         return Starlette(
             routes=[
                 *(Route(path, self._endpoint(path), methods=["POST"]) for path in FORWARDED),
+                *(Route(root, self._batches) for root in (FILES, BATCHES)),
+                *(Route(root + "/{rest:path}", self._batches) for root in (FILES, BATCHES)),
                 Route("/v1/models", self._list_models),
                 Route("/v1/models/{model:path}", self._retrieve_model),
                 Route("/health", _health),
@@ -134,7 +168,11 @@ class Gateway:
         )
 
     def _admin_api(self) -> FastAPI:
-        return build_admin_api(self._controller, build_kv_router(self._kv, self.pin))
+        return build_admin_api(
+            self._controller,
+            build_kv_router(self._kv, self.pin),
+            build_batch_router(self._batches.ask),
+        )
 
     # The models
 
@@ -183,13 +221,16 @@ class Gateway:
                 reason="model_not_ready",
                 retry_after_s=5,
             )
-        if self._open[model] >= route.max_concurrent_requests:
+        return route
+
+    def _refuse_beyond_limit(self, route: ModelRoute) -> None:
+        if self._open[route.name] >= route.max_concurrent_requests:
             raise TooManyRequests(
-                f"model {model!r} already has {self._open[model]} requests; try again shortly",
+                f"model {route.name!r} already has {self._open[route.name]} requests; "
+                "try again shortly",
                 reason="model_overloaded",
                 retry_after_s=1,
             )
-        return route
 
     # The endpoints
 
@@ -202,10 +243,11 @@ class Gateway:
         sent = parsed = _parse(state["body"])
         refuse_kv_transfer(parsed)
         refuse_deadline(parsed)
+        refuse_background(parsed)
         key = state.get("api_key")
         route = self._route(parsed.get("model"), key)
-        if key is not None and self._isolates(key.name) and path not in _ENGINE_PATHS:
-            parsed = isolate(parsed, key.name)
+        self._refuse_beyond_limit(route)
+        parsed = self._isolated(parsed, key, path)
         slo_ms = state.get("slo_ms")
         if slo_ms is not None and path in ENDPOINTS:
             parsed = with_deadline(parsed, time.time() + slo_ms / 1000)
@@ -241,6 +283,24 @@ class Gateway:
     def _isolates(self, tenant: str) -> bool:
         return self._kv is not None and tenant in self._kv.isolated_tenants
 
+    def _isolated(self, request: dict[str, Any], key: ApiKey | None, path: str) -> dict[str, Any]:
+        if key is not None and self._isolates(key.name) and path not in _ENGINE_PATHS:
+            return isolate(request, key.name)
+        return request
+
+    async def complete_line(self, line: dict[str, Any]) -> tuple[int, bytes]:
+        """Have a batch's line computed; its answer's status and body. The batch lane calls it."""
+        return await self._lines.complete(BatchLine.model_validate(line))
+
+    async def _collect(
+        self, request: ForwardRequest, receive: Receive = never_gone
+    ) -> tuple[int, bytes]:
+        """The answer to a request of the platform's own, which no client follows."""
+        answer = CollectedAnswer()
+        handle = self._handles[request.model]
+        await self._forwarder.forward(request, handle, receive, answer.send)
+        return answer.status, bytes(answer.body)
+
     async def pin(
         self, path: str, body: dict[str, Any], tenant: str | None, receive: Receive
     ) -> tuple[int, bytes]:
@@ -259,9 +319,7 @@ class Gateway:
             request_id=uuid.uuid4().hex,
             content_type="application/json",
         )
-        answer = _CollectedAnswer()
-        await self._forwarder.forward(request, self._handles[route.name], receive, answer.send)
-        return answer.status, answer.body
+        return await self._collect(request, receive)
 
     async def _list_models(self, request: Request) -> Response:
         key = request.scope["state"].get("api_key")
@@ -292,6 +350,8 @@ class Gateway:
         self._metrics.set_decisions(IN_FLIGHT.decisions())
         if self._kv is not None and self._kv_metrics is not None:
             self._kv_metrics.set_state(await _kv_state(self._kv))
+        if self._batch_metrics is not None:
+            self._batch_metrics.set_state(await self._batch_state())
         parts: list[tuple[dict[str, str], str | None]] = [
             ({}, generate_latest(self._registry).decode())
         ]
@@ -306,6 +366,13 @@ class Gateway:
             await asyncio.to_thread(merge, parts),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
+
+    async def _batch_state(self) -> BatchLaneState | None:
+        try:
+            async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
+                return BatchLaneState.model_validate(await self._batches.ask("state"))
+        except (Unavailable, TimeoutError):
+            return None
 
     async def _scrape(
         self, model: str, replica_id: str, device: str, address: str
@@ -327,17 +394,6 @@ async def _kv_state(kv: KvAccess) -> KvState | None:
         return await read_usage(kv.address)
     except Unavailable:
         return None
-
-
-class _CollectedAnswer:
-    """The answer to a request of the platform's own, which no client waits for."""
-
-    status = 0
-    body = b""
-
-    async def send(self, message: Message) -> None:
-        self.status = message.get("status", self.status)
-        self.body += message.get("body", b"")
 
 
 class _AsgiEndpoint:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from ray import serve
@@ -9,15 +10,19 @@ from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import LoggingConfig
 
 from loomserve.deployments.base import (
+    BATCH_APP,
+    BATCH_DEPLOYMENT,
     CONTROLLER_APP,
     CONTROLLER_DEPLOYMENT,
     GATEWAY_APP,
     GATEWAY_DEPLOYMENT,
     KvAccess,
 )
+from loomserve.deployments.batch_lane import BatchLane
 from loomserve.deployments.controller import Controller
 from loomserve.deployments.gateway import Gateway
 from loomserve.kvstore.actor import StorePlan
+from loomserve.platform.batch.folder import batch_folder
 from loomserve.platform.config import Config
 
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
@@ -35,6 +40,8 @@ def run_platform(
         (CONTROLLER_APP, _controller_app(config, replicas, internal_token, base, store)),
         (GATEWAY_APP, _gateway_app(config, internal_token, store)),
     ]
+    if config.batch is not None:
+        targets.append((BATCH_APP, _batch_app(config, internal_token, base)))
     serve.run_many(
         [serve.RunTarget(app, name=name, route_prefix=None) for name, app in targets],
         wait_for_ingress_deployment_creation=False,
@@ -74,6 +81,8 @@ def _gateway_app(config: Config, internal_token: str, store: StorePlan | None) -
         Gateway,
         name=GATEWAY_DEPLOYMENT,
         num_replicas=1,
+        # Requests do not pass through Serve; of batches the lane sends only so many lines.
+        max_ongoing_requests=1_000_000,
         health_check_period_s=2,
         graceful_shutdown_timeout_s=config.server.drain_timeout_s + 15,
         ray_actor_options={"num_cpus": 0},
@@ -84,6 +93,26 @@ def _gateway_app(config: Config, internal_token: str, store: StorePlan | None) -
         config.server.model_dump(mode="json"),
         internal_token,
         access.model_dump(mode="json") if access else None,
+        config.batch.model_dump(mode="json") if config.batch else None,
+    )
+
+
+def _batch_app(config: Config, internal_token: str, base: str) -> Any:
+    assert config.batch is not None
+    deployment = serve.deployment(
+        BatchLane,
+        name=BATCH_DEPLOYMENT,
+        num_replicas=1,
+        max_ongoing_requests=1000,
+        health_check_period_s=2,
+        ray_actor_options={"num_cpus": 0},
+        logging_config=QUIET,
+    )
+    return deployment.bind(
+        config.batch.model_dump(mode="json"),
+        str(batch_folder(config, Path(base))),
+        config.server.max_body,
+        internal_token,
     )
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from loomserve.platform import config as configuration
 from loomserve.platform.access.keys import hash_key, new_key
+from loomserve.platform.batch_status import batch
 from loomserve.platform.config_reference import describe
 from loomserve.platform.errors import LoomserveError
 from loomserve.platform.kv_status import kv
@@ -28,6 +29,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(key_app, name="key")
 app.add_typer(kv, name="kv")
 app.add_typer(lengths, name="lengths")
+app.add_typer(batch, name="batch")
 app.add_typer(admin_app, name="admin")
 admin_app.add_typer(lending, name="lending")
 app.command()(status)

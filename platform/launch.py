@@ -24,6 +24,7 @@ from loomserve.deployments.http_server import listen
 from loomserve.deployments.kv_store import plan_store, start_store, stop_store
 from loomserve.kvstore.actor import arena_path
 from loomserve.platform import catalog
+from loomserve.platform.batch.folder import BatchFolder, batch_folder
 from loomserve.platform.config import Config
 from loomserve.platform.errors import StartError
 from loomserve.platform.memory import plan_replicas
@@ -37,6 +38,7 @@ _POLL_S = 0.5
 _START_TIMEOUT_S = 900.0
 # Ray's CPUs are places for actors here, not cores: engines are bound to cores by their devices.
 _LOGICAL_CPUS = 128
+_CLAIM_TIMEOUT_S = 5.0
 _OBJECT_STORE_BYTES = 128 * 2**20
 
 # Read by Ray in every process of the cluster, so they must stand before it is imported.
@@ -53,11 +55,11 @@ _RAY_ENVIRONMENT = {
 }
 
 
-def check_machine(config: Config) -> None:
+def check_machine(config: Config, base: Path) -> None:
     """Fail now rather than at the first request.
 
     Raises:
-        StartError: a busy port, a core or a compiler that is not there; says what to do.
+        StartError: a busy port, a core, a compiler or a folder that is not there; says what to do.
     """
     server = config.server
     try:
@@ -76,6 +78,7 @@ def check_machine(config: Config) -> None:
                     f"{there - 1}"
                 )
     _check_shared_memory(config)
+    _check_batch_folder(config, base)
     compiles = any(
         model.lending is None and not model.engine.get("enforce_eager") for model in config.models
     )
@@ -96,6 +99,15 @@ def _check_shared_memory(config: Config) -> None:
             f"{free / 2**20:.0f} MiB free: lower it, or make /dev/shm larger (docker run "
             "--shm-size, or mount -o remount,size=8G /dev/shm)"
         )
+
+
+def _check_batch_folder(config: Config, base: Path) -> None:
+    path = batch_folder(config, base)
+    if path is not None:
+        folder = BatchFolder(path)
+        # A platform that was killed a moment ago may still be about to go.
+        folder.claim(_CLAIM_TIMEOUT_S)
+        folder.release()
 
 
 def _left_behind(config: Config) -> int:
@@ -252,7 +264,7 @@ class Platform:
 
 def run(config: Config, base: Path, say: Say) -> None:
     """Serve until SIGINT or SIGTERM."""
-    check_machine(config)
+    check_machine(config, base)
     replicas = plan(config, base, say)
     stopped = threading.Event()
     platform = Platform(config, base)

@@ -168,7 +168,7 @@ def render(state: State) -> RenderableType:
         _devices(state),
         Text(
             f"loomserve {versions.loomserve}, vLLM {versions.vllm}, Ray {versions.ray}, "
-            f"Python {versions.python}, up {_duration(state.uptime_s)}",
+            f"Python {versions.python}, up {duration(state.uptime_s)}",
             style="dim",
         ),
     )
@@ -308,7 +308,7 @@ def _devices(state: State) -> Table:
     return table
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

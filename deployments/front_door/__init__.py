@@ -10,7 +10,8 @@ What the application finds in ``scope["state"]`` (``request.state``):
 ``request_id``  str; also in the request's headers, and echoed on every response
 ``api_key``     :class:`~loomserve.platform.config.ApiKey`, or None where none is needed
 ``slo_ms``      float, milliseconds from the ``x-slo-ms`` header, or None
-``body``        bytes, the whole request body (empty for methods without one)
+``body``        bytes, the whole request body (empty for methods without one); None where the
+               application reads it itself
 =============  ==========================================================================
 """
 

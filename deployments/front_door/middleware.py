@@ -32,6 +32,7 @@ def front_door(
     server: Server,
     *,
     rejected: Callable[[str], None],
+    streamed: frozenset[str] = frozenset(),
     clock: Callable[[], float] = time.monotonic,
 ) -> ASGIApp:
     """``app`` behind request ids, CORS, error answers, authentication and limits.
@@ -40,9 +41,11 @@ def front_door(
         app: the platform; give it ``exception_handlers`` if it is Starlette or FastAPI.
         server: the configuration. Per-key limits are counted in this process alone.
         rejected: called with the error's code, once for every error that a client is answered.
+        streamed: paths whose POST bodies the platform reads itself, as they come and within its
+            own bounds; their ``body`` is None.
         clock: seconds, for the keys' rates.
     """
-    guard = _Guard(app, server, rejected, clock)
+    guard = _Guard(app, server, rejected, streamed, clock)
     inner: ASGIApp = guard
     if server.cors_origins:
         inner = CORSMiddleware(
@@ -89,11 +92,13 @@ class _Guard:
         app: ASGIApp,
         server: Server,
         rejected: Callable[[str], None],
+        streamed: frozenset[str],
         clock: Callable[[], float],
     ) -> None:
         self._app = app
         self._server = server
         self._rejected = rejected
+        self._streamed = streamed
         self._clock = clock
         self._authentication = Authentication(server)
         self._usage = {key.name: limits.Usage() for key in server.api_keys}
@@ -132,7 +137,9 @@ class _Guard:
         self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send
     ) -> None:
         body: bytes | None = b""
-        if scope["method"] in METHODS_WITH_BODY:
+        if scope["method"] == "POST" and scope["path"] in self._streamed:
+            body = None
+        elif scope["method"] in METHODS_WITH_BODY:
             body = await read_body(
                 receive,
                 headers.get(b"content-length"),

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from loomserve.platform.config import Config
+from loomserve.platform.demo_models import cache_folder
 from loomserve.platform.errors import StartError
 
 
@@ -16,7 +18,7 @@ class BatchFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._lock = FileLock(path / "owner.lock")
+        self._lock = FileLock(path / "owner.lock", thread_local=False)
 
     @property
     def database(self) -> Path:
@@ -82,3 +84,12 @@ class BatchFolder:
     @property
     def _incoming(self) -> Path:
         return self.path / "incoming"
+
+
+def batch_folder(config: Config, base: Path) -> Path | None:
+    """Where a configuration in folder ``base`` keeps its batches; None: it has none."""
+    if config.batch is None:
+        return None
+    if config.batch.folder is None:
+        return cache_folder() / "batch"
+    return (base / Path(config.batch.folder).expanduser()).absolute()

@@ -12,13 +12,13 @@ import logging
 import sqlite3
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from loomserve.platform.batch import answers, ending, lines
-from loomserve.platform.batch.admission import Engine, InFlight, admit
+from loomserve.platform.batch.admission import admit
 from loomserve.platform.batch.executor import (
     LineAnswer,
     LineCall,
@@ -31,12 +31,11 @@ from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.lengths import LengthPredictor, SeenLengths
 from loomserve.platform.batch.live import LiveBatch, Running
 from loomserve.platform.batch.objects import BatchRecord, new_id
+from loomserve.platform.batch.snapshot import STALE_S, engines
 from loomserve.platform.batch.status import Status
 from loomserve.platform.batch.store import Answer, Store
 from loomserve.platform.config import Batch
-from loomserve.platform.roles import Role
 from loomserve.platform.state import BatchLaneState, BatchState
-from loomserve.routers.snapshot import RoutingStats
 
 _log = logging.getLogger("ray.serve")
 
@@ -46,7 +45,6 @@ _TICK_S = 0.5
 _GATHER_S = 0.02
 _AWAY_S = 2.0
 _FAILED_S = 1.0
-_STALE_S = 10.0
 _CLEAN_UP_S = 60.0
 # It looks at every line.
 _LOOK_AHEAD_S = 3.0
@@ -81,6 +79,7 @@ class Lane:
         self._counters = TokenCounters()
         self._just_ended: list[Running] = []
         self._answers: list[_Ended] = []
+        self._known_models: set[str] = set()
         self._wake = asyncio.Event()
         self._answered = asyncio.Event()
         self._lines_ended: Counter[str] = Counter()
@@ -170,14 +169,19 @@ class Lane:
         if not wanted or free <= 0 or self._answers:
             return
         models = await self._executor.models()
-        for model in wanted if models is not None else ():
-            assert models is not None
+        if models is None:
+            return
+        self._known_models |= models.keys()
+        for model in wanted:
             free -= self._start(model, models.get(model), free)
 
     def _start(self, model: str, served: ServedModel | None, most: int) -> int:
         """Start lines of a model; how many."""
         now = self._clock()
         batches = [batch for batch in self._live.values() if model in batch.models]
+        if served is None and model in self._known_models:
+            # It has been unloaded, and may come back.
+            return 0
         if served is None:
             # The gateway says so, in each line's answer.
             batch = batches[0] if batches else None
@@ -189,7 +193,7 @@ class Lane:
         for batch in batches:
             batch.learn(model, served.max_model_len)
         queues = [batch.queue(model, most, self._counters) for batch in batches]
-        starts = admit(self._engines(served.engines, now), queues, most)
+        starts = admit(engines(served.engines, self._with_engines(now), now), queues, most)
         for start in starts:
             batch = self._live[start.batch]
             running = batch.start(model, start.number, start.engine, now)
@@ -197,40 +201,11 @@ class Lane:
             self._send(batch, running)
         return len(starts)
 
-    def _engines(self, known: Mapping[str, RoutingStats], now: float) -> list[Engine]:
-        decoding = {i: stats for i, stats in known.items() if stats.role is not Role.PREFILL}
+    def _with_engines(self, now: float) -> list[Running]:
+        """Lines that engines have, and those that they may have had at their measurement."""
+        self._just_ended = [run for run in self._just_ended if now - (run.ended_s or now) < STALE_S]
         running = [run for batch in self._live.values() for run in batch.running.values()]
-        self._just_ended = [
-            run
-            for run in self._just_ended
-            if run.ended_s is not None and now - run.ended_s < _STALE_S
-        ]
-        engines = []
-        for name, stats in (decoding or known).items():
-            load, capacity = stats.load, stats.kv_capacity_tokens
-            if stats.draining or load is None or not capacity or now - load.measured_at > _STALE_S:
-                continue
-            there = [run for run in (*running, *self._just_ended) if run.engine == name]
-            engines.append(
-                Engine(
-                    id=name,
-                    places=stats.max_running,
-                    capacity=capacity,
-                    running=load.running,
-                    waiting=load.waiting,
-                    used=load.kv_cache_usage * capacity,
-                    lines=tuple(
-                        InFlight(
-                            run.work(now, load.step_time_s),
-                            measured=run.started_s <= load.measured_at,
-                            ended=run.ended_s is not None,
-                        )
-                        for run in there
-                        if run.ended_s is None or run.ended_s > load.measured_at
-                    ),
-                )
-            )
-        return engines
+        return [run for run in running if run.ended_s is None] + self._just_ended
 
     def _send(self, batch: LiveBatch, running: Running) -> None:
         running.task = asyncio.create_task(self._compute(batch, running))
@@ -240,6 +215,11 @@ class Lane:
         try:
             call = await self.call(self._call, batch.record, running, request_id)
             said = await self._executor.execute(call)
+        except asyncio.CancelledError:
+            if self._live.get(batch.record.id) is not batch:
+                raise
+            # Not by us, but by who computed it.
+            said = LineAnswer(Outcome.AWAY, 503, b"{}")
         except Exception as error:
             _log.warning("line %d of %s: %r", running.line.number, batch.record.id, error)
             said = _broken(error)

@@ -30,6 +30,7 @@ class Platform:
     url: str
     key: str
     limited_key: str
+    narrow_key: str
     admin_token: str
     process: psutil.Process
     log: Path
@@ -65,7 +66,7 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def write_config(path: Path, port: int, hashes: tuple[str, str, str]) -> None:
+def write_config(path: Path, port: int, hashes: tuple[str, ...]) -> None:
     engine = {
         "max_model_len": 1024,
         "max_num_seqs": 16,
@@ -97,6 +98,7 @@ def write_config(path: Path, port: int, hashes: tuple[str, str, str]) -> None:
         ],
         # Of a block's 1.5 MB this holds 160.
         "kvstore": {"memory": "256MiB"},
+        "batch": {"folder": "batch", "max_file_bytes": "2MiB", "max_lines": 1000},
         "server": {
             "port": port,
             "max_body": "1MiB",
@@ -106,6 +108,7 @@ def write_config(path: Path, port: int, hashes: tuple[str, str, str]) -> None:
             "api_keys": [
                 {"name": "all", "hash": hashes[0]},
                 {"name": "limited", "hash": hashes[1], "models": [HOT], "requests_per_minute": 3},
+                {"name": "narrow", "hash": hashes[3], "models": [HOT]},
             ],
         },
     }
@@ -115,7 +118,7 @@ def write_config(path: Path, port: int, hashes: tuple[str, str, str]) -> None:
 @pytest.fixture(scope="session")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     folder = tmp_path_factory.mktemp("platform")
-    keys = [new_key() for _ in range(3)]
+    keys = [new_key() for _ in range(4)]
     port = free_port()
     write_config(folder / "config.yaml", port, tuple(digest for _, digest in keys))
     log = folder / "serve.log"
@@ -127,6 +130,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
         key=keys[0][0],
         limited_key=keys[1][0],
         admin_token=keys[2][0],
+        narrow_key=keys[3][0],
         process=psutil.Process(process.pid),
         log=log,
     )

@@ -24,11 +24,13 @@ PURE = ("routers/base.py", "routers/load_aware.py", "routers/round_robin.py",
         "platform/lending/placement.py", "platform/lending/side_costs.py",
         "platform/lending/splitting.py", "platform/batch/admission.py",
         "platform/batch/fairness.py", "platform/batch/lengths.py", "platform/batch/lines.py",
-        "platform/batch/progress.py", "platform/batch/status.py", "platform/batch/store.py",
-        "platform/placement/beam.py", "platform/placement/bounds.py",
-        "platform/placement/exact.py", "platform/placement/explanation.py",
-        "platform/placement/graph.py", "platform/placement/helr.py",
-        "platform/placement/kinds.py", "platform/placement/planner.py")  # fmt: skip
+        "platform/batch/progress.py", "platform/batch/snapshot.py",
+        "platform/batch/status.py", "platform/batch/store.py", "platform/scheduling/background.py",
+        "deployments/background.py", "deployments/line_endpoint.py", "platform/placement/beam.py",
+        "platform/placement/bounds.py", "platform/placement/exact.py",
+        "platform/placement/explanation.py", "platform/placement/graph.py",
+        "platform/placement/helr.py", "platform/placement/kinds.py",
+        "platform/placement/planner.py")  # fmt: skip
 
 
 def modules() -> list[Path]:

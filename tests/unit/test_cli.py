@@ -101,10 +101,10 @@ def test_a_missing_compiler_matters_only_where_vllm_compiles(
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     server = {"port": port}
-    launch.check_machine(load(write(tmp_path, server=server)))
+    launch.check_machine(load(write(tmp_path, server=server)), tmp_path)
     compiled = {**MODEL, "engine": {}}
     with pytest.raises(StartError, match=r"install g\+\+"):
-        launch.check_machine(load(write(tmp_path, server=server, models=[compiled])))
+        launch.check_machine(load(write(tmp_path, server=server, models=[compiled])), tmp_path)
 
 
 def test_too_little_memory_is_said_before_anything_starts(

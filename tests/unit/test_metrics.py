@@ -22,12 +22,13 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
 from loomserve.platform.metrics import handoff, lending, scheduling
+from loomserve.platform.metrics.batch import BatchMetrics
 from loomserve.platform.metrics.exposition import merge
 from loomserve.platform.metrics.gateway import GatewayMetrics
 from loomserve.platform.metrics.kvstore import KvStoreMetrics
 from loomserve.platform.metrics.lending import LendingMetrics
 from loomserve.platform.metrics.preemption import PreemptionMetrics
-from loomserve.platform.state import KvModelState, KvState
+from loomserve.platform.state import BatchLaneState, BatchState, KvModelState, KvState
 
 CATALOG = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -40,6 +41,17 @@ KV_STATE = KvState(
             bytes_on_ssd=50, hit_blocks=6, missed_blocks=7, evicted_blocks=8,
         ),
     ),
+)  # fmt: skip
+
+BATCH_STATE = BatchLaneState(
+    batches=(
+        BatchState(
+            id="batch_1", api_key="", status="in_progress", endpoint="/v1/completions",
+            created_at=1, expires_at=2, total=10, completed=2, failed=1, in_flight=2,
+            eta_s=60, late=True,
+        ),
+    ),
+    by_status={"in_progress": 1, "completed": 4}, answered_lines=30, failed_lines=3, retries=1,
 )  # fmt: skip
 
 Sample = tuple[str, frozenset[tuple[str, str]], str]
@@ -239,6 +251,30 @@ def test_the_kv_stores_figures_are_shown_while_it_answers(
     assert value(registry, name, labels) == (0 if name == "loomserve_kv_up" else None)
 
 
+@pytest.mark.parametrize(
+    ("name", "labels", "expected"),
+    [
+        ("loomserve_batch_up", {}, 1),
+        ("loomserve_batch_batches", {"status": "completed"}, 4),
+        ("loomserve_batch_open_lines", {"at": "engine"}, 2),
+        ("loomserve_batch_open_lines", {"at": "queue"}, 5),
+        ("loomserve_batch_lines_total", {"outcome": "completed"}, 30),
+        ("loomserve_batch_lines_total", {"outcome": "failed"}, 3),
+        ("loomserve_batch_retries_total", {}, 1),
+        ("loomserve_batch_eta_seconds", {}, 60),
+        ("loomserve_batch_late", {}, 1),
+    ],
+)
+def test_the_batch_lanes_figures_are_shown_while_it_answers(
+    registry: CollectorRegistry, name: str, labels: dict[str, str], expected: int
+) -> None:
+    metrics = BatchMetrics(registry)
+    metrics.set_state(BATCH_STATE)
+    assert value(registry, name, labels) == expected
+    metrics.set_state(None)
+    assert value(registry, name, labels) == (0 if name == "loomserve_batch_up" else None)
+
+
 def catalog() -> dict[str, set[str]]:
     """Metric name to label names, from the rows of the catalog's tables."""
     rows = re.findall(r"^\| `(loomserve_\w+)` \| ([^|]*) \|", CATALOG.read_text(), re.MULTILINE)
@@ -250,6 +286,7 @@ def test_the_catalog_lists_every_metric_with_its_labels(
 ) -> None:
     use_everything(metrics)
     KvStoreMetrics(registry).set_state(KV_STATE)
+    BatchMetrics(registry).set_state(BATCH_STATE)
     engine = {"model": "chat", "replica": "r1", "device": "core0"}
     handoff.HANDOFFS.labels(outcome="local").inc()
     handoff.HANDOFF_TOKENS.labels(source="store").inc()

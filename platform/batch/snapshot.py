@@ -1,0 +1,56 @@
+"""Engines as the admission of lines sees them: their last reports, joined with the lane's lines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from loomserve.platform.batch.admission import Engine, InFlight
+from loomserve.platform.batch.live import Running
+from loomserve.platform.roles import Role
+from loomserve.routers.snapshot import RoutingStats
+
+STALE_S = 10.0
+"""An engine that has not reported for so long gets no lines."""
+
+
+def engines(
+    known: Mapping[str, RoutingStats], running: Iterable[Running], now: float
+) -> list[Engine]:
+    """The engines of a model that may get lines.
+
+    Args:
+        known: What they said last, by id. Those that only prefill count where there is no other.
+        running: Lines with engines of any model, and those that have ended a moment ago.
+        now: Unix seconds.
+    """
+    decoding = {name: stats for name, stats in known.items() if stats.role is not Role.PREFILL}
+    lines = list(running)
+    return [
+        engine
+        for name, stats in (decoding or known).items()
+        if (engine := _engine(name, stats, lines, now)) is not None
+    ]
+
+
+def _engine(name: str, stats: RoutingStats, lines: list[Running], now: float) -> Engine | None:
+    load, capacity = stats.load, stats.kv_capacity_tokens
+    if stats.draining or load is None or not capacity or now - load.measured_at > STALE_S:
+        return None
+    measured_at = load.measured_at
+    return Engine(
+        id=name,
+        places=stats.max_running,
+        capacity=capacity,
+        running=load.running,
+        waiting=load.waiting,
+        used=load.kv_cache_usage * capacity,
+        lines=tuple(
+            InFlight(
+                run.work(now, load.step_time_s),
+                measured=run.started_s <= measured_at,
+                ended=run.ended_s is not None,
+            )
+            for run in lines
+            if run.engine == name and (run.ended_s is None or run.ended_s > measured_at)
+        ),
+    )
