@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-pipeline bench-prefix bench-pd bench-adaptive bench-ring bench-weave bench-lent-share bench-lending-exactness bench-helr clean
+.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-pipeline bench-prefix bench-pd bench-adaptive bench-ring bench-weave bench-lent-share bench-lending-exactness bench-helr check-batch clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -63,6 +63,9 @@ bench-lending-exactness: install ## compare 500 answers with and without lenders
 
 bench-helr: install ## measure what HELR's division of layers gains over unequal cores
 	@$(PYTHON) -m benchmarks.helr
+
+check-batch: install ## kill the batch lane again and again, and see that each line is answered once
+	@$(PYTHON) -m benchmarks.batch_kill
 
 clean: ## remove caches and build output (delete .venv to start over)
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
