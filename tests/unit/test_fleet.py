@@ -317,3 +317,17 @@ def test_the_state_of_lending_shows_budgets_pairs_loans_and_why_there_is_none() 
     problem = some.lending_state(3).pairs[0].problem
     assert problem is not None
     assert "no other device of core0's node" in problem
+
+
+def test_the_batch_lane_hears_of_live_replicas_as_they_will_be() -> None:
+    some = fleet()
+    assert some.engines(0).models["org/m"].replicas == ()
+    some.report(report("r0"), 1)
+    some.report(report("r1", "core1"), 1)
+    some.set_draining("r1", True)
+    model = some.engines(1).models["org/m"]
+    assert model.max_model_len == 64
+    assert {peer.id: peer.stats.draining for peer in model.replicas} == {"r0": False, "r1": True}
+    assert some.engines(1 + REPORT_EXPIRES_S).models["org/m"].replicas == ()
+    some.begin_unload("org/m", 60)
+    assert some.engines(1).models["org/m"].replicas == ()

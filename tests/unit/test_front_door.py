@@ -71,10 +71,15 @@ class Door:
     server: Server = field(default_factory=Server)
     now_s: float = 1000.0
     rejected: list[str] = field(default_factory=list)
+    streamed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         self.asgi = front_door(
-            self.app, self.server, rejected=self.rejected.append, clock=lambda: self.now_s
+            self.app,
+            self.server,
+            rejected=self.rejected.append,
+            streamed=self.streamed,
+            clock=lambda: self.now_s,
         )
 
     async def send(
@@ -636,6 +641,23 @@ def test_a_request_without_a_body_has_an_empty_one() -> None:
 
 async def _never() -> None:
     raise AssertionError("the body was read")
+
+
+def test_a_streamed_body_is_left_to_the_application_and_its_bounds() -> None:
+    async def count(scope: Scope, receive: Receive, send: Send) -> None:
+        assert scope["state"]["body"] is None
+        pieces = []
+        while True:
+            message = await receive()
+            pieces.append(len(message["body"]))
+            if not message["more_body"]:
+                break
+        await JSONResponse(pieces)(scope, receive, send)
+
+    door = Door(count, Server(max_body=4), streamed=frozenset({"/v1/files"}))
+    sent = [b"x" * 5, b"y" * 6]
+    assert json.loads(door.ask("POST", "/v1/files", messages=sent).body) == [5, 6]
+    assert door.ask("POST", "/v1/models", messages=sent).status == 413
 
 
 @pytest.mark.parametrize("length", ["101", "99999999999999"])
