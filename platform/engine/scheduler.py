@@ -71,6 +71,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         )
         self._clock = StepClock()
         self._nothing_started = False
+        self._made_way: set[Request] = set()
         self._totals = dict.fromkeys(_TOTALS, 0.0)
         self._reader = self._connected()
         given = self.vllm_config.additional_config.get(ADDITIONAL_CONFIG, {})
@@ -141,6 +142,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
 
     def _make_way(self) -> None:
         """Background requests leave their places and memory to others that could not start."""
+        self._made_way.clear()
         if not (self.waiting and self.running and self._seen(self.running[-1]).background):
             return
         others = [r for r in self.waiting if not self._seen(r).background]
@@ -149,7 +151,9 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
             free = self.kv_cache_manager.block_pool.get_num_free_blocks()
             if places >= len(others) and free >= self._blocks_for(others[0].num_tokens + 1):
                 return
-            self._preempt_request(self.running.pop(), time.monotonic())
+            request = self.running.pop()
+            self._made_way.add(request)
+            self._preempt_request(request, time.monotonic())
 
     def _place(self, request: Request, now: float) -> tuple[object, ...]:
         seen = self._seen(request)
@@ -201,6 +205,11 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
     def _hide(self, now: float) -> list[Request] | None:
         """The running requests that sit this step out; None where all that may, run and start."""
         running = self.running
+        if self._made_way:
+            # Who resumes in the step that preempts it may be given its tokens out of order.
+            waiting = [request for request in self.waiting if request not in self._made_way]
+            self.waiting.clear()
+            self.waiting.extend(waiting)
         if self.options.preemption == "swap":
             waiting = list(self.waiting)
             may_start = never_computed_twice(
@@ -212,7 +221,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
             self.waiting.clear()
             self.waiting.extend(waiting[at] for at in may_start)
         if self.options.chunked_recompute:
-            return [] if self.options.preemption == "swap" else None
+            return [] if self.options.preemption == "swap" or self._made_way else None
         if prefilling := [request for request in running if request.is_prefill_chunk]:
             self.waiting.clear()
             return self._only(prefilling)
