@@ -108,6 +108,8 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         begin = time.perf_counter()
         now = time.time()
         self._put_in_order(now)
+        if self._make_way():
+            self._put_in_order(now)
         with self._starting(now, begin):
             scheduled = super().schedule(throttle_prefills)
         self._note_swap_ins(scheduled)
@@ -134,26 +136,26 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
 
     def _put_in_order(self, now: float) -> None:
         self.running.sort(key=lambda request: self._place(request, now))
-        self._make_way()
         if self.waiting and len(self.running) < self.max_num_running_reqs:
             in_order = sorted(self.waiting, key=lambda request: self._place(request, now))
             self.waiting.clear()
             self.waiting.extend(in_order)
 
-    def _make_way(self) -> None:
-        """Background requests leave their places and memory to others that could not start."""
+    def _make_way(self) -> bool:
+        """Whether background requests have left their places and memory to others that wait."""
         self._made_way.clear()
         if not (self.waiting and self.running and self._seen(self.running[-1]).background):
-            return
+            return False
         others = [r for r in self.waiting if not self._seen(r).background]
         while others and self.running and self._seen(self.running[-1]).background:
             places = self.max_num_running_reqs - len(self.running)
             free = self.kv_cache_manager.block_pool.get_num_free_blocks()
             if places >= len(others) and free >= self._blocks_for(others[0].num_tokens + 1):
-                return
+                break
             request = self.running.pop()
             self._made_way.add(request)
             self._preempt_request(request, time.monotonic())
+        return bool(self._made_way)
 
     def _place(self, request: Request, now: float) -> tuple[object, ...]:
         seen = self._seen(request)
