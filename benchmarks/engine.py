@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from typing import Any
 
 from loomserve.platform.engine.precision import cpu_dtype
@@ -32,3 +33,28 @@ def offline_engine(
         kv_transfer_config=kv_transfer_config,
         **{"block_size": BLOCK_TOKENS, **options},
     )
+
+
+async def token_times(llm: Any, prompt: list[int], tokens: int, name: str) -> list[float]:
+    """When each token of a greedy answer of so many tokens came; monotonic seconds.
+
+    ``llm`` is vLLM's ``AsyncLLM``, ``name`` the request's of which no other has the same.
+    """
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
+
+    times: list[float] = []
+    async for output in llm.generate(
+        TokensPrompt(prompt_token_ids=prompt),
+        SamplingParams(
+            temperature=0,
+            max_tokens=tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        ),
+        name,
+    ):
+        times += [time.monotonic()] * len(output.outputs[0].token_ids)
+    return times

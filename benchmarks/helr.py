@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.engine import token_times
 from benchmarks.report import Spread, machine, publish
 from loomserve.platform import catalog
 from loomserve.platform.config import Device
@@ -82,32 +83,16 @@ class Engine:
     async def decode(self, tokens: int, seed: int) -> float:
         """Output tokens a second while all of its requests decode."""
         prompts = np.random.default_rng(seed).integers(1000, size=(self._requests, PROMPT))
-        times = await asyncio.gather(*(self._one(each.tolist(), tokens) for each in prompts))
+        times = await asyncio.gather(
+            *(
+                token_times(self._llm, each.tolist(), tokens, str(next(self._names)))
+                for each in prompts
+            )
+        )
         begin, end = max(of[0] for of in times), min(of[-1] for of in times)
         if begin >= end:
             raise RuntimeError("requests did not decode together: give more --tokens")
         return sum(begin < at <= end for of in times for at in of) / (end - begin)
-
-    async def _one(self, prompt: list[int], tokens: int) -> list[float]:
-        """When each of its tokens came."""
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
-
-        times: list[float] = []
-        async for output in self._llm.generate(
-            TokensPrompt(prompt_token_ids=prompt),
-            SamplingParams(
-                temperature=0,
-                max_tokens=tokens,
-                ignore_eos=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-            ),
-            str(next(self._names)),
-        ):
-            times += [time.monotonic()] * len(output.outputs[0].token_ids)
-        return times
 
     def close(self) -> None:
         self._llm.shutdown()

@@ -35,6 +35,7 @@ from multiprocessing import Process
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.engine import token_times
 from benchmarks.report import Spread, machine, percentile, publish
 from benchmarks.workload import (
     Arrival,
@@ -139,25 +140,9 @@ class Engine:
 
     async def _serve(self, one: PrefixRequest, begin: float, seed: str) -> list[float]:
         """When each of its tokens came."""
-        from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
-
         await asyncio.sleep(begin + one.at_s - time.monotonic())
-        times: list[float] = []
-        async for output in self._llm.generate(
-            TokensPrompt(prompt_token_ids=one.prompt(seed)),
-            SamplingParams(
-                temperature=0,
-                max_tokens=one.output_tokens,
-                ignore_eos=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-            ),
-            str(next(self._names)),
-        ):
-            times += [time.monotonic()] * len(output.outputs[0].token_ids)
-        return times
+        name = str(next(self._names))
+        return await token_times(self._llm, one.prompt(seed), one.output_tokens, name)
 
     def close(self) -> None:
         self._llm.shutdown()
