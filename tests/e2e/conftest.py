@@ -30,10 +30,11 @@ class Platform:
     url: str
     key: str
     limited_key: str
-    narrow_key: str
     admin_token: str
     process: psutil.Process
     log: Path
+    narrow_key: str = ""
+    """May use one model only; some platforms have no such key."""
 
     def client(self, key: str | None = None) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or self.key, max_retries=0)
