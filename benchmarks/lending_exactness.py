@@ -16,8 +16,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +33,7 @@ SHARES = (0.0, 0.5, 1.0)
 OWN_BLOCKS, LENT_BLOCKS = 24, 72
 LONGEST_PROMPT, LONGEST_ANSWER = 100, 30
 LEAST_LIFE_S, MOST_LIFE_S = 5.0, 25.0
+_names = itertools.count()
 
 
 class Asked(NamedTuple):
@@ -72,23 +72,31 @@ def call(llm: Any, method: str, *args: Any) -> Any:
     return llm.collective_rpc(f"loans.{method}", args=args)[0]
 
 
-def answers(llm: Any, asked: Sequence[Asked]) -> list[list[int]]:
+def answers(
+    llm: Any, asked: Sequence[Asked], between: Callable[[], None] = lambda: None
+) -> list[list[int]]:
+    """Of all of them at once; ``between`` is called between outputs, as vLLM's client is for one
+    thread only."""
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    outputs = llm.generate(
-        [TokensPrompt(prompt_token_ids=one.prompt) for one in asked],
-        [SamplingParams(temperature=0, max_tokens=one.tokens, ignore_eos=True) for one in asked],
-        use_tqdm=False,
-    )
-    return [list(output.outputs[0].token_ids) for output in outputs]
+    engine, found = llm.llm_engine, dict[str, list[int]]()
+    names = [str(next(_names)) for _ in asked]
+    for name, one in zip(names, asked, strict=True):
+        greedy = SamplingParams(temperature=0, max_tokens=one.tokens, ignore_eos=True)
+        engine.add_request(name, TokensPrompt(prompt_token_ids=one.prompt), greedy)
+    while len(found) < len(asked):
+        for output in engine.step():
+            if output.finished:
+                found[output.request_id] = list(output.outputs[0].token_ids)
+        between()
+    return [found[name] for name in names]
 
 
 class Lenders:
     """Those still alive, of which one lends at a time."""
 
     def __init__(self, count: int) -> None:
-        self._names = itertools.count()
         self._alive = [
             engine(1, OWN_BLOCKS + LENT_BLOCKS, lend_bytes=LENT_BLOCKS * BLOCK_BYTES)
             for _ in range(count)
@@ -100,7 +108,7 @@ class Lenders:
 
     def lend_to(self, hot: Any) -> int:
         """The side of a new loan of the first of them."""
-        cold, name = self._alive[0], f"exact-{next(self._names)}"
+        cold, name = self._alive[0], f"exact-{next(_names)}"
         path = f"/dev/shm/loomserve-ring-{os.getpid()}-{name}"
         call(cold, "lend", name, path, call(hot, "borrowing"))
         self._name, self._path = name, Path(path)
@@ -117,22 +125,28 @@ class Lenders:
         call(self._alive[0], "end_lending", self._name)
 
 
-def disturbed(hot: Any, lenders: Lenders, begun: Future[Any], kills: int, seed: str) -> None:
-    """Lend while the requests run, and kill so many lenders at random times."""
-    source = random.Random(seed)
-    side = lenders.lend_to(hot)
-    for _ in range(kills):
-        until = time.monotonic() + source.uniform(LEAST_LIFE_S, MOST_LIFE_S)
-        while not begun.done() and time.monotonic() < until:
-            time.sleep(0.05)
-        if begun.done():
-            break
-        lenders.kill()
-        call(hot, "end_loan", side)
-        side = lenders.lend_to(hot)
-    begun.result()
-    call(hot, "end_loan", side)
-    lenders.take_back()
+class Killer:
+    """Lends while requests run, and kills so many lenders at random times."""
+
+    def __init__(self, hot: Any, lenders: Lenders, kills: int, seed: str) -> None:
+        self._hot, self._lenders, self._left = hot, lenders, kills
+        self._source = random.Random(seed)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._side = self._lenders.lend_to(self._hot)
+        self._until = time.monotonic() + self._source.uniform(LEAST_LIFE_S, MOST_LIFE_S)
+
+    def look(self) -> None:
+        if self._left and time.monotonic() >= self._until:
+            self._left -= 1
+            self._lenders.kill()
+            call(self._hot, "end_loan", self._side)
+            self._begin()
+
+    def end(self) -> None:
+        call(self._hot, "end_loan", self._side)
+        self._lenders.take_back()
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -145,19 +159,19 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     compared = identical = 0
     lent: dict[str, dict[str, Any]] = {}
     part = -(-len(asked) // len(SHARES))
-    with ThreadPoolExecutor(1) as thread:
-        for number, share in enumerate(SHARES):
-            rows = slice(number * part, (number + 1) * part)
-            hot.reset_prefix_cache()
-            call(hot, "place", "ratio" if share else "local", share)
-            begun = thread.submit(answers, hot, asked[rows])
-            kills = (args.kills - lenders.killed) // (len(SHARES) - number)
-            disturbed(hot, lenders, begun, kills, f"{args.seed}/{share}")
-            same = [a == b for a, b in zip(begun.result(), alone[rows], strict=True)]
-            compared, identical = compared + len(same), identical + sum(same)
-            state = call(hot, "loan_state")
-            lent[str(share)] = {"moved": state["moved"], "broken": state["broken"]}
-            print(f"share {share}: {sum(same)} of {len(same)} identical, {lent}", flush=True)
+    for number, share in enumerate(SHARES):
+        rows = slice(number * part, (number + 1) * part)
+        hot.reset_prefix_cache()
+        call(hot, "place", "ratio" if share else "local", share)
+        kills = (args.kills - lenders.killed) // (len(SHARES) - number)
+        killer = Killer(hot, lenders, kills, f"{args.seed}/{share}")
+        woven = answers(hot, asked[rows], killer.look)
+        killer.end()
+        same = [a == b for a, b in zip(woven, alone[rows], strict=True)]
+        compared, identical = compared + len(same), identical + sum(same)
+        state = call(hot, "loan_state")
+        lent[str(share)] = {"moved": state["moved"], "broken": state["broken"]}
+        print(f"share {share}: {sum(same)} of {len(same)} identical, {lent}", flush=True)
     for llm in (hot, *lenders._alive):
         with suppress(Exception):  # some have no worker any more
             llm.llm_engine.engine_core.shutdown()

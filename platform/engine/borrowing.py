@@ -138,6 +138,8 @@ class BorrowingScheduler(AdaptiveScheduler):
 
         Those for which another side has room move there at once.
         """
+        if side not in self.loans:  # it has just ended by itself
+            return True
         self.loans[side].open = False
         for request in self._running_on(side):
             self._move_from(side, [request], 1)
