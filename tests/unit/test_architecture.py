@@ -30,7 +30,10 @@ PURE = ("routers/base.py", "routers/load_aware.py", "routers/round_robin.py",
         "platform/placement/bounds.py", "platform/placement/exact.py",
         "platform/placement/explanation.py", "platform/placement/graph.py",
         "platform/placement/helr.py", "platform/placement/kinds.py",
-        "platform/placement/planner.py")  # fmt: skip
+        "platform/placement/planner.py",
+        "routers/batching/base.py", "routers/batching/fifo.py", "routers/batching/next_batch.py",
+        "routers/batching/queue.py", "routers/batching/recovery.py", "routers/batching/s3.py",
+        "routers/batching/slo_odbs.py", "routers/batching/wma.py")  # fmt: skip
 
 
 def modules() -> list[Path]:

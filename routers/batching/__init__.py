@@ -1,0 +1,1 @@
+"""How waiting requests form static batches, and which batch is next. Pure."""

@@ -1,0 +1,85 @@
+"""What batching policies see and answer: requests with predicted lengths in, batches out.
+
+A static batch is padded to its longest prompt and runs until its longest answer is done, so that
+its time and its memory depend on its longest members. Lengths are in tokens, times in seconds of
+one clock. The names L, G, β, Δ and Θ are those of Magnus (Cheng et al., ICWS 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRequest:
+    """A waiting request.
+
+    Attributes:
+        id: Unique among those that wait.
+        input_tokens: L(p), of its prompt; at least 1.
+        predicted_tokens: G'(p), of its answer; at least 1.
+        deadline_s: When its whole answer is wanted, if anyone said so.
+    """
+
+    id: str
+    arrived_s: float
+    input_tokens: int
+    predicted_tokens: int
+    deadline_s: float | None = None
+
+
+def in_order_of_arrival(requests: Iterable[BatchRequest]) -> list[BatchRequest]:
+    return sorted(requests, key=lambda one: (one.arrived_s, one.id))
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """At least one request; those that run together."""
+
+    requests: tuple[BatchRequest, ...]
+
+    @property
+    def length(self) -> int:
+        """L(B): the longest prompt, to which the others are padded."""
+        return max(one.input_tokens for one in self.requests)
+
+    @property
+    def generation(self) -> int:
+        """G(B): the longest answer, as predicted, for which the others wait."""
+        return max(one.predicted_tokens for one in self.requests)
+
+    @property
+    def arrived_s(self) -> float:
+        """When the member that has waited the longest arrived."""
+        return min(one.arrived_s for one in self.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class KvMemory:
+    """The memory that a batch's KV may take.
+
+    Attributes:
+        bytes: Θ.
+        token_bytes: Δ, of one token; above 0.
+    """
+
+    bytes: int
+    token_bytes: int
+
+    def holds(self, size: int, length: int, generation: int) -> bool:
+        """Whether MEM(B) = β·(L(B) + G(B))·Δ fits: padding takes memory like tokens."""
+        return size * (length + generation) * self.token_bytes <= self.bytes
+
+
+class Batcher(Protocol):
+    """Every request comes into exactly one batch.
+
+    A batch of several requests fits into memory by their predicted lengths. One that does not fit
+    even alone has a batch of its own: its prediction may be wrong.
+    """
+
+    def __call__(
+        self, requests: Sequence[BatchRequest], memory: KvMemory, now: float
+    ) -> list[Batch]: ...
