@@ -1,0 +1,506 @@
+"""What do batching policies gain where batches are static, and how far is continuous batching?
+
+Magnus's setting, scaled to a small machine: requests of six tasks (translation, correction, code)
+arrive at random and a static engine on ``transformers`` computes them, batch after batch, on one
+core. KV memory holds seven requests of the longest prompts and answers, as in the paper. Arms:
+
+* ``vanilla``: first come, first served, in batches of the seven that are always safe.
+* ``s3``: bin packing by predicted length; the batch that has waited the longest goes first.
+* ``wma``: Magnus's batcher, in the same order.
+* ``s3_hrrn``, ``wma_hrrn``: highest response ratio next, by batch times that nearest neighbours
+  predict and learn. The latter is Magnus.
+* ``slo_odbs``, ``slo_dbs``, ``odbs``: UELLM's, in the order of deadlines; ``_difference``: with
+  line 6 of the algorithm as it is printed, not as in equation 3-4.
+* ``vllm``: continuous batching with the same KV memory, the peer that static batching is up to.
+
+Every answer has its reference's length, in all arms. Policies know it with an error: a log-normal
+factor of ``--noise``; 0 is perfect knowledge. Batches that outgrow memory are split and run again;
+policies plan with all of memory but ``--reserve``.
+
+Real batches and steps are measured first, and models of their times fitted to these. At ``--real``
+times vanilla's capacity, some arms serve the same requests really and by the model, and
+``model_error`` is how far their mean responses are apart. All other figures are the model's. Time
+is ``--clock cpu``: what the process computes, the same as on a clock where nothing else runs.
+Parameters (Φ, thresholds and weights) are chosen by requests other than those that count.
+
+``load`` is the arrival rate over vanilla's capacity. Ratios are over ``vanilla`` of the same
+requests, at the load where they are best, as in the papers; ``points`` has all. They are of
+``policy``, the arm of the least mean response to those other requests, and of ``magnus``.
+Deadlines come ``--slo LOW HIGH`` seconds after arrival, evenly spread. ``slo_bound`` is the share
+that no order of static batches can exceed (:func:`benchmarks.static_lane.attainable`).
+
+``--data FOLDER`` takes lengths from ``magnus_codexglue`` and ``magnus_jfleg`` there; else they are
+drawn in their likeness. The last line of the output is one JSON object, also written to
+``benchmarks/results``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks import continuous_lane, static_lane
+from benchmarks.report import Spread, machine, percentile, publish
+from benchmarks.static_lane import FittedBatches, LaneRequest, Ran, Run, Served
+from benchmarks.task_lengths import LONGEST_ANSWER, LONGEST_PROMPT, Length, drawn
+from loomserve.platform import catalog
+from loomserve.platform.costs.batch_time import BatchShape, BatchTimes, TimedBatch
+from loomserve.platform.costs.step_time import OnlineModel
+from loomserve.routers.batching.base import Batch, Batcher, BatchRequest, KvMemory
+from loomserve.routers.batching.fifo import Fifo
+from loomserve.routers.batching.next_batch import Next, first, hrrn, oldest
+from loomserve.routers.batching.queue import BatchQueue
+from loomserve.routers.batching.s3 import s3
+from loomserve.routers.batching.slo_odbs import OutputTerm, SloOdbs, odbs, slo_dbs
+from loomserve.routers.batching.wma import Wma
+
+RESULTS = Path(__file__).parent / "results"
+VANILLA_SIZE = 7
+CONTEXT = LONGEST_PROMPT + LONGEST_ANSWER
+KV_TOKENS = VANILLA_SIZE * CONTEXT
+REAL_ARMS = ("vanilla", "s3_hrrn", "wma_hrrn", "slo_odbs", "vllm")
+CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
+_BATCH_SIZES = (1, 2, 4, 7, 7, 12, 16, 20, 24, 28, 32, 40)
+_LONGEST_STEPS = 64
+"""Of a batch that the model is fitted to: what a step costs shows in fewer than the longest has."""
+
+_THRESHOLDS = {
+    "wma": (1000, 2000, 4000, 8000, 16000, 32000),
+    "sum": (500, 1000, 2000, 4000, 8000),
+    "difference": (0, 100, 300, 1000, 3000),
+    "slo": (1000, 2000, 4000, 8000, 16000),
+}
+_SLO_WEIGHTS = (0.1, 0.3, 1.0)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """``choose`` None stands for HRRN, which needs an estimator of each run's own."""
+
+    batcher: Batcher
+    choose: Next | None
+
+
+def candidates(memory: KvMemory) -> dict[str, list[Policy]]:
+    """Of each arm, with each setting of its parameters."""
+    wmas = [Wma(threshold) for threshold in _THRESHOLDS["wma"]]
+    both = {
+        term: [
+            SloOdbs(threshold, weight, 1.0, term)
+            for threshold in _THRESHOLDS[term]
+            for weight in _SLO_WEIGHTS
+        ]
+        for term in OutputTerm
+    }
+    of_outputs = {
+        term: [slo_dbs(threshold, output_term=term) for threshold in _THRESHOLDS[term]]
+        for term in OutputTerm
+    }
+    sum_, difference = OutputTerm.SUM, OutputTerm.DIFFERENCE
+    found: dict[str, tuple[Sequence[Batcher], Next | None]] = {
+        "vanilla": ([Fifo.for_longest(memory, LONGEST_PROMPT, LONGEST_ANSWER)], oldest),
+        "s3": ([s3], oldest),
+        "s3_hrrn": ([s3], None),
+        "wma": (wmas, oldest),
+        "wma_hrrn": (wmas, None),
+        "slo_odbs": (both[sum_], first),
+        "slo_odbs_difference": (both[difference], first),
+        "slo_dbs": (of_outputs[sum_], first),
+        "slo_dbs_difference": (of_outputs[difference], first),
+        "odbs": ([odbs(threshold) for threshold in _THRESHOLDS["slo"]], first),
+    }
+    return {
+        arm: [Policy(batcher, choose) for batcher in batchers]
+        for arm, (batchers, choose) in found.items()
+    }
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One arm's run of a set of requests."""
+
+    throughput: float
+    mean_response_s: float
+    p95_response_s: float
+    slo_attainment: float
+    out_of_memory: int
+    batches: int
+    batch_time_error: float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        requests: Sequence[LaneRequest],
+        finished_s: Mapping[str, float],
+        batches: Sequence[Ran] = (),
+        batch_time_error: float | None = None,
+    ) -> Figures:
+        took = [finished_s[one.known.id] - one.known.arrived_s for one in requests]
+        return cls(
+            throughput=len(requests) / max(finished_s.values()),
+            mean_response_s=statistics.fmean(took),
+            p95_response_s=percentile(took, 95),
+            slo_attainment=statistics.fmean(
+                finished_s[one.known.id] <= (one.known.deadline_s or 0) for one in requests
+            ),
+            out_of_memory=sum(not one.fitted for one in batches),
+            batches=len(batches),
+            batch_time_error=batch_time_error,
+        )
+
+
+def requests_of(
+    lengths: Sequence[Length], rate: float, slo: Sequence[float], noise: float, seed: str
+) -> list[LaneRequest]:
+    """Poisson arrivals of so many a second, lengths predicted with noise, deadlines."""
+    source = random.Random(f"arrivals/{seed}")
+    low, high = slo
+    at_s = 0.0
+    found = []
+    for number, (prompt, answer) in enumerate(lengths):
+        at_s += source.expovariate(rate)
+        predicted = round(answer * source.lognormvariate(0, noise))
+        known = BatchRequest(
+            f"{seed}/{number}",
+            at_s,
+            prompt,
+            min(LONGEST_ANSWER, max(1, predicted)),
+            at_s + source.uniform(low, high),
+        )
+        found.append(LaneRequest(known, answer))
+    return found
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A static engine: its memory, what was measured of it, and what policies plan with."""
+
+    memory: KvMemory
+    planned: KvMemory
+    measured: Sequence[TimedBatch]
+
+    def serve(self, policy: Policy, requests: Sequence[LaneRequest], run: Run) -> Figures:
+        """All requests by one policy; its estimator knows the batches measured beforehand."""
+        times = BatchTimes(self.measured, 0.0)
+        errors: list[float] = []
+
+        def processing_s(batches: Sequence[Batch]) -> Sequence[float]:
+            shapes = [BatchShape(len(one.requests), one.length, one.generation) for one in batches]
+            found: list[float] = times.seconds(shapes).tolist()
+            return found
+
+        def ended(ran: Ran, now: float) -> None:
+            errors.append(abs(float(times.seconds([ran.shape])[0]) / ran.seconds - 1))
+            times.finished(ran.shape, ran.seconds, now)
+
+        queue = BatchQueue(policy.batcher, policy.choose or hrrn(processing_s), self.planned)
+        served = static_lane.serve(requests, queue, run, ended if policy.choose is None else _no)
+        return figures_of(requests, served, statistics.fmean(errors) if errors else None)
+
+
+def _no(ran: Ran, now: float) -> None: ...
+
+
+def figures_of(
+    requests: Sequence[LaneRequest], served: Served, batch_time_error: float | None
+) -> Figures:
+    return Figures.of(requests, served.finished_s, served.batches, batch_time_error)
+
+
+def sampled(executor: Any, clock: Callable[[], float]) -> list[TimedBatch]:
+    """Batches of random shapes within the memory, really computed; the first warms up."""
+    source = random.Random("batches")
+    run = static_lane.measured(executor, clock)
+    found: list[TimedBatch] = []
+    for at, size in enumerate((2, *_BATCH_SIZES)):
+        room = KV_TOKENS // size
+        answer = source.randrange(8, min(_LONGEST_STEPS, room // 2))
+        prompt = source.randrange(8, min(LONGEST_PROMPT, room - answer, 24 + 1600 // size))
+        request = LaneRequest(BatchRequest("", 0.0, prompt, answer), answer)
+        members = [
+            replace(request, known=replace(request.known, id=f"sample/{at}/{number}"))
+            for number in range(size)
+        ]
+        ran = run(members)
+        if at:
+            found.append((ran.shape, ran.seconds))
+    return found
+
+
+def chosen(
+    lane: Lane,
+    run: Run,
+    policies: Mapping[str, Sequence[Policy]],
+    sets: Sequence[Sequence[LaneRequest]],
+) -> tuple[dict[str, Policy], str]:
+    """Of each arm the setting that serves some other requests best, and the best arm.
+
+    What serves in the order of deadlines is judged by the share of these that it meets, then, as
+    all others, by the mean response.
+    """
+
+    def quality(policy: Policy) -> tuple[float, float]:
+        figures = [lane.serve(policy, requests, run) for requests in sets]
+        response_s = statistics.fmean(one.mean_response_s for one in figures)
+        met = statistics.fmean(one.slo_attainment for one in figures)
+        return (met if policy.choose is first else 0.0), -response_s
+
+    best: dict[str, tuple[tuple[float, float], Policy]] = {}
+    for arm, settings in policies.items():
+        judged = [(quality(policy), policy) for policy in settings]
+        best[arm] = max(judged, key=lambda one: one[0])
+    fastest = max(best, key=lambda arm: best[arm][0][1])
+    return {arm: policy for arm, (_, policy) in best.items()}, fastest
+
+
+class Continuous:
+    """vLLM in a process of its own, idle between calls."""
+
+    def __init__(self, token_bytes: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pool = ProcessPoolExecutor(1, context, initializer=_start, initargs=(token_bytes,))
+
+    def serve(self, requests: Sequence[LaneRequest], clock: str) -> Any:
+        return self._pool.submit(_serve, requests, clock).result()
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+_engine: continuous_lane.ContinuousEngine
+
+
+def _start(token_bytes: int) -> None:
+    global _engine
+    _engine = continuous_lane.ContinuousEngine(KV_TOKENS, token_bytes, CONTEXT)
+
+
+def _serve(requests: Sequence[LaneRequest], clock: str) -> Any:
+    return _engine.serve(requests, CLOCKS[clock])
+
+
+def really(
+    lane: Lane,
+    policies: Mapping[str, Policy],
+    batches: FittedBatches,
+    requests: Sequence[LaneRequest],
+    warm_up: Sequence[LaneRequest],
+    real_run: Run,
+    clock: str,
+) -> tuple[dict[str, Any], OnlineModel]:
+    """Some arms really and by the models; and the model of vLLM's steps, from other requests."""
+    engine = Continuous(lane.memory.token_bytes)
+    try:
+        _, other_steps = engine.serve(warm_up, clock)
+        steps = continuous_lane.fitted(other_steps)
+        found: dict[str, Any] = {}
+        for arm in REAL_ARMS:
+            if arm == "vllm":
+                finished, real_steps = engine.serve(requests, clock)
+                real = Figures.of(requests, finished)
+                model = Figures.of(requests, continuous_lane.simulated(requests, steps, KV_TOKENS))
+                steps = continuous_lane.fitted([*other_steps, *real_steps])
+            else:
+                real = lane.serve(policies[arm], requests, real_run)
+                model = lane.serve(policies[arm], requests, batches.run_with(lane.memory))
+            found[arm] = {
+                "real": asdict(real),
+                "model": asdict(model),
+                "mean_response_model_over_real": model.mean_response_s / real.mean_response_s,
+                "throughput_model_over_real": model.throughput / real.throughput,
+            }
+            print(json.dumps({arm: found[arm]}), flush=True)
+    finally:
+        engine.close()
+    return found, steps
+
+
+def ratios(runs: Sequence[Mapping[str, Figures]], arm: str) -> dict[str, Spread]:
+    """An arm over vanilla, run by run."""
+    return {
+        f"{name}_vs_vanilla": Spread.of(
+            [getattr(run[arm], field) / getattr(run["vanilla"], field) for run in runs]
+        )
+        for name, field in (
+            ("throughput", "throughput"),
+            ("mean_response", "mean_response_s"),
+            ("p95_response", "p95_response_s"),
+        )
+    }
+
+
+def point(
+    load: float, runs: Sequence[Mapping[str, Figures]], bounds: Sequence[float]
+) -> dict[str, Any]:
+    """A load's own figures: medians of each arm's, and its ratios with their spread."""
+    arms = {}
+    for arm in runs[0]:
+        columns = [asdict(run[arm]) for run in runs]
+        medians = {
+            name: None if columns[0][name] is None else statistics.median(c[name] for c in columns)
+            for name in columns[0]
+        }
+        spreads = {name: asdict(of) for name, of in ratios(runs, arm).items()}
+        arms[arm] = {**medians, **spreads}
+    return {"load": load, "slo_bound": statistics.median(bounds), "arms": arms}
+
+
+def best_ratios(points: Sequence[Mapping[str, Any]], arm: str) -> dict[str, Any]:
+    """Each at the load where it is the best, as the papers' figures are."""
+    found: dict[str, Any] = {}
+    for name, best in (
+        ("throughput_vs_vanilla", max),
+        ("mean_response_vs_vanilla", min),
+        ("p95_response_vs_vanilla", min),
+    ):
+        ratio = {at["load"]: at["arms"][arm][name] for at in points}
+        load = best(ratio, key=lambda at: ratio[at]["median"])
+        found[name] = ratio[load]["median"]
+        found[f"{name}_spread"] = {**ratio[load], "load": load}
+    return found
+
+
+def attainment(at: Mapping[str, Any]) -> dict[str, float]:
+    """The share of deadlines that were met by each arm, and what bounds it."""
+    met = {f"slo_attainment_{arm}": one["slo_attainment"] for arm, one in at["arms"].items()}
+    return {**met, "slo_bound": at["slo_bound"]}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    os.environ["OMP_NUM_THREADS"] = "1"  # of vLLM's process too, which inherits it
+    from loomserve.platform.engine.precision import cpu_dtype
+    from loomserve.platform.engine.static_executor import StaticExecutor
+
+    model = Path(catalog.resolve("demo", Path.cwd()))
+    executor = StaticExecutor(model, threads=1, kv_bytes=sys.maxsize, dtype=cpu_dtype())
+    clock = CLOCKS[options.clock]
+    token_bytes = executor.token_bytes
+    memory = KvMemory(KV_TOKENS * token_bytes, token_bytes)
+    executor.kv_bytes = memory.bytes
+    planned = replace(memory, bytes=int(memory.bytes * (1 - options.reserve)))
+    samples = sampled(executor, clock)
+    print(json.dumps({"batches": [[*astuple(shape), took] for shape, took in samples]}), flush=True)
+    batches = FittedBatches(samples)
+    lane = Lane(memory, planned, samples)
+    run = batches.run_with(memory)
+    all_policies = candidates(memory)
+
+    def drawn_requests(
+        count: int,
+        load: float,
+        seed: str,
+        slo: Sequence[float] = options.slo,
+        noise: float = options.noise,
+    ) -> list[LaneRequest]:
+        lengths = drawn(count, options.data, seed)
+        return requests_of(lengths, load * capacity, slo, noise, seed)
+
+    capacity = 1.0
+    [vanilla] = all_policies["vanilla"]
+    at_once = [
+        replace(one, known=replace(one.known, arrived_s=0.0))
+        for one in drawn_requests(options.requests, 1.0, "capacity")
+    ]
+    capacity = lane.serve(vanilla, at_once, run).throughput
+    tuning = [
+        drawn_requests(options.requests, load, f"tune/{load}")
+        for load in sorted({options.slo_load, options.real})
+    ]
+    policies, fastest = chosen(lane, run, all_policies, tuning)
+    print(json.dumps({arm: str(policy.batcher) for arm, policy in policies.items()}), flush=True)
+
+    few = partial(drawn_requests, options.real_requests, options.real)
+    real, steps = really(
+        lane,
+        policies,
+        batches,
+        few("real"),
+        few("warm-up"),
+        static_lane.measured(executor, clock),
+        options.clock,
+    )
+
+    def compare(
+        load: float, run_number: int, slo: Sequence[float], noise: float
+    ) -> tuple[dict[str, Figures], float]:
+        requests = drawn_requests(options.requests, load, f"{run_number}/{load}", slo, noise)
+        figures = {arm: lane.serve(one, requests, run) for arm, one in policies.items()}
+        finished = continuous_lane.simulated(requests, steps, KV_TOKENS)
+        figures["vllm"] = Figures.of(requests, finished)
+        return figures, static_lane.attainable(requests, batches, memory)
+
+    def compared(load: float, slo: Sequence[float], noise: float) -> dict[str, Any]:
+        results = [compare(load, number, slo, noise) for number in range(options.runs)]
+        found = point(load, [one for one, _ in results], [bound for _, bound in results])
+        print(json.dumps(found), flush=True)
+        return found
+
+    points = [compared(load, options.slo, options.noise) for load in options.loads]
+    return {
+        "policy": fastest,
+        **best_ratios(points, fastest),
+        "magnus": best_ratios(points, "wma_hrrn"),
+        **attainment(next(at for at in points if at["load"] == options.slo_load)),
+        "oom_recovered": sum(
+            one["out_of_memory"] or 0 for at in points for one in at["arms"].values()
+        ),
+        "oom_recovered_really": sum(one["real"]["out_of_memory"] for one in real.values()),
+        "runs": options.runs,
+        "vanilla_requests_per_second": capacity,
+        "batch_model_error": static_lane.fit_error(samples),
+        "model_error": max(abs(one["mean_response_model_over_real"] - 1) for one in real.values()),
+        "real": real,
+        "points": points,
+        "perfect_lengths": compared(options.real, options.slo, 0.0),
+        "papers_deadlines": compared(options.slo_load, (1.0, 350.0), options.noise),
+        "parameters": {arm: str(policy.batcher) for arm, policy in policies.items()},
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.batching", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--data", type=Path, help="folder with Magnus's tasks")
+    parser.add_argument("--loads", type=float, nargs="+", default=[1.0, 1.5, 2.0, 3.0])
+    parser.add_argument("--requests", type=int, default=400, help="of each simulated run")
+    parser.add_argument("--runs", type=int, default=5, help="simulated, at each load")
+    parser.add_argument("--real", type=float, default=2.0, help="load of the real run")
+    parser.add_argument("--real-requests", type=int, default=40)
+    parser.add_argument("--noise", type=float, default=0.2, help="of predicted lengths")
+    parser.add_argument("--reserve", type=float, default=0.2, help="share of memory")
+    parser.add_argument("--slo", type=float, nargs=2, default=[60.0, 350.0], help="seconds")
+    parser.add_argument("--slo-load", type=float, default=1.0, help="one of the loads")
+    parser.add_argument("--clock", choices=CLOCKS, default="cpu")
+    options = parser.parse_args()
+    if options.slo_load not in options.loads:
+        parser.error(f"--slo-load {options.slo_load} is none of --loads")
+    figures = measure(options)
+    setup = {
+        **{name: value for name, value in vars(options).items() if name != "data"},
+        "lengths": "data" if options.data else "in the data's likeness",
+        "kv_tokens": KV_TOKENS,
+        "vanilla_size": VANILLA_SIZE,
+    }
+    publish(
+        "batching",
+        {"benchmark": "batching", **figures, "setup": setup, "machine": machine()},
+        RESULTS,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""Static batches on a small random model: the same answers as alone, and out of memory for real."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.static_lane import LaneRequest, measured, serve
+from loomserve.platform.engine.static_executor import (
+    OutOfMemoryError,
+    StaticExecutor,
+    StaticRequest,
+)
+from loomserve.routers.batching.base import BatchRequest, KvMemory
+from loomserve.routers.batching.next_batch import oldest
+from loomserve.routers.batching.queue import BatchQueue
+from loomserve.routers.batching.s3 import s3
+
+CONTEXT = 64
+AMPLE = 10**9
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(
+        vocab_size=40_000,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=CONTEXT,
+        initializer_range=0.5,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+def executor(model: Path, kv_bytes: int = AMPLE) -> StaticExecutor:
+    return StaticExecutor(model, threads=1, kv_bytes=kv_bytes)
+
+
+def prompts(*lengths: int) -> list[list[int]]:
+    source = random.Random(0)
+    return [[source.randrange(128) for _ in range(length)] for length in lengths]
+
+
+def test_answers_are_those_of_each_request_alone(model: Path) -> None:
+    alone = AutoModelForCausalLM.from_pretrained(model)
+    given = prompts(3, 17, 9, 1)
+    limits = [12, 5, 20, 1]
+    expected = [
+        alone.generate(
+            torch.tensor([prompt]), max_new_tokens=limit, do_sample=False, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        for prompt, limit in zip(given, limits, strict=True)
+    ]
+    requests = [StaticRequest(*one) for one in zip(given, limits, strict=True)]
+    assert executor(model).run(requests) == expected
+    assert len({tuple(answer) for answer in expected}) == len(expected)
+
+
+def test_an_answer_ends_at_its_end_token_and_the_batch_with_its_longest(model: Path) -> None:
+    engine = executor(model)
+    [prompt] = prompts(8)
+    [answer] = engine.run([StaticRequest(prompt, 12)])
+    end = answer[4]
+    engine._end_tokens = frozenset({end})
+    cut, whole = engine.run([StaticRequest(prompt, 12), StaticRequest(prompt, 12, ignore_eos=True)])
+    assert cut == answer[: answer.index(end) + 1]
+    assert whole == answer
+
+
+def test_a_token_takes_the_memory_that_its_keys_and_values_take(model: Path) -> None:
+    assert executor(model).token_bytes == 2 * 2 * 2 * 8 * 4
+
+
+def test_memory_is_crossed_by_the_batchs_padded_tokens_and_not_before(model: Path) -> None:
+    engine = executor(model)
+    requests = [StaticRequest(prompt, 6) for prompt in prompts(10, 4)]
+    engine.kv_bytes = 2 * (10 + 6) * engine.token_bytes
+    assert [len(answer) for answer in engine.run(requests)] == [6, 6]
+    engine.kv_bytes -= 1
+    with pytest.raises(OutOfMemoryError, match="two halves") as crossed:
+        engine.run(requests)
+    assert crossed.value.generated == 5
+
+
+def test_what_cannot_be_computed_is_refused(model: Path) -> None:
+    engine = executor(model)
+    assert engine.run([]) == []
+    for wrong in (StaticRequest([], 1), StaticRequest([1], 0)):
+        with pytest.raises(ValueError, match="at least one token"):
+            engine.run([wrong])
+    with pytest.raises(ValueError, match="context of 64"):
+        engine.run([StaticRequest([1] * 60, 5)])
+
+
+def test_batches_that_run_out_of_memory_are_split_until_every_request_has_its_answer(
+    model: Path,
+) -> None:
+    engine = executor(model)
+    memory = KvMemory(40 * engine.token_bytes, engine.token_bytes)
+    engine.kv_bytes = memory.bytes
+    # Predicted to be a quarter as long as they are.
+    requests = [LaneRequest(BatchRequest(str(at), 0.0, 4, 4), 16) for at in range(10)]
+    served = serve(requests, BatchQueue(s3, oldest, memory), measured(engine, lambda: 0.0))
+    assert set(served.finished_s) == {str(at) for at in range(10)}
+    assert served.out_of_memory == 4
+    assert [one.shape.size for one in served.batches if one.fitted] == [2, 2, 1, 2, 2, 1]
+
+
+def test_a_request_that_never_fits_is_told_of(model: Path) -> None:
+    engine = executor(model, kv_bytes=1)
+    memory = KvMemory(1, engine.token_bytes)
+    requests = [LaneRequest(BatchRequest("large", 0.0, 4, 4), 4)]
+    with pytest.raises(RuntimeError, match="large does not fit"):
+        serve(requests, BatchQueue(s3, oldest, memory), measured(engine, lambda: 0.0))
