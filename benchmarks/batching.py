@@ -9,8 +9,8 @@ core. KV memory holds seven requests of the longest prompts and answers, as in t
 * ``wma``: Magnus's batcher, in the same order.
 * ``s3_hrrn``, ``wma_hrrn``: highest response ratio next, by batch times that nearest neighbours
   predict and learn. The latter is Magnus.
-* ``slo_odbs``, ``slo_dbs``, ``odbs``: UELLM's, in the order of deadlines; ``_difference``: with
-  line 6 of the algorithm as it is printed, not as in equation 3-4.
+* ``slo_odbs``, ``slo_dbs``, ``odbs``: UELLM's, in the order of deadlines; ``_sum``: with line 6 of
+  the algorithm as equation 3-4 has it, not as it is printed.
 * ``vllm``: continuous batching with the same KV memory, the peer that static batching is up to.
 
 Every answer has its reference's length, in all arms. Policies know it with an error: a log-normal
@@ -18,16 +18,19 @@ factor of ``--noise``; 0 is perfect knowledge. Batches that outgrow memory are s
 policies plan with all of memory but ``--reserve``.
 
 Real batches and steps are measured first, and models of their times fitted to these. At ``--real``
-times vanilla's capacity, some arms serve the same requests really and by the model, and
-``model_error`` is how far their mean responses are apart. All other figures are the model's. Time
-is ``--clock cpu``: what the process computes, the same as on a clock where nothing else runs.
-Parameters (Φ, thresholds and weights) are chosen by requests other than those that count.
+times vanilla's capacity, some arms serve the same requests really and by the model:
+``batch_model_error_really`` is how far the model is off the batches that ran, ``model_error`` how
+far the mean responses are apart in the worst of these arms, in which small errors of the times lead
+to other batches. All other figures are the model's. Time is ``--clock cpu``: what the process
+computes, the same as on a clock where nothing else runs. Parameters (Φ, thresholds and weights) are
+chosen by requests other than those that count.
 
 ``load`` is the arrival rate over vanilla's capacity. Ratios are over ``vanilla`` of the same
 requests, at the load where they are best, as in the papers; ``points`` has all. They are of
 ``policy``, the arm of the least mean response to those other requests, and of ``magnus``.
-Deadlines come ``--slo LOW HIGH`` seconds after arrival, evenly spread. ``slo_bound`` is the share
-that no order of static batches can exceed (:func:`benchmarks.static_lane.attainable`).
+``throughput_bound_vs_vanilla`` is what no order of static batches can exceed, by the model.
+Deadlines come ``--slo LOW HIGH`` seconds after arrival, evenly spread; ``slo_bound`` is the share
+of them that no order of static batches can exceed (:func:`benchmarks.static_lane.attainable`).
 
 ``--data FOLDER`` takes lengths from ``magnus_codexglue`` and ``magnus_jfleg`` there; else they are
 drawn in their likeness. The last line of the output is one JSON object, also written to
@@ -76,6 +79,8 @@ _BATCH_SIZES = (1, 2, 4, 7, 7, 12, 16, 20, 24, 28, 32, 40)
 _LONGEST_STEPS = 64
 """Of a batch that the model is fitted to: what a step costs shows in fewer than the longest has."""
 
+_KNOWN_BATCHES = 200
+
 _THRESHOLDS = {
     "wma": (1000, 2000, 4000, 8000, 16000, 32000),
     "sum": (500, 1000, 2000, 4000, 8000),
@@ -115,10 +120,10 @@ def candidates(memory: KvMemory) -> dict[str, list[Policy]]:
         "s3_hrrn": ([s3], None),
         "wma": (wmas, oldest),
         "wma_hrrn": (wmas, None),
-        "slo_odbs": (both[sum_], first),
-        "slo_odbs_difference": (both[difference], first),
-        "slo_dbs": (of_outputs[sum_], first),
-        "slo_dbs_difference": (of_outputs[difference], first),
+        "slo_odbs": (both[difference], first),
+        "slo_odbs_sum": (both[sum_], first),
+        "slo_dbs": (of_outputs[difference], first),
+        "slo_dbs_sum": (of_outputs[sum_], first),
         "odbs": ([odbs(threshold) for threshold in _THRESHOLDS["slo"]], first),
     }
     return {
@@ -189,11 +194,11 @@ class Lane:
 
     memory: KvMemory
     planned: KvMemory
-    measured: Sequence[TimedBatch]
+    known: Sequence[TimedBatch]
 
     def serve(self, policy: Policy, requests: Sequence[LaneRequest], run: Run) -> Figures:
-        """All requests by one policy; its estimator knows the batches measured beforehand."""
-        times = BatchTimes(self.measured, 0.0)
+        """All requests by one policy; its estimator knows some batches beforehand."""
+        times = BatchTimes(self.known, 0.0)
         errors: list[float] = []
 
         def processing_s(batches: Sequence[Batch]) -> Sequence[float]:
@@ -237,6 +242,21 @@ def sampled(executor: Any, clock: Callable[[], float]) -> list[TimedBatch]:
         if at:
             found.append((ran.shape, ran.seconds))
     return found
+
+
+def likely(batches: FittedBatches, lengths: Sequence[Length]) -> list[TimedBatch]:
+    """Batches of drawn requests, as many as an estimator may know from a day before.
+
+    They take what the model says: to measure as many would take longer than everything else.
+    """
+    source = random.Random("likely")
+    shapes = []
+    while len(shapes) < _KNOWN_BATCHES:
+        members = source.sample(lengths, source.randint(1, max(_BATCH_SIZES)))
+        longest = max(prompt for prompt, _ in members), max(answer for _, answer in members)
+        if len(members) * sum(longest) <= KV_TOKENS:
+            shapes.append(BatchShape(len(members), *longest))
+    return list(zip(shapes, batches.seconds(shapes).tolist(), strict=True))
 
 
 def chosen(
@@ -291,6 +311,16 @@ def _serve(requests: Sequence[LaneRequest], clock: str) -> Any:
     return _engine.serve(requests, CLOCKS[clock])
 
 
+@dataclass(frozen=True)
+class Real:
+    """What some arms did really and by the models, and how far the model of batches is off those
+    that really ran, each by itself."""
+
+    arms: dict[str, Any]
+    batch_error: float
+    batches: int
+
+
 def really(
     lane: Lane,
     policies: Mapping[str, Policy],
@@ -299,8 +329,17 @@ def really(
     warm_up: Sequence[LaneRequest],
     real_run: Run,
     clock: str,
-) -> tuple[dict[str, Any], OnlineModel]:
-    """Some arms really and by the models; and the model of vLLM's steps, from other requests."""
+) -> tuple[Real, OnlineModel]:
+    """Some arms really and by the models; and the model of vLLM's steps.
+
+    Until vLLM is compared with that, it knows the steps of ``warm_up`` only.
+    """
+    ran: list[Ran] = []
+
+    def run(batch: Sequence[LaneRequest]) -> Ran:
+        ran.append(real_run(batch))
+        return ran[-1]
+
     engine = Continuous(lane.memory.token_bytes)
     try:
         _, other_steps = engine.serve(warm_up, clock)
@@ -313,7 +352,7 @@ def really(
                 model = Figures.of(requests, continuous_lane.simulated(requests, steps, KV_TOKENS))
                 steps = continuous_lane.fitted([*other_steps, *real_steps])
             else:
-                real = lane.serve(policies[arm], requests, real_run)
+                real = lane.serve(policies[arm], requests, run)
                 model = lane.serve(policies[arm], requests, batches.run_with(lane.memory))
             found[arm] = {
                 "real": asdict(real),
@@ -324,7 +363,12 @@ def really(
             print(json.dumps({arm: found[arm]}), flush=True)
     finally:
         engine.close()
-    return found, steps
+    whole = [one for one in ran if one.fitted]
+    predicted = batches.seconds([one.shape for one in whole])
+    error = statistics.fmean(
+        abs(guess / one.seconds - 1) for guess, one in zip(predicted, whole, strict=True)
+    )
+    return Real(found, error, len(whole)), steps
 
 
 def ratios(runs: Sequence[Mapping[str, Figures]], arm: str) -> dict[str, Spread]:
@@ -393,7 +437,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     samples = sampled(executor, clock)
     print(json.dumps({"batches": [[*astuple(shape), took] for shape, took in samples]}), flush=True)
     batches = FittedBatches(samples)
-    lane = Lane(memory, planned, samples)
+    known = likely(batches, drawn(options.requests, options.data, "known"))
+    lane = Lane(memory, planned, known)
     run = batches.run_with(memory)
     all_policies = candidates(memory)
 
@@ -456,12 +501,19 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "oom_recovered": sum(
             one["out_of_memory"] or 0 for at in points for one in at["arms"].values()
         ),
-        "oom_recovered_really": sum(one["real"]["out_of_memory"] for one in real.values()),
+        "oom_recovered_really": sum(one["real"]["out_of_memory"] for one in real.arms.values()),
         "runs": options.runs,
         "vanilla_requests_per_second": capacity,
+        "throughput_bound_vs_vanilla": len(at_once)
+        / sum(batches.least_share(one, memory) for one in at_once)
+        / capacity,
         "batch_model_error": static_lane.fit_error(samples),
-        "model_error": max(abs(one["mean_response_model_over_real"] - 1) for one in real.values()),
-        "real": real,
+        "batch_model_error_really": real.batch_error,
+        "batches_really": real.batches,
+        "model_error": max(
+            abs(one["mean_response_model_over_real"] - 1) for one in real.arms.values()
+        ),
+        "real": real.arms,
         "points": points,
         "perfect_lengths": compared(options.real, options.slo, 0.0),
         "papers_deadlines": compared(options.slo_load, (1.0, 350.0), options.noise),
@@ -476,9 +528,9 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="folder with Magnus's tasks")
     parser.add_argument("--loads", type=float, nargs="+", default=[1.0, 1.5, 2.0, 3.0])
     parser.add_argument("--requests", type=int, default=400, help="of each simulated run")
-    parser.add_argument("--runs", type=int, default=5, help="simulated, at each load")
-    parser.add_argument("--real", type=float, default=2.0, help="load of the real run")
-    parser.add_argument("--real-requests", type=int, default=40)
+    parser.add_argument("--runs", type=int, default=3, help="simulated, at each load")
+    parser.add_argument("--real", type=float, default=3.0, help="load of the real run")
+    parser.add_argument("--real-requests", type=int, default=48)
     parser.add_argument("--noise", type=float, default=0.2, help="of predicted lengths")
     parser.add_argument("--reserve", type=float, default=0.2, help="share of memory")
     parser.add_argument("--slo", type=float, nargs=2, default=[60.0, 350.0], help="seconds")

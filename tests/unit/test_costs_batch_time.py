@@ -6,7 +6,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from loomserve.platform.costs.batch_time import BatchShape, BatchTimes, TimedBatch
@@ -41,6 +41,7 @@ def test_what_was_measured_is_predicted(batch: TimedBatch) -> None:
     assert predicted(KNOWING_GRID, batch[0]) == pytest.approx(batch[1])
 
 
+@settings(deadline=None)
 @given(st.lists(shapes, min_size=1))
 def test_no_prediction_leaves_the_range_of_what_was_measured(several: list[BatchShape]) -> None:
     seconds = [seconds for _, seconds in GRID]
