@@ -464,7 +464,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         for load in sorted({options.slo_load, options.real})
     ]
     policies, fastest = chosen(lane, run, all_policies, tuning)
-    print(json.dumps({arm: str(policy.batcher) for arm, policy in policies.items()}), flush=True)
+    parameters = {
+        arm: getattr(policy.batcher, "__name__", None) or str(policy.batcher)
+        for arm, policy in policies.items()
+    }
+    print(json.dumps(parameters), flush=True)
 
     few = partial(drawn_requests, options.real_requests, options.real)
     real, steps = really(
@@ -517,7 +521,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "points": points,
         "perfect_lengths": compared(options.real, options.slo, 0.0),
         "papers_deadlines": compared(options.slo_load, (1.0, 350.0), options.noise),
-        "parameters": {arm: str(policy.batcher) for arm, policy in policies.items()},
+        "parameters": parameters,
     }
 
 
