@@ -13,9 +13,10 @@ core. KV memory holds seven requests of the longest prompts and answers, as in t
   the algorithm as equation 3-4 has it, not as it is printed.
 * ``vllm``: continuous batching with the same KV memory, the peer that static batching is up to.
 
-Every answer has its reference's length, in all arms. Policies know it with an error: a log-normal
-factor of ``--noise``; 0 is perfect knowledge. Batches that outgrow memory are split and run again;
-policies plan with all of memory but ``--reserve``.
+Every answer has its reference's length, in all arms. Policies know what Magnus's predictor makes of
+the text, trained on other texts of the data. With ``--noise``, and where there is no data, they
+know the length times a log-normal factor instead; 0 is perfect knowledge. Batches that outgrow
+memory are split and run again; policies plan with all of memory but ``--reserve``.
 
 Real batches and steps are measured first, and models of their times fitted to these. At ``--real``
 times vanilla's capacity, some arms serve the same requests really and by the model:
@@ -54,7 +55,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks import continuous_lane, static_lane
+from benchmarks import continuous_lane, static_lane, task_lengths
 from benchmarks.report import Spread, machine, percentile, publish
 from benchmarks.static_lane import FittedBatches, LaneRequest, Ran, Run, Served
 from benchmarks.task_lengths import LONGEST_ANSWER, LONGEST_PROMPT, Length, drawn
@@ -74,6 +75,7 @@ VANILLA_SIZE = 7
 CONTEXT = LONGEST_PROMPT + LONGEST_ANSWER
 KV_TOKENS = VANILLA_SIZE * CONTEXT
 REAL_ARMS = ("vanilla", "s3_hrrn", "wma_hrrn", "slo_odbs", "vllm")
+NOISE = 0.25
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 _BATCH_SIZES = (1, 2, 4, 7, 7, 12, 16, 20, 24, 28, 32, 40)
 _LONGEST_STEPS = 64
@@ -167,24 +169,26 @@ class Figures:
 
 
 def requests_of(
-    lengths: Sequence[Length], rate: float, slo: Sequence[float], noise: float, seed: str
+    lengths: Sequence[Length], rate: float, slo: Sequence[float], noise: float | None, seed: str
 ) -> list[LaneRequest]:
-    """Poisson arrivals of so many a second, lengths predicted with noise, deadlines."""
+    """Poisson arrivals of so many a second, and deadlines; without noise, lengths as predicted."""
     source = random.Random(f"arrivals/{seed}")
     low, high = slo
     at_s = 0.0
     found = []
-    for number, (prompt, answer) in enumerate(lengths):
+    for number, length in enumerate(lengths):
         at_s += source.expovariate(rate)
-        predicted = round(answer * source.lognormvariate(0, noise))
+        predicted = length.predicted
+        if noise is not None or predicted is None:
+            predicted = round(length.answer * source.lognormvariate(0, noise or 0.0))
         known = BatchRequest(
             f"{seed}/{number}",
             at_s,
-            prompt,
+            length.prompt,
             min(LONGEST_ANSWER, max(1, predicted)),
             at_s + source.uniform(low, high),
         )
-        found.append(LaneRequest(known, answer))
+        found.append(LaneRequest(known, length.answer))
     return found
 
 
@@ -253,7 +257,7 @@ def likely(batches: FittedBatches, lengths: Sequence[Length]) -> list[TimedBatch
     shapes = []
     while len(shapes) < _KNOWN_BATCHES:
         members = source.sample(lengths, source.randint(1, max(_BATCH_SIZES)))
-        longest = max(prompt for prompt, _ in members), max(answer for _, answer in members)
+        longest = max(one.prompt for one in members), max(one.answer for one in members)
         if len(members) * sum(longest) <= KV_TOKENS:
             shapes.append(BatchShape(len(members), *longest))
     return list(zip(shapes, batches.seconds(shapes).tolist(), strict=True))
@@ -430,6 +434,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = Path(catalog.resolve("demo", Path.cwd()))
     executor = StaticExecutor(model, threads=1, kv_bytes=sys.maxsize, dtype=cpu_dtype())
     clock = CLOCKS[options.clock]
+    noise = NOISE if options.data is None and options.noise is None else options.noise
+    rows = task_lengths.read(options.data, predict=noise is None) if options.data else None
     token_bytes = executor.token_bytes
     memory = KvMemory(KV_TOKENS * token_bytes, token_bytes)
     executor.kv_bytes = memory.bytes
@@ -437,7 +443,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     samples = sampled(executor, clock)
     print(json.dumps({"batches": [[*astuple(shape), took] for shape, took in samples]}), flush=True)
     batches = FittedBatches(samples)
-    known = likely(batches, drawn(options.requests, options.data, "known"))
+    known = likely(batches, drawn(options.requests, rows, "known"))
     lane = Lane(memory, planned, known)
     run = batches.run_with(memory)
     all_policies = candidates(memory)
@@ -447,9 +453,9 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         load: float,
         seed: str,
         slo: Sequence[float] = options.slo,
-        noise: float = options.noise,
+        noise: float | None = noise,
     ) -> list[LaneRequest]:
-        lengths = drawn(count, options.data, seed)
+        lengths = drawn(count, rows, seed)
         return requests_of(lengths, load * capacity, slo, noise, seed)
 
     capacity = 1.0
@@ -482,7 +488,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     )
 
     def compare(
-        load: float, run_number: int, slo: Sequence[float], noise: float
+        load: float, run_number: int, slo: Sequence[float], noise: float | None
     ) -> tuple[dict[str, Figures], float]:
         requests = drawn_requests(options.requests, load, f"{run_number}/{load}", slo, noise)
         figures = {arm: lane.serve(one, requests, run) for arm, one in policies.items()}
@@ -490,13 +496,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         figures["vllm"] = Figures.of(requests, finished)
         return figures, static_lane.attainable(requests, batches, memory)
 
-    def compared(load: float, slo: Sequence[float], noise: float) -> dict[str, Any]:
+    def compared(load: float, slo: Sequence[float], noise: float | None) -> dict[str, Any]:
         results = [compare(load, number, slo, noise) for number in range(options.runs)]
         found = point(load, [one for one, _ in results], [bound for _, bound in results])
         print(json.dumps(found), flush=True)
         return found
 
-    points = [compared(load, options.slo, options.noise) for load in options.loads]
+    points = [compared(load, options.slo, noise) for load in options.loads]
     return {
         "policy": fastest,
         **best_ratios(points, fastest),
@@ -520,7 +526,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "real": real.arms,
         "points": points,
         "perfect_lengths": compared(options.real, options.slo, 0.0),
-        "papers_deadlines": compared(options.slo_load, (1.0, 350.0), options.noise),
+        "papers_deadlines": compared(options.slo_load, (1.0, 350.0), noise),
         "parameters": parameters,
     }
 
@@ -535,7 +541,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=3, help="simulated, at each load")
     parser.add_argument("--real", type=float, default=3.0, help="load of the real run")
     parser.add_argument("--real-requests", type=int, default=48)
-    parser.add_argument("--noise", type=float, default=0.2, help="of predicted lengths")
+    parser.add_argument("--noise", type=float, help="instead of predictions")
     parser.add_argument("--reserve", type=float, default=0.2, help="share of memory")
     parser.add_argument("--slo", type=float, nargs=2, default=[60.0, 350.0], help="seconds")
     parser.add_argument("--slo-load", type=float, default=1.0, help="one of the loads")

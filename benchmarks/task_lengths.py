@@ -7,13 +7,18 @@ cl100k tokens; a prompt is the task's instruction, a token a word, and the input
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
 import random
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from loomserve.platform import catalog
+from loomserve.platform.lengths import samples, split
+from loomserve.platform.lengths.embedding import TokenEmbeddings
+from loomserve.platform.lengths.predictor import TrainedPredictor
+from loomserve.platform.lengths.samples import Sample
 
 LONGEST_PROMPT = 288
 LONGEST_ANSWER = 288
@@ -21,8 +26,20 @@ LONGEST_ANSWER = 288
 
 _FILES = ("magnus_codexglue.jsonl.gz", "magnus_jfleg.jsonl.gz")
 
-Length = tuple[int, int]
-"""Tokens of a prompt and of its answer."""
+_FOLDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Tokens of a prompt and of its answer, and of the latter as predicted, if by anyone."""
+
+    prompt: int
+    answer: int
+    predicted: int | None = None
+
+
+Rows = Mapping[str, Sequence[Length]]
+"""By task."""
 
 
 @dataclass(frozen=True)
@@ -48,32 +65,60 @@ TASKS = {
 """Fitted to CodeXGLUE (Lu et al. 2021) and JFLEG (Napoles et al. 2017)."""
 
 
-def drawn(count: int, data: Path | None, seed: str) -> list[Length]:
-    """So many lengths, each of a task drawn at random."""
+def drawn(count: int, rows: Rows | None, seed: str) -> list[Length]:
+    """So many lengths, each of a task drawn at random; of none, generated ones."""
     source = random.Random(seed)
-    if data is None:
+    if rows is None:
         tasks = sorted(TASKS.items())
-        found = [_like(source.choice(tasks)[1], source) for _ in range(count)]
-    else:
-        rows = sorted(_rows(data).items())
-        found = [source.choice(source.choice(rows)[1]) for _ in range(count)]
-    return [
-        (min(LONGEST_PROMPT, prompt), min(LONGEST_ANSWER, max(2, answer)))
-        for prompt, answer in found
-    ]
+        return [_like(source.choice(tasks)[1], source) for _ in range(count)]
+    lists = [lengths for _, lengths in sorted(rows.items())]
+    return [source.choice(source.choice(lists)) for _ in range(count)]
 
 
 def _like(task: TaskLikeness, source: random.Random) -> Length:
     tokens = max(1, round(source.lognormvariate(*task.input)))
     mean = task.intercept + task.slope * math.log(tokens)
-    return task.words + tokens, round(source.lognormvariate(mean, task.deviation))
+    return _bounded(task.words + tokens, round(source.lognormvariate(mean, task.deviation)))
 
 
-def _rows(data: Path) -> dict[str, list[Length]]:
-    found = defaultdict(list)
-    for file in _FILES:
-        with gzip.open(data / file, "rt", encoding="utf-8") as lines:
-            for row in map(json.loads, filter(str.strip, lines)):
-                words = len(row["instruction"].split())
-                found[row["task"]].append((words + row["in_tokens"], row["out_tokens"]))
-    return found
+def _bounded(prompt: int, answer: int, predicted: int | None = None) -> Length:
+    return Length(min(LONGEST_PROMPT, prompt), min(LONGEST_ANSWER, max(2, answer)), predicted)
+
+
+def read(data: Path, *, predict: bool) -> Rows:
+    """The data's lengths, and Magnus's predictions of them.
+
+    The predictor is trained on the texts of four fifths of the requests; then only those of the
+    last fifth are returned, none of them a near-duplicate of one that it knows.
+    """
+    folder = Path(catalog.resolve("demo", Path.cwd()))
+    embeddings = TokenEmbeddings(folder)
+    found = [one for file in _FILES for one in samples.read(data / file, embeddings.tokens)]
+    rows = defaultdict(list)
+    if not predict:
+        for one in found:
+            rows[one.task].append(_bounded(_prompt(one), one.tokens))
+        return rows
+    folds = [split.fold(one, _FOLDS) for one in split.groups([one.query for one in found])]
+    predictor = _trained(found, folds, embeddings)
+    for one, fold in zip(found, folds, strict=True):
+        if fold == 0:
+            predicted = round(predictor.predict(one.query).tokens)
+            rows[one.task].append(_bounded(_prompt(one), one.tokens, predicted))
+    return rows
+
+
+def _trained(
+    found: Sequence[Sample], folds: Sequence[int], embeddings: TokenEmbeddings
+) -> TrainedPredictor:
+    # scikit-learn takes seconds to import, which generated lengths need not spend.
+    from loomserve.platform.lengths.training import train
+
+    kept = [(one, fold) for one, fold in zip(found, folds, strict=True) if fold]
+    texts, their_folds = zip(*kept, strict=True)
+    fitted, _ = train("magnus", texts, their_folds, embeddings, calibrate_on=1)
+    return TrainedPredictor(fitted, embeddings)
+
+
+def _prompt(sample: Sample) -> int:
+    return len(sample.query.instruction.split()) + sample.query.input_tokens
