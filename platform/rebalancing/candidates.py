@@ -1,0 +1,110 @@
+"""What could be done about a hot and a cold device, each action as large as closes their gap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from loomserve.platform.rebalancing.actions import (
+    Action,
+    AddReplica,
+    Move,
+    RemoveReplica,
+    SetRole,
+)
+from loomserve.platform.rebalancing.effects import apply, loan_between, whole
+from loomserve.platform.rebalancing.limits import unable
+from loomserve.platform.rebalancing.options import Rebalancing
+from loomserve.platform.rebalancing.snapshot import Engine, Part, Snapshot, utilisations
+from loomserve.platform.roles import Role
+
+
+def candidates(
+    snapshot: Snapshot, source: str, target: str, options: Rebalancing
+) -> Iterator[Action]:
+    """All that takes work from ``source`` to ``target``, whether allowed or not."""
+    for hot in snapshot.on(source):
+        for cold in snapshot.on(target):
+            for move in _moves(snapshot, hot, cold):
+                yield _sized(snapshot, source, target, move, options)
+    yield from _roles(snapshot, source, target)
+    yield from _replicas(snapshot, source, target)
+
+
+def _moves(snapshot: Snapshot, hot: Engine, cold: Engine) -> Iterator[Move]:
+    """What the cold engine has moved to the hot one, and what could leave the hot one: all."""
+    for part in Part:
+        loan = loan_between(snapshot, part, cold.id, hot.id)
+        if loan is not None:
+            yield Move(part=part, engine=cold.id, lender=hot.id, amount=loan.amount, back=True)
+        most = whole(hot, part) - (part is not Part.REQUESTS)
+        yield Move(part=part, engine=hot.id, lender=cold.id, amount=max(most, 1))
+
+
+def _sized(snapshot: Snapshot, source: str, target: str, most: Move, options: Rebalancing) -> Move:
+    """As much as closes the gap and there is room for; a unit at least.
+
+    Utilisations are linear in the amount, so two points tell where they meet.
+    """
+    if unable(snapshot, most, options):
+        return most
+    before, after = utilisations(snapshot), utilisations(apply(snapshot, most))
+    gap = before[source] - before[target]
+    narrowed = gap - (after[source] - after[target])
+    wanted = most.amount * min(gap / narrowed, 1.0) if narrowed > 0 else most.amount
+    amount = min(round(wanted), _room(snapshot, most, options))
+    return most.model_copy(update={"amount": max(amount, 1)})
+
+
+def _room(snapshot: Snapshot, most: Move, options: Rebalancing) -> int:
+    """How much of it the memory holds that it goes to."""
+    engine, lender = snapshot.engine(most.engine), snapshot.engine(most.lender)
+    if most.back:
+        loan = loan_between(snapshot, most.part, engine.id, lender.id)
+        assert loan is not None
+        free = snapshot.idle_kv(engine) - options.headroom * engine.kv_bytes
+        size = (loan.kv_bytes + loan.weights_bytes) / loan.amount
+        return int(free / size) if size else most.amount
+    guests = sum(loan.kv_bytes for loan in snapshot.guests(lender.id))
+    lent = sum(loan.kv_bytes for loan in snapshot.lent(engine.id))
+    free = min(
+        snapshot.idle_kv(lender) - options.headroom * lender.kv_bytes,
+        lender.lend_bytes - guests,
+        engine.borrow_bytes - lent,
+    )
+    size = engine.kv_used_bytes / whole(engine, most.part)
+    amount = int(free / size) if size else most.amount
+    if most.part is Part.LAYERS and engine.layer_bytes:
+        device = snapshot.device(lender.device)
+        free = device.memory_bytes * (1 - options.headroom) - device.allocated_bytes
+        amount = min(amount, int(free / engine.layer_bytes))
+    return amount
+
+
+def _roles(snapshot: Snapshot, source: str, target: str) -> Iterator[Action]:
+    """Of a model that both devices serve: another role for either replica."""
+    shared = {each.model for each in snapshot.on(source)}
+    shared &= {each.model for each in snapshot.on(target)}
+    for engine in (*snapshot.on(source), *snapshot.on(target)):
+        if engine.model in shared and snapshot.model(engine.model).roles:
+            for role in Role:
+                if role is not engine.role:
+                    yield SetRole(engine=engine.id, role=role)
+
+
+def _replicas(snapshot: Snapshot, source: str, target: str) -> Iterator[Action]:
+    """A model's replica more on the cold device, or its replica less on the hot one."""
+    there = {each.model for each in snapshot.on(target)}
+    for engine in snapshot.on(source):
+        model = snapshot.model(engine.model)
+        if model.replica is None:
+            continue
+        if engine.model in there:
+            yield RemoveReplica(engine=engine.id)
+        elif _next_device(snapshot, engine.model) == target:
+            yield AddReplica(model=engine.model, device=target)
+
+
+def _next_device(snapshot: Snapshot, model: str) -> str | None:
+    """Replicas take devices in the order of the model's list."""
+    taken = {each.device for each in snapshot.of(model)}
+    return next((each for each in snapshot.model(model).devices if each not in taken), None)

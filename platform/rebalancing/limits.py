@@ -1,0 +1,157 @@
+"""Why an action may not be carried out: what it must be able to do, and what it must leave free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from loomserve.platform.rebalancing.actions import (
+    Action,
+    AddReplica,
+    Move,
+    RemoveReplica,
+    SetRole,
+)
+from loomserve.platform.rebalancing.effects import loan_between, whole
+from loomserve.platform.rebalancing.forecast import route, tpot_ratio
+from loomserve.platform.rebalancing.options import Rebalancing
+from loomserve.platform.rebalancing.snapshot import Part, Snapshot, compute_share
+
+
+class Reason(StrEnum):
+    """Why a candidate was not taken; a label of metrics."""
+
+    NOT_MOVABLE = "not_movable"  # there is no mechanism for it, or nothing left to move
+    HAS_LOANS = "has_loans"  # it lends where it should borrow, or borrows where it should lend
+    NO_LINK = "no_link"  # no fresh measurement between the devices, or they are on two nodes
+    NO_MEMORY = "no_memory"
+    NO_COMPUTE = "no_compute"
+    PAUSE_BUDGET = "pause_budget"
+    DURATION_BUDGET = "duration_budget"
+    TPOT_BUDGET = "tpot_budget"
+    NO_GAIN = "no_gain"
+    HARMS_OTHERS = "harms_others"  # it makes another device hotter than this one gets colder
+    INEFFICIENT = "inefficient"  # for what it costs
+    ALREADY_PLANNED = "already_planned"  # the plan changes the same thing already
+    PLAN_FULL = "plan_full"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    reason: Reason
+    detail: str
+
+
+def unable(snapshot: Snapshot, action: Action, options: Rebalancing) -> Refusal | None:
+    """Why the action cannot be, whatever it would do."""
+    match action:
+        case Move():
+            return _unable_to_move(snapshot, action, options)
+        case SetRole():
+            engine = snapshot.engine(action.engine)
+            if not snapshot.model(engine.model).roles or engine.role is action.role:
+                return Refusal(Reason.NOT_MOVABLE, f"{engine.model} has no roles to change")
+            return _with_loans(snapshot, engine.model)
+        case AddReplica():
+            model = snapshot.model(action.model)
+            taken = any(each.device == action.device for each in snapshot.of(model.name))
+            if model.replica is None or action.device not in model.devices or taken:
+                return Refusal(Reason.NOT_MOVABLE, f"no replica may be added on {action.device}")
+            return _with_loans(snapshot, model.name)
+        case RemoveReplica():
+            model = snapshot.model(snapshot.engine(action.engine).model)
+            if model.replica is None or len(snapshot.of(model.name)) < 2:
+                return Refusal(Reason.NOT_MOVABLE, f"{model.name} has no replica to spare")
+            return _with_loans(snapshot, model.name)
+
+
+def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Refusal | None:
+    engine, lender = snapshot.engine(move.engine), snapshot.engine(move.lender)
+    if move.part not in engine.movable or move.part not in lender.movable:
+        return Refusal(Reason.NOT_MOVABLE, f"{move.part} of {engine.id} to {lender.id}")
+    if move.back:
+        loan = loan_between(snapshot, move.part, engine.id, lender.id)
+        if loan is None or move.amount > loan.amount:
+            return Refusal(Reason.NOT_MOVABLE, f"{lender.id} has less of {engine.id}")
+    else:
+        # Whole heads and layers: an engine keeps one of each, or it would be no engine.
+        most = whole(engine, move.part) - (move.part is not Part.REQUESTS)
+        if move.amount > most or engine.device == lender.device:
+            return Refusal(Reason.NOT_MOVABLE, f"{engine.id} has {most} {move.part} to move")
+        if snapshot.lent(lender.id) or snapshot.guests(engine.id):
+            return Refusal(Reason.HAS_LOANS, f"{lender.id} borrows or {engine.id} lends")
+    nodes = {snapshot.device(each.device).node for each in (engine, lender)}
+    link = route(snapshot, move)
+    if len(nodes) > 1 or link is None:
+        return Refusal(Reason.NO_LINK, f"{engine.device} to {lender.device}")
+    if not 0 <= snapshot.at_s - link.measured_at_s <= options.links_stale_after_s:
+        return Refusal(Reason.NO_LINK, f"{link.source} to {link.target} was measured too long ago")
+    return None
+
+
+def _with_loans(snapshot: Snapshot, model: str) -> Refusal | None:
+    for engine in snapshot.of(model):
+        if snapshot.lent(engine.id) or snapshot.guests(engine.id):
+            return Refusal(Reason.HAS_LOANS, engine.id)
+    return None
+
+
+def exceeded(
+    start: Snapshot, before: Snapshot, after: Snapshot, options: Rebalancing
+) -> Refusal | None:
+    """The first limit that an action breaks or, where it was broken before, makes worse.
+
+    Args:
+        start: Before the plan: times per output token are compared with these.
+        before: Before the action.
+        after: As :func:`.effects.apply` has it.
+        options: Limits.
+    """
+    return (
+        _device_exceeded(before, after, options)
+        or _engine_exceeded(before, after, options)
+        or _tpot_exceeded(start, before, after, options)
+    )
+
+
+def _device_exceeded(before: Snapshot, after: Snapshot, options: Rebalancing) -> Refusal | None:
+    for device in after.devices:
+        most = device.memory_bytes * (1 - options.headroom)
+        grown = device.allocated_bytes > before.device(device.name).allocated_bytes
+        if grown and device.allocated_bytes > most:
+            return Refusal(Reason.NO_MEMORY, device.name)
+        share = compute_share(after, device.name)
+        if share > 1 and share > compute_share(before, device.name) + 1e-9:
+            return Refusal(Reason.NO_COMPUTE, f"{device.name} would be asked for {share:.2f}")
+    return None
+
+
+def _engine_exceeded(before: Snapshot, after: Snapshot, options: Rebalancing) -> Refusal | None:
+    known = {engine.id: engine for engine in before.engines}
+    for engine in after.engines:
+        was = known.get(engine.id)
+        idle = after.idle_kv(engine)
+        less = was is None or idle < before.idle_kv(was)
+        if less and idle < options.headroom * engine.kv_bytes:
+            return Refusal(Reason.NO_MEMORY, f"KV of {engine.id}")
+        for what, loans, loans_before, most in (
+            ("lends", after.guests(engine.id), before.guests(engine.id), engine.lend_bytes),
+            ("borrows", after.lent(engine.id), before.lent(engine.id), engine.borrow_bytes),
+        ):
+            size = sum(loan.kv_bytes for loan in loans)
+            if size > most and size > sum(loan.kv_bytes for loan in loans_before):
+                return Refusal(Reason.NO_MEMORY, f"{engine.id} {what} at most {most} bytes")
+    return None
+
+
+def _tpot_exceeded(
+    start: Snapshot, before: Snapshot, after: Snapshot, options: Rebalancing
+) -> Refusal | None:
+    known = {engine.id for engine in start.engines}
+    for engine in after.engines:
+        if engine.id not in known:
+            continue
+        ratio = tpot_ratio(start, after, engine.id)
+        if ratio > options.tpot_budget and ratio > tpot_ratio(start, before, engine.id):
+            return Refusal(Reason.TPOT_BUDGET, f"{engine.id}: {ratio:.2f} times")
+    return None

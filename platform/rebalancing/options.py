@@ -1,0 +1,79 @@
+"""What a user may say of rebalancing; a section of the configuration."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+
+def _off(value: Any) -> Any:
+    # YAML 1.1 reads a bare off as false.
+    return "off" if value is False else value
+
+
+class Rebalancing(BaseModel):
+    """When work moves between devices (BanaServe, section 4.5.1), and what that may cost."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    controller: Annotated[Literal["off", "advise", "auto"], BeforeValidator(_off)] = Field(
+        "off",
+        description="off: no plans; advise: plans are made, and a person carries them out; auto: "
+        "the controller carries them out.",
+    )
+    period_s: float = Field(10.0, gt=0, description="Between two looks at the fleet.")
+    rising: float = Field(
+        0.4,
+        gt=0,
+        le=2,
+        description="δ↑: a device this much above the least loaded becomes hot, one this much "
+        "below the most loaded cold; utilisations are compute and memory together, 0 to 2.",
+    )
+    falling: float = Field(
+        0.2, gt=0, le=2, description="δ↓: where it ceases to be; plans aim at this."
+    )
+    confirm_periods: int = Field(
+        3, ge=1, description="A device changes between hot and cold only if so many looks agree."
+    )
+    efficiency: float = Field(
+        0.01,
+        ge=0,
+        description="The paper's rho: by how much an action narrows the gap between two devices "
+        "for each second that it costs, at least.",
+    )
+    least_gain: float = Field(
+        0.05, gt=0, le=2, description="The gap must become narrower by this much, at least."
+    )
+    pause_budget_ms: float = Field(
+        100.0, gt=0, description="How long the actions of a plan may halt an engine, together."
+    )
+    duration_budget_s: float = Field(120.0, gt=0, description="The longest that an action takes.")
+    tpot_budget: float = Field(
+        1.15,
+        gt=1,
+        description="An engine's predicted time per output token after an action over that at "
+        "present, at most; a plan's actions together.",
+    )
+    most_actions: int = Field(4, ge=1, description="Of a plan.")
+    headroom: float = Field(
+        0.1, ge=0, lt=1, description="The share of memory that no action may fill."
+    )
+    stale_after_s: float = Field(
+        10.0,
+        gt=0,
+        description="A device, engine or loan that was last measured longer ago than "
+        "this prevents plans.",
+    )
+    links_stale_after_s: float = Field(
+        86_400.0, gt=0, description="The same of a link; only actions over it are prevented."
+    )
+    settle_s: float = Field(
+        20.0, ge=0, description="After a plan, before what is measured counts again."
+    )
+
+    @model_validator(mode="after")
+    def _falling_is_below_rising(self) -> Rebalancing:
+        if self.falling >= self.rising:
+            raise ValueError("falling must be less than rising, or devices flap between the two")
+        return self
