@@ -12,20 +12,35 @@ from loomserve.platform.rebalancing.actions import (
     SetRole,
 )
 from loomserve.platform.rebalancing.effects import apply, loan_between, whole
+from loomserve.platform.rebalancing.forecast import guest_share
 from loomserve.platform.rebalancing.limits import unable
 from loomserve.platform.rebalancing.options import Rebalancing
-from loomserve.platform.rebalancing.snapshot import Engine, Part, Snapshot, utilisations
+from loomserve.platform.rebalancing.snapshot import (
+    Engine,
+    Part,
+    Snapshot,
+    compute_share,
+    utilisations,
+)
 from loomserve.platform.roles import Role
 
 
 def candidates(
-    snapshot: Snapshot, source: str, target: str, options: Rebalancing
+    start: Snapshot, snapshot: Snapshot, source: str, target: str, options: Rebalancing
 ) -> Iterator[Action]:
-    """All that takes work from ``source`` to ``target``, whether allowed or not."""
+    """All that takes work from ``source`` to ``target``, whether allowed or not.
+
+    Args:
+        start: Before the plan.
+        snapshot: After what the plan does already.
+        source: The hot device.
+        target: The cold one.
+        options: Limits.
+    """
     for hot in snapshot.on(source):
         for cold in snapshot.on(target):
             for move in _moves(snapshot, hot, cold):
-                yield _sized(snapshot, source, target, move, options)
+                yield _sized(start, snapshot, source, target, move, options)
     yield from _roles(snapshot, source, target)
     yield from _replicas(snapshot, source, target)
 
@@ -40,19 +55,48 @@ def _moves(snapshot: Snapshot, hot: Engine, cold: Engine) -> Iterator[Move]:
         yield Move(part=part, engine=hot.id, lender=cold.id, amount=max(most, 1))
 
 
-def _sized(snapshot: Snapshot, source: str, target: str, most: Move, options: Rebalancing) -> Move:
-    """As much as closes the gap and there is room for; a unit at least.
+def _sized(
+    start: Snapshot, now: Snapshot, source: str, target: str, most: Move, options: Rebalancing
+) -> Move:
+    """As much as closes the gap and there is room for, in memory and in time; a unit at least.
 
-    Utilisations are linear in the amount, so two points tell where they meet.
+    Neither device crosses the mean of all, or a cold one would become the next hot one while
+    others are colder. Utilisations are linear in the amount, so two points tell all.
     """
-    if unable(snapshot, most, options):
+    if unable(now, most, options):
         return most
-    before, after = utilisations(snapshot), utilisations(apply(snapshot, most))
-    gap = before[source] - before[target]
-    narrowed = gap - (after[source] - after[target])
-    wanted = most.amount * min(gap / narrowed, 1.0) if narrowed > 0 else most.amount
-    amount = min(round(wanted), _room(snapshot, most, options))
+    after = apply(now, most)
+    loads, later = utilisations(now), utilisations(after)
+    mean = sum(loads.values()) / len(loads)
+    grown = compute_share(after, target) - compute_share(now, target)
+    free = 1 - compute_share(now, target)
+    if not most.back:
+        free = min(free, _guest_limit(start, target, options) - guest_share(now, target))
+    wanted = min(
+        _part(
+            loads[source] - loads[target],
+            loads[source] - loads[target] - later[source] + later[target],
+        ),
+        _part(loads[source] - mean, loads[source] - later[source]),
+        _part(mean - loads[target], later[target] - loads[target]),
+    )
+    amount = min(
+        round(most.amount * wanted),
+        int(most.amount * _part(free, grown)),
+        _room(now, most, options),
+    )
     return most.model_copy(update={"amount": max(amount, 1)})
+
+
+def _part(wanted: float, whole_: float) -> float:
+    """Of what changes by ``whole_`` with all of it: as much as makes ``wanted``, in [0, 1]."""
+    return min(max(wanted, 0.0) / whole_, 1.0) if whole_ > 0 else 1.0
+
+
+def _guest_limit(start: Snapshot, device: str, options: Rebalancing) -> float:
+    """The share of the device that its guests may come to have: what stretches steps so far."""
+    generates = any(engine.attention + engine.linear for engine in start.on(device))
+    return 1 - (1 - guest_share(start, device)) / options.tpot_budget if generates else 1.0
 
 
 def _room(snapshot: Snapshot, most: Move, options: Rebalancing) -> int:

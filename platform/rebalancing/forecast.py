@@ -111,11 +111,14 @@ def tpot_ratio(before: Snapshot, after: Snapshot, engine: str) -> float:
 
     A borrower's step waits for a round trip a layer, or one in all where layers are elsewhere (what
     it no longer computes itself is not counted in its favour); guests take a share of a lender's
-    device, and stretch the rest. Infinite if they take all of it.
+    device, and stretch the rest. Infinite if they take all of it; 1 for an engine that generates
+    nothing.
     """
     own = before.engine(engine)
+    if not own.attention + own.linear:
+        return 1.0
     trips_s = _trips_s(after, engine) - _trips_s(before, engine)
-    there, later = _guest_share(before, own.device), _guest_share(after, own.device)
+    there, later = guest_share(before, own.device), guest_share(after, own.device)
     if later >= 1 or there >= 1:
         return 1.0 if later <= there else float("inf")
     return (own.tpot_s + trips_s) / own.tpot_s * (1 - there) / (1 - later)
@@ -131,6 +134,7 @@ def _trips_s(snapshot: Snapshot, engine: str) -> float:
     return sum(map(trip_s, snapshot.lent(engine)))
 
 
-def _guest_share(snapshot: Snapshot, device: str) -> float:
+def guest_share(snapshot: Snapshot, device: str) -> float:
+    """Device seconds a second that guests ask for."""
     own = sum(engine.compute for engine in snapshot.on(device))
     return compute_share(snapshot, device) - own

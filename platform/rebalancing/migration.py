@@ -78,8 +78,9 @@ class Command(_Value):
     """To one party.
 
     A party does a (migration, step, command) once, and answers it as often as it is told; it
-    answers and ignores what is of an earlier step than it has seen. So commands may be lost,
-    repeated or late. A side serves the part in the newest epoch that it knows, and only as owner.
+    ignores what is of an earlier step than it has seen, blocks that another side copies to it
+    included, which carry the step. So commands may be lost, repeated or late. A side serves the
+    part in the newest epoch that it knows, and only as owner.
     """
 
     migration: str

@@ -50,7 +50,7 @@ class Rebalancing(BaseModel):
     )
     duration_budget_s: float = Field(120.0, gt=0, description="The longest that an action takes.")
     tpot_budget: float = Field(
-        1.15,
+        1.5,
         gt=1,
         description="An engine's predicted time per output token after an action over that at "
         "present, at most; a plan's actions together.",

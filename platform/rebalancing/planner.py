@@ -137,7 +137,7 @@ class _Search:
     def _improve(self, source: str, target: str) -> bool:
         """Take the cheapest action that passes, if any does (lines 8 to 14)."""
         passed: list[tuple[float, float, int, Chosen, Snapshot]] = []
-        all_ = candidates(self.now, source, target, self._options)
+        all_ = candidates(self._start, self.now, source, target, self._options)
         for place, action in enumerate(all_):
             assessed = self._assess(action, source, target)
             if isinstance(assessed, Refusal):

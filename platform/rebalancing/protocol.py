@@ -85,7 +85,7 @@ def _failed(state: Migration, event: Failed) -> Next:
     failed = _awaited(state, event.do, event.by, event.step)
     if failed is None or event.do is Do.FENCE:
         return state, ()
-    if state.phase in _REVERSIBLE:
+    if _reversible(state):
         return _roll_back(state, event.why, event.at_s)
     if event.do is Do.FREE:
         # The part's memory stays unused until the engine lays its KV out the next time.
@@ -104,7 +104,7 @@ def _died(state: Migration, side: Side, at_s: float) -> Next:
     if side is Party.ENGINE:
         requeue = _living(state, (Do.REQUEUE, Party.GATEWAY), (Do.RELEASE, Party.LENDER))
         return _ask(_blame(state, why), Phase.ABANDONING, at_s, *requeue)
-    if side is state.destination and state.phase in _REVERSIBLE:
+    if side is state.destination and _reversible(state):
         return _roll_back(state, why, at_s)
     if state.owner is side and state.phase is not Phase.ABANDONING:
         state = _owned_by(_blame(state, why), Party.ENGINE)
@@ -116,7 +116,7 @@ def _died(state: Migration, side: Side, at_s: float) -> Next:
 def _abort(state: Migration, at_s: float) -> Next:
     if state.phase is Phase.PLANNED:
         return _end(_blame(state, Why.OPERATOR), Phase.ABORTED)
-    if state.phase in _REVERSIBLE:
+    if _reversible(state):
         return _roll_back(state, Why.OPERATOR, at_s)
     return state, ()
 
@@ -124,7 +124,7 @@ def _abort(state: Migration, at_s: float) -> Next:
 def _tick(state: Migration, at_s: float) -> Next:
     if state.deadline_s is None or at_s < state.deadline_s:
         return state, ()
-    if state.phase in _REVERSIBLE:
+    if _reversible(state):
         return _roll_back(state, Why.TIMED_OUT, at_s)
     state = _update(state, tries=min(state.tries + 1, state.rules.tries))
     state = _update(state, deadline_s=_deadline(state, at_s))
@@ -140,6 +140,13 @@ def _fence(state: Migration) -> Next:
     fences = (_command(state, Do.FENCE, side) for side in sorted(sides))
     state = _update(state, awaiting=(*rest, *fences))
     return state, state.awaiting
+
+
+def _reversible(state: Migration) -> bool:
+    """Once the destination owns the KV and the origin is dead, the only way is forward."""
+    return state.phase in _REVERSIBLE and (
+        state.owner is state.origin or state.origin not in state.dead
+    )
 
 
 def _roll_back(state: Migration, why: Why, at_s: float) -> Next:
