@@ -1,4 +1,4 @@
-"""What a user may say of rebalancing; a section of the configuration."""
+"""What a user may say of rebalancing: a section of the configuration, not yet part of it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,14 @@ PURE = ("routers/base.py", "routers/load_aware.py", "routers/round_robin.py",
         "platform/placement/planner.py",
         "routers/batching/base.py", "routers/batching/fifo.py", "routers/batching/next_batch.py",
         "routers/batching/queue.py", "routers/batching/recovery.py", "routers/batching/s3.py",
-        "routers/batching/slo_odbs.py", "routers/batching/wma.py")  # fmt: skip
+        "routers/batching/slo_odbs.py", "routers/batching/wma.py",
+        "platform/rebalancing/actions.py", "platform/rebalancing/candidates.py",
+        "platform/rebalancing/correction.py", "platform/rebalancing/effects.py",
+        "platform/rebalancing/forecast.py", "platform/rebalancing/heat.py",
+        "platform/rebalancing/limits.py", "platform/rebalancing/migration.py",
+        "platform/rebalancing/options.py", "platform/rebalancing/planner.py",
+        "platform/rebalancing/plans.py", "platform/rebalancing/protocol.py",
+        "platform/rebalancing/snapshot.py")  # fmt: skip
 
 
 def modules() -> list[Path]:

@@ -239,12 +239,12 @@ def test_a_full_plan_and_a_lender_that_borrows_are_reasons_too() -> None:
 def test_each_action_is_checked_against_the_state_after_those_before_it() -> None:
     """Two hot devices and one cold one, whose memory has room for the guests of one."""
     snapshot = fleet([(0.9, 0.5), (0.9, 0.5), (0.05, 0.05)])
-    small = replace(snapshot.engine("m2"), lend_bytes=300 * MIB)
+    small = replace(snapshot.engine("m2"), lend_bytes=60 * MIB)
     snapshot = replace(snapshot, engines=(*snapshot.engines[:2], small))
     proposal = proposed(snapshot, options(tpot_budget=10.0, most_actions=10))
     assert proposal.chosen
     guests = proposal.after.guests("m2")
-    assert sum(loan.kv_bytes for loan in guests) <= 300 * MIB
+    assert sum(loan.kv_bytes for loan in guests) <= 60 * MIB
     assert reasons(snapshot, options(tpot_budget=10.0, most_actions=10))[Reason.NO_MEMORY]
 
 
