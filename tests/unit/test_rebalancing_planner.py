@@ -270,7 +270,7 @@ def test_stale_or_partial_snapshots_give_no_plan(
     damage: Callable[[Snapshot], Snapshot], flaw: Flaw
 ) -> None:
     proposal = proposed(damage(SKEWED))
-    assert proposal.chosen == proposal.rejected == ()
+    assert (proposal.chosen, proposal.rejected) == ((), ())
     assert flaw in proposal.flaws
 
 

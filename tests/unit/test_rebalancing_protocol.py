@@ -385,7 +385,10 @@ class Model:
 
 def tidy(world: World) -> World:
     """Without commands that nobody takes any more."""
-    sides = {Party.ENGINE: world.engine, Party.LENDER: world.lender}
+    sides: dict[Party, Engine | Lender] = {
+        Party.ENGINE: world.engine,
+        Party.LENDER: world.lender,
+    }
     live = (
         each
         for each in world.commands
