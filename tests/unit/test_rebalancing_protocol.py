@@ -122,6 +122,9 @@ def test_every_state_takes_every_event_and_all_phases_are_reached(back: bool) ->
         assert all(command.step == state.step for command in state.awaiting)
         assert not {command.to for command in state.awaiting} & state.dead
         assert bool(changes) is not state.ended
+        for _, following in changes:
+            # A side of an older epoch is known by it.
+            assert following.epoch - state.epoch == (following.owner is not state.owner)
 
 
 @pytest.mark.parametrize("back", [False, True])
