@@ -29,12 +29,15 @@ from loomserve.platform.engine.step_timing import StepClock
 from loomserve.platform.scheduling.admission import Candidate, never_computed_twice, start
 from loomserve.platform.scheduling.background import is_background
 from loomserve.platform.scheduling.deadline import deadline_of
+from loomserve.platform.scheduling.expected import Expected, expected_of
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG, SchedulerOptions
 from loomserve.platform.scheduling.preemption import PREEMPTIONS, Victim, Way
 from loomserve.platform.scheduling.queue import QUEUES, QueuedRequest
 
 # vLLM's placeholder in block tables, where a sliding window has passed.
 _NULL_BLOCK = 0
+# Weight of the newest step in the mean; and by what share the mean must move to be told again.
+_NEWEST, _MOVED = 0.1, 0.1
 _TOTALS = (
     "swapped_out", "swapped_in", "recomputed", "lost_tokens", "decision_s", "step_s",
     "step_predicted_s", "out_s", "out_predicted_s", "in_s", "in_predicted_s",
@@ -64,6 +67,8 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._queued: dict[str, QueuedRequest] = {}
+        self._expected: dict[str, Expected | None] = {}
+        self._mean_step_s = self._token_s = 0.0
         self._swapped: dict[str, Swapped] = {}
         self._block_bytes = self._bytes_of_a_block()
         self.step_times, self.transfer_times = profile.load(
@@ -124,11 +129,13 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
             self._totals["step_s"] += seconds
             self._totals["step_predicted_s"] += self.step_times.seconds(step)
             self.step_times.observe(step, seconds)
+            self._note_pace(seconds)
             self._totals["decision_s"] += time.perf_counter() - now
         return super().update_from_output(scheduler_output, *args)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
         self._queued.pop(request.request_id, None)
+        self._expected.pop(request.request_id, None)
         self._swapped.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
@@ -168,7 +175,11 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
     def _seen(self, request: Request) -> QueuedRequest:
         swapped = self._swapped.get(request.request_id)
         done = swapped.tokens if swapped else request.num_computed_tokens
-        left = request.num_prompt_tokens + request.max_tokens - done
+        expected = self._prediction(request)
+        answer = request.max_tokens
+        if expected is not None:
+            answer = expected.answer(request.num_output_tokens, answer)
+        left = request.num_prompt_tokens + answer - done
         known = self._queued.get(request.request_id)
         if known is None or (known.tokens, known.left) != (request.num_tokens, left):
             parameters = request.sampling_params
@@ -178,10 +189,35 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
                 arrived_s=request.arrival_time,
                 tokens=request.num_tokens,
                 left=left,
+                left_s=0.0 if expected is None else self._left_s(request, done, answer),
                 deadline_s=deadline if self.options.deadlines else None,
                 background=is_background(extra),
             )
         return known
+
+    def _prediction(self, request: Request) -> Expected | None:
+        name = request.request_id
+        if name not in self._expected:
+            parameters = request.sampling_params
+            self._expected[name] = expected_of(parameters.extra_args if parameters else None)
+        return self._expected[name]
+
+    def _left_s(self, request: Request, done: int, answer: int) -> float:
+        """Predicted time to its end once it runs: what is to be computed, and then a step each."""
+        if self.options.queue != "deadline":
+            return 0.0
+        to_compute = request.num_tokens - done
+        chunk = self.max_num_scheduled_tokens
+        prefill_s = self.step_times.prefill_s(to_compute, chunk) if to_compute > 1 else 0.0
+        return prefill_s + (answer - request.num_output_tokens) * self._token_s
+
+    def _note_pace(self, seconds: float) -> None:
+        mean = self._mean_step_s
+        self._mean_step_s = mean = mean + _NEWEST * (seconds - mean) if mean else seconds
+        if abs(mean - self._token_s) > _MOVED * self._token_s:
+            self._token_s = mean
+            # What was predicted at the old pace.
+            self._queued.clear()
 
     # Who starts
 

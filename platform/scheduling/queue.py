@@ -22,8 +22,9 @@ class QueuedRequest:
     Attributes:
         arrived_s: When it entered the queue for the first time.
         tokens: Of its prompt and of what it has generated; at least 1.
-        left: The tokens still to be computed until it ends at the latest: of its prompt, and those
-            that it may generate.
+        left: The tokens still to be computed until it ends, as predicted, else at the latest: of
+            its prompt, and those that it may generate.
+        left_s: Predicted time until it ends, once it runs; 0 where nothing predicts its length.
         deadline_s: When its client wants to have the whole answer, if it said so.
         background: It comes after every request that is not, whatever their priorities.
     """
@@ -31,6 +32,7 @@ class QueuedRequest:
     arrived_s: float
     tokens: int
     left: int
+    left_s: float = 0.0
     deadline_s: float | None = None
     background: bool = False
 
@@ -54,14 +56,18 @@ def fcfs(request: QueuedRequest, now: float) -> float:
 
 
 def deadline(request: QueuedRequest, now: float) -> float:
-    """Earliest deadline first. One that is missed counts as one that was not set."""
-    if request.deadline_s is not None and request.deadline_s > now:
-        return -request.deadline_s
+    """Least slack first: deadline - now - predicted time to finish.
+
+    Without predictions that is the earliest deadline. One that can no longer be met counts as one
+    that was not set, so that what is hopeless does not make others late, too.
+    """
+    if request.deadline_s is not None and request.deadline_s - request.left_s > now:
+        return request.left_s - request.deadline_s
     return -(request.arrived_s + _PATIENCE_S)
 
 
 def sjf(request: QueuedRequest, now: float) -> float:
-    """Shortest job first, by what is left. Long ones wait while short ones come."""
+    """Shortest remaining job first, as predicted. Long ones wait while short ones come."""
     return -float(request.left)
 
 

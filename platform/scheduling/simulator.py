@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from loomserve.platform.scheduling.admission import Candidate, never_computed_twice, start
+from loomserve.platform.scheduling.expected import Expected
 from loomserve.platform.scheduling.preemption import PREEMPTIONS, Victim, Way
 from loomserve.platform.scheduling.queue import QUEUES, QueuedRequest
 
@@ -28,8 +29,9 @@ class SimulatedRequest:
 
     Attributes:
         output_tokens: That it generates before it ends by itself; at least 1.
-        max_tokens: That it may generate, which is all that a policy knows.
+        max_tokens: That it may generate.
         deadline_s: By the clock of ``arrived_s``.
+        expected: What is predicted of ``output_tokens``; without it a policy knows ``max_tokens``.
     """
 
     name: str
@@ -38,6 +40,7 @@ class SimulatedRequest:
     output_tokens: int
     max_tokens: int
     deadline_s: float | None = None
+    expected: Expected | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +111,13 @@ class Costs:
         swap_s: Of so many tokens' KV, out of memory and back.
         recompute_s: Of so many tokens.
         step_s: Of a step with what is swapped in it.
+        token_s: Of a token that a running request generates.
     """
 
     swap_s: Callable[[int], float]
     recompute_s: Callable[[int], float]
     step_s: Callable[[ScheduledStep], float]
+    token_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +167,18 @@ class _Progress:
     def most_tokens(self) -> int:
         return self.request.prompt_tokens + self.request.max_tokens
 
-    def queued(self) -> QueuedRequest:
+    def queued(self, costs: Costs) -> QueuedRequest:
+        expected, answer = self.request.expected, self.request.max_tokens
+        left_s = 0.0
+        if expected is not None:
+            answer = expected.answer(self.generated, answer)
+            left_s = costs.recompute_s(self.tokens - self.computed)
+            left_s += costs.token_s * (answer - self.generated)
         return QueuedRequest(
             arrived_s=self.request.arrived_s,
             tokens=self.tokens,
-            left=self.request.prompt_tokens + self.request.max_tokens - self.computed,
+            left=self.request.prompt_tokens + answer - self.computed,
+            left_s=left_s,
             deadline_s=self.request.deadline_s,
         )
 
@@ -244,7 +256,8 @@ class Simulator:
             return
 
         def key(one: _Progress) -> tuple[float, float, str]:
-            return -self._priority(one.queued(), now), one.request.arrived_s, one.request.name
+            priority = self._priority(one.queued(self._costs), now)
+            return -priority, one.request.arrived_s, one.request.name
 
         self._waiting = deque(sorted(self._waiting, key=key))
         self._running.sort(key=key)
@@ -276,7 +289,7 @@ class Simulator:
 
     def _candidate(self, one: _Progress, now: float) -> Candidate:
         return Candidate(
-            priority=self._priority(one.queued(), now),
+            priority=self._priority(one.queued(self._costs), now),
             blocks=self._limits.blocks_for(one.computed + 1 if one.swap_bytes else one.tokens),
             most_blocks=self._limits.blocks_for(one.most_tokens),
             swapped=one.swap_bytes > 0,
