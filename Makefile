@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-pipeline bench-prefix bench-pd bench-adaptive bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-helr check-batch clean
+.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-pipeline bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-helr check-batch clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ bench-adaptive: install ## measure what swapping by cost and fair queues gain wh
 
 bench-batching: install ## measure what policies of static batches gain
 	@$(PYTHON) -m benchmarks.batching
+
+bench-slo: install ## measure what queues gain from predicted lengths where requests have deadlines
+	@$(PYTHON) -m benchmarks.slo
 
 bench-ring: install ## measure what a lent task costs beyond its attention
 	@$(PYTHON) -m benchmarks.ring

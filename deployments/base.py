@@ -174,6 +174,7 @@ class ModelRoute(_Message):
     max_concurrent_requests: int
     max_model_len: int | None
     kvstore: bool = Field(description="Whether its blocks go to the KV store, if there is one.")
+    predictor: str | None = Field(None, description="What predicts its answers' lengths, if any.")
     replicas: tuple[ReplicaRoute, ...]
 
 

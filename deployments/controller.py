@@ -30,8 +30,9 @@ from loomserve.deployments.fleet import Fleet
 from loomserve.deployments.lending_pairs import lending_options
 from loomserve.kvstore.actor import StorePlan
 from loomserve.platform.config import Config, Model
-from loomserve.platform.errors import BadRequest, Conflict, RequestError
+from loomserve.platform.errors import BadRequest, ConfigError, Conflict, RequestError
 from loomserve.platform.lending.options import LendingOptions
+from loomserve.platform.lengths.stored import check_predictor
 from loomserve.platform.memory import least_replicas
 from loomserve.platform.roles import Role
 from loomserve.platform.scheduling.options import SchedulerOptions, scheduler_options
@@ -158,7 +159,8 @@ class Controller:
         models = (model, *self._lenders_for(model))
         try:
             Config.model_validate(self._config.model_copy(update={"models": models}).model_dump())
-        except ValueError as error:
+            await asyncio.to_thread(check_predictor, model)
+        except (ValueError, ConfigError) as error:
             raise BadRequest(str(error)) from None
         configured = {known.name: known.kvstore_quota for known in self._config.models}
         if model.kvstore_quota != configured.get(model.name):

@@ -31,9 +31,7 @@ def with_deadline(request: dict[str, Any], deadline: float) -> dict[str, Any]:
     return with_xarg(request, DEADLINE, deadline)
 
 
-def with_xarg(
-    request: dict[str, Any], name: str, value: float | list[float]
-) -> dict[str, Any]:
+def with_xarg(request: dict[str, Any], name: str, value: float | list[float]) -> dict[str, Any]:
     """The request with one of the platform's own fields."""
     extra = request.get(XARGS)
     if extra is not None and not isinstance(extra, dict):

@@ -330,6 +330,7 @@ class Fleet:
                 max_concurrent_requests=record.model.max_concurrent_requests,
                 max_model_len=self._max_model_len(name, now),
                 kvstore=record.model.kvstore,
+                predictor=record.model.lengths.predictor if record.model.lengths else None,
                 replicas=tuple(
                     ReplicaRoute(
                         id=r.report.replica_id, device=r.report.device, address=r.report.address

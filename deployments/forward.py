@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,10 +23,12 @@ from starlette.types import Message, Receive, Send
 from loomserve.deployments.base import INTERNAL_TOKEN_HEADER
 from loomserve.deployments.client_gone import ClientGoneError, while_connected
 from loomserve.deployments.engine_errors import normalise
-from loomserve.platform.errors import EngineGone, Unavailable
+from loomserve.platform.errors import EngineGone, TooManyRequests, Unavailable
+from loomserve.platform.lengths.request import longest
 from loomserve.platform.metrics.gateway import GatewayMetrics
 from loomserve.routers.base import RoutingPayload
 from loomserve.routers.in_flight import IN_FLIGHT, Booking
+from loomserve.routers.lateness import finish
 
 # A replica that Serve still lists but that refuses connections is dead or restarting.
 _CONNECT_TIMEOUT_S = 2.0
@@ -37,6 +40,7 @@ _MAX_ATTEMPTS = 3
 _RETRY_AFTER_S = 5.0
 # A rough bound for routing only; engines count exactly.
 _BYTES_PER_TOKEN = 4
+_ANSWER_TOKENS = 256
 
 _PASSED_BACK = frozenset({b"content-type", b"content-length", b"cache-control"})
 
@@ -62,6 +66,10 @@ class ForwardRequest:
     content_type: str
     exclude: frozenset[str] = frozenset()
     """Replicas that shall not take it."""
+    expected_tokens: float | None = None
+    """Of its answer, as predicted."""
+    refuse_after: float | None = None
+    """Unix time: if it is predicted to end later, it is refused."""
 
 
 class Forwarder:
@@ -134,9 +142,21 @@ class Forwarder:
             booking=booking,
             prompt=request.parsed.get("messages") or request.parsed.get("prompt") or "",
             prompt_tokens=len(request.body) // _BYTES_PER_TOKEN,
-            max_tokens=_max_tokens(request.parsed),
+            output_tokens=_output_tokens(request),
             exclude=excluded,
         )
+        chosen = await self._chosen(request, handle, payload, excluded)
+        if not excluded:
+            self._refuse_if_late(request, payload)
+        return chosen
+
+    async def _chosen(
+        self,
+        request: ForwardRequest,
+        handle: DeploymentHandle,
+        payload: RoutingPayload,
+        excluded: frozenset[str],
+    ) -> tuple[str, str]:
         with self._metrics.queued(request.model):
             try:
                 async with asyncio.timeout(_REROUTE_TIMEOUT_S if excluded else _ROUTE_TIMEOUT_S):
@@ -149,6 +169,23 @@ class Forwarder:
                     reason="no_replica",
                     retry_after_s=_RETRY_AFTER_S,
                 ) from None
+
+    def _refuse_if_late(self, request: ForwardRequest, payload: RoutingPayload) -> None:
+        if request.refuse_after is None or request.expected_tokens is None or not payload.chosen:
+            return
+        within_s = request.refuse_after - time.time()
+        predicted = finish(payload.chosen[-1], payload.prompt_tokens, request.expected_tokens)
+        if predicted is None or predicted.total_s <= within_s:
+            return
+        self._metrics.refused_late(request.model)
+        raise TooManyRequests(
+            f"model {request.model!r} is predicted to answer in {predicted.total_s:.1f} s, of "
+            f"which it waits {predicted.wait_s:.1f} s, and x-slo-ms leaves {within_s:.1f} s; try "
+            "again later, or allow more time",
+            param="x-slo-ms",
+            reason="deadline_unreachable",
+            retry_after_s=predicted.wait_s,
+        )
 
     async def _relay(
         self, request: ForwardRequest, replica_id: str, address: str, send: Send
@@ -222,9 +259,10 @@ async def never_gone() -> Message:
     return never
 
 
-def _max_tokens(parsed: Mapping[str, Any]) -> int:
-    value = parsed.get("max_completion_tokens") or parsed.get("max_tokens")
-    return value if isinstance(value, int) and value > 0 else 256
+def _output_tokens(request: ForwardRequest) -> int:
+    if request.expected_tokens is not None:
+        return math.ceil(request.expected_tokens)
+    return longest(request.parsed) or _ANSWER_TOKENS
 
 
 async def _engine_says(response: aiohttp.ClientResponse) -> str:

@@ -12,6 +12,7 @@ import logging
 import time
 import uuid
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import aiohttp
@@ -26,6 +27,7 @@ from starlette.routing import Mount, Route
 from starlette.types import Receive, Scope, Send
 
 from loomserve.deployments.admin import build_admin_api
+from loomserve.deployments.answer_length import AnswerLength
 from loomserve.deployments.background import refuse_background
 from loomserve.deployments.base import (
     BATCH_APP,
@@ -42,6 +44,7 @@ from loomserve.deployments.base import (
 from loomserve.deployments.batch_admin import build_batch_router
 from loomserve.deployments.batch_proxy import BATCHES, FILES, BatchProxy
 from loomserve.deployments.deadline import ENDPOINTS, refuse_deadline, with_deadline
+from loomserve.deployments.expected_tokens import refuse_expected, with_expected
 from loomserve.deployments.fleet import unknown_model_message
 from loomserve.deployments.forward import (
     CollectedAnswer,
@@ -55,6 +58,7 @@ from loomserve.deployments.http_server import HttpServer, listen
 from loomserve.deployments.kv_admin import build_kv_router
 from loomserve.deployments.kv_request import isolate, refuse_kv_transfer
 from loomserve.deployments.kv_store import read_usage
+from loomserve.deployments.length_predictions import LengthPredictions, Predicted, counts_once
 from loomserve.deployments.line_endpoint import LineEndpoint
 from loomserve.platform.config import ApiKey, Batch, Server
 from loomserve.platform.errors import (
@@ -115,6 +119,7 @@ class Gateway:
         self._registry = CollectorRegistry()
         self._metrics = GatewayMetrics(self._registry)
         self._kv_metrics = KvStoreMetrics(self._registry) if kv else None
+        self._lengths = LengthPredictions(self._metrics)
         self._forwarder = Forwarder(internal_token, self._metrics)
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
         self._lines = LineEndpoint(self._server, self._route, self._isolated, self._collect)
@@ -150,6 +155,7 @@ class Gateway:
             self._following.cancel()
             await self._http.stop(self._server.drain_timeout_s)
             await self._forwarder.close()
+            self._lengths.close()
 
     def _build_app(self) -> Starlette:
         return Starlette(
@@ -190,6 +196,9 @@ class Gateway:
         self._routes = {route.name: route for route in routes.models}
         self._metrics.set_models(
             {route.name: [replica.id for replica in route.replicas] for route in routes.models}
+        )
+        self._lengths.set_models(
+            {route.name: route.predictor for route in routes.models if route.predictor}
         )
         self._handles = {
             route.name: self._handles.get(route.name) or _handle(route)
@@ -240,18 +249,59 @@ class Gateway:
 
     async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
-        sent = parsed = _parse(state["body"])
-        refuse_kv_transfer(parsed)
-        refuse_deadline(parsed)
-        refuse_background(parsed)
-        key = state.get("api_key")
-        route = self._route(parsed.get("model"), key)
+        parsed = _parse(state["body"])
+        for refuse in (refuse_kv_transfer, refuse_deadline, refuse_background, refuse_expected):
+            refuse(parsed)
+        route = self._route(parsed.get("model"), state.get("api_key"))
         self._refuse_beyond_limit(route)
-        parsed = self._isolated(parsed, key, path)
-        slo_ms = state.get("slo_ms")
-        if slo_ms is not None and path in ENDPOINTS:
-            parsed = with_deadline(parsed, time.time() + slo_ms / 1000)
-        request = ForwardRequest(
+        handle = self._handles[route.name]
+        started, slo_ms = time.monotonic(), state.get("slo_ms")
+        deadline = time.time() + slo_ms / 1000 if slo_ms is not None and path in ENDPOINTS else None
+        self._open[route.name] += 1
+        status = 499  # as nginx says it: the client went away before there was an answer
+        length = AnswerLength() if route.predictor and counts_once(parsed) else None
+
+        async def watched_send(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif length is not None:
+                length.feed(message.get("body", b""))
+            await send(message)
+
+        try:
+            predicted = (
+                await self._lengths.predict(route.name, parsed) if path in ENDPOINTS else None
+            )
+            request = self._request(route, path, parsed, state, deadline, predicted)
+            await self._forwarder.forward(request, handle, receive, watched_send)
+            if predicted and length and (tokens := length.tokens):
+                self._lengths.ended(route.name, predicted, tokens)
+        except RequestError as error:
+            status = error.status
+            raise
+        finally:
+            self._open[route.name] -= 1
+            took_s = time.monotonic() - started
+            self._metrics.finished(route.name, path, status, took_s, slo_ms)
+
+    def _request(
+        self,
+        route: ModelRoute,
+        path: str,
+        sent: dict[str, Any],
+        state: Mapping[str, Any],
+        deadline: float | None,
+        predicted: Predicted | None,
+    ) -> ForwardRequest:
+        """A client's request with all that the platform adds to it."""
+        key = state.get("api_key")
+        parsed = self._isolated(sent, key, path)
+        if deadline is not None:
+            parsed = with_deadline(parsed, deadline)
+        if predicted is not None:
+            parsed = with_expected(parsed, predicted.expected)
+        return ForwardRequest(
             model=route.name,
             policy=route.policy,
             path=_ENGINE_PATHS.get(path, path),
@@ -259,26 +309,9 @@ class Gateway:
             parsed=parsed,
             request_id=state["request_id"],
             content_type="application/json",
+            expected_tokens=predicted.prediction.tokens if predicted else None,
+            refuse_after=deadline if key is not None and key.refuse_late else None,
         )
-        started = time.monotonic()
-        self._open[route.name] += 1
-        status = 499  # as nginx says it: the client went away before there was an answer
-
-        async def watched_send(message: Any) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            handle = self._handles[route.name]
-            await self._forwarder.forward(request, handle, receive, watched_send)
-        except RequestError as error:
-            status = error.status
-            raise
-        finally:
-            self._open[route.name] -= 1
-            self._metrics.finished(route.name, path, status, time.monotonic() - started, slo_ms)
 
     def _isolates(self, tenant: str) -> bool:
         return self._kv is not None and tenant in self._kv.isolated_tenants

@@ -13,6 +13,7 @@ from typing import Any
 from loomserve.deployments.background import as_background, refuse_background, refuse_stream
 from loomserve.deployments.base import BatchLine, ModelRoute
 from loomserve.deployments.deadline import refuse_deadline
+from loomserve.deployments.expected_tokens import refuse_expected
 from loomserve.deployments.forward import ForwardRequest
 from loomserve.deployments.kv_request import refuse_kv_transfer
 from loomserve.platform.config import ApiKey, Server
@@ -45,7 +46,10 @@ class LineEndpoint:
             return error.status, json.dumps(error.body()).encode()
 
     def _request(self, line: BatchLine) -> ForwardRequest:
-        for refuse in (refuse_kv_transfer, refuse_deadline, refuse_background, refuse_stream):
+        for refuse in (
+            *(refuse_kv_transfer, refuse_deadline, refuse_background, refuse_expected),
+            refuse_stream,
+        ):
             refuse(line.body)
         key = self._key_named(line.owner)
         route = self._find_route(line.body.get("model"), key)

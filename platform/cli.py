@@ -54,9 +54,11 @@ def config_check(path: ConfigPath) -> None:
     """Say whether a configuration is right; exit with 2 if it is not."""
     from loomserve.platform import catalog
     from loomserve.platform.engine import options
+    from loomserve.platform.lengths.stored import check_predictor
 
     checked = configuration.load(path)
     for model in checked.models:
+        check_predictor(model)
         options.check(model.name, model.engine)
         if not model.source.startswith("demo"):  # checking must not download
             catalog.resolve(model.source, path.parent)

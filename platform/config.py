@@ -222,6 +222,14 @@ class Scheduling(_Node):
     )
 
 
+class Lengths(_Node):
+    """Predictions of how long answers will be, for queues, routing and refusals."""
+
+    predictor: Name = Field(
+        description="The name given to loomserve lengths train; one predictor for each model."
+    )
+
+
 class Lending(_Node):
     """Attention of hot models on cold models' engines, in whose memory their KV lies (Weaver)."""
 
@@ -332,6 +340,9 @@ class Model(_Node):
     )
     scheduling: Scheduling = Field(
         default_factory=Scheduling, description="Who is served first, and who makes room how."
+    )
+    lengths: Lengths | None = Field(
+        None, description="Predict its answers' lengths; null: a request may be as long as it may."
     )
     roles: Roles | None = Field(
         None, description="Separate prefill from decode; null: every replica does both."
@@ -469,6 +480,11 @@ class ApiKey(_Node):
     )
     max_concurrent: Annotated[int, Field(ge=1)] | None = Field(
         None, description="More requests than this at once are answered 429."
+    )
+    refuse_late: bool = Field(
+        False,
+        description="Answer 429 at once where a request is predicted to miss its x-slo-ms; of "
+        "models with lengths.",
     )
 
 
@@ -641,8 +657,19 @@ class Config(_Node):
         _refuse_duplicates("devices", [device.name for device in self.devices])
         # Serve application names are made of model names with "/" replaced.
         _refuse_duplicates("models", [model.name.replace("/", "--") for model in self.models])
+        predictors: dict[str, str] = {}
         for index, model in enumerate(self.models):
             self._check_model_devices(index, model)
+            if model.lengths is None:
+                continue
+            name = model.lengths.predictor
+            if name in predictors:
+                raise _FieldError(
+                    f"models {predictors[name]!r} and {model.name!r} both name it: answers of two "
+                    "models differ in length, so train a predictor for each",
+                    *("models", index, "lengths", "predictor"),
+                )
+            predictors[name] = model.name
         owner: dict[tuple[str, int], str] = {}
         for index, device in enumerate(self.devices):
             places = [("cores", core) for core in device.cores]

@@ -27,6 +27,7 @@ from loomserve.platform import catalog
 from loomserve.platform.batch.folder import BatchFolder, batch_folder
 from loomserve.platform.config import Config
 from loomserve.platform.errors import StartError
+from loomserve.platform.lengths.stored import check_predictor
 from loomserve.platform.memory import plan_replicas
 from loomserve.platform.placement.configured import stages_of
 from loomserve.platform.state import ModelState, ModelStatus, State
@@ -127,6 +128,7 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
     """
     weights: dict[str, int] = {}
     for model in config.models:
+        check_predictor(model)
         path = catalog.resolve(model.source, base, progress=say)
         weights[model.name] = catalog.weight_bytes(path) if isinstance(path, Path) else 0
         if model.pipeline is not None:

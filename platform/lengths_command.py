@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from loomserve.platform import catalog
-from loomserve.platform.demo_models import cache_folder
 from loomserve.platform.errors import ConfigError
 from loomserve.platform.lengths.samples import read_all
 
@@ -41,17 +40,6 @@ Column = Annotated[
 ]
 
 
-def folder_of(name: str) -> Path:
-    """Where a predictor's versions are: ``lengths/NAME`` in the user's cache folder.
-
-    Raises:
-        ConfigError: the name would lead elsewhere.
-    """
-    if not name or name.startswith(".") or "/" in name:
-        raise ConfigError(f"--name {name!r}: give a plain name, such as the served model's")
-    return cache_folder() / "lengths" / name
-
-
 @lengths.command()
 def train(
     files: Files,
@@ -63,8 +51,12 @@ def train(
     """Train a predictor, and make it the current version of that name."""
     if kind not in ("magnus", "uellm"):
         raise ConfigError(f"--kind {kind!r}: write magnus or uellm")
+    from loomserve.platform.lengths.embedding import TokenEmbeddings
+    from loomserve.platform.lengths.stored import folder_of, remember_embeddings
+
     folder = folder_of(name)
-    table = _embeddings(embeddings)
+    model_folder = _model_folder(embeddings)
+    table = TokenEmbeddings(model_folder)
     samples = read_all(files, table.tokens, model)
     # Only here: scikit-learn takes seconds to import.
     from loomserve.platform.lengths import split, training
@@ -73,6 +65,7 @@ def train(
     folds = [split.fold(g, 5) for g in split.groups([sample.query for sample in samples])]
     fitted, learnt = training.train(kind, samples, folds, table, calibrate_on=0)
     version = Versions(folder).publish(fitted, learnt)
+    remember_embeddings(folder, model_folder)
     _say(
         f"{len(samples)} samples, of which {len(samples) - len(learnt.rows)} calibrated the "
         f"interval; version {version.number} is current in {folder}"
@@ -126,10 +119,14 @@ def tables(scores: Sequence[Score]) -> Iterator[Table]:
 def _embeddings(source: str) -> TokenEmbeddings:
     from loomserve.platform.lengths.embedding import TokenEmbeddings
 
+    return TokenEmbeddings(_model_folder(source))
+
+
+def _model_folder(source: str) -> Path:
     folder = catalog.resolve(source, Path(), progress=_say)
     if isinstance(folder, str):
         raise ConfigError(f"--embeddings {source!r}: give a model's folder, or demo")
-    return TokenEmbeddings(folder)
+    return folder
 
 
 def _say(text: str) -> None:

@@ -29,6 +29,14 @@ class SchedulingState(_Snapshot):
     swap_time_error: float | None = Field(description="The same of predicted swap times.")
 
 
+class Pace(_Snapshot):
+    """How fast an engine served the requests that ended lately, as its load then was."""
+
+    prefill_token_s: float = Field(description="Time for each prompt token that was computed.")
+    output_token_s: float = Field(description="Mean time between two tokens of an answer.")
+    request_s: float = Field(description="Mean time from a request's start to its end.")
+
+
 class ReplicaLoad(_Snapshot):
     """What an engine measured about itself."""
 
@@ -43,6 +51,7 @@ class ReplicaLoad(_Snapshot):
         None,
         description="Mean of recent requests: time in the engine over time since first scheduled.",
     )
+    pace: Pace | None = Field(None, description="None before a request has ended.")
     scheduling: SchedulingState | None = Field(
         None, description="None for an engine without the KV store."
     )

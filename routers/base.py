@@ -29,15 +29,17 @@ class RoutingPayload:
     """The prompt's text, or the list of chat messages as the client sent them."""
     prompt_tokens: int = 0
     """Estimate of the prompt's length."""
-    max_tokens: int = 0
-    """The most tokens the request may generate."""
+    output_tokens: int = 0
+    """The tokens that the request is expected to generate; the most it may, if nobody predicts."""
     exclude: frozenset[str] = frozenset()
     """Ids of replicas that just failed this request."""
+    chosen: list[Replica] = field(default_factory=list, compare=False)
+    """The router appends what it knew of the replica that it chose, without this request."""
 
     @property
     def tokens(self) -> int:
-        """KV cache the request may come to need, in tokens."""
-        return self.prompt_tokens + self.max_tokens
+        """KV cache the request is expected to come to need, in tokens."""
+        return self.prompt_tokens + self.output_tokens
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ class PrefixAwareRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
         if text:
             matched = await self._ask_prefix_tree(candidate_replicas, eligible, pending_request)
             decision = matched or decision
-        book(payload, decision, self._model, "prefix_aware")
+        book(payload, eligible, decision, self._model, "prefix_aware")
         answer = ranks(candidate_replicas, eligible, decision)
         if text:
             # Not awaited: one caller's calls to an actor run in order, so the next request sees it.

@@ -62,7 +62,7 @@ class LoomRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         if decision is None:
             return []
         if payload is not None:
-            book(payload, decision, self._model, self._policy)
+            book(payload, eligible, decision, self._model, self._policy)
         return ranks(candidate_replicas, eligible, decision)
 
     def _pick(self) -> Pick:
@@ -101,9 +101,12 @@ def _stats(replica: RunningReplica) -> RoutingStats | None:
     return RoutingStats.model_validate(replica.routing_stats) if replica.routing_stats else None
 
 
-def book(payload: RoutingPayload, decision: Decision, model: str, policy: str) -> None:
+def book(
+    payload: RoutingPayload, eligible: list[Replica], decision: Decision, model: str, policy: str
+) -> None:
     """Raise the chosen replica's load by the request's estimate, and count the decision."""
     ledger = in_flight.IN_FLIGHT
+    payload.chosen.append(next(one for one in eligible if one.id == decision.replica_id))
     ledger.started(payload.booking, decision.replica_id, payload.tokens, time.time())
     ledger.decided(model, policy, decision.reason)
 

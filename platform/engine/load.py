@@ -8,13 +8,18 @@ from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
+from vllm.v1.metrics.stats import (
+    FinishedRequestStats,
+    IterationStats,
+    MultiModalCacheStats,
+    SchedulerStats,
+)
 
 from loomserve.platform.engine.scheduling_stats import SCHEDULING
 from loomserve.platform.engine.turnaround import Turnaround
-from loomserve.platform.state import ReplicaLoad, SchedulingState
+from loomserve.platform.state import Pace, ReplicaLoad, SchedulingState
 
-# Weight of the newest step in the moving mean: about the last twenty steps count.
+# Weight of the newest step or request in the moving means: about the last twenty count.
 _NEWEST = 0.1
 # Two statistics further apart than this do not frame one step: the engine was idle between them.
 _LONGEST_STEP_S = 5.0
@@ -31,6 +36,7 @@ class LoadMeter:
         self._step_time_s = 0.0
         self._last_step_at: float | None = None
         self._scheduling: dict[str, Any] | None = None
+        self._served = _Means()
 
     def step(self, running: int, waiting: int, kv_cache_usage: float, now: float) -> None:
         """Take in one step's statistics; ``now`` is monotonic seconds."""
@@ -45,6 +51,18 @@ class LoadMeter:
         """Take in what the engine's own scheduler says of itself: a :class:`SchedulingState`."""
         self._scheduling = figures
 
+    def finished(self, request: FinishedRequestStats) -> None:
+        """Take in what vLLM measured of a request that has ended."""
+        computed = max(1, request.num_prompt_tokens - request.num_cached_tokens)
+        self._served.take(
+            prefill_s=request.prefill_time,
+            computed=computed,
+            decode_s=request.decode_time,
+            # The first token comes with the prefill.
+            decoded=max(0, request.num_generation_tokens - 1),
+            request_s=request.inference_time,
+        )
+
     def read(self, turnaround: Turnaround) -> ReplicaLoad:
         scheduling = self._scheduling
         return ReplicaLoad(
@@ -54,6 +72,7 @@ class LoadMeter:
             step_time_s=self._step_time_s,
             oldest_waiting_s=turnaround.oldest_waiting_s(time.monotonic()),
             weighted_turnaround=turnaround.mean_weighted_turnaround,
+            pace=self._served.pace,
             scheduling=SchedulingState.model_validate(scheduling) if scheduling else None,
             measured_at=self._wall_clock(),
         )
@@ -61,6 +80,29 @@ class LoadMeter:
     def stat_logger(self, vllm_config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
         """The factory that vLLM calls once for each engine core."""
         return _LoadLogger(self, vllm_config, engine_index)
+
+
+class _Means:
+    """Moving means of requests that have ended; their ratios weigh long ones as they count."""
+
+    def __init__(self) -> None:
+        self._means: dict[str, float] = {}
+
+    def take(self, **measured: float) -> None:
+        for name, value in measured.items():
+            mean = self._means.setdefault(name, value)
+            self._means[name] = mean + _NEWEST * (value - mean)
+
+    @property
+    def pace(self) -> Pace | None:
+        means = self._means
+        if not means.get("decoded"):
+            return None
+        return Pace(
+            prefill_token_s=means["prefill_s"] / means["computed"],
+            output_token_s=means["decode_s"] / means["decoded"],
+            request_s=means["request_s"],
+        )
 
 
 class _LoadLogger(StatLoggerBase):  # type: ignore[misc]
@@ -74,6 +116,8 @@ class _LoadLogger(StatLoggerBase):  # type: ignore[misc]
         mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
+        for request in iteration_stats.finished_requests if iteration_stats else ():
+            self._meter.finished(request)
         if scheduler_stats is not None:
             self._meter.step(
                 scheduler_stats.num_running_reqs,

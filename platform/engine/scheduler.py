@@ -209,7 +209,8 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         to_compute = request.num_tokens - done
         chunk = self.max_num_scheduled_tokens
         prefill_s = self.step_times.prefill_s(to_compute, chunk) if to_compute > 1 else 0.0
-        return prefill_s + (answer - request.num_output_tokens) * self._token_s
+        to_generate: int = answer - request.num_output_tokens
+        return prefill_s + to_generate * self._token_s
 
     def _note_pace(self, seconds: float) -> None:
         mean = self._mean_step_s

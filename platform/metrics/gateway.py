@@ -128,6 +128,20 @@ class GatewayMetrics:
         """An engine could not be reached, or died while it worked on a request."""
         self._model(model).engine_failures.inc()
 
+    def length_predicted(self, model: str, outcome: str) -> None:
+        """A length was asked for: it was ``made``, came too ``late``, or ``failed``."""
+        self._model(model).length_predictions[outcome].inc()
+
+    def length_observed(self, model: str, error_tokens: float) -> None:
+        """An answer whose length was predicted ended by itself, so many tokens off."""
+        metrics = self._model(model)
+        metrics.length_observed.inc()
+        metrics.length_error.inc(error_tokens)
+
+    def refused_late(self, model: str) -> None:
+        """A request was refused, for it was predicted to miss its deadline."""
+        self._model(model).refused_late.inc()
+
     def _model(self, name: str) -> _ModelMetrics:
         return self._models.get(name, self._unknown)
 
@@ -200,6 +214,30 @@ class _ModelFamilies:
             ["model", "met"],
             registry=registry,
         )
+        self.length_predictions = Counter(
+            "loomserve_length_predictions",
+            "Lengths of answers that were asked for, by what came of it.",
+            ["model", "outcome"],
+            registry=registry,
+        )
+        self.length_observed = Counter(
+            "loomserve_length_observed",
+            "Predicted answers that ended by themselves and told their length.",
+            ["model"],
+            registry=registry,
+        )
+        self.length_error = Counter(
+            "loomserve_length_error_tokens",
+            "Sum over those of the predicted length's absolute error.",
+            ["model"],
+            registry=registry,
+        )
+        self.refused_late = Counter(
+            "loomserve_refused_late",
+            "Requests refused because they were predicted to miss their deadline.",
+            ["model"],
+            registry=registry,
+        )
 
 
 class _ModelMetrics:
@@ -221,6 +259,13 @@ class _ModelMetrics:
             True: families.slo_met.labels(model, "true"),
             False: families.slo_met.labels(model, "false"),
         }
+        self.length_predictions = {
+            outcome: families.length_predictions.labels(model, outcome)
+            for outcome in ("made", "late", "failed")
+        }
+        self.length_observed = families.length_observed.labels(model)
+        self.length_error = families.length_error.labels(model)
+        self.refused_late = families.refused_late.labels(model)
 
     def requests(self, endpoint: str, status: int) -> Counter:
         counter = self._requests.get((endpoint, status))

@@ -15,7 +15,7 @@ from vllm.v1.engine import (
     FinishReason,
 )
 from vllm.v1.engine.output_processor import OutputProcessor
-from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
 from loomserve.platform.engine.load import LoadMeter
 from loomserve.platform.engine.prefill_decode import FirstOutputs
@@ -153,3 +153,27 @@ def test_the_load_tells_what_the_scheduler_and_the_queue_said_last(turnaround: T
     assert load.scheduling.model_dump() == SCHEDULING
     assert load.weighted_turnaround == 4
     assert 60 <= load.oldest_waiting_s < 120
+
+
+def test_the_load_tells_the_pace_of_requests_that_have_ended(turnaround: Turnaround) -> None:
+    meter = LoadMeter()
+    logger = meter.stat_logger(None)
+    iteration = IterationStats()
+    logger.record(None, iteration)
+    assert meter.read(turnaround).pace is None
+    ended = FinishedRequestStats(
+        finish_reason=FinishReason.STOP,
+        num_prompt_tokens=120,
+        num_cached_tokens=20,
+        num_generation_tokens=41,
+        prefill_time=0.5,
+        decode_time=2.0,
+        inference_time=2.5,
+    )
+    iteration.finished_requests = [ended, ended]
+    logger.record(None, iteration)
+    pace = meter.read(turnaround).pace
+    assert pace is not None
+    assert pace.prefill_token_s == pytest.approx(0.005)
+    assert pace.output_token_s == pytest.approx(0.05)
+    assert pace.request_s == pytest.approx(2.5)

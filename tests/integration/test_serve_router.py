@@ -122,7 +122,7 @@ def test_a_burst_that_arrives_at_once_is_spread(load_aware: tuple[DeploymentHand
         everyone = asyncio.Barrier(9)
 
         async def one() -> str:
-            async with routed(handle, prompt_tokens=10, max_tokens=5) as replica_id:
+            async with routed(handle, prompt_tokens=10, output_tokens=5) as replica_id:
                 await everyone.wait()
                 await everyone.wait()
                 return replica_id

@@ -385,3 +385,23 @@ def test_what_is_said_of_scheduling_reaches_the_engine() -> None:
         swap_bytes=8 * 2**20,
         chunked_recompute=False,
     )
+
+
+def test_a_model_names_the_predictor_of_its_answers_and_no_two_share_one() -> None:
+    named = GOOD.replace("    replicas: 2", "    replicas: 2\n    lengths: {predictor: hot-v1}")
+    config = parse(named)
+    assert [m.lengths and m.lengths.predictor for m in config.models] == ["hot-v1", None]
+    twice = named.replace(
+        "    kvstore_quota", "    lengths: {predictor: hot-v1}\n    kvstore_quota"
+    )
+    with pytest.raises(
+        ConfigError, match=r"models\[1\].lengths.predictor: models 'hot' and 'cold'"
+    ):
+        parse(twice)
+    with pytest.raises(ConfigError, match=r"models\[0\].lengths.predictor"):
+        parse(named.replace("hot-v1", "../elsewhere"))
+
+
+def test_only_a_key_that_says_so_has_late_requests_refused() -> None:
+    keys = parse(GOOD.replace("name: bob", "name: bob\n      refuse_late: true")).server.api_keys
+    assert [key.refuse_late for key in keys] == [False, True]

@@ -13,8 +13,8 @@ from loomserve.platform.errors import ConfigError
 from loomserve.platform.lengths.embedding import TokenEmbeddings
 from loomserve.platform.lengths.prediction import LengthQuery
 from loomserve.platform.lengths.predictor import TrainedPredictor
+from loomserve.platform.lengths.stored import folder_of
 from loomserve.platform.lengths.versions import Versions
-from loomserve.platform.lengths_command import folder_of
 from tests.unit import lengths_folder
 
 

@@ -93,6 +93,9 @@ def use_everything(metrics: GatewayMetrics) -> None:
     metrics.engine_failed("chat")
     metrics.rejected("unauthorized")
     metrics.set_decisions({("chat", "load_aware", "coolest"): 3})
+    metrics.length_predicted("chat", "made")
+    metrics.length_observed("chat", 1.0)
+    metrics.refused_late("chat")
 
 
 @pytest.mark.parametrize(
@@ -111,6 +114,10 @@ def use_everything(metrics: GatewayMetrics) -> None:
         ("loomserve_engine_failures_total", {"model": "chat"}),
         ("loomserve_slo_deadline_seconds_bucket", {"model": "chat", "le": "2.0"}),
         ("loomserve_slo_met_total", {"model": "chat", "met": "true"}),
+        ("loomserve_length_predictions_total", {"model": "chat", "outcome": "made"}),
+        ("loomserve_length_observed_total", {"model": "chat"}),
+        ("loomserve_length_error_tokens_total", {"model": "chat"}),
+        ("loomserve_refused_late_total", {"model": "chat"}),
     ],
 )
 def test_each_event_is_counted_once_under_its_labels(
