@@ -167,13 +167,15 @@ class _Progress:
     def most_tokens(self) -> int:
         return self.request.prompt_tokens + self.request.max_tokens
 
-    def queued(self, costs: Costs) -> QueuedRequest:
+    def queued(self, costs: Costs, *, timed: bool) -> QueuedRequest:
+        """``timed``: the queue looks at the predicted time to finish."""
         expected, answer = self.request.expected, self.request.max_tokens
         left_s = 0.0
         if expected is not None:
             answer = expected.answer(self.generated, answer)
-            left_s = costs.recompute_s(self.tokens - self.computed)
-            left_s += costs.token_s * (answer - self.generated)
+            if timed:
+                left_s = costs.recompute_s(self.tokens - self.computed)
+                left_s += costs.token_s * (answer - self.generated)
         return QueuedRequest(
             arrived_s=self.request.arrived_s,
             tokens=self.tokens,
@@ -256,11 +258,15 @@ class Simulator:
             return
 
         def key(one: _Progress) -> tuple[float, float, str]:
-            priority = self._priority(one.queued(self._costs), now)
-            return -priority, one.request.arrived_s, one.request.name
+            return -self._priority_of(one, now), one.request.arrived_s, one.request.name
 
         self._waiting = deque(sorted(self._waiting, key=key))
         self._running.sort(key=key)
+
+    def _priority_of(self, one: _Progress, now: float) -> float:
+        return self._priority(
+            one.queued(self._costs, timed=self._policies.queue == "deadline"), now
+        )
 
     def _allowed(self, now: float) -> tuple[list[_Progress], list[_Progress]]:
         """Those that may run in this step, and those that may start in it, in their order."""
@@ -289,7 +295,7 @@ class Simulator:
 
     def _candidate(self, one: _Progress, now: float) -> Candidate:
         return Candidate(
-            priority=self._priority(one.queued(self._costs), now),
+            priority=self._priority_of(one, now),
             blocks=self._limits.blocks_for(one.computed + 1 if one.swap_bytes else one.tokens),
             most_blocks=self._limits.blocks_for(one.most_tokens),
             swapped=one.swap_bytes > 0,
