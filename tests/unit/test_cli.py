@@ -14,7 +14,7 @@ import yaml
 
 from loomserve.platform import cli, launch
 from loomserve.platform.config import load
-from loomserve.platform.errors import StartError
+from loomserve.platform.errors import ConfigError, StartError
 
 DEVICES = [{"name": "core0", "kind": "cpu", "cores": [0]}]
 MODEL = {"name": "m", "source": "demo", "devices": ["core0"], "engine": {"enforce_eager": True}}
@@ -144,3 +144,14 @@ def test_a_model_is_checked_against_vllms_own_options(
     path = write(tmp_path, models=[{**MODEL, "engine": {"max_modell_len": 5}}])
     assert run(monkeypatch, "config", "check", str(path)) == 2
     assert "did you mean 'max_model_len'?" in capsys.readouterr().err
+
+
+def test_a_predictor_that_was_not_trained_is_told_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path / "home"))
+    path = write(tmp_path, models=[{**MODEL, "lengths": {"predictor": "chat-v1"}}])
+    with pytest.raises(ConfigError, match="loomserve lengths train FILES --name chat-v1"):
+        launch.plan(load(path), tmp_path, print)
+    assert run(monkeypatch, "config", "check", str(path)) == 2
+    assert "lengths train FILES --name chat-v1" in capsys.readouterr().err
