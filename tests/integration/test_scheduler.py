@@ -21,6 +21,7 @@ from loomserve.kvstore.server import StoreServer
 from loomserve.platform import catalog
 from loomserve.platform.scheduling.background import BACKGROUND
 from loomserve.platform.scheduling.deadline import DEADLINE
+from loomserve.platform.scheduling.expected import EXPECTED
 from loomserve.platform.scheduling.options import SchedulerOptions
 
 pytestmark = pytest.mark.timeout(600)
@@ -285,6 +286,48 @@ def test_a_deadline_that_nears_is_served_first_and_can_be_ignored(
 
     deadline = ADAPTIVE.model_copy(update={"queue": "deadline"})
     assert place(deadline) <= 15 < place(ADAPTIVE.model_copy(update={"deadlines": False}))
+
+
+def running(engine: SchedulingEngine) -> list[str]:
+    """Names of the requests that run, in the order in which they are served."""
+    return [request.request_id.partition("-")[0] for request in engine.scheduler.running]
+
+
+def test_the_shortest_predicted_answer_is_served_first(engine: SchedulingEngine) -> None:
+    def started(extra: dict[str, Any] | None) -> bool:
+        engine.begin(ADAPTIVE.model_copy(update={"queue": "sjf"}))
+        for at, prompt in enumerate(prompts(39, 18)):
+            engine.add(f"plain-{at}", prompt[:10], max_tokens=20)
+        engine.add("long", prompts(40, 1)[0][:10], max_tokens=40, extra_args=extra)
+        early = engine.finish(steps=2)
+        at_once = "long" in running(engine)
+        assert len(early | engine.finish()) == 19, "it ends although it exceeds its prediction"
+        return at_once
+
+    assert started({EXPECTED: [3.5, 8]})
+    assert not started(None)
+
+
+def test_of_two_deadlines_the_one_with_the_longer_predicted_answer_is_served_first(
+    engine: SchedulingEngine,
+) -> None:
+    def order(**lengths: int) -> list[str]:
+        engine.begin(ADAPTIVE.model_copy(update={"queue": "deadline"}))
+        for name, deadline_s in (("early", 1000.0), ("late", 1001.0)):
+            extra: dict[str, Any] = {DEADLINE: time.time() + deadline_s}
+            if lengths:
+                extra[EXPECTED] = [lengths[name]] * 2
+            engine.add(name, prompts(41, 1)[0][:10], max_tokens=900, extra_args=extra)
+        engine.finish(steps=3)
+        found = running(engine)
+        engine.llm.llm_engine.abort_request(["early", "late"])
+        engine.finish()
+        return found
+
+    assert order() == ["early", "late"]
+    # As long as a step takes more than 1.2 ms.
+    assert order(early=10, late=850) == ["late", "early"]
+    assert not engine.scheduler._expected, "nothing is kept of requests that are gone"
 
 
 def test_resetting_the_prefix_cache_under_running_requests_keeps_nothing_in_swap_space(
