@@ -28,6 +28,7 @@ from yaml.error import MarkedYAMLError
 from yaml.reader import ReaderError
 
 from loomserve.platform.errors import ConfigError
+from loomserve.platform.rebalancing.options import Rebalancing
 
 _SIZE = re.compile(r"^\s*(\d{1,18}(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*$")
 _UNITS = {
@@ -589,6 +590,9 @@ class Config(_Node):
         None, description="The batch lane; without it there are no files and no batches."
     )
     server: Server = Field(default_factory=Server, description="The front door.")
+    rebalancing: Rebalancing = Field(
+        default_factory=Rebalancing, description="What moves from hot devices to cold ones."
+    )
 
     @model_validator(mode="after")
     def _models_fit_the_kv_store(self) -> Config:

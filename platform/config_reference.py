@@ -52,7 +52,7 @@ def _inner_node(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
 
 def _type(annotation: Any, metadata: list[Any]) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
-    if any(isinstance(one, BeforeValidator) and one.func is parse_bytes for one in metadata):
+    if _is_size(metadata):
         return "size such as 512MiB"
     if origin is Annotated:
         flat = FieldInfo.from_annotation(annotation)
@@ -76,6 +76,8 @@ def _bounds(metadata: list[Any]) -> Iterator[str]:
             yield f"> {one.gt}"
         elif isinstance(one, annotated_types.Le):
             yield f"<= {one.le}"
+        elif isinstance(one, annotated_types.Lt):
+            yield f"< {one.lt}"
 
 
 def _default(field: FieldInfo) -> str:
@@ -86,8 +88,12 @@ def _default(field: FieldInfo) -> str:
         return "optional"
     if isinstance(default, tuple | dict):
         return "default empty"
-    if any(isinstance(one, BeforeValidator) for one in field.metadata):
+    if _is_size(field.metadata):
         return f"default {default // 2**20}MiB"
     if default is None or isinstance(default, bool):
         return f"default {str(default).lower().replace('none', 'null')}"
     return f"default {default}"
+
+
+def _is_size(metadata: list[Any]) -> bool:
+    return any(isinstance(one, BeforeValidator) and one.func is parse_bytes for one in metadata)

@@ -1,4 +1,4 @@
-"""What a user may say of rebalancing: a section of the configuration, not yet part of it."""
+"""What a user may say of rebalancing: the section ``rebalancing`` of the configuration."""
 
 from __future__ import annotations
 
@@ -70,6 +70,12 @@ class Rebalancing(BaseModel):
     )
     settle_s: float = Field(
         20.0, ge=0, description="After a plan, before what is measured counts again."
+    )
+
+    folder: str | None = Field(
+        None,
+        description="Where plans and their history are kept, relative to this file; null: a folder "
+        "by server.port in the user's cache folder ($LOOMSERVE_HOME).",
     )
 
     @model_validator(mode="after")
