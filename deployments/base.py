@@ -10,7 +10,13 @@ from loomserve.platform.config import Device, Model
 from loomserve.platform.lending.options import LendingOptions
 from loomserve.platform.roles import Role
 from loomserve.platform.scheduling.options import SchedulerOptions
-from loomserve.platform.state import BorrowingState, LentState, ModelStatus, StageState
+from loomserve.platform.state import (
+    BorrowingState,
+    FootprintState,
+    LentState,
+    ModelStatus,
+    StageState,
+)
 from loomserve.routers.snapshot import RoutingStats
 
 # The Serve applications. A model's application is named after the model, so that it can be loaded,
@@ -76,6 +82,7 @@ class EngineReport(_Message):
     stats: RoutingStats
     borrowing: BorrowingState | None = None
     lent: tuple[LentState, ...] = ()
+    footprint: FootprintState | None = Field(None, description="None before it was measured.")
 
 
 class Peer(_Message):
@@ -130,6 +137,10 @@ class EngineOrders(_Message):
     )
     lenders_off: tuple[str, ...] = Field(
         (), description="Models that an operator does not let it borrow from."
+    )
+    lender_limits: dict[str, int] = Field(
+        default_factory=dict,
+        description="Bytes of KV that it may have with a lender's model, at most; 0: no loan.",
     )
     drain_loans: tuple[str, ...] = Field((), description="Loans of its that are to end.")
     loans: tuple[str, ...] = Field(

@@ -37,6 +37,7 @@ from loomserve.deployments.base import (
     EngineReport,
     EngineSpec,
 )
+from loomserve.deployments.footprint import Footprint, layer_bytes
 from loomserve.deployments.http_server import HttpServer, listen
 from loomserve.deployments.loan_endpoint import LoanEndpoint
 from loomserve.deployments.loans import LoanKeeper
@@ -90,6 +91,19 @@ class MeteredEngine(VLLMEngine):  # type: ignore[misc]
     def max_model_len(self) -> int:
         return int(self._engine_client.model_config.max_model_len)
 
+    def facts(self, path: str, borrowed_bytes: int, kv_bytes: int) -> dict[str, int]:
+        """What never changes of a :class:`loomserve.platform.state.FootprintState`."""
+        config = self.llm.vllm_config
+        model, cache = config.model_config, config.cache_config
+        return {
+            "layers": model.get_total_num_hidden_layers(),
+            "layer_bytes": layer_bytes(path, model.dtype.itemsize),
+            "kv_heads": model.get_total_num_kv_heads(),
+            # A borrower's blocks are numbered beyond its own memory.
+            "block_bytes": (kv_bytes + borrowed_bytes) // max(1, cache.num_gpu_blocks or 0),
+            "block_tokens": cache.block_size,
+        }
+
     def routing_stats(self, role: Role, *, draining: bool) -> RoutingStats:
         config = self.llm.vllm_config
         blocks = config.cache_config.num_gpu_blocks or 0
@@ -141,6 +155,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, llm_config: LLMConfig, spec: dict[str, Any]
     ) -> None:
+        began = time.monotonic()
         self._spec = EngineSpec.model_validate(spec)
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._draining = False
@@ -176,6 +191,16 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         self._address = f"{host}:{sock.getsockname()[1]}"
         self._http = HttpServer(self._app, sock, protocol=HttpToolsProtocol)
         await self._http.start()
+        self._footprint = Footprint(
+            self.engine.facts(
+                self._spec.path,
+                self._spec.lending.borrow_bytes if self._spec.lending else 0,
+                self._spec.model.kv_cache_memory,
+            ),
+            start_s=time.monotonic() - began,
+            on_cpu=self._claim.device.kind == "cpu",
+        )
+        self._measuring = asyncio.create_task(self._footprint.keep())
         self._reporting = asyncio.create_task(self._report_forever())
         self._lending = asyncio.create_task(self._lend_forever())
 
@@ -230,6 +255,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]
             stats=self._stats(),
             borrowing=self._borrowed.state if self._borrowed else None,
             lent=self._lent.lent if self._lent else (),
+            footprint=self._footprint.state,
         )
 
     def _stats(self) -> RoutingStats:
@@ -277,6 +303,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         if hasattr(self, "_http"):
             self._reporting.cancel()
             self._lending.cancel()
+            self._measuring.cancel()
             if self._lent:
                 with contextlib.suppress(Exception):  # the engine may be dead
                     await self._lent.close()

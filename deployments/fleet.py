@@ -71,6 +71,22 @@ class _ReplicaRecord:
         return self.report.borrowing.loans if self.report.borrowing else ()
 
 
+@dataclass(frozen=True)
+class EngineRecord:
+    """
+    Attributes:
+        report: The replica's last.
+        role: As it is told with its next report.
+        lenders: With whom it may keep requests' KV, an operator's switches considered.
+        limits: Of these loans, bytes by the lender's model; those without one have none.
+    """
+
+    report: EngineReport
+    role: Role
+    lenders: tuple[LenderReplica, ...]
+    limits: Mapping[str, int]
+
+
 @dataclass
 class Fleet:
     """Times are monotonic seconds of the caller's one clock."""
@@ -82,6 +98,8 @@ class Fleet:
     _pairs_off: set[tuple[str, str]] = field(default_factory=set)
     """Borrower and lender, where an operator does not want any loan."""
     _loans_to_drain: set[str] = field(default_factory=set)
+    _limits: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
+    """By borrower and its device: bytes that it may have with a lender's model, at most."""
 
     @property
     def models(self) -> list[Model]:
@@ -161,6 +179,12 @@ class Fleet:
             # It may have been told by a controller before this one.
             off = report.borrowing.switched_off
             self._pairs_off |= {(report.model.name, lender) for lender in off}
+            limits = self._limits.setdefault((report.model.name, report.device), {})
+            limits |= {
+                lender: most
+                for lender, most in report.borrowing.limits.items()
+                if lender not in limits
+            }
         replica = self._replicas[report.replica_id] = _ReplicaRecord(report, now, draining)
         record = self._models.get(report.model.name)
         if record is None:
@@ -182,6 +206,7 @@ class Fleet:
                 for lender in lenders_of(report.model, self.models)
                 if (report.model.name, lender) in self._pairs_off
             ),
+            lender_limits=dict(self._limits.get((report.model.name, report.device), {})),
             drain_loans=tuple(
                 loan.name
                 for loan in replica.loans
@@ -218,6 +243,48 @@ class Fleet:
             raise NotFound(f"there is no loan {name!r}; the loans are: {names}")
         # Those of loans that have ended meanwhile are of no use any more.
         self._loans_to_drain = self._loans_to_drain & known | {name}
+
+    def limit_loans(self, replica_id: str, lender: str, most_bytes: int | None) -> None:
+        """What a replica may have with a lender's model, also for replicas after it on its device.
+
+        Raises:
+            NotFound: no replica of that id has reported.
+        """
+        report = self._replica(replica_id).report
+        limits = self._limits.setdefault((report.model.name, report.device), {})
+        if most_bytes is None:
+            limits.pop(lender, None)
+        else:
+            limits[lender] = most_bytes
+
+    def loan_limits(self, replica_id: str) -> dict[str, int]:
+        """
+        Raises:
+            NotFound: no replica of that id has reported.
+        """
+        report = self._replica(replica_id).report
+        return dict(self._limits.get((report.model.name, report.device), {}))
+
+    def engine_records(self, now: float) -> tuple[EngineRecord, ...]:
+        """Live replicas, for those who decide what moves between them."""
+        return tuple(
+            EngineRecord(
+                report=replica.report,
+                role=self._role(record, replica.report),
+                lenders=tuple(self._lenders(replica, now)),
+                limits=self.loan_limits(replica.report.replica_id),
+            )
+            for name, record in self._models.items()
+            for replica in self._live(name, now)
+        )
+
+    def model_targets(self) -> dict[str, int]:
+        """How many replicas there should be of each model that is not being unloaded."""
+        return {
+            name: record.target_replicas
+            for name, record in self._models.items()
+            if record.unload_deadline is None
+        }
 
     def lending_state(self, now: float) -> LendingState:
         return LendingState(
@@ -265,6 +332,8 @@ class Fleet:
             said = replica.report.borrowing
             if said is not None and lender in said.problems:
                 return said.problems[lender]
+            if self._limits.get((borrower, replica.report.device), {}).get(lender) == 0:
+                return "a plan moved home what lay there, and lets nothing go there"
             if not any(self._may_lend(other, replica) for other in self._live(lender, now)):
                 return f"no other device of {replica.report.device}'s node has it ready to lend"
         return None

@@ -59,6 +59,8 @@ class _Loan:
     lender: LenderReplica
     ring: Path
     opened_at: float
+    most_bytes: int | None = None
+    """Of KV that may lie there, as the engine knows it; None: as much as the lender grants."""
     drained_by: float | None = None
     """While it drains: when it is ended whatever lies there."""
 
@@ -129,6 +131,8 @@ class LoanKeeper:
                 await self._bury(loan, now)
             elif loan.drained_by is not None or not self._allowed(loan, self._orders):
                 await self._drain(loan, now)
+            else:
+                await self._limit(loan, self._orders)
         for lender in self._missing(self._orders, now):
             await self._open(lender, now)
         self._look(await self._call("loan_state"), self._orders, now)
@@ -143,6 +147,7 @@ class LoanKeeper:
         return (
             self._missed[loan.lender.id] < _MISSES
             and loan.lender.model not in orders.lenders_off
+            and orders.lender_limits.get(loan.lender.model) != 0
             and loan.name not in orders.drain_loans
         )
 
@@ -153,6 +158,7 @@ class LoanKeeper:
             lender
             for lender in orders.lenders
             if lender.model not in has
+            and orders.lender_limits.get(lender.model) != 0
             and (lender.id not in self._backoffs or self._backoffs[lender.id].until <= now)
         ]
         return missing[: self._most - len(self._loans)]
@@ -174,8 +180,16 @@ class LoanKeeper:
             self._back_off(lender, now)
             await self._give_back(lender, name, ring)
         else:
-            self._loans[name] = _Loan(name, side, lender, ring, now)
+            loan = self._loans[name] = _Loan(name, side, lender, ring, now)
+            if self._orders is not None:
+                await self._limit(loan, self._orders)
             self._problems.pop(lender.model, None)
+
+    async def _limit(self, loan: _Loan, orders: EngineOrders) -> None:
+        most = orders.lender_limits.get(loan.lender.model)
+        if loan.most_bytes != most:
+            await self._call("limit_loan", loan.side, most)
+            loan.most_bytes = most
 
     async def _drain(self, loan: _Loan, now: float) -> None:
         if loan.drained_by is None:
@@ -243,6 +257,7 @@ class LoanKeeper:
                 if lender.model in self._problems
             },
             switched_off=orders.lenders_off,
+            limits=orders.lender_limits,
         )
 
     def _state(self, loan: _Loan, figures: Mapping[str, Any], now: float) -> LoanState:

@@ -37,6 +37,31 @@ class Pace(_Snapshot):
     request_s: float = Field(description="Mean time from a request's start to its end.")
 
 
+class WorkState(_Snapshot):
+    """What an engine has done since it started; two of them tell what a while took."""
+
+    prefill_s: float = Field(description="Seconds that prompts took.")
+    attention_s: float = Field(description="Seconds that decoding's attention took.")
+    linear_s: float = Field(description="Seconds that all else in decoding took.")
+    tokens: int = Field(description="Whose KV was written, of prompts and generated.")
+
+
+class FootprintState(_Snapshot):
+    """What an engine is made of, and what it takes."""
+
+    layers: int
+    layer_bytes: int = Field(description="Weights of a layer; 0 where its files tell nothing.")
+    kv_heads: int = Field(description="Of a layer.")
+    block_bytes: int = Field(description="Of a KV block, all layers.")
+    block_tokens: int
+    memory_bytes: int | None = Field(
+        description="Its processes' own memory, KV included; None on a GPU, where nobody measures."
+    )
+    memory_measured_at: float = Field(description="Unix time, seconds.")
+    start_s: float = Field(description="That it took from its first line until it served.")
+    ready_at: float = Field(description="When that was: Unix time, seconds.")
+
+
 class ReplicaLoad(_Snapshot):
     """What an engine measured about itself."""
 
@@ -55,6 +80,7 @@ class ReplicaLoad(_Snapshot):
     scheduling: SchedulingState | None = Field(
         None, description="None for an engine without the KV store."
     )
+    work: WorkState | None = Field(None, description="None for an engine that counts none.")
     measured_at: float = Field(description="Unix time of the measurement, seconds.")
 
 
@@ -95,6 +121,10 @@ class BorrowingState(_Snapshot):
         description="Of each lender without a loan: why the last attempt failed."
     )
     switched_off: tuple[str, ...] = Field(description="Lenders that an operator switched off.")
+    limits: dict[str, int] = Field(
+        default_factory=dict,
+        description="Bytes of KV that a plan lets it have, at most, by the lender's model.",
+    )
 
 
 class SplitState(_Snapshot):

@@ -25,6 +25,7 @@ from loomserve.platform.engine.block_sides import (
     OWN,
     SidedBlockPool,
     SidedKVCacheManager,
+    block_bytes,
     borrowed_sides,
 )
 from loomserve.platform.engine.scheduler import AdaptiveScheduler
@@ -54,6 +55,8 @@ class Loan:
     use: State
     usual_delay_s: float = 0.0
     usable: int = 0
+    most: int | None = None
+    """Blocks that may be used however many the lender grants."""
     open: bool = True
     """Whether requests may start there."""
 
@@ -133,6 +136,16 @@ class BorrowingScheduler(AdaptiveScheduler):
         self._follow(self.loans[side])
         return side
 
+    def limit_loan(self, workers: WorkerCall, side: int, most_bytes: int | None) -> None:
+        """Use no more of a loan than so many bytes; None: all that the lender grants.
+
+        What lies beyond moves where there is room, or is computed again.
+        """
+        if side in self.loans:  # else it has just ended by itself
+            blocks = None if most_bytes is None else most_bytes // block_bytes(self.kv_cache_config)
+            self.loans[side].most = blocks
+            self._follow(self.loans[side])
+
     def drain_loan(self, workers: WorkerCall, side: int) -> bool:
         """Start no request there any more; returns whether none is left there.
 
@@ -202,10 +215,13 @@ class BorrowingScheduler(AdaptiveScheduler):
         if loan.use.phase is Phase.EJECT:
             for request in self._running_on(loan.side):
                 self._preempt(request)
-        usable = min(loan.ring.granted, loan.ring.wanted, len(loan.blocks))
+        granted = min(loan.ring.granted, loan.ring.wanted, len(loan.blocks))
+        usable = granted if loan.most is None else min(granted, loan.most)
         if usable != loan.usable:
             self._use(loan, usable)
-            loan.ring.vacated = usable
+        # The lender knows nothing of our own limit, and may keep for us what lies beyond it.
+        if granted != loan.ring.vacated:
+            loan.ring.vacated = granted
 
     def _end_broken(self, loan: Loan) -> None:
         self.broken[loan.ring.closed] += 1

@@ -15,9 +15,10 @@ from vllm.v1.metrics.stats import (
     SchedulerStats,
 )
 
+from loomserve.platform.costs.engine_work import EngineWork
 from loomserve.platform.engine.scheduling_stats import SCHEDULING
 from loomserve.platform.engine.turnaround import Turnaround
-from loomserve.platform.state import Pace, ReplicaLoad, SchedulingState
+from loomserve.platform.state import Pace, ReplicaLoad, SchedulingState, WorkState
 
 # Weight of the newest step or request in the moving means: about the last twenty count.
 _NEWEST = 0.1
@@ -37,10 +38,28 @@ class LoadMeter:
         self._last_step_at: float | None = None
         self._scheduling: dict[str, Any] | None = None
         self._served = _Means()
+        self._work = EngineWork()
 
-    def step(self, running: int, waiting: int, kv_cache_usage: float, now: float) -> None:
+    def step(
+        self,
+        running: int,
+        waiting: int,
+        kv_cache_usage: float,
+        now: float,
+        tokens: IterationStats | None = None,
+    ) -> None:
         """Take in one step's statistics; ``now`` is monotonic seconds."""
         last, self._last_step_at = self._last_step_at, now if running else None
+        if tokens is not None:
+            # After an idle while, the first answers waited for nothing but this step.
+            first_s = max(tokens.time_to_first_tokens_iter, default=0.0)
+            self._work.step(
+                min(first_s if last is None else now - last, _LONGEST_STEP_S),
+                running=running,
+                generated=tokens.num_generation_tokens,
+                computed=tokens.prompt_token_stats.computed,
+                kv_usage=kv_cache_usage,
+            )
         if last is not None and 0 < now - last < _LONGEST_STEP_S:
             took = now - last
             mean = self._step_time_s
@@ -74,6 +93,12 @@ class LoadMeter:
             weighted_turnaround=turnaround.mean_weighted_turnaround,
             pace=self._served.pace,
             scheduling=SchedulingState.model_validate(scheduling) if scheduling else None,
+            work=WorkState(
+                prefill_s=self._work.prefill_s,
+                attention_s=self._work.attention_s,
+                linear_s=self._work.linear_s,
+                tokens=self._work.tokens,
+            ),
             measured_at=self._wall_clock(),
         )
 
@@ -124,6 +149,7 @@ class _LoadLogger(StatLoggerBase):  # type: ignore[misc]
                 scheduler_stats.num_waiting_reqs,
                 scheduler_stats.kv_cache_usage,
                 time.monotonic(),
+                iteration_stats,
             )
             figures = (scheduler_stats.kv_connector_stats or {}).get(SCHEDULING)
             if figures is not None:

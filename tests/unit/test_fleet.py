@@ -331,3 +331,29 @@ def test_the_batch_lane_hears_of_live_replicas_as_they_will_be() -> None:
     assert some.engines(1 + REPORT_EXPIRES_S).models["org/m"].replicas == ()
     some.begin_unload("org/m", 60)
     assert some.engines(1).models["org/m"].replicas == ()
+
+
+def test_a_limit_of_loans_belongs_to_the_device_and_survives_a_new_controller() -> None:
+    some = lending_fleet()
+    some.report(borrowing(), 1)
+    some.limit_loans("h0", "org/cold", 300)
+    assert some.report(borrowing(), 2).lender_limits == {"org/cold": 300}
+    restarted = lending_fleet()
+    assert restarted.report(borrowing(limits={"org/cold": 300}), 3).lender_limits == {
+        "org/cold": 300
+    }
+    restarted.limit_loans("h0", "org/cold", None)
+    # It reports what it was told before.
+    assert not restarted.report(borrowing(limits={"org/cold": 300}), 4).lender_limits
+
+
+def test_those_who_move_work_see_live_engines_with_lenders_and_limits() -> None:
+    some = lending_fleet()
+    some.report(borrowing(loan("c1")), 1)
+    some.limit_loans("h0", "org/cold", 300)
+    records = {each.report.replica_id: each for each in some.engine_records(1)}
+    assert [lender.id for lender in records["h0"].lenders] == ["c1"]
+    assert records["h0"].limits == {"org/cold": 300}
+    assert not records["c1"].lenders
+    some.begin_unload("org/cold", deadline=9)
+    assert some.model_targets() == {"org/hot": 1}

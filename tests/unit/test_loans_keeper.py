@@ -66,6 +66,9 @@ class Hot:
         self.loans[side]["open"] = False
         return not self.loans[side]["requests"]
 
+    def limit_loan(self, side: int, most_bytes: int | None) -> None:
+        self.loans[side]["most_bytes"] = most_bytes
+
     def end_loan(self, side: int) -> None:
         self.loans.pop(side, None)
 
@@ -135,11 +138,14 @@ async def keeping(hot: Hot, folder: Path, most: int = 1) -> AsyncIterator[LoanKe
 
 
 def orders(
-    *lenders: LenderReplica, off: Iterable[str] = (), drain: Iterable[str] = ()
+    *lenders: LenderReplica,
+    off: Iterable[str] = (),
+    drain: Iterable[str] = (),
+    limits: dict[str, int] | None = None,
 ) -> EngineOrders:
     return EngineOrders(
         draining=False, stop_timeout_s=60, role=Role.UNIFIED, peers=(), lenders=lenders,
-        lenders_off=tuple(off), drain_loans=tuple(drain),
+        lenders_off=tuple(off), drain_loans=tuple(drain), lender_limits=limits or {},
     )  # fmt: skip
 
 
@@ -195,6 +201,34 @@ async def test_a_loan_with_a_lender_that_is_switched_off_ends_when_no_request_is
         keeper.learn(orders(lender(cold)))
         await keeper.keep(3)
         assert cold.opened == 2
+
+
+async def test_the_engine_is_told_a_limit_once_and_at_the_opening_of_a_loan(tmp_path: Path) -> None:
+    hot = Hot()
+    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
+        for limit in (300, 300, None):
+            keeper.learn(orders(lender(cold), limits={"cold": limit} if limit else None))
+            await keeper.keep(0)
+            assert [loan.get("most_bytes") for loan in hot.loans.values()] == [limit]
+        assert hot.called.count("limit_loan") == 2
+        assert hot.called.index("limit_loan") == hot.called.index("borrow") + 1
+
+
+async def test_a_limit_of_nothing_drains_the_loan_and_opens_none(tmp_path: Path) -> None:
+    hot = Hot()
+    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
+        keeper.learn(orders(lender(cold)))
+        await keeper.keep(0)
+        keeper.learn(orders(lender(cold), limits={"cold": 0}))
+        await keeper.keep(1)
+        assert keeper.state is not None
+        assert [loan.draining for loan in keeper.state.loans] == [True]
+        next(iter(hot.loans.values()))["requests"] = 0
+        for now in (2, 200):
+            await keeper.keep(now)
+            assert not hot.loans
+        assert keeper.state.limits == {"cold": 0}
+        assert cold.opened == 1
 
 
 async def test_a_loan_that_does_not_empty_is_ended_after_the_timeout(tmp_path: Path) -> None:

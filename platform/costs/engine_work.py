@@ -1,0 +1,74 @@
+"""What an engine's device works on, from the times of its steps: prompts, attention, the rest."""
+
+from __future__ import annotations
+
+import numpy as np
+
+# Of a step's weight, kept at the next one: about the last thousand count.
+_KEPT = 0.999
+_LEAST_STEPS = 30
+# Against features that have not varied yet: then all of a step counts as the constant part.
+_RIDGE = 1e-3
+
+
+class EngineWork:
+    """Sums since the engine started; the difference of two readings is what a while took.
+
+    Steps that only decode are fitted, by least squares, to a constant, the requests and the KV in
+    use. What grows with the KV is attention. A step that also computes prompts takes longer than
+    such a step would, and that is the prompts'.
+
+    Attributes:
+        prefill_s: Seconds that prompts took.
+        attention_s: Seconds that decoding's attention took.
+        linear_s: Seconds that all else in decoding took.
+        tokens: Whose KV was written: of prompts, and generated.
+    """
+
+    def __init__(self) -> None:
+        self.prefill_s = self.attention_s = self.linear_s = 0.0
+        self.tokens = 0
+        self._squares, self._products = np.zeros((3, 3)), np.zeros(3)
+        self._steps = 0
+
+    def step(
+        self, seconds: float, *, running: int, generated: int, computed: int, kv_usage: float
+    ) -> None:
+        """Take in a step.
+
+        Args:
+            seconds: That it took.
+            running: Requests that are in the batch after it.
+            generated: Tokens, first ones included.
+            computed: Tokens of the prompts that it completed.
+            kv_usage: Share of KV memory in use.
+        """
+        self.tokens += generated + computed
+        features = np.array((1.0, generated, kv_usage))
+        decoding, attention = self._predicted(features)
+        # A prompt that is not done yet is in the batch and has no token.
+        if generated and not computed and generated >= running:
+            self._fit(features, seconds)
+            decoding = seconds
+        elif not generated:
+            decoding = 0.0
+        decoding = min(decoding, seconds)
+        self.prefill_s += seconds - decoding
+        self.attention_s += decoding * attention
+        self.linear_s += decoding * (1 - attention)
+
+    def _predicted(self, features: np.ndarray) -> tuple[float, float]:
+        """Seconds of a step that only decodes, and attention's share of it."""
+        if self._steps < _LEAST_STEPS:
+            return 0.0, 0.0
+        penalty = _RIDGE * np.diag(np.maximum(np.diag(self._squares), 1e-12))
+        parts = np.linalg.solve(self._squares + penalty, self._products) * features
+        whole = float(parts.sum())
+        if whole <= 0:
+            return 0.0, 0.0
+        return whole, min(max(float(parts[2]) / whole, 0.0), 1.0)
+
+    def _fit(self, features: np.ndarray, seconds: float) -> None:
+        self._squares = _KEPT * self._squares + np.outer(features, features)
+        self._products = _KEPT * self._products + seconds * features
+        self._steps += 1
