@@ -144,11 +144,5 @@ def _replicas(snapshot: Snapshot, source: str, target: str) -> Iterator[Action]:
             continue
         if engine.model in there:
             yield RemoveReplica(engine=engine.id)
-        elif _next_device(snapshot, engine.model) == target:
+        elif snapshot.next_device(engine.model) == target:
             yield AddReplica(model=engine.model, device=target)
-
-
-def _next_device(snapshot: Snapshot, model: str) -> str | None:
-    """Replicas take devices in the order of the model's list."""
-    taken = {each.device for each in snapshot.of(model)}
-    return next((each for each in snapshot.model(model).devices if each not in taken), None)

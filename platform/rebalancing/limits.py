@@ -15,7 +15,7 @@ from loomserve.platform.rebalancing.actions import (
 from loomserve.platform.rebalancing.effects import loan_between, whole
 from loomserve.platform.rebalancing.forecast import route, tpot_ratio
 from loomserve.platform.rebalancing.options import Rebalancing
-from loomserve.platform.rebalancing.snapshot import Part, Snapshot, compute_share
+from loomserve.platform.rebalancing.snapshot import Engine, Part, Snapshot, compute_share
 
 
 class Reason(StrEnum):
@@ -54,14 +54,16 @@ def unable(snapshot: Snapshot, action: Action, options: Rebalancing) -> Refusal 
             return _with_loans(snapshot, engine.model)
         case AddReplica():
             model = snapshot.model(action.model)
-            taken = any(each.device == action.device for each in snapshot.of(model.name))
-            if model.replica is None or action.device not in model.devices or taken:
+            if model.replica is None or action.device != snapshot.next_device(model.name):
                 return Refusal(Reason.NOT_MOVABLE, f"no replica may be added on {action.device}")
             return _with_loans(snapshot, model.name)
         case RemoveReplica():
-            model = snapshot.model(snapshot.engine(action.engine).model)
-            if model.replica is None or len(snapshot.of(model.name)) < 2:
+            leaving = snapshot.engine(action.engine)
+            model = snapshot.model(leaving.model)
+            if model.replica is None or len(snapshot.of(model.name)) <= model.least:
                 return Refusal(Reason.NOT_MOVABLE, f"{model.name} has no replica to spare")
+            if not leaving.newest:
+                return Refusal(Reason.NOT_MOVABLE, f"of {model.name} the newest replica goes first")
             return _with_loans(snapshot, model.name)
 
 
@@ -78,6 +80,10 @@ def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Ref
         most = whole(engine, move.part) - (move.part is not Part.REQUESTS)
         if move.amount > most or engine.device == lender.device:
             return Refusal(Reason.NOT_MOVABLE, f"{engine.id} has {most} {move.part} to move")
+        if move.part is Part.REQUESTS and not _may_have_requests(lender, engine):
+            return Refusal(
+                Reason.NOT_MOVABLE, f"{engine.id} has no limit with {lender.id} to be raised"
+            )
         if snapshot.lent(lender.id) or snapshot.guests(engine.id):
             return Refusal(Reason.HAS_LOANS, f"{lender.id} borrows or {engine.id} lends")
     nodes = {snapshot.device(each.device).node for each in (engine, lender)}
@@ -87,6 +93,10 @@ def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Ref
     if not 0 <= snapshot.at_s - link.measured_at_s <= options.links_stale_after_s:
         return Refusal(Reason.NO_LINK, f"{link.source} to {link.target} was measured too long ago")
     return None
+
+
+def _may_have_requests(lender: Engine, engine: Engine) -> bool:
+    return engine.lenders is None or lender.id in engine.lenders
 
 
 def _with_loans(snapshot: Snapshot, model: str) -> Refusal | None:

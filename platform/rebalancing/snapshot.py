@@ -66,6 +66,8 @@ class Engine:
         realloc_s: To lay its KV out anew (measured).
         drain_s: Until what it has begun is done: the mean time of a request.
         movable: What its mechanisms can move; none until there are any.
+        lenders: Engines to which its requests can be moved; None: any.
+        newest: Whether it is its model's last, which is the first to go where there are fewer.
     """
 
     id: str
@@ -89,6 +91,8 @@ class Engine:
     realloc_s: float = 0.0
     drain_s: float = 0.0
     movable: frozenset[Part] = frozenset()
+    lenders: frozenset[str] | None = None
+    newest: bool = True
     measured_at_s: float
 
     @property
@@ -131,6 +135,7 @@ class Model:
     Attributes:
         devices: Where replicas may run, in the order in which they are used.
         replicas: How many there should be.
+        least: How few there may be.
         replica_bytes: What one more takes of a device's memory, its KV included.
         replica: One as it would be, without work; None if replicas may not come and go.
         start_s: Until one serves (measured).
@@ -141,6 +146,7 @@ class Model:
     devices: tuple[str, ...]
     replicas: int
     replica_bytes: int
+    least: int = 1
     replica: Engine | None = None
     start_s: float = 0.0
     roles: bool = False
@@ -199,6 +205,11 @@ class Snapshot:
     def lent(self, engine: str) -> list[Loan]:
         """What of the engine is elsewhere."""
         return [each for each in self.loans if each.engine == engine]
+
+    def next_device(self, model: str) -> str | None:
+        """Where one more replica would start: they take devices in the order of the list."""
+        taken = {each.device for each in self.of(model)}
+        return next((each for each in self.model(model).devices if each not in taken), None)
 
     def idle_kv(self, engine: Engine) -> int:
         """Bytes of its KV memory that neither its requests nor guests use."""

@@ -40,7 +40,8 @@ PURE = ("routers/base.py", "routers/load_aware.py", "routers/round_robin.py",
         "platform/rebalancing/limits.py", "platform/rebalancing/migration.py",
         "platform/rebalancing/options.py", "platform/rebalancing/planner.py",
         "platform/rebalancing/plans.py", "platform/rebalancing/protocol.py",
-        "platform/rebalancing/snapshot.py")  # fmt: skip
+        "platform/rebalancing/rates.py", "platform/rebalancing/snapshot.py",
+        "platform/costs/engine_work.py", "deployments/measured_snapshot.py")  # fmt: skip
 
 
 def modules() -> list[Path]:

@@ -21,12 +21,13 @@ from loomserve.platform.rebalancing.correction import MOST, Corrections
 from loomserve.platform.rebalancing.effects import apply
 from loomserve.platform.rebalancing.forecast import Forecast
 from loomserve.platform.rebalancing.heat import Heat, classify
-from loomserve.platform.rebalancing.limits import Reason
+from loomserve.platform.rebalancing.limits import Reason, unable
 from loomserve.platform.rebalancing.options import Rebalancing
 from loomserve.platform.rebalancing.planner import propose
 from loomserve.platform.rebalancing.plans import spread
 from loomserve.platform.rebalancing.snapshot import (
     Flaw,
+    Model,
     Part,
     Snapshot,
     Unfit,
@@ -212,7 +213,6 @@ def options(**changes: object) -> Rebalancing:
         ),
         (edited(lend_bytes=0), OPTIONS, Reason.NO_MEMORY),
         (edited(borrow_bytes=0), OPTIONS, Reason.NO_MEMORY),
-        (edited(sync_s=1.0), OPTIONS, Reason.PAUSE_BUDGET),
         (edited(tpot_s=1e-5), OPTIONS, Reason.TPOT_BUDGET),
         (SKEWED, options(duration_budget_s=1e-3), Reason.DURATION_BUDGET),
         (SKEWED, options(efficiency=1e6), Reason.INEFFICIENT),
@@ -225,6 +225,44 @@ def test_every_candidate_that_is_not_taken_has_its_reason(
     proposal = proposed(snapshot, settings_)
     assert proposal.chosen == ()
     assert set(reasons(snapshot, settings_)) == {reason}
+
+
+def test_heads_and_layers_halt_their_engines_and_requests_do_not() -> None:
+    slow = proposed(edited(sync_s=1.0))
+    assert {each.action.part for each in slow.chosen if isinstance(each.action, Move)} == {
+        Part.REQUESTS
+    }
+    refused = {
+        each.refusal.reason for each in proposed(edited(sync_s=1.0, kv_used_bytes=0)).rejected
+    }
+    assert Reason.PAUSE_BUDGET in refused
+
+
+def test_requests_go_only_where_their_engine_has_a_limit_to_be_raised() -> None:
+    assert set(
+        reasons(edited(movable=frozenset({Part.REQUESTS}), lenders=frozenset()), OPTIONS)
+    ) == {Reason.NOT_MOVABLE}
+    lenders = frozenset({"m1", "m2", "m3"})
+    proposal = proposed(edited(movable=frozenset({Part.REQUESTS}), lenders=lenders))
+    assert proposal.chosen
+
+
+def test_of_a_models_replicas_the_newest_goes_and_the_last_ones_stay() -> None:
+    base = fleet([(0.9, 0.9), (0.1, 0.1)])
+    first, second = (
+        replace(each, model="m", newest=at == 1) for at, each in enumerate(base.engines)
+    )
+    model = Model(name="m", devices=("d0", "d1"), replicas=2, replica_bytes=GIB, replica=first)
+    both = replace(base, engines=(first, second), models=(model,))
+    assert unable(both, RemoveReplica(engine="m1"), OPTIONS) is None
+    for action, now in (
+        (RemoveReplica(engine="m0"), both),
+        (RemoveReplica(engine="m1"), replace(both, models=(replace(model, least=2),))),
+        (AddReplica(model="m", device="d1"), replace(both, engines=(second,))),
+    ):
+        refusal = unable(now, action, OPTIONS)
+        assert refusal is not None
+        assert refusal.reason is Reason.NOT_MOVABLE
 
 
 def test_a_full_plan_and_a_lender_that_borrows_are_reasons_too() -> None:

@@ -1,0 +1,51 @@
+"""How fast running sums grow, from the reports of a short while."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+
+class Rates:
+    """Of many engines; each has sums of its own, which begin anew with a new id."""
+
+    def __init__(self, window_s: float) -> None:
+        """
+        Args:
+            window_s: The time over which a rate is taken; half of it must have been seen.
+        """
+        self._window_s = window_s
+        self._seen: dict[str, deque[tuple[float, Mapping[str, float]]]] = {}
+
+    def take(self, engine: str, at_s: float, sums: Mapping[str, float]) -> None:
+        """Take in a report; one that is not newer than the last counts for nothing."""
+        seen = self._seen.setdefault(engine, deque())
+        if seen and at_s <= seen[-1][0]:
+            return
+        seen.append((at_s, sums))
+        while len(seen) > 2 and seen[1][0] <= at_s - self._window_s:
+            seen.popleft()
+
+    def keep(self, engines: Iterable[str]) -> None:
+        """Forget all others."""
+        there = set(engines)
+        for gone in self._seen.keys() - there:
+            del self._seen[gone]
+
+    def of(self, engine: str) -> dict[str, float] | None:
+        """Growth a second of each sum; None before enough was seen.
+
+        A sum that was not there at the beginning has grown from nothing; one that shrank began
+        anew, and counts from there.
+        """
+        seen = self._seen.get(engine)
+        if not seen:
+            return None
+        (first_s, first), (last_s, last) = seen[0], seen[-1]
+        span_s = last_s - first_s
+        if span_s < self._window_s / 2:
+            return None
+        return {
+            name: (total - before if total >= (before := first.get(name, 0.0)) else total) / span_s
+            for name, total in last.items()
+        }
