@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from loomserve.deployments.front_door import exception_handlers
 from loomserve.deployments.lending_admin import build_lending_router
+from loomserve.deployments.plans_admin import build_plans_router
 from loomserve.platform.config import Model
 from loomserve.platform.errors import Unavailable, UnknownModel
 from loomserve.platform.roles import Role
@@ -104,6 +105,7 @@ def build_admin_api(controller: DeploymentHandle, *parts: APIRouter) -> FastAPI:
         return await ask("set_role", replica_id, request.role)
 
     api.include_router(build_lending_router(ask))
+    api.include_router(build_plans_router(ask))
     for part in parts:
         api.include_router(part)
     return api

@@ -10,6 +10,7 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable
 from importlib import metadata
+from pathlib import Path
 from platform import python_version
 from typing import Any
 
@@ -28,6 +29,7 @@ from loomserve.deployments.base import (
 from loomserve.deployments.deploy import deploy_model
 from loomserve.deployments.fleet import Fleet
 from loomserve.deployments.lending_pairs import lending_options
+from loomserve.deployments.rebalancing import RebalancingPart
 from loomserve.kvstore.actor import StorePlan
 from loomserve.platform.config import Config, Model
 from loomserve.platform.errors import BadRequest, ConfigError, Conflict, RequestError
@@ -66,16 +68,25 @@ class Controller:
         for model in self._config.models:
             if model_app(model.name) in there:
                 self._fleet.add(model, replicas[model.name])
+        self._rebalancing = RebalancingPart(
+            self._config, Path(base), self._fleet, self._set_role, self._scale
+        )
         self._routes = Routes(version=0, models=())
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
-        for work in (self._tick_forever(), self._follow_serve_forever()):
+        for work in (
+            self._tick_forever(),
+            self._follow_serve_forever(),
+            self._rebalancing.run(),
+        ):
             self._spawn(work)
 
     # What replicas and gateways call
 
     async def report(self, report: dict[str, Any]) -> dict[str, Any]:
-        orders = self._fleet.report(EngineReport.model_validate(report), time.monotonic())
+        said = EngineReport.model_validate(report)
+        orders = self._fleet.report(said, time.monotonic())
+        self._rebalancing.learn(said)
         await self._publish()
         return orders.model_dump()
 
@@ -143,6 +154,11 @@ class Controller:
 
     async def drain_loan(self, name: str) -> dict[str, Any]:
         return await self._answer(self._drain_loan(name), self.lending)
+
+    async def rebalancing(self, method: str, *given: Any) -> dict[str, Any]:
+        answer = await self._rebalancing.answer(method, *given)
+        await self._publish()
+        return answer
 
     async def _answer(
         self, work: Any, show: Callable[[], Awaitable[dict[str, Any]]] | None = None

@@ -18,7 +18,10 @@ from typing import Any
 import aiohttp
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry, generate_latest
+from pydantic import ValidationError
 from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -74,6 +77,8 @@ from loomserve.platform.metrics.batch import BatchMetrics
 from loomserve.platform.metrics.exposition import merge
 from loomserve.platform.metrics.gateway import GatewayMetrics
 from loomserve.platform.metrics.kvstore import KvStoreMetrics
+from loomserve.platform.metrics.rebalancing import RebalancingMetrics
+from loomserve.platform.rebalancing.reports import RebalancingState
 from loomserve.platform.state import BatchLaneState, KvState, ModelStatus
 from loomserve.routers.in_flight import IN_FLIGHT
 
@@ -119,6 +124,7 @@ class Gateway:
         self._registry = CollectorRegistry()
         self._metrics = GatewayMetrics(self._registry)
         self._kv_metrics = KvStoreMetrics(self._registry) if kv else None
+        self._rebalancing_metrics = RebalancingMetrics(self._registry)
         self._lengths = LengthPredictions(self._metrics)
         self._forwarder = Forwarder(internal_token, self._metrics)
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
@@ -385,6 +391,7 @@ class Gateway:
             self._kv_metrics.set_state(await _kv_state(self._kv))
         if self._batch_metrics is not None:
             self._batch_metrics.set_state(await self._batch_state())
+        self._rebalancing_metrics.set_state(await self._rebalancing_state())
         parts: list[tuple[dict[str, str], str | None]] = [
             ({}, generate_latest(self._registry).decode())
         ]
@@ -405,6 +412,15 @@ class Gateway:
             async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
                 return BatchLaneState.model_validate(await self._batches.ask("state"))
         except (Unavailable, TimeoutError):
+            return None
+
+    async def _rebalancing_state(self) -> RebalancingState | None:
+        try:
+            async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
+                return RebalancingState.model_validate(
+                    await self._controller.rebalancing.remote("state")
+                )
+        except (RayError, RayServeException, ValidationError, TimeoutError):
             return None
 
     async def _scrape(

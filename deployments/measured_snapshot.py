@@ -21,6 +21,7 @@ from loomserve.platform.rebalancing.snapshot import (
     Flaw,
     Link,
     Loan,
+    Measured,
     Model,
     Part,
     Snapshot,
@@ -34,14 +35,6 @@ PROFILE = "loomserve profile devices"
 # All devices of a configuration are of the machine that it was started on.
 _NODE = "this machine"
 _LEAST_TPOT_S = 1e-6
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """``snapshot`` is None if anything in it would be made up; ``missing`` says what."""
-
-    snapshot: Snapshot | None
-    missing: tuple[Flaw, ...]
 
 
 @dataclass(frozen=True, slots=True)

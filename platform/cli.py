@@ -19,6 +19,7 @@ from loomserve.platform.lending_status import lending
 from loomserve.platform.lengths_command import lengths
 from loomserve.platform.plan_command import plan
 from loomserve.platform.profile_command import profile
+from loomserve.platform.rebalancing_command import plans
 from loomserve.platform.status import status
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Serve many models at once.")
@@ -32,6 +33,7 @@ app.add_typer(lengths, name="lengths")
 app.add_typer(batch, name="batch")
 app.add_typer(admin_app, name="admin")
 admin_app.add_typer(lending, name="lending")
+admin_app.add_typer(plans, name="plans")
 app.command()(status)
 app.add_typer(profile, name="profile")
 app.command()(plan)

@@ -30,6 +30,7 @@ from loomserve.platform.errors import StartError
 from loomserve.platform.lengths.stored import check_predictor
 from loomserve.platform.memory import plan_replicas
 from loomserve.platform.placement.configured import stages_of
+from loomserve.platform.rebalancing.store import PlanStore, StoreError, plans_folder
 from loomserve.platform.state import ModelState, ModelStatus, State
 
 Say = Callable[[str], None]
@@ -80,6 +81,7 @@ def check_machine(config: Config, base: Path) -> None:
                 )
     _check_shared_memory(config)
     _check_batch_folder(config, base)
+    _check_plans_folder(config, base)
     compiles = any(
         model.lending is None and not model.engine.get("enforce_eager") for model in config.models
     )
@@ -109,6 +111,25 @@ def _check_batch_folder(config: Config, base: Path) -> None:
         # A platform that was killed a moment ago may still be about to go.
         folder.claim(_CLAIM_TIMEOUT_S)
         folder.release()
+
+
+def _check_plans_folder(config: Config, base: Path) -> None:
+    if config.rebalancing.controller == "off":
+        return
+    store = PlanStore(plans_folder(config, base))
+    deadline = time.monotonic() + _CLAIM_TIMEOUT_S
+    try:
+        while not store.claim():
+            if time.monotonic() > deadline:
+                raise StartError(
+                    f"another platform keeps its plans in {plans_folder(config, base)}: set "
+                    "rebalancing.folder"
+                )
+            time.sleep(_POLL_S)
+        store.load()
+    except StoreError as error:
+        raise StartError(str(error)) from None
+    store.release()
 
 
 def _left_behind(config: Config) -> int:

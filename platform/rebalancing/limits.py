@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -13,7 +14,7 @@ from loomserve.platform.rebalancing.actions import (
     SetRole,
 )
 from loomserve.platform.rebalancing.effects import loan_between, whole
-from loomserve.platform.rebalancing.forecast import route, tpot_ratio
+from loomserve.platform.rebalancing.forecast import Forecast, route, tpot_ratio
 from loomserve.platform.rebalancing.options import Rebalancing
 from loomserve.platform.rebalancing.snapshot import Engine, Part, Snapshot, compute_share
 
@@ -122,6 +123,34 @@ def exceeded(
         or _engine_exceeded(before, after, options)
         or _tpot_exceeded(start, before, after, options)
     )
+
+
+def over_budget(
+    earlier: Iterable[tuple[Action, Forecast]],
+    action: Action,
+    predicted: Forecast,
+    options: Rebalancing,
+) -> Refusal | None:
+    """Whether the action takes too long, or halts an engine for too long.
+
+    A move halts both of its engines; those of a plan, ``earlier`` ones included, follow one
+    another.
+    """
+    paused = [(halted(each), its.pause_s) for each, its in earlier]
+    pause_s = predicted.pause_s + max(
+        (sum(each_s for of, each_s in paused if engine in of) for engine in halted(action)),
+        default=0.0,
+    )
+    if 1000 * pause_s > options.pause_budget_ms:
+        return Refusal(Reason.PAUSE_BUDGET, f"{1000 * pause_s:.1f} ms")
+    if predicted.duration_s > options.duration_budget_s:
+        return Refusal(Reason.DURATION_BUDGET, f"{predicted.duration_s:.1f} s")
+    return None
+
+
+def halted(action: Action) -> frozenset[str]:
+    """Engines that stand still for the action."""
+    return frozenset((action.engine, action.lender)) if isinstance(action, Move) else frozenset()
 
 
 def _device_exceeded(before: Snapshot, after: Snapshot, options: Rebalancing) -> Refusal | None:

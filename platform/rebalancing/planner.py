@@ -37,7 +37,14 @@ from loomserve.platform.rebalancing.correction import Corrections
 from loomserve.platform.rebalancing.effects import apply
 from loomserve.platform.rebalancing.forecast import Forecast, forecast
 from loomserve.platform.rebalancing.heat import Heat, Level
-from loomserve.platform.rebalancing.limits import Reason, Refusal, exceeded, unable
+from loomserve.platform.rebalancing.limits import (
+    Reason,
+    Refusal,
+    exceeded,
+    halted,
+    over_budget,
+    unable,
+)
 from loomserve.platform.rebalancing.options import Rebalancing
 from loomserve.platform.rebalancing.snapshot import Flaw, Snapshot, flaws, utilisations
 
@@ -171,36 +178,21 @@ class _Search:
         predicted = self._corrections.of(kind_of(action), source, target)(raw)
         refusal = (
             exceeded(self._start, self.now, after, self._options)
-            or self._over_budget(action, predicted)
+            or over_budget(self._earlier(), action, predicted, self._options)
             or self._useless(predicted, after)
         )
         return refusal or (Chosen(action, source, target, raw, predicted), after)
 
     def _before(self, action: Action) -> Refusal | None:
         started = {each.id for each in self._start.engines}
-        if _touches(self.now, action) in self._touched or not _engines(action) <= started:
+        if _touches(self.now, action) in self._touched or not halted(action) <= started:
             return Refusal(Reason.ALREADY_PLANNED, "an action before it changes the same")
         if len(self.chosen) >= self._options.most_actions:
             return Refusal(Reason.PLAN_FULL, f"{len(self.chosen)} actions already")
         return unable(self.now, action, self._options)
 
-    def _over_budget(self, action: Action, predicted: Forecast) -> Refusal | None:
-        """A move halts both of its engines; those of a plan follow one another."""
-        halted = _engines(action)
-        pause_s = predicted.pause_s + max(
-            (
-                sum(
-                    each.forecast.pause_s for each in self.chosen if engine in _engines(each.action)
-                )
-                for engine in halted
-            ),
-            default=0.0,
-        )
-        if 1000 * pause_s > self._options.pause_budget_ms:
-            return Refusal(Reason.PAUSE_BUDGET, f"{1000 * pause_s:.1f} ms")
-        if predicted.duration_s > self._options.duration_budget_s:
-            return Refusal(Reason.DURATION_BUDGET, f"{predicted.duration_s:.1f} s")
-        return None
+    def _earlier(self) -> list[tuple[Action, Forecast]]:
+        return [(each.action, each.forecast) for each in self.chosen]
 
     def _useless(self, predicted: Forecast, after: Snapshot) -> Refusal | None:
         if predicted.gain < self._options.least_gain:
@@ -219,11 +211,6 @@ class _Search:
 
 def _squares(loads: Mapping[str, float]) -> float:
     return sum(load * load for load in loads.values())
-
-
-def _engines(action: Action) -> frozenset[str]:
-    """That stand still for it."""
-    return frozenset((action.engine, action.lender)) if isinstance(action, Move) else frozenset()
 
 
 def _touches(snapshot: Snapshot, action: Action) -> tuple[str, ...]:

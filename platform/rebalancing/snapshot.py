@@ -268,6 +268,18 @@ class Flaw:
     part: str
 
 
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """``snapshot`` is None if anything in it would be made up; ``missing`` says what."""
+
+    snapshot: Snapshot | None
+    missing: tuple[Flaw, ...]
+
+    def flaws(self, options: Rebalancing) -> tuple[Flaw, ...]:
+        """All that keeps it from being decided on."""
+        return (*self.missing, *(flaws(self.snapshot, options) if self.snapshot else ()))
+
+
 def flaws(snapshot: Snapshot, options: Rebalancing) -> list[Flaw]:
     """What must be measured (again) before anything can be decided; none: it is fit."""
     if len(snapshot.devices) < 2:

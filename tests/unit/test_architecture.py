@@ -40,7 +40,11 @@ PURE = ("routers/base.py", "routers/load_aware.py", "routers/round_robin.py",
         "platform/rebalancing/limits.py", "platform/rebalancing/migration.py",
         "platform/rebalancing/options.py", "platform/rebalancing/planner.py",
         "platform/rebalancing/plans.py", "platform/rebalancing/protocol.py",
-        "platform/rebalancing/rates.py", "platform/rebalancing/snapshot.py",
+        "platform/rebalancing/controller.py", "platform/rebalancing/execution.py",
+        "platform/rebalancing/history.py", "platform/rebalancing/manual.py",
+        "platform/rebalancing/mover.py", "platform/rebalancing/rates.py",
+        "platform/rebalancing/reports.py", "platform/rebalancing/store.py",
+        "platform/rebalancing/snapshot.py",
         "platform/costs/engine_work.py", "deployments/measured_snapshot.py")  # fmt: skip
 
 

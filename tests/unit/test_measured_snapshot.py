@@ -10,17 +10,12 @@ from hypothesis import strategies as st
 
 from loomserve.deployments.base import EngineReport
 from loomserve.deployments.fleet import Fleet
-from loomserve.deployments.measured_snapshot import (
-    PROFILE,
-    Measured,
-    measured_snapshot,
-    sums_of,
-)
+from loomserve.deployments.measured_snapshot import PROFILE, measured_snapshot, sums_of
 from loomserve.platform.config import Device
 from loomserve.platform.placement.device_profile import DeviceFacts, DeviceProfile, LinkFacts
 from loomserve.platform.rebalancing.options import Rebalancing
 from loomserve.platform.rebalancing.rates import Rates
-from loomserve.platform.rebalancing.snapshot import Part, Snapshot, Unfit, flaws
+from loomserve.platform.rebalancing.snapshot import Measured, Part, Snapshot, Unfit, flaws
 from loomserve.platform.state import FootprintState, ReplicaLoad, StageState, WorkState
 from tests.unit.test_fleet import COLD, DEVICES, HOT, MODEL, borrowing, loan, report
 
@@ -162,7 +157,7 @@ def test_of_a_models_replicas_one_is_the_newest_and_one_more_would_be_without_wo
     whole = snapshot(
         measured_snapshot(
             NOW, 0, DEVICES, fleet.model_targets(), fleet.engine_records(10), rates, PROFILED, {}
-        )  # fmt: skip
+        )
     )
     assert [engine.newest for engine in whole.engines] == [False, True]
     (model,) = whole.models

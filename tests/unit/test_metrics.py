@@ -28,6 +28,14 @@ from loomserve.platform.metrics.gateway import GatewayMetrics
 from loomserve.platform.metrics.kvstore import KvStoreMetrics
 from loomserve.platform.metrics.lending import LendingMetrics
 from loomserve.platform.metrics.preemption import PreemptionMetrics
+from loomserve.platform.metrics.rebalancing import RebalancingMetrics
+from loomserve.platform.rebalancing.heat import Level
+from loomserve.platform.rebalancing.reports import (
+    ActionCount,
+    DeviceLoad,
+    FlawState,
+    RebalancingState,
+)
 from loomserve.platform.state import BatchLaneState, BatchState, KvModelState, KvState
 
 CATALOG = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -52,6 +60,14 @@ BATCH_STATE = BatchLaneState(
         ),
     ),
     by_status={"in_progress": 1, "completed": 4}, answered_lines=30, failed_lines=3, retries=1,
+)  # fmt: skip
+
+REBALANCING_STATE = RebalancingState(
+    mode="auto", paused=False, problem=None, running=None,
+    devices=(DeviceLoad(device="core0", compute=0.9, memory=0.4, level=Level.HOT),),
+    flaws=(FlawState(why="stale", part="r1"), FlawState(why="partial", part="chat")),
+    actions=(ActionCount(kind="requests", outcome="done", count=3),),
+    rejected={"no_gain": 7}, moved_bytes={"requests": 4096}, paused_s=0.5,
 )  # fmt: skip
 
 Sample = tuple[str, frozenset[tuple[str, str]], str]
@@ -288,12 +304,39 @@ def catalog() -> dict[str, set[str]]:
     return {name: set(re.findall(r"`(\w+)`", labels)) for name, labels in rows}
 
 
+@pytest.mark.parametrize(
+    ("name", "labels", "shown"),
+    [
+        ("loomserve_rebalancing_utilisation", {"device": "core0", "of": "compute"}, 0.9),
+        ("loomserve_rebalancing_utilisation", {"device": "core0", "of": "memory"}, 0.4),
+        ("loomserve_rebalancing_flaws", {}, 2),
+        ("loomserve_rebalancing_actions_total", {"kind": "requests", "outcome": "done"}, 3),
+        ("loomserve_rebalancing_moved_bytes_total", {"kind": "requests"}, 4096),
+        ("loomserve_rebalancing_pause_seconds_total", {}, 0.5),
+        ("loomserve_rebalancing_rejected_total", {"reason": "no_gain"}, 7),
+    ],
+)
+def test_rebalancings_figures_are_shown_while_the_controller_answers(
+    registry: CollectorRegistry, name: str, labels: dict[str, str], shown: float
+) -> None:
+    metrics = RebalancingMetrics(registry)
+    metrics.set_state(REBALANCING_STATE)
+    assert value(registry, name, labels) == shown
+    assert value(registry, "loomserve_rebalancing_up", {}) == 1
+    metrics.set_state(REBALANCING_STATE.model_copy(update={"problem": "another acts"}))
+    assert value(registry, "loomserve_rebalancing_up", {}) == 0
+    metrics.set_state(None)
+    assert value(registry, name, labels) is None
+    assert value(registry, "loomserve_rebalancing_up", {}) == 0
+
+
 def test_the_catalog_lists_every_metric_with_its_labels(
     registry: CollectorRegistry, metrics: GatewayMetrics
 ) -> None:
     use_everything(metrics)
     KvStoreMetrics(registry).set_state(KV_STATE)
     BatchMetrics(registry).set_state(BATCH_STATE)
+    RebalancingMetrics(registry).set_state(REBALANCING_STATE)
     engine = {"model": "chat", "replica": "r1", "device": "core0"}
     handoff.HANDOFFS.labels(outcome="local").inc()
     handoff.HANDOFF_TOKENS.labels(source="store").inc()

@@ -15,9 +15,9 @@ from loomserve.platform.rebalancing.correction import MOST, Corrections
 from loomserve.platform.rebalancing.effects import apply
 from loomserve.platform.rebalancing.forecast import Forecast, forecast, tpot_ratio
 from loomserve.platform.rebalancing.heat import Heat, Level, classify
+from loomserve.platform.rebalancing.history import History
 from loomserve.platform.rebalancing.options import Rebalancing
 from loomserve.platform.rebalancing.plans import (
-    History,
     Plan,
     PlanStatus,
     StepStatus,
@@ -220,12 +220,12 @@ def test_a_new_plan_replaces_one_that_waits_and_not_one_that_runs() -> None:
     history = history.start("p2")
     with pytest.raises(Conflict):
         history.propose(made("p3"))
-    history = history.cancel("p2").propose(made("p3"))
+    history = history.abort("p2").propose(made("p3"))
     assert [plan.id for plan in history.plans] == ["p2", "p3"]
     with pytest.raises(NotFound):
         history.plan("p1")
     with pytest.raises(Conflict):
-        history.cancel("p2")
+        history.abort("p2")
 
 
 def test_no_actions_make_no_plan_and_a_plan_tells_what_it_predicts() -> None:

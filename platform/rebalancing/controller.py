@@ -1,0 +1,304 @@
+"""The rebalancing controller: looks once a period, proposes, and in ``auto`` carries out.
+
+It knows neither Ray nor an engine: what it sees comes from ``observe``, and what is to be done goes
+to movers. Of two on one folder only one acts; the other waits until that one is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+
+from loomserve.platform.errors import Conflict, Unavailable
+from loomserve.platform.rebalancing.actions import Action, ActionKind, kind_of
+from loomserve.platform.rebalancing.execution import Execution
+from loomserve.platform.rebalancing.heat import classify
+from loomserve.platform.rebalancing.history import History
+from loomserve.platform.rebalancing.manual import manual
+from loomserve.platform.rebalancing.mover import Mover
+from loomserve.platform.rebalancing.options import Rebalancing
+from loomserve.platform.rebalancing.planner import Proposal, propose
+from loomserve.platform.rebalancing.plans import Origin, Plan, alike, plan_of, rejected_of
+from loomserve.platform.rebalancing.reports import (
+    ActionCount,
+    Event,
+    EventKind,
+    Kept,
+    MadePlan,
+    Mode,
+    RebalancingState,
+    device_loads,
+    flaw_states,
+)
+from loomserve.platform.rebalancing.snapshot import Flaw, Measured, utilisations
+from loomserve.platform.rebalancing.store import PlanStore, StoreError
+
+_OUTCOMES = frozenset({EventKind.DONE, EventKind.FAILED, EventKind.ABORTED})
+
+
+class Rebalancer:
+    """Times are Unix seconds of the caller's clock, and never go back but by a little."""
+
+    def __init__(
+        self,
+        options: Rebalancing,
+        store: PlanStore,
+        observe: Callable[[float], Measured],
+        movers: Mapping[ActionKind, Mover],
+        clock: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            options: Of the configuration.
+            store: Not yet claimed.
+            observe: The fleet as it is now, given when the last action ended.
+            movers: Of the kinds of actions that can be carried out.
+            clock: Unix time.
+        """
+        self._options, self._store, self._clock = options, store, clock
+        self._kept = Kept(mode=options.controller, configured=options.controller)
+        self._look_at = observe
+        self._history = History()
+        self._execution = Execution(options, movers, self._observe, self._commit)
+        self._problem: str | None = "it has just started"
+        self._next_look_s = 0.0
+        self._actions: Counter[tuple[str, str]] = Counter()
+        self._rejected: Counter[str] = Counter()
+        self._moved: Counter[str] = Counter()
+        self._paused_s = 0.0
+        self._one_at_a_time = asyncio.Lock()
+
+    async def tick(self) -> None:
+        """What there is to do now; to be called about once a second."""
+        async with self._one_at_a_time:
+            try:
+                if self._store.claimed or await self._claim():
+                    await self._work()
+            except StoreError as error:
+                # What cannot be saved must not be done; nor may anybody else be kept waiting.
+                self._problem = str(error)
+                await asyncio.to_thread(self._store.release)
+
+    async def close(self) -> None:
+        async with self._one_at_a_time:
+            await asyncio.to_thread(self._store.release)
+
+    async def _claim(self) -> bool:
+        if not await asyncio.to_thread(self._store.claim):
+            self._problem = "another controller acts; this one waits until that one is gone"
+            return False
+        kept, self._history = await asyncio.to_thread(self._store.load)
+        configured = self._options.controller
+        # An operator's switch holds until the configuration itself is changed.
+        if kept is not None:
+            changed = kept.configured != configured
+            update = {"mode": configured, "configured": configured} if changed else {}
+            self._kept = kept.model_copy(update=update)
+        self._problem = None
+        return True
+
+    async def _work(self) -> None:
+        now_s = self._clock()
+        running = self._history.running
+        if running is not None:
+            paused = self._kept.paused
+            await self._execution.advance(self._history, running, now_s, paused=paused)
+        elif self._kept.mode != "off" and now_s >= self._next_look_s:
+            self._next_look_s = now_s + self._options.period_s
+            await self._look(now_s)
+
+    async def _look(self, now_s: float) -> None:
+        measured = self._observe()
+        if measured.snapshot is None or measured.flaws(self._options):
+            return
+        snapshot, origin = measured.snapshot, Origin.CONTROLLER
+        heat = classify(self._kept.heat, utilisations(snapshot), self._options)
+        proposal = propose(snapshot, heat, self._history.corrections, self._options)
+        self._count(proposal)
+        kept = self._kept.model_copy(update={"heat": heat})
+        plan = plan_of(_new_id(), now_s, snapshot, proposal)
+        waiting = self._history.waiting(origin)
+        same = plan is not None and waiting is not None and alike(plan, waiting)
+        if plan is not None and not same:
+            history, events = self._history.propose(plan), [_of(EventKind.PROPOSED, plan, now_s)]
+        else:
+            # A plan that a person reads keeps its id while it would be made again.
+            history = self._history if same else self._history.withdraw(origin)
+            events = []
+        chosen = history.waiting(origin)
+        if chosen is not None and kept.mode == "auto" and not kept.paused:
+            history = history.start(chosen.id)
+            events.append(_of(EventKind.STARTED, chosen, now_s))
+        if (kept, history) != (self._kept, self._history):
+            await self._save(kept, history, events)
+
+    def _count(self, proposal: Proposal) -> None:
+        self._rejected.update(str(each.refusal.reason) for each in proposal.rejected)
+
+    # What operators ask for
+
+    async def make(self, actions: Sequence[Action] = (), *, forced: bool = False) -> MadePlan:
+        """A plan of these actions, or without any the planner's own; it waits to be applied.
+
+        Raises:
+            NotFound: an action names what is not there.
+            Conflict: an action cannot be; or a plan runs.
+            Unavailable: this controller does not act.
+        """
+        async with self._acting():
+            now_s, measured = self._clock(), self._observe()
+            flaws, snapshot = measured.flaws(self._options), measured.snapshot
+            if snapshot is None or (flaws and not (actions and forced)):
+                if actions:
+                    raise Conflict(_unfit(flaws, can_be_forced=snapshot is not None))
+                return MadePlan(flaws=flaw_states(flaws))
+            corrections = self._history.corrections
+            if actions:
+                proposal = manual(snapshot, actions, corrections, self._options, forced=forced)
+            else:
+                # What is seen now counts as if it had been seen often enough.
+                at_once = self._options.model_copy(update={"confirm_periods": 1})
+                heat = classify({}, utilisations(snapshot), at_once)
+                proposal = propose(snapshot, heat, corrections, self._options)
+                self._count(proposal)
+            plan = plan_of(_new_id(), now_s, snapshot, proposal, Origin.OPERATOR, forced=forced)
+            if plan is not None:
+                event = _of(EventKind.PROPOSED, plan, now_s)
+                await self._save(self._kept, self._history.propose(plan), [event])
+            return MadePlan(
+                plan=plan,
+                flaws=flaw_states(flaws),
+                rejected=rejected_of(proposal),
+                rejected_by_reason=Counter(str(each.refusal.reason) for each in proposal.rejected),
+            )
+
+    async def apply(self, id_: str) -> Plan:
+        """Begin to carry a plan out.
+
+        Raises:
+            NotFound, Conflict: see :meth:`History.start`.
+            Conflict: actions are paused.
+            Unavailable: this controller does not act.
+        """
+        async with self._acting():
+            if self._kept.paused:
+                raise Conflict("actions are paused: resume them first")
+            history = self._history.start(id_)
+            event = _of(EventKind.STARTED, history.plan(id_), self._clock())
+            await self._save(self._kept, history, [event])
+            return history.plan(id_)
+
+    async def abort(self, id_: str) -> Plan:
+        """Leave what a plan has not begun, and take back the action that is under way.
+
+        Raises:
+            NotFound, Conflict: see :meth:`History.abort`.
+            Unavailable: this controller does not act.
+        """
+        async with self._acting():
+            now_s = self._clock()
+            history = self._history.abort(id_, now_s)
+            event = _of(EventKind.ABORTED, history.plan(id_), now_s)
+            await self._save(self._kept, history, [event])
+            return history.plan(id_)
+
+    async def switch(self, mode: Mode | None, paused: bool | None) -> None:
+        """
+        Raises:
+            Unavailable: this controller does not act.
+        """
+        async with self._acting():
+            wanted = {"mode": mode, "paused": paused}
+            given = {name: value for name, value in wanted.items() if value is not None}
+            kept = self._kept.model_copy(update=given)
+            said = f"mode {kept.mode}, {'paused' if kept.paused else 'not paused'}"
+            event = Event(at=self._clock(), kind=EventKind.SWITCHED, message=said)
+            await self._save(kept, self._history, [event])
+
+    def plan(self, id_: str) -> Plan:
+        """
+        Raises:
+            NotFound: there is no such plan, or it was long ago.
+        """
+        self._refuse_unless_acting()
+        return self._history.plan(id_)
+
+    def plans(self) -> tuple[Plan, ...]:
+        """The newest first."""
+        self._refuse_unless_acting()
+        return self._history.plans[::-1]
+
+    async def events(self, limit: int) -> list[Event]:
+        """The latest, the newest first."""
+        self._refuse_unless_acting()
+        return await asyncio.to_thread(self._store.events, limit)
+
+    def state(self) -> RebalancingState:
+        measured = self._observe()
+        running = self._history.running
+        return RebalancingState(
+            mode=self._kept.mode,
+            paused=self._kept.paused,
+            problem=self._problem,
+            devices=device_loads(measured, self._kept.heat),
+            flaws=flaw_states(measured.flaws(self._options)),
+            running=running.id if running else None,
+            actions=tuple(
+                ActionCount(kind=kind, outcome=outcome, count=count)
+                for (kind, outcome), count in sorted(self._actions.items())
+            ),
+            rejected=dict(self._rejected),
+            moved_bytes=dict(self._moved),
+            paused_s=self._paused_s,
+        )
+
+    # Saving
+
+    async def _save(self, kept: Kept, history: History, events: Sequence[Event]) -> None:
+        """Only what was saved counts."""
+        await asyncio.to_thread(self._store.save, kept, history, events)
+        self._kept, self._history = kept, history
+
+    async def _commit(self, history: History, event: Event, changed_at_s: float | None) -> None:
+        changes = {} if changed_at_s is None else {"changed_at_s": changed_at_s}
+        await self._save(self._kept.model_copy(update=changes), history, [event])
+        if event.kind in _OUTCOMES and event.action is not None and event.plan is not None:
+            assert event.step is not None
+            kind, step = str(kind_of(event.action)), history.plan(event.plan).steps[event.step]
+            self._actions[kind, str(event.kind)] += 1
+            self._moved[kind] += step.moved_bytes
+            self._paused_s += step.paused_s
+
+    def _observe(self) -> Measured:
+        return self._look_at(self._kept.changed_at_s)
+
+    def _refuse_unless_acting(self) -> None:
+        if not self._store.claimed:
+            raise Unavailable(f"plans cannot be made: {self._problem}", retry_after_s=5)
+
+    @asynccontextmanager
+    async def _acting(self) -> AsyncIterator[None]:
+        """One wish at a time, of a controller that acts; what cannot be saved is unavailable."""
+        async with self._one_at_a_time:
+            self._refuse_unless_acting()
+            try:
+                yield
+            except StoreError as error:
+                raise Unavailable(str(error), retry_after_s=5) from None
+
+
+def _new_id() -> str:
+    return f"plan-{secrets.token_hex(4)}"
+
+
+def _of(kind: EventKind, plan: Plan, now_s: float) -> Event:
+    return Event(at=now_s, kind=kind, plan=plan.id)
+
+
+def _unfit(found: Sequence[Flaw], *, can_be_forced: bool) -> str:
+    parts = ", ".join(f"{flaw.part} ({flaw.why})" for flaw in found)
+    advice = "wait, or force it" if can_be_forced else "it cannot be decided without"
+    return f"what is measured does not suffice: {parts}; {advice}"
