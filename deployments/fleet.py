@@ -220,6 +220,8 @@ class Fleet:
     def set_pair(self, pair: str, enabled: bool) -> None:
         """Let a model borrow from another, or end what it has borrowed; ``borrower/lender``.
 
+        Where it may, it may without the limits that plans have set.
+
         Raises:
             NotFound: these are no two models of which one may borrow from the other.
         """
@@ -229,6 +231,9 @@ class Fleet:
             raise NotFound(f"there is no pair {pair!r} of borrower/lender; the pairs are: {names}")
         if enabled:
             self._pairs_off.discard(known[pair])
+            for (model, _), limits in self._limits.items():
+                if model == known[pair][0]:
+                    limits.pop(known[pair][1], None)
         else:
             self._pairs_off.add(known[pair])
 
@@ -304,6 +309,11 @@ class Fleet:
                     lender=lender,
                     enabled=(borrower, lender) not in self._pairs_off,
                     problem=self._problem(borrower, lender, now),
+                    limits={
+                        device: limits[lender]
+                        for (model, device), limits in self._limits.items()
+                        if model == borrower and lender in limits
+                    },
                 )
                 for borrower, lender in self._pairs()
             ),

@@ -56,7 +56,8 @@ class RebalancingPart:
         options = config.rebalancing
         self._fleet, self._devices = fleet, config.devices
         self._rates = Rates(_window_s(options))
-        self._profile = _ProfileFile(profile_path(config, base))
+        written = options.profile
+        self._profile = _ProfileFile(base / written if written else profile_path(config, base))
         self._movers = movers(fleet, set_role, scale)
         self._rebalancer = Rebalancer(
             options, PlanStore(plans_folder(config, base)), self._observe, self._movers, time.time

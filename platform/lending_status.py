@@ -29,7 +29,7 @@ def show(context: typer.Context, url: Url = DEFAULT_URL, token: Token = None) ->
 
 @lending.command()
 def enable(borrower: Borrower, lender: Lender, url: Url = DEFAULT_URL, token: Token = None) -> None:
-    """Let a model borrow from another again."""
+    """Let a model borrow from another again, without the limits that plans have set."""
     _switch(borrower, lender, True, url, token)
 
 
@@ -61,7 +61,8 @@ def render(state: LendingState) -> RenderableType:
         models.add_row(Text(model.model), *_budgets(model))
     pairs = Table("borrower", "lender", "", title="Pairs", title_justify="left")
     for pair in state.pairs:
-        said = (pair.problem or "") if pair.enabled else "switched off"
+        limits = (f"at most {size >> 20} MiB on {at}" for at, size in pair.limits.items())
+        said = ", ".join(filter(None, (*limits, pair.problem))) if pair.enabled else "switched off"
         pairs.add_row(*map(Text, (pair.borrower, pair.lender, said)))
     return Group(models, pairs, loan_table(state.loans), _lent(state))
 

@@ -233,6 +233,10 @@ class LendingPairState(_Snapshot):
     lender: str
     enabled: bool = Field(description="False: an operator switched the pair off.")
     problem: str | None = Field(description="Why a replica has no loan: the last attempt's.")
+    limits: dict[str, int] = Field(
+        default_factory=dict,
+        description="Bytes of KV that a plan lets the borrower's replicas have, by device.",
+    )
 
 
 class LendingState(_Snapshot):

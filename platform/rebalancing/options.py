@@ -72,6 +72,11 @@ class Rebalancing(BaseModel):
         20.0, ge=0, description="After a plan, before what is measured counts again."
     )
 
+    profile: str | None = Field(
+        None,
+        description="What loomserve profile devices wrote, relative to this file; null: the file "
+        "that pipelines use.",
+    )
     folder: str | None = Field(
         None,
         description="Where plans and their history are kept, relative to this file; null: a folder "

@@ -99,6 +99,12 @@ def write_config(path: Path, port: int, hashes: tuple[str, ...]) -> None:
         ],
         # Of a block's 1.5 MB this holds 160.
         "kvstore": {"memory": "256MiB"},
+        "rebalancing": {
+            "folder": "plans",
+            "profile": "devices.yaml",
+            "settle_s": 5,
+            "stale_after_s": 30,
+        },
         "batch": {"folder": "batch", "max_file_bytes": "2MiB", "max_lines": 1000},
         "server": {
             "port": port,

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import yaml
@@ -198,6 +203,134 @@ def test_a_pair_that_is_switched_off_has_its_loan_drained_and_gets_no_other(
     assert [pair["enabled"] for pair in lending_state(lending)["pairs"]] == [False]
     switch(lending, True)
     wait_for_loan(lending)
+
+
+def admin_plans(platform: Platform, *words: str) -> str:
+    """What the command prints."""
+    command = [str(Path(sys.executable).parent / "loomserve"), "admin", "plans", *words]
+    command += ["--url", platform.url, "--token", platform.admin_token]
+    environment = {**os.environ, "COLUMNS": "250"}
+    return subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=120, env=environment
+    ).stdout
+
+
+def get(platform: Platform, path: str) -> Any:
+    with platform.admin() as admin:
+        return admin.get(f"/admin/v1/{path}").raise_for_status().json()
+
+
+def post(platform: Platform, path: str, body: object = None) -> httpx.Response:
+    with platform.admin() as admin:
+        return admin.post(f"/admin/v1/{path}", json=body)
+
+
+def requests_move(platform: Platform, amount: int, **more: object) -> dict[str, Any]:
+    """Of a move between the two replicas that there are."""
+    ((borrower,), (lender,)) = (
+        model_state(platform, name)["replicas"] for name in (BORROWER, LENDER)
+    )
+    ends = {"engine": borrower["id"], "lender": lender["id"]}
+    return {"action": "move", "part": "requests", **ends, "amount": amount, **more}
+
+
+@pytest.fixture(scope="module")
+def measured(lending: Platform) -> Platform:
+    """With the devices profiled, and everything seen that plans are made of."""
+    config = lending.log.parent / "config.yaml"
+    command = [str(Path(sys.executable).parent / "loomserve"), "profile", "devices", str(config)]
+    command += ["--quick", "--out", str(config.parent / "devices.yaml")]
+    assert get(lending, "rebalancing")["flaws"]
+    subprocess.run(command, check=True, capture_output=True, timeout=300)
+    wait_for(lambda: not get(lending, "rebalancing")["flaws"], 120)
+    return lending
+
+
+def plan_status(platform: Platform, plan: str) -> tuple[str, str]:
+    found = get(platform, f"plans/{plan}")
+    return found["status"], found["steps"][0]["status"]
+
+
+def test_a_plan_limits_a_loan_is_measured_and_remembered(
+    measured: Platform, alone: list[str]
+) -> None:
+    wait_for_loan(measured)
+    refused = post(measured, "plans", {"actions": [requests_move(measured, 1)], "force": True})
+    assert refused.status_code == 409
+    assert refused.json()["error"]["code"] == "not_movable"
+    with streaming(measured) as answers:
+        # So much less than lies there that a block, at least, must go.
+        wish = {"actions": [requests_move(measured, 1, back=True)], "force": True}
+        made = post(measured, "plans", wish)
+        assert made.status_code == 201, made.text
+        plan = made.json()["plan"]["id"]
+        assert plan in admin_plans(measured)
+        assert "carried out" in admin_plans(measured, "apply", plan)
+        wait_for(lambda: plan_status(measured, plan)[1] in {"settling", "done"}, 60)
+        assert answers() == alone
+    wait_for(lambda: plan_status(measured, plan)[0] == "done", 120)
+    (step,) = get(measured, f"plans/{plan}")["steps"]
+    assert step["moved_bytes"] > 0
+    assert step["real"]["duration_s"] > 0
+    assert set(step["loads_before"]) == set(step["loads_after"]) == {"core0", "core1"}
+    (pair,) = lending_state(measured)["pairs"]
+    assert list(pair["limits"]) == ["core0"]
+    events = get(measured, "rebalancing/events")["events"]
+    assert {"proposed", "started", "begun", "done"} <= {
+        event["kind"] for event in events if event["plan"] == plan
+    }
+    assert "done" in admin_plans(measured, "events")
+    assert measured.metric("loomserve_rebalancing_actions_total", kind="requests") == 1
+    assert measured.metric("loomserve_rebalancing_utilisation", device="core0") > 0
+
+
+def test_a_plan_that_is_aborted_under_way_is_taken_back(
+    measured: Platform, alone: list[str]
+) -> None:
+    (pair,) = lending_state(measured)["pairs"]
+    with streaming(measured) as answers:
+        wish = {"actions": [requests_move(measured, 2**20)], "force": True}
+        plan = post(measured, "plans", wish).raise_for_status().json()["plan"]["id"]
+        post(measured, f"plans/{plan}/apply").raise_for_status()
+        wait_for(lambda: plan_status(measured, plan)[1] == "running", 60)
+        assert lending_state(measured)["pairs"][0]["limits"] != pair["limits"]
+        assert "aborting" in admin_plans(measured, "abort", plan)
+        assert answers() == alone
+    wait_for(lambda: plan_status(measured, plan) == ("cancelled", "aborted"), 60)
+    assert lending_state(measured)["pairs"][0]["limits"] == pair["limits"]
+    assert post(measured, f"plans/{plan}/apply").status_code == 409
+    listed = get(measured, "plans")["plans"]
+    assert [each["status"] for each in listed][:2] == ["cancelled", "done"]
+    switch(measured, True)
+    assert not lending_state(measured)["pairs"][0]["limits"]
+
+
+def test_the_controller_is_switched_and_remembers_over_its_restart(measured: Platform) -> None:
+    listed = get(measured, "plans")["plans"]
+    assert "advise" in admin_plans(measured, "mode", "advise")
+    admin_plans(measured, "pause")
+    (controller,) = (
+        process
+        for process in measured.process.children(recursive=True)
+        if "loomserve-controller" in " ".join(process.cmdline())
+    )
+    controller.kill()
+    wait_for(lambda: remembered(measured) == ("advise", True, None), 120)
+    assert [each["id"] for each in get(measured, "plans")["plans"]][-len(listed) :] == [
+        each["id"] for each in listed
+    ]
+    admin_plans(measured, "resume")
+    admin_plans(measured, "mode", "off")
+    assert remembered(measured) == ("off", False, None)
+
+
+def remembered(platform: Platform) -> tuple[str, bool, str | None] | None:
+    with platform.admin() as admin:
+        answer = admin.get("/admin/v1/rebalancing")
+    if not answer.is_success:
+        return None
+    state = answer.json()
+    return state["mode"], state["paused"], state["problem"]
 
 
 def test_what_cannot_be_done_is_said_with_what_there_is(lending: Platform) -> None:

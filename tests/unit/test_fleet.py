@@ -357,3 +357,15 @@ def test_those_who_move_work_see_live_engines_with_lenders_and_limits() -> None:
     assert not records["c1"].lenders
     some.begin_unload("org/cold", deadline=9)
     assert some.model_targets() == {"org/hot": 1}
+
+
+def test_an_operator_that_lets_a_pair_borrow_lifts_the_limits_of_plans() -> None:
+    some = lending_fleet()
+    some.report(borrowing(), 1)
+    some.limit_loans("h0", "org/cold", 0)
+    (pair,) = some.lending_state(1).pairs
+    assert pair.limits == {"core0": 0}
+    assert "a plan moved home" in (pair.problem or "")
+    some.set_pair("org/hot/org/cold", True)
+    (pair,) = some.lending_state(1).pairs
+    assert (pair.limits, pair.problem) == ({}, None)
