@@ -122,8 +122,7 @@ class BorrowingState(_Snapshot):
     )
     switched_off: tuple[str, ...] = Field(description="Lenders that an operator switched off.")
     limits: dict[str, int] = Field(
-        default_factory=dict,
-        description="Bytes of KV that a plan lets it have, at most, by the lender's model.",
+        {}, description="Bytes of KV that a plan lets it have, at most, by the lender's model."
     )
 
 
