@@ -273,14 +273,28 @@ class Fleet:
     def engine_records(self, now: float) -> tuple[EngineRecord, ...]:
         """Live replicas, for those who decide what moves between them."""
         return tuple(
-            EngineRecord(
-                report=replica.report,
-                role=self._role(record, replica.report),
-                lenders=tuple(self._lenders(replica, now)),
-                limits=self.loan_limits(replica.report.replica_id),
-            )
-            for name, record in self._models.items()
+            self._engine_record(replica, now)
+            for name in self._models
             for replica in self._live(name, now)
+        )
+
+    def engine_record(self, replica_id: str, now: float) -> EngineRecord:
+        """
+        Raises:
+            NotFound: no replica of that id reports.
+        """
+        replica = self._replicas.get(replica_id)
+        if replica is None or now - replica.seen_at >= REPORT_EXPIRES_S:
+            raise NotFound(f"replica {replica_id!r} does not report any more")
+        return self._engine_record(replica, now)
+
+    def _engine_record(self, replica: _ReplicaRecord, now: float) -> EngineRecord:
+        report = replica.report
+        return EngineRecord(
+            report=report,
+            role=self._role(self._record(report.model.name), report),
+            lenders=tuple(self._lenders(replica, now)),
+            limits=self.loan_limits(report.replica_id),
         )
 
     def model_targets(self) -> dict[str, int]:

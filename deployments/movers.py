@@ -38,10 +38,7 @@ def movers(fleet: Fleet, set_role: SetRoleOf, scale: Scale) -> dict[ActionKind, 
 
 
 def _record(fleet: Fleet, replica_id: str) -> EngineRecord:
-    for record in fleet.engine_records(time.monotonic()):
-        if record.report.replica_id == replica_id:
-            return record
-    raise NotFound(f"replica {replica_id!r} does not report any more")
+    return fleet.engine_record(replica_id, time.monotonic())
 
 
 class RequestsMover:

@@ -15,6 +15,7 @@ import yaml
 from loomserve.platform import cli, launch
 from loomserve.platform.config import load
 from loomserve.platform.errors import ConfigError, StartError
+from loomserve.platform.rebalancing.store import PlanStore, plans_folder
 
 DEVICES = [{"name": "core0", "kind": "cpu", "cores": [0]}]
 MODEL = {"name": "m", "source": "demo", "devices": ["core0"], "engine": {"enforce_eager": True}}
@@ -105,6 +106,28 @@ def test_a_missing_compiler_matters_only_where_vllm_compiles(
     compiled = {**MODEL, "engine": {}}
     with pytest.raises(StartError, match=r"install g\+\+"):
         launch.check_machine(load(write(tmp_path, server=server, models=[compiled])), tmp_path)
+
+
+def test_a_folder_for_plans_that_cannot_be_used_is_said_only_where_plans_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "_CLAIM_TIMEOUT_S", 0.0)
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    for controller, folder in (("off", "config.yaml/plans"), ("auto", "plans")):
+        section = {"controller": controller, "folder": folder}
+        checked = load(write(tmp_path, server={"port": port}, rebalancing=section))
+        launch.check_machine(checked, tmp_path)
+    other = PlanStore(plans_folder(checked, tmp_path))
+    assert other.claim()
+    with pytest.raises(StartError, match=r"another platform .* set rebalancing\.folder"):
+        launch.check_machine(checked, tmp_path)
+    other.release()
+    section = {"controller": "advise", "folder": "config.yaml/plans"}
+    unusable = load(write(tmp_path, server={"port": port}, rebalancing=section))
+    with pytest.raises(StartError, match=r"rebalancing\.folder"):
+        launch.check_machine(unusable, tmp_path)
 
 
 def test_too_little_memory_is_said_before_anything_starts(
