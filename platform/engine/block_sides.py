@@ -34,9 +34,19 @@ class Sides:
         self._starts = list(starts)
         ends = [*self._starts[1:], blocks]
         self.ranges = [range(start, end) for start, end in zip(self._starts, ends, strict=True)]
+        self._joined: set[int] = set()
 
     def of(self, block: int) -> int:
-        return bisect_right(self._starts, block) - 1
+        side = bisect_right(self._starts, block) - 1
+        return OWN if side in self._joined else side
+
+    def join(self, side: int) -> None:
+        """Its blocks are own ones from now on; all of them are withheld just now."""
+        self._joined.add(side)
+
+    def separate(self, side: int) -> None:
+        """They are its own again; all of them are withheld."""
+        self._joined.discard(side)
 
 
 def block_bytes(config: KVCacheConfig) -> int:

@@ -28,6 +28,8 @@ from loomserve.platform.engine.block_sides import (
     block_bytes,
     borrowed_sides,
 )
+from loomserve.platform.engine.part_loan import PartLoan
+from loomserve.platform.engine.part_loan import Phase as PartPhase
 from loomserve.platform.engine.scheduler import AdaptiveScheduler
 from loomserve.platform.lending.limits import Observation, Phase, Rules, State, after, first
 from loomserve.platform.lending.options import LENDING_CONFIG, LendingOptions
@@ -41,6 +43,8 @@ _SMOOTHING = 0.1
 
 WorkerCall = Callable[..., Any]
 """Calls a method of the engine's worker: its name, and what it is given."""
+Copy = Callable[[list[tuple[int, int]]], bool]
+"""Copies each pair's first block onto its second; False if a lender's ring has closed."""
 
 
 @dataclass
@@ -54,11 +58,13 @@ class Loan:
     seen: RingStats
     use: State
     usual_delay_s: float = 0.0
+    part: PartLoan | None = None
+    """If part of all requests' attention lies there, and no request as a whole."""
     usable: int = 0
     most: int | None = None
     """Blocks that may be used however many the lender grants."""
     open: bool = True
-    """Whether requests may start there."""
+    """Whether requests may start there, or the part may stay."""
 
 
 class BorrowingScheduler(AdaptiveScheduler):
@@ -99,31 +105,41 @@ class BorrowingScheduler(AdaptiveScheduler):
 
     # Calls
 
-    def borrowing(self, workers: WorkerCall) -> dict[str, Any]:
-        """What a lender must know of this engine."""
-        return dict(workers("borrowing"))
+    def borrowing(self, workers: WorkerCall, heads: int = 0) -> dict[str, Any]:
+        """What a lender must know of this engine, or of so many KV heads of it."""
+        return dict(workers("borrowing", heads))
 
-    def borrow(self, workers: WorkerCall, name: str, path: str) -> int:
+    def borrow(self, workers: WorkerCall, name: str, path: str, heads: int = 0) -> int:
         """Use a loan that its lender has opened.
 
         Args:
             name: the loan's, for whoever looks at this engine.
             path: of its ring.
+            heads: so many KV heads of all requests move there while steps run; 0: requests start
+                there.
 
         Returns:
             The side on which its blocks are.
 
         Raises:
-            ValueError: no side is free.
+            ValueError: no side is free, or heads of this engine cannot move.
         """
+        if heads:
+            self._check_that_heads_can_move()
         free = set(range(1, len(self._sides.ranges))) - self.loans.keys()
         if not free:
             raise ValueError(
                 f"{len(self.loans)} loans are open, and lending.lenders allows no more"
             )
         side = min(free)
-        workers("borrow", side, path)
         self._workers = workers
+        part = None
+        if heads:
+            part = PartLoan(
+                self._pool, self._sides, side, workers("begin_part", side, path), workers
+            )
+        else:
+            workers("borrow", side, path)
         ring = Ring.attach(Path(path))
         blocks = self._sides.ranges[side]
         rules = Rules(
@@ -132,7 +148,7 @@ class BorrowingScheduler(AdaptiveScheduler):
             stall_s=self.lending.patience_ms / 2000,
         )
         use = first(rules, time.perf_counter())
-        self.loans[side] = Loan(name, side, ring, blocks, ring.stats(), use)
+        self.loans[side] = Loan(name, side, ring, blocks, ring.stats(), use, part=part)
         self._follow(self.loans[side])
         return side
 
@@ -149,11 +165,14 @@ class BorrowingScheduler(AdaptiveScheduler):
     def drain_loan(self, workers: WorkerCall, side: int) -> bool:
         """Start no request there any more; returns whether none is left there.
 
-        Those for which another side has room move there at once.
+        Those for which another side has room move there at once. A part that is there comes home.
         """
         if side not in self.loans:  # it has just ended by itself
             return True
         self.loans[side].open = False
+        if (part := self.loans[side].part) is not None:
+            self._follow(self.loans[side])
+            return part.phase is PartPhase.HOME
         for request in self._running_on(side):
             self._move_from(side, [request], 1)
         return not self._running_on(side)
@@ -166,8 +185,11 @@ class BorrowingScheduler(AdaptiveScheduler):
 
     def loan_state(self, workers: WorkerCall) -> dict[str, Any]:
         """Of all that is borrowed."""
+        if not self.running:  # and so no step that would do it
+            for loan in [each for each in self.loans.values() if each.part is not None]:
+                self._follow(loan)
         return {
-            "own_blocks": len(self._sides.ranges[OWN]),
+            "own_blocks": self._own_blocks,
             "own_free": self._pool.free_block_queue.free_on(OWN),
             "moved": self._moves,
             "broken": {reason.name: count for reason, count in self.broken.items()},
@@ -180,6 +202,7 @@ class BorrowingScheduler(AdaptiveScheduler):
                     "requests": len(self._running_on(loan.side)),
                     "open": loan.open,
                     "phase": str(loan.use.phase),
+                    "part": loan.part.state() if loan.part is not None else None,
                     "most_tokens": loan.use.tokens,
                     **loan.ring.stats()._asdict(),
                 }
@@ -212,6 +235,9 @@ class BorrowingScheduler(AdaptiveScheduler):
         if loan.ring.closed is not Closed.OPEN:
             self._end_broken(loan)
             return
+        if loan.part is not None:
+            self._follow_part(loan, loan.part)
+            return
         if loan.use.phase is Phase.EJECT:
             for request in self._running_on(loan.side):
                 self._preempt(request)
@@ -223,16 +249,46 @@ class BorrowingScheduler(AdaptiveScheduler):
         if granted != loan.ring.vacated:
             loan.ring.vacated = granted
 
+    def _follow_part(self, loan: Loan, part: PartLoan) -> None:
+        """Move it, or let it come home; use as many more blocks as the lender has room for."""
+        granted = min(loan.ring.granted, loan.ring.wanted)
+        if not loan.open or loan.use.phase is Phase.EJECT or not part.fits(granted):
+            part.come_home()
+        self._leave(part.use(granted), loan)
+        if part.advance(loan.ring.granted, self._costs.step_s, bool(self.running)):
+            self._leave(part.use(granted), loan)
+            loan.ring.vacated = part.has
+        else:
+            self._end_broken(loan)
+
+    def _leave(self, gone: range, loan: Loan) -> None:
+        """Requests that hold any of these blocks go on in others of the same side, or later."""
+        for request in [each for each in self.running if self._holds(each, gone)]:
+            if not self._move(
+                request, OWN, lambda pairs: self._workers("copy_with_part", loan.side, pairs)
+            ):
+                self._preempt(request)
+
     def _end_broken(self, loan: Loan) -> None:
         self.broken[loan.ring.closed] += 1
         self._end(loan)
 
     def _end(self, loan: Loan) -> None:
         # A step in flight computes nothing right of what is there.
-        self._use(loan, 0, drop_output=True)
+        if loan.part is None:
+            self._use(loan, 0, drop_output=True)
+        else:
+            self._lose(loan.part)
         del self.loans[loan.side]
         self._costs.forget(loan.side)
         loan.ring.close()
+
+    def _lose(self, part: PartLoan) -> None:
+        if part.away:
+            for request in self._running_on(OWN):
+                self._preempt(request, drop_output=True)
+            part.use(0)
+        part.lose()
 
     def _use(self, loan: Loan, usable: int, *, drop_output: bool = False) -> None:
         """Let the first ``usable`` blocks of the loan be used, and no others.
@@ -325,11 +381,17 @@ class BorrowingScheduler(AdaptiveScheduler):
         """
         if not self.lending.move or not self.loans or not self.cache_config.enable_prefix_caching:
             return False
+        if self._part_is_away:  # own blocks are of another shape
+            return False
         # What passes through the KV store is copied from and to this engine's memory.
         requests = [each for each in requests if not hands_over(each)]
         sides = [self._side(each, None) for each in range(len(self._sides.ranges))]
         chosen = move(sides, [self._resident(each) for each in requests], side, missing_blocks)
-        return chosen is not None and self._move(requests[chosen.request], side, chosen.side)
+        return chosen is not None and self._move(
+            requests[chosen.request],
+            chosen.side,
+            lambda pairs: self._workers("move_blocks", side, chosen.side, pairs),
+        )
 
     def _resident(self, request: Request) -> Resident:
         tokens = request.num_computed_tokens
@@ -341,7 +403,7 @@ class BorrowingScheduler(AdaptiveScheduler):
             recompute_s=self.step_times.prefill_s(tokens, self.max_num_scheduled_tokens),
         )
 
-    def _move(self, request: Request, source: int, target: int) -> bool:
+    def _move(self, request: Request, target: int, copy: Copy) -> bool:
         pool, size = self._pool, self.block_size
         # A step in flight has computed its blocks before the worker comes to copy them.
         full = min(request.num_computed_tokens // size, len(request.block_hashes))
@@ -360,7 +422,7 @@ class BorrowingScheduler(AdaptiveScheduler):
                 (block, copy.block_id)
                 for block, copy in zip(table[cached:full], copies, strict=True)
             ]
-            done = not pairs or self._workers("move_blocks", source, target, pairs)
+            done = not pairs or copy(pairs)
             if done:
                 pool.cache_full_blocks(request, [*there, *copies], cached, full, size, 0)
                 self._costs.saw_copy(len(pairs), time.perf_counter() - begin)
@@ -404,7 +466,7 @@ class BorrowingScheduler(AdaptiveScheduler):
                     request.block_hashes, tokens - 1
                 )
             needed = self._blocks_for(tokens - cached)
-        blocks = len(self._sides.ranges[OWN]) - 1 if side == OWN else loan.usable if loan else 0
+        blocks = self._own_blocks - 1 if side == OWN else loan.usable if loan else 0
         growth = [self._most_blocks(each) - self._blocks_for(each.num_tokens) for each in here]
         return Side(
             blocks=blocks,
@@ -419,11 +481,38 @@ class BorrowingScheduler(AdaptiveScheduler):
         )
 
     def _may_start(self, loan: Loan, tokens: int) -> bool:
-        if not loan.open or self.lending.placement == "local":
+        if not loan.open or loan.part is not None or self.lending.placement == "local":
             return False
         if self.lending.placement == "ratio":
             return True
         return self._context_on(loan.side) + tokens <= loan.use.tokens
+
+    @property
+    def _part_is_away(self) -> bool:
+        return any(loan.part is not None and loan.part.away for loan in self.loans.values())
+
+    @property
+    def _own_blocks(self) -> int:
+        more = sum(loan.part.usable for loan in self.loans.values() if loan.part is not None)
+        return len(self._sides.ranges[OWN]) + more
+
+    def _check_that_heads_can_move(self) -> None:
+        if any(loan.part is not None for loan in self.loans.values()):
+            raise ValueError("heads of this engine are with a lender already: let them come home")
+        if not self.cache_config.enable_prefix_caching:
+            raise ValueError("heads move where prefix caching is on, which tells blocks apart")
+        if self._reader is not None:
+            raise ValueError(
+                "the KV store keeps whole blocks, so heads move only where a model does without it"
+            )
+
+    def _attended_by(self, loan: Loan) -> int:
+        """Tokens of context, as many as if all heads of them were there."""
+        if loan.part is None:
+            return self._context_on(loan.side)
+        heads = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.num_kv_heads
+        away = loan.part.away * loan.ring.geometry.kv_heads
+        return self._context_on(OWN) * away // int(heads)
 
     def _context_on(self, side: int) -> int:
         return sum(request.num_computed_tokens for request in self._running_on(side))
@@ -440,7 +529,7 @@ class BorrowingScheduler(AdaptiveScheduler):
             delay_s = (loan.seen.pickup_ns - before.pickup_ns) / 1e9
             wait_s = (loan.seen.wait_ns - before.wait_ns) / 1e9
             tasks = loan.seen.tasks - before.tasks
-            tokens = self._context_on(loan.side)
+            tokens = self._attended_by(loan)
             self._costs.saw_lender(loan.side, tokens, service_s, delay_s)
             loan.use = after(
                 loan.use,

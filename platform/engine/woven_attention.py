@@ -1,14 +1,15 @@
-"""vLLM's CPU attention, of which some rows are computed by lenders.
+"""vLLM's CPU attention, of which some rows, or some heads of all own rows, are computed by lenders.
 
-The batch's rows stand in order of their sides (:mod:`woven_runner`): own rows first, then those of
-each loan. In each layer the borrowed rows are posted before the own ones are computed, and fetched
-after. A row's result depends on nothing but its own sequence, so where it is computed changes no
-bit of it.
+The batch's rows stand in order of their sides (:mod:`woven_worker`): own rows first, then those of
+each loan. In each layer what is borrowed is posted before the rest is computed, and fetched after.
+A result depends on nothing but its own sequence and head, so where it is computed changes no bit of
+it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from loomserve.platform.engine.block_sides import OWN, Sides
+from loomserve.platform.engine.moved_heads import MovedHeads
 from loomserve.platform.lending.borrower import Borrower
 
 
@@ -37,6 +39,8 @@ class Loans:
 
     sides: Sides | None = None
     borrowers: dict[int, Borrower] = field(default_factory=dict)
+    heads: MovedHeads | None = None
+    """Those of the own rows that a lender computes, while they are away."""
     patience_s: float = 0.1
     poll: Callable[[], Any] | None = None
     """Looks for guests' tasks before this engine's own attention."""
@@ -56,10 +60,12 @@ class Borrowed:
 
 @dataclass(frozen=True)
 class WovenMetadata:
-    """Of a batch with borrowed rows: vLLM's own metadata for the own rows, if there are any."""
+    """Of a batch with borrowed rows or heads: vLLM's own metadata for the own rows, if there are
+    any, and for those heads of theirs that stay."""
 
     own: CPUAttentionMetadata | None
     own_tokens: int
+    heads: MovedHeads | None
     borrowed: list[Borrowed]
     layers: dict[str, int]
 
@@ -83,6 +89,8 @@ class WovenBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     """Divides a batch by sides, once a step."""
 
     layer_names: list[str]
+    num_heads: int
+    num_kv_heads: int
 
     def build(
         self,
@@ -92,20 +100,40 @@ class WovenBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     ) -> CPUAttentionMetadata | WovenMetadata:
         common = common_attn_metadata
         ends = _ends_of_sides(common)
-        if set(ends) <= {OWN}:
+        if LOANS.heads is None and set(ends) <= {OWN}:
             return super().build(common_prefix_len, common, fast_build)
         own_requests = ends.pop(OWN, 0)
         own_tokens = int(common.query_start_loc[own_requests])
-        own = None
+        own, heads = None, LOANS.heads if own_requests else None
         if own_requests:
-            own = super().build(0, _first_requests(common, own_requests, own_tokens), fast_build)
+            own_rows = _first_requests(common, own_requests, own_tokens)
+            with self._only(heads):
+                own = super().build(0, own_rows, fast_build)
+        if heads is not None:
+            heads.borrower.begin_step(
+                own_rows.query_start_loc,
+                own_rows.seq_lens,
+                own_rows.block_table_tensor,
+                own_rows.slot_mapping,
+            )
         borrowed, first = [], own_requests
         for side, end in ends.items():
             borrowed.append(self._post_metadata(common, side, first, end))
             first = end
         return WovenMetadata(
-            own, own_tokens, borrowed, {name: i for i, name in enumerate(self.layer_names)}
+            own, own_tokens, heads, borrowed, {name: i for i, name in enumerate(self.layer_names)}
         )
+
+    @contextmanager
+    def _only(self, heads: MovedHeads | None) -> Iterator[None]:
+        """Within, the attention has only those heads that stay."""
+        before = self.num_heads, self.num_kv_heads
+        if heads is not None:
+            self.num_heads, self.num_kv_heads = heads.kept.query_heads, heads.kept.kv_heads
+        try:
+            yield
+        finally:
+            self.num_heads, self.num_kv_heads = before
 
     def _post_metadata(
         self, common: CommonAttentionMetadata, side: int, first: int, end: int
@@ -128,7 +156,7 @@ class WovenBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
 def _ends_of_sides(common: CommonAttentionMetadata) -> dict[int, int]:
     """By side, the request behind its last one; the sides are in order."""
     if not LOANS.borrowers or LOANS.sides is None:
-        return {}
+        return {OWN: common.num_reqs}
     of = LOANS.sides.of
     return {
         of(block): i + 1
@@ -179,15 +207,39 @@ class WovenImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
             part.borrower.post(number, query[rows], key[rows], value[rows])
         if attn_metadata.own is not None:
             rows = slice(attn_metadata.own_tokens)
-            self._own(
-                layer, query[rows], key[rows], value[rows], kv_cache, attn_metadata.own,
-                output[rows],
-            )  # fmt: skip
+            self._own_rows(
+                layer, query[rows], key[rows], value[rows], kv_cache, attn_metadata, output[rows]
+            )
         for part in attn_metadata.borrowed:
             if not part.borrower.wait(output[part.tokens], LOANS.patience_s):
                 # The scheduler drops what comes of these rows; they must only not be poison.
                 output[part.tokens].zero_()
         return output
+
+    def _own_rows(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: WovenMetadata,
+        output: torch.Tensor,
+    ) -> None:
+        own, heads = metadata.own, metadata.heads
+        assert own is not None
+        if heads is None:
+            self._own(layer, query, key, value, kv_cache, own, output)
+            return
+        q, kv = heads.kept.query_heads, heads.kept.kv_heads
+        number = metadata.layers[layer.layer_name]
+        heads.borrower.post(number, query[:, q:], key[:, kv:], value[:, kv:])
+        # The kernel writes heads that lie side by side.
+        stay = torch.empty_like(output[:, :q], memory_format=torch.contiguous_format)
+        self._own(layer, query[:, :q], key[:, :kv], value[:, :kv], kv_cache, own, stay)
+        output[:, :q] = stay
+        if not heads.borrower.wait(output[:, q:], LOANS.patience_s):
+            output[:, q:].zero_()
 
     def _own(
         self,

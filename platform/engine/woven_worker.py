@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from loomserve.platform.engine.block_sides import OWN, borrowed_sides
 from loomserve.platform.engine.lent_memory import guest_caches
 from loomserve.platform.engine.moved_blocks import BlockMover
+from loomserve.platform.engine.moved_heads import MovedHeads, part_of
 from loomserve.platform.engine.operator_parts import OperatorParts
 from loomserve.platform.engine.seeds import SeedKeepingModelRunner
 from loomserve.platform.engine.worker import PatientWorker
@@ -66,6 +67,7 @@ class WovenWorker(PatientWorker):
         LOANS.patience_s = self._lending.patience_ms / 1000
         self._desk = Desk(split_kv=envs.VLLM_CPU_ATTN_SPLIT_KV)
         self._lent: dict[str, Ring] = {}
+        self._moving: dict[int, MovedHeads] = {}
         self._parts: OperatorParts | None = None
         self._poll: Callable[[], Any] | None = None
 
@@ -101,16 +103,29 @@ class WovenWorker(PatientWorker):
 
     # The borrower's part
 
-    def borrowing(self) -> dict[str, Any]:
-        """What a lender must know: the attention's geometry, and how large a step may be."""
+    def borrowing(self, heads: int = 0) -> dict[str, Any]:
+        """What a lender must know: the attention's geometry, and how large a step may be.
+
+        Args:
+            heads: how many KV heads of all requests it shall have; 0: all heads of some requests.
+
+        Raises:
+            ValueError: no such part of the heads can be lent.
+        """
         limits = self.vllm_config.scheduler_config
         table = self.model_runner.input_batch.block_table[0].block_table.np
+        geometry, blocks = self._geometry(), len(LOANS.sides.ranges[1]) if LOANS.sides else 0
+        if heads and LOANS.sides is not None:
+            own, every = len(LOANS.sides.ranges[OWN]), geometry.kv_heads
+            geometry = part_of(geometry, heads)
+            # There is a part of each block, and there are more blocks for it.
+            blocks = min(own * every // (every - heads), own + blocks)
         return {
-            "geometry": self._geometry().to_json(),
+            "geometry": geometry.to_json(),
             "max_tokens": limits.max_num_batched_tokens,
             "max_requests": limits.max_num_seqs,
             "max_blocks": int(table.shape[1]),
-            "blocks": len(LOANS.sides.ranges[1]) if LOANS.sides else 0,
+            "blocks": blocks,
         }
 
     def _geometry(self) -> Geometry:
@@ -148,7 +163,54 @@ class WovenWorker(PatientWorker):
         LOANS.borrowers[side] = Borrower(Ring.attach(Path(path)))
 
     def end_loan(self, side: int) -> None:
-        LOANS.borrowers.pop(side).ring.close()
+        heads = self._moving.pop(side, None)
+        borrower = heads.borrower if heads is not None else LOANS.borrowers.pop(side)
+        borrower.ring.close()
+
+    # Heads that move to a lender, and back
+
+    def begin_part(self, side: int, path: str) -> int:
+        """Get ready to move heads there; how many own blocks there are once they are away."""
+        heads = MovedHeads(
+            self._attention_layers(),
+            self.model_runner.kv_caches,
+            self._geometry(),
+            Borrower(Ring.attach(Path(path))),
+            LOANS.patience_s,
+        )
+        self._moving[side] = heads
+        return heads.blocks
+
+    def send_part(self, side: int, blocks: list[int]) -> bool:
+        return self._moving[side].send(blocks)
+
+    def fetch_part(self, side: int, blocks: list[int]) -> bool:
+        return self._moving[side].fetch(blocks)
+
+    def copy_with_part(self, side: int, pairs: list[tuple[int, int]]) -> bool:
+        return self._moving[side].copy(pairs)
+
+    def leave_part(self, side: int, rest: list[int], blocks: list[int]) -> bool:
+        """Copy the rest, and compute with the heads there from now on; ``blocks`` hold KV."""
+        assert LOANS.sides is not None
+        heads = self._moving[side]
+        if rest and not heads.send(rest):
+            return False
+        heads.narrow(blocks)
+        LOANS.sides.join(side)
+        LOANS.heads = heads
+        return True
+
+    def bring_part(self, side: int, rest: list[int], blocks: list[int]) -> bool:
+        """Copy the rest back, and compute with all heads here from now on."""
+        assert LOANS.sides is not None
+        heads = self._moving[side]
+        if rest and not heads.fetch(rest):
+            return False
+        heads.widen(blocks)
+        LOANS.sides.separate(side)
+        LOANS.heads = None
+        return True
 
     # The lender's part
 

@@ -21,7 +21,8 @@ class SideCosts:
 
     def __init__(self) -> None:
         self.token_s = _FIRST_TOKEN_S
-        self._step_s = _FIRST_STEP_S
+        self.step_s = _FIRST_STEP_S
+        """Of any step."""
         self._block_copy_s = _FIRST_BLOCK_COPY_S
         self._handoff_s: defaultdict[int, float] = defaultdict(float)
 
@@ -39,10 +40,10 @@ class SideCosts:
 
     def rest_s(self, own_tokens: int) -> float:
         """Of a step beside attention."""
-        return max(0.0, self._step_s - own_tokens * self.token_s)
+        return max(0.0, self.step_s - own_tokens * self.token_s)
 
     def saw_step(self, seconds: float) -> None:
-        self._step_s += _SMOOTHING * (seconds - self._step_s)
+        self.step_s += _SMOOTHING * (seconds - self.step_s)
 
     def saw_lender(self, side: int, tokens: int, service_s: float, delay_s: float) -> None:
         """A step in which a lender attended to so many tokens of context, in all its layers.

@@ -1,0 +1,228 @@
+"""How long do streams pause when part of their engine moves to another and back?
+
+On two real engines, a core each: streams of one engine decode, then KV heads of all of them leave
+for the other engine, are computed there for a while, and come home. A pause is what the engine
+itself measured between two steps; it is also given in decode steps, of the median before the move.
+Tokens are compared with those of the same requests without a move. The last line of the output is
+one JSON object.
+
+Run it as ``python -m benchmarks.migrate`` or ``make bench-migrate``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.engine import BLOCK_TOKENS, offline_engine
+from benchmarks.report import Spread, machine, percentile, publish
+from loomserve.platform import catalog
+from loomserve.platform.lending.options import LENDING_CONFIG
+
+RESULTS = Path(__file__).parent / "results"
+BLOCK_BYTES = 30 * 2 * 3 * 64 * BLOCK_TOKENS * 4
+"""Of SmolLM2-135M in float32."""
+LOADS = ("1x512", "1x2048", "1x8000", "8x512", "8x2048", "32x512")
+BEFORE_STEPS, AWAY_STEPS, AFTER_STEPS = 8, 8, 8
+_names = itertools.count()
+
+
+class Load(NamedTuple):
+    streams: int
+    context: int
+
+    @classmethod
+    def parse(cls, text: str) -> Load:
+        streams, context = text.split("x")
+        return cls(int(streams), int(context))
+
+
+class Move(NamedTuple):
+    """There and back; times in seconds, rates in tokens a second."""
+
+    step_s: float
+    pauses_s: list[float]
+    durations_s: list[float]
+    copied_blocks: int
+    away_step_s: float
+    tokens_changed: int
+
+
+def engine(core: int, blocks: int, context: int, **lending: Any) -> Any:
+    return offline_engine(
+        str(catalog.resolve("demo", Path.cwd())),
+        None,
+        core=core % (os.cpu_count() or 1),
+        max_model_len=context,
+        max_num_seqs=32,
+        max_num_batched_tokens=512,
+        kv_cache_memory_bytes=blocks * BLOCK_BYTES,
+        worker_cls="loomserve.platform.engine.woven_worker.WovenWorker",
+        scheduler_cls="loomserve.platform.engine.lending.make_scheduler",
+        distributed_executor_backend="loomserve.platform.engine.executor.PatientExecutor",
+        additional_config={"loomserve": {"queue": "fcfs"}, LENDING_CONFIG: lending},
+    )
+
+
+class Pair:
+    """``hot`` moves a part of itself to ``cold``."""
+
+    def __init__(self, hot: Any, cold: Any) -> None:
+        self.hot, self.cold = hot, cold
+
+    def call(self, llm: Any, method: str, *args: Any) -> Any:
+        return llm.collective_rpc(f"loans.{method}", args=args)[0]
+
+    @contextmanager
+    def loan(self, heads: int) -> Iterator[int]:
+        name = str(next(_names))
+        path = f"/dev/shm/loomserve-ring-{os.getpid()}-{name}"
+        self.call(self.cold, "lend", name, path, self.call(self.hot, "borrowing", heads))
+        side = self.call(self.hot, "borrow", name, path, heads)
+        try:
+            yield side
+        finally:
+            self.call(self.hot, "end_loan", side)
+            self.call(self.cold, "end_lending", name)
+
+    def part(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.call(self.hot, "loan_state")["loans"][0]["part"]
+        return found
+
+
+class Streams:
+    """Requests that decode together, a step at a time."""
+
+    def __init__(self, llm: Any, load: Load, tokens: int, seed: int) -> None:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        source = random.Random(seed)
+        self._engine = llm.llm_engine
+        self.names = [str(next(_names)) for _ in range(load.streams)]
+        self.tokens: dict[str, list[int]] = {name: [] for name in self.names}
+        greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        for name in self.names:
+            prompt = [source.randrange(1000, 40000) for _ in range(load.context)]
+            self._engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), greedy)
+
+    @property
+    def running(self) -> bool:
+        return bool(self._engine.has_unfinished_requests())
+
+    @property
+    def decoding(self) -> bool:
+        return all(self.tokens.values())
+
+    def step(self) -> float:
+        begin = time.perf_counter()
+        for output in self._engine.step():
+            self.tokens[output.request_id] = list(output.outputs[0].token_ids)
+        return time.perf_counter() - begin
+
+    def finish(self) -> list[list[int]]:
+        while self.running:
+            self.step()
+        return [self.tokens[name] for name in self.names]
+
+
+def moved(pair: Pair, load: Load, heads: int, tokens: int, seed: int) -> Move:
+    undisturbed = Streams(pair.hot, load, tokens, seed).finish()
+    pair.hot.reset_prefix_cache()
+    streams = Streams(pair.hot, load, tokens, seed)
+    while not streams.decoding:
+        streams.step()
+    before = [streams.step() for _ in range(BEFORE_STEPS)]
+    with pair.loan(heads) as side:
+        durations = [until(pair, streams, "away")]
+        pauses = [pair.part()["pause_s"]]
+        away = [streams.step() for _ in range(AWAY_STEPS)]
+        pair.call(pair.hot, "drain_loan", side)
+        durations.append(until(pair, streams, "home"))
+        part = pair.part()
+        pauses.append(part["pause_s"])
+        for _ in range(AFTER_STEPS):
+            streams.step()
+    found = streams.finish()
+    pair.hot.reset_prefix_cache()
+    return Move(
+        statistics.median(before),
+        pauses,
+        durations,
+        part["copied_blocks"],
+        statistics.median(away),
+        sum(
+            a != b
+            for x, y in zip(found, undisturbed, strict=True)
+            for a, b in zip(x, y, strict=True)
+        ),
+    )
+
+
+def until(pair: Pair, streams: Streams, phase: str) -> float:
+    """Step until the part is there; the seconds it took."""
+    begin = time.perf_counter()
+    while pair.part()["phase"] != phase:
+        if not streams.running:
+            raise RuntimeError(f"the streams ended before the part was {phase}: raise --tokens")
+        streams.step()
+    return time.perf_counter() - begin
+
+
+def figures(moves: list[Move], kind: str) -> dict[str, Any]:
+    pauses = [pause for one in moves for pause in one.pauses_s]
+    steps = [pause / one.step_s for one in moves for pause in one.pauses_s]
+    return {
+        f"{kind}_pause_ms_p50": 1000 * percentile(pauses, 50),
+        f"{kind}_pause_ms_p99": 1000 * percentile(pauses, 99),
+        f"{kind}_pause_steps_p50": percentile(steps, 50),
+        f"{kind}_pause_steps_p99": percentile(steps, 99),
+        f"{kind}_move_ms": 1000 * statistics.median(s for one in moves for s in one.durations_s),
+        f"{kind}_step_while_away": Spread.of([one.away_step_s / one.step_s for one in moves]),
+    }
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    loads = [Load.parse(text) for text in args.loads.split(",")]
+    most = max(load.streams * (load.context + args.tokens) for load in loads)
+    longest = max(load.context for load in loads) + args.tokens + 1
+    blocks = max(most, longest) // BLOCK_TOKENS + 2 * max(load.streams for load in loads) + 2
+    hot = engine(0, blocks, longest, borrow_bytes=blocks * BLOCK_BYTES, patience_ms=5000)
+    cold = engine(1, 2 * blocks, longest, lend_bytes=blocks * BLOCK_BYTES)
+    pair, by_load = Pair(hot, cold), dict[str, list[Move]]()
+    for run in range(args.runs):
+        for load in loads:
+            one = moved(pair, load, args.heads, args.tokens, run)
+            by_load.setdefault(f"{load.streams}x{load.context}", []).append(one)
+            print(f"run {run + 1}, {load.streams} streams of {load.context} tokens: {one}")
+    every = [one for moves in by_load.values() for one in moves]
+    return {
+        "benchmark": "migrate",
+        **figures(every, "head"),
+        "tokens_changed": sum(one.tokens_changed for one in every),
+        "runs": args.runs,
+        "by_load": {load: figures(moves, "head") for load, moves in by_load.items()},
+        "setup": {"heads": args.heads, "tokens": args.tokens, "blocks": blocks},
+        "machine": machine(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--loads", default=",".join(LOADS), help="streams x tokens of context")
+    parser.add_argument("--heads", type=int, default=1, help="KV heads that move")
+    parser.add_argument("--tokens", type=int, default=120, help="output tokens of a stream")
+    parser.add_argument("--runs", type=int, default=3)
+    publish("migrate", measure(parser.parse_args()), RESULTS)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,173 @@
+"""Some KV heads of an engine's attention, with a lender: its worker's part.
+
+The last heads of every layer, with the query heads that attend to them, are kept and computed in a
+lender's memory, for all sequences alike; no weight moves. What stays is laid out anew in the same
+memory, where each block is smaller by the heads that left, so that there are more blocks
+(BanaServe, section 4.3.2). A head's attention needs nothing of other heads, so outputs are only
+put side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Any
+
+import torch
+
+from loomserve.platform.lending.borrower import Borrower
+from loomserve.platform.lending.geometry import Geometry
+from loomserve.platform.lending.ring import Work
+
+_CHUNK_BYTES = 8 << 20
+"""Of one layer's KV that are laid out anew at a time, so that the copy between stays in a cache."""
+
+
+def part_of(geometry: Geometry, heads: int) -> Geometry:
+    """The attention of so many KV heads and of those query heads that attend to them.
+
+    Raises:
+        ValueError: it would be none of them, or all.
+    """
+    if not 0 < heads < geometry.kv_heads:
+        raise ValueError(
+            f"{heads} of {geometry.kv_heads} KV heads cannot move: at least one must move, and at "
+            "least one stay"
+        )
+    group = geometry.query_heads // geometry.kv_heads
+    return replace(geometry, kv_heads=heads, query_heads=heads * group)
+
+
+class MovedHeads:
+    """Of one worker and one lender. Until :meth:`narrow` nothing is computed elsewhere.
+
+    Args:
+        layers: vLLM's attention layers, in order.
+        kv_caches: the model runner's, a layer each, [blocks, kv_heads, block_size, 2 * head_size];
+            they are replaced when they are laid out anew.
+        geometry: of all heads.
+        borrower: its ring has the geometry of the heads that move, and a block of it for each
+            block here, under the same number.
+        patience_s: after which the lender is given up.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        kv_caches: list[torch.Tensor],
+        geometry: Geometry,
+        borrower: Borrower,
+        patience_s: float,
+    ) -> None:
+        self.borrower = borrower
+        moved = borrower.ring.geometry
+        self.kept = part_of(geometry, geometry.kv_heads - moved.kv_heads)
+        """The attention that stays."""
+        self._layers = layers
+        self._kv_caches = kv_caches
+        self._whole = list(kv_caches)
+        self._heads = geometry.kv_heads
+        self._blocks = len(kv_caches[0])
+        self._patience_s = patience_s
+        # What came back, by layer; there while heads come home.
+        self._back: list[torch.Tensor] = []
+
+    @property
+    def blocks(self) -> int:
+        """That there is room for while the heads are away."""
+        return self._blocks * self._heads // self.kept.kv_heads
+
+    def send(self, blocks: Sequence[int]) -> bool:
+        """Copy the heads' part of these blocks to the lender; False if its ring has closed."""
+        return all(self._send(part) for part in self._parts(blocks))
+
+    def fetch(self, blocks: Sequence[int]) -> bool:
+        """Copy the heads' part of these blocks from the lender to where :meth:`widen` finds it;
+        False if its ring has closed."""
+        if not self._back:
+            shape = (self._blocks, *self._shape(self._heads - self.kept.kv_heads))
+            self._back = [torch.empty(shape, dtype=each.dtype) for each in self._whole]
+        return all(self._fetch(part) for part in self._parts(blocks))
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        """Copy each pair's first block onto its second, here and there, while the heads are away;
+        False if the lender's ring has closed."""
+        sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        for cache in self._kv_caches:
+            cache[targets] = cache[sources]
+        most = self.borrower.ring.most_copied
+        return all(self._copy(pairs[at : at + most]) for at in range(0, len(pairs), most))
+
+    def narrow(self, blocks: Iterable[int]) -> None:
+        """Lay out anew what stays of these blocks, in place; nothing else is kept."""
+        kept = self.kept.kv_heads
+        size = prod(self._shape(kept))
+        for layer, whole in enumerate(self._whole):
+            new = whole.view(-1)[: self.blocks * size].view(self.blocks, *self._shape(kept))
+            old = whole.view(self._blocks, *self._shape(self._heads))
+            # Upwards: a block's new place ends before that of any block behind it begins.
+            for chunk in self._chunks(sorted(blocks)):
+                new[chunk] = old[chunk, :kept]
+            self._use(layer, new)
+
+    def widen(self, blocks: Iterable[int]) -> None:
+        """Lay out all heads of these blocks as at first; each of them has been fetched."""
+        kept = self.kept.kv_heads
+        for layer, whole in enumerate(self._whole):
+            new = whole.view(self._blocks, *self._shape(self._heads))
+            old = self._kv_caches[layer].view(-1, *self._shape(kept))
+            # Downwards, for the same reason.
+            for chunk in reversed(self._chunks(sorted(blocks))):
+                new[chunk, :kept] = old[chunk]
+                new[chunk, kept:] = self._back[layer][chunk]
+            self._use(layer, whole)
+        self._back = []
+
+    def _send(self, blocks: Sequence[int]) -> bool:
+        self.borrower.begin_copy(blocks, Work.WRITE)
+        for layer, whole in enumerate(self._whole):
+            of_all = whole.view(self._blocks, *self._shape(self._heads))
+            key, value = of_all[list(blocks), self.kept.kv_heads :].chunk(2, dim=2)
+            if not self.borrower.write(layer, key, value, self._patience_s):
+                return False
+        return True
+
+    def _fetch(self, blocks: Sequence[int]) -> bool:
+        self.borrower.begin_copy(blocks, Work.READ)
+        for layer, back in enumerate(self._back):
+            rows = self.borrower.read(layer, self._patience_s)
+            if rows is None:
+                return False
+            back[list(blocks)] = torch.cat(rows, dim=2)
+        return True
+
+    def _copy(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        borrower, layers = self.borrower, range(len(self._whole))
+        # The ring's areas hold one task, so what is read leaves it before it is written.
+        borrower.begin_copy([pair[0] for pair in pairs], Work.READ)
+        read = []
+        for layer in layers:
+            rows = borrower.read(layer, self._patience_s)
+            if rows is None:
+                return False
+            read.append((rows[0].clone(), rows[1].clone()))
+        borrower.begin_copy([pair[1] for pair in pairs], Work.WRITE)
+        return all(borrower.write(layer, *read[layer], self._patience_s) for layer in layers)
+
+    def _parts(self, blocks: Sequence[int]) -> list[Sequence[int]]:
+        most = self.borrower.ring.most_copied
+        return [blocks[at : at + most] for at in range(0, len(blocks), most)]
+
+    def _chunks(self, blocks: list[int]) -> list[list[int]]:
+        step = max(1, _CHUNK_BYTES // self._whole[0][0].nbytes)
+        return [blocks[at : at + step] for at in range(0, len(blocks), step)]
+
+    def _shape(self, heads: int) -> tuple[int, int, int]:
+        return heads, 2 * self.kept.block_size, self.kept.head_size
+
+    def _use(self, layer: int, cache: torch.Tensor) -> None:
+        size, head = self.kept.block_size, self.kept.head_size
+        shaped = cache.view(len(cache), -1, size, 2 * head)
+        self._kv_caches[layer] = shaped
+        self._layers[layer].kv_cache = shaped

@@ -1,0 +1,159 @@
+"""Heads of a hot engine's attention move to a cold one and back while it answers, on real vLLM."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loomserve.platform import catalog
+from loomserve.platform.lending.ring import Ring
+from tests.integration.test_lending import (
+    BLOCK_TOKENS,
+    DEMO_BLOCK_BYTES,
+    Pair,
+    answers,
+    begin,
+    lending_engine,
+    outputs,
+    prompts,
+)
+
+pytestmark = pytest.mark.engine
+
+OWN, LENT = 24, 64
+EVERY_HEAD = 3
+
+
+@pytest.fixture(scope="module", name="pair")
+def _pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    model = str(catalog.resolve("demo", tmp_path_factory.mktemp("model")))
+    hot = lending_engine(
+        model,
+        kv_cache_memory_bytes=OWN * DEMO_BLOCK_BYTES,
+        lending={"borrow_bytes": LENT * DEMO_BLOCK_BYTES, "patience_ms": 3000},
+    )
+    cold = lending_engine(
+        model,
+        kv_cache_memory_bytes=(OWN + LENT) * DEMO_BLOCK_BYTES,
+        core=1 % (os.cpu_count() or 1),
+        lending={"lend_bytes": LENT * DEMO_BLOCK_BYTES},
+    )
+    yield Pair(hot, cold)
+    del hot, cold
+
+
+@pytest.fixture(scope="module", name="alone")
+def _alone(pair: Pair) -> list[list[int]]:
+    return answers(pair.hot, prompts(1, 16))
+
+
+class PartLoan:
+    """Of the pair's one loan, on which heads lie."""
+
+    def __init__(self, pair: Pair, heads: int) -> None:
+        self._pair = pair
+        self._name = f"heads-{os.urandom(3).hex()}"
+        self._path = f"/dev/shm/loomserve-ring-{os.getpid()}-{self._name}"
+        guest = pair.call(pair.hot, "borrowing", heads)
+        pair.call(pair.cold, "lend", self._name, self._path, guest)
+        self._side = pair.call(pair.hot, "borrow", self._name, self._path, heads)
+        self.ring = Ring.attach(Path(self._path))
+
+    @property
+    def phase(self) -> str:
+        """Where nothing runs, to look moves it on."""
+        (loan,) = self._pair.loans()
+        return str(loan["part"]["phase"])
+
+    def come_home(self) -> bool:
+        return bool(self._pair.call(self._pair.hot, "drain_loan", self._side))
+
+    def end(self) -> None:
+        self._pair.call(self._pair.hot, "end_loan", self._side)
+        self._pair.call(self._pair.cold, "end_lending", self._name)
+        self.ring.close()
+
+
+def served(
+    pair: Pair, asked: list[list[int]], before_step: dict[int, Callable[[], Any]]
+) -> list[list[int]]:
+    """The answers; before the step of a number its order is given."""
+    engine, ended = pair.hot.llm_engine, dict[str, list[int]]()
+    names = [f"{os.urandom(3).hex()}-{at}" for at in range(len(asked))]
+    for name, prompt in zip(names, asked, strict=True):
+        begin(engine, name, prompt, 40)
+    for step in itertools.count():
+        if not engine.has_unfinished_requests():
+            return [ended[name] for name in names]
+        before_step.get(step, lambda: None)()
+        for output in engine.step():
+            if output.finished:
+                ended[output.request_id] = list(output.outputs[0].token_ids)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_heads_leave_and_come_home_while_streams_run_and_tokens_are_the_same(
+    pair: Pair, alone: list[list[int]], heads: int
+) -> None:
+    loans: list[PartLoan] = []
+    phases: list[str] = []
+    orders = {
+        20: lambda: loans.append(PartLoan(pair, heads)),
+        **{at: lambda: phases.append(loans[0].phase) for at in (22, 40)},
+        41: lambda: phases.append("home" if loans[0].come_home() else "asked"),
+    }
+    assert served(pair, prompts(1, 16), orders) == alone
+    assert phases == ["leaving", "away", "asked"]
+    assert loans[0].come_home()
+    tasks = loans[0].ring.stats().tasks
+    assert tasks > 0
+    assert answers(pair.hot, prompts(1, 16)) == alone
+    assert loans[0].ring.stats().tasks == tasks
+    loans[0].end()
+    assert pair.call(pair.hot, "loan_state")["own_blocks"] == OWN
+
+
+def test_blocks_are_gained_while_heads_are_away_and_prefixes_stay_cached(pair: Pair) -> None:
+    prompt = prompts(23, 1, 150)[0] + list(range(2000, 2000 + 3 * BLOCK_TOKENS))
+    (first,) = outputs(pair.hot, [prompt], 8)
+    loan = PartLoan(pair, 2)
+    assert loan.phase == "away"
+    # Two thirds of each block are elsewhere.
+    assert pair.call(pair.hot, "loan_state")["own_blocks"] == EVERY_HEAD * OWN
+    (again,) = outputs(pair.hot, [prompt], 8)
+    assert again.num_cached_tokens >= 3 * BLOCK_TOKENS
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    loan.end()
+
+
+def test_a_move_that_is_called_off_changes_nothing(pair: Pair, alone: list[list[int]]) -> None:
+    loans: list[PartLoan] = []
+    orders = {
+        20: lambda: loans.append(PartLoan(pair, 1)),
+        22: lambda: loans[0].come_home(),
+    }
+    assert served(pair, prompts(1, 16), orders) == alone
+    assert loans[0].phase == "home"
+    assert loans[0].ring.stats().tasks == 0
+    loans[0].end()
+
+
+def test_a_lender_that_stalls_with_heads_costs_no_token(pair: Pair, alone: list[list[int]]) -> None:
+    worker = pair.cold.collective_rpc("process_id")[0]
+    loan = PartLoan(pair, 1)
+    assert loan.phase == "away"
+    try:
+        orders = {30: lambda: os.kill(worker, signal.SIGSTOP)}
+        assert served(pair, prompts(1, 16), orders) == alone
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert pair.loans() == []
+    loan.end()
+    assert answers(pair.hot, prompts(1, 16)) == alone
