@@ -82,11 +82,11 @@ class Pair:
         return llm.collective_rpc(f"loans.{method}", args=args)[0]
 
     @contextmanager
-    def loan(self, heads: int) -> Iterator[int]:
+    def loan(self, part: dict[str, Any]) -> Iterator[int]:
         name = str(next(_names))
         path = f"/dev/shm/loomserve-ring-{os.getpid()}-{name}"
-        self.call(self.cold, "lend", name, path, self.call(self.hot, "borrowing", heads))
-        side = self.call(self.hot, "borrow", name, path, heads)
+        self.call(self.cold, "lend", name, path, self.call(self.hot, "borrowing", part))
+        side = self.call(self.hot, "borrow", name, path, part)
         try:
             yield side
         finally:

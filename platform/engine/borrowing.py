@@ -43,6 +43,8 @@ _SMOOTHING = 0.1
 
 WorkerCall = Callable[..., Any]
 """Calls a method of the engine's worker: its name, and what it is given."""
+Part = dict[str, Any]
+"""Of all requests: some heads, or some layers (:meth:`WovenWorker.begin_part`)."""
 Copy = Callable[[list[tuple[int, int]]], bool]
 """Copies each pair's first block onto its second; False if a lender's ring has closed."""
 
@@ -60,6 +62,8 @@ class Loan:
     usual_delay_s: float = 0.0
     part: PartLoan | None = None
     """If part of all requests' attention lies there, and no request as a whole."""
+    layers: bool = False
+    """If that part is layers, which compute more than attention."""
     usable: int = 0
     most: int | None = None
     """Blocks that may be used however many the lender grants."""
@@ -105,27 +109,25 @@ class BorrowingScheduler(AdaptiveScheduler):
 
     # Calls
 
-    def borrowing(self, workers: WorkerCall, heads: int = 0) -> dict[str, Any]:
-        """What a lender must know of this engine, or of so many KV heads of it."""
-        return dict(workers("borrowing", heads))
+    def borrowing(self, workers: WorkerCall, part: Part | None = None) -> dict[str, Any]:
+        """What a lender must know of this engine, or of part of it."""
+        return dict(workers("borrowing", part))
 
-    def borrow(self, workers: WorkerCall, name: str, path: str, heads: int = 0) -> int:
+    def borrow(self, workers: WorkerCall, name: str, path: str, part: Part | None = None) -> int:
         """Use a loan that its lender has opened.
 
         Args:
             name: the loan's, for whoever looks at this engine.
             path: of its ring.
-            heads: so many KV heads of all requests move there while steps run; 0: requests start
-                there.
+            part: moves there of all requests while steps run; None: whole requests start there.
 
         Returns:
             The side on which its blocks are.
 
         Raises:
-            ValueError: no side is free, or heads of this engine cannot move.
+            ValueError: no side is free, or that part of this engine cannot move.
         """
-        if heads:
-            self._check_that_heads_can_move()
+        self._check(part)
         free = set(range(1, len(self._sides.ranges))) - self.loans.keys()
         if not free:
             raise ValueError(
@@ -133,11 +135,10 @@ class BorrowingScheduler(AdaptiveScheduler):
             )
         side = min(free)
         self._workers = workers
-        part = None
-        if heads:
-            part = PartLoan(
-                self._pool, self._sides, side, workers("begin_part", side, path), workers
-            )
+        moving = None
+        if part:
+            room = workers("begin_part", side, path, part)
+            moving = PartLoan(self._pool, self._sides, side, room, workers)
         else:
             workers("borrow", side, path)
         ring = Ring.attach(Path(path))
@@ -148,7 +149,10 @@ class BorrowingScheduler(AdaptiveScheduler):
             stall_s=self.lending.patience_ms / 2000,
         )
         use = first(rules, time.perf_counter())
-        self.loans[side] = Loan(name, side, ring, blocks, ring.stats(), use, part=part)
+        self.loans[side] = Loan(
+            name, side, ring, blocks, ring.stats(), use,
+            part=moving, layers=part is not None and "layers" in part,
+        )  # fmt: skip
         self._follow(self.loans[side])
         return side
 
@@ -496,20 +500,27 @@ class BorrowingScheduler(AdaptiveScheduler):
         more = sum(loan.part.usable for loan in self.loans.values() if loan.part is not None)
         return len(self._sides.ranges[OWN]) + more
 
-    def _check_that_heads_can_move(self) -> None:
-        if any(loan.part is not None for loan in self.loans.values()):
-            raise ValueError("heads of this engine are with a lender already: let them come home")
+    def _check(self, part: Part | None) -> None:
+        """Whether it may leave beside the loans that are open; ``ValueError`` if not."""
+        if any(loan.part is not None and (part or loan.layers) for loan in self.loans.values()):
+            raise ValueError("part of this engine is with a lender already: let it come home first")
+        if part is None:
+            return
+        if "layers" in part and self.loans:
+            raise ValueError("layers move for all requests: drain the other loans first")
         if not self.cache_config.enable_prefix_caching:
-            raise ValueError("heads move where prefix caching is on, which tells blocks apart")
+            raise ValueError("parts move where prefix caching is on, which tells blocks apart")
         if self._reader is not None:
             raise ValueError(
-                "the KV store keeps whole blocks, so heads move only where a model does without it"
+                "the KV store keeps whole blocks, so parts move only where a model does without it"
             )
 
     def _attended_by(self, loan: Loan) -> int:
         """Tokens of context, as many as if all heads of them were there."""
         if loan.part is None:
             return self._context_on(loan.side)
+        if loan.layers:
+            return 0
         heads = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec.num_kv_heads
         away = loan.part.away * loan.ring.geometry.kv_heads
         return self._context_on(OWN) * away // int(heads)

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from loomserve.platform.engine.moved_part import MovedPart
 from loomserve.platform.lending.borrower import Borrower
 from loomserve.platform.lending.geometry import Geometry
 from loomserve.platform.lending.ring import Work
@@ -39,16 +40,14 @@ def part_of(geometry: Geometry, heads: int) -> Geometry:
     return replace(geometry, kv_heads=heads, query_heads=heads * group)
 
 
-class MovedHeads:
-    """Of one worker and one lender. Until :meth:`narrow` nothing is computed elsewhere.
-
+class MovedHeads(MovedPart):
+    """
     Args:
         layers: vLLM's attention layers, in order.
         kv_caches: the model runner's, a layer each, [blocks, kv_heads, block_size, 2 * head_size];
             they are replaced when they are laid out anew.
         geometry: of all heads.
-        borrower: its ring has the geometry of the heads that move, and a block of it for each
-            block here, under the same number.
+        borrower: of the heads that move.
         patience_s: after which the lender is given up.
     """
 
@@ -60,47 +59,23 @@ class MovedHeads:
         borrower: Borrower,
         patience_s: float,
     ) -> None:
-        self.borrower = borrower
-        moved = borrower.ring.geometry
-        self.kept = part_of(geometry, geometry.kv_heads - moved.kv_heads)
+        super().__init__(borrower, patience_s)
+        self.kept = part_of(geometry, geometry.kv_heads - borrower.ring.geometry.kv_heads)
         """The attention that stays."""
         self._layers = layers
         self._kv_caches = kv_caches
         self._whole = list(kv_caches)
         self._heads = geometry.kv_heads
         self._blocks = len(kv_caches[0])
-        self._patience_s = patience_s
         # What came back, by layer; there while heads come home.
         self._back: list[torch.Tensor] = []
 
     @property
     def blocks(self) -> int:
-        """That there is room for while the heads are away."""
         return self._blocks * self._heads // self.kept.kv_heads
 
-    def send(self, blocks: Sequence[int]) -> bool:
-        """Copy the heads' part of these blocks to the lender; False if its ring has closed."""
-        return all(self._send(part) for part in self._parts(blocks))
-
-    def fetch(self, blocks: Sequence[int]) -> bool:
-        """Copy the heads' part of these blocks from the lender to where :meth:`widen` finds it;
-        False if its ring has closed."""
-        if not self._back:
-            shape = (self._blocks, *self._shape(self._heads - self.kept.kv_heads))
-            self._back = [torch.empty(shape, dtype=each.dtype) for each in self._whole]
-        return all(self._fetch(part) for part in self._parts(blocks))
-
-    def copy(self, pairs: Sequence[tuple[int, int]]) -> bool:
-        """Copy each pair's first block onto its second, here and there, while the heads are away;
-        False if the lender's ring has closed."""
-        sources, targets = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        for cache in self._kv_caches:
-            cache[targets] = cache[sources]
-        most = self.borrower.ring.most_copied
-        return all(self._copy(pairs[at : at + most]) for at in range(0, len(pairs), most))
-
-    def narrow(self, blocks: Iterable[int]) -> None:
-        """Lay out anew what stays of these blocks, in place; nothing else is kept."""
+    def leave(self, blocks: Iterable[int]) -> None:
+        """Lay out anew, in place, the heads that stay."""
         kept = self.kept.kv_heads
         size = prod(self._shape(kept))
         for layer, whole in enumerate(self._whole):
@@ -111,8 +86,8 @@ class MovedHeads:
                 new[chunk] = old[chunk, :kept]
             self._use(layer, new)
 
-    def widen(self, blocks: Iterable[int]) -> None:
-        """Lay out all heads of these blocks as at first; each of them has been fetched."""
+    def come_home(self, blocks: Iterable[int]) -> None:
+        """Lay out all heads as at first."""
         kept = self.kept.kv_heads
         for layer, whole in enumerate(self._whole):
             new = whole.view(self._blocks, *self._shape(self._heads))
@@ -124,40 +99,30 @@ class MovedHeads:
             self._use(layer, whole)
         self._back = []
 
-    def _send(self, blocks: Sequence[int]) -> bool:
+    def _send(self, blocks: list[int]) -> bool:
         self.borrower.begin_copy(blocks, Work.WRITE)
         for layer, whole in enumerate(self._whole):
             of_all = whole.view(self._blocks, *self._shape(self._heads))
-            key, value = of_all[list(blocks), self.kept.kv_heads :].chunk(2, dim=2)
+            key, value = of_all[blocks, self.kept.kv_heads :].chunk(2, dim=2)
             if not self.borrower.write(layer, key, value, self._patience_s):
                 return False
         return True
 
-    def _fetch(self, blocks: Sequence[int]) -> bool:
+    def _fetch(self, blocks: list[int]) -> bool:
+        if not self._back:
+            shape = (self._blocks, *self._shape(self._heads - self.kept.kv_heads))
+            self._back = [torch.empty(shape, dtype=each.dtype) for each in self._whole]
         self.borrower.begin_copy(blocks, Work.READ)
         for layer, back in enumerate(self._back):
             rows = self.borrower.read(layer, self._patience_s)
             if rows is None:
                 return False
-            back[list(blocks)] = torch.cat(rows, dim=2)
+            back[blocks] = torch.cat(rows, dim=2)
         return True
 
-    def _copy(self, pairs: Sequence[tuple[int, int]]) -> bool:
-        borrower, layers = self.borrower, range(len(self._whole))
-        # The ring's areas hold one task, so what is read leaves it before it is written.
-        borrower.begin_copy([pair[0] for pair in pairs], Work.READ)
-        read = []
-        for layer in layers:
-            rows = borrower.read(layer, self._patience_s)
-            if rows is None:
-                return False
-            read.append((rows[0].clone(), rows[1].clone()))
-        borrower.begin_copy([pair[1] for pair in pairs], Work.WRITE)
-        return all(borrower.write(layer, *read[layer], self._patience_s) for layer in layers)
-
-    def _parts(self, blocks: Sequence[int]) -> list[Sequence[int]]:
-        most = self.borrower.ring.most_copied
-        return [blocks[at : at + most] for at in range(0, len(blocks), most)]
+    def _copy_here(self, sources: list[int], targets: list[int]) -> None:
+        for cache in self._kv_caches:
+            cache[targets] = cache[sources]
 
     def _chunks(self, blocks: list[int]) -> list[list[int]]:
         step = max(1, _CHUNK_BYTES // self._whole[0][0].nbytes)

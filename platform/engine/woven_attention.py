@@ -25,6 +25,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_b
 
 from loomserve.platform.engine.block_sides import OWN, Sides
 from loomserve.platform.engine.moved_heads import MovedHeads
+from loomserve.platform.engine.moved_part import MovedPart
 from loomserve.platform.lending.borrower import Borrower
 
 
@@ -39,8 +40,8 @@ class Loans:
 
     sides: Sides | None = None
     borrowers: dict[int, Borrower] = field(default_factory=dict)
-    heads: MovedHeads | None = None
-    """Those of the own rows that a lender computes, while they are away."""
+    part: MovedPart | None = None
+    """Heads or layers of the own rows that a lender computes, while they are away."""
     patience_s: float = 0.1
     poll: Callable[[], Any] | None = None
     """Looks for guests' tasks before this engine's own attention."""
@@ -100,22 +101,16 @@ class WovenBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     ) -> CPUAttentionMetadata | WovenMetadata:
         common = common_attn_metadata
         ends = _ends_of_sides(common)
-        if LOANS.heads is None and set(ends) <= {OWN}:
+        if LOANS.part is None and set(ends) <= {OWN}:
             return super().build(common_prefix_len, common, fast_build)
         own_requests = ends.pop(OWN, 0)
         own_tokens = int(common.query_start_loc[own_requests])
-        own, heads = None, LOANS.heads if own_requests else None
+        own, heads = None, None
         if own_requests:
             own_rows = _first_requests(common, own_requests, own_tokens)
+            heads = self._begin_part(own_rows)
             with self._only(heads):
                 own = super().build(0, own_rows, fast_build)
-        if heads is not None:
-            heads.borrower.begin_step(
-                own_rows.query_start_loc,
-                own_rows.seq_lens,
-                own_rows.block_table_tensor,
-                own_rows.slot_mapping,
-            )
         borrowed, first = [], own_requests
         for side, end in ends.items():
             borrowed.append(self._post_metadata(common, side, first, end))
@@ -123,6 +118,15 @@ class WovenBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         return WovenMetadata(
             own, own_tokens, heads, borrowed, {name: i for i, name in enumerate(self.layer_names)}
         )
+
+    def _begin_part(self, own: CommonAttentionMetadata) -> MovedHeads | None:
+        """Tell the lender of a part that is away what the step's rows are; the heads, if so."""
+        part = LOANS.part
+        if part is not None:
+            part.borrower.begin_step(
+                own.query_start_loc, own.seq_lens, own.block_table_tensor, own.slot_mapping
+            )
+        return part if isinstance(part, MovedHeads) else None
 
     @contextmanager
     def _only(self, heads: MovedHeads | None) -> Iterator[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,12 @@ from vllm import envs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from loomserve.platform.engine.block_sides import OWN, borrowed_sides
+from loomserve.platform.engine.guest_layers import GuestLayers
 from loomserve.platform.engine.lent_memory import guest_caches
 from loomserve.platform.engine.moved_blocks import BlockMover
 from loomserve.platform.engine.moved_heads import MovedHeads, part_of
+from loomserve.platform.engine.moved_layers import MovedLayers, check_layers, decoder_layers
+from loomserve.platform.engine.moved_part import MovedPart
 from loomserve.platform.engine.operator_parts import OperatorParts
 from loomserve.platform.engine.seeds import SeedKeepingModelRunner
 from loomserve.platform.engine.worker import PatientWorker
@@ -67,7 +70,7 @@ class WovenWorker(PatientWorker):
         LOANS.patience_s = self._lending.patience_ms / 1000
         self._desk = Desk(split_kv=envs.VLLM_CPU_ATTN_SPLIT_KV)
         self._lent: dict[str, Ring] = {}
-        self._moving: dict[int, MovedHeads] = {}
+        self._moving: dict[int, MovedPart] = {}
         self._parts: OperatorParts | None = None
         self._poll: Callable[[], Any] | None = None
 
@@ -103,30 +106,48 @@ class WovenWorker(PatientWorker):
 
     # The borrower's part
 
-    def borrowing(self, heads: int = 0) -> dict[str, Any]:
+    def borrowing(self, part: dict[str, Any] | None = None) -> dict[str, Any]:
         """What a lender must know: the attention's geometry, and how large a step may be.
 
         Args:
-            heads: how many KV heads of all requests it shall have; 0: all heads of some requests.
+            part: what of all requests it shall have (:meth:`begin_part`); None: all of some.
 
         Raises:
-            ValueError: no such part of the heads can be lent.
+            ValueError: that part cannot be lent.
         """
         limits = self.vllm_config.scheduler_config
         table = self.model_runner.input_batch.block_table[0].block_table.np
-        geometry, blocks = self._geometry(), len(LOANS.sides.ranges[1]) if LOANS.sides else 0
-        if heads and LOANS.sides is not None:
-            own, every = len(LOANS.sides.ranges[OWN]), geometry.kv_heads
-            geometry = part_of(geometry, heads)
-            # There is a part of each block, and there are more blocks for it.
-            blocks = min(own * every // (every - heads), own + blocks)
-        return {
-            "geometry": geometry.to_json(),
+        assert LOANS.sides is not None
+        own = len(LOANS.sides.ranges[OWN])
+        extra = sum(len(each) for each in LOANS.sides.ranges[1:2])
+        guest: dict[str, Any] = {
             "max_tokens": limits.max_num_batched_tokens,
             "max_requests": limits.max_num_seqs,
             "max_blocks": int(table.shape[1]),
-            "blocks": blocks,
         }
+        geometry, whole = self._geometry(), 1.0
+        if part and "heads" in part:
+            geometry = part_of(geometry, part["heads"])
+            whole = self._geometry().kv_heads / (self._geometry().kv_heads - geometry.kv_heads)
+        elif part:
+            layers = range(*part["layers"])
+            check_layers(layers, geometry, self.model_config.get_hidden_size())
+            decoder_layers(self.model_runner.get_model())
+            whole = geometry.layers / (geometry.layers - len(layers))
+            geometry = replace(geometry, layers=len(layers))
+            guest["layers"] = {"of": part["layers"], **self._model()}
+        # Of a part there is a share of each block, and there are more blocks for it.
+        blocks = min(int(own * whole), own + extra) if part else extra
+        return {"geometry": geometry.to_json(), "blocks": blocks, **guest}
+
+    def _model(self) -> dict[str, Any]:
+        model = self.model_config
+        options = {
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "max_model_len": model.max_model_len,
+            "block_size": self.cache_config.block_size,
+        }
+        return {"model": model.model, "options": options}
 
     def _geometry(self) -> Geometry:
         layers = self._attention_layers()
@@ -163,23 +184,31 @@ class WovenWorker(PatientWorker):
         LOANS.borrowers[side] = Borrower(Ring.attach(Path(path)))
 
     def end_loan(self, side: int) -> None:
-        heads = self._moving.pop(side, None)
-        borrower = heads.borrower if heads is not None else LOANS.borrowers.pop(side)
+        part = self._moving.pop(side, None)
+        borrower = part.borrower if part is not None else LOANS.borrowers.pop(side)
         borrower.ring.close()
 
-    # Heads that move to a lender, and back
+    # Parts of all requests' attention that move to a lender, and back
 
-    def begin_part(self, side: int, path: str) -> int:
-        """Get ready to move heads there; how many own blocks there are once they are away."""
-        heads = MovedHeads(
-            self._attention_layers(),
-            self.model_runner.kv_caches,
-            self._geometry(),
-            Borrower(Ring.attach(Path(path))),
-            LOANS.patience_s,
-        )
-        self._moving[side] = heads
-        return heads.blocks
+    def begin_part(self, side: int, path: str, part: dict[str, Any]) -> int:
+        """Get ready to move it there; how many own blocks there are once it is away.
+
+        Args:
+            side: the lender's.
+            path: of its ring.
+            part: ``{"heads": 1}``: so many KV heads, the last ones; ``{"layers": [10, 20]}``: these
+                decoder layers but for the last named.
+        """
+        self._moving[side] = moved = self._moved(Borrower(Ring.attach(Path(path))), part)
+        return moved.blocks
+
+    def _moved(self, borrower: Borrower, part: dict[str, Any]) -> MovedPart:
+        attention, caches = self._attention_layers(), self.model_runner.kv_caches
+        if "heads" in part:
+            return MovedHeads(attention, caches, self._geometry(), borrower, LOANS.patience_s)
+        modules = decoder_layers(self.model_runner.get_model())
+        layers = range(*part["layers"])
+        return MovedLayers(modules, layers, attention, caches, borrower, LOANS.patience_s)
 
     def send_part(self, side: int, blocks: list[int]) -> bool:
         return self._moving[side].send(blocks)
@@ -191,25 +220,25 @@ class WovenWorker(PatientWorker):
         return self._moving[side].copy(pairs)
 
     def leave_part(self, side: int, rest: list[int], blocks: list[int]) -> bool:
-        """Copy the rest, and compute with the heads there from now on; ``blocks`` hold KV."""
+        """Copy the rest, and have it computed there from now on; ``blocks`` hold KV."""
         assert LOANS.sides is not None
-        heads = self._moving[side]
-        if rest and not heads.send(rest):
+        part = self._moving[side]
+        if rest and not part.send(rest):
             return False
-        heads.narrow(blocks)
+        part.leave(blocks)
         LOANS.sides.join(side)
-        LOANS.heads = heads
+        LOANS.part = part
         return True
 
     def bring_part(self, side: int, rest: list[int], blocks: list[int]) -> bool:
-        """Copy the rest back, and compute with all heads here from now on."""
+        """Copy the rest back, and compute all of it here from now on."""
         assert LOANS.sides is not None
-        heads = self._moving[side]
-        if rest and not heads.fetch(rest):
+        part = self._moving[side]
+        if rest and not part.fetch(rest):
             return False
-        heads.widen(blocks)
+        part.come_home(blocks)
         LOANS.sides.separate(side)
-        LOANS.heads = None
+        LOANS.part = None
         return True
 
     # The lender's part
@@ -250,7 +279,11 @@ class WovenWorker(PatientWorker):
             Path(path), geometry, guest["max_tokens"], guest["max_requests"], guest["max_blocks"]
         )
         caches = guest_caches(self.model_runner.kv_caches, first_block, blocks, geometry)
-        self._desk.open(ring, caches)
+        layers = None
+        if given := guest.get("layers"):
+            of = range(*given["of"])
+            layers = GuestLayers(given["model"], given["options"], of, geometry.isa, caches)
+        self._desk.open(ring, caches, layers)
         self._lent[path] = ring
         self._weave()
         return int(caches[0][0].shape[0])

@@ -133,6 +133,34 @@ class Borrower:
         self._end.post(layer, query, key, value)
         self._in_flight = True
 
+    def through_layers(
+        self, hidden: torch.Tensor, residual: torch.Tensor, timeout_s: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Have the lender compute its layers of the step's rows.
+
+        Args:
+            hidden: [tokens, hidden_size] of the geometry's dtype; no wider than a row of queries.
+            residual: like ``hidden``.
+            timeout_s: as of :meth:`wait`.
+
+        Returns:
+            Both behind those layers; None if the ring is closed.
+        """
+        tokens, width = hidden.shape
+        query, output = (
+            area[:tokens].view(tokens, -1)[:, :width]
+            for area in (self.ring.areas.query, self.ring.areas.output)
+        )
+        query.copy_(hidden)
+        output.copy_(residual)
+        begin = time.monotonic_ns()
+        if not self._end.copy(0, timeout_s):
+            return None
+        stats = Line.BORROWER_STATS * LINE_WORDS
+        self.ring.words[stats] += 1
+        self.ring.words[stats + 2] += time.monotonic_ns() - begin
+        return output.clone(), query.clone()
+
     def wait(self, output: torch.Tensor, timeout_s: float) -> bool:
         """Copy the posted task's attention into ``output``.
 

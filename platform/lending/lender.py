@@ -25,6 +25,10 @@ IDLE_SLEEP_S = 100e-6
 """The fallback does not sleep until it is woken, but so long between two looks."""
 
 Caches = Sequence[tuple[Tensor, Tensor]]
+Layers = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""Computes whole layers of a guest's batch, whose hidden states and residual it is given in the
+ring's ``query`` and ``output`` and leaves in ``output`` and ``query``; then query_start_loc,
+seq_lens, block_table, slot_mapping and the metadata of vLLM's kernel."""
 
 
 class Desk:
@@ -60,10 +64,11 @@ class Desk:
         self.poll = self._desk.poll
         # Each ring as that desk knows it.
         self._mapped: dict[Ring, Any] = {}
+        self._layers: dict[Ring, Layers | None] = {}
         # A thread of the module's must not outlive Python.
         self._end = weakref.finalize(self, self._desk.stop)
 
-    def open(self, ring: Ring, caches: Caches) -> None:
+    def open(self, ring: Ring, caches: Caches, layers: Layers | None = None) -> None:
         """Serve this ring from now on.
 
         vLLM's kernel reads a sequence's last block to its end and gives what is behind the sequence
@@ -75,6 +80,7 @@ class Desk:
             caches: key and value cache of each of the guest's layers in the lender's memory,
                 [blocks, kv_heads, block_size, head_size]; a head's tokens are contiguous, heads and
                 blocks may be apart. Both of a layer have the same strides.
+            layers: what a task computes in place of attention; its errors close the ring, too.
 
         Raises:
             ValueError: the caches are not of the ring's geometry.
@@ -84,7 +90,7 @@ class Desk:
         _check(caches, geometry)
         ring.words[Line.LENDER * LINE_WORDS] = os.getpid()
         if self._module is None:
-            self._desk.open(ring, self._split_kv, caches)
+            self._desk.open(ring, self._split_kv, caches, layers)
             self._mapped[ring] = ring
             return
         mapped = native.mapped(self._module, ring)
@@ -97,8 +103,11 @@ class Desk:
             geometry.softcap,
             self._split_kv,
             list(caches),
+            layers,
         )
         self._mapped[ring] = mapped
+        # The module does not keep it alive.
+        self._layers[ring] = layers
 
     def close(self, ring: Ring) -> None:
         """Serve the ring no more: afterwards nothing of it touches the lender's memory.
@@ -106,6 +115,7 @@ class Desk:
         Waits for a task that is being served. The ring itself stays open unless it is shut.
         """
         self._desk.close(self._mapped.pop(ring))
+        self._layers.pop(ring, None)
 
     def busy(self) -> None:
         """The engine begins a step. Waits for a task that the idle thread serves just now."""
@@ -164,9 +174,9 @@ class _Fallback:
         self._thread: threading.Thread | None = None
         self._looked = 0
 
-    def open(self, ring: Ring, split_kv: bool, caches: Caches) -> None:
+    def open(self, ring: Ring, split_kv: bool, caches: Caches, layers: Layers | None) -> None:
         with self._lock:
-            self._guests[ring] = _Guest(ring, split_kv, caches)
+            self._guests[ring] = _Guest(ring, split_kv, caches, layers)
             if self._thread is None:
                 threads = torch.get_num_threads()
                 self._thread = threading.Thread(target=self._serve_while_idle, args=(threads,))
@@ -234,7 +244,8 @@ class _Fallback:
 class _Guest:
     """One ring, and what is known of the step that its borrower is in."""
 
-    def __init__(self, ring: Ring, split_kv: bool, caches: Caches) -> None:
+    def __init__(self, ring: Ring, split_kv: bool, caches: Caches, layers: Layers | None) -> None:
+        self._layers = layers
         self.borrower = Peer(ring, Line.BORROWER)
         self._ring = ring
         self._split_kv = split_kv
@@ -346,6 +357,13 @@ class _Guest:
 
     def _attend(self, key_cache: Tensor, value_cache: Tensor) -> None:
         areas, geometry, tokens = self._ring.areas, self._ring.geometry, len(self._slots)
+        if self._layers is not None:
+            assert self._metadata is not None
+            self._layers(
+                areas.query[:tokens], areas.output[:tokens], self._starts, self._lens,
+                self._table, self._slots, self._metadata,
+            )  # fmt: skip
+            return
         torch.ops._C.cpu_attn_reshape_and_cache(
             areas.key[:tokens],
             areas.value[:tokens],

@@ -26,6 +26,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -328,8 +329,9 @@ using Caches = std::vector<std::pair<at::Tensor, at::Tensor>>;
 // One ring at the lender, with the guest's KV in the lender's memory.
 class Guest {
  public:
-  Guest(std::shared_ptr<Ring> of, Attention::Shape shape, Caches caches)
+  Guest(std::shared_ptr<Ring> of, Attention::Shape shape, Caches caches, py::handle layers)
       : ring(of), borrower(of, kBorrower), shape_(std::move(shape)), caches_(std::move(caches)),
+        layers_(layers),
         blocks_(caches_.at(0).first.size(0)), block_size_(caches_.at(0).first.size(2)),
         done_(ring->load(kDone)), query_start_loc_(at::empty_like(ring->query_start_loc)),
         seq_lens_(at::empty_like(ring->seq_lens)), block_table_(at::zeros_like(ring->block_table)),
@@ -350,9 +352,13 @@ class Guest {
     }
     const auto& [key_cache, value_cache] = caches_[layer];
     if (work_ == kAttend) {
-      attention.write(shape_, key_, value_, key_cache, value_cache, slots_);
-      attention.attend(shape_, query_, key_cache, value_cache, output_, starts_, lens_, table_,
-                       metadata_);
+      if (layers_.ptr() != Py_None) {
+        compute_layers();
+      } else {
+        attention.write(shape_, key_, value_, key_cache, value_cache, slots_);
+        attention.attend(shape_, query_, key_cache, value_cache, output_, starts_, lens_, table_,
+                         metadata_);
+      }
       ring->add(kLenderStats, place, 1);
       ring->add(kLenderStats, 2, now_ns() - begin);
       ring->add(kLenderStats, 3, begin - ring->load(kPosted, 2));
@@ -396,6 +402,16 @@ class Guest {
     key_ = ring->key.narrow(0, 0, blocks * block_size_).view(shape);
     value_ = ring->value.narrow(0, 0, blocks * block_size_).view(shape);
     return true;
+  }
+
+  void compute_layers() {
+    py::gil_scoped_acquire python;
+    try {
+      layers_(query_, output_, starts_, lens_, table_, slots_, metadata_);
+    } catch (const py::error_already_set& error) {
+      // Whoever catches that one must have Python, too.
+      throw std::runtime_error(error.what());
+    }
   }
 
   void copy(const at::Tensor& rows, const at::Tensor& cache) {
@@ -447,6 +463,8 @@ class Guest {
 
   Attention::Shape shape_;
   Caches caches_;
+  // Alive as long as the ring is open, or None: the borrower's tasks are attention.
+  py::handle layers_;
   int64_t blocks_, block_size_, done_;
   at::Tensor query_start_loc_, seq_lens_, block_table_, slot_mapping_;
   // Of the step that is being served: blocks from end_ on are not touched.
@@ -463,12 +481,14 @@ class Desk {
   ~Desk() { stop(); }
 
   void open(std::shared_ptr<Ring> ring, int64_t query_heads, double scale, const std::string& isa,
-            int64_t sliding_window, double softcap, bool split_kv, Caches caches) {
+            int64_t sliding_window, double softcap, bool split_kv, Caches caches,
+            py::handle layers) {
     const auto& cache = caches.at(0).first;
     Attention::Shape shape{query_heads,    cache.size(1), cache.size(3), sliding_window,
                            scale,          softcap,       split_kv,      cache.scalar_type(),
                            c10::IValue(isa)};
-    auto guest = std::make_shared<Guest>(std::move(ring), std::move(shape), std::move(caches));
+    auto guest = std::make_shared<Guest>(std::move(ring), std::move(shape), std::move(caches),
+                                         layers);
     guest->ring->store(kLender, 1, now_ns());
     py::gil_scoped_release no_python;
     std::unique_lock lock(mutex_);

@@ -1,4 +1,4 @@
-"""Heads of a hot engine's attention move to a cold one and back while it answers, on real vLLM."""
+"""Heads or layers of a hot engine move to a cold one and back while it answers, on real vLLM."""
 
 from __future__ import annotations
 
@@ -54,15 +54,15 @@ def _alone(pair: Pair) -> list[list[int]]:
 
 
 class PartLoan:
-    """Of the pair's one loan, on which heads lie."""
+    """Of the pair's one loan, on which part of the hot engine lies."""
 
-    def __init__(self, pair: Pair, heads: int) -> None:
+    def __init__(self, pair: Pair, **part: Any) -> None:
         self._pair = pair
-        self._name = f"heads-{os.urandom(3).hex()}"
+        self._name = f"part-{os.urandom(3).hex()}"
         self._path = f"/dev/shm/loomserve-ring-{os.getpid()}-{self._name}"
-        guest = pair.call(pair.hot, "borrowing", heads)
+        guest = pair.call(pair.hot, "borrowing", part)
         pair.call(pair.cold, "lend", self._name, self._path, guest)
-        self._side = pair.call(pair.hot, "borrow", self._name, self._path, heads)
+        self._side = pair.call(pair.hot, "borrow", self._name, self._path, part)
         self.ring = Ring.attach(Path(self._path))
 
     @property
@@ -98,14 +98,14 @@ def served(
     raise AssertionError
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-def test_heads_leave_and_come_home_while_streams_run_and_tokens_are_the_same(
-    pair: Pair, alone: list[list[int]], heads: int
+@pytest.mark.parametrize("part", [{"heads": 1}, {"heads": 2}, {"layers": [10, 22]}], ids=str)
+def test_a_part_leaves_and_comes_home_while_streams_run_and_tokens_are_the_same(
+    pair: Pair, alone: list[list[int]], part: dict[str, Any]
 ) -> None:
     loans: list[PartLoan] = []
     phases: list[str] = []
     orders = {
-        20: lambda: loans.append(PartLoan(pair, heads)),
+        20: lambda: loans.append(PartLoan(pair, **part)),
         **{at: lambda: phases.append(loans[0].phase) for at in (22, 40)},
         41: lambda: phases.append("home" if loans[0].come_home() else "asked"),
     }
@@ -123,7 +123,7 @@ def test_heads_leave_and_come_home_while_streams_run_and_tokens_are_the_same(
 def test_blocks_are_gained_while_heads_are_away_and_prefixes_stay_cached(pair: Pair) -> None:
     prompt = prompts(23, 1, 150)[0] + list(range(2000, 2000 + 3 * BLOCK_TOKENS))
     (first,) = outputs(pair.hot, [prompt], 8)
-    loan = PartLoan(pair, 2)
+    loan = PartLoan(pair, heads=2)
     assert loan.phase == "away"
     # Two thirds of each block are elsewhere.
     assert pair.call(pair.hot, "loan_state")["own_blocks"] == EVERY_HEAD * OWN
@@ -136,7 +136,7 @@ def test_blocks_are_gained_while_heads_are_away_and_prefixes_stay_cached(pair: P
 def test_a_move_that_is_called_off_changes_nothing(pair: Pair, alone: list[list[int]]) -> None:
     loans: list[PartLoan] = []
     orders = {
-        20: lambda: loans.append(PartLoan(pair, 1)),
+        20: lambda: loans.append(PartLoan(pair, heads=1)),
         22: lambda: loans[0].come_home(),
     }
     assert served(pair, prompts(1, 16), orders) == alone
@@ -145,9 +145,12 @@ def test_a_move_that_is_called_off_changes_nothing(pair: Pair, alone: list[list[
     loans[0].end()
 
 
-def test_a_lender_that_stalls_with_heads_costs_no_token(pair: Pair, alone: list[list[int]]) -> None:
+@pytest.mark.parametrize("part", [{"heads": 1}, {"layers": [10, 22]}], ids=str)
+def test_a_lender_that_stalls_with_a_part_costs_no_token(
+    pair: Pair, alone: list[list[int]], part: dict[str, Any]
+) -> None:
     worker = pair.cold.collective_rpc("process_id")[0]
-    loan = PartLoan(pair, 1)
+    loan = PartLoan(pair, **part)
     assert loan.phase == "away"
     try:
         orders = {30: lambda: os.kill(worker, signal.SIGSTOP)}

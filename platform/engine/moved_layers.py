@@ -1,0 +1,182 @@
+"""Some decoder layers of an engine, computed by a lender: its worker's part.
+
+The lender has the layers' weights, read from the same files, and their KV. A step goes there and
+back once: hidden states and residual in, hidden states and residual out (BanaServe, section 4.3.1).
+What the layers' KV took here becomes more blocks of the other layers'.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from loomserve.platform.engine.moved_part import MovedPart
+from loomserve.platform.lending.borrower import Borrower
+from loomserve.platform.lending.geometry import Geometry
+from loomserve.platform.lending.ring import Work
+
+_PATIENCE = 20
+"""Times that for one layer's attention, a layer: the others' operators of a large step included."""
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """The model's decoder layers.
+
+    Raises:
+        ValueError: its layers take or give more than positions, hidden states and residual.
+    """
+    layers = getattr(getattr(model, "model", None), "layers", None)
+    if isinstance(layers, nn.ModuleList):
+        taken = list(inspect.signature(layers[0].forward).parameters)
+        if taken[:3] == ["positions", "hidden_states", "residual"]:
+            return layers
+    raise ValueError(
+        f"layers of {type(model).__name__} cannot move: they take more than hidden states and "
+        "residual; move attention heads instead"
+    )
+
+
+def check_layers(layers: range, geometry: Geometry, hidden_size: int) -> None:
+    """
+    Raises:
+        ValueError: these are none of the model's, or all, or do not fit through a ring.
+    """
+    if not 0 <= layers.start < layers.stop <= geometry.layers or len(layers) == geometry.layers:
+        raise ValueError(
+            f"layers {layers.start} to {layers.stop} cannot move: a model of {geometry.layers} has "
+            f"0 to {geometry.layers}, and at least one must stay"
+        )
+    if hidden_size > geometry.query_heads * geometry.head_size:
+        raise ValueError(
+            "hidden states of this model are wider than its queries, for which alone a task has "
+            "room; move attention heads instead"
+        )
+
+
+class MovedLayers(MovedPart):
+    """
+    Args:
+        modules: the model's decoder layers, of which some are replaced while they are away.
+        layers: those that move.
+        attention: vLLM's attention layers, in order.
+        kv_caches: the model runner's, a layer each, [blocks, kv_heads, block_size, 2 * head_size].
+        borrower: of the layers that move.
+        patience_s: for one layer's attention.
+    """
+
+    def __init__(
+        self,
+        modules: nn.ModuleList,
+        layers: range,
+        attention: Sequence[Any],
+        kv_caches: list[torch.Tensor],
+        borrower: Borrower,
+        patience_s: float,
+    ) -> None:
+        super().__init__(borrower, patience_s)
+        self._modules = modules
+        self._moved = layers
+        self._own = list(modules)
+        self._attention = attention
+        self._kv_caches = kv_caches
+        self._blocks = len(kv_caches[0])
+
+    @property
+    def blocks(self) -> int:
+        every = len(self._kv_caches)
+        return self._blocks * every // (every - len(self._moved))
+
+    def leave(self, blocks: Iterable[int]) -> None:
+        for layer in self._moved:
+            self._modules[layer] = _Nothing()
+            self._use(layer, self._kv_caches[layer].new_empty(0))
+        first = self._moved.start
+        timeout_s = _PATIENCE * self._patience_s * len(self._moved)
+        self._modules[first] = _Elsewhere(self.borrower, timeout_s)
+        self._resize(self.blocks, list(blocks))
+
+    def come_home(self, blocks: Iterable[int]) -> None:
+        self._resize(self._blocks, list(blocks))
+        for layer in self._moved:
+            if not self._kv_caches[layer].numel():  # it was lost, not fetched
+                self._use(layer, self._empty(self._blocks))
+            self._modules[layer] = self._own[layer]
+
+    def _send(self, blocks: list[int]) -> bool:
+        self.borrower.begin_copy(blocks, Work.WRITE)
+        for number, layer in enumerate(self._moved):
+            key, value = self._by_part(self._kv_caches[layer])[blocks].chunk(2, dim=2)
+            if not self.borrower.write(number, key, value, self._patience_s):
+                return False
+        return True
+
+    def _fetch(self, blocks: list[int]) -> bool:
+        self.borrower.begin_copy(blocks, Work.READ)
+        for number, layer in enumerate(self._moved):
+            if not self._kv_caches[layer].numel():
+                self._use(layer, self._empty(self._blocks))
+            rows = self.borrower.read(number, self._patience_s)
+            if rows is None:
+                return False
+            self._by_part(self._kv_caches[layer])[blocks] = torch.cat(rows, dim=2)
+        return True
+
+    def _copy_here(self, sources: list[int], targets: list[int]) -> None:
+        for layer in self._stay:
+            cache = self._kv_caches[layer]
+            cache[targets] = cache[sources]
+
+    @property
+    def _stay(self) -> list[int]:
+        return [layer for layer in range(len(self._kv_caches)) if layer not in self._moved]
+
+    def _resize(self, number: int, blocks: list[int]) -> None:
+        # A layer at a time, so that no more than one is there twice.
+        for layer in self._stay:
+            old, new = self._kv_caches[layer], self._empty(number)
+            new[blocks] = old[blocks]
+            self._use(layer, new)
+
+    def _empty(self, number: int) -> torch.Tensor:
+        like = self._kv_caches[self._stay[0]]
+        # Zero, as vLLM's kernel reads a block to its end.
+        return torch.zeros((number, *like.shape[1:]), dtype=like.dtype)
+
+    def _by_part(self, cache: torch.Tensor) -> torch.Tensor:
+        blocks, heads, size, both = cache.shape
+        return cache.view(blocks, heads, 2 * size, both // 2)
+
+    def _use(self, layer: int, cache: torch.Tensor) -> None:
+        self._kv_caches[layer] = cache
+        self._attention[layer].kv_cache = cache
+
+
+class _Elsewhere(nn.Module):  # type: ignore[misc]
+    """In place of the first layer that is away: all of them."""
+
+    def __init__(self, borrower: Borrower, timeout_s: float) -> None:
+        super().__init__()
+        self._borrower = borrower
+        self._timeout_s = timeout_s
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if residual is None:
+            residual = torch.zeros_like(hidden_states)
+        found = self._borrower.through_layers(hidden_states, residual, self._timeout_s)
+        # The scheduler drops what comes of a lost step; it must only not be poison.
+        return (hidden_states, residual) if found is None else found
+
+
+class _Nothing(nn.Module):  # type: ignore[misc]
+    """In place of the other layers that are away."""
+
+    def forward(
+        self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return hidden_states, residual

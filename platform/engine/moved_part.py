@@ -1,0 +1,80 @@
+"""Part of an engine's attention that a lender keeps and computes: what its worker does for any."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from loomserve.platform.lending.borrower import Borrower
+from loomserve.platform.lending.ring import Work
+
+
+class MovedPart(ABC):
+    """Of one worker and one lender. Until :meth:`leave` nothing is computed elsewhere.
+
+    Args:
+        borrower: its ring has the geometry of the part that moves, and a block of it for each block
+            here, under the same number.
+        patience_s: after which the lender is given up.
+    """
+
+    def __init__(self, borrower: Borrower, patience_s: float) -> None:
+        self.borrower = borrower
+        self._patience_s = patience_s
+
+    @property
+    @abstractmethod
+    def blocks(self) -> int:
+        """That there is room for here while the part is away."""
+
+    def send(self, blocks: Sequence[int]) -> bool:
+        """Copy the part's share of these blocks to the lender; False if its ring has closed."""
+        return all(self._send(some) for some in self._some(blocks))
+
+    def fetch(self, blocks: Sequence[int]) -> bool:
+        """Copy the part's share of these blocks back, beside what is in use; False as above."""
+        return all(self._fetch(some) for some in self._some(blocks))
+
+    @abstractmethod
+    def leave(self, blocks: Iterable[int]) -> None:
+        """Have the lender compute the part from now on; these blocks hold KV, all of it sent."""
+
+    @abstractmethod
+    def come_home(self, blocks: Iterable[int]) -> None:
+        """Compute the part here from now on; these blocks hold KV, all of it fetched."""
+
+    def copy(self, pairs: Sequence[tuple[int, int]]) -> bool:
+        """Copy each pair's first block onto its second, here and there, while the part is away;
+        False if the lender's ring has closed."""
+        self._copy_here([pair[0] for pair in pairs], [pair[1] for pair in pairs])
+        return all(
+            self._copy_there([pair[0] for pair in some], [pair[1] for pair in some])
+            for some in self._some(pairs)
+        )
+
+    @abstractmethod
+    def _send(self, blocks: list[int]) -> bool: ...
+
+    @abstractmethod
+    def _fetch(self, blocks: list[int]) -> bool: ...
+
+    @abstractmethod
+    def _copy_here(self, sources: list[int], targets: list[int]) -> None: ...
+
+    def _copy_there(self, sources: list[int], targets: list[int]) -> bool:
+        borrower, layers = self.borrower, range(self.borrower.ring.geometry.layers)
+        # The ring's areas hold one task, so what is read leaves it before it is written.
+        borrower.begin_copy(sources, Work.READ)
+        read = []
+        for layer in layers:
+            rows = borrower.read(layer, self._patience_s)
+            if rows is None:
+                return False
+            read.append((rows[0].clone(), rows[1].clone()))
+        borrower.begin_copy(targets, Work.WRITE)
+        return all(borrower.write(layer, *read[layer], self._patience_s) for layer in layers)
+
+    def _some(self, blocks: Sequence[Any]) -> list[list[Any]]:
+        most = self.borrower.ring.most_copied
+        return [list(blocks[at : at + most]) for at in range(0, len(blocks), most)]

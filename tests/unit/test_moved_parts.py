@@ -1,0 +1,188 @@
+"""KV that leaves with a part and comes home is the same, and what stays is whole meanwhile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from loomserve.platform.engine.moved_heads import MovedHeads, part_of
+from loomserve.platform.engine.moved_layers import MovedLayers, check_layers, decoder_layers
+from loomserve.platform.lending.geometry import Geometry
+from loomserve.platform.lending.ring import Work
+
+LAYERS, SIZE, HEAD, GROUP = 3, 4, 2, 2
+Rows = tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class LenderMemory:
+    """Stands for a borrower's end of a ring: what is written there by (layer, block)."""
+
+    geometry: Geometry
+    most_copied: int = 2
+    closed_after: int | None = None
+    kept: dict[tuple[int, int], Rows] = field(default_factory=dict)
+    blocks: list[int] = field(default_factory=list)
+    tasks: int = 0
+
+    @property
+    def ring(self) -> Any:
+        return SimpleNamespace(geometry=self.geometry, most_copied=self.most_copied)
+
+    def begin_copy(self, blocks: list[int], work: Work) -> None:
+        assert 0 < len(blocks) <= self.most_copied
+        self.blocks = list(blocks)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, timeout_s: float) -> bool:
+        for at, block in enumerate(self.blocks):
+            self.kept[layer, block] = key[at].clone(), value[at].clone()
+        return self._open()
+
+    def read(self, layer: int, timeout_s: float) -> Rows | None:
+        rows = [self.kept[layer, block] for block in self.blocks]
+        key, value = (torch.stack(each) for each in zip(*rows, strict=True))
+        return (key, value) if self._open() else None
+
+    def _open(self) -> bool:
+        self.tasks += 1
+        return self.closed_after is None or self.tasks < self.closed_after
+
+
+def geometry(kv_heads: int, layers: int = LAYERS) -> Geometry:
+    return Geometry(layers, GROUP * kv_heads, kv_heads, HEAD, SIZE, "float32", 1.0, "vec")
+
+
+def caches(blocks: int, kv_heads: int) -> list[torch.Tensor]:
+    shape = (blocks, kv_heads, SIZE, 2 * HEAD)
+    return [torch.randn(shape) for _ in range(LAYERS)]
+
+
+def attention() -> list[Any]:
+    return [SimpleNamespace(kv_cache=None) for _ in range(LAYERS)]
+
+
+def halves(cache: torch.Tensor, block: int) -> torch.Tensor:
+    """Of a block, [kv_heads, 2 * block_size, head_size]: keys, then values."""
+    return cache[block].view(cache.shape[1], 2 * SIZE, HEAD)
+
+
+@st.composite
+def moves(draw: st.DrawFn) -> tuple[int, int, int, list[int]]:
+    """All KV heads, those that move, the blocks there are, and those in use."""
+    heads = draw(st.integers(2, 5))
+    blocks = draw(st.integers(1, 12))
+    used = draw(st.sets(st.integers(0, blocks - 1), min_size=1))
+    return heads, draw(st.integers(1, heads - 1)), blocks, sorted(used)
+
+
+@given(moves())
+def test_heads_that_leave_and_come_home_are_as_they_were(
+    case: tuple[int, int, int, list[int]],
+) -> None:
+    heads, moved, blocks, used = case
+    own, layers = caches(blocks, heads), attention()
+    before = [each.clone() for each in own]
+    lender = LenderMemory(part_of(geometry(heads), moved))
+    part = MovedHeads(layers, own, geometry(heads), lender, 1.0)  # type: ignore[arg-type]
+
+    assert part.send(used)
+    part.leave(used)
+    assert all(len(each) == part.blocks >= blocks for each in own)
+    for layer, block in ((layer, block) for layer in range(LAYERS) for block in used):
+        whole = halves(before[layer], block)
+        assert torch.equal(halves(own[layer], block), whole[:-moved])
+        assert torch.equal(torch.cat(lender.kept[layer, block], dim=1), whole[-moved:])
+        assert layers[layer].kv_cache is own[layer]
+
+    assert part.fetch(used)
+    part.come_home(used)
+    for now, then in zip(own, before, strict=True):
+        assert torch.equal(now[used], then[used])
+
+
+@given(st.integers(1, 2), moves())
+def test_layers_that_leave_and_come_home_are_as_they_were(
+    count: int, case: tuple[int, int, int, list[int]]
+) -> None:
+    heads, _, blocks, used = case
+    own, layers = caches(blocks, heads), attention()
+    before = [each.clone() for each in own]
+    modules = nn.ModuleList(nn.Identity() for _ in range(LAYERS))
+    at_first = list(modules)
+    lender = LenderMemory(geometry(heads, count))
+    away = range(1, 1 + count)
+    part = MovedLayers(modules, away, layers, own, lender, 1.0)  # type: ignore[arg-type]
+
+    assert part.send(used)
+    part.leave(used)
+    assert len(own[0]) == part.blocks == blocks * LAYERS // (LAYERS - count)
+    assert torch.equal(own[0][used], before[0][used])
+    assert not any(own[layer].numel() for layer in away)
+
+    assert part.fetch(used)
+    part.come_home(used)
+    for now, then in zip(own, before, strict=True):
+        assert now.shape == then.shape
+        assert torch.equal(now[used], then[used])
+    assert list(modules) == at_first
+
+
+@given(moves(), st.data())
+def test_blocks_are_copied_here_and_there_while_heads_are_away(
+    case: tuple[int, int, int, list[int]], data: st.DataObject
+) -> None:
+    heads, moved, blocks, used = case
+    own = caches(blocks, heads)
+    before = [each.clone() for each in own]
+    lender = LenderMemory(part_of(geometry(heads), moved))
+    part = MovedHeads(attention(), own, geometry(heads), lender, 1.0)  # type: ignore[arg-type]
+    assert part.send(used)
+    part.leave(used)
+    free = sorted(set(range(part.blocks)) - set(used))
+    targets = data.draw(st.permutations(free))[: len(used)]
+    pairs = list(zip(used, targets, strict=False))
+    assert part.copy(pairs)
+    for layer, (source, target) in ((layer, pair) for layer in range(LAYERS) for pair in pairs):
+        whole = halves(before[layer], source)
+        assert torch.equal(halves(own[layer], target), whole[:-moved])
+        assert torch.equal(torch.cat(lender.kept[layer, target], dim=1), whole[-moved:])
+
+
+def test_a_lender_that_is_lost_while_it_is_sent_to_leaves_all_as_it_is() -> None:
+    own = caches(4, 3)
+    before = [each.clone() for each in own]
+    lender = LenderMemory(part_of(geometry(3), 1), closed_after=2)
+    part = MovedHeads(attention(), own, geometry(3), lender, 1.0)  # type: ignore[arg-type]
+    assert not part.send([0, 1, 2])
+    assert all(torch.equal(now, then) for now, then in zip(own, before, strict=True))
+
+
+@pytest.mark.parametrize("heads", [0, 3, 4])
+def test_neither_none_nor_all_heads_move(heads: int) -> None:
+    with pytest.raises(ValueError, match=f"{heads} of 3 KV heads cannot move"):
+        part_of(geometry(3), heads)
+
+
+@pytest.mark.parametrize("layers", [range(0, 3), range(2, 2), range(1, 4), range(-1, 1)])
+def test_neither_none_nor_all_nor_other_layers_move(layers: range) -> None:
+    with pytest.raises(ValueError, match="at least one must stay"):
+        check_layers(layers, geometry(3), 1)
+
+
+def test_layers_of_an_architecture_that_passes_more_between_them_do_not_move() -> None:
+    class Layer(nn.Module):  # type: ignore[misc]
+        def forward(self, hidden_states: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+            return hidden_states + memory
+
+    model = nn.Module()
+    model.model = nn.Module()
+    model.model.layers = nn.ModuleList([Layer()])
+    with pytest.raises(ValueError, match="cannot move: they take more than hidden states"):
+        decoder_layers(model)
