@@ -24,8 +24,11 @@ def offline_engine(
         VLLM_USE_V2_MODEL_RUNNER="0",
         VLLM_LOGGING_LEVEL="ERROR",
     )
+    import torch
     from vllm import LLM
 
+    # An engine within this process comes after torch has counted the cores.
+    torch.set_num_threads(1)
     return LLM(
         model=model,
         dtype=cpu_dtype(),
