@@ -51,7 +51,7 @@ class Move(NamedTuple):
     step_s: float
     pauses_s: list[float]
     durations_s: list[float]
-    copied_blocks: int
+    copied_bytes: int
     away_step_s: float
     tokens_changed: int
 
@@ -157,7 +157,7 @@ def moved(pair: Pair, load: Load, heads: int, tokens: int, seed: int) -> Move:
         statistics.median(before),
         pauses,
         durations,
-        part["copied_blocks"],
+        part["copied_bytes"],
         statistics.median(away),
         sum(
             a != b

@@ -142,6 +142,10 @@ class EngineOrders(_Message):
         default_factory=dict,
         description="Bytes of KV that it may have with a lender's model, at most; 0: no loan.",
     )
+    parts: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Heads or layers that a lender's model is to compute for all requests.",
+    )
     drain_loans: tuple[str, ...] = Field((), description="Loans of its that are to end.")
     loans: tuple[str, ...] = Field(
         (), description="Of what it lends: the loans that live borrowers know of."

@@ -26,6 +26,7 @@ from loomserve.deployments.lending_pairs import lenders_of
 from loomserve.platform.config import Device, Model
 from loomserve.platform.devices import place
 from loomserve.platform.errors import Conflict, NotFound, UnknownModel
+from loomserve.platform.lending.options import Part
 from loomserve.platform.roles import Role
 from loomserve.platform.state import (
     DeviceState,
@@ -100,6 +101,8 @@ class Fleet:
     _loans_to_drain: set[str] = field(default_factory=set)
     _limits: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
     """By borrower and its device: bytes that it may have with a lender's model, at most."""
+    _parts: dict[tuple[str, str], dict[str, Part]] = field(default_factory=dict)
+    """Likewise: heads or layers that a lender's model is to compute."""
 
     @property
     def models(self) -> list[Model]:
@@ -185,6 +188,7 @@ class Fleet:
                 for lender, most in report.borrowing.limits.items()
                 if lender not in limits
             }
+            self._parts.setdefault((report.model.name, report.device), dict(report.borrowing.parts))
         replica = self._replicas[report.replica_id] = _ReplicaRecord(report, now, draining)
         record = self._models.get(report.model.name)
         if record is None:
@@ -207,6 +211,7 @@ class Fleet:
                 if (report.model.name, lender) in self._pairs_off
             ),
             lender_limits=dict(self._limits.get((report.model.name, report.device), {})),
+            parts=self.parts(report.replica_id),
             drain_loans=tuple(
                 loan.name
                 for loan in replica.loans
@@ -261,6 +266,27 @@ class Fleet:
             limits.pop(lender, None)
         else:
             limits[lender] = most_bytes
+
+    def move_part(self, replica_id: str, lender: str, part: Part | None) -> None:
+        """Heads or layers of a replica that a lender's model is to compute; None: none, any more.
+
+        Raises:
+            NotFound: no replica of that id has reported.
+        """
+        report = self._replica(replica_id).report
+        parts = self._parts.setdefault((report.model.name, report.device), {})
+        if part is None:
+            parts.pop(lender, None)
+        else:
+            parts[lender] = part
+
+    def parts(self, replica_id: str) -> dict[str, Part]:
+        """
+        Raises:
+            NotFound: no replica of that id has reported.
+        """
+        report = self._replica(replica_id).report
+        return dict(self._parts.get((report.model.name, report.device), {}))
 
     def loan_limits(self, replica_id: str) -> dict[str, int]:
         """

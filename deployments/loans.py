@@ -29,8 +29,9 @@ from loomserve.deployments.base import (
     LenderReplica,
     LoanRequest,
 )
+from loomserve.platform.lending.options import Part
 from loomserve.platform.metrics.lending import LendingMetrics
-from loomserve.platform.state import BorrowingState, LoanState
+from loomserve.platform.state import BorrowingState, LoanState, PartState
 
 _log = logging.getLogger("ray.serve")
 
@@ -61,6 +62,8 @@ class _Loan:
     opened_at: float
     most_bytes: int | None = None
     """Of KV that may lie there, as the engine knows it; None: as much as the lender grants."""
+    part: Part | None = None
+    """What of all requests is to be there; None: some requests, as a whole."""
     drained_by: float | None = None
     """While it drains: when it is ended whatever lies there."""
 
@@ -125,16 +128,18 @@ class LoanKeeper:
         """Make the loans what the orders say, and look at them."""
         if self._orders is None:
             return
-        there = {loan["name"] for loan in (await self._call("loan_state"))["loans"]}
+        there = {loan["name"]: loan for loan in (await self._call("loan_state"))["loans"]}
         for loan in list(self._loans.values()):
             if loan.name not in there:
                 await self._bury(loan, now)
+            elif loan.drained_by is None and _is_home(there[loan.name]):
+                await self._bury(loan, now, "came home")
             elif loan.drained_by is not None or not self._allowed(loan, self._orders):
                 await self._drain(loan, now)
             else:
                 await self._limit(loan, self._orders)
         for lender in self._missing(self._orders, now):
-            await self._open(lender, now)
+            await self._open(lender, self._orders.parts.get(lender.model), now)
         self._look(await self._call("loan_state"), self._orders, now)
 
     async def close(self) -> None:
@@ -149,6 +154,7 @@ class LoanKeeper:
             and loan.lender.model not in orders.lenders_off
             and orders.lender_limits.get(loan.lender.model) != 0
             and loan.name not in orders.drain_loans
+            and loan.part == orders.parts.get(loan.lender.model)
         )
 
     def _missing(self, orders: EngineOrders, now: float) -> list[LenderReplica]:
@@ -163,7 +169,7 @@ class LoanKeeper:
         ]
         return missing[: self._most - len(self._loans)]
 
-    async def _open(self, lender: LenderReplica, now: float) -> None:
+    async def _open(self, lender: LenderReplica, part: Part | None, now: float) -> None:
         token = secrets.token_hex(4)
         name, ring = f"loan-{token}", self._folder / f"loomserve-ring-{os.getpid()}-{token}"
         try:
@@ -171,16 +177,16 @@ class LoanKeeper:
                 name=name,
                 ring=str(ring),
                 borrower=self._model,
-                guest=await self._call("borrowing"),
+                guest=await self._call("borrowing", part),
             )
             await self._ask(lender, "POST", LOANS_PATH, request.model_dump())
-            side = await self._call("borrow", name, str(ring))
+            side = await self._call("borrow", name, str(ring), part)
         except Exception as error:  # vLLM raises no other where an engine's own call failed
             self._problems[lender.model] = str(error) or repr(error)
             self._back_off(lender, now)
             await self._give_back(lender, name, ring)
         else:
-            loan = self._loans[name] = _Loan(name, side, lender, ring, now)
+            loan = self._loans[name] = _Loan(name, side, lender, ring, now, part=part)
             if self._orders is not None:
                 await self._limit(loan, self._orders)
             self._problems.pop(lender.model, None)
@@ -200,11 +206,11 @@ class LoanKeeper:
                 # The operator wants it to be gone for a while.
                 self._backoffs[loan.lender.id] = _Backoff(_MOST_BACKOFF_S, now + _MOST_BACKOFF_S)
 
-    async def _bury(self, loan: _Loan, now: float) -> None:
+    async def _bury(self, loan: _Loan, now: float, how: str = "ended by itself") -> None:
         """The engine has given the loan up."""
         lived_s = now - loan.opened_at
-        _log.warning("the loan of %s at %s ended by itself", self._model, loan.lender.id)
-        self._problems[loan.lender.model] = f"the last loan ended by itself after {lived_s:.0f} s"
+        _log.warning("the loan of %s at %s %s", self._model, loan.lender.id, how)
+        self._problems[loan.lender.model] = f"the last loan {how} after {lived_s:.0f} s"
         if lived_s >= _LIVED_LONG_S:
             self._backoffs.pop(loan.lender.id, None)
         self._back_off(loan.lender, now)
@@ -258,6 +264,7 @@ class LoanKeeper:
             },
             switched_off=orders.lenders_off,
             limits=orders.lender_limits,
+            parts=orders.parts,
         )
 
     def _state(self, loan: _Loan, figures: Mapping[str, Any], now: float) -> LoanState:
@@ -281,7 +288,20 @@ class LoanKeeper:
             wait_max_us=figures["wait_max_ns"] / 1000,
             wait_share=figures["wait_ns"] * share,
             service_share=figures["service_ns"] * share,
+            part=_part(loan, figures["part"]),
         )
+
+
+def _is_home(figures: Mapping[str, Any]) -> bool:
+    """Whether a part is there no more, though nobody asked for it: the lender had no room for it,
+    or was slow."""
+    return figures["part"] is not None and figures["part"]["phase"] == "home"
+
+
+def _part(loan: _Loan, figures: Mapping[str, Any] | None) -> PartState | None:
+    if figures is None or loan.part is None:
+        return None
+    return PartState(**loan.part, **figures)
 
 
 def remove_left_rings(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -84,6 +85,21 @@ class ReplicaLoad(_Snapshot):
     measured_at: float = Field(description="Unix time of the measurement, seconds.")
 
 
+class PartState(_Snapshot):
+    """Heads or layers of a replica that a lender computes for all its requests."""
+
+    heads: int = Field(0, description="KV heads of every layer that move.")
+    layers: tuple[int, int] | None = Field(
+        None, description="Layers that move: first, behind last."
+    )
+    phase: str = Field(
+        description="leaving: copied while steps compute it here; away; returning: copied back; "
+        "home."
+    )
+    pause_s: float = Field(description="The longest that steps stood still for it.")
+    copied_bytes: int
+
+
 class LoanState(_Snapshot):
     """What a replica keeps with a lender, as the borrower measured it; blocks are its own."""
 
@@ -107,6 +123,7 @@ class LoanState(_Snapshot):
     wait_max_us: float
     wait_share: float = Field(description="Share of the loan's time that the borrower waited.")
     service_share: float = Field(description="Share of it that the lender computed for it.")
+    part: PartState | None = Field(None, description="None where whole requests lie.")
 
 
 class BorrowingState(_Snapshot):
@@ -123,6 +140,10 @@ class BorrowingState(_Snapshot):
     switched_off: tuple[str, ...] = Field(description="Lenders that an operator switched off.")
     limits: dict[str, int] = Field(
         {}, description="Bytes of KV that a plan lets it have, at most, by the lender's model."
+    )
+    parts: dict[str, dict[str, Any]] = Field(
+        default_factory=dict,
+        description="Heads or layers that a plan gives a lender's model to compute.",
     )
 
 

@@ -32,7 +32,7 @@ from loomserve.platform.engine.part_loan import PartLoan
 from loomserve.platform.engine.part_loan import Phase as PartPhase
 from loomserve.platform.engine.scheduler import AdaptiveScheduler
 from loomserve.platform.lending.limits import Observation, Phase, Rules, State, after, first
-from loomserve.platform.lending.options import LENDING_CONFIG, LendingOptions
+from loomserve.platform.lending.options import LENDING_CONFIG, LendingOptions, Part
 from loomserve.platform.lending.placement import PLACEMENTS, Arrival, Resident, Side, move
 from loomserve.platform.lending.ring import Closed, Ring, RingStats
 from loomserve.platform.lending.side_costs import SideCosts
@@ -43,8 +43,6 @@ _SMOOTHING = 0.1
 
 WorkerCall = Callable[..., Any]
 """Calls a method of the engine's worker: its name, and what it is given."""
-Part = dict[str, Any]
-"""Of all requests: some heads, or some layers (:meth:`WovenWorker.begin_part`)."""
 Copy = Callable[[list[tuple[int, int]]], bool]
 """Copies each pair's first block onto its second; False if a lender's ring has closed."""
 
@@ -135,13 +133,14 @@ class BorrowingScheduler(AdaptiveScheduler):
             )
         side = min(free)
         self._workers = workers
+        ring = Ring.attach(Path(path))
         moving = None
         if part:
             room = workers("begin_part", side, path, part)
-            moving = PartLoan(self._pool, self._sides, side, room, workers)
+            size = ring.geometry.layers * ring.geometry.layer_block_bytes
+            moving = PartLoan(self._pool, self._sides, side, room, size, workers)
         else:
             workers("borrow", side, path)
-        ring = Ring.attach(Path(path))
         blocks = self._sides.ranges[side]
         rules = Rules(
             most_tokens=len(blocks) * self.block_size,

@@ -49,11 +49,18 @@ class PartLoan:
         sides: whose blocks are which.
         side: the lender's.
         blocks: own blocks for which there is room once the part is away.
+        block_bytes: of the part in one block.
         workers: calls a method of the engine's worker.
     """
 
     def __init__(
-        self, pool: SidedBlockPool, sides: Sides, side: int, blocks: int, workers: Call
+        self,
+        pool: SidedBlockPool,
+        sides: Sides,
+        side: int,
+        blocks: int,
+        block_bytes: int,
+        workers: Call,
     ) -> None:
         self.phase = Phase.LEAVING
         self.usable = 0
@@ -66,6 +73,7 @@ class PartLoan:
         self._side = side
         self._own = len(sides.ranges[OWN])
         self._most = blocks - self._own
+        self._block_bytes = block_bytes
         self._workers = workers
         # What has been copied, by number, as which content.
         self._copied: dict[int, Any] = {}
@@ -84,7 +92,7 @@ class PartLoan:
         return {
             "phase": str(self.phase),
             "pause_s": self.pause_s,
-            "copied_blocks": self.copied_blocks,
+            "copied_bytes": self.copied_blocks * self._block_bytes,
         }
 
     def fits(self, granted: int) -> bool:

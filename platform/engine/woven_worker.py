@@ -29,7 +29,7 @@ from loomserve.platform.engine.woven_attention import LOANS, use_woven_attention
 from loomserve.platform.lending.borrower import Borrower
 from loomserve.platform.lending.geometry import Geometry
 from loomserve.platform.lending.lender import Desk
-from loomserve.platform.lending.options import LENDING_CONFIG, LendingOptions
+from loomserve.platform.lending.options import LENDING_CONFIG, LendingOptions, Part
 from loomserve.platform.lending.ring import Ring
 
 _BEARABLE_WAIT_S = 1e-4
@@ -106,11 +106,11 @@ class WovenWorker(PatientWorker):
 
     # The borrower's part
 
-    def borrowing(self, part: dict[str, Any] | None = None) -> dict[str, Any]:
+    def borrowing(self, part: Part | None = None) -> dict[str, Any]:
         """What a lender must know: the attention's geometry, and how large a step may be.
 
         Args:
-            part: what of all requests it shall have (:meth:`begin_part`); None: all of some.
+            part: what of all requests it shall have ; None: all of some.
 
         Raises:
             ValueError: that part cannot be lent.
@@ -190,19 +190,18 @@ class WovenWorker(PatientWorker):
 
     # Parts of all requests' attention that move to a lender, and back
 
-    def begin_part(self, side: int, path: str, part: dict[str, Any]) -> int:
+    def begin_part(self, side: int, path: str, part: Part) -> int:
         """Get ready to move it there; how many own blocks there are once it is away.
 
         Args:
             side: the lender's.
             path: of its ring.
-            part: ``{"heads": 1}``: so many KV heads, the last ones; ``{"layers": [10, 20]}``: these
-                decoder layers but for the last named.
+            part: what moves.
         """
         self._moving[side] = moved = self._moved(Borrower(Ring.attach(Path(path))), part)
         return moved.blocks
 
-    def _moved(self, borrower: Borrower, part: dict[str, Any]) -> MovedPart:
+    def _moved(self, borrower: Borrower, part: Part) -> MovedPart:
         attention, caches = self._attention_layers(), self.model_runner.kv_caches
         if "heads" in part:
             return MovedHeads(attention, caches, self._geometry(), borrower, LOANS.patience_s)

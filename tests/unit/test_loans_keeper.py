@@ -47,10 +47,10 @@ class Hot:
         self.called.append(name)
         return getattr(self, name)(*given)
 
-    def borrowing(self) -> dict[str, Any]:
-        return {"geometry": "{}", "blocks": 8}
+    def borrowing(self, part: dict[str, Any] | None) -> dict[str, Any]:
+        return {"geometry": "{}", "blocks": 8, "of": part}
 
-    def borrow(self, name: str, ring: str) -> int:
+    def borrow(self, name: str, ring: str, part: dict[str, Any] | None) -> int:
         if self.full:
             raise Exception("no side is free")  # as vLLM does
         side = len(self.called)
@@ -59,11 +59,18 @@ class Hot:
             "open": True, "phase": "open", "most_tokens": 99, "tasks": 10,
             "post_ns": 100, "wait_ns": 2_000_000, "wait_max_ns": 900_000,
             "service_ns": 4_000_000, "ring": ring,
+            "part": {"phase": "leaving", "pause_s": 0.0, "copied_bytes": 0} if part else None,
         }  # fmt: skip
         return side
 
     def drain_loan(self, side: int) -> bool:
         self.loans[side]["open"] = False
+        if part := self.loans[side]["part"]:
+            was, part["phase"] = (
+                part["phase"],
+                "home" if part["phase"] == "returning" else "returning",
+            )
+            return bool(was == "returning")
         return not self.loans[side]["requests"]
 
     def limit_loan(self, side: int, most_bytes: int | None) -> None:
@@ -142,10 +149,12 @@ def orders(
     off: Iterable[str] = (),
     drain: Iterable[str] = (),
     limits: dict[str, int] | None = None,
+    parts: dict[str, dict[str, Any]] | None = None,
 ) -> EngineOrders:
     return EngineOrders(
         draining=False, stop_timeout_s=60, role=Role.UNIFIED, peers=(), lenders=lenders,
         lenders_off=tuple(off), drain_loans=tuple(drain), lender_limits=limits or {},
+        parts=parts or {},
     )  # fmt: skip
 
 
@@ -167,7 +176,7 @@ async def test_a_loan_is_opened_once_and_shown(tmp_path: Path) -> None:
         await keeper.keep(10)
         assert cold.opened == 1
         (asked,) = cold.lent.values()
-        assert (asked.borrower, asked.guest) == ("hot", {"geometry": "{}", "blocks": 8})
+        assert (asked.borrower, asked.guest["blocks"]) == ("hot", 8)
         assert keeper.state is not None
         (loan,) = keeper.state.loans
         assert (loan.name, loan.lender, loan.lender_replica) == (asked.name, "cold", "cold-0")
@@ -229,6 +238,52 @@ async def test_a_limit_of_nothing_drains_the_loan_and_opens_none(tmp_path: Path)
             assert not hot.loans
         assert keeper.state.limits == {"cold": 0}
         assert cold.opened == 1
+
+
+async def test_a_part_is_lent_in_place_of_requests_and_comes_home_before_they_are_again(
+    tmp_path: Path,
+) -> None:
+    hot, heads = Hot(), {"cold": {"heads": 1}}
+    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
+        lender = LenderReplica(model="cold", id="c0", address=cold.address)
+        keeper.learn(orders(lender))
+        await keeper.keep(0)
+        (whole,) = hot.loans.values()
+        whole["requests"] = 0
+        keeper.learn(orders(lender, parts=heads))
+        await keeper.keep(1)
+        assert [asked.guest["of"] for asked in cold.lent.values()] == [heads["cold"]]
+        assert keeper.state is not None
+        (loan,) = keeper.state.loans
+        assert loan.part is not None
+        assert (loan.part.heads, loan.part.phase) == (1, "leaving")
+        assert keeper.state.parts == heads
+
+        keeper.learn(orders(lender))
+        await keeper.keep(2)
+        assert [loan["part"]["phase"] for loan in hot.loans.values()] == ["returning"]
+        await keeper.keep(3)
+        assert [asked.guest["of"] for asked in cold.lent.values()] == [None]
+        assert [loan["part"] for loan in hot.loans.values()] == [None]
+
+
+async def test_a_part_that_came_home_by_itself_is_lent_again_after_a_backoff(
+    tmp_path: Path,
+) -> None:
+    hot = Hot()
+    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
+        lender = LenderReplica(model="cold", id="c0", address=cold.address)
+        keeper.learn(orders(lender, parts={"cold": {"layers": [1, 2]}}))
+        await keeper.keep(0)
+        (loan,) = hot.loans.values()
+        loan["part"]["phase"] = "home"
+        await keeper.keep(0.5)
+        assert not hot.loans
+        assert not cold.lent
+        assert keeper.state is not None
+        assert "came home" in keeper.state.problems["cold"]
+        await keeper.keep(5)
+        assert len(cold.lent) == 1
 
 
 async def test_a_loan_that_does_not_empty_is_ended_after_the_timeout(tmp_path: Path) -> None:
