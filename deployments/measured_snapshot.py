@@ -169,6 +169,7 @@ def _engines(
     kv_bytes, kv_used = _kv(each)
     lending = report.model.lending
     token_bytes = facts.block_bytes / facts.block_tokens
+    heads_away, layers_away = _away(report)
     engine = Engine(
         id=report.replica_id,
         model=report.model.name,
@@ -183,9 +184,9 @@ def _engines(
         kv_growth=rates["tokens"] * token_bytes,
         lend_bytes=(lending.lend_memory or 0) if lending else 0,
         borrow_bytes=(lending.borrow_memory or 0) if lending else 0,
-        layers=facts.layers,
+        layers=facts.layers - layers_away,
         layer_bytes=facts.layer_bytes,
-        heads=facts.kv_heads,
+        heads=facts.kv_heads - heads_away,
         tpot_s=max(load.pace.output_token_s if load.pace else load.step_time_s, _LEAST_TPOT_S),
         sync_s=load.step_time_s,
         drain_s=load.pace.request_s if load.pace else 0.0,
@@ -231,8 +232,19 @@ def _lenders(record: EngineRecord) -> frozenset[str]:
     return frozenset(lender.id for lender in record.lenders if lender.model in record.limits)
 
 
+def _away(report: EngineReport) -> tuple[int, int]:
+    """KV heads and layers that are not at home."""
+    parts = [loan.part for loan in report.borrowing.loans] if report.borrowing else []
+    away = [part for part in parts if part is not None and part.phase in ("away", "returning")]
+    heads = sum(part.heads for part in away)
+    return heads, sum(part.layers[1] - part.layers[0] for part in away if part.layers)
+
+
 def _loans(each: _Complete) -> Iterator[Loan]:
     for loan in each.report.borrowing.loans if each.report.borrowing else ():
+        if loan.part is not None:
+            yield from _part(each, loan)
+            continue
         used = kv_at(loan, each.footprint)
         if used > 0:
             yield Loan(
@@ -244,6 +256,27 @@ def _loans(each: _Complete) -> Iterator[Loan]:
                 kv_bytes=used,
                 measured_at_s=each.load.measured_at,
             )
+
+
+def _part(each: _Complete, loan: LoanState) -> Iterator[Loan]:
+    """Heads or layers: a share of each block that is in use."""
+    heads, layers = _away(each.report)
+    assert each.report.borrowing is not None
+    facts, said = each.footprint, each.report.borrowing
+    if not heads and not layers:
+        return
+    share = heads / facts.kv_heads if heads else layers / facts.layers
+    used = (said.own_blocks - said.own_free_blocks) * facts.block_bytes
+    yield Loan(
+        part=Part.HEADS if heads else Part.LAYERS,
+        engine=each.report.replica_id,
+        lender=loan.lender_replica,
+        amount=heads or layers,
+        attention=each.rates.get(loan.name, 0.0),
+        kv_bytes=int(used * share),
+        weights_bytes=layers * facts.layer_bytes,
+        measured_at_s=each.load.measured_at,
+    )
 
 
 def kv_at(loan: LoanState, footprint: FootprintState) -> int:

@@ -1,4 +1,4 @@
-"""What can be moved today: requests between lending pairs, roles, and replicas.
+"""What moves requests between lending pairs, changes roles, and starts and ends replicas.
 
 Each mover only writes down what the fleet is told with its next reports, and looks at what the
 replicas then report; so telling it again changes nothing.
@@ -15,29 +15,23 @@ from loomserve.deployments.measured_snapshot import kv_at
 from loomserve.platform.errors import Conflict, NotFound
 from loomserve.platform.rebalancing.actions import (
     Action,
-    ActionKind,
     AddReplica,
     Move,
     RemoveReplica,
     SetRole,
 )
-from loomserve.platform.rebalancing.mover import Mover, Order, Outcome, Progress
+from loomserve.platform.rebalancing.mover import Order, Outcome, Progress
 from loomserve.platform.roles import Role
 
 SetRoleOf = Callable[[str, Role], Awaitable[None]]
 Scale = Callable[[str, int], Awaitable[None]]
 
 
-def movers(fleet: Fleet, set_role: SetRoleOf, scale: Scale) -> dict[ActionKind, Mover]:
-    """Those that there are; heads and layers have none yet."""
-    return {
-        ActionKind.REQUESTS: RequestsMover(fleet),
-        ActionKind.ROLE: RoleMover(fleet, set_role),
-        ActionKind.REPLICAS: ReplicasMover(fleet, scale),
-    }
-
-
-def _record(fleet: Fleet, replica_id: str) -> EngineRecord:
+def record_of(fleet: Fleet, replica_id: str) -> EngineRecord:
+    """
+    Raises:
+        NotFound: the replica does not report any more.
+    """
     return fleet.engine_record(replica_id, time.monotonic())
 
 
@@ -52,12 +46,12 @@ class RequestsMover:
         self._fleet = fleet
 
     def movable(self, engine: str) -> bool:
-        return _record(self._fleet, engine).report.model.lending is not None
+        return record_of(self._fleet, engine).report.model.lending is not None
 
     def order(self, name: str, action: Action) -> dict[str, Any]:
         assert isinstance(action, Move)
-        borrower = _record(self._fleet, action.engine)
-        lender = _record(self._fleet, action.lender).report.model.name
+        borrower = record_of(self._fleet, action.engine)
+        lender = record_of(self._fleet, action.lender).report.model.name
         there = _kv_there(borrower, lender)
         most = max(there - action.amount, 0) if action.back else there + action.amount
         return {
@@ -76,7 +70,7 @@ class RequestsMover:
 
     async def progress(self, order: Order) -> Progress:
         lender, limit = order["lender"], order["limit"]
-        borrower = _record(self._fleet, order["borrower"])
+        borrower = record_of(self._fleet, order["borrower"])
         said = borrower.report.borrowing
         reported = said.limits.get(lender) if said else None
         there = _kv_there(borrower, lender)
@@ -107,7 +101,7 @@ class RoleMover:
 
     def order(self, name: str, action: Action) -> dict[str, Any]:
         assert isinstance(action, SetRole)
-        before = _record(self._fleet, action.engine).role
+        before = record_of(self._fleet, action.engine).role
         return {"replica": action.engine, "role": action.role, "role_before": before}
 
     async def begin(self, order: Order) -> None:
@@ -117,7 +111,7 @@ class RoleMover:
         await self._set_role(order["replica"], Role(order["role_before"]))
 
     async def progress(self, order: Order) -> Progress:
-        record = _record(self._fleet, order["replica"])
+        record = record_of(self._fleet, order["replica"])
         if record.report.stats.role != record.role:
             return Progress()  # it learns of it with its next report
         done = record.role == order["role"]
@@ -139,7 +133,7 @@ class ReplicasMover:
                 model, leaving, more = action.model, None, 1
             case RemoveReplica():
                 leaving, more = action.engine, -1
-                model = _record(self._fleet, action.engine).report.model.name
+                model = record_of(self._fleet, action.engine).report.model.name
             case _:
                 raise AssertionError(f"{action} is of another kind")
         before = self._target(model)

@@ -18,7 +18,14 @@ from pydantic import BaseModel, TypeAdapter
 from loomserve.deployments.base import EngineReport
 from loomserve.deployments.fleet import Fleet
 from loomserve.deployments.measured_snapshot import measured_snapshot, sums_of
-from loomserve.deployments.movers import Scale, SetRoleOf, movers
+from loomserve.deployments.movers import (
+    ReplicasMover,
+    RequestsMover,
+    RoleMover,
+    Scale,
+    SetRoleOf,
+)
+from loomserve.deployments.part_mover import PartMover
 from loomserve.platform.config import Config
 from loomserve.platform.errors import ConfigError, NotFound, RequestError
 from loomserve.platform.placement import device_profile
@@ -26,6 +33,7 @@ from loomserve.platform.placement.configured import profile_path
 from loomserve.platform.placement.device_profile import DeviceProfile
 from loomserve.platform.rebalancing.actions import Action, ActionKind
 from loomserve.platform.rebalancing.controller import Rebalancer
+from loomserve.platform.rebalancing.mover import Mover
 from loomserve.platform.rebalancing.options import Rebalancing
 from loomserve.platform.rebalancing.plans import Plan
 from loomserve.platform.rebalancing.rates import Rates
@@ -58,7 +66,14 @@ class RebalancingPart:
         self._rates = Rates(_window_s(options))
         written = options.profile
         self._profile = _ProfileFile(base / written if written else profile_path(config, base))
-        self._movers = movers(fleet, set_role, scale)
+        parts = PartMover(fleet, kv_store=config.kvstore is not None)
+        self._movers: dict[ActionKind, Mover] = {
+            ActionKind.REQUESTS: RequestsMover(fleet),
+            ActionKind.HEADS: parts,
+            ActionKind.LAYERS: parts,
+            ActionKind.ROLE: RoleMover(fleet, set_role),
+            ActionKind.REPLICAS: ReplicasMover(fleet, scale),
+        }
         self._rebalancer = Rebalancer(
             options, PlanStore(plans_folder(config, base)), self._observe, self._movers, time.time
         )
