@@ -67,7 +67,7 @@ bench-lent-share: install ## measure what share of a hot model's attention shoul
 bench-lending-exactness: install ## compare 500 answers with and without lenders that are killed
 	@$(PYTHON) -m benchmarks.lending_exactness
 
-bench-migrate: install ## measure how long streams pause when attention heads move
+bench-migrate: install ## measure how long streams pause when attention heads or layers move
 	@$(PYTHON) -m benchmarks.migrate
 
 bench-helr: install ## measure what HELR's division of layers gains over unequal cores

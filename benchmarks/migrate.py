@@ -1,10 +1,10 @@
 """How long do streams pause when part of their engine moves to another and back?
 
-On two real engines, a core each: streams of one engine decode, then KV heads of all of them leave
-for the other engine, are computed there for a while, and come home. A pause is what the engine
-itself measured between two steps; it is also given in decode steps, of the median before the move.
-Tokens are compared with those of the same requests without a move. The last line of the output is
-one JSON object.
+On two real engines, a core each: streams of one engine decode, then KV heads or layers of all of
+them leave for the other engine, are computed there for a while, and come home. A pause is what the
+engine itself measured between two steps; it is also given in decode steps, of the median before the
+move. Tokens are compared with those of the same requests without a move. The last line of the
+output is one JSON object.
 
 Run it as ``python -m benchmarks.migrate`` or ``make bench-migrate``.
 """
@@ -19,6 +19,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +31,7 @@ from loomserve.platform.lending.options import LENDING_CONFIG
 RESULTS = Path(__file__).parent / "results"
 BLOCK_BYTES = 30 * 2 * 3 * 64 * BLOCK_TOKENS * 4
 """Of SmolLM2-135M in float32."""
+Part = dict[str, Any]
 LOADS = ("1x512", "1x2048", "1x8000", "8x512", "8x2048", "32x512")
 BEFORE_STEPS, AWAY_STEPS, AFTER_STEPS = 8, 8, 8
 _names = itertools.count()
@@ -82,7 +84,7 @@ class Pair:
         return llm.collective_rpc(f"loans.{method}", args=args)[0]
 
     @contextmanager
-    def loan(self, part: dict[str, Any]) -> Iterator[int]:
+    def loan(self, part: Part) -> Iterator[int]:
         name = str(next(_names))
         path = f"/dev/shm/loomserve-ring-{os.getpid()}-{name}"
         self.call(self.cold, "lend", name, path, self.call(self.hot, "borrowing", part))
@@ -134,30 +136,29 @@ class Streams:
         return [self.tokens[name] for name in self.names]
 
 
-def moved(pair: Pair, load: Load, heads: int, tokens: int, seed: int) -> Move:
-    undisturbed = Streams(pair.hot, load, tokens, seed).finish()
-    pair.hot.reset_prefix_cache()
+def moved(
+    pair: Pair, load: Load, part: Part, tokens: int, seed: int, undisturbed: list[list[int]]
+) -> Move:
     streams = Streams(pair.hot, load, tokens, seed)
     while not streams.decoding:
         streams.step()
     before = [streams.step() for _ in range(BEFORE_STEPS)]
-    with pair.loan(heads) as side:
+    with pair.loan(part) as side:
         durations = [until(pair, streams, "away")]
         pauses = [pair.part()["pause_s"]]
         away = [streams.step() for _ in range(AWAY_STEPS)]
         pair.call(pair.hot, "drain_loan", side)
         durations.append(until(pair, streams, "home"))
-        part = pair.part()
-        pauses.append(part["pause_s"])
+        home = pair.part()
+        pauses.append(home["pause_s"])
         for _ in range(AFTER_STEPS):
             streams.step()
     found = streams.finish()
-    pair.hot.reset_prefix_cache()
     return Move(
         statistics.median(before),
         pauses,
         durations,
-        part["copied_bytes"],
+        home["copied_bytes"],
         statistics.median(away),
         sum(
             a != b
@@ -186,7 +187,9 @@ def figures(moves: list[Move], kind: str) -> dict[str, Any]:
         f"{kind}_pause_steps_p50": percentile(steps, 50),
         f"{kind}_pause_steps_p99": percentile(steps, 99),
         f"{kind}_move_ms": 1000 * statistics.median(s for one in moves for s in one.durations_s),
-        f"{kind}_step_while_away": Spread.of([one.away_step_s / one.step_s for one in moves]),
+        f"{kind}_step_while_away": asdict(
+            Spread.of([one.away_step_s / one.step_s for one in moves])
+        ),
     }
 
 
@@ -197,20 +200,29 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     blocks = max(most, longest) // BLOCK_TOKENS + 2 * max(load.streams for load in loads) + 2
     hot = engine(0, blocks, longest, borrow_bytes=blocks * BLOCK_BYTES, patience_ms=5000)
     cold = engine(1, 2 * blocks, longest, lend_bytes=blocks * BLOCK_BYTES)
-    pair, by_load = Pair(hot, cold), dict[str, list[Move]]()
-    for run in range(args.runs):
-        for load in loads:
-            one = moved(pair, load, args.heads, args.tokens, run)
-            by_load.setdefault(f"{load.streams}x{load.context}", []).append(one)
-            print(f"run {run + 1}, {load.streams} streams of {load.context} tokens: {one}")
-    every = [one for moves in by_load.values() for one in moves]
+    pair = Pair(hot, cold)
+    first, end = map(int, args.layers.split("-"))
+    parts: dict[str, Part] = {"head": {"heads": args.heads}, "layer": {"layers": [first, end]}}
+    moves: dict[tuple[str, str], list[Move]] = {}
+    for run, load in itertools.product(range(args.runs), loads):
+        undisturbed = Streams(hot, load, args.tokens, run).finish()
+        for kind, part in parts.items():
+            hot.reset_prefix_cache()
+            one = moved(pair, load, part, args.tokens, run, undisturbed)
+            moves.setdefault((kind, f"{load.streams}x{load.context}"), []).append(one)
+            print(f"run {run + 1}, {kind}s, {load.streams} x {load.context} tokens: {one}")
+        hot.reset_prefix_cache()
+    every = {
+        kind: [one for (of, _), some in moves.items() if of == kind for one in some]
+        for kind in parts
+    }
     return {
         "benchmark": "migrate",
-        **figures(every, "head"),
-        "tokens_changed": sum(one.tokens_changed for one in every),
+        **{name: value for kind in parts for name, value in figures(every[kind], kind).items()},
+        "tokens_changed": sum(one.tokens_changed for some in moves.values() for one in some),
         "runs": args.runs,
-        "by_load": {load: figures(moves, "head") for load, moves in by_load.items()},
-        "setup": {"heads": args.heads, "tokens": args.tokens, "blocks": blocks},
+        "by_load": {f"{kind} {load}": figures(some, kind) for (kind, load), some in moves.items()},
+        "setup": {**parts["head"], **parts["layer"], "tokens": args.tokens, "blocks": blocks},
         "machine": machine(),
     }
 
@@ -219,6 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--loads", default=",".join(LOADS), help="streams x tokens of context")
     parser.add_argument("--heads", type=int, default=1, help="KV heads that move")
+    parser.add_argument("--layers", default="15-30", help="layers that move: first-end")
     parser.add_argument("--tokens", type=int, default=120, help="output tokens of a stream")
     parser.add_argument("--runs", type=int, default=3)
     publish("migrate", measure(parser.parse_args()), RESULTS)
