@@ -19,8 +19,8 @@ from loomserve.platform.lending.borrower import Borrower
 from loomserve.platform.lending.geometry import Geometry
 from loomserve.platform.lending.ring import Work
 
-_PATIENCE = 20
-"""Times that for one layer's attention, a layer: the others' operators of a large step included."""
+_PATIENT_ROWS = 32
+"""Of one layer, which may take as long as a layer's attention may."""
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
@@ -95,8 +95,8 @@ class MovedLayers(MovedPart):
             self._modules[layer] = _Nothing()
             self._use(layer, self._kv_caches[layer].new_empty(0))
         first = self._moved.start
-        timeout_s = _PATIENCE * self._patience_s * len(self._moved)
-        self._modules[first] = _Elsewhere(self.borrower, timeout_s)
+        row_s = self._patience_s * len(self._moved) / _PATIENT_ROWS
+        self._modules[first] = _Elsewhere(self.borrower, self._patience_s, row_s)
         self._resize(self.blocks, list(blocks))
 
     def come_home(self, blocks: Iterable[int]) -> None:
@@ -158,17 +158,18 @@ class MovedLayers(MovedPart):
 class _Elsewhere(nn.Module):  # type: ignore[misc]
     """In place of the first layer that is away: all of them."""
 
-    def __init__(self, borrower: Borrower, timeout_s: float) -> None:
+    def __init__(self, borrower: Borrower, least_s: float, row_s: float) -> None:
         super().__init__()
         self._borrower = borrower
-        self._timeout_s = timeout_s
+        self._least_s, self._row_s = least_s, row_s
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if residual is None:
             residual = torch.zeros_like(hidden_states)
-        found = self._borrower.through_layers(hidden_states, residual, self._timeout_s)
+        timeout_s = self._least_s + self._row_s * len(hidden_states)
+        found = self._borrower.through_layers(hidden_states, residual, timeout_s)
         # The scheduler drops what comes of a lost step; it must only not be poison.
         return (hidden_states, residual) if found is None else found
 
