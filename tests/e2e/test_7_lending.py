@@ -44,6 +44,7 @@ HOT_MODEL = {
     "source": "demo",
     "devices": ["core0"],
     "kv_cache_memory": "64MiB",
+    "kvstore": False,
     "engine": ENGINE,
     "lending": {"borrow_memory": "192MiB", "lenders": [LENDER], "patience_ms": 2000},
 }
@@ -110,12 +111,19 @@ def answer(platform: Platform, prompt: str) -> str:
 
 
 @contextmanager
-def streaming(platform: Platform) -> Iterator[Callable[[], list[str]]]:
-    """All prompts at once; inside, some of them run with the lender."""
+def asking(platform: Platform) -> Iterator[Callable[[], list[str]]]:
+    """All prompts at once."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         running = [pool.submit(answer, platform, prompt) for prompt in PROMPTS]
-        wait_for(lambda: any(loan["requests"] for loan in loans(platform)), 60)
         yield lambda: [one.result(300) for one in running]
+
+
+@contextmanager
+def streaming(platform: Platform) -> Iterator[Callable[[], list[str]]]:
+    """All prompts at once; inside, some of them run with the lender."""
+    with asking(platform) as answers:
+        wait_for(lambda: any(loan["requests"] for loan in loans(platform)), 60)
+        yield answers
 
 
 def broken(platform: Platform) -> float:
@@ -226,12 +234,15 @@ def post(platform: Platform, path: str, body: object = None) -> httpx.Response:
 
 
 def requests_move(platform: Platform, amount: int, **more: object) -> dict[str, Any]:
-    """Of a move between the two replicas that there are."""
+    return a_move(platform, part="requests", amount=amount, **more)
+
+
+def a_move(platform: Platform, **of: object) -> dict[str, Any]:
+    """Between the two replicas that there are."""
     ((borrower,), (lender,)) = (
         model_state(platform, name)["replicas"] for name in (BORROWER, LENDER)
     )
-    ends = {"engine": borrower["id"], "lender": lender["id"]}
-    return {"action": "move", "part": "requests", **ends, "amount": amount, **more}
+    return {"action": "move", "engine": borrower["id"], "lender": lender["id"], **of}
 
 
 @pytest.fixture(scope="module")
@@ -303,6 +314,43 @@ def test_a_plan_that_is_aborted_under_way_is_taken_back(
     assert [each["status"] for each in listed][:2] == ["cancelled", "done"]
     switch(measured, True)
     assert not lending_state(measured)["pairs"][0]["limits"]
+
+
+@pytest.mark.parametrize(("part", "amount"), [("heads", 1), ("layers", 10)])
+def test_a_part_goes_and_comes_home_by_plans_while_streams_go_on(
+    measured: Platform, alone: list[str], part: str, amount: int
+) -> None:
+    own = own_blocks(measured)
+    wait_for_loan(measured)
+    with streaming(measured) as answers:
+        carry_out(measured, a_move(measured, part=part, amount=amount))
+        wait_for(lambda: parts(measured) == ["away"], 60)
+        assert answers() == alone
+    assert own_blocks(measured) > own
+    assert measured.metric("loomserve_rebalancing_actions_total", kind=part) == 1
+    with asking(measured) as answers:
+        carry_out(measured, a_move(measured, part=part, amount=amount, back=True))
+        assert answers() == alone
+    wait_for(lambda: not parts(measured), 60)
+    assert own_blocks(measured) == own
+
+
+def own_blocks(platform: Platform) -> int:
+    (replica,) = model_state(platform, BORROWER)["replicas"]
+    return int(replica["borrowing"]["own_blocks"])
+
+
+def carry_out(platform: Platform, action: dict[str, Any]) -> None:
+    made = post(platform, "plans", {"actions": [action], "force": True})
+    assert made.status_code == 201, made.text
+    plan = made.json()["plan"]["id"]
+    post(platform, f"plans/{plan}/apply").raise_for_status()
+    wait_for(lambda: plan_status(platform, plan)[1] in {"settling", "done"}, 120)
+
+
+def parts(platform: Platform) -> list[str]:
+    """The phases of the parts that are with a lender."""
+    return [loan["part"]["phase"] for loan in loans(platform) if loan["part"] is not None]
 
 
 def test_the_controller_is_switched_and_remembers_over_its_restart(measured: Platform) -> None:
