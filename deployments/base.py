@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from loomserve.platform.config import Device, Model
+from loomserve.platform.config import Device, Model, StaticModel
 from loomserve.platform.lending.options import LendingOptions
 from loomserve.platform.roles import Role
 from loomserve.platform.scheduling.options import SchedulerOptions
@@ -93,10 +93,19 @@ class Peer(_Message):
     stats: RoutingStats
 
 
+class StaticSpec(_Message):
+    """A model for batches only, as the batch lane starts it."""
+
+    model: StaticModel
+    source: str = Field(description="A folder, or a hub id.")
+    cores: tuple[int, ...]
+
+
 class ModelEngines(_Message):
     """A model's live replicas, as the batch lane needs to know them."""
 
     max_model_len: int | None
+    predictor: str | None = Field(description="What predicts its answers' lengths, if any.")
     replicas: tuple[Peer, ...]
 
 

@@ -52,7 +52,9 @@ class GatewayExecutor:
         self._asked_s = now
         self._models = {
             name: ServedModel(
-                model.max_model_len, {replica.id: replica.stats for replica in model.replicas}
+                model.max_model_len,
+                {replica.id: replica.stats for replica in model.replicas},
+                model.predictor,
             )
             for name, model in answer.models.items()
         }

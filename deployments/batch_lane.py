@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +18,19 @@ from loomserve.deployments.base import (
     CONTROLLER_DEPLOYMENT,
     GATEWAY_APP,
     GATEWAY_DEPLOYMENT,
+    StaticSpec,
 )
 from loomserve.deployments.batch_api import BatchApi
 from loomserve.deployments.batch_executor import GatewayExecutor
 from loomserve.deployments.http_server import HttpServer, listen
+from loomserve.deployments.static_worker import RayStaticWorker
+from loomserve.platform.access.key_models import KnownKeys
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.lane import Lane
+from loomserve.platform.batch.several import SeveralExecutors
+from loomserve.platform.batch.static_queue import StaticQueue
 from loomserve.platform.batch.store import Store
-from loomserve.platform.config import Batch
+from loomserve.platform.config import Batch, Server
 from loomserve.platform.errors import RequestError
 
 # One that is taken for dead may live on for a while; its files are its own until it is gone.
@@ -35,25 +42,42 @@ class BatchLane:
     """The deployment class: the lane, and its API for gateways on a port of its own."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, options: dict[str, Any], folder: str, max_body: int, internal_token: str
+        self,
+        options: dict[str, Any],
+        static: list[dict[str, Any]],
+        folder: str,
+        server: dict[str, Any],
+        internal_token: str,
     ) -> None:
         self._folder = BatchFolder(Path(folder))
         await asyncio.to_thread(self._folder.claim, _CLAIM_TIMEOUT_S)
         self._store = Store(self._folder.database)
         self._folder.sweep(self._store.file_ids())
         checked = Batch.model_validate(options)
-        executor = GatewayExecutor(
+        front = Server.model_validate(server)
+        queues = {
+            spec.model.name: _static_queue(spec, checked.concurrency)
+            for spec in map(StaticSpec.model_validate, static)
+        }
+        gateway = GatewayExecutor(
             serve.get_deployment_handle(GATEWAY_DEPLOYMENT, GATEWAY_APP),
             serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP),
         )
-        self._lane = Lane(self._store, self._folder, executor, checked, max_body=max_body)
+        executor = SeveralExecutors(gateway, queues, KnownKeys(front.api_keys))
+        self._lane = Lane(self._store, self._folder, executor, checked, max_body=front.max_body)
         api = BatchApi(self._lane, self._store, self._folder, checked)
         host = ray._private.worker._global_node.node_ip_address
         sock = listen(host, 0)
         self._address = f"{host}:{sock.getsockname()[1]}"
         self._http = HttpServer(api.app(internal_token), sock, protocol=HttpToolsProtocol)
         await self._http.start()
-        self._running = asyncio.create_task(self._lane.run())
+        self._running = asyncio.create_task(self._run(queues.values()))
+
+    async def _run(self, queues: Iterable[StaticQueue]) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._lane.run())
+            for queue in queues:
+                group.create_task(queue.run())
 
     async def address(self) -> str:
         """Where its API listens; another port after each start."""
@@ -91,3 +115,14 @@ class BatchLane:
                 await self._running
             self._store.close()
             self._folder.release()
+
+
+def _static_queue(spec: StaticSpec, places: int) -> StaticQueue:
+    kv_bytes = spec.model.kv_cache_memory
+    return StaticQueue(
+        spec.model.name,
+        partial(RayStaticWorker, spec.source, spec.cores, kv_bytes),
+        kv_bytes,
+        places=places,
+        predictor=spec.model.lengths.predictor if spec.model.lengths else None,
+    )

@@ -465,6 +465,7 @@ class Fleet:
             models={
                 name: ModelEngines(
                     max_model_len=self._max_model_len(name, now),
+                    predictor=lengths.predictor if (lengths := record.model.lengths) else None,
                     replicas=() if record.unload_deadline else self._peers(record, now),
                 )
                 for name, record in self._models.items()

@@ -63,11 +63,11 @@ from loomserve.deployments.kv_request import isolate, refuse_kv_transfer
 from loomserve.deployments.kv_store import read_usage
 from loomserve.deployments.length_predictions import LengthPredictions, Predicted, counts_once
 from loomserve.deployments.line_endpoint import LineEndpoint
+from loomserve.platform.access.key_models import check_model
 from loomserve.platform.config import ApiKey, Batch, Server
 from loomserve.platform.errors import (
     BadRequest,
     Conflict,
-    Forbidden,
     RequestError,
     TooManyRequests,
     Unavailable,
@@ -130,6 +130,7 @@ class Gateway:
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
         self._lines = LineEndpoint(self._server, self._route, self._isolated, self._collect)
         options = Batch.model_validate(batch) if batch else None
+        self._batch_only = frozenset(one.name for one in options.static_models) if options else ()
         self._batch_metrics = BatchMetrics(self._registry) if batch else None
         self._batches = BatchProxy(
             serve.get_deployment_handle(BATCH_DEPLOYMENT, BATCH_APP) if batch else None,
@@ -221,13 +222,15 @@ class Gateway:
                 f"say which model, one of: {', '.join(sorted(self._routes))}", param="model"
             )
         route = self._routes.get(model)
-        if route is None:
-            raise UnknownModel(unknown_model_message(model, self._routes), param="model")
-        if key is not None and key.models and model not in key.models:
-            raise Forbidden(
-                f"this API key may not use model {model!r}; it may use: {', '.join(key.models)}",
+        if model in self._batch_only:
+            raise UnknownModel(
+                f"The model {model!r} answers batches only: send its requests in a file, to "
+                "/v1/batches.",
                 param="model",
             )
+        if route is None:
+            raise UnknownModel(unknown_model_message(model, self._routes), param="model")
+        check_model(key, model)
         if route.status is ModelStatus.UNLOADING:
             raise UnknownModel(f"The model {model!r} is being unloaded.", param="model")
         if not route.replicas:

@@ -16,8 +16,9 @@ from loomserve.deployments.deadline import refuse_deadline
 from loomserve.deployments.expected_tokens import refuse_expected
 from loomserve.deployments.forward import ForwardRequest
 from loomserve.deployments.kv_request import refuse_kv_transfer
+from loomserve.platform.access.key_models import KnownKeys
 from loomserve.platform.config import ApiKey, Server
-from loomserve.platform.errors import BodyTooLarge, Forbidden, RequestError
+from loomserve.platform.errors import BodyTooLarge, RequestError
 
 FindRoute = Callable[[object, ApiKey | None], ModelRoute]
 """The route of a model that a key asks for, or why there is none."""
@@ -34,7 +35,7 @@ class LineEndpoint:
         self, server: Server, find_route: FindRoute, isolate: Isolate, collect: Collect
     ) -> None:
         self._max_body = server.max_body
-        self._keys = {key.name: key for key in server.api_keys}
+        self._keys = KnownKeys(server.api_keys)
         self._find_route = find_route
         self._isolate = isolate
         self._collect = collect
@@ -51,7 +52,7 @@ class LineEndpoint:
             refuse_stream,
         ):
             refuse(line.body)
-        key = self._key_named(line.owner)
+        key = self._keys.named(line.owner)
         route = self._find_route(line.body.get("model"), key)
         request = as_background(self._isolate(line.body, key, line.path), line.path)
         body = json.dumps(request).encode()
@@ -71,10 +72,3 @@ class LineEndpoint:
             # The lane has looked for room on one of them.
             exclude=frozenset(r.id for r in route.replicas if line.engine not in (None, r.id)),
         )
-
-    def _key_named(self, name: str) -> ApiKey | None:
-        if not self._keys and not name:
-            return None
-        if name not in self._keys:
-            raise Forbidden(f"the API key {name!r} that sent this batch is no longer known here")
-        return self._keys[name]

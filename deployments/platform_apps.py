@@ -17,11 +17,13 @@ from loomserve.deployments.base import (
     GATEWAY_APP,
     GATEWAY_DEPLOYMENT,
     KvAccess,
+    StaticSpec,
 )
 from loomserve.deployments.batch_lane import BatchLane
 from loomserve.deployments.controller import Controller
 from loomserve.deployments.gateway import Gateway
 from loomserve.kvstore.actor import StorePlan
+from loomserve.platform import catalog
 from loomserve.platform.batch.folder import batch_folder
 from loomserve.platform.config import Config
 
@@ -108,10 +110,19 @@ def _batch_app(config: Config, internal_token: str, base: str) -> Any:
         ray_actor_options={"num_cpus": 0},
         logging_config=QUIET,
     )
+    static = [
+        StaticSpec(
+            model=model,
+            source=str(catalog.resolve(model.source, Path(base))),
+            cores=config.device(model.device).cores,
+        )
+        for model in config.batch.static_models
+    ]
     return deployment.bind(
         config.batch.model_dump(mode="json"),
+        [spec.model_dump(mode="json") for spec in static],
         str(batch_folder(config, Path(base))),
-        config.server.max_body,
+        config.server.model_dump(mode="json"),
         internal_token,
     )
 

@@ -558,6 +558,24 @@ class Server(_Node):
         return keys
 
 
+class StaticModel(_Node):
+    """A model that answers batches only: transformers computes it, in static batches."""
+
+    name: ModelName = Field(description="The name that lines of batches ask for.")
+    source: str = Field(min_length=1, description="As in models[]: weights that transformers runs.")
+    device: Name = Field(
+        description="The CPU device on whose cores it computes while engines leave them idle."
+    )
+    kv_cache_memory: Bytes = Field(
+        512 * 2**20,
+        description="Memory for the KV of one batch, such as 512MiB; a batch that outgrows it is "
+        "split in two.",
+    )
+    lengths: Lengths | None = Field(
+        None, description="Predict its answers' lengths; null: by lines that have finished."
+    )
+
+
 class Batch(_Node):
     """OpenAI's files and batches, computed while online requests leave room."""
 
@@ -571,10 +589,18 @@ class Batch(_Node):
     )
     max_lines: int = Field(50_000, ge=1, description="Requests in one batch.")
     concurrency: int = Field(
-        256, ge=1, description="Lines that engines have at once, of all batches and models."
+        256,
+        ge=1,
+        description="Lines that engines have at once, of all batches and models; each of "
+        "static_models takes as many again into its queue.",
     )
     retention_days: float = Field(
         30.0, gt=0, description="Files and ended batches are removed when they are so old."
+    )
+    static_models: tuple[StaticModel, ...] = Field(
+        (),
+        description="Models for batches only, run by transformers: those that vLLM does not serve, "
+        "or that need not answer online.",
     )
 
 
@@ -661,19 +687,10 @@ class Config(_Node):
         _refuse_duplicates("devices", [device.name for device in self.devices])
         # Serve application names are made of model names with "/" replaced.
         _refuse_duplicates("models", [model.name.replace("/", "--") for model in self.models])
-        predictors: dict[str, str] = {}
         for index, model in enumerate(self.models):
             self._check_model_devices(index, model)
-            if model.lengths is None:
-                continue
-            name = model.lengths.predictor
-            if name in predictors:
-                raise _FieldError(
-                    f"models {predictors[name]!r} and {model.name!r} both name it: answers of two "
-                    "models differ in length, so train a predictor for each",
-                    *("models", index, "lengths", "predictor"),
-                )
-            predictors[name] = model.name
+        self._check_static_models()
+        self._check_predictors()
         owner: dict[tuple[str, int], str] = {}
         for index, device in enumerate(self.devices):
             places = [("cores", core) for core in device.cores]
@@ -687,6 +704,51 @@ class Config(_Node):
                     )
                 owner[place] = device.name
         return self
+
+    @property
+    def static_models(self) -> tuple[StaticModel, ...]:
+        return self.batch.static_models if self.batch is not None else ()
+
+    def _check_static_models(self) -> None:
+        kinds = {device.name: device.kind for device in self.devices}
+        taken = [model.name.replace("/", "--") for model in self.models]
+        for index, model in enumerate(self.static_models):
+            place = ("batch", "static_models", index)
+            name = model.name.replace("/", "--")
+            if name in taken:
+                raise _FieldError(
+                    f"two models are named {model.name!r}; names must differ, under models too",
+                    *(*place, "name"),
+                )
+            taken.append(name)
+            if kinds.get(model.device) != "cpu":
+                there = ", ".join(sorted(name for name, kind in kinds.items() if kind == "cpu"))
+                raise _FieldError(
+                    f"model {model.name!r} names device {model.device!r}, which is no CPU device "
+                    f"under devices ({there or 'there is none'})",
+                    *(*place, "device"),
+                )
+
+    def _check_predictors(self) -> None:
+        predictors: dict[str, str] = {}
+        models: list[tuple[tuple[str | int, ...], Model | StaticModel]] = [
+            *((("models", index), model) for index, model in enumerate(self.models)),
+            *(
+                (("batch", "static_models", index), model)
+                for index, model in enumerate(self.static_models)
+            ),
+        ]
+        for place, model in models:
+            if model.lengths is None:
+                continue
+            name = model.lengths.predictor
+            if name in predictors:
+                raise _FieldError(
+                    f"models {predictors[name]!r} and {model.name!r} both name it: answers of two "
+                    "models differ in length, so train a predictor for each",
+                    *(*place, "lengths", "predictor"),
+                )
+            predictors[name] = model.name
 
     def _check_model_devices(self, index: int, model: Model) -> None:
         kinds = {device.name: device.kind for device in self.devices}

@@ -32,6 +32,7 @@ from loomserve.platform.memory import plan_replicas
 from loomserve.platform.placement.configured import stages_of
 from loomserve.platform.rebalancing.store import PlanStore, StoreError, plans_folder
 from loomserve.platform.state import ModelState, ModelStatus, State
+from loomserve.platform.static_models import check_static_models
 
 Say = Callable[[str], None]
 
@@ -148,6 +149,8 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
         StartError: a model cannot be fetched, or memory does not suffice.
     """
     weights: dict[str, int] = {}
+    for static in config.static_models:
+        check_predictor(static)
     for model in config.models:
         check_predictor(model)
         path = catalog.resolve(model.source, base, progress=say)
@@ -160,6 +163,7 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
         weights,
         psutil.virtual_memory().available + _left_behind(config),
         config.kvstore.memory if config.kvstore else 0,
+        check_static_models(config, base, say),
     )
     for model in config.models:
         if model.replicas == "auto" and replicas[model.name] < model.most_replicas:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from loomserve.platform.config import Model
+from loomserve.platform.config import Model, StaticModel
 from loomserve.platform.errors import StartError
 
 # An idle CPU engine of a tiny model (front end, EngineCore, worker) takes about this without
@@ -12,6 +12,8 @@ from loomserve.platform.errors import StartError
 ENGINE_BYTES = 2 * 2**30
 # Each further worker process of an engine that is a pipeline.
 STAGE_BYTES = 0.75 * 2**30
+# A process with torch and transformers, without weights and KV, computing.
+STATIC_BYTES = 1.0 * 2**30
 # Ray's own processes, the gateway and the controller.
 PLATFORM_BYTES = 1.5 * 2**30
 
@@ -20,6 +22,11 @@ def replica_bytes(model: Model, weight_bytes: int) -> float:
     """Memory of one replica: CPU weights are held packed beside the loaded ones for a while."""
     further_stages = len(model.devices) - 1 if model.pipeline is not None else 0
     return ENGINE_BYTES + further_stages * STAGE_BYTES + 2 * weight_bytes + model.kv_cache_memory
+
+
+def static_bytes(model: StaticModel, weight_bytes: int) -> float:
+    """Memory of a model for batches only; what it computes in may be twice as wide as its file."""
+    return STATIC_BYTES + 2 * weight_bytes + model.kv_cache_memory
 
 
 def least_replicas(model: Model) -> int:
@@ -34,8 +41,10 @@ def plan_replicas(
     weight_bytes: Mapping[str, int],
     available_bytes: float,
     kvstore_bytes: int = 0,
+    static_bytes: float = 0,
 ) -> dict[str, int]:
-    """The number of replicas to start for each model, beside a KV store of so many bytes.
+    """The number of replicas to start for each model, beside a KV store of so many bytes and
+    models for batches only of so many.
 
     Every model gets the replicas it insists on (at least one); what is left goes to the models with
     ``replicas: auto``, one each in turn, up to one a device.
@@ -45,7 +54,7 @@ def plan_replicas(
     """
     wanted = {model.name: least_replicas(model) for model in models}
     cost = {model.name: replica_bytes(model, weight_bytes[model.name]) for model in models}
-    left = available_bytes - PLATFORM_BYTES - kvstore_bytes
+    left = available_bytes - PLATFORM_BYTES - kvstore_bytes - static_bytes
     left -= sum(wanted[model.name] * cost[model.name] for model in models)
     if left < 0:
         to_lower = "kv_cache_memory, kvstore.memory" if kvstore_bytes else "kv_cache_memory"

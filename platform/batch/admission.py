@@ -11,7 +11,7 @@ to miss its deadline, else the one that has had the least, and of that batch the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 # Of an engine's places and KV memory, what lines leave to online requests that come.
@@ -112,26 +112,29 @@ def admit(engines: Sequence[Engine], queues: Sequence[Queue], most: int) -> list
     A line that fits nowhere is not overtaken: its turn would never come while shorter ones do.
     """
     rooms = [_Room(engine) for engine in engines if engine.waiting == 0]
-    turns = {queue.batch: 0 for queue in queues}
-    served = {queue.batch: queue.served for queue in queues}
-    owners = {queue.owner: queue.owner_served for queue in queues}
     starts: list[Start] = []
-    while rooms and len(starts) < most:
-        waiting = [queue for queue in queues if turns[queue.batch] < len(queue.lines)]
-        if not waiting:
-            break
-        queue = min(waiting, key=lambda q: _turn(q, owners[q.owner], served[q.batch]))
-        line = queue.lines[turns[queue.batch]]
+    for batch, line in in_turn(queues):
         fitting = [room for room in rooms if room.fits(line.work)]
-        if not fitting:
+        if not fitting or len(starts) == most:
             break
         room = max(fitting, key=lambda r: (r.free_share, r.engine.id))
         room.take(line.work)
-        starts.append(Start(queue.batch, line.number, room.engine.id))
+        starts.append(Start(batch, line.number, room.engine.id))
+    return starts
+
+
+def in_turn(queues: Sequence[Queue]) -> Iterator[tuple[str, Candidate]]:
+    """Lines and their batches in the order in which they may start, all of one model."""
+    turns = {queue.batch: 0 for queue in queues}
+    served = {queue.batch: queue.served for queue in queues}
+    owners = {queue.owner: queue.owner_served for queue in queues}
+    while waiting := [queue for queue in queues if turns[queue.batch] < len(queue.lines)]:
+        queue = min(waiting, key=lambda q: _turn(q, owners[q.owner], served[q.batch]))
+        line = queue.lines[turns[queue.batch]]
+        yield queue.batch, line
         turns[queue.batch] += 1
         served[queue.batch] += line.expected
         owners[queue.owner] += line.expected
-    return starts
 
 
 def peak(works: Sequence[Work]) -> float:

@@ -17,6 +17,8 @@ class LineCall:
     Attributes:
         owner: The API key in whose name it is computed; empty where none is needed.
         engine: Which engine takes it; None: the platform knows no such model.
+        expected_tokens: Of one answer, as predicted.
+        attempts: How often engines have failed on it.
     """
 
     owner: str
@@ -24,6 +26,8 @@ class LineCall:
     body: Mapping[str, object]
     request_id: str
     engine: str | None
+    expected_tokens: float
+    attempts: int
 
 
 class Outcome(Enum):
@@ -46,14 +50,36 @@ class LineAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that the platform has, and its engines that take requests, by id."""
+    """A model whose engines take requests; the lane admits a line to one that has room.
+
+    Attributes:
+        engines: Those that take requests, by id.
+        predictor: What predicts its answers' lengths, if anything.
+    """
 
     max_model_len: int | None
     engines: Mapping[str, RoutingStats]
+    predictor: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedModel:
+    """A model whose lines wait with their executor, which forms batches of them itself.
+
+    Attributes:
+        engine: The one that it has, by id.
+        places: How many lines it takes at once, those that wait there too; 0: it is not ready.
+        predictor: What predicts its answers' lengths, if anything.
+    """
+
+    max_model_len: int | None
+    engine: str
+    places: int
+    predictor: str | None = None
 
 
 class LineExecutor(Protocol):
-    async def models(self) -> Mapping[str, ServedModel] | None:
+    async def models(self) -> Mapping[str, ServedModel | QueuedModel] | None:
         """The models, ready or not, by name; None while nobody can tell."""
         ...
 

@@ -15,15 +15,17 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import islice
 from typing import Any, TypeVar
 
 from loomserve.platform.batch import answers, ending, lines
-from loomserve.platform.batch.admission import admit
+from loomserve.platform.batch.admission import Queue, Start, admit, in_turn
 from loomserve.platform.batch.executor import (
     LineAnswer,
     LineCall,
     LineExecutor,
     Outcome,
+    QueuedModel,
     ServedModel,
 )
 from loomserve.platform.batch.fairness import TokenCounters
@@ -165,41 +167,66 @@ class Lane:
         for batch in self._live.values():
             batch.wake(now)
         wanted = sorted({model for batch in self._live.values() for model in batch.models})
-        free = self._options.concurrency - sum(len(b.running) for b in self._live.values())
-        if not wanted or free <= 0 or self._answers:
+        if not wanted or self._answers:
             return
         models = await self._executor.models()
         if models is None:
             return
         self._known_models |= models.keys()
+        taken = Counter(
+            run.line.model for batch in self._live.values() for run in batch.running.values()
+        )
+        with_engines = sum(
+            count
+            for model, count in taken.items()
+            if not isinstance(models.get(model), QueuedModel)
+        )
+        free = self._options.concurrency - with_engines
         for model in wanted:
-            free -= self._start(model, models.get(model), free)
+            served = models.get(model)
+            if isinstance(served, QueuedModel):
+                self._start_queued(model, served, served.places - taken[model])
+            elif free > 0:
+                free -= self._start(model, served, free)
+
+    def _start_queued(self, model: str, served: QueuedModel, most: int) -> None:
+        if most <= 0:
+            return
+        queues = self._queues(model, served, most)
+        for batch, line in islice(in_turn(queues), most):
+            self._begin(model, Start(batch, line.number, served.engine))
 
     def _start(self, model: str, served: ServedModel | None, most: int) -> int:
         """Start lines of a model; how many."""
         now = self._clock()
-        batches = [batch for batch in self._live.values() if model in batch.models]
         if served is None and model in self._known_models:
             # It has been unloaded, and may come back.
             return 0
         if served is None:
             # The gateway says so, in each line's answer.
-            batch = batches[0] if batches else None
+            batch = next((b for b in self._live.values() if model in b.models), None)
             queue = batch.queue(model, most, self._counters) if batch else None
             for line in queue.lines if queue else ():
                 assert batch is not None
                 self._send(batch, batch.start(model, line.number, None, now))
             return len(queue.lines) if queue else 0
-        for batch in batches:
-            batch.learn(model, served.max_model_len)
-        queues = [batch.queue(model, most, self._counters) for batch in batches]
+        queues = self._queues(model, served, most)
         starts = admit(engines(served.engines, self._with_engines(now), now), queues, most)
         for start in starts:
-            batch = self._live[start.batch]
-            running = batch.start(model, start.number, start.engine, now)
-            self._count(batch, batch.expected(running))
-            self._send(batch, running)
+            self._begin(model, start)
         return len(starts)
+
+    def _queues(self, model: str, served: ServedModel | QueuedModel, most: int) -> list[Queue]:
+        batches = [batch for batch in self._live.values() if model in batch.models]
+        for batch in batches:
+            batch.learn(model, served.max_model_len)
+        return [batch.queue(model, most, self._counters) for batch in batches]
+
+    def _begin(self, model: str, start: Start) -> None:
+        batch = self._live[start.batch]
+        running = batch.start(model, start.number, start.engine, self._clock())
+        self._count(batch, batch.expected(running))
+        self._send(batch, running)
 
     def _with_engines(self, now: float) -> list[Running]:
         """Lines that engines have, and those that they may have had at their measurement."""
@@ -245,7 +272,15 @@ class Lane:
         with self._folder.blob(batch.input_file_id).open("rb") as stream:
             stream.seek(running.line.offset)
             body = lines.parse(stream.read(running.line.size))["body"]
-        return LineCall(batch.owner, batch.endpoint, body, request_id, running.engine)
+        return LineCall(
+            owner=batch.owner,
+            path=batch.endpoint,
+            body=body,
+            request_id=request_id,
+            engine=running.engine,
+            expected_tokens=running.length.tokens,
+            attempts=running.line.attempts,
+        )
 
     async def _keep_attempt(self, batch_id: str, number: int) -> None:
         try:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from loomserve.platform.config import Model
+from loomserve.platform.config import Model, StaticModel
 from loomserve.platform.demo_models import cache_folder
 from loomserve.platform.errors import ConfigError
 from loomserve.platform.lengths.embedding import TokenEmbeddings
@@ -91,7 +91,7 @@ def open_predictor(name: str) -> StoredPredictor:
     return StoredPredictor(Learner(versions, version, embeddings), embeddings, lock)
 
 
-def check_predictor(model: Model) -> None:
+def check_predictor(model: Model | StaticModel) -> None:
     """
     Raises:
         ConfigError: the model names a predictor that cannot be used.

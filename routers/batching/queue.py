@@ -19,11 +19,11 @@ class BatchQueue:
         self._choose = choose
         self._memory = memory
         self._waiting: dict[str, BatchRequest] = {}
-        self._halves: list[Batch] = []
+        self._apart: list[Batch] = []
 
     def __len__(self) -> int:
         """Requests that wait."""
-        return len(self._waiting) + sum(len(one.requests) for one in self._halves)
+        return len(self._waiting) + sum(len(one.requests) for one in self._apart)
 
     def add(self, request: BatchRequest) -> None:
         """Raises ``ValueError`` for an id that waits already."""
@@ -31,15 +31,25 @@ class BatchQueue:
             raise ValueError(f"request {request.id} waits already")
         self._waiting[request.id] = request
 
+    def add_alone(self, request: BatchRequest) -> None:
+        """One that nothing may join: it is suspected of what became of its batch."""
+        self._apart.append(Batch((request,)))
+
+    def withdraw(self, request_id: str) -> None:
+        """Nobody wants its answer any more; one that does not wait here is passed over."""
+        self._waiting.pop(request_id, None)
+        left = [[one for one in batch.requests if one.id != request_id] for batch in self._apart]
+        self._apart = [Batch(tuple(requests)) for requests in left if requests]
+
     def take(self, now: float) -> Batch | None:
         """The batch to run now; None if nothing waits."""
         formed = self._batcher(list(self._waiting.values()), self._memory, now)
-        batches = [*self._halves, *formed]
+        batches = [*self._apart, *formed]
         if not batches:
             return None
         at = self._choose(batches, now)
-        if at < len(self._halves):
-            return self._halves.pop(at)
+        if at < len(self._apart):
+            return self._apart.pop(at)
         for request in batches[at].requests:
             del self._waiting[request.id]
         return batches[at]
@@ -48,5 +58,5 @@ class BatchQueue:
         """Queue the halves of a batch that was taken; a lone request comes back: it never fits."""
         if len(batch.requests) == 1:
             return batch.requests[0]
-        self._halves += halves(batch)
+        self._apart += halves(batch)
         return None

@@ -73,7 +73,7 @@ def test_an_answer_ends_at_its_end_token_and_the_batch_with_its_longest(model: P
     [prompt] = prompts(8)
     [answer] = engine.run([StaticRequest(prompt, 12)])
     end = answer[4]
-    engine._end_tokens = frozenset({end})
+    engine.end_tokens = frozenset({end})
     cut, whole = engine.run([StaticRequest(prompt, 12), StaticRequest(prompt, 12, ignore_eos=True)])
     assert cut == answer[: answer.index(end) + 1]
     assert whole == answer

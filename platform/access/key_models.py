@@ -1,0 +1,39 @@
+"""Which models an API key may use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loomserve.platform.config import ApiKey
+from loomserve.platform.errors import Forbidden
+
+
+class KnownKeys:
+    """The configured keys by name, for work that comes in a key's name and not with the key."""
+
+    def __init__(self, keys: Sequence[ApiKey]) -> None:
+        self._keys = {key.name: key for key in keys}
+
+    def named(self, name: str) -> ApiKey | None:
+        """None: no key is needed here.
+
+        Raises:
+            Forbidden: there is no such key any more.
+        """
+        if not self._keys and not name:
+            return None
+        if name not in self._keys:
+            raise Forbidden(f"the API key {name!r} that sent this batch is no longer known here")
+        return self._keys[name]
+
+
+def check_model(key: ApiKey | None, model: str) -> None:
+    """
+    Raises:
+        Forbidden: the key is for other models.
+    """
+    if key is not None and key.models and model not in key.models:
+        raise Forbidden(
+            f"this API key may not use model {model!r}; it may use: {', '.join(key.models)}",
+            param="model",
+        )
