@@ -30,7 +30,7 @@ from loomserve.platform.batch.executor import (
 )
 from loomserve.platform.batch.fairness import TokenCounters
 from loomserve.platform.batch.folder import BatchFolder
-from loomserve.platform.batch.lengths import LengthPredictor, SeenLengths
+from loomserve.platform.batch.foresight import Foresight
 from loomserve.platform.batch.live import LiveBatch, Running
 from loomserve.platform.batch.objects import BatchRecord, new_id
 from loomserve.platform.batch.snapshot import STALE_S, engines
@@ -67,7 +67,7 @@ class Lane:
         options: Batch,
         *,
         max_body: int,
-        lengths: Callable[[], LengthPredictor] = SeenLengths,
+        foresight: Foresight | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
@@ -75,7 +75,8 @@ class Lane:
         self._executor = executor
         self._options = options
         self._max_body = max_body
-        self._lengths = lengths
+        self._foresight = foresight or Foresight(folder)
+        self._foreseeing: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._clock = clock
         self._live: dict[str, LiveBatch] = {}
         self._counters = TokenCounters()
@@ -99,6 +100,7 @@ class Lane:
         finally:
             for batch_id in [*self._live]:
                 self._drop(batch_id)
+            self._foresight.close()
             self._thread.shutdown(wait=True)
 
     async def _again_and_again(self, step: Callable[[], Any]) -> None:
@@ -220,7 +222,14 @@ class Lane:
         batches = [batch for batch in self._live.values() if model in batch.models]
         for batch in batches:
             batch.learn(model, served.max_model_len)
+            self._foresee(batch, model, served.predictor)
         return [batch.queue(model, most, self._counters) for batch in batches]
+
+    def _foresee(self, batch: LiveBatch, model: str, predictor: str | None) -> None:
+        key = batch.record.id, model
+        if predictor is not None and key not in self._foreseeing:
+            work = self._foresight.foresee(batch, model, predictor)
+            self._foreseeing[key] = asyncio.create_task(work)
 
     def _begin(self, model: str, start: Start) -> None:
         batch = self._live[start.batch]
@@ -384,12 +393,14 @@ class Lane:
         if ("owner", batch.owner) not in owners:
             self._counters.join(("owner", batch.owner), owners)
         self._counters.join(batch.id, [r.id for r in others if r.owner == batch.owner])
-        self._live[batch.id] = LiveBatch(batch, waiting, self._lengths(), self._clock())
+        self._live[batch.id] = LiveBatch(batch, waiting, self._clock())
         self.nudge()
 
     def _drop(self, batch_id: str) -> None:
         live = self._live.pop(batch_id, None)
         self._counters.forget(batch_id)
+        for key in [key for key in self._foreseeing if key[0] == batch_id]:
+            self._foreseeing.pop(key).cancel()
         for running in live.running.values() if live else ():
             if running.task is not None:
                 running.task.cancel()

@@ -1,14 +1,14 @@
 """How long a line's prompt and answer are expected to be.
 
-A :class:`LengthPredictor` is the seam for better ones: the lane makes one for each batch and tells
-it of every line that has finished.
+The lane makes :class:`LineLengths` for each batch and tells it of every line that has finished, and
+of what was predicted from lines' texts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 from loomserve.platform.batch.lines import Line
 
@@ -29,31 +29,29 @@ class Length:
     high: float
 
 
-class LengthPredictor(Protocol):
-    """Answers at once, for it is asked on the lane's event loop."""
-
-    def predict(self, line: Line, longest: int) -> Length:
-        """``longest`` is the model's bound of prompt and answer, where the line gives none."""
-        ...
-
-    def finished(self, line: Line, prompt_tokens: int, tokens: float) -> None:
-        """What a line took: its prompt, and one answer of it on average."""
-        ...
-
-
-class SeenLengths:
-    """The mean and the spread of what this batch's finished lines took (Welford's algorithm)."""
+class LineLengths:
+    """What was predicted from a line's text; without that, the mean and the spread of what this
+    batch's finished lines took (Welford's algorithm)."""
 
     def __init__(self) -> None:
+        self._foreseen: dict[int, Length] = {}
         self._lines = 0
         self._mean = 0.0
         self._squares = 0.0
         self._bytes = 0
         self._prompt_tokens = 0
 
+    def foresee(self, found: Mapping[int, Length]) -> None:
+        """Predictions from their texts, by the lines' numbers."""
+        self._foreseen.update(found)
+
     def predict(self, line: Line, longest: int) -> Length:
-        prompt = min(longest, self._prompt(line))
+        """``longest`` is the model's bound of prompt and answer, where the line gives none."""
+        foreseen = self._foreseen.get(line.number)
+        prompt = min(longest, foreseen.prompt if foreseen else self._prompt(line))
         most = longest - prompt if line.max_tokens is None else min(line.max_tokens, longest)
+        if foreseen is not None:
+            return Length(prompt, min(most, foreseen.tokens), min(most, foreseen.high))
         if self._lines < _ENOUGH:
             return Length(prompt, most, most)
         deviation = math.sqrt(self._squares / (self._lines - 1))
@@ -61,6 +59,8 @@ class SeenLengths:
         return Length(prompt, min(most, self._mean), min(most, high))
 
     def finished(self, line: Line, prompt_tokens: int, tokens: float) -> None:
+        """What a line took: its prompt, and one answer of it on average."""
+        self._foreseen.pop(line.number, None)
         self._lines += 1
         off = tokens - self._mean
         self._mean += off / self._lines

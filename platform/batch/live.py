@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from bisect import insort
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from loomserve.platform.batch.admission import Candidate, Queue, Work
 from loomserve.platform.batch.fairness import TokenCounters
-from loomserve.platform.batch.lengths import Length, LengthPredictor
+from loomserve.platform.batch.lengths import Length, LineLengths
 from loomserve.platform.batch.lines import Line
 from loomserve.platform.batch.objects import BatchRecord
 from loomserve.platform.batch.progress import Pace, is_late
@@ -44,14 +44,12 @@ class Running:
 class LiveBatch:
     """The lines of one batch that have no answer yet; ``now`` is Unix seconds."""
 
-    def __init__(
-        self, record: BatchRecord, lines: Iterable[Line], lengths: LengthPredictor, now: float
-    ) -> None:
+    def __init__(self, record: BatchRecord, lines: Iterable[Line], now: float) -> None:
         self.record = record
         self.running: dict[int, Running] = {}
         self.late = False
         self.eta_s: float | None = None
-        self._lengths = lengths
+        self._lengths = LineLengths()
         self._longest: dict[str, int] = {}
         self._waiting: dict[str, list[Line]] = {}
         self._delayed: list[tuple[float, Line]] = []
@@ -59,7 +57,7 @@ class LiveBatch:
         self._finished, self._next_sort = 0, _FIRST_SORT
         for line in lines:
             self._waiting.setdefault(line.model, []).append(line)
-        self._sort()
+        self.sort()
 
     @property
     def models(self) -> list[str]:
@@ -70,11 +68,24 @@ class LiveBatch:
     def waiting(self) -> int:
         return sum(map(len, self._waiting.values())) + len(self._delayed)
 
+    def lines(self, model: str) -> list[Line]:
+        """Those that wait for a model, as they are to start."""
+        return list(self._waiting.get(model, ()))
+
+    def foresee(self, found: Mapping[int, Length]) -> None:
+        """Predictions from lines' texts; they count at once, and order after :meth:`sort`."""
+        self._lengths.foresee(found)
+
+    def sort(self) -> None:
+        """Put waiting lines in the order of what is known of their lengths now."""
+        for lines in self._waiting.values():
+            lines.sort(key=self._rank)
+
     def learn(self, model: str, max_model_len: int | None) -> None:
         """The model's bound of prompt and answer."""
         if max_model_len is not None and self._longest.get(model) != max_model_len:
             self._longest[model] = max_model_len
-            self._sort()
+            self.sort()
 
     def wake(self, now: float) -> None:
         """Lines that were put off until now wait again."""
@@ -118,7 +129,7 @@ class LiveBatch:
         self._finished += 1
         if self._finished >= self._next_sort:
             self._next_sort = 2 * self._finished
-            self._sort()
+            self.sort()
 
     def look_ahead(self, now: float) -> None:
         """Predict when it will be done."""
@@ -146,7 +157,3 @@ class LiveBatch:
 
     def _rank(self, line: Line) -> tuple[float, int]:
         return self._candidate(line).expected, line.number
-
-    def _sort(self) -> None:
-        for lines in self._waiting.values():
-            lines.sort(key=self._rank)

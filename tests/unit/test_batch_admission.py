@@ -18,7 +18,7 @@ from loomserve.platform.batch.admission import (
     peak,
 )
 from loomserve.platform.batch.fairness import TokenCounters
-from loomserve.platform.batch.lengths import Length, SeenLengths
+from loomserve.platform.batch.lengths import Length, LineLengths
 from loomserve.platform.batch.lines import Line
 from loomserve.platform.batch.live import Running
 from loomserve.platform.batch.progress import Pace, is_late
@@ -209,7 +209,7 @@ def test_who_comes_late_has_no_claim_to_the_past() -> None:
 
 
 def test_lengths_are_the_bounds_until_enough_lines_have_finished() -> None:
-    lengths = SeenLengths()
+    lengths = LineLengths()
     line = Line(1, "c", "m", 0, 400, 100, 1)
     assert lengths.predict(line, 1000).tokens == 100
     assert lengths.predict(line, 1000).prompt >= 400 / 4
@@ -225,7 +225,7 @@ def test_lengths_are_the_bounds_until_enough_lines_have_finished() -> None:
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 500), min_size=8, max_size=40), st.integers(1, 300))
 def test_no_prediction_is_beyond_what_a_line_may_generate(seen: list[int], most: int) -> None:
-    lengths = SeenLengths()
+    lengths = LineLengths()
     line = Line(1, "c", "m", 0, 40, most, 1)
     for tokens in seen:
         lengths.finished(line, 10, tokens)

@@ -8,15 +8,24 @@ import sqlite3
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from loomserve.platform.batch import lane as lane_module
-from loomserve.platform.batch.executor import LineAnswer, LineCall, Outcome, ServedModel
+from loomserve.platform.batch.executor import (
+    LineAnswer,
+    LineCall,
+    Outcome,
+    QueuedModel,
+    ServedModel,
+)
 from loomserve.platform.batch.folder import BatchFolder
+from loomserve.platform.batch.foresight import Foresight
 from loomserve.platform.batch.lane import MOST_ATTEMPTS, Lane
+from loomserve.platform.batch.live import LiveBatch
 from loomserve.platform.batch.objects import INPUT, BatchRecord, FileRecord, new_id
 from loomserve.platform.batch.status import ENDED, Status
 from loomserve.platform.batch.store import Store
@@ -388,3 +397,72 @@ def test_what_a_killed_lane_left_half_done_is_swept(tmp_path: Path) -> None:
     folder.sweep(["kept"])
     assert [p.name for p in folder.blob("x").parent.iterdir()] == ["kept"]
     assert not folder.incoming("half").exists()
+
+
+def test_lines_of_a_queued_model_are_handed_over_up_to_its_places_and_beside_engines(
+    tmp_path: Path,
+) -> None:
+    class Both(Engines):
+        """Beside the engine's model one that queues its lines itself."""
+
+        queued = most_queued = 0
+
+        async def models(self) -> Any:
+            served = await super().models()
+            assert served is not None
+            return {**served, "s": QueuedModel(1024, "static:s", 5)}
+
+        async def execute(self, call: LineCall) -> LineAnswer:
+            if call.body["model"] != "s":
+                return await super().execute(call)
+            assert (call.engine, call.attempts) == ("static:s", 0)
+            assert call.expected_tokens <= 1024
+            self.queued += 1
+            self.most_queued = max(self.most_queued, self.queued)
+            await asyncio.sleep(0.01)
+            self.queued -= 1
+            return good(call)
+
+    async def scenario() -> None:
+        engines = Both(delay_s=0.01)
+        bench = Bench(tmp_path / "b", engines, concurrency=3)
+        text = "".join(request(f"s{n}", model="s") + "\n" for n in range(12)) + requests(12)
+        batch_id = bench.submit(text)
+        async with bench.running():
+            batch = await bench.ended(batch_id)
+        assert (batch.completed, batch.failed) == (24, 0)
+        assert (engines.most_queued, engines.most) == (5, 3)
+
+    asyncio.run(scenario())
+
+
+def test_a_models_predictor_is_asked_once_for_each_batch(tmp_path: Path) -> None:
+    class Predicted(Engines):
+        async def models(self) -> Any:
+            served = await super().models()
+            assert served is not None
+            return {"m": replace(served["m"], predictor="of-m")}
+
+    asked: list[tuple[str, str, str]] = []
+
+    class Seen(Foresight):
+        async def foresee(self, batch: LiveBatch, model: str, predictor: str) -> None:
+            asked.append((batch.record.id, model, predictor))
+
+    async def scenario() -> None:
+        bench = Bench(tmp_path / "b", Predicted(), concurrency=2)
+        batches = [bench.submit(requests(6)), bench.submit(requests(6))]
+        lane = Lane(
+            *(bench.store, bench.folder, bench.engines, bench.options),
+            max_body=10_000,
+            foresight=Seen(bench.folder),
+        )
+        running = asyncio.create_task(lane.run())
+        for batch_id in batches:
+            await bench.ended(batch_id)
+        running.cancel()
+        with suppress(asyncio.CancelledError):
+            await running
+        assert sorted(asked) == sorted((batch_id, "m", "of-m") for batch_id in batches)
+
+    asyncio.run(scenario())
