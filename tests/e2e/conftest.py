@@ -23,6 +23,7 @@ from loomserve.platform.access.keys import new_key
 START_TIMEOUT_S = 600
 HOT = "smollm2-135m"
 COLD = "smollm2-135m-8k"
+STATIC = "smollm2-135m-static"
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,20 @@ def write_config(path: Path, port: int, hashes: tuple[str, ...]) -> None:
             "settle_s": 5,
             "stale_after_s": 30,
         },
-        "batch": {"folder": "batch", "max_file_bytes": "2MiB", "max_lines": 1000},
+        "batch": {
+            "folder": "batch",
+            "max_file_bytes": "2MiB",
+            "max_lines": 1000,
+            # Of a token's 46 KB this holds 1,400.
+            "static_models": [
+                {
+                    "name": STATIC,
+                    "source": "demo",
+                    "device": "core0",
+                    "kv_cache_memory": "64MiB",
+                }
+            ],
+        },
         "server": {
             "port": port,
             "max_body": "1MiB",

@@ -13,7 +13,7 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.conftest import COLD, HOT, Platform
+from tests.e2e.conftest import COLD, HOT, STATIC, Platform
 from tests.e2e.test_3_admin import wait_for
 from tests.e2e.test_5_kvstore import command
 
@@ -58,9 +58,9 @@ def lines_of(client: openai.OpenAI, file_id: str | None) -> dict[str, dict[str, 
     return {one["custom_id"]: one for one in found}
 
 
-def lane_process(platform: Platform) -> psutil.Process:
+def lane_process(platform: Platform, of: str = "BatchLane") -> psutil.Process:
     children = platform.process.children(recursive=True)
-    return next(c for c in children if "BatchLane" in " ".join(c.cmdline()[:1]))
+    return next(c for c in children if of in " ".join(c.cmdline()[:1]))
 
 
 def test_a_batch_answers_good_lines_and_says_what_is_wrong_with_bad_ones(
@@ -207,6 +207,48 @@ def test_a_killed_lane_goes_on_where_it_was_and_online_requests_do_not_notice(
     assert batch.id in command(platform, "batch", "show", batch.id)
     assert platform.metric("loomserve_batch_up") == 1
     assert platform.metric("loomserve_batch_batches", status="completed") >= 1
+
+
+def test_a_model_for_batches_only_answers_them_although_its_process_is_killed(
+    platform: Platform,
+) -> None:
+    client = platform.client()
+    lines = [line(f"s-{n}", model=STATIC, max_tokens=4 + n) for n in range(12)]
+    lines += [line("other-model"), line("bad", model=STATIC, logprobs=True)]
+    batch_id = submit(client, lines)
+    wait_for(lambda: shown(platform, batch_id)["completed"] > 0, 120)
+    lane_process(platform, "StaticProcess").kill()
+    batch = ended(client, batch_id, 240)
+    assert (batch.status, batch.request_counts.completed) == ("completed", 13)
+    good = lines_of(client, batch.output_file_id)
+    assert set(good) == {f"s-{n}" for n in range(12)} | {"other-model"}
+    online = client.chat.completions.create(**line("s-1")["body"])
+    body = good["s-1"]["response"]["body"]
+    assert (body["object"], body["model"]) == ("chat.completion", STATIC)
+    assert body["usage"]["prompt_tokens"] == (online.usage and online.usage.prompt_tokens)
+    first_words = [
+        text.split()[0]
+        for text in (
+            body["choices"][0]["message"]["content"],
+            online.choices[0].message.content or "",
+        )
+    ]
+    assert first_words[0] == first_words[1]
+    (bad,) = lines_of(client, batch.error_file_id).values()
+    assert bad["response"]["status_code"] == 400
+    assert bad["response"]["body"]["error"]["param"] == "logprobs"
+    with pytest.raises(openai.NotFoundError, match="batches only"):
+        client.chat.completions.create(**line("online", model=STATIC)["body"])
+
+
+def test_a_cancelled_batch_of_such_a_model_makes_way_at_once(platform: Platform) -> None:
+    client = platform.client()
+    long = {"model": STATIC, "max_tokens": 600, "ignore_eos": True}
+    first = submit(client, [line("long", **long)])
+    wait_for(lambda: shown(platform, first)["in_flight"] > 0, 60)
+    client.batches.cancel(first)
+    assert ended(client, first).status == "cancelled"
+    assert ended(client, submit(client, [line("short", model=STATIC)])).status == "completed"
 
 
 def again(ask: Callable[[], Any]) -> Any:
