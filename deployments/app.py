@@ -7,10 +7,10 @@ from typing import Any
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.llm import LLMConfig, build_llm_deployment
-from ray.serve.schema import LoggingConfig
 
 from loomserve.deployments.base import ENGINE_DEPLOYMENT, EngineSpec, model_app
 from loomserve.deployments.engine_server import EngineServer
+from loomserve.deployments.serve_logging import QUIET
 from loomserve.platform.engine.precision import cpu_dtype
 from loomserve.platform.lending.options import LENDING_CONFIG
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
@@ -18,7 +18,6 @@ from loomserve.routers.choice import request_router_config
 
 # Bounds what one request can ask of an engine: OpenAI's own limit of n.
 _MAX_SEQUENCES_PER_REQUEST = "128"
-QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
 def build_model_app(spec: EngineSpec, replicas: int) -> Any:

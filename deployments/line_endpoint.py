@@ -10,15 +10,13 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from loomserve.deployments.background import as_background, refuse_background, refuse_stream
 from loomserve.deployments.base import BatchLine, ModelRoute
-from loomserve.deployments.deadline import refuse_deadline
-from loomserve.deployments.expected_tokens import refuse_expected
+from loomserve.deployments.client_request import refuse_own_channels
 from loomserve.deployments.forward import ForwardRequest
-from loomserve.deployments.kv_request import refuse_kv_transfer
+from loomserve.deployments.scheduler_fields import as_background
 from loomserve.platform.access.key_models import KnownKeys
 from loomserve.platform.config import ApiKey, Server
-from loomserve.platform.errors import BodyTooLarge, RequestError
+from loomserve.platform.errors import BadRequest, BodyTooLarge, RequestError
 
 FindRoute = Callable[[object, ApiKey | None], ModelRoute]
 """The route of a model that a key asks for, or why there is none."""
@@ -47,11 +45,9 @@ class LineEndpoint:
             return error.status, json.dumps(error.body()).encode()
 
     def _request(self, line: BatchLine) -> ForwardRequest:
-        for refuse in (
-            *(refuse_kv_transfer, refuse_deadline, refuse_background, refuse_expected),
-            refuse_stream,
-        ):
-            refuse(line.body)
+        refuse_own_channels(line.body)
+        if line.body.get("stream"):
+            raise BadRequest("a batch's requests cannot stream; leave it out", param="stream")
         key = self._keys.named(line.owner)
         route = self._find_route(line.body.get("model"), key)
         request = as_background(self._isolate(line.body, key, line.path), line.path)

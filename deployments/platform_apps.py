@@ -7,7 +7,6 @@ from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import LoggingConfig
 
 from loomserve.deployments.base import (
     BATCH_APP,
@@ -22,12 +21,11 @@ from loomserve.deployments.base import (
 from loomserve.deployments.batch_lane import BatchLane
 from loomserve.deployments.controller import Controller
 from loomserve.deployments.gateway import Gateway
+from loomserve.deployments.serve_logging import QUIET
 from loomserve.kvstore.actor import StorePlan
 from loomserve.platform import catalog
 from loomserve.platform.batch.folder import batch_folder
 from loomserve.platform.config import Config
-
-QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
 def run_platform(

@@ -22,8 +22,8 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeCompletionRequest,
 )
 
-from loomserve.deployments.deadline import ENDPOINTS, with_deadline
 from loomserve.deployments.gateway import FORWARDED
+from loomserve.deployments.scheduler_fields import ENDPOINTS, with_deadline
 from loomserve.platform.scheduling.deadline import deadline_of
 
 AT = 1_800_000_000.25

@@ -16,11 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loomserve.deployments.background import as_background, refuse_background, refuse_stream
 from loomserve.deployments.base import INTERNAL_TOKEN_HEADER, OWNER_HEADER
 from loomserve.deployments.batch_api import BatchApi
 from loomserve.deployments.batch_executor import outcome
 from loomserve.deployments.batch_upload import Upload, expiry_seconds
+from loomserve.deployments.scheduler_fields import as_background, refuse_scheduler_fields
 from loomserve.platform.batch.executor import Outcome
 from loomserve.platform.batch.lines import check
 from loomserve.platform.errors import BadRequest, BodyTooLarge
@@ -283,6 +283,4 @@ def test_a_line_tells_the_engine_that_it_may_wait_and_clients_cannot() -> None:
     assert as_background({"input": "x"}, "/v1/embeddings") == {"input": "x"}
     assert not is_background(None)
     with pytest.raises(BadRequest, match="the platform's own"):
-        refuse_background(line)
-    with pytest.raises(BadRequest, match="cannot stream"):
-        refuse_stream({"stream": True})
+        refuse_scheduler_fields(line)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.deployments.deadline import refuse_deadline, with_deadline
+from loomserve.deployments.scheduler_fields import refuse_scheduler_fields, with_deadline
 from loomserve.platform.errors import BadRequest
 from loomserve.platform.scheduling.deadline import DEADLINE, deadline_of
 
@@ -51,14 +51,14 @@ def test_without_a_finite_number_there_is_no_deadline(extra: dict[str, Any] | No
 @pytest.mark.parametrize("value", [1e9, 0, None, "x"])
 def test_a_client_that_sets_the_platforms_own_field_is_refused(value: object) -> None:
     with pytest.raises(BadRequest, match="x-slo-ms") as refused:
-        refuse_deadline({"model": "chat", "vllm_xargs": {DEADLINE: value}})
+        refuse_scheduler_fields({"model": "chat", "vllm_xargs": {DEADLINE: value}})
     assert refused.value.body()["error"]["param"] == DEADLINE
 
 
 @pytest.mark.parametrize("extra", [None, {}, {"other": 1}, "odd", [1]])
 def test_any_other_request_passes(extra: object) -> None:
-    refuse_deadline({"model": "chat", "vllm_xargs": extra})
-    refuse_deadline({"model": "chat"})
+    refuse_scheduler_fields({"model": "chat", "vllm_xargs": extra})
+    refuse_scheduler_fields({"model": "chat"})
 
 
 @pytest.mark.parametrize("extra", ["odd", [1], 7, False])

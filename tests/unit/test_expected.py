@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.deployments.expected_tokens import refuse_expected, with_expected
+from loomserve.deployments.scheduler_fields import refuse_scheduler_fields, with_expected
 from loomserve.platform.errors import BadRequest
 from loomserve.platform.scheduling.expected import EXPECTED, Expected, expected_of
 from loomserve.platform.scheduling.simulator import (
@@ -50,10 +50,10 @@ def test_nonsense_is_no_prediction(value: object) -> None:
 
 def test_a_client_that_sets_the_platforms_own_field_is_refused() -> None:
     with pytest.raises(BadRequest, match=r"models\[\]\.lengths") as refused:
-        refuse_expected({"vllm_xargs": {EXPECTED: [1, 2]}})
+        refuse_scheduler_fields({"vllm_xargs": {EXPECTED: [1, 2]}})
     assert refused.value.body()["error"]["param"] == EXPECTED
     for extra in (None, "odd", {"other": 1}):
-        refuse_expected({"vllm_xargs": extra})
+        refuse_scheduler_fields({"vllm_xargs": extra})
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,14 +77,13 @@ def asked(
     """One request through a gateway that has nothing else; it, the predictor, the answer's body."""
     gateway: Any = Gateway.__new__(Gateway)
     replicas = (ReplicaRoute(id="r1", device="d", address="a"),)
-    gateway._routes = {
-        "chat": ModelRoute(
-            name="chat", app="model:chat", status=ModelStatus.READY, policy="load_aware",
-            max_concurrent_requests=1, max_model_len=10, kvstore=False, predictor=predictor,
-            replicas=replicas,
-        )
-    }  # fmt: skip
-    gateway._handles, gateway._open, gateway._kv = {"chat": None}, Counter[str](), None
+    route = ModelRoute(
+        name="chat", app="model:chat", status=ModelStatus.READY, policy="load_aware",
+        max_concurrent_requests=1, max_model_len=10, kvstore=False, predictor=predictor,
+        replicas=replicas,
+    )  # fmt: skip
+    gateway._routes = SimpleNamespace(find=lambda model, key: route, handle=lambda model: None)
+    gateway._open, gateway._kv = Counter[str](), None
     gateway._metrics = GatewayMetrics(CollectorRegistry())
     gateway._lengths, gateway._forwarder = Lengths(predicts=predicts), Engines(answer)
     collected = CollectedAnswer()
