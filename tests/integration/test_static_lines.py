@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +20,12 @@ from transformers import (
 )
 
 from loomserve.platform.batch.static_queue import StaticAnswer, StaticLine
+from loomserve.platform.config import Config, parse
 from loomserve.platform.engine import static_executor
 from loomserve.platform.engine.static_executor import StaticExecutor, StaticRequest
 from loomserve.platform.engine.static_lines import CHAT, COMPLETIONS, StaticLines
-from loomserve.platform.errors import BadRequest, ConfigError
+from loomserve.platform.errors import BadRequest, ConfigError, StartError
+from loomserve.platform.static_models import check_static_models
 
 CONTEXT = 64
 WORDS = [f"w{n}" for n in range(126)]
@@ -178,3 +181,20 @@ def test_only_models_that_padded_batches_run_are_taken(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError):
         static_executor.check(tmp_path / "mamba")
+
+
+def test_the_platform_checks_them_apart_and_plans_their_memory(model: Path, tmp_path: Path) -> None:
+    def config(source: str) -> Config:
+        return parse(
+            "devices: [{name: core0, cores: [0]}]\n"
+            "models: []\n"
+            f"batch: {{static_models: [{{name: m, source: {source}, device: core0}}]}}\n"
+        )
+
+    assert check_static_models(config(str(model)), tmp_path, print) > 512 * 2**20
+    broken = tmp_path / "broken"
+    shutil.copytree(model, broken)
+    written = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(written | {"model_type": "unheard-of"}))
+    with pytest.raises((ConfigError, StartError), match=r"batch\.static_models, 'm'"):
+        check_static_models(config(str(broken)), tmp_path, print)

@@ -405,3 +405,41 @@ def test_a_model_names_the_predictor_of_its_answers_and_no_two_share_one() -> No
 def test_only_a_key_that_says_so_has_late_requests_refused() -> None:
     keys = parse(GOOD.replace("name: bob", "name: bob\n      refuse_late: true")).server.api_keys
     assert [key.refuse_late for key in keys] == [False, True]
+
+
+STATIC = """\
+batch:
+  static_models:
+    - name: old
+      source: demo
+      device: core1
+      kv_cache_memory: 64MiB
+      lengths: {predictor: old-v1}
+"""
+
+
+def test_models_for_batches_only_are_read_as_written() -> None:
+    (model,) = parse(GOOD + STATIC).static_models
+    assert (model.name, model.device, model.kv_cache_memory) == ("old", "core1", 64 * 2**20)
+    assert parse(GOOD).static_models == ()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "field", "words"),
+    [
+        ("name: old", "name: hot", "name", "two models are named 'hot'"),
+        ("device: core1", "device: gpu0", "device", "no CPU device .*core0, core1"),
+        ("device: core1", "device: core7", "device", "no CPU device"),
+        ("device: core1", "devices: [core1]", "devices", "unknown field"),
+        ("old-v1", "hot-v1", "lengths.predictor", "'hot' and 'old' both name it"),
+        ("64MiB", "0", "kv_cache_memory", "more than zero"),
+    ],
+)
+def test_a_wrong_model_for_batches_only_is_named_with_its_field(
+    old: str, new: str, field: str, words: str
+) -> None:
+    named = GOOD.replace("    replicas: 2", "    lengths: {predictor: hot-v1}\n    replicas: 2")
+    section = STATIC.replace(old, new)
+    line = named.count("\n") + line_of(section, new)
+    place = re.escape(f"my.yaml:{line}: batch.static_models[0].{field}: ")
+    assert re.search(place + ".*" + words, error_of(named + section))

@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.config import Model, Roles
+from loomserve.platform.config import Model, Roles, StaticModel
 from loomserve.platform.errors import StartError
-from loomserve.platform.memory import PLATFORM_BYTES, plan_replicas, replica_bytes
+from loomserve.platform.memory import (
+    PLATFORM_BYTES,
+    plan_replicas,
+    replica_bytes,
+    static_bytes,
+)
 
 GIB = 2**30
 
@@ -40,6 +45,18 @@ def test_the_kv_store_takes_its_memory_before_replicas_grow() -> None:
     assert plan_replicas([model("a")], {"a": 0}, available, kvstore_bytes=GIB) == {"a": 1}
     with pytest.raises(StartError, match=r"lower kv_cache_memory, kvstore\.memory or replicas"):
         plan_replicas([model("a")], {"a": 0}, available, kvstore_bytes=64 * GIB)
+
+
+def test_models_for_batches_only_take_their_memory_first() -> None:
+    one = model("a", "auto", 2)
+    beside = StaticModel(name="s", source="demo", device="d", kv_cache_memory=GIB)
+    needed = static_bytes(beside, GIB)
+    assert needed > 3 * GIB
+    available = PLATFORM_BYTES + 2 * replica_bytes(one, 0)
+    assert plan_replicas([one], {"a": 0}, available + needed, static_bytes=needed) == {"a": 2}
+    assert plan_replicas([one], {"a": 0}, available + needed - 1, static_bytes=needed) == {"a": 1}
+    with pytest.raises(StartError):
+        plan_replicas([one], {"a": 0}, available / 2, static_bytes=needed)
 
 
 def test_auto_starts_at_least_the_replicas_that_roles_ask_for() -> None:
