@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +58,7 @@ class BatchLane:
             spec.model.name: _static_queue(spec, checked.concurrency)
             for spec in map(StaticSpec.model_validate, static)
         }
+        self._queues = tuple(queues.values())
         gateway = GatewayExecutor(
             serve.get_deployment_handle(GATEWAY_DEPLOYMENT, GATEWAY_APP),
             serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP),
@@ -71,12 +71,12 @@ class BatchLane:
         self._address = f"{host}:{sock.getsockname()[1]}"
         self._http = HttpServer(api.app(internal_token), sock, protocol=HttpToolsProtocol)
         await self._http.start()
-        self._running = asyncio.create_task(self._run(queues.values()))
+        self._running = asyncio.create_task(self._run())
 
-    async def _run(self, queues: Iterable[StaticQueue]) -> None:
+    async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._lane.run())
-            for queue in queues:
+            for queue in self._queues:
                 group.create_task(queue.run())
 
     async def address(self) -> str:
@@ -84,7 +84,9 @@ class BatchLane:
         return self._address
 
     async def state(self) -> dict[str, Any]:
-        return (await self._lane.state()).model_dump(mode="json")
+        state = await self._lane.state()
+        static = tuple(queue.state for queue in self._queues)
+        return state.model_copy(update={"static_models": static}).model_dump(mode="json")
 
     async def show(self, batch_id: str) -> dict[str, Any]:
         """Any key's batch. Errors travel as values, for Ray wraps exceptions."""

@@ -47,7 +47,12 @@ def render(state: BatchLaneState) -> RenderableType:
         f"{counts or 'no batch'}; since the lane started {state.answered_lines} lines answered, "
         f"{state.failed_lines} failed, {state.retries} attempts failed"
     )
-    return Group(_table(state.batches), Text(note, style="dim"))
+    static = [
+        Text(f"model {model.name} is not ready: {model.problem or 'it is being loaded'}", "yellow")
+        for model in state.static_models
+        if not model.ready
+    ]
+    return Group(_table(state.batches), *static, Text(note, style="dim"))
 
 
 def _table(batches: Iterable[BatchState]) -> Table:

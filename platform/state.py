@@ -313,6 +313,16 @@ class BatchState(_Snapshot):
     late: bool = Field(description="True: it is about to miss the end of its window.")
 
 
+class StaticModelState(_Snapshot):
+    """A model for batches only; counts are since the lane started."""
+
+    name: str
+    ready: bool = Field(description="False: its process is starting, or starting again.")
+    problem: str | None = Field(description="Why its process ended last, until it is ready.")
+    batches: int = Field(description="Static batches that were completed.")
+    splits: int = Field(description="Static batches that ran out of KV memory.")
+
+
 class BatchLaneState(_Snapshot):
     """What the batch lane does: behind ``GET /admin/v1/batches`` and ``loomserve batch``."""
 
@@ -321,3 +331,4 @@ class BatchLaneState(_Snapshot):
     answered_lines: int = Field(description="Lines answered well since the lane started.")
     failed_lines: int = Field(description="Lines answered with an error since then.")
     retries: int = Field(description="Attempts that engines failed on since then.")
+    static_models: tuple[StaticModelState, ...] = ()

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from loomserve.platform.batch.executor import LineAnswer, LineCall, Outcome, QueuedModel
 from loomserve.platform.errors import BadRequest, EngineGone, RequestError
+from loomserve.platform.state import StaticModelState
 from loomserve.routers.batching.base import Batch, BatchRequest, KvMemory
 from loomserve.routers.batching.next_batch import hrrn, oldest
 from loomserve.routers.batching.queue import BatchQueue
@@ -119,6 +120,8 @@ class StaticQueue:
         self._queue: BatchQueue | None = None
         self._times: BatchTimes | None = None
         self._reading = 0
+        self._problem: str | None = None
+        self._completed = self._splits = 0
         self._waiting: dict[str, tuple[StaticLine, asyncio.Future[LineAnswer]]] = {}
         self._wake = asyncio.Event()
 
@@ -130,6 +133,17 @@ class StaticQueue:
             engine=f"static:{self._name}",
             places=self._places if self._worker is not None else 0,
             predictor=self._predictor,
+        )
+
+    @property
+    def state(self) -> StaticModelState:
+        """As operators see it."""
+        return StaticModelState(
+            name=self._name,
+            ready=self._worker is not None,
+            problem=self._problem,
+            batches=self._completed,
+            splits=self._splits,
         )
 
     async def run(self) -> None:
@@ -144,6 +158,7 @@ class StaticQueue:
             except WorkerGoneError as error:
                 pause_s = min(_LONGEST_RESTART_S, _RESTART_S * 2**failures)
                 failures += 1
+                self._problem = str(error)
                 _log.warning(
                     "model %s for batches starts again in %.0f s: %s", self._name, pause_s, error
                 )
@@ -206,7 +221,7 @@ class StaticQueue:
         if self._queue is None:
             planned = KvMemory(int(self._kv_bytes * (1 - _RESERVE)), facts.token_bytes)
             self._queue = BatchQueue(s3, self._next, planned)
-        self._worker = worker
+        self._worker, self._problem = worker, None
         while True:
             while not len(self._queue) and self._worker is worker:
                 self._wake.clear()
@@ -234,17 +249,22 @@ class StaticQueue:
             for line in lines:
                 self._answer(line.id, _gone(self._name))
             raise
-        if answers is not None:
-            for line, answer in zip(lines, answers, strict=True):
-                self._answer(line.id, LineAnswer(Outcome.ANSWERED, 200, answer.body))
-            longest = max(answer.tokens for answer in answers)
-            await self._learn(batch, longest, self._clock() - began)
-        elif lone := self._queue.out_of_memory(batch):
+        if answers is None:
+            self._split(batch)
+            return
+        self._completed += 1
+        for line, answer in zip(lines, answers, strict=True):
+            self._answer(line.id, LineAnswer(Outcome.ANSWERED, 200, answer.body))
+        await self._learn(batch, max(answer.tokens for answer in answers), self._clock() - began)
+
+    def _split(self, batch: Batch) -> None:
+        assert self._queue is not None
+        self._splits += 1
+        if lone := self._queue.out_of_memory(batch):
             self._answer(lone.id, refused(_too_large(self._kv_bytes)))
-        else:
-            for line in lines:
-                if line.id not in self._waiting:
-                    self._queue.withdraw(line.id)
+        for request in batch.requests:
+            if request.id not in self._waiting:
+                self._queue.withdraw(request.id)
 
     def _answer(self, line_id: str, answer: LineAnswer) -> None:
         # Some have left meanwhile.

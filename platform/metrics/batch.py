@@ -34,6 +34,8 @@ class BatchMetrics(Collector):
         if state is not None:
             yield from _batches(state)
             yield from _lines(state)
+            if state.static_models:
+                yield from _static_models(state)
 
 
 def _batches(state: BatchLaneState) -> Iterator[Metric]:
@@ -68,3 +70,18 @@ def _lines(state: BatchLaneState) -> Iterator[Metric]:
     yield CounterMetricFamily(
         "loomserve_batch_retries", "Attempts that engines failed on.", value=state.retries
     )
+
+
+def _static_models(state: BatchLaneState) -> Iterator[Metric]:
+    up = GaugeMetricFamily(
+        "loomserve_batch_static_up", "1: the model's process is ready.", labels=["model"]
+    )
+    batches = CounterMetricFamily(
+        "loomserve_batch_static_batches", "Static batches that ended.", labels=["model", "outcome"]
+    )
+    for model in state.static_models:
+        up.add_metric([model.name], model.ready)
+        batches.add_metric([model.name, "completed"], model.batches)
+        batches.add_metric([model.name, "out_of_memory"], model.splits)
+    yield up
+    yield batches

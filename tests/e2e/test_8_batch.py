@@ -6,6 +6,7 @@ import io
 import json
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -58,9 +59,23 @@ def lines_of(client: openai.OpenAI, file_id: str | None) -> dict[str, dict[str, 
     return {one["custom_id"]: one for one in found}
 
 
-def lane_process(platform: Platform, of: str = "BatchLane") -> psutil.Process:
-    children = platform.process.children(recursive=True)
-    return next(c for c in children if of in " ".join(c.cmdline()[:1]))
+def processes(platform: Platform, of: str) -> list[psutil.Process]:
+    found = []
+    for child in platform.process.children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            if of in " ".join(child.cmdline()[:1]):
+                found.append(child)
+    return found
+
+
+def lane_process(platform: Platform) -> psutil.Process:
+    (lane,) = processes(platform, "BatchLane")
+    return lane
+
+
+def static_process(platform: Platform) -> psutil.Process:
+    (static,) = processes(platform, "StaticProcess")
+    return static
 
 
 def test_a_batch_answers_good_lines_and_says_what_is_wrong_with_bad_ones(
@@ -195,7 +210,7 @@ def test_a_killed_lane_goes_on_where_it_was_and_online_requests_do_not_notice(
     lines = [line(f"k-{n}", max_tokens=16, ignore_eos=True) for n in range(40)]
     batch_id = submit(client, lines)
     wait_for(lambda: client.batches.retrieve(batch_id).request_counts.completed > 5, 60)
-    lane = lane_process(platform)
+    lane, static = lane_process(platform), static_process(platform)
     lane.kill()
     began = time.monotonic()
     client.chat.completions.create(**line("online")["body"])
@@ -205,6 +220,9 @@ def test_a_killed_lane_goes_on_where_it_was_and_online_requests_do_not_notice(
     assert batch.status == "completed"
     assert set(lines_of(client, batch.output_file_id)) == {one["custom_id"] for one in lines}
     assert batch.id in command(platform, "batch", "show", batch.id)
+    # The process of its model for batches only ends with the lane, and the next lane has its own.
+    wait_for(lambda: not static.is_running(), 30)
+    wait_for(lambda: len(processes(platform, "StaticProcess")) == 1, 60)
     assert platform.metric("loomserve_batch_up") == 1
     assert platform.metric("loomserve_batch_batches", status="completed") >= 1
 
@@ -217,7 +235,7 @@ def test_a_model_for_batches_only_answers_them_although_its_process_is_killed(
     lines += [line("other-model"), line("bad", model=STATIC, logprobs=True)]
     batch_id = submit(client, lines)
     wait_for(lambda: shown(platform, batch_id)["completed"] > 0, 120)
-    lane_process(platform, "StaticProcess").kill()
+    static_process(platform).kill()
     batch = ended(client, batch_id, 240)
     assert (batch.status, batch.request_counts.completed) == ("completed", 13)
     good = lines_of(client, batch.output_file_id)

@@ -7,7 +7,7 @@ import time
 from rich.console import Console
 
 from loomserve.platform.batch_status import render
-from loomserve.platform.state import BatchLaneState, BatchState
+from loomserve.platform.state import BatchLaneState, BatchState, StaticModelState
 
 
 def test_a_row_says_whose_batch_it_is_how_far_and_when_it_is_ready() -> None:
@@ -40,3 +40,28 @@ def test_a_row_says_whose_batch_it_is_how_far_and_when_it_is_ready() -> None:
         assert expected in text
     assert "1 in_progress, 12 completed;" in text
     assert "2 attempts failed" in text
+
+
+def test_a_model_for_batches_only_that_is_not_ready_says_why() -> None:
+    def model(name: str, problem: str | None, *, ready: bool = False) -> StaticModelState:
+        return StaticModelState(name=name, ready=ready, problem=problem, batches=0, splits=0)
+
+    state = BatchLaneState(
+        batches=(),
+        by_status={},
+        answered_lines=0,
+        failed_lines=0,
+        retries=0,
+        static_models=(
+            model("fine", None, ready=True),
+            model("new", None),
+            model("old", "it was killed"),
+        ),
+    )
+    console = Console(width=160)
+    with console.capture() as shown:
+        console.print(render(state))
+    text = shown.get()
+    assert "fine" not in text
+    assert "model new is not ready: it is being loaded" in text
+    assert "model old is not ready: it was killed" in text

@@ -165,6 +165,9 @@ def test_a_batch_that_runs_out_of_memory_is_split_until_each_line_has_its_answer
         async with running(world):
             answers = await world.ask(*(call(f"{n}") for n in range(9)))
         assert all(one.status == 200 for one in answers)
+        state = world.queue.state
+        assert state.batches == sum(len(batch) < 3 for batch in world.batches)
+        assert state.splits == len(world.batches) - state.batches
         answered = Counter(name for batch in world.batches if len(batch) < 3 for name in batch)
         assert answered == Counter(f"{n}" for n in range(9))
 
@@ -252,9 +255,12 @@ def test_a_process_that_dies_while_it_is_idle_is_started_again() -> None:
             world.processes[0].dead = True
             [away] = await world.ask(call("a"))
             assert away.outcome is Outcome.AWAY
+            await world.until(lambda: world.queue.state.problem is not None)
+            assert not world.queue.state.ready
             await world.until(lambda: world.queue.model.places > 0)
             [answer] = await world.ask(call("a"))
             assert answer.status == 200
+            assert (world.queue.state.ready, world.queue.state.problem) == (True, None)
         assert all(process.dead for process in world.processes)
 
     asyncio.run(scenario())
