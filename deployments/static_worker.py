@@ -15,7 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from loomserve.platform.batch.static_queue import (
+from loomserve.platform.batch.static_worker import (
     StaticAnswer,
     StaticFacts,
     StaticLine,
@@ -95,7 +95,7 @@ def run_last_on(cores: Sequence[int]) -> None:
 
 
 class RayStaticWorker:
-    """The lane's :class:`~loomserve.platform.batch.static_queue.StaticWorker`."""
+    """The lane's :class:`~loomserve.platform.batch.static_worker.StaticWorker`."""
 
     def __init__(self, source: str, cores: Sequence[int], kv_bytes: int) -> None:
         actor = ray.remote(StaticProcess).options(num_cpus=0, max_restarts=0, max_task_retries=0)

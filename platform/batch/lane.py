@@ -15,25 +15,20 @@ from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import islice
 from typing import Any, TypeVar
 
 from loomserve.platform.batch import answers, ending, lines
-from loomserve.platform.batch.admission import Queue, Start, admit, in_turn
+from loomserve.platform.batch.dispatch import Dispatch
 from loomserve.platform.batch.executor import (
     LineAnswer,
     LineCall,
     LineExecutor,
     Outcome,
-    QueuedModel,
-    ServedModel,
 )
-from loomserve.platform.batch.fairness import TokenCounters
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.foresight import Foresight
 from loomserve.platform.batch.live import LiveBatch, Running
 from loomserve.platform.batch.objects import BatchRecord, new_id
-from loomserve.platform.batch.snapshot import STALE_S, engines
 from loomserve.platform.batch.status import Status
 from loomserve.platform.batch.store import Answer, Store
 from loomserve.platform.config import Batch
@@ -78,11 +73,9 @@ class Lane:
         self._foresight = foresight or Foresight(folder)
         self._foreseeing: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._clock = clock
-        self._live: dict[str, LiveBatch] = {}
-        self._counters = TokenCounters()
-        self._just_ended: list[Running] = []
+        self._dispatcher = Dispatch(options.concurrency)
+        self._live = self._dispatcher.live
         self._answers: list[_Ended] = []
-        self._known_models: set[str] = set()
         self._wake = asyncio.Event()
         self._answered = asyncio.Event()
         self._lines_ended: Counter[str] = Counter()
@@ -165,83 +158,25 @@ class Lane:
         except TimeoutError:
             pass
         self._wake.clear()
-        now = self._clock()
-        for batch in self._live.values():
-            batch.wake(now)
-        wanted = sorted({model for batch in self._live.values() for model in batch.models})
+        wanted = self._dispatcher.wanted(self._clock())
         if not wanted or self._answers:
             return
         models = await self._executor.models()
         if models is None:
             return
-        self._known_models |= models.keys()
-        taken = Counter(
-            run.line.model for batch in self._live.values() for run in batch.running.values()
-        )
-        with_engines = sum(
-            count
-            for model, count in taken.items()
-            if not isinstance(models.get(model), QueuedModel)
-        )
-        free = self._options.concurrency - with_engines
         for model in wanted:
             served = models.get(model)
-            if isinstance(served, QueuedModel):
-                self._start_queued(model, served, served.places - taken[model])
-            elif free > 0:
-                free -= self._start(model, served, free)
+            if served is not None and served.predictor is not None:
+                for batch in self._dispatcher.waiting_for(model):
+                    self._foresee(batch, model, served.predictor)
+        for batch, running in self._dispatcher.starts(models, self._clock()):
+            self._send(batch, running)
 
-    def _start_queued(self, model: str, served: QueuedModel, most: int) -> None:
-        if most <= 0:
-            return
-        queues = self._queues(model, served, most)
-        for batch, line in islice(in_turn(queues), most):
-            self._begin(model, Start(batch, line.number, served.engine))
-
-    def _start(self, model: str, served: ServedModel | None, most: int) -> int:
-        """Start lines of a model; how many."""
-        now = self._clock()
-        if served is None and model in self._known_models:
-            # It has been unloaded, and may come back.
-            return 0
-        if served is None:
-            # The gateway says so, in each line's answer.
-            batch = next((b for b in self._live.values() if model in b.models), None)
-            queue = batch.queue(model, most, self._counters) if batch else None
-            for line in queue.lines if queue else ():
-                assert batch is not None
-                self._send(batch, batch.start(model, line.number, None, now))
-            return len(queue.lines) if queue else 0
-        queues = self._queues(model, served, most)
-        starts = admit(engines(served.engines, self._with_engines(now), now), queues, most)
-        for start in starts:
-            self._begin(model, start)
-        return len(starts)
-
-    def _queues(self, model: str, served: ServedModel | QueuedModel, most: int) -> list[Queue]:
-        batches = [batch for batch in self._live.values() if model in batch.models]
-        for batch in batches:
-            batch.learn(model, served.max_model_len)
-            self._foresee(batch, model, served.predictor)
-        return [batch.queue(model, most, self._counters) for batch in batches]
-
-    def _foresee(self, batch: LiveBatch, model: str, predictor: str | None) -> None:
+    def _foresee(self, batch: LiveBatch, model: str, predictor: str) -> None:
         key = batch.record.id, model
-        if predictor is not None and key not in self._foreseeing:
+        if key not in self._foreseeing:
             work = self._foresight.foresee(batch, model, predictor)
             self._foreseeing[key] = asyncio.create_task(work)
-
-    def _begin(self, model: str, start: Start) -> None:
-        batch = self._live[start.batch]
-        running = batch.start(model, start.number, start.engine, self._clock())
-        self._count(batch, batch.expected(running))
-        self._send(batch, running)
-
-    def _with_engines(self, now: float) -> list[Running]:
-        """Lines that engines have, and those that they may have had at their measurement."""
-        self._just_ended = [run for run in self._just_ended if now - (run.ended_s or now) < STALE_S]
-        running = [run for batch in self._live.values() for run in batch.running.values()]
-        return [run for run in running if run.ended_s is None] + self._just_ended
 
     def _send(self, batch: LiveBatch, running: Running) -> None:
         running.task = asyncio.create_task(self._compute(batch, running))
@@ -260,7 +195,7 @@ class Lane:
             _log.warning("line %d of %s: %r", running.line.number, batch.record.id, error)
             said = _broken(error)
         running.ended_s = self._clock()
-        self._just_ended.append(running)
+        self._dispatcher.ended(running)
         line = running.line
         if said.outcome is Outcome.ENGINE_FAILED:
             self._retries += 1
@@ -297,10 +232,6 @@ class Lane:
         except sqlite3.Error as error:
             _log.warning("a failed attempt at a batch's line is not kept: %r", error)
 
-    def _count(self, batch: LiveBatch, tokens: float) -> None:
-        self._counters.add(("owner", batch.record.owner), tokens)
-        self._counters.add(batch.record.id, tokens)
-
     # Answers to the store
 
     async def _store_answers(self) -> None:
@@ -327,7 +258,7 @@ class Lane:
                 running, answer.input_tokens, answer.output_tokens / sequences, self._clock()
             )
             if running.engine is not None:
-                self._count(batch, took - expected)
+                self._dispatcher.took(batch, took - expected)
         if once:
             self._lines_ended["answered" if answer.ok else "failed"] += 1
 
@@ -388,17 +319,11 @@ class Lane:
             live.record = batch
             return
         waiting = await self.call(self._store.unanswered, batch.id)
-        others = [other.record for other in self._live.values()]
-        owners = [("owner", record.owner) for record in others]
-        if ("owner", batch.owner) not in owners:
-            self._counters.join(("owner", batch.owner), owners)
-        self._counters.join(batch.id, [r.id for r in others if r.owner == batch.owner])
-        self._live[batch.id] = LiveBatch(batch, waiting, self._clock())
+        self._dispatcher.join(LiveBatch(batch, waiting, self._clock()))
         self.nudge()
 
     def _drop(self, batch_id: str) -> None:
-        live = self._live.pop(batch_id, None)
-        self._counters.forget(batch_id)
+        live = self._dispatcher.leave(batch_id)
         for key in [key for key in self._foreseeing if key[0] == batch_id]:
             self._foreseeing.pop(key).cancel()
         for running in live.running.values() if live else ():

@@ -13,11 +13,16 @@ import json
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
 
 from loomserve.platform.batch.executor import LineAnswer, LineCall, Outcome, QueuedModel
+from loomserve.platform.batch.static_worker import (
+    StaticFacts,
+    StaticLine,
+    StaticWorker,
+    WorkerGoneError,
+)
 from loomserve.platform.errors import BadRequest, EngineGone, RequestError
 from loomserve.platform.state import StaticModelState
 from loomserve.routers.batching.base import Batch, BatchRequest, KvMemory
@@ -39,59 +44,6 @@ _RESTART_S = 2.0
 _LONGEST_RESTART_S = 60.0
 _SHORTEST_BATCH_S = 1e-3
 _BATCH_TIME = "loomserve.platform.costs.batch_time"
-
-
-class WorkerGoneError(Exception):
-    """The process that computes has ended, or could not start."""
-
-
-@dataclass(frozen=True, slots=True)
-class StaticFacts:
-    """What a model is, once it is loaded: tokens of its context, and bytes of a token's KV."""
-
-    context: int
-    token_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StaticLine:
-    """A request on its way to the process, to an endpoint's ``path``."""
-
-    id: str
-    path: str
-    body: Mapping[str, object]
-
-
-@dataclass(frozen=True, slots=True)
-class StaticAnswer:
-    """OpenAI's object, and how many tokens were generated for it."""
-
-    body: bytes
-    tokens: int
-
-
-class StaticWorker(Protocol):
-    """A process that has loaded a model. All methods raise :class:`WorkerGoneError`."""
-
-    async def facts(self) -> StaticFacts:
-        """Once it is ready."""
-        ...
-
-    async def prompt_tokens(self, line: StaticLine) -> int:
-        """Raises :class:`BadRequest` for a line that the model does not answer."""
-        ...
-
-    async def run(self, lines: Sequence[StaticLine]) -> Sequence[StaticAnswer] | None:
-        """The answers, once the last is complete; None: they ran out of KV memory together."""
-        ...
-
-    async def leave(self, line_id: str) -> None:
-        """Nobody waits for that line any more; its batch need not go on for it."""
-        ...
-
-    def stop(self) -> None:
-        """End the process, now."""
-        ...
 
 
 class StaticQueue:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoTokenizer
 
-from loomserve.platform.batch.static_queue import StaticAnswer, StaticLine
+from loomserve.platform.batch.static_worker import StaticAnswer, StaticLine
 from loomserve.platform.engine.static_executor import StaticExecutor, StaticRequest
 from loomserve.platform.errors import BadRequest, ContextTooLong
 

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from loomserve.platform.batch.static_queue import StaticAnswer, StaticLine
+from loomserve.platform.batch.static_worker import StaticAnswer, StaticLine
 from loomserve.platform.config import Config, parse
 from loomserve.platform.engine import static_executor
 from loomserve.platform.engine.static_executor import StaticExecutor, StaticRequest

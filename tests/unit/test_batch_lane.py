@@ -364,6 +364,7 @@ def test_a_full_disk_stops_the_lane_until_there_is_room(
 
         monkeypatch.setattr(bench.store, "answer", answer)
         async with bench.running():
+            await until(lambda: sum(bench.engines.calls.values()) == 2)
             await asyncio.sleep(0.2)
             assert sum(bench.engines.calls.values()) == 2, "no more starts than can be kept"
             full = False

@@ -15,11 +15,11 @@ from loomserve.platform.access.key_models import KnownKeys
 from loomserve.platform.batch import static_queue
 from loomserve.platform.batch.executor import LineAnswer, LineCall, Outcome
 from loomserve.platform.batch.several import SeveralExecutors
-from loomserve.platform.batch.static_queue import (
+from loomserve.platform.batch.static_queue import StaticQueue
+from loomserve.platform.batch.static_worker import (
     StaticAnswer,
     StaticFacts,
     StaticLine,
-    StaticQueue,
     WorkerGoneError,
 )
 from loomserve.platform.config import ApiKey
