@@ -175,15 +175,15 @@ def check(model: Path | str) -> None:
             keep what a padded batch needs.
         OSError: it cannot be read or fetched.
     """
-    config = AutoConfig.from_pretrained(model)
-    _context(config)
     try:
+        config = AutoConfig.from_pretrained(model)
+        _context(config)
         with torch.device("meta"):
             shape = AutoModelForCausalLM.from_config(config).eval()
     except ValueError as error:
-        raise ConfigError(
-            f"transformers has no language model for {config.model_type!r}: {error}"
-        ) from None
+        # Of transformers' paragraphs the first sentence says what is wrong.
+        what = str(error).split(". ")[0]
+        raise ConfigError(f"transformers has no language model for {model}: {what}") from None
     _token_bytes(shape)
 
 
