@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
@@ -17,7 +17,7 @@ class LineCall:
     Attributes:
         owner: The API key in whose name it is computed; empty where none is needed.
         engine: Which engine takes it; None: the platform knows no such model.
-        expected_tokens: Of one answer, as predicted.
+        expected_tokens: Of one answer, as predicted when it is asked; that changes as lines finish.
         attempts: How often engines have failed on it.
     """
 
@@ -26,7 +26,7 @@ class LineCall:
     body: Mapping[str, object]
     request_id: str
     engine: str | None
-    expected_tokens: float
+    expected_tokens: Callable[[], float]
     attempts: int
 
 

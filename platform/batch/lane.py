@@ -184,7 +184,7 @@ class Lane:
     async def _compute(self, batch: LiveBatch, running: Running) -> None:
         request_id = new_id("")
         try:
-            call = await self.call(self._call, batch.record, running, request_id)
+            call = await self.call(self._call, batch, running, request_id)
             said = await self._executor.execute(call)
         except asyncio.CancelledError:
             if self._live.get(batch.record.id) is not batch:
@@ -212,18 +212,19 @@ class Lane:
         self._answers.append((batch, running, answer))
         self._answered.set()
 
-    def _call(self, batch: BatchRecord, running: Running, request_id: str) -> LineCall:
-        with self._folder.blob(batch.input_file_id).open("rb") as stream:
-            stream.seek(running.line.offset)
-            body = lines.parse(stream.read(running.line.size))["body"]
+    def _call(self, batch: LiveBatch, running: Running, request_id: str) -> LineCall:
+        record, line = batch.record, running.line
+        with self._folder.blob(record.input_file_id).open("rb") as stream:
+            stream.seek(line.offset)
+            body = lines.parse(stream.read(line.size))["body"]
         return LineCall(
-            owner=batch.owner,
-            path=batch.endpoint,
+            owner=record.owner,
+            path=record.endpoint,
             body=body,
             request_id=request_id,
             engine=running.engine,
-            expected_tokens=running.length.tokens,
-            attempts=running.line.attempts,
+            expected_tokens=lambda: batch.length(line).tokens,
+            attempts=line.attempts,
         )
 
     async def _keep_attempt(self, batch_id: str, number: int) -> None:

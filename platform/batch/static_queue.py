@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loomserve.platform.batch.executor import LineAnswer, LineCall, Outcome, QueuedModel
@@ -46,6 +47,19 @@ _SHORTEST_BATCH_S = 1e-3
 _BATCH_TIME = "loomserve.platform.costs.batch_time"
 
 
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A line without an answer, in the queue or in the batch that runs."""
+
+    line: StaticLine
+    expected_tokens: Callable[[], float]
+    future: asyncio.Future[LineAnswer]
+
+    @property
+    def predicted_tokens(self) -> int:
+        return max(1, math.ceil(self.expected_tokens()))
+
+
 class StaticQueue:
     """The lines of one model; all methods are for one event loop."""
 
@@ -74,7 +88,7 @@ class StaticQueue:
         self._reading = 0
         self._problem: str | None = None
         self._completed = self._splits = 0
-        self._waiting: dict[str, tuple[StaticLine, asyncio.Future[LineAnswer]]] = {}
+        self._waiting: dict[str, _Waiting] = {}
         self._wake = asyncio.Event()
 
     @property
@@ -140,10 +154,8 @@ class StaticQueue:
     async def _answered(self, line: StaticLine, call: LineCall, tokens: int) -> LineAnswer:
         assert self._queue is not None
         future = asyncio.get_running_loop().create_future()
-        self._waiting[line.id] = (line, future)
-        request = BatchRequest(
-            line.id, self._clock(), tokens, max(1, math.ceil(call.expected_tokens))
-        )
+        waiting = self._waiting[line.id] = _Waiting(line, call.expected_tokens, future)
+        request = BatchRequest(line.id, self._clock(), tokens, waiting.predicted_tokens)
         # What a process died of may be this line, which then takes no other with it.
         (self._queue.add_alone if call.attempts else self._queue.add)(request)
         self._wake.set()
@@ -181,6 +193,8 @@ class StaticQueue:
                 await self._gather()
             if self._worker is not worker:
                 raise WorkerGoneError("its process has ended")
+            for line_id, waiting in self._waiting.items():
+                self._queue.predict(line_id, waiting.predicted_tokens)
             batch = self._queue.take(self._clock())
             if batch is not None:
                 await self._compute(worker, batch)
@@ -193,7 +207,7 @@ class StaticQueue:
 
     async def _compute(self, worker: StaticWorker, batch: Batch) -> None:
         assert self._queue is not None
-        lines = [self._waiting[one.id][0] for one in batch.requests]
+        lines = [self._waiting[one.id].line for one in batch.requests]
         began = self._clock()
         try:
             answers = await worker.run(lines)
@@ -220,8 +234,8 @@ class StaticQueue:
 
     def _answer(self, line_id: str, answer: LineAnswer) -> None:
         # Some have left meanwhile.
-        if line_id in self._waiting and not self._waiting[line_id][1].done():
-            self._waiting[line_id][1].set_result(answer)
+        if line_id in self._waiting and not self._waiting[line_id].future.done():
+            self._waiting[line_id].future.set_result(answer)
 
     # Which batch is next
 

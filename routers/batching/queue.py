@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from loomserve.routers.batching.base import Batch, Batcher, BatchRequest, KvMemory
 from loomserve.routers.batching.next_batch import Next
 from loomserve.routers.batching.recovery import halves
@@ -34,6 +36,12 @@ class BatchQueue:
     def add_alone(self, request: BatchRequest) -> None:
         """One that nothing may join: it is suspected of what became of its batch."""
         self._apart.append(Batch((request,)))
+
+    def predict(self, request_id: str, tokens: int) -> None:
+        """Its answer is now predicted to have so many tokens; what nothing joins stays as it is."""
+        if request_id in self._waiting:
+            known = self._waiting[request_id]
+            self._waiting[request_id] = replace(known, predicted_tokens=tokens)
 
     def withdraw(self, request_id: str) -> None:
         """Nobody wants its answer any more; one that does not wait here is passed over."""

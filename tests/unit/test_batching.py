@@ -314,3 +314,42 @@ def test_a_request_waits_once() -> None:
     queue.add(request())
     with pytest.raises(ValueError, match="waits already"):
         queue.add(request())
+
+
+def test_who_withdraws_is_in_no_batch_and_in_no_half() -> None:
+    queue = BatchQueue(s3, first, AMPLE)
+    for name in "abcd":
+        queue.add(request(name))
+    batch = queue.take(NOW)
+    assert batch is not None
+    queue.out_of_memory(batch)
+    queue.add(request("e"))
+    for name in ("a", "c", "d", "e", "who was never here"):
+        queue.withdraw(name)
+    assert len(queue) == 1
+    left = queue.take(NOW)
+    assert left is not None
+    assert ids(left) == ["b"]
+    assert queue.take(NOW) is None
+
+
+def test_a_suspect_runs_alone() -> None:
+    queue = BatchQueue(s3, first, AMPLE)
+    queue.add(request("a"))
+    queue.add_alone(request("b"))
+    queue.add(request("c"))
+    taken = [queue.take(NOW) for _ in range(2)]
+    assert sorted(sorted(ids(one)) for one in taken if one) == [["a", "c"], ["b"]]
+
+
+def test_a_new_prediction_changes_who_runs_together() -> None:
+    queue = BatchQueue(s3, first, MEMORY)
+    capacity = MEMORY.bytes // MEMORY.token_bytes
+    for name in "ab":
+        queue.add(request(name, answer=capacity - 10))
+    queue.predict("a", 10)
+    queue.predict("b", 10)
+    queue.predict("who was never here", 10)
+    batch = queue.take(NOW)
+    assert batch is not None
+    assert sorted(ids(batch)) == ["a", "b"]

@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ def call(name: str, expected: float = 10, attempts: int = 0, **body: Any) -> Lin
         body={"model": "m", "prompt": name, **body},
         request_id=name,
         engine="static:m",
-        expected_tokens=expected,
+        expected_tokens=lambda: expected,
         attempts=attempts,
     )
 
@@ -152,6 +153,27 @@ def test_answers_of_like_predicted_length_share_a_batch() -> None:
             ["l0", "l1", "l2", "l3"],
             ["s0", "s1", "s2", "s3"],
         ]
+
+    asyncio.run(scenario())
+
+
+def test_who_runs_together_follows_what_is_known_of_lengths_by_then() -> None:
+    expected = 390.0  # as much as there is for any alone
+
+    async def scenario() -> None:
+        nonlocal expected
+        world = World()
+        async with running(world):
+            world.may_end.clear()
+            blocker = asyncio.create_task(world.queue.execute(call("blocker")))
+            await world.until(lambda: world.batches == [["blocker"]])
+            calls = [replace(call(f"{n}"), expected_tokens=lambda: expected) for n in range(6)]
+            asked = [asyncio.create_task(world.queue.execute(one)) for one in calls]
+            await asyncio.sleep(0.05)
+            expected = 20.0
+            world.may_end.set()
+            await asyncio.gather(blocker, *asked)
+        assert [len(batch) for batch in world.batches] == [1, 6]
 
     asyncio.run(scenario())
 
@@ -351,7 +373,7 @@ def test_a_static_models_lines_need_a_key_that_may_use_it_and_others_go_to_engin
         return ApiKey(name=name, hash=digest, models=models)
 
     def of(owner: str, model: str = "m") -> LineCall:
-        return LineCall(owner, "/v1/completions", {"model": model}, owner, None, 5, 0)
+        return LineCall(owner, "/v1/completions", {"model": model}, owner, None, lambda: 5, 0)
 
     async def scenario() -> None:
         world = World()
