@@ -6,7 +6,7 @@ import pytest
 
 from loomserve.deployments.base import EngineReport
 from loomserve.deployments.fleet import REPORT_EXPIRES_S, Fleet
-from loomserve.platform.config import Device, Model
+from loomserve.platform.config import Device, Lengths, Model
 from loomserve.platform.errors import Conflict, NotFound, UnknownModel
 from loomserve.platform.roles import Role
 from loomserve.platform.state import (
@@ -369,3 +369,10 @@ def test_an_operator_that_lets_a_pair_borrow_lifts_the_limits_of_plans() -> None
     some.set_pair("org/hot/org/cold", True)
     (pair,) = some.lending_state(1).pairs
     assert (pair.limits, pair.problem) == ({}, None)
+
+
+def test_the_batch_lane_hears_what_predicts_a_models_lengths() -> None:
+    some = fleet()
+    some.add(HOT.model_copy(update={"lending": None, "lengths": Lengths(predictor="hot-v1")}), 1)
+    found = some.engines(0).models
+    assert (found["org/m"].predictor, found["org/hot"].predictor) == (None, "hot-v1")
