@@ -305,7 +305,8 @@ def test_a_plan_that_is_aborted_under_way_is_taken_back(
         post(measured, f"plans/{plan}/apply").raise_for_status()
         wait_for(lambda: plan_status(measured, plan)[1] == "running", 60)
         assert lending_state(measured)["pairs"][0]["limits"] != pair["limits"]
-        assert "aborting" in admin_plans(measured, "abort", plan)
+        # At once, for it is done with the borrower's next reports.
+        post(measured, f"plans/{plan}/abort").raise_for_status()
         assert answers() == alone
     wait_for(lambda: plan_status(measured, plan) == ("cancelled", "aborted"), 60)
     assert lending_state(measured)["pairs"][0]["limits"] == pair["limits"]
@@ -326,13 +327,15 @@ def test_a_part_goes_and_comes_home_by_plans_while_streams_go_on(
         carry_out(measured, a_move(measured, part=part, amount=amount))
         wait_for(lambda: parts(measured) == ["away"], 60)
         assert answers() == alone
-    assert own_blocks(measured) > own
-    assert measured.metric("loomserve_rebalancing_actions_total", kind=part) == 1
+    more = own_blocks(measured)
     with asking(measured) as answers:
         carry_out(measured, a_move(measured, part=part, amount=amount, back=True))
         assert answers() == alone
     wait_for(lambda: not parts(measured), 60)
-    assert own_blocks(measured) == own
+    assert own_blocks(measured) == own < more
+    events = get(measured, "rebalancing/events")["events"]
+    begun = [each["action"] for each in events if each["kind"] == "begun"]
+    assert sum(action.get("part") == part for action in begun) == 2
 
 
 def own_blocks(platform: Platform) -> int:

