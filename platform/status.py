@@ -20,6 +20,7 @@ from loomserve.platform.state import (
     LoanState,
     ModelState,
     ModelStatus,
+    PartState,
     ReplicaLoad,
     ReplicaState,
     SchedulingState,
@@ -284,6 +285,7 @@ def loan_table(loans: Iterable[LoanState]) -> Table:
         used = loan.usable_blocks - loan.free_blocks
         notes = [] if loan.phase == "open" else [loan.phase]
         notes += ["draining"] if loan.draining else []
+        notes += [_part(loan.part)] if loan.part is not None else []
         cells = (
             f"{loan.name} ({', '.join(notes)})" if notes else loan.name,
             loan.borrower,
@@ -298,6 +300,13 @@ def loan_table(loans: Iterable[LoanState]) -> Table:
         )
         table.add_row(*map(Text, cells))
     return table
+
+
+def _part(part: PartState) -> str:
+    """Such as ``1 head away``."""
+    if part.layers is None:
+        return f"{part.heads} head{'s' if part.heads > 1 else ''} {part.phase}"
+    return f"layers {part.layers[0]} to {part.layers[1] - 1} {part.phase}"
 
 
 def _devices(state: State) -> Table:

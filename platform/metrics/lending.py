@@ -41,6 +41,19 @@ MOVED_REQUESTS = Counter(
     "loomserve_lending_moved_requests",
     "Running requests whose KV was copied from a lender, to one, or from one to another.",
 )
+PART_AWAY = Gauge(
+    "loomserve_lending_part_away",
+    "1 while a lender computes heads or layers of all requests, 0 while they move there.",
+    ["lender"],
+)
+PART_PAUSE = Gauge(
+    "loomserve_lending_part_pause_seconds",
+    "The longest that steps stood still for heads or layers to move, of the open loan.",
+    ["lender"],
+)
+PART_BYTES = Counter(
+    "loomserve_lending_part_copied_bytes", "KV of heads or layers that was copied.", ["lender"]
+)
 LENT_BLOCKS = Gauge(
     "loomserve_lending_lent_blocks", "The lender's own KV blocks that a borrower has.", ["borrower"]
 )
@@ -79,10 +92,22 @@ class LendingMetrics:
             "requests": (REQUESTS, 1),
             "wait_max_ns": (LONGEST_WAIT, 1e-9),
         }
+        loans = list(loans)
         self._show(loans, gauges, _OF_BORROWERS)
+        self._show_parts(loans)
         for reason, count in broken.items():
             BROKEN_LOANS.labels(reason).inc(self._growth(("", reason), count))
         MOVED_REQUESTS.inc(self._growth(("", "moved"), moved))
+
+    def _show_parts(self, loans: Loans) -> None:
+        PART_AWAY.clear()
+        PART_PAUSE.clear()
+        for other, loan in loans:
+            if (part := loan["part"]) is not None:
+                PART_AWAY.labels(other).set(part["phase"] in ("away", "returning"))
+                PART_PAUSE.labels(other).set(part["pause_s"])
+                copied = self._growth((loan["name"], "part"), part["copied_bytes"])
+                PART_BYTES.labels(other).inc(copied)
 
     def lent(self, loans: Loans) -> None:
         """What a lender's engine says of all that it lends."""

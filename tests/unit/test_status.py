@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 import typer
@@ -21,13 +22,14 @@ from loomserve.platform.state import (
     LoanState,
     ModelState,
     ModelStatus,
+    PartState,
     ReplicaLoad,
     ReplicaState,
     SchedulingState,
     State,
     Versions,
 )
-from loomserve.platform.status import render, status
+from loomserve.platform.status import loan_table, render, status
 
 LOAD = ReplicaLoad(
     running=7, waiting=3, kv_cache_usage=0.4567, step_time_s=0.01234, measured_at=1.7e9
@@ -156,6 +158,23 @@ def test_loans_show_where_there_are_any() -> None:
     figures = ("3", "30", "40", "12", "900", "3.4", "20.0")
     assert row(text, "loan-1 (stopped, draining)", "chat", "cold", *figures)
     assert "Loans" not in printed(STATE)
+
+
+@pytest.mark.parametrize(
+    ("part", "shown"),
+    [({"heads": 2}, "2 heads away"), ({"layers": (20, 30)}, "layers 20 to 29 away")],
+)
+def test_a_part_that_is_with_a_lender_is_named(part: dict[str, Any], shown: str) -> None:
+    away = PartState(**part, phase="away", pause_s=0.1, copied_bytes=5)
+    loan = LoanState(
+        name="loan-1", borrower="chat", borrower_replica="r1", lender="cold", lender_replica="c1",
+        draining=False, phase="open", most_tokens=9, age_s=9, usable_blocks=0, free_blocks=0,
+        requests=0, tasks=600, wait_mean_us=12.4, wait_max_us=900, wait_share=0.034,
+        service_share=0.2, part=away,
+    )  # fmt: skip
+    console = Console(width=200, record=True)
+    console.print(loan_table([loan]))
+    assert f"loan-1 ({shown})" in console.export_text()
 
 
 def test_a_role_shows_beside_the_device() -> None:
