@@ -188,7 +188,10 @@ class Fleet:
                 for lender, most in report.borrowing.limits.items()
                 if lender not in limits
             }
-            self._parts.setdefault((report.model.name, report.device), dict(report.borrowing.parts))
+            self._parts.setdefault(
+                (report.model.name, report.device),
+                {lender: dict(part) for lender, part in report.borrowing.parts.items()},
+            )
         replica = self._replicas[report.replica_id] = _ReplicaRecord(report, now, draining)
         record = self._models.get(report.model.name)
         if record is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -141,9 +140,8 @@ class BorrowingState(_Snapshot):
     limits: dict[str, int] = Field(
         {}, description="Bytes of KV that a plan lets it have, at most, by the lender's model."
     )
-    parts: dict[str, dict[str, Any]] = Field(
-        default_factory=dict,
-        description="Heads or layers that a plan gives a lender's model to compute.",
+    parts: dict[str, dict[str, int | list[int]]] = Field(
+        {}, description="Heads or layers that a plan gives a lender's model to compute."
     )
 
 
