@@ -17,7 +17,7 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -84,15 +84,16 @@ class Pair:
         return llm.collective_rpc(f"loans.{method}", args=args)[0]
 
     @contextmanager
-    def loan(self, part: Part) -> Iterator[int]:
+    def loan(self, part: Part) -> Iterator[Callable[[], int]]:
+        """Lent, weights and all; what is yielded borrows it, and returns its side."""
         name = str(next(_names))
         path = f"/dev/shm/loomserve-ring-{os.getpid()}-{name}"
         self.call(self.cold, "lend", name, path, self.call(self.hot, "borrowing", part))
-        side = self.call(self.hot, "borrow", name, path, part)
         try:
-            yield side
+            yield lambda: int(self.call(self.hot, "borrow", name, path, part))
         finally:
-            self.call(self.hot, "end_loan", side)
+            for loan in self.call(self.hot, "loan_state")["loans"]:
+                self.call(self.hot, "end_loan", loan["side"])
             self.call(self.cold, "end_lending", name)
 
     def part(self) -> dict[str, Any]:
@@ -139,11 +140,12 @@ class Streams:
 def moved(
     pair: Pair, load: Load, part: Part, tokens: int, seed: int, undisturbed: list[list[int]]
 ) -> Move:
-    streams = Streams(pair.hot, load, tokens, seed)
-    while not streams.decoding:
-        streams.step()
-    before = [streams.step() for _ in range(BEFORE_STEPS)]
-    with pair.loan(part) as side:
+    with pair.loan(part) as borrow:
+        streams = Streams(pair.hot, load, tokens, seed)
+        while not streams.decoding:
+            streams.step()
+        before = [streams.step() for _ in range(BEFORE_STEPS)]
+        side = borrow()
         durations = [until(pair, streams, "away")]
         pauses = [pair.part()["pause_s"]]
         away = [streams.step() for _ in range(AWAY_STEPS)]
