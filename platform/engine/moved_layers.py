@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -19,6 +20,7 @@ from loomserve.platform.lending.borrower import Borrower
 from loomserve.platform.lending.geometry import Geometry
 from loomserve.platform.lending.ring import Work
 
+_ALIGNMENT = 64
 _PATIENT_ROWS = 32
 """Of one layer, which may take as long as a layer's attention may."""
 
@@ -142,9 +144,14 @@ class MovedLayers(MovedPart):
             self._use(layer, new)
 
     def _empty(self, number: int) -> torch.Tensor:
+        """Zero, as vLLM's kernel reads a block to its end; pages are touched when they are used."""
         like = self._kv_caches[self._stay[0]]
-        # Zero, as vLLM's kernel reads a block to its end.
-        return torch.zeros((number, *like.shape[1:]), dtype=like.dtype)
+        size = number * like[0].nbytes
+        # torch writes its zeros, which would make a pause as long as all memory is large.
+        memory = np.zeros(size + _ALIGNMENT, np.uint8)
+        begin = -memory.ctypes.data % _ALIGNMENT
+        held = torch.from_numpy(memory[begin : begin + size])
+        return held.view(like.dtype).view(number, *like.shape[1:])
 
     def _by_part(self, cache: torch.Tensor) -> torch.Tensor:
         blocks, heads, size, both = cache.shape
