@@ -33,7 +33,7 @@ BLOCK_BYTES = 30 * 2 * 3 * 64 * BLOCK_TOKENS * 4
 """Of SmolLM2-135M in float32."""
 Part = dict[str, Any]
 LOADS = ("1x512", "1x2048", "1x8000", "8x512", "8x2048", "32x512")
-BEFORE_STEPS, AWAY_STEPS, AFTER_STEPS = 8, 8, 8
+BEFORE_STEPS, AWAY_STEPS = 8, 8
 _names = itertools.count()
 
 
@@ -126,6 +126,13 @@ class Streams:
         return all(self.tokens.values())
 
     def step(self) -> float:
+        """Seconds until the next output.
+
+        Raises:
+            RuntimeError: there is none any more.
+        """
+        if not self.running:
+            raise RuntimeError("the streams ended before the move did: raise --tokens")
         begin = time.perf_counter()
         for output in self._engine.step():
             self.tokens[output.request_id] = list(output.outputs[0].token_ids)
@@ -153,8 +160,6 @@ def moved(
         durations.append(until(pair, streams, "home"))
         home = pair.part()
         pauses.append(home["pause_s"])
-        for _ in range(AFTER_STEPS):
-            streams.step()
     found = streams.finish()
     return Move(
         statistics.median(before),
@@ -174,8 +179,6 @@ def until(pair: Pair, streams: Streams, phase: str) -> float:
     """Step until the part is there; the seconds it took."""
     begin = time.perf_counter()
     while pair.part()["phase"] != phase:
-        if not streams.running:
-            raise RuntimeError(f"the streams ended before the part was {phase}: raise --tokens")
         streams.step()
     return time.perf_counter() - begin
 
