@@ -198,20 +198,6 @@ def test_a_lender_that_is_killed_costs_no_answer_and_lends_again(
     assert wait_for_loan(lending)["name"] != name
 
 
-def test_a_borrower_that_is_killed_leaves_its_lender_all_memory_and_borrows_again(
-    lending: Platform, alone: list[str]
-) -> None:
-    name = wait_for_loan(lending)["name"]
-    (replica,) = model_state(lending, BORROWER)["replicas"]
-    for process in psutil.Process(replica["pid"]).children(recursive=True):
-        process.kill()
-    wait_for(lambda: name not in [lent["name"] for lent in lending_state(lending)["lent"]], 90)
-    wait_for(lambda: status(lending, BORROWER) == "ready", 240)
-    assert wait_for_loan(lending)["name"] != name
-    with streaming(lending) as answers:
-        assert answers() == alone
-
-
 def test_a_pair_that_is_switched_off_has_its_loan_drained_and_gets_no_other(
     lending: Platform, alone: list[str]
 ) -> None:
