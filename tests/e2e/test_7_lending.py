@@ -324,14 +324,17 @@ def test_a_part_goes_and_comes_home_by_plans_while_streams_go_on(
     own = own_blocks(measured)
     wait_for_loan(measured)
     with streaming(measured) as answers:
-        carry_out(measured, a_move(measured, part=part, amount=amount))
+        plan = carry_out(measured, a_move(measured, part=part, amount=amount))
         wait_for(lambda: parts(measured) == ["away"], 60)
         assert answers() == alone
     more = own_blocks(measured)
+    # One plan at a time, and this one is measured yet.
+    wait_for(lambda: plan_status(measured, plan)[0] == "done", 120)
     with asking(measured) as answers:
-        carry_out(measured, a_move(measured, part=part, amount=amount, back=True))
+        plan = carry_out(measured, a_move(measured, part=part, amount=amount, back=True))
         assert answers() == alone
     wait_for(lambda: not parts(measured), 60)
+    wait_for(lambda: plan_status(measured, plan)[0] == "done", 120)
     assert own_blocks(measured) == own < more
     events = get(measured, "rebalancing/events")["events"]
     begun = [each["action"] for each in events if each["kind"] == "begun"]
@@ -343,12 +346,14 @@ def own_blocks(platform: Platform) -> int:
     return int(replica["borrowing"]["own_blocks"])
 
 
-def carry_out(platform: Platform, action: dict[str, Any]) -> None:
+def carry_out(platform: Platform, action: dict[str, Any]) -> str:
+    """The plan, once it is done but for its measurement."""
     made = post(platform, "plans", {"actions": [action], "force": True})
     assert made.status_code == 201, made.text
     plan = made.json()["plan"]["id"]
     post(platform, f"plans/{plan}/apply").raise_for_status()
     wait_for(lambda: plan_status(platform, plan)[1] in {"settling", "done"}, 120)
+    return str(plan)
 
 
 def parts(platform: Platform) -> list[str]:
