@@ -336,8 +336,8 @@ def test_heads_go_and_come_home_by_plans_while_streams_go_on(
     wait_for(lambda: plan_status(measured, plan)[0] == "done", 120)
     assert own_blocks(measured) == own < more
     events = get(measured, "rebalancing/events")["events"]
-    begun = [each["action"] for each in events if each["kind"] == "begun"]
-    assert sum(action.get("part") == "heads" for action in begun) == 2
+    done = [each["action"] for each in events if each["kind"] == "done"]
+    assert sum(action.get("part") == "heads" for action in done) == 2
 
 
 def own_blocks(platform: Platform) -> int:
