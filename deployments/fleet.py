@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from loomserve.deployments.base import (
     EngineOrders,
@@ -41,6 +42,9 @@ from loomserve.platform.state import (
 
 # Three reports missed in a row: the replica is gone or hangs, and must not count as an answer.
 REPORT_EXPIRES_S = 7.0
+
+
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -213,7 +217,7 @@ class Fleet:
                 for lender in lenders_of(report.model, self.models)
                 if (report.model.name, lender) in self._pairs_off
             ),
-            lender_limits=dict(self._limits.get((report.model.name, report.device), {})),
+            lender_limits=self.loan_limits(report.replica_id),
             parts=self.parts(report.replica_id),
             drain_loans=tuple(
                 loan.name
@@ -263,12 +267,7 @@ class Fleet:
         Raises:
             NotFound: no replica of that id has reported.
         """
-        report = self._replica(replica_id).report
-        limits = self._limits.setdefault((report.model.name, report.device), {})
-        if most_bytes is None:
-            limits.pop(lender, None)
-        else:
-            limits[lender] = most_bytes
+        _tell(self._limits, self._place(replica_id), lender, most_bytes)
 
     def move_part(self, replica_id: str, lender: str, part: Part | None) -> None:
         """Heads or layers of a replica that a lender's model is to compute; None: none, any more.
@@ -276,28 +275,26 @@ class Fleet:
         Raises:
             NotFound: no replica of that id has reported.
         """
-        report = self._replica(replica_id).report
-        parts = self._parts.setdefault((report.model.name, report.device), {})
-        if part is None:
-            parts.pop(lender, None)
-        else:
-            parts[lender] = part
+        _tell(self._parts, self._place(replica_id), lender, part)
 
     def parts(self, replica_id: str) -> dict[str, Part]:
         """
         Raises:
             NotFound: no replica of that id has reported.
         """
-        report = self._replica(replica_id).report
-        return dict(self._parts.get((report.model.name, report.device), {}))
+        return dict(self._parts.get(self._place(replica_id), {}))
 
     def loan_limits(self, replica_id: str) -> dict[str, int]:
         """
         Raises:
             NotFound: no replica of that id has reported.
         """
+        return dict(self._limits.get(self._place(replica_id), {}))
+
+    def _place(self, replica_id: str) -> tuple[str, str]:
+        """Model and device, by which a replica that follows is told the same."""
         report = self._replica(replica_id).report
-        return dict(self._limits.get((report.model.name, report.device), {}))
+        return report.model.name, report.device
 
     def engine_records(self, now: float) -> tuple[EngineRecord, ...]:
         """Live replicas, for those who decide what moves between them."""
@@ -559,3 +556,14 @@ class Fleet:
 def unknown_model_message(name: str, known: Iterable[str]) -> str:
     names = ", ".join(sorted(known)) or "none is loaded"
     return f"The model {name!r} does not exist here. Models: {names}."
+
+
+def _tell(
+    of: dict[tuple[str, str], dict[str, _T]], place: tuple[str, str], lender: str, what: _T | None
+) -> None:
+    """None: nothing any more."""
+    told = of.setdefault(place, {})
+    if what is None:
+        told.pop(lender, None)
+    else:
+        told[lender] = what

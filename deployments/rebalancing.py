@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, TypeAdapter
 
 from loomserve.deployments.base import EngineReport
-from loomserve.deployments.fleet import Fleet
+from loomserve.deployments.fleet import EngineRecord, Fleet
 from loomserve.deployments.measured_snapshot import measured_snapshot, sums_of
 from loomserve.deployments.movers import (
     ReplicasMover,
@@ -139,13 +139,13 @@ class RebalancingPart:
             records,
             self._rates,
             self._profile.read(),
-            {part: self._movable(part) for part in Part},
+            {part: self._movable(part, records) for part in Part},
         )
 
-    def _movable(self, part: Part) -> frozenset[str]:
-        mover = self._movers.get(ActionKind(part.value))
-        ids = (each.report.replica_id for each in self._fleet.engine_records(time.monotonic()))
-        return frozenset(id_ for id_ in ids if mover is not None and _may(mover.movable, id_))
+    def _movable(self, part: Part, records: Sequence[EngineRecord]) -> frozenset[str]:
+        mover = self._movers[ActionKind(part.value)]
+        ids = (each.report.replica_id for each in records)
+        return frozenset(id_ for id_ in ids if _may(mover.movable, id_))
 
 
 def _may(movable: Callable[[str], bool], engine: str) -> bool:

@@ -43,36 +43,30 @@ def part_of(geometry: Geometry, heads: int) -> Geometry:
 class MovedHeads(MovedPart):
     """
     Args:
-        layers: vLLM's attention layers, in order.
-        kv_caches: the model runner's, a layer each, [blocks, kv_heads, block_size, 2 * head_size];
-            they are replaced when they are laid out anew.
+        attention, kv_caches, patience_s: as of any :class:`MovedPart`.
         geometry: of all heads.
         borrower: of the heads that move.
-        patience_s: after which the lender is given up.
     """
 
     def __init__(
         self,
-        layers: Sequence[Any],
+        attention: Sequence[Any],
         kv_caches: list[torch.Tensor],
         geometry: Geometry,
         borrower: Borrower,
         patience_s: float,
     ) -> None:
-        super().__init__(borrower, patience_s)
+        super().__init__(attention, kv_caches, borrower, patience_s)
         self.kept = part_of(geometry, geometry.kv_heads - borrower.ring.geometry.kv_heads)
         """The attention that stays."""
-        self._layers = layers
-        self._kv_caches = kv_caches
         self._whole = list(kv_caches)
         self._heads = geometry.kv_heads
-        self._blocks = len(kv_caches[0])
         # What came back, by layer; there while heads come home.
         self._back: list[torch.Tensor] = []
 
     @property
-    def blocks(self) -> int:
-        return self._blocks * self._heads // self.kept.kv_heads
+    def _shares(self) -> tuple[int, int]:
+        return self._heads, self._heads - self.kept.kv_heads
 
     def leave(self, blocks: Iterable[int]) -> None:
         """Lay out anew, in place, the heads that stay."""
@@ -80,29 +74,29 @@ class MovedHeads(MovedPart):
         size = prod(self._shape(kept))
         for layer, whole in enumerate(self._whole):
             new = whole.view(-1)[: self.blocks * size].view(self.blocks, *self._shape(kept))
-            old = whole.view(self._blocks, *self._shape(self._heads))
+            old = whole.view(self._whole_blocks, *self._shape(self._heads))
             # Upwards: a block's new place ends before that of any block behind it begins.
             for chunk in self._chunks(sorted(blocks)):
                 new[chunk] = old[chunk, :kept]
-            self._use(layer, new)
+            self._use(layer, self._shaped(new))
 
     def come_home(self, blocks: Iterable[int]) -> None:
         """Lay out all heads as at first."""
         kept = self.kept.kv_heads
         for layer, whole in enumerate(self._whole):
-            new = whole.view(self._blocks, *self._shape(self._heads))
+            new = whole.view(self._whole_blocks, *self._shape(self._heads))
             old = self._kv_caches[layer].view(-1, *self._shape(kept))
             # Downwards, for the same reason.
             for chunk in reversed(self._chunks(sorted(blocks))):
                 new[chunk, :kept] = old[chunk]
                 new[chunk, kept:] = self._back[layer][chunk]
-            self._use(layer, whole)
+            self._use(layer, self._shaped(whole))
         self._back = []
 
     def _send(self, blocks: list[int]) -> bool:
         self.borrower.begin_copy(blocks, Work.WRITE)
         for layer, whole in enumerate(self._whole):
-            of_all = whole.view(self._blocks, *self._shape(self._heads))
+            of_all = whole.view(self._whole_blocks, *self._shape(self._heads))
             key, value = of_all[blocks, self.kept.kv_heads :].chunk(2, dim=2)
             if not self.borrower.write(layer, key, value, self._patience_s):
                 return False
@@ -110,7 +104,7 @@ class MovedHeads(MovedPart):
 
     def _fetch(self, blocks: list[int]) -> bool:
         if not self._back:
-            shape = (self._blocks, *self._shape(self._heads - self.kept.kv_heads))
+            shape = (self._whole_blocks, *self._shape(self._heads - self.kept.kv_heads))
             self._back = [torch.empty(shape, dtype=each.dtype) for each in self._whole]
         self.borrower.begin_copy(blocks, Work.READ)
         for layer, back in enumerate(self._back):
@@ -131,8 +125,5 @@ class MovedHeads(MovedPart):
     def _shape(self, heads: int) -> tuple[int, int, int]:
         return heads, 2 * self.kept.block_size, self.kept.head_size
 
-    def _use(self, layer: int, cache: torch.Tensor) -> None:
-        size, head = self.kept.block_size, self.kept.head_size
-        shaped = cache.view(len(cache), -1, size, 2 * head)
-        self._kv_caches[layer] = shaped
-        self._layers[layer].kv_cache = shaped
+    def _shaped(self, cache: torch.Tensor) -> torch.Tensor:
+        return cache.view(len(cache), -1, self.kept.block_size, 2 * self.kept.head_size)

@@ -64,8 +64,7 @@ class MovedLayers(MovedPart):
     Args:
         modules: the model's decoder layers, of which some are replaced while they are away.
         layers: those that move.
-        attention: vLLM's attention layers, in order.
-        kv_caches: the model runner's, a layer each, [blocks, kv_heads, block_size, 2 * head_size].
+        attention, kv_caches: as of any :class:`MovedPart`.
         borrower: of the layers that move.
         patience_s: for one layer's attention.
     """
@@ -79,18 +78,14 @@ class MovedLayers(MovedPart):
         borrower: Borrower,
         patience_s: float,
     ) -> None:
-        super().__init__(borrower, patience_s)
+        super().__init__(attention, kv_caches, borrower, patience_s)
         self._modules = modules
         self._moved = layers
         self._own = list(modules)
-        self._attention = attention
-        self._kv_caches = kv_caches
-        self._blocks = len(kv_caches[0])
 
     @property
-    def blocks(self) -> int:
-        every = len(self._kv_caches)
-        return self._blocks * every // (every - len(self._moved))
+    def _shares(self) -> tuple[int, int]:
+        return len(self._kv_caches), len(self._moved)
 
     def leave(self, blocks: Iterable[int]) -> None:
         for layer in self._moved:
@@ -102,10 +97,10 @@ class MovedLayers(MovedPart):
         self._resize(self.blocks, list(blocks))
 
     def come_home(self, blocks: Iterable[int]) -> None:
-        self._resize(self._blocks, list(blocks))
+        self._resize(self._whole_blocks, list(blocks))
         for layer in self._moved:
             if not self._kv_caches[layer].numel():  # it was lost, not fetched
-                self._use(layer, self._empty(self._blocks))
+                self._use(layer, self._empty(self._whole_blocks))
             self._modules[layer] = self._own[layer]
 
     def _send(self, blocks: list[int]) -> bool:
@@ -120,7 +115,7 @@ class MovedLayers(MovedPart):
         self.borrower.begin_copy(blocks, Work.READ)
         for number, layer in enumerate(self._moved):
             if not self._kv_caches[layer].numel():
-                self._use(layer, self._empty(self._blocks))
+                self._use(layer, self._empty(self._whole_blocks))
             rows = self.borrower.read(number, self._patience_s)
             if rows is None:
                 return False
@@ -156,10 +151,6 @@ class MovedLayers(MovedPart):
     def _by_part(self, cache: torch.Tensor) -> torch.Tensor:
         blocks, heads, size, both = cache.shape
         return cache.view(blocks, heads, 2 * size, both // 2)
-
-    def _use(self, layer: int, cache: torch.Tensor) -> None:
-        self._kv_caches[layer] = cache
-        self._attention[layer].kv_cache = cache
 
 
 class _Elsewhere(nn.Module):  # type: ignore[misc]

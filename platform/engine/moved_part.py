@@ -6,27 +6,52 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from loomserve.platform.lending.borrower import Borrower
 from loomserve.platform.lending.ring import Work
+
+
+def room(blocks: int, shares: int, moved: int) -> int:
+    """How many blocks there is room for where so many were, once ``moved`` of each block's equal
+    ``shares`` have left."""
+    return blocks * shares // (shares - moved)
 
 
 class MovedPart(ABC):
     """Of one worker and one lender. Until :meth:`leave` nothing is computed elsewhere.
 
     Args:
+        attention: vLLM's attention layers, in order.
+        kv_caches: the model runner's, a layer each, [blocks, kv_heads, block_size, 2 * head_size];
+            they are replaced when they are laid out anew.
         borrower: its ring has the geometry of the part that moves, and a block of it for each block
             here, under the same number.
         patience_s: after which the lender is given up.
     """
 
-    def __init__(self, borrower: Borrower, patience_s: float) -> None:
+    def __init__(
+        self,
+        attention: Sequence[Any],
+        kv_caches: list[torch.Tensor],
+        borrower: Borrower,
+        patience_s: float,
+    ) -> None:
         self.borrower = borrower
+        self._attention = attention
+        self._kv_caches = kv_caches
         self._patience_s = patience_s
+        self._whole_blocks = len(kv_caches[0])
+
+    @property
+    def blocks(self) -> int:
+        """That there is room for here while the part is away."""
+        return room(self._whole_blocks, *self._shares)
 
     @property
     @abstractmethod
-    def blocks(self) -> int:
-        """That there is room for here while the part is away."""
+    def _shares(self) -> tuple[int, int]:
+        """Of how many equal shares of a block how many move."""
 
     def send(self, blocks: Sequence[int]) -> bool:
         """Copy the part's share of these blocks to the lender; False if its ring has closed."""
@@ -74,6 +99,10 @@ class MovedPart(ABC):
             read.append((rows[0].clone(), rows[1].clone()))
         borrower.begin_copy(targets, Work.WRITE)
         return all(borrower.write(layer, *read[layer], self._patience_s) for layer in layers)
+
+    def _use(self, layer: int, cache: torch.Tensor) -> None:
+        self._kv_caches[layer] = cache
+        self._attention[layer].kv_cache = cache
 
     def _some(self, blocks: Sequence[Any]) -> list[list[Any]]:
         most = self.borrower.ring.most_copied

@@ -115,15 +115,16 @@ class PartLoan:
             return True
         leaving = self.phase is Phase.LEAVING
         held = self._held()
-        full = [
-            each.block_id
+        rest = [
+            each
             for each in held
-            if each.block_hash is not None and self._copied.get(each.block_id) != each.block_hash
+            if each.block_hash is None or self._copied.get(each.block_id) != each.block_hash
         ]
+        full = [each for each in rest if each.block_hash is not None]
         few = self._few(step_s) if running else len(full)
         if len(full) > few:
-            return self._copy("send_part" if leaving else "fetch_part", full[:few], held)
-        return self._switch(held, leaving)
+            return self._copy("send_part" if leaving else "fetch_part", full[:few])
+        return self._switch(rest, held, leaving)
 
     def use(self, granted: int) -> range:
         """Let so many of the lender's blocks be used; those that were and must not any more.
@@ -166,27 +167,22 @@ class PartLoan:
     def _few(self, step_s: float) -> int:
         return max(1, int(_COPY_SHARE * step_s / self._block_s)) if self._block_s else 1
 
-    def _copy(self, call: str, blocks: list[int], held: Iterable[KVCacheBlock]) -> bool:
+    def _copy(self, call: str, blocks: list[KVCacheBlock]) -> bool:
         begin = time.perf_counter()
-        if not self._workers(call, self._side, blocks):
+        if not self._workers(call, self._side, _numbers(blocks)):
             return False
         took_s = (time.perf_counter() - begin) / len(blocks)
         weight = _SMOOTHING if self._block_s else 1.0
         self._block_s += weight * (took_s - self._block_s)
         self.copied_blocks += len(blocks)
-        hashes = {each.block_id: each.block_hash for each in held}
-        self._copied.update((block, hashes[block]) for block in blocks)
+        self._copied.update((each.block_id, each.block_hash) for each in blocks)
         return True
 
-    def _switch(self, held: list[KVCacheBlock], leaving: bool) -> bool:
+    def _switch(self, rest: list[KVCacheBlock], held: list[KVCacheBlock], leaving: bool) -> bool:
+        """Copy what is left of what is held, and compute the part on the other side."""
         begin = time.perf_counter()
-        every = [each.block_id for each in held]
-        rest = [
-            each.block_id
-            for each in held
-            if each.block_hash is None or self._copied.get(each.block_id) != each.block_hash
-        ]
-        if not self._workers("leave_part" if leaving else "bring_part", self._side, rest, every):
+        call = "leave_part" if leaving else "bring_part"
+        if not self._workers(call, self._side, _numbers(rest), _numbers(held)):
             return False
         self.copied_blocks += len(rest)
         if leaving:
@@ -198,3 +194,7 @@ class PartLoan:
         self._copied.clear()
         self.pause_s = max(self.pause_s, time.perf_counter() - begin)
         return True
+
+
+def _numbers(blocks: Iterable[KVCacheBlock]) -> list[int]:
+    return [each.block_id for each in blocks]

@@ -21,7 +21,7 @@ from loomserve.platform.engine.lent_memory import guest_caches
 from loomserve.platform.engine.moved_blocks import BlockMover
 from loomserve.platform.engine.moved_heads import MovedHeads, part_of
 from loomserve.platform.engine.moved_layers import MovedLayers, check_layers, decoder_layers
-from loomserve.platform.engine.moved_part import MovedPart
+from loomserve.platform.engine.moved_part import MovedPart, room
 from loomserve.platform.engine.operator_parts import OperatorParts
 from loomserve.platform.engine.seeds import SeedKeepingModelRunner
 from loomserve.platform.engine.worker import PatientWorker
@@ -110,7 +110,7 @@ class WovenWorker(PatientWorker):
         """What a lender must know: the attention's geometry, and how large a step may be.
 
         Args:
-            part: what of all requests it shall have ; None: all of some.
+            part: what of all requests it shall have; None: all of some.
 
         Raises:
             ValueError: that part cannot be lent.
@@ -125,19 +125,19 @@ class WovenWorker(PatientWorker):
             "max_requests": limits.max_num_seqs,
             "max_blocks": int(table.shape[1]),
         }
-        geometry, whole = self._geometry(), 1.0
+        geometry, blocks = self._geometry(), extra
+        # Of a part there is a share of each block, and there are more blocks for it.
         if part and "heads" in part:
+            every = geometry.kv_heads
             geometry = part_of(geometry, part["heads"])
-            whole = self._geometry().kv_heads / (self._geometry().kv_heads - geometry.kv_heads)
+            blocks = min(room(own, every, geometry.kv_heads), own + extra)
         elif part:
             layers = range(*part["layers"])
             check_layers(layers, geometry, self.model_config.get_hidden_size())
             decoder_layers(self.model_runner.get_model())
-            whole = geometry.layers / (geometry.layers - len(layers))
+            blocks = min(room(own, geometry.layers, len(layers)), own + extra)
             geometry = replace(geometry, layers=len(layers))
             guest["layers"] = {"of": part["layers"], **self._model()}
-        # Of a part there is a share of each block, and there are more blocks for it.
-        blocks = min(int(own * whole), own + extra) if part else extra
         return {"geometry": geometry.to_json(), "blocks": blocks, **guest}
 
     def _model(self) -> dict[str, Any]:
