@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
+from loomserve.platform import catalog
 from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.lending.options import LENDING_CONFIG
 
 BLOCK_TOKENS = 32
+BLOCK_BYTES = 30 * 2 * 3 * 64 * BLOCK_TOKENS * 4
+"""Of SmolLM2-135M in float32."""
 
 
 def offline_engine(
@@ -36,6 +41,26 @@ def offline_engine(
         kv_transfer_config=kv_transfer_config,
         **{"block_size": BLOCK_TOKENS, **options},
     )
+
+
+def lending_engine(core: int, blocks: int, lending: dict[str, Any], **options: Any) -> Any:
+    """One that lends or borrows, with so many KV blocks, of which one is vLLM's placeholder."""
+    return offline_engine(
+        str(catalog.resolve("demo", Path.cwd())),
+        None,
+        core=core % (os.cpu_count() or 1),
+        kv_cache_memory_bytes=blocks * BLOCK_BYTES,
+        worker_cls="loomserve.platform.engine.woven_worker.WovenWorker",
+        scheduler_cls="loomserve.platform.engine.lending.make_scheduler",
+        distributed_executor_backend="loomserve.platform.engine.executor.PatientExecutor",
+        additional_config={"loomserve": {"queue": "fcfs"}, LENDING_CONFIG: lending},
+        **options,
+    )
+
+
+def call_loans(llm: Any, method: str, *args: Any) -> Any:
+    """A call to the engine's scheduler about its loans, and what it returns."""
+    return llm.collective_rpc(f"loans.{method}", args=args)[0]
 
 
 async def token_times(llm: Any, prompt: list[int], tokens: int, name: str) -> list[float]:

@@ -21,14 +21,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.engine import BLOCK_TOKENS, offline_engine
+from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, call_loans, lending_engine
 from benchmarks.report import machine, publish
-from loomserve.platform import catalog
-from loomserve.platform.lending.options import LENDING_CONFIG
 
 RESULTS = Path(__file__).parent / "results"
-BLOCK_BYTES = 30 * 2 * 3 * 64 * BLOCK_TOKENS * 4
-"""Of SmolLM2-135M in float32."""
 SHARES = (0.0, 0.5, 1.0)
 OWN_BLOCKS, LENT_BLOCKS = 24, 72
 LONGEST_PROMPT, LONGEST_ANSWER = 100, 30
@@ -53,23 +49,8 @@ def mixed(count: int, seed: int) -> list[Asked]:
 
 
 def engine(core: int, blocks: int, **lending: Any) -> Any:
-    return offline_engine(
-        str(catalog.resolve("demo", Path.cwd())),
-        None,
-        core=core,
-        max_model_len=512,
-        max_num_seqs=16,
-        max_num_batched_tokens=128,
-        kv_cache_memory_bytes=blocks * BLOCK_BYTES,
-        worker_cls="loomserve.platform.engine.woven_worker.WovenWorker",
-        scheduler_cls="loomserve.platform.engine.lending.make_scheduler",
-        distributed_executor_backend="loomserve.platform.engine.executor.PatientExecutor",
-        additional_config={"loomserve": {"queue": "fcfs"}, LENDING_CONFIG: lending},
-    )
-
-
-def call(llm: Any, method: str, *args: Any) -> Any:
-    return llm.collective_rpc(f"loans.{method}", args=args)[0]
+    limits = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 128}
+    return lending_engine(core, blocks, lending, **limits)
 
 
 def answers(
@@ -110,9 +91,9 @@ class Lenders:
         """The side of a new loan of the first of them."""
         cold, name = self._alive[0], f"exact-{next(_names)}"
         path = f"/dev/shm/loomserve-ring-{os.getpid()}-{name}"
-        call(cold, "lend", name, path, call(hot, "borrowing"))
+        call_loans(cold, "lend", name, path, call_loans(hot, "borrowing"))
         self._name, self._path = name, Path(path)
-        return int(call(hot, "borrow", name, path))
+        return int(call_loans(hot, "borrow", name, path))
 
     def kill(self) -> None:
         """Whoever lends now, as ``kill -9`` does."""
@@ -122,7 +103,7 @@ class Lenders:
         self.killed += 1
 
     def take_back(self) -> None:
-        call(self._alive[0], "end_lending", self._name)
+        call_loans(self._alive[0], "end_lending", self._name)
 
 
 class Killer:
@@ -141,11 +122,11 @@ class Killer:
         if self._left and time.monotonic() >= self._until:
             self._left -= 1
             self._lenders.kill()
-            call(self._hot, "end_loan", self._side)
+            call_loans(self._hot, "end_loan", self._side)
             self._begin()
 
     def end(self) -> None:
-        call(self._hot, "end_loan", self._side)
+        call_loans(self._hot, "end_loan", self._side)
         self._lenders.take_back()
 
 
@@ -162,14 +143,14 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     for number, share in enumerate(SHARES):
         rows = slice(number * part, (number + 1) * part)
         hot.reset_prefix_cache()
-        call(hot, "place", "ratio" if share else "local", share)
+        call_loans(hot, "place", "ratio" if share else "local", share)
         kills = (args.kills - lenders.killed) // (len(SHARES) - number)
         killer = Killer(hot, lenders, kills, f"{args.seed}/{share}")
         woven = answers(hot, asked[rows], killer.look)
         killer.end()
         same = [a == b for a, b in zip(woven, alone[rows], strict=True)]
         compared, identical = compared + len(same), identical + sum(same)
-        state = call(hot, "loan_state")
+        state = call_loans(hot, "loan_state")
         lent[str(share)] = {"moved": state["moved"], "broken": state["broken"]}
         print(f"share {share}: {sum(same)} of {len(same)} identical, {lent}", flush=True)
     for llm in (hot, *lenders._alive):

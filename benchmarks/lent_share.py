@@ -18,8 +18,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.engine import BLOCK_BYTES
 from benchmarks.report import Spread, machine, publish
-from benchmarks.weave import BLOCK_BYTES, Load, Run, served_woven, woven
+from benchmarks.weave import Load, Run, served_woven, woven
 from benchmarks.weave import arrivals as scaled_arrivals
 
 RESULTS = Path(__file__).parent / "results"

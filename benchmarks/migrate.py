@@ -23,14 +23,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.engine import BLOCK_TOKENS, offline_engine
+from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, call_loans, lending_engine
 from benchmarks.report import Spread, machine, percentile, publish
-from loomserve.platform import catalog
-from loomserve.platform.lending.options import LENDING_CONFIG
 
 RESULTS = Path(__file__).parent / "results"
-BLOCK_BYTES = 30 * 2 * 3 * 64 * BLOCK_TOKENS * 4
-"""Of SmolLM2-135M in float32."""
 Part = dict[str, Any]
 LOADS = ("1x512", "1x2048", "1x8000", "8x512", "8x2048", "32x512")
 BEFORE_STEPS, AWAY_STEPS = 8, 8
@@ -59,19 +55,8 @@ class Move(NamedTuple):
 
 
 def engine(core: int, blocks: int, context: int, **lending: Any) -> Any:
-    return offline_engine(
-        str(catalog.resolve("demo", Path.cwd())),
-        None,
-        core=core % (os.cpu_count() or 1),
-        max_model_len=context,
-        max_num_seqs=32,
-        max_num_batched_tokens=512,
-        kv_cache_memory_bytes=blocks * BLOCK_BYTES,
-        worker_cls="loomserve.platform.engine.woven_worker.WovenWorker",
-        scheduler_cls="loomserve.platform.engine.lending.make_scheduler",
-        distributed_executor_backend="loomserve.platform.engine.executor.PatientExecutor",
-        additional_config={"loomserve": {"queue": "fcfs"}, LENDING_CONFIG: lending},
-    )
+    limits = {"max_model_len": context, "max_num_seqs": 32, "max_num_batched_tokens": 512}
+    return lending_engine(core, blocks, lending, **limits)
 
 
 class Pair:
@@ -80,24 +65,21 @@ class Pair:
     def __init__(self, hot: Any, cold: Any) -> None:
         self.hot, self.cold = hot, cold
 
-    def call(self, llm: Any, method: str, *args: Any) -> Any:
-        return llm.collective_rpc(f"loans.{method}", args=args)[0]
-
     @contextmanager
     def loan(self, part: Part) -> Iterator[Callable[[], int]]:
         """Lent, weights and all; what is yielded borrows it, and returns its side."""
         name = str(next(_names))
         path = f"/dev/shm/loomserve-ring-{os.getpid()}-{name}"
-        self.call(self.cold, "lend", name, path, self.call(self.hot, "borrowing", part))
+        call_loans(self.cold, "lend", name, path, call_loans(self.hot, "borrowing", part))
         try:
-            yield lambda: int(self.call(self.hot, "borrow", name, path, part))
+            yield lambda: int(call_loans(self.hot, "borrow", name, path, part))
         finally:
-            for loan in self.call(self.hot, "loan_state")["loans"]:
-                self.call(self.hot, "end_loan", loan["side"])
-            self.call(self.cold, "end_lending", name)
+            for loan in call_loans(self.hot, "loan_state")["loans"]:
+                call_loans(self.hot, "end_loan", loan["side"])
+            call_loans(self.cold, "end_lending", name)
 
     def part(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.call(self.hot, "loan_state")["loans"][0]["part"]
+        found: dict[str, Any] = call_loans(self.hot, "loan_state")["loans"][0]["part"]
         return found
 
 
@@ -156,7 +138,7 @@ def moved(
         durations = [until(pair, streams, "away")]
         pauses = [pair.part()["pause_s"]]
         away = [streams.step() for _ in range(AWAY_STEPS)]
-        pair.call(pair.hot, "drain_loan", side)
+        call_loans(pair.hot, "drain_loan", side)
         durations.append(until(pair, streams, "home"))
         home = pair.part()
         pauses.append(home["pause_s"])

@@ -35,7 +35,7 @@ from multiprocessing import Process
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.engine import token_times
+from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, token_times
 from benchmarks.report import Spread, machine, percentile, publish
 from benchmarks.workload import (
     Arrival,
@@ -50,9 +50,6 @@ from loomserve.platform.engine.precision import cpu_dtype
 from loomserve.platform.lending.options import LENDING_CONFIG
 
 RESULTS = Path(__file__).parent / "results"
-BLOCK_TOKENS = 32
-BLOCK_BYTES = 30 * 2 * 3 * 64 * BLOCK_TOKENS * 4
-"""Of SmolLM2-135M in float32."""
 CONTEXT = 512
 STEP_TOKENS = 256
 PROMPT_SCALE, OUTPUT_SCALE = 24, 2

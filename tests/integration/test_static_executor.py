@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from benchmarks.static_lane import LaneRequest, measured, serve
 from loomserve.platform.engine.static_executor import (
@@ -19,6 +19,7 @@ from loomserve.routers.batching.base import BatchRequest, KvMemory
 from loomserve.routers.batching.next_batch import oldest
 from loomserve.routers.batching.queue import BatchQueue
 from loomserve.routers.batching.s3 import s3
+from tests.integration import tiny_llama
 
 CONTEXT = 64
 AMPLE = 10**9
@@ -26,21 +27,8 @@ AMPLE = 10**9
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=40_000,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.5,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_llama.save(folder, vocabulary=40_000, context=CONTEXT)
     return folder
 
 

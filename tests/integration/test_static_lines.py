@@ -8,13 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
     MambaConfig,
     PreTrainedTokenizerFast,
 )
@@ -26,6 +23,7 @@ from loomserve.platform.engine.static_executor import StaticExecutor, StaticRequ
 from loomserve.platform.engine.static_lines import CHAT, COMPLETIONS, StaticLines
 from loomserve.platform.errors import BadRequest, ConfigError, StartError
 from loomserve.platform.static_models import check_static_models
+from tests.integration import tiny_llama
 
 CONTEXT = 64
 WORDS = [f"w{n}" for n in range(126)]
@@ -34,21 +32,8 @@ TEMPLATE = "{% for m in messages %}{{ m['role'] }} {{ m['content'] }} {% endfor 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=128,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=CONTEXT,
-        initializer_range=0.5,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    tiny_llama.save(folder, vocabulary=128, context=CONTEXT)
     vocabulary = {word: at for at, word in enumerate([*WORDS, "user", "assistant"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
