@@ -214,6 +214,8 @@ class Engine:
             num_gpu_blocks_override=blocks + 1,
             enable_prefix_caching=False,
             disable_log_stats=False,
+            # Blocks are given, and other processes may hold most of the memory.
+            gpu_memory_utilization=0.3,
             scheduler_cls="loomserve.platform.engine.scheduler.make_scheduler",
         )
         self._engine = self._llm.llm_engine
