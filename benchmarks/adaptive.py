@@ -47,10 +47,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.engine import BLOCK_TOKENS, offline_engine
+from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, offline_engine
 from benchmarks.pipeline import put_link
 from benchmarks.report import Spread, machine, publish
-from benchmarks.store import LAYER_BYTES, LAYERS
 from benchmarks.workload import Likeness
 from loomserve.kvstore.actor import StorePlan, open_store
 from loomserve.kvstore.client import StoreClient
@@ -62,7 +61,6 @@ from loomserve.platform.scheduling.deadline import DEADLINE
 RESULTS = Path(__file__).parent / "results"
 BLOCKS = 2048 // BLOCK_TOKENS
 SWAP_BLOCKS = 1024 // BLOCK_TOKENS
-BLOCK_BYTES = LAYERS * LAYER_BYTES
 CONTEXT = 1536
 STEP_TOKENS = 512
 LONG_SCALE = 26

@@ -12,8 +12,8 @@ from loomserve.platform.engine.precision import cpu_dtype
 from loomserve.platform.lending.options import LENDING_CONFIG
 
 BLOCK_TOKENS = 32
-BLOCK_BYTES = 30 * 2 * 3 * 64 * BLOCK_TOKENS * 4
-"""Of SmolLM2-135M in float32."""
+BLOCK_BYTES = 30 * 2 * 3 * 64 * BLOCK_TOKENS * (4 if cpu_dtype() == "float32" else 2)
+"""Of SmolLM2-135M in the number format that this CPU computes in."""
 
 
 def offline_engine(
@@ -36,10 +36,9 @@ def offline_engine(
     torch.set_num_threads(1)
     return LLM(
         model=model,
-        dtype=cpu_dtype(),
         enforce_eager=True,
         kv_transfer_config=kv_transfer_config,
-        **{"block_size": BLOCK_TOKENS, **options},
+        **{"dtype": cpu_dtype(), "block_size": BLOCK_TOKENS, **options},
     )
 
 

@@ -8,6 +8,7 @@ the first sends the second a ``StepTransfers``.
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -336,6 +337,8 @@ class StoreReader:
         """Whether requests that were swapped out are loaded beside steps of others."""
         self.saves_early = True
         """Whether blocks are saved as they fill; else only those of preempted requests."""
+        self.early_blocks: Callable[[], int] = lambda: sys.maxsize
+        """How many of a step's blocks may be saved so: a step lasts as long as its saves."""
         self.in_own_memory: Callable[[Request], bool] = lambda request: True
         """Whether the request's blocks are where they can be copied, not with a lender."""
         self.worth_loading: Callable[[int], bool] = lambda tokens: True
@@ -564,16 +567,19 @@ class StoreReader:
         return StepTransfers(loads, list(self._saves(scheduled)), swap_outs, fetches)
 
     def _saves(self, scheduled: SchedulerOutput) -> Iterable[dict[int, Save]]:
+        early = self.early_blocks() if self.saves_early else 0
         for request_id, computed in _computed_tokens(scheduled).items():
             request = self._requests.get(request_id)
-            if request is None or not (self.saves_early or hands_over(request)):
-                continue
-            if not self.in_own_memory(request):
+            if request is None or not self.in_own_memory(request):
                 continue
             after = computed + scheduled.num_scheduled_tokens[request_id]
             keys = self._computed_keys(request, after)
-            count = len(keys) // KEY_BYTES
-            if count <= self._saved.get(request_id, 0):
+            count, saved = len(keys) // KEY_BYTES, self._saved.get(request_id, 0)
+            if not hands_over(request):
+                count = min(count, saved + early)
+                early -= max(0, count - saved)
+                keys = keys[: count * KEY_BYTES]
+            if count <= saved:
                 continue
             self._saved[request_id] = count
             blocks = self._tables[request_id][:count]

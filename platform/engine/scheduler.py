@@ -9,6 +9,8 @@ those of :mod:`loomserve.platform.scheduling`; the options come as ``SchedulerOp
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +40,8 @@ from loomserve.platform.scheduling.queue import QUEUES, QueuedRequest
 _NULL_BLOCK = 0
 # Weight of the newest step in the mean; and by what share the mean must move to be told again.
 _NEWEST, _MOVED = 0.1, 0.1
+# A link that was too slow to save blocks as they fill is tried again after so long.
+_LOOK_AGAIN_S = 10.0
 _TOTALS = (
     "swapped_out", "swapped_in", "recomputed", "lost_tokens", "decision_s", "step_s",
     "step_predicted_s", "out_s", "out_predicted_s", "in_s", "in_predicted_s",
@@ -74,6 +78,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         self.step_times, self.transfer_times = profile.load(
             weights_digest(self.vllm_config), engine_facts(self.vllm_config)
         )
+        self._copied_out_at = -math.inf
         self._clock = StepClock()
         self._nothing_started = False
         self._made_way: set[Request] = set()
@@ -103,6 +108,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
             return None
         reader = self.connector.reader
         reader.worth_loading = self._worth_loading
+        reader.early_blocks = self._early_blocks
         reader.on_transfer = self._transferred
         reader.stats = self._stats
         return reader
@@ -365,9 +371,19 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         chunk = self.max_num_scheduled_tokens
         return self.transfer_times.in_s(size) < self.step_times.prefill_s(tokens, chunk)
 
+    def _early_blocks(self) -> int:
+        """All, unless the link is so slow that a block takes longer to copy than to compute."""
+        chunk = self.max_num_scheduled_tokens
+        compute_s = self.step_times.prefill_s(self.block_size, chunk)
+        if self.transfer_times.out_s(self._block_bytes) < compute_s:
+            return sys.maxsize
+        # Now and then one, or nobody would see that the link has become faster.
+        return int(time.monotonic() - self._copied_out_at > _LOOK_AGAIN_S)
+
     def _transferred(self, done: Transferred) -> None:
         times = self.transfer_times
         if done.out_bytes:
+            self._copied_out_at = time.monotonic()
             self._totals["out_s"] += done.out_s
             self._totals["out_predicted_s"] += times.out_s(done.out_bytes)
             times.observe_out(done.out_bytes, done.out_s)

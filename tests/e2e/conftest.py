@@ -74,6 +74,8 @@ def write_config(path: Path, port: int, hashes: tuple[str, ...]) -> None:
         "max_num_seqs": 16,
         "block_size": 32,
         "enforce_eager": True,
+        # On every machine, so that a block has one size, and an answer the same tokens.
+        "dtype": "float32",
         "enable_prompt_tokens_details": True,
     }
     config = {

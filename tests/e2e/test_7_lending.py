@@ -29,6 +29,7 @@ ENGINE = {
     "max_num_seqs": 16,
     "block_size": 32,
     "enforce_eager": True,
+    "dtype": "float32",
 }
 # A block is 1.5 MB, so the borrower holds 45 itself, and no more than five of these prompts.
 COLD_MODEL = {
@@ -196,6 +197,31 @@ def test_a_lender_that_is_killed_costs_no_answer_and_lends_again(
     wait_for(lambda: broken(lending) == before + 1, 10)
     wait_for(lambda: status(lending, LENDER) == "ready", 240)
     assert wait_for_loan(lending)["name"] != name
+
+
+def test_a_borrower_that_is_killed_gives_back_what_it_had_and_borrows_again(
+    lending: Platform, alone: list[str]
+) -> None:
+    name = wait_for_loan(lending)["name"]
+    (before,) = model_state(lending, BORROWER)["replicas"]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        # They end with their engine, one way or another.
+        for prompt in PROMPTS:
+            pool.submit(answer, lending, prompt)
+        wait_for(lambda: any(loan["requests"] for loan in loans(lending)), 60)
+        for process in psutil.Process(before["pid"]).children(recursive=True):
+            process.kill()
+        wait_for(lambda: name not in {lent["name"] for lent in lending_state(lending)["lent"]}, 60)
+    wait_for(lambda: replica_id(lending, BORROWER) not in {None, before["id"]}, 240)
+    wait_for(lambda: status(lending, BORROWER) == "ready", 240)
+    assert wait_for_loan(lending)["name"] != name
+    assert answer(lending, PROMPTS[0]) == alone[0]
+
+
+def replica_id(platform: Platform, name: str) -> str | None:
+    """Of the only one, if it is there."""
+    state = model_state(platform, name)
+    return next((replica["id"] for replica in state["replicas"]), None) if state else None
 
 
 def test_a_pair_that_is_switched_off_has_its_loan_drained_and_gets_no_other(

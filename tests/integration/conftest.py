@@ -99,6 +99,8 @@ def stored_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEn
     engine.llm = offline_engine(
         str(catalog.resolve("demo", folder)),
         plan.kv_transfer_config("demo"),
+        # On every machine, so that a block has one size, and an answer the same tokens.
+        dtype="float32",
         max_model_len=1024,
         max_num_seqs=4,
         max_num_batched_tokens=256,

@@ -66,6 +66,7 @@ def write_config(folder: Path, kvstore: dict[str, Any], server: dict[str, Any]) 
         "max_num_seqs": 4,
         "block_size": TOKENS_A_BLOCK,
         "enforce_eager": True,
+        "dtype": "float32",
         "enable_prompt_tokens_details": True,
     }
     model = {

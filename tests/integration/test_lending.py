@@ -34,6 +34,7 @@ def lending_engine(model: str, **options: Any) -> Any:
     return offline_engine(
         model,
         None,
+        dtype="float32",
         max_model_len=512,
         max_num_seqs=16,
         max_num_batched_tokens=128,

@@ -20,6 +20,7 @@ OPTIONS = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 64,
     "kv_cache_memory_bytes": 64 * 2**20,
+    "dtype": "float32",
     "worker_cls": "loomserve.platform.engine.worker.PatientWorker",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
@@ -19,6 +20,7 @@ from loomserve.kvstore.client import StoreClient
 from loomserve.kvstore.protocol import Done, Flush, Inspect, Usage
 from loomserve.kvstore.server import StoreServer
 from loomserve.platform import catalog
+from loomserve.platform.costs.transfer_time import TransferTimes
 from loomserve.platform.scheduling.background import BACKGROUND
 from loomserve.platform.scheduling.deadline import DEADLINE
 from loomserve.platform.scheduling.expected import EXPECTED
@@ -110,6 +112,7 @@ def _engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SchedulingEngi
         engine.llm = offline_engine(
             str(catalog.resolve("demo", folder)),
             plan.kv_transfer_config("demo"),
+            dtype="float32",
             max_model_len=1024,
             max_num_seqs=16,
             max_num_batched_tokens=256,
@@ -186,6 +189,26 @@ def test_tokens_are_the_same_however_requests_make_room(
         assert engine.since_begin("recomputed") > 0
         assert engine.since_begin("swapped_out") > 0
     assert engine.scheduler.connector.reader.stats().reduce()["swap_used_bytes"] == 0
+
+
+def test_blocks_are_not_saved_as_they_fill_where_that_takes_longer_than_to_compute_them(
+    engine: SchedulingEngine,
+) -> None:
+    scheduler, (prompt,) = engine.scheduler, prompts(9, 1)
+    measured = scheduler.transfer_times
+    long = (prompt * 20)[:400]
+    for bytes_per_s, saved in ((1e12, 400 // 32), (1e5, 1)):
+        engine.begin(ADAPTIVE)
+        scheduler.transfer_times = TransferTimes(bytes_per_s, bytes_per_s)
+        # Long ago, so that one block is copied to see how fast the link is.
+        scheduler._copied_out_at = -math.inf
+        engine.add(f"link-{bytes_per_s}", long, max_tokens=4)
+        engine.finish()
+        time.sleep(1.0)  # blocks are committed beside the next step
+        used = engine.ask_store(Inspect(), Usage).used_bytes
+        # The store's own lines of a block take less than one block in all.
+        assert used // scheduler._block_bytes == saved
+    scheduler.transfer_times = measured
 
 
 def test_nothing_stays_leased_once_all_have_come_back(engine: SchedulingEngine) -> None:

@@ -166,6 +166,7 @@ def engine_of(scheduler: type[Any], kv_transfer_config: dict[str, Any] | None) -
     return offline_engine(
         str(catalog.resolve("demo", Path.cwd())),
         kv_transfer_config,
+        dtype="float32",
         scheduler_cls=scheduler,
         max_model_len=256,
         max_num_seqs=PLACES,
