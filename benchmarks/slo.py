@@ -375,14 +375,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.slo", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--requests", type=int, default=120, help="of each run")
-    parser.add_argument("--load", type=float, default=1.1, help="share of the engine's capacity")
+    parser.add_argument("--requests", type=int, default=160, help="of each run")
+    parser.add_argument("--load", type=float, default=1.6, help="share of the engine's capacity")
     parser.add_argument("--longest", type=float, default=6.0, help="deadline, in mean run times")
     parser.add_argument("--places", type=int, default=16, help="requests that run at once")
     parser.add_argument(
         "--blocks", type=int, default=8192 // BLOCK_TOKENS, help="of KV memory, 32 tokens each"
     )
-    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--trace", type=Path, help="an Azure LLM trace of 2023, gzipped CSV")
     parser.add_argument("--data", type=Path, help="folder with alpaca_sample.jsonl.gz")
     parser.add_argument("--predictor", choices=("magnus", "uellm"), default="uellm")
