@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 from loomserve.deployments.base import (
     EngineOrders,
@@ -24,6 +23,7 @@ from loomserve.deployments.base import (
     model_app,
 )
 from loomserve.deployments.lending_pairs import lenders_of
+from loomserve.deployments.loan_orders import LoanOrders, Place, place_of
 from loomserve.platform.config import Device, Model
 from loomserve.platform.devices import place
 from loomserve.platform.errors import Conflict, NotFound, UnknownModel
@@ -42,9 +42,6 @@ from loomserve.platform.state import (
 
 # Three reports missed in a row: the replica is gone or hangs, and must not count as an answer.
 REPORT_EXPIRES_S = 7.0
-
-
-_T = TypeVar("_T")
 
 
 @dataclass
@@ -100,13 +97,7 @@ class Fleet:
     drain_timeout_s: float
     _models: dict[str, _ModelRecord] = field(default_factory=dict)
     _replicas: dict[str, _ReplicaRecord] = field(default_factory=dict)
-    _pairs_off: set[tuple[str, str]] = field(default_factory=set)
-    """Borrower and lender, where an operator does not want any loan."""
-    _loans_to_drain: set[str] = field(default_factory=set)
-    _limits: dict[tuple[str, str], dict[str, int]] = field(default_factory=dict)
-    """By borrower and its device: bytes that it may have with a lender's model, at most."""
-    _parts: dict[tuple[str, str], dict[str, Part]] = field(default_factory=dict)
-    """Likewise: heads or layers that a lender's model is to compute."""
+    _orders: LoanOrders = field(default_factory=LoanOrders)
 
     @property
     def models(self) -> list[Model]:
@@ -182,20 +173,8 @@ class Fleet:
         """Take in a replica's report and tell it what to do."""
         before = self._replicas.get(report.replica_id)
         draining = report.stats.draining if before is None else before.draining
-        if before is None and report.borrowing is not None:
-            # It may have been told by a controller before this one.
-            off = report.borrowing.switched_off
-            self._pairs_off |= {(report.model.name, lender) for lender in off}
-            limits = self._limits.setdefault((report.model.name, report.device), {})
-            limits |= {
-                lender: most
-                for lender, most in report.borrowing.limits.items()
-                if lender not in limits
-            }
-            self._parts.setdefault(
-                (report.model.name, report.device),
-                {lender: dict(part) for lender, part in report.borrowing.parts.items()},
-            )
+        if before is None:
+            self._orders.recover(report)
         replica = self._replicas[report.replica_id] = _ReplicaRecord(report, now, draining)
         record = self._models.get(report.model.name)
         if record is None:
@@ -215,14 +194,14 @@ class Fleet:
             lenders_off=tuple(
                 lender
                 for lender in lenders_of(report.model, self.models)
-                if (report.model.name, lender) in self._pairs_off
+                if self._orders.is_off(report.model.name, lender)
             ),
-            lender_limits=self.loan_limits(report.replica_id),
-            parts=self.parts(report.replica_id),
+            lender_limits=self._orders.limits(place_of(report)),
+            parts=self._orders.parts(place_of(report)),
             drain_loans=tuple(
                 loan.name
                 for loan in replica.loans
-                if loan.name in self._loans_to_drain or self._must_leave(loan, replica)
+                if loan.name in self._orders.draining or self._must_leave(loan, replica)
             ),
             loans=tuple(
                 loan.name for loan in self._loans(now) if loan.lender_replica == report.replica_id
@@ -241,13 +220,7 @@ class Fleet:
         if pair not in known:
             names = ", ".join(sorted(known)) or "none"
             raise NotFound(f"there is no pair {pair!r} of borrower/lender; the pairs are: {names}")
-        if enabled:
-            self._pairs_off.discard(known[pair])
-            for (model, _), limits in self._limits.items():
-                if model == known[pair][0]:
-                    limits.pop(known[pair][1], None)
-        else:
-            self._pairs_off.add(known[pair])
+        self._orders.switch(*known[pair], enabled)
 
     def drain_loan(self, name: str, now: float) -> None:
         """
@@ -259,7 +232,7 @@ class Fleet:
             names = ", ".join(sorted(known)) or "none"
             raise NotFound(f"there is no loan {name!r}; the loans are: {names}")
         # Those of loans that have ended meanwhile are of no use any more.
-        self._loans_to_drain = self._loans_to_drain & known | {name}
+        self._orders.draining = self._orders.draining & known | {name}
 
     def limit_loans(self, replica_id: str, lender: str, most_bytes: int | None) -> None:
         """What a replica may have with a lender's model, also for replicas after it on its device.
@@ -267,7 +240,7 @@ class Fleet:
         Raises:
             NotFound: no replica of that id has reported.
         """
-        _tell(self._limits, self._place(replica_id), lender, most_bytes)
+        self._orders.limit(self._place(replica_id), lender, most_bytes)
 
     def move_part(self, replica_id: str, lender: str, part: Part | None) -> None:
         """Heads or layers of a replica that a lender's model is to compute; None: none, any more.
@@ -275,26 +248,24 @@ class Fleet:
         Raises:
             NotFound: no replica of that id has reported.
         """
-        _tell(self._parts, self._place(replica_id), lender, part)
+        self._orders.move_part(self._place(replica_id), lender, part)
 
     def parts(self, replica_id: str) -> dict[str, Part]:
         """
         Raises:
             NotFound: no replica of that id has reported.
         """
-        return dict(self._parts.get(self._place(replica_id), {}))
+        return self._orders.parts(self._place(replica_id))
 
     def loan_limits(self, replica_id: str) -> dict[str, int]:
         """
         Raises:
             NotFound: no replica of that id has reported.
         """
-        return dict(self._limits.get(self._place(replica_id), {}))
+        return self._orders.limits(self._place(replica_id))
 
-    def _place(self, replica_id: str) -> tuple[str, str]:
-        """Model and device, by which a replica that follows is told the same."""
-        report = self._replica(replica_id).report
-        return report.model.name, report.device
+    def _place(self, replica_id: str) -> Place:
+        return place_of(self._replica(replica_id).report)
 
     def engine_records(self, now: float) -> tuple[EngineRecord, ...]:
         """Live replicas, for those who decide what moves between them."""
@@ -320,7 +291,7 @@ class Fleet:
             report=report,
             role=self._role(self._record(report.model.name), report),
             lenders=tuple(self._lenders(replica, now)),
-            limits=self.loan_limits(report.replica_id),
+            limits=self._orders.limits(place_of(report)),
         )
 
     def model_targets(self) -> dict[str, int]:
@@ -347,13 +318,9 @@ class Fleet:
                 LendingPairState(
                     borrower=borrower,
                     lender=lender,
-                    enabled=(borrower, lender) not in self._pairs_off,
+                    enabled=not self._orders.is_off(borrower, lender),
                     problem=self._problem(borrower, lender, now),
-                    limits={
-                        device: limits[lender]
-                        for (model, device), limits in self._limits.items()
-                        if model == borrower and lender in limits
-                    },
+                    limits=self._orders.limits_of_pair(borrower, lender),
                 )
                 for borrower, lender in self._pairs()
             ),
@@ -382,7 +349,7 @@ class Fleet:
             said = replica.report.borrowing
             if said is not None and lender in said.problems:
                 return said.problems[lender]
-            if self._limits.get((borrower, replica.report.device), {}).get(lender) == 0:
+            if self._orders.limits(place_of(replica.report)).get(lender) == 0:
                 return "a plan moved home what lay there, and lets nothing go there"
             if not any(self._may_lend(other, replica) for other in self._live(lender, now)):
                 return f"no other device of {replica.report.device}'s node has it ready to lend"
@@ -395,7 +362,7 @@ class Fleet:
         name = borrower.report.model.name
         for lender in lenders_of(borrower.report.model, self.models):
             may = [r for r in self._live(lender, now) if self._may_lend(r, borrower)]
-            if may and (name, lender) not in self._pairs_off:
+            if may and not self._orders.is_off(name, lender):
                 best = min(
                     may,
                     key=lambda r: (
@@ -556,14 +523,3 @@ class Fleet:
 def unknown_model_message(name: str, known: Iterable[str]) -> str:
     names = ", ".join(sorted(known)) or "none is loaded"
     return f"The model {name!r} does not exist here. Models: {names}."
-
-
-def _tell(
-    of: dict[tuple[str, str], dict[str, _T]], place: tuple[str, str], lender: str, what: _T | None
-) -> None:
-    """None: nothing any more."""
-    told = of.setdefault(place, {})
-    if what is None:
-        told.pop(lender, None)
-    else:
-        told[lender] = what

@@ -12,7 +12,8 @@ ROOT = Path(__file__).parents[2]
 CODE = ("platform", "deployments", "routers", "kvstore", "benchmarks")
 PURE = ("routers/base.py", "routers/load_aware.py", "routers/round_robin.py",
         "routers/power_of_two.py", "routers/decision.py", "platform/access/limits.py",
-        "platform/memory.py", "deployments/fleet.py", "deployments/base.py",
+        "platform/memory.py", "deployments/fleet.py", "deployments/loan_orders.py",
+        "deployments/base.py",
         "deployments/kv_request.py", "kvstore/index.py", "kvstore/radix.py", "kvstore/eviction.py",
         "kvstore/recovery.py", "platform/scheduling/admission.py",
         "platform/scheduling/preemption.py", "platform/scheduling/queue.py",
