@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from pydantic import BaseModel, ConfigDict, Field
 
 from loomserve.platform.rebalancing.actions import Action, AddReplica, Move, RemoveReplica, SetRole
@@ -111,10 +113,11 @@ def _bytes(snapshot: Snapshot, move: Move) -> tuple[int, float]:
 def tpot_ratio(before: Snapshot, after: Snapshot, engine: str) -> float:
     """An engine's predicted time per output token, with loans as in ``after``, over that before.
 
-    A borrower's step waits for a round trip a layer, or one in all where layers are elsewhere (what
-    it no longer computes itself is not counted in its favour); guests take a share of a lender's
-    device, and stretch the rest. Infinite if they take all of it; 1 for an engine that generates
-    nothing.
+    A borrower's step waits for a round trip a layer, or one in all where layers are elsewhere, and
+    for the lender, which is the slower the busier its device is: a step is computed here and there
+    in turn, never at once, so what has moved makes it no shorter. Guests take a share of a lender's
+    device, and stretch the rest. Infinite if all of a device is taken; 1 for an engine that
+    generates nothing.
     """
     own = before.engine(engine)
     if not own.attention + own.linear:
@@ -122,8 +125,28 @@ def tpot_ratio(before: Snapshot, after: Snapshot, engine: str) -> float:
     trips_s = _trips_s(after, engine) - _trips_s(before, engine)
     there, later = guest_share(before, own.device), guest_share(after, own.device)
     if later >= 1 or there >= 1:
-        return 1.0 if later <= there else float("inf")
-    return (own.tpot_s + trips_s) / own.tpot_s * (1 - there) / (1 - later)
+        return 1.0 if later <= there else math.inf
+    was, waits = _stretch(before, engine), _stretch(after, engine)
+    if math.isinf(waits):
+        return 1.0 if math.isinf(was) else math.inf
+    stretched = (waits + trips_s / own.tpot_s) / was
+    return stretched * (1 - there) / (1 - later)
+
+
+def _stretch(snapshot: Snapshot, engine: str) -> float:
+    """A step's time over that if lenders did nothing else, as if devices served all in turns."""
+    loans = snapshot.lent(engine)
+    whole_ = snapshot.engine(engine).compute + sum(loan.compute for loan in loans)
+    if not whole_:
+        return 1.0
+    longer = 0.0
+    for loan in loans:
+        device = snapshot.engine(loan.lender).device
+        others = compute_share(snapshot, device) - loan.compute
+        if others >= 1:
+            return math.inf
+        longer += loan.compute * (1 / (1 - others) - 1)
+    return 1.0 + longer / whole_
 
 
 def _trips_s(snapshot: Snapshot, engine: str) -> float:

@@ -72,6 +72,8 @@ def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Ref
     engine, lender = snapshot.engine(move.engine), snapshot.engine(move.lender)
     if move.part not in engine.movable or move.part not in lender.movable:
         return Refusal(Reason.NOT_MOVABLE, f"{move.part} of {engine.id} to {lender.id}")
+    if not (engine.borrow_bytes and lender.lend_bytes):
+        return Refusal(Reason.NOT_MOVABLE, f"{engine.id} does not borrow from {lender.id}")
     if move.back:
         loan = loan_between(snapshot, move.part, engine.id, lender.id)
         if loan is None or move.amount > loan.amount:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -93,9 +94,21 @@ def test_time_per_token_grows_by_round_trips_and_by_what_guests_take() -> None:
     after = apply(TWO, Move(part=Part.LAYERS, engine="m0", lender="m1", amount=15))
     guests = 0.45
     assert tpot_ratio(TWO, after, "m1") == pytest.approx(1 / (1 - guests))
-    assert tpot_ratio(TWO, after, "m0") == pytest.approx((0.05 + 2e-5) / 0.05)
+    home, there = TWO.engine("m0"), TWO.engine("m1").compute
+    # The lender's own work is in the way of half of the step, and of a quarter of its attention.
+    waits = 1 / (1 - there) - 1
+    assert tpot_ratio(TWO, after, "m0") == pytest.approx(1 + waits / 2 + 2e-5 / 0.05)
     after = apply(TWO, Move(part=Part.HEADS, engine="m0", lender="m1", amount=1))
-    assert tpot_ratio(TWO, after, "m0") == pytest.approx((0.05 + 30 * 2e-5) / 0.05)
+    share = home.attention / 4 / home.compute
+    assert tpot_ratio(TWO, after, "m0") == pytest.approx(1 + waits * share + 30 * 2e-5 / 0.05)
+
+
+def test_a_lender_whose_device_is_taken_is_never_done() -> None:
+    busy = replace(TWO, engines=tuple(
+        replace(each, linear=1.0) if each.id == "m1" else each for each in TWO.engines
+    ))  # fmt: skip
+    after = apply(busy, Move(part=Part.LAYERS, engine="m0", lender="m1", amount=1))
+    assert tpot_ratio(busy, after, "m0") == math.inf
 
 
 LOADS = st.lists(st.floats(0, 2), min_size=2, max_size=5)

@@ -340,7 +340,7 @@ async def test_an_action_that_takes_far_too_long_is_taken_back(bench: Bench) -> 
 async def test_what_no_longer_holds_when_its_turn_comes_ends_the_plan(bench: Bench) -> None:
     async with bench.running(OFF) as controller:
         id_ = await applied(bench, controller)
-        small = tuple(replace(each, lend_bytes=0) for each in bench.platform.snapshot.engines)
+        small = tuple(replace(each, lend_bytes=1) for each in bench.platform.snapshot.engines)
         bench.platform.snapshot = replace(bench.platform.snapshot, engines=small)
         await bench.until(controller, lambda: controller.plan(id_).status is PlanStatus.FAILED)
         assert str(Reason.NO_MEMORY) in controller.plan(id_).steps[0].message
