@@ -337,8 +337,8 @@ class StoreReader:
         """Whether requests that were swapped out are loaded beside steps of others."""
         self.saves_early = True
         """Whether blocks are saved as they fill; else only those of preempted requests."""
-        self.early_blocks: Callable[[], int] = lambda: sys.maxsize
-        """How many of a step's blocks may be saved so: a step lasts as long as its saves."""
+        self.early_blocks: Callable[[int], int] = lambda tokens: sys.maxsize
+        """How many blocks a step of so many tokens may save so: it lasts as long as its saves."""
         self.in_own_memory: Callable[[Request], bool] = lambda request: True
         """Whether the request's blocks are where they can be copied, not with a lender."""
         self.worth_loading: Callable[[int], bool] = lambda tokens: True
@@ -567,7 +567,7 @@ class StoreReader:
         return StepTransfers(loads, list(self._saves(scheduled)), swap_outs, fetches)
 
     def _saves(self, scheduled: SchedulerOutput) -> Iterable[dict[int, Save]]:
-        early = self.early_blocks() if self.saves_early else 0
+        early = self.early_blocks(scheduled.total_num_scheduled_tokens) if self.saves_early else 0
         for request_id, computed in _computed_tokens(scheduled).items():
             request = self._requests.get(request_id)
             if request is None or not self.in_own_memory(request):

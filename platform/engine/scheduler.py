@@ -40,7 +40,9 @@ from loomserve.platform.scheduling.queue import QUEUES, QueuedRequest
 _NULL_BLOCK = 0
 # Weight of the newest step in the mean; and by what share the mean must move to be told again.
 _NEWEST, _MOVED = 0.1, 0.1
-# A link that was too slow to save blocks as they fill is tried again after so long.
+# Of a step's time, for saving blocks beside it; what is waited for lengthens the mean step.
+_HIDING = 0.8
+# A link that was too slow for that is tried again after so long.
 _LOOK_AGAIN_S = 10.0
 _TOTALS = (
     "swapped_out", "swapped_in", "recomputed", "lost_tokens", "decision_s", "step_s",
@@ -371,14 +373,15 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         chunk = self.max_num_scheduled_tokens
         return self.transfer_times.in_s(size) < self.step_times.prefill_s(tokens, chunk)
 
-    def _early_blocks(self) -> int:
-        """All, unless the link is so slow that a block takes longer to copy than to compute."""
-        chunk = self.max_num_scheduled_tokens
-        compute_s = self.step_times.prefill_s(self.block_size, chunk)
-        if self.transfer_times.out_s(self._block_bytes) < compute_s:
+    def _early_blocks(self, tokens: int) -> int:
+        """As many as are copied while a step of so many tokens is computed."""
+        if not self._mean_step_s:
             return sys.maxsize
+        computed_s = self.step_times.prefill_s(tokens, self.max_num_scheduled_tokens)
+        step_s = _HIDING * max(self._mean_step_s, computed_s)
+        hidden = int(step_s / self.transfer_times.out_s(self._block_bytes))
         # Now and then one, or nobody would see that the link has become faster.
-        return int(time.monotonic() - self._copied_out_at > _LOOK_AGAIN_S)
+        return max(hidden, int(time.monotonic() - self._copied_out_at > _LOOK_AGAIN_S))
 
     def _transferred(self, done: Transferred) -> None:
         times = self.transfer_times

@@ -191,7 +191,7 @@ def test_tokens_are_the_same_however_requests_make_room(
     assert engine.scheduler.connector.reader.stats().reduce()["swap_used_bytes"] == 0
 
 
-def test_blocks_are_not_saved_as_they_fill_where_that_takes_longer_than_to_compute_them(
+def test_no_more_blocks_are_saved_as_they_fill_than_are_copied_beside_a_step(
     engine: SchedulingEngine,
 ) -> None:
     scheduler, (prompt,) = engine.scheduler, prompts(9, 1)
