@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-pipeline bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-migrate bench-helr check-batch clean
+.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-pipeline bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-migrate bench-helr bench-rebalance check-batch check-day clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,8 +73,14 @@ bench-migrate: install ## measure how long streams pause when attention heads or
 bench-helr: install ## measure what HELR's division of layers gains over unequal cores
 	@$(PYTHON) -m benchmarks.helr
 
+bench-rebalance: install ## measure what the controller gains while the popularity of models shifts
+	@$(PYTHON) -m benchmarks.rebalance
+
 check-batch: install ## kill the batch lane again and again, and see that each line is answered once
 	@$(PYTHON) -m benchmarks.batch_kill
+
+check-day: install ## twenty minutes of bursts, moves and failures; see that no answer changes
+	@$(PYTHON) -m benchmarks.day --plot docs/day.svg
 
 clean: ## remove caches and build output (delete .venv to start over)
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

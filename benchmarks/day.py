@@ -1,0 +1,335 @@
+"""Do answers stay the same through a day of bursts, failures and moves?
+
+The fleet of :mod:`benchmarks.popularity` under the controller's own rule (``auto``), for twenty
+minutes by default: bursts of one model, of the other, and of both; the controller is killed, the
+lender is killed in the middle of a burst and while it computes heads, an operator orders heads and
+layers away and home again, and takes one order back while it is under way. Every stream's tokens
+are compared with those of the same requests served before by the same engines while nothing was
+lent or moved. Any that differ, or any request that fails, fails the command; so does an operator's
+order that was not carried out.
+
+``--plot FILE`` draws the devices' loads over time, with what happened. The last line of the output
+is one JSON object.
+
+Run it as ``python -m benchmarks.day`` or ``make check-day``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from benchmarks.popularity import (
+    DEVICES,
+    NORTH,
+    SOUTH,
+    Answer,
+    Fleet,
+    Phase,
+    arrivals,
+    load,
+    replay,
+    serve,
+)
+from benchmarks.report import machine, publish
+from loomserve.platform import catalog
+
+RESULTS = Path(__file__).parent / "results"
+SEED = "day"
+LAYERS_AWAY = 10
+_SAMPLE_S = 2.0
+_AT_ONCE = 8
+
+
+def phases(minutes: float, rate: float) -> list[Phase]:
+    """Ten equal parts, the last of which is silent; the lender is idle in those in which it dies,
+    for its own requests would die with it."""
+    both = dict.fromkeys(DEVICES, rate)
+    parts = [
+        both,
+        {**both, NORTH: 10 * rate},
+        both,
+        {**both, SOUTH: 10 * rate},
+        both,
+        {NORTH: 10 * rate},
+        both,
+        {NORTH: 5 * rate, SOUTH: 5 * rate},
+        {NORTH: rate},
+    ]
+    return [Phase(6 * minutes, rates) for rates in parts]
+
+
+@dataclass
+class Day:
+    """What is done to a fleet, and what is seen of it; times in seconds after the day's begin."""
+
+    fleet: Fleet
+    seconds: float
+    began: float = 0.0
+    done: list[dict[str, Any]] = field(default_factory=list)
+    loads: list[dict[str, Any]] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    _over: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def now_s(self) -> float:
+        return time.time() - self.began
+
+    @property
+    def script(self) -> list[tuple[float, str, Callable[[], None]]]:
+        """When (a share of the day), what it is called, and the deed."""
+        heads = {"part": "heads", "amount": 1}
+        layers = {"part": "layers", "amount": LAYERS_AWAY}
+        return [
+            (0.03, "operator orders heads away", lambda: self.move(heads)),
+            (0.07, "operator orders them home", self.bring_home),
+            (0.24, "operator takes an order back", self.change_of_mind),
+            (0.35, "controller is killed", self.kill_controller),
+            (0.43, "operator orders layers away", lambda: self.move(layers)),
+            (0.47, "operator orders them home", self.bring_home),
+            (0.55, "lender is killed", self.kill_lender),
+            (0.83, "operator orders heads away", lambda: self.move(heads)),
+            (0.87, "lender is killed", self.kill_lender),
+        ]
+
+    @contextlib.contextmanager
+    def going_on(self) -> Iterator[None]:
+        """Deeds and samples in threads of their own."""
+        self.began = time.time()
+        threads = [threading.Thread(target=each) for each in (self._act, self._sample)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._over.set()
+            for thread in threads:
+                thread.join()
+
+    def _act(self) -> None:
+        for share, name, deed in self.script:
+            if self._over.wait(max(0.0, share * self.seconds - self.now_s)):
+                self.failed.append(f"{name}: the day was over")
+                continue
+            at_s = self.now_s
+            try:
+                deed()
+            except (TimeoutError, httpx.HTTPError, LookupError, psutil.Error) as error:
+                self.failed.append(f"{name}: {error}")
+            self.done.append({"at_s": at_s, "until_s": self.now_s, "what": name})
+            print(f"{at_s:6.0f} s: {name}, done at {self.now_s:.0f} s", flush=True)
+
+    def _sample(self) -> None:
+        while not self._over.wait(_SAMPLE_S):
+            with contextlib.suppress(httpx.HTTPError):  # the controller is being restarted
+                if loads := self.fleet.loads():
+                    self.loads.append({"at_s": self.now_s, **loads})
+
+    # Deeds
+
+    def move(self, part: Mapping[str, Any]) -> None:
+        """Order it away, and see it go; from now on the controller only advises."""
+        self.fleet.mode("advise")
+        if self._away() is not None:
+            self.bring_home()
+            self.fleet.mode("advise")
+        self._carry_out(self._plan({"back": False, **part}))
+
+    def change_of_mind(self) -> None:
+        """Order heads away, and take the order back as soon as it is under way."""
+        self.fleet.mode("advise")
+        plan = self._plan({"back": False, "part": "heads", "amount": 1})
+        self._apply(plan)
+        self.fleet.post(f"plans/{plan}/abort").raise_for_status()
+        self._wait_for(plan, {"cancelled"})
+        self.fleet.mode("auto")
+
+    def bring_home(self) -> None:
+        """All that is with the lender; the controller acts again.
+
+        Raises:
+            LookupError: nothing is away.
+        """
+        self._free()
+        part = self._away()
+        if part is None:
+            raise LookupError("nothing is away")
+        first, end = part["layers"] or (0, 0)
+        kind = "heads" if part["heads"] else "layers"
+        amount = part["heads"] or end - first
+        self._carry_out(self._plan({"part": kind, "amount": amount, "back": True}))
+        self.fleet.mode("auto")
+
+    def _away(self) -> dict[str, Any] | None:
+        loans = self.fleet.get("lending")["loans"]
+        parts = [each["part"] for each in loans if each["part"]]
+        return parts[0] if parts else None
+
+    def kill_controller(self) -> None:
+        self._kill("loomserve-controller")
+        self.fleet.wait(lambda: self.fleet.get("rebalancing")["mode"] == "auto", 120, "it is back")
+
+    def kill_lender(self) -> None:
+        pid = self.fleet.replica(SOUTH)["pid"]
+        for process in psutil.Process(pid).children(recursive=True):
+            process.kill()
+        self.fleet.wait(
+            lambda: self.fleet.replica(SOUTH)["pid"] != pid, 240, "there is another replica"
+        )
+        self.fleet.wait_ready(240)
+        self.fleet.mode("auto")
+
+    def _kill(self, name: str) -> None:
+        (process,) = (
+            each for each in self.fleet.server.members() if name in " ".join(each.cmdline())
+        )
+        process.kill()
+
+    def _plan(self, part: Mapping[str, Any]) -> str:
+        """Made while no other runs; what is away comes home first."""
+        self._free()
+        action = {
+            "action": "move",
+            "engine": self.fleet.replica(NORTH)["id"],
+            "lender": self.fleet.replica(SOUTH)["id"],
+            **part,
+        }
+        made = self.fleet.post("plans", {"actions": [action], "force": True})
+        if made.is_error:
+            raise LookupError(made.text)
+        return str(made.json()["plan"]["id"])
+
+    def _free(self) -> None:
+        self.fleet.wait(
+            lambda: self.fleet.get("rebalancing")["running"] is None, 300, "no plan is carried out"
+        )
+
+    def _apply(self, plan: str) -> None:
+        answer = self.fleet.post(f"plans/{plan}/apply")
+        if answer.is_error:
+            raise LookupError(answer.text)
+
+    def _carry_out(self, plan: str) -> None:
+        self._apply(plan)
+        self._wait_for(plan, {"done"})
+
+    def _wait_for(self, plan: str, wanted: set[str]) -> None:
+        """
+        Raises:
+            LookupError: it ended otherwise.
+        """
+        ended = {"done", "failed", "cancelled", "replaced"}
+        self.fleet.wait(
+            lambda: self.fleet.get(f"plans/{plan}")["status"] in ended, 300, f"{plan} has ended"
+        )
+        found = self.fleet.get(f"plans/{plan}")
+        if found["status"] not in wanted:
+            raise LookupError(f"{plan} ended as {found['status']}: {found['steps']}")
+
+
+def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Day]:
+    of = phases(args.minutes, args.rate)
+    all_ = load(arrivals(args.trace), of, SEED)
+    model = str(catalog.resolve("demo", Path.cwd()))
+    with Fleet("lending", model, args.port, folder).running(args.start_timeout) as fleet:
+        fleet.lend(False)
+        undisturbed = asyncio.run(replay(fleet.url, all_, SEED, _AT_ONCE))
+        print(f"{len(all_)} requests were served undisturbed", flush=True)
+        fleet.lend(True)
+        fleet.mode("auto")
+        day = Day(fleet, 60 * args.minutes)
+        with day.going_on():
+            answers = asyncio.run(serve(fleet.url, all_, SEED, time.perf_counter()))
+        events = fleet.events(day.began)
+        borrowing = fleet.replica(NORTH)["borrowing"]
+    return {
+        **compared(undisturbed, answers),
+        "what_was_not_done": day.failed,
+        "actions": Counter(
+            f"{event['action'].get('part', event['action']['action'])} {event['kind']}"
+            for event in events
+            if event["action"] is not None and event["kind"] != "begun"
+        ),
+        "broken_loans": borrowing and borrowing["broken"],
+        "done": day.done,
+        "minutes": args.minutes,
+        "rate": args.rate,
+        "runs": 1,
+    }, day
+
+
+def compared(undisturbed: Sequence[Answer], answers: Sequence[Answer]) -> dict[str, Any]:
+    pairs = list(zip(undisturbed, answers, strict=True))
+    different = [one for one, two in pairs if one.tokens != two.tokens]
+    failed = [one.error for pair in pairs for one in pair if one.error]
+    for one in different:
+        print(f"different: {one.asked.model} at {one.asked.at_s:.0f} s", flush=True)
+    return {
+        "requests": len(pairs),
+        "tokens": sum(len(two.tokens) for _, two in pairs),
+        "different_answers": len(different),
+        "failed_requests": len(failed),
+        "failures": failed[:5],
+    }
+
+
+def plot(day: Day, of: Sequence[Phase], file: Path) -> None:
+    import matplotlib as mpl
+
+    # The same figures give the same file.
+    mpl.rcParams["svg.hashsalt"] = "day"
+    mpl.use("svg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
+    for model, device in DEVICES.items():
+        seen = [(each["at_s"] / 60, each[device]) for each in day.loads if device in each]
+        axes.plot(*zip(*seen, strict=True), label=f"{device} ({model})")
+    begin, least = 0.0, of[0].rates[NORTH]
+    for phase in of:
+        popular = [name for name in DEVICES if phase.rates.get(name, 0.0) > 2 * least]
+        if popular:
+            axes.axvspan(begin / 60, (begin + phase.seconds) / 60, color="gray", alpha=0.15)
+            axes.text(begin / 60, axes.get_ylim()[1], f" {' and '.join(popular)}", va="bottom")
+        begin += phase.seconds
+    for number, each in enumerate(day.done):
+        axes.axvline(each["at_s"] / 60, color="black", linewidth=0.7, linestyle=":")
+        axes.text(each["at_s"] / 60, 0.02 + 0.09 * (number % 4), each["what"], fontsize=7)
+    axes.set_xlabel("minutes")
+    axes.set_ylabel("utilisation (compute + memory)")
+    axes.legend(loc="upper right")
+    figure.savefig(file, metadata={"Date": None})
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--rate", type=float, default=0.05, help="of a hot model outside bursts")
+    parser.add_argument("--trace", type=Path, help="an Azure conversation trace, .csv.gz")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the loads (SVG)")
+    parser.add_argument("--port", type=int, default=18_672)
+    parser.add_argument("--start-timeout", type=float, default=600)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        result, day = measure(args, Path(folder))
+    if args.plot:
+        plot(day, phases(args.minutes, args.rate), args.plot)
+    publish("day", {"benchmark": "day", **result, "machine": machine()}, RESULTS)
+    return int(bool(result["different_answers"] or result["failed_requests"] or day.failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
