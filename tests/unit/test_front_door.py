@@ -7,6 +7,8 @@ import hmac
 import json
 import logging
 import re
+import socket
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +22,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loomserve.deployments.front_door import exception_handlers, front_door
+from loomserve.deployments.front_door.body import read_body
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.config import Server
 from loomserve.platform.errors import EngineGone, TooManyRequests
@@ -683,6 +686,27 @@ def test_a_content_length_that_is_no_length_is_400(length: str) -> None:
     reply = _door().ask("POST", headers={"Content-Length": length}, messages=[_never])
     assert (reply.status, reply.rejected) == (400, ["invalid_request"])
     assert "Content-Length" in reply.error["message"]
+
+
+def test_a_body_that_came_while_the_process_had_no_core_is_taken() -> None:
+    async def scenario() -> bytes | None:
+        ours, theirs = socket.socketpair()
+        reader, writer = await asyncio.open_connection(sock=ours)
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": await reader.read(100), "more_body": False}
+
+        reading = asyncio.create_task(read_body(receive, None, max_bytes=100, timeout_s=0.05))
+        await asyncio.sleep(0)
+        theirs.send(b"body")
+        time.sleep(0.2)  # noqa: ASYNC251  # as if another process ran
+        try:
+            return await reading
+        finally:
+            writer.close()
+            theirs.close()
+
+    assert asyncio.run(scenario()) == b"body"
 
 
 def test_a_body_that_does_not_arrive_is_408_and_closes_the_connection() -> None:
