@@ -12,8 +12,15 @@ from loomserve.platform.engine.precision import cpu_dtype
 from loomserve.platform.lending.options import LENDING_CONFIG
 
 BLOCK_TOKENS = 32
-BLOCK_BYTES = 30 * 2 * 3 * 64 * BLOCK_TOKENS * (4 if cpu_dtype() == "float32" else 2)
-"""Of SmolLM2-135M in the number format that this CPU computes in."""
+
+
+def block_bytes(dtype: str) -> int:
+    """Of SmolLM2-135M."""
+    return 30 * 2 * 3 * 64 * BLOCK_TOKENS * (4 if dtype == "float32" else 2)
+
+
+BLOCK_BYTES = block_bytes(cpu_dtype())
+"""In the number format that this CPU computes in."""
 
 
 def offline_engine(

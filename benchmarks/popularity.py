@@ -20,7 +20,7 @@ import httpx
 import openai
 import yaml
 
-from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS
+from benchmarks.engine import BLOCK_TOKENS, block_bytes
 from benchmarks.servers import Server
 from benchmarks.workload import (
     Arrival,
@@ -78,7 +78,7 @@ class Answer:
         return (self.times[-1] - self.times[0]) / (len(self.tokens) - 1)
 
 
-def config(kind: str, model: str, port: int) -> dict[str, Any]:
+def config(kind: str, model: str, port: int, dtype: str) -> dict[str, Any]:
     """Of a platform.
 
     Args:
@@ -87,6 +87,7 @@ def config(kind: str, model: str, port: int) -> dict[str, Any]:
             the same, or one prefills and one decodes.
         model: a name or folder.
         port: that it listens on.
+        dtype: as vLLM names it; in ``float32`` tokens do not depend on who shares a batch.
     """
     engine = {
         "max_model_len": CONTEXT,
@@ -94,6 +95,7 @@ def config(kind: str, model: str, port: int) -> dict[str, Any]:
         "max_num_seqs": PLACES,
         "block_size": BLOCK_TOKENS,
         "enforce_eager": True,
+        "dtype": dtype,
     }
     lending = kind == "lending"
     models: list[dict[str, Any]] = []
@@ -105,13 +107,13 @@ def config(kind: str, model: str, port: int) -> dict[str, Any]:
             "source": model,
             "devices": [device] if lending else sorted(DEVICES.values()),
             "replicas": replicas,
-            "kv_cache_memory": blocks * BLOCK_BYTES,
+            "kv_cache_memory": blocks * block_bytes(dtype),
             "engine": engine,
         }
         if lending:
             # What is in the store has whole blocks, and so keeps its heads and layers.
             of["kvstore"] = False
-            most = LENT_BLOCKS * BLOCK_BYTES
+            most = LENT_BLOCKS * block_bytes(dtype)
             of["lending"] = (
                 {"borrow_memory": most, "lenders": [SOUTH], "patience_ms": 5000}
                 if name == NORTH
@@ -142,10 +144,11 @@ def config(kind: str, model: str, port: int) -> dict[str, Any]:
 class Fleet:
     """A running platform and its admin API."""
 
-    def __init__(self, kind: str, model: str, port: int, folder: Path) -> None:
+    def __init__(self, kind: str, model: str, port: int, folder: Path, dtype: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.config = folder / "config.yaml"
-        self.config.write_text(yaml.safe_dump(config(kind, model, port), sort_keys=False))
+        written = config(kind, model, port, dtype)
+        self.config.write_text(yaml.safe_dump(written, sort_keys=False))
         executable = str(Path(sys.executable).parent / "loomserve")
         self._command = executable
         self.server = Server(
@@ -190,7 +193,7 @@ class Fleet:
         """
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            with contextlib.suppress(httpx.HTTPError):
+            with contextlib.suppress(httpx.HTTPError, LookupError):
                 if done():
                     return
             time.sleep(1)
@@ -228,10 +231,15 @@ class Fleet:
         return [event for event in reversed(newest_first) if event["at"] >= since]
 
     def replica(self, model: str) -> dict[str, Any]:
-        """The state of a model's only replica."""
-        (of,) = (each for each in self.get("state")["models"] if each["name"] == model)
-        (replica,) = of["replicas"]
-        return dict(replica)
+        """The state of a model's only replica.
+
+        Raises:
+            LookupError: there is none now.
+        """
+        for each in self.get("state")["models"]:
+            if each["name"] == model and each["replicas"]:
+                return dict(each["replicas"][0])
+        raise LookupError(f"{model} has no replica")
 
 
 def arrivals(trace: Path | None) -> list[Arrival]:

@@ -49,6 +49,7 @@ from benchmarks.popularity import (
 )
 from benchmarks.report import Spread, machine, percentile, publish
 from loomserve.platform import catalog
+from loomserve.platform.engine.precision import cpu_dtype
 
 RESULTS = Path(__file__).parent / "results"
 WATCHED = ("static", "lent", "auto")
@@ -231,7 +232,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         runs[arm].append(run(fleet, arm, load(trace, of, str(number)), str(number), bursts(of)))
         say(number, arm, runs[arm][-1])
 
-    with Fleet("lending", model, args.port, folder / "lending").running(
+    with Fleet("lending", model, args.port, folder / "lending", cpu_dtype()).running(
         args.start_timeout
     ) as fleet:
         slo = idle(fleet, trace)
@@ -245,7 +246,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 found.append(run(fleet, arm, calm, f"{number}/steady", [(0.0, args.burst_s)]))
                 say(number, f"{arm}, steady", found[-1])
     for kind in [arm for arm in args.arms if arm not in WATCHED]:
-        with Fleet(kind, model, args.port, folder / kind).running(args.start_timeout) as fleet:
+        with Fleet(kind, model, args.port, folder / kind, cpu_dtype()).running(
+            args.start_timeout
+        ) as fleet:
             for number in range(args.runs):
                 whole(fleet, number, kind)
     return figures(args, runs, steady, slo, of)
