@@ -200,7 +200,7 @@ def test_batches_are_runs_of_the_order_of_deadlines_missed_and_absent_ones_last(
         due = [one.deadline_s for one in order if one.deadline_s and one.deadline_s > NOW]
         assert due == sorted(due)
         # The patience with those that have none ends 600 s after their arrival.
-        recent = [one for one in order if one.arrived_s >= NOW - 200]
+        recent = [one for one in order if one.arrived_s > NOW - 200]
         still = [one.deadline_s is not None and one.deadline_s > NOW for one in recent]
         assert still == sorted(still, reverse=True)
 

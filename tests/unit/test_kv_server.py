@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+import psutil
 import pytest
 import zmq
 
@@ -347,6 +348,8 @@ def test_a_store_that_hangs_costs_short_waits_and_is_used_again(plan: StorePlan)
     engine.save(chain("a", 3))
     engine.client._timeout_ms = 100
     os.kill(process.pid, signal.SIGSTOP)
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
     try:
         begin = time.monotonic()
         for _ in range(1000):
@@ -374,7 +377,8 @@ def killed(process: multiprocessing.process.BaseProcess) -> None:
 
 def start_child(plan: StorePlan) -> multiprocessing.process.BaseProcess:
     here, there = SPAWN.Pipe()
-    process = SPAWN.Process(target=serve_until_killed, args=(plan, there))
+    # A daemon: a test that fails must not keep its store, for whose end pytest would wait.
+    process = SPAWN.Process(target=serve_until_killed, args=(plan, there), daemon=True)
     process.start()
     assert here.recv() == "up"
     return process
