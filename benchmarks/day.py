@@ -144,41 +144,30 @@ class Day:
     def move(self, part: Mapping[str, Any]) -> None:
         """Order it away, and see it go; from now on the controller only advises."""
         self.fleet.mode("advise")
-        if self._away() is not None:
-            self.bring_home()
-            self.fleet.mode("advise")
-        self._carry_out(self._plan({"back": False, **part}))
+        self.fleet.bring_home()
+        self.fleet.carry_out({"back": False, **part})
 
     def change_of_mind(self) -> None:
         """Order heads away, and take the order back as soon as it is under way."""
         self.fleet.mode("advise")
-        plan = self._plan({"back": False, "part": "heads", "amount": 1})
-        self._apply(plan)
+        plan = self.fleet.plan({"back": False, "part": "heads", "amount": 1})
+        self.fleet.apply(plan)
         self.fleet.post(f"plans/{plan}/abort").raise_for_status()
-        self._wait_for(plan, {"cancelled"})
+        self.fleet.ended(plan, "cancelled")
         self.fleet.mode("auto")
 
     def bring_home(self) -> None:
-        """All that is with the lender, if it has not come home by itself; the controller acts
-        again."""
-        self._free()
-        part = self._away()
-        if part is None:
-            self.fleet.mode("auto")
-            return
-        first, end = part["layers"] or (0, 0)
-        kind = "heads" if part["heads"] else "layers"
-        amount = part["heads"] or end - first
-        self._carry_out(self._plan({"part": kind, "amount": amount, "back": True}))
+        """The controller acts again."""
+        self.fleet.bring_home()
         self.fleet.mode("auto")
 
-    def _away(self) -> dict[str, Any] | None:
-        loans = self.fleet.get("lending")["loans"]
-        parts = [each["part"] for each in loans if each["part"]]
-        return parts[0] if parts else None
-
     def kill_controller(self) -> None:
-        self._kill("loomserve-controller")
+        (process,) = (
+            each
+            for each in self.fleet.server.members()
+            if "loomserve-controller" in " ".join(each.cmdline())
+        )
+        process.kill()
         self.fleet.wait(lambda: self.fleet.get("rebalancing")["mode"] == "auto", 120, "it is back")
 
     def kill_lender(self) -> None:
@@ -190,53 +179,6 @@ class Day:
         )
         self.fleet.wait_ready(240)
         self.fleet.mode("auto")
-
-    def _kill(self, name: str) -> None:
-        (process,) = (
-            each for each in self.fleet.server.members() if name in " ".join(each.cmdline())
-        )
-        process.kill()
-
-    def _plan(self, part: Mapping[str, Any]) -> str:
-        """Made while no other runs; what is away comes home first."""
-        self._free()
-        action = {
-            "action": "move",
-            "engine": self.fleet.replica(NORTH)["id"],
-            "lender": self.fleet.replica(SOUTH)["id"],
-            **part,
-        }
-        made = self.fleet.post("plans", {"actions": [action], "force": True})
-        if made.is_error:
-            raise LookupError(made.text)
-        return str(made.json()["plan"]["id"])
-
-    def _free(self) -> None:
-        self.fleet.wait(
-            lambda: self.fleet.get("rebalancing")["running"] is None, 300, "no plan is carried out"
-        )
-
-    def _apply(self, plan: str) -> None:
-        answer = self.fleet.post(f"plans/{plan}/apply")
-        if answer.is_error:
-            raise LookupError(answer.text)
-
-    def _carry_out(self, plan: str) -> None:
-        self._apply(plan)
-        self._wait_for(plan, {"done"})
-
-    def _wait_for(self, plan: str, wanted: set[str]) -> None:
-        """
-        Raises:
-            LookupError: it ended otherwise.
-        """
-        ended = {"done", "failed", "cancelled", "replaced"}
-        self.fleet.wait(
-            lambda: self.fleet.get(f"plans/{plan}")["status"] in ended, 300, f"{plan} has ended"
-        )
-        found = self.fleet.get(f"plans/{plan}")
-        if found["status"] not in wanted:
-            raise LookupError(f"{plan} ended as {found['status']}: {found['steps']}")
 
 
 def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Day]:

@@ -10,6 +10,7 @@ from typing import Any
 from loomserve.platform import catalog
 from loomserve.platform.engine.precision import cpu_dtype
 from loomserve.platform.lending.options import LENDING_CONFIG
+from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 
 BLOCK_TOKENS = 32
 
@@ -49,17 +50,29 @@ def offline_engine(
     )
 
 
-def lending_engine(core: int, blocks: int, lending: dict[str, Any], **options: Any) -> Any:
-    """One that lends or borrows, with so many KV blocks, of which one is vLLM's placeholder."""
-    return offline_engine(
+def demo_lending_engine(core: int, blocks: int, lending: dict[str, Any], **options: Any) -> Any:
+    """Of the demo model, with so many KV blocks, of which one is vLLM's placeholder."""
+    return lending_engine(
         str(catalog.resolve("demo", Path.cwd())),
-        None,
+        lending,
+        {"queue": "fcfs"},
         core=core % (os.cpu_count() or 1),
         kv_cache_memory_bytes=blocks * BLOCK_BYTES,
+        **options,
+    )
+
+
+def lending_engine(
+    model: str, lending: dict[str, Any], scheduling: dict[str, Any], **options: Any
+) -> Any:
+    """One that lends or borrows, by ``LendingOptions``, and schedules by ``SchedulerOptions``."""
+    return offline_engine(
+        model,
+        None,
         worker_cls="loomserve.platform.engine.woven_worker.WovenWorker",
         scheduler_cls="loomserve.platform.engine.lending.make_scheduler",
         distributed_executor_backend="loomserve.platform.engine.executor.PatientExecutor",
-        additional_config={"loomserve": {"queue": "fcfs"}, LENDING_CONFIG: lending},
+        additional_config={ADDITIONAL_CONFIG: scheduling, LENDING_CONFIG: lending},
         **options,
     )
 

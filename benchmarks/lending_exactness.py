@@ -21,7 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, call_loans, lending_engine
+from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, call_loans, demo_lending_engine
 from benchmarks.report import machine, publish
 
 RESULTS = Path(__file__).parent / "results"
@@ -50,7 +50,7 @@ def mixed(count: int, seed: int) -> list[Asked]:
 
 def engine(core: int, blocks: int, **lending: Any) -> Any:
     limits = {"max_model_len": 512, "max_num_seqs": 16, "max_num_batched_tokens": 128}
-    return lending_engine(core, blocks, lending, **limits)
+    return demo_lending_engine(core, blocks, lending, **limits)
 
 
 def answers(

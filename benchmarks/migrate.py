@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, call_loans, lending_engine
+from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, call_loans, demo_lending_engine
 from benchmarks.report import Spread, machine, percentile, publish
 
 RESULTS = Path(__file__).parent / "results"
@@ -56,7 +56,7 @@ class Move(NamedTuple):
 
 def engine(core: int, blocks: int, context: int, **lending: Any) -> Any:
     limits = {"max_model_len": context, "max_num_seqs": 32, "max_num_batched_tokens": 512}
-    return lending_engine(core, blocks, lending, **limits)
+    return demo_lending_engine(core, blocks, lending, **limits)
 
 
 class Pair:

@@ -25,14 +25,11 @@ from benchmarks.servers import Server
 from benchmarks.workload import (
     Arrival,
     PrefixRequest,
-    azure,
-    azure_like,
-    scaled_down,
+    brief_conversations,
     window,
 )
 
 CONTEXT = 256
-PROMPT_SCALE, OUTPUT_SCALE = 24, 2
 NORTH, SOUTH = "north", "south"
 DEVICES = {NORTH: "core0", SOUTH: "core1"}
 OWN_BLOCKS, LENDER_BLOCKS, LENT_BLOCKS = 16, 128, 80
@@ -217,6 +214,64 @@ class Fleet:
             "a loan is open" if enabled else "the loan has ended",
         )
 
+    def part_away(self) -> dict[str, Any] | None:
+        """The heads or layers that are with the lender."""
+        loans = self.get("lending")["loans"]
+        return next((loan["part"] for loan in loans if loan["part"]), None)
+
+    def idle(self) -> None:
+        """Return once no plan is carried out."""
+        self.wait(lambda: self.get("rebalancing")["running"] is None, 300, "no plan is carried out")
+
+    def plan(self, move: Mapping[str, Any]) -> str:
+        """A plan with this one move between the two models, made while no other is carried out.
+
+        Raises:
+            LookupError: it was refused.
+        """
+        self.idle()
+        engines = {"engine": self.replica(NORTH)["id"], "lender": self.replica(SOUTH)["id"]}
+        actions = [{"action": "move", **engines, **move}]
+        return str(self._accepted("plans", {"actions": actions, "force": True})["plan"]["id"])
+
+    def apply(self, plan: str) -> None:
+        """
+        Raises:
+            LookupError: it was refused.
+        """
+        self._accepted(f"plans/{plan}/apply")
+
+    def _accepted(self, path: str, body: object = None) -> Any:
+        answer = self.post(path, body)
+        if answer.is_error:
+            raise LookupError(answer.text)
+        return answer.json()
+
+    def ended(self, plan: str, wanted: str) -> None:
+        """Return once it has.
+
+        Raises:
+            LookupError: it ended otherwise.
+        """
+        ends = {"done", "failed", "cancelled", "replaced"}
+        self.wait(lambda: self.get(f"plans/{plan}")["status"] in ends, 300, f"{plan} has ended")
+        found = self.get(f"plans/{plan}")
+        if found["status"] != wanted:
+            raise LookupError(f"{plan} ended as {found['status']}: {found['steps']}")
+
+    def carry_out(self, move: Mapping[str, Any]) -> None:
+        plan = self.plan(move)
+        self.apply(plan)
+        self.ended(plan, "done")
+
+    def bring_home(self) -> None:
+        """All that is with the lender, unless it has come home by itself."""
+        self.idle()
+        if (part := self.part_away()) is not None:
+            first, end = part["layers"] or (0, 0)
+            kind, amount = ("heads", part["heads"]) if part["heads"] else ("layers", end - first)
+            self.carry_out({"part": kind, "amount": amount, "back": True})
+
     def mode(self, mode: str) -> None:
         self.put("rebalancing", {"mode": mode})
 
@@ -243,11 +298,7 @@ class Fleet:
 
 
 def arrivals(trace: Path | None) -> list[Arrival]:
-    """Of the Azure conversation trace, or of requests like its own, for so small a context."""
-    whole = azure(trace) if trace else azure_like("conversation", requests=4000, seed="t")
-    return scaled_down(
-        whole, CONTEXT - BLOCK_TOKENS, prompt_scale=PROMPT_SCALE, output_scale=OUTPUT_SCALE
-    )
+    return brief_conversations(trace, CONTEXT, requests=4000)
 
 
 def load(trace: Sequence[Arrival], phases: Sequence[Phase], seed: str) -> list[Asked]:

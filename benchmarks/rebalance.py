@@ -12,10 +12,10 @@ after a rest the other does. The same requests go to each arm in turn:
 Then a steady load, the rate before the burst, goes to ``static`` and ``auto``.
 
 Throughput is output tokens a second within the bursts; ``serving`` from the first one's begin to
-the last answer's end, which an open loop sets unless an arm falls behind. Goodput
-counts requests by their first token within ``SLO`` times what the idle static fleet takes, and
-likewise their time per token. An oscillation is an action that undoes one of the same phase. The
-last line of the output is one JSON object.
+the last answer's end, which an open loop sets unless an arm falls behind. Goodput counts requests
+by their first token within ``SLO`` times what the idle static fleet takes, and likewise their time
+per token. An oscillation is an action that undoes one of the same phase. The last line of the
+output is one JSON object.
 
 Run it as ``python -m benchmarks.rebalance`` or ``make bench-rebalance``.
 """
@@ -163,9 +163,12 @@ def settled_s(moves: Sequence[Mapping[str, Any]], of: Sequence[Phase]) -> list[f
 
 
 def run(
-    fleet: Fleet, arm: str, all_: Sequence[Asked], seed: str, bursts: Sequence[tuple[float, float]]
+    fleet: Fleet, arm: str, all_: Sequence[Asked], seed: str, counted: Sequence[tuple[float, float]]
 ) -> Run:
     """
+    Args:
+        counted: begin and end of the time whose throughput counts, after the load's begin.
+
     Raises:
         RuntimeError: a request failed.
     """
@@ -183,32 +186,11 @@ def run(
             if event["kind"] == "done"
         ]
         fleet.mode("advise")
-        bring_home(fleet)
+        # The next arm begins where this one did.
+        fleet.bring_home()
     if failed := [one.error for one in answers if one.error]:
         raise RuntimeError(f"{arm}: {len(failed)} requests failed, such as {failed[0]}")
-    return Run(answers, [(begin + start, begin + end) for start, end in bursts], moves)
-
-
-def bring_home(fleet: Fleet) -> None:
-    """What a controller has moved: the next arm begins where this one did."""
-
-    def settled() -> bool:
-        return fleet.get("rebalancing")["running"] is None
-
-    fleet.wait(settled, 180, "the last plan has ended")
-    for loan in fleet.get("lending")["loans"]:
-        if loan["part"] is None:
-            continue
-        kind = "heads" if loan["part"]["heads"] else "layers"
-        first, end = loan["part"]["layers"] or (0, 0)
-        action = {
-            "action": "move", "part": kind, "back": True,
-            "engine": loan["borrower_replica"], "lender": loan["lender_replica"],
-            "amount": loan["part"]["heads"] or end - first,
-        }  # fmt: skip
-        made = fleet.post("plans", {"actions": [action], "force": True}).raise_for_status().json()
-        fleet.post(f"plans/{made['plan']['id']}/apply").raise_for_status()
-        fleet.wait(settled, 180, "parts have come home")
+    return Run(answers, [(begin + start, begin + end) for start, end in counted], moves)
 
 
 def idle(fleet: Fleet, trace: Any) -> Slo:

@@ -40,9 +40,7 @@ from benchmarks.report import Spread, machine, percentile, publish
 from benchmarks.workload import (
     Arrival,
     PrefixRequest,
-    azure,
-    azure_like,
-    scaled_down,
+    brief_conversations,
     window,
 )
 from loomserve.platform import catalog
@@ -52,7 +50,6 @@ from loomserve.platform.lending.options import LENDING_CONFIG
 RESULTS = Path(__file__).parent / "results"
 CONTEXT = 512
 STEP_TOKENS = 256
-PROMPT_SCALE, OUTPUT_SCALE = 24, 2
 COLD_SHARE = 0.1
 WOVEN = ("steps", "operators", "parts")
 ARMS = ("dedicated", *WOVEN, "local", "multiplexed")
@@ -352,11 +349,7 @@ def _ratios(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
 
 
 def arrivals(trace: Path | None) -> list[Arrival]:
-    """Of the Azure conversation trace, or of requests like its own."""
-    whole = azure(trace) if trace else azure_like("conversation", requests=2000, seed="t")
-    return scaled_down(
-        whole, CONTEXT - BLOCK_TOKENS, prompt_scale=PROMPT_SCALE, output_scale=OUTPUT_SCALE
-    )
+    return brief_conversations(trace, CONTEXT, requests=2000)
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -238,6 +238,14 @@ def scaled_down(
     return [one for one in scaled if one.prompt_tokens + one.output_tokens <= context]
 
 
+def brief_conversations(trace: Path | None, context: int, *, requests: int) -> list[Arrival]:
+    """The Azure conversation trace, or so many requests like its own, with prompts divided by 24
+    and outputs by 2: for engines that compute a prompt's token in an eighth of a decode step, and
+    have ``context`` tokens with a block to spare."""
+    whole = azure(trace) if trace else azure_like("conversation", requests=requests, seed="t")
+    return scaled_down(whole, context - BLOCK_TOKENS, prompt_scale=24, output_scale=2)
+
+
 def window(
     arrivals: Sequence[Arrival], *, requests: int, rate: float, seed: str
 ) -> list[PrefixRequest]:

@@ -215,8 +215,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         if self.options.queue != "deadline":
             return 0.0
         to_compute = request.num_tokens - done
-        chunk = self.max_num_scheduled_tokens
-        prefill_s = self.step_times.prefill_s(to_compute, chunk) if to_compute > 1 else 0.0
+        prefill_s = self._prefill_s(to_compute) if to_compute > 1 else 0.0
         to_generate: int = answer - request.num_output_tokens
         return prefill_s + to_generate * self._token_s
 
@@ -344,7 +343,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
             return False
         size = len(blocks) * self._block_bytes
         unsaved = self._reader.unsaved_blocks(request, tokens) * self._block_bytes
-        recompute_s = self.step_times.prefill_s(tokens, self.max_num_scheduled_tokens)
+        recompute_s = self._prefill_s(tokens)
         swap_s = self.transfer_times.out_s(unsaved) + self.transfer_times.in_s(size)
         free = self.options.swap_bytes - self._swap_used()
         if self._way_out(Victim(size, swap_s, recompute_s), free) is not Way.SWAP:
@@ -368,17 +367,18 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
 
     # What it costs
 
+    def _prefill_s(self, tokens: int) -> float:
+        return self.step_times.prefill_s(tokens, self.max_num_scheduled_tokens)
+
     def _worth_loading(self, tokens: int) -> bool:
         size = self._blocks_for(tokens) * self._block_bytes
-        chunk = self.max_num_scheduled_tokens
-        return self.transfer_times.in_s(size) < self.step_times.prefill_s(tokens, chunk)
+        return self.transfer_times.in_s(size) < self._prefill_s(tokens)
 
     def _early_blocks(self, tokens: int) -> int:
         """As many as are copied while a step of so many tokens is computed."""
         if not self._mean_step_s:
             return sys.maxsize
-        computed_s = self.step_times.prefill_s(tokens, self.max_num_scheduled_tokens)
-        step_s = _HIDING * max(self._mean_step_s, computed_s)
+        step_s = _HIDING * max(self._mean_step_s, self._prefill_s(tokens))
         hidden = int(step_s / self.transfer_times.out_s(self._block_bytes))
         # Now and then one, or nobody would see that the link has become faster.
         return max(hidden, int(time.monotonic() - self._copied_out_at > _LOOK_AGAIN_S))

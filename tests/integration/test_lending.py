@@ -17,34 +17,27 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.engine import offline_engine
+from benchmarks import engine as engines
+from benchmarks.engine import BLOCK_TOKENS, block_bytes, call_loans
 from loomserve.platform import catalog
-from loomserve.platform.lending.options import LENDING_CONFIG
 from loomserve.platform.lending.ring import Ring, RingStats
 
 pytestmark = pytest.mark.engine
 
-OWN_BLOCKS, BLOCK_TOKENS = 24, 32
-DEMO_BLOCK_BYTES = 30 * 2 * 3 * 64 * BLOCK_TOKENS * 4
+OWN_BLOCKS = 24
+DEMO_BLOCK_BYTES = block_bytes("float32")
 _names = itertools.count()
 
 
-def lending_engine(model: str, **options: Any) -> Any:
-    lending = options.pop("lending")
-    return offline_engine(
+def lending_engine(model: str, *, lending: dict[str, Any], **options: Any) -> Any:
+    return engines.lending_engine(
         model,
-        None,
+        lending,
+        {"queue": "fair", "preemption": "recompute"},
         dtype="float32",
         max_model_len=512,
         max_num_seqs=16,
         max_num_batched_tokens=128,
-        worker_cls="loomserve.platform.engine.woven_worker.WovenWorker",
-        scheduler_cls="loomserve.platform.engine.lending.make_scheduler",
-        distributed_executor_backend="loomserve.platform.engine.executor.PatientExecutor",
-        additional_config={
-            "loomserve": {"queue": "fair", "preemption": "recompute"},
-            LENDING_CONFIG: lending,
-        },
         **options,
     )
 
@@ -57,7 +50,7 @@ class Pair:
     cold: Any
 
     def call(self, engine: Any, method: str, *args: Any) -> Any:
-        return engine.collective_rpc(f"loans.{method}", args=args)[0]
+        return call_loans(engine, method, *args)
 
     @contextmanager
     def loan(self) -> Iterator[Callable[[], RingStats]]:
