@@ -25,6 +25,14 @@ TOKENS_A_BLOCK = 32
 def separated(platform: Platform) -> Iterator[Platform]:
     """The hot model's replica on core0 prefills, that on core1 decodes."""
     set_roles(platform, core0="prefill", core1="decode")
+
+    def handed_over() -> bool:
+        before = handoffs(platform, "continued")
+        ask(platform, new_prompt(), max_tokens=2)
+        return handoffs(platform, "continued") > before
+
+    # On a busy machine reports and routing statistics take their time to go round.
+    wait_for(handed_over, 60)
     yield platform
     set_roles(platform, core0="unified", core1="unified")
 
@@ -70,7 +78,7 @@ def handoffs(platform: Platform, outcome: str) -> float:
 def hands_over(platform: Platform, outcome: str, times: int = 1) -> Iterator[None]:
     before = handoffs(platform, outcome)
     yield
-    wait_for(lambda: handoffs(platform, outcome) == before + times, 10)
+    wait_for(lambda: handoffs(platform, outcome) >= before + times, 30)
 
 
 def test_an_answer_is_the_same_whoever_computes_its_prompt(separated: Platform) -> None:
