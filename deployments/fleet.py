@@ -40,8 +40,9 @@ from loomserve.platform.state import (
     ReplicaState,
 )
 
-# Three reports missed in a row: the replica is gone or hangs, and must not count as an answer.
-REPORT_EXPIRES_S = 7.0
+# Four reports missed in a row: the replica is gone or hangs, and must not count as an answer. Less
+# would take one for gone whose machine is merely busy, as while three engines start there.
+REPORT_EXPIRES_S = 10.0
 
 
 @dataclass
