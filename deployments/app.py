@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
@@ -80,38 +81,51 @@ def _kv_bytes_of_a_worker(spec: EngineSpec) -> int:
     return spec.model.kv_cache_memory * max(layers) // sum(layers)
 
 
+def _engine_options(spec: EngineSpec) -> dict[str, Any]:
+    return {
+        "kv_cache_memory_bytes": _kv_bytes_of_a_worker(spec),
+        "pipeline_parallel_size": max(1, len(spec.stage_layers)),
+        **(_cpu_options() if spec.devices[0].kind == "cpu" else {}),
+        "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
+        **spec.model.engine,
+        **(_lending_options() if spec.lending else {}),
+        "additional_config": {
+            **spec.model.engine.get("additional_config", {}),
+            ADDITIONAL_CONFIG: spec.scheduling.model_dump(),
+            **({LENDING_CONFIG: spec.lending.model_dump()} if spec.lending else {}),
+        },
+        **({"kv_transfer_config": store} if (store := spec.kv_transfer_config) else {}),
+    }
+
+
+def _environment(spec: EngineSpec, engine_options: Mapping[str, Any]) -> dict[str, str]:
+    """Of an engine's processes."""
+    of_engine = {
+        "VLLM_MAX_N_SEQUENCES": _MAX_SEQUENCES_PER_REQUEST,
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # Ray would hide all GPUs from an actor that asks it for none.
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    if spec.devices[0].kind == "cpu" and engine_options.get("enforce_eager"):
+        # vLLM compiles the ranks of log probabilities all the same, with g++, within the first
+        # step that asks for them: all streams stand still for ten to twenty seconds.
+        of_engine["TORCHDYNAMO_DISABLE"] = "1"
+    return of_engine
+
+
 def _llm_config(spec: EngineSpec) -> LLMConfig:
+    engine_options = _engine_options(spec)
     return LLMConfig(
         model_loading_config={"model_id": spec.model.name, "model_source": spec.path},
         # "cpu" means here: no GPU resources of Ray's, vLLM's own process executor. The replica
         # binds the engine to its device itself, so that several models can share one.
         accelerator_config={"kind": "cpu"},
-        engine_kwargs={
-            "kv_cache_memory_bytes": _kv_bytes_of_a_worker(spec),
-            "pipeline_parallel_size": max(1, len(spec.stage_layers)),
-            **(_cpu_options() if spec.devices[0].kind == "cpu" else {}),
-            "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
-            **spec.model.engine,
-            **(_lending_options() if spec.lending else {}),
-            "additional_config": {
-                **spec.model.engine.get("additional_config", {}),
-                ADDITIONAL_CONFIG: spec.scheduling.model_dump(),
-                **({LENDING_CONFIG: spec.lending.model_dump()} if spec.lending else {}),
-            },
-            **({"kv_transfer_config": store} if (store := spec.kv_transfer_config) else {}),
-        },
+        engine_kwargs=engine_options,
         log_engine_metrics=False,
         # The catalog has put local models in place, and vLLM fetches hub models itself; Ray's own
         # step would start one more process that imports vLLM, for nothing.
         callback_config={"callback_class": "loomserve.deployments.engine_server.NoNodeInit"},
-        runtime_env={
-            "env_vars": {
-                "VLLM_MAX_N_SEQUENCES": _MAX_SEQUENCES_PER_REQUEST,
-                "VLLM_NO_USAGE_STATS": "1",
-                "VLLM_LOGGING_LEVEL": "WARNING",
-                "VLLM_USE_V2_MODEL_RUNNER": "0",
-                # Ray would hide all GPUs from an actor that asks it for none.
-                "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-            }
-        },
+        runtime_env={"env_vars": _environment(spec, engine_options)},
     )
