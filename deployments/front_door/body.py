@@ -11,7 +11,7 @@ from loomserve.platform.errors import BadRequest, BodyTooLarge, RequestTimeout
 METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 # More digits are no length anybody means, and Python refuses to convert thousands of them.
 _MAX_LENGTH_DIGITS = 18
-_LOOK_S = 0.1
+_LOOKS = 20
 
 
 async def read_body(
@@ -22,14 +22,14 @@ async def read_body(
     Raises:
         BadRequest: Content-Length is not a length.
         BodyTooLarge: the body is longer than ``max_bytes``, declared or counted.
-        RequestTimeout: the body was not here after ``timeout_s`` seconds.
+        RequestTimeout: the body was not here after ``timeout_s`` seconds. However many of them this
+            process had no core, they count as one look: the client may have had none either.
     """
     _check_length(content_length, max_bytes)
     collecting = asyncio.ensure_future(_collect(receive, max_bytes))
     try:
-        # The second: what came in time may not have been looked at, if this process had no core.
-        for seconds in (timeout_s, _LOOK_S):
-            done, _ = await asyncio.wait({collecting}, timeout=seconds)
+        for _ in range(_LOOKS):
+            done, _ = await asyncio.wait({collecting}, timeout=timeout_s / _LOOKS)
             if done:
                 return collecting.result()
     finally:
