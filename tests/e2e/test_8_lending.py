@@ -16,7 +16,6 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-import yaml
 
 from tests.e2e.conftest import Platform
 from tests.e2e.test_3_admin import model_state, wait_for
@@ -54,23 +53,18 @@ TOKENS = 120
 
 
 @pytest.fixture(scope="module")
-def lending(platform: Platform) -> Iterator[Platform]:
-    """The platform with these two models instead of its own, for which there is no memory."""
-    own = yaml.safe_load((platform.log.parent / "config.yaml").read_text())["models"]
-    serve_instead(platform, [COLD_MODEL, HOT_MODEL])
-    yield platform
-    serve_instead(platform, own)
-
-
-def serve_instead(platform: Platform, new: list[dict[str, Any]]) -> None:
+def lending(platform: Platform) -> Platform:
+    """The platform with these two models instead of its own, for which there is no memory; they do
+    not come back, so this file is the last."""
     with platform.admin() as admin:
         for model in platform.state()["models"]:
             admin.delete(f"/admin/v1/models/{model['name']}").raise_for_status()
         wait_for(lambda: not platform.state()["models"], 120)
-        for model in new:
+        for model in (COLD_MODEL, HOT_MODEL):
             admin.post("/admin/v1/models", json=model).raise_for_status()
-    for model in new:
-        wait_for(lambda name=model["name"]: status(platform, name) == "ready", 240)
+    for name in (LENDER, BORROWER):
+        wait_for(lambda name=name: status(platform, name) == "ready", 240)
+    return platform
 
 
 def status(platform: Platform, name: str) -> str | None:

@@ -1,4 +1,5 @@
-"""One real vLLM engine with the KV store behind it, shared by all tests: a start costs 25 s."""
+"""Real vLLM engines that tests share, one with the KV store, two of which one lends: a start
+costs 25 s."""
 
 from __future__ import annotations
 
@@ -17,6 +18,14 @@ from loomserve.kvstore.client import StoreClient
 from loomserve.kvstore.protocol import Done, Flush, Inspect, Usage
 from loomserve.kvstore.server import StoreServer
 from loomserve.platform import catalog
+from tests.integration.lending_pair import (
+    DEMO_BLOCK_BYTES,
+    OWN_BLOCKS,
+    Pair,
+    answers,
+    lending_engine,
+    prompts,
+)
 
 
 @dataclass
@@ -110,3 +119,33 @@ def stored_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEn
     del engine.llm
     engine.stop_store()
     plan.arena.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="session", name="pair")
+def _pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    model = str(catalog.resolve("demo", tmp_path_factory.mktemp("model")))
+    lent = 3 * OWN_BLOCKS
+    hot = lending_engine(
+        model,
+        kv_cache_memory_bytes=OWN_BLOCKS * DEMO_BLOCK_BYTES,
+        # A busy machine's lender is slow, and must not lose the loan for it.
+        lending={
+            "borrow_bytes": lent * DEMO_BLOCK_BYTES,
+            "placement": "ratio",
+            "patience_ms": 3000,
+        },
+    )
+    cold = lending_engine(
+        model,
+        kv_cache_memory_bytes=(OWN_BLOCKS + lent) * DEMO_BLOCK_BYTES,
+        core=1 % (os.cpu_count() or 1),
+        lending={"lend_bytes": lent * DEMO_BLOCK_BYTES},
+    )
+    yield Pair(hot, cold)
+    del hot, cold
+
+
+@pytest.fixture(scope="session", name="alone")
+def _alone(pair: Pair) -> list[list[int]]:
+    """What the hot engine answers without a lender, through preemptions."""
+    return answers(pair.hot, prompts(1, 16))

@@ -2,130 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import random
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import engine as engines
-from benchmarks.engine import BLOCK_TOKENS, block_bytes, call_loans
-from loomserve.platform import catalog
-from loomserve.platform.lending.ring import Ring, RingStats
+from benchmarks.engine import BLOCK_TOKENS
+from tests.integration.lending_pair import Pair, answers, begin, lending_engine, outputs, prompts
 
 pytestmark = pytest.mark.engine
-
-OWN_BLOCKS = 24
-DEMO_BLOCK_BYTES = block_bytes("float32")
-_names = itertools.count()
-
-
-def lending_engine(model: str, *, lending: dict[str, Any], **options: Any) -> Any:
-    return engines.lending_engine(
-        model,
-        lending,
-        {"queue": "fair", "preemption": "recompute"},
-        dtype="float32",
-        max_model_len=512,
-        max_num_seqs=16,
-        max_num_batched_tokens=128,
-        **options,
-    )
-
-
-@dataclass
-class Pair:
-    """``hot`` borrows from ``cold``, whose engines are real and of the same machine."""
-
-    hot: Any
-    cold: Any
-
-    def call(self, engine: Any, method: str, *args: Any) -> Any:
-        return call_loans(engine, method, *args)
-
-    @contextmanager
-    def loan(self) -> Iterator[Callable[[], RingStats]]:
-        """While open, hot requests may lie with the cold engine; yields the ring's counters."""
-        name = f"test-{next(_names)}"
-        path = f"/dev/shm/loomserve-ring-{os.getpid()}-{name}"
-        self.call(self.cold, "lend", name, path, self.call(self.hot, "borrowing"))
-        side = self.call(self.hot, "borrow", name, path)
-        ring = Ring.attach(Path(path))
-        try:
-            yield ring.stats
-        finally:
-            self.call(self.hot, "end_loan", side)
-            self.call(self.cold, "end_lending", name)
-            ring.close()
-
-    def place(self, placement: str, share: float = 0.0) -> None:
-        self.call(self.hot, "place", placement, share)
-
-    def loans(self) -> list[dict[str, Any]]:
-        loans: list[dict[str, Any]] = self.call(self.hot, "loan_state")["loans"]
-        return loans
-
-
-@pytest.fixture(scope="module", name="pair")
-def _pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    model = str(catalog.resolve("demo", tmp_path_factory.mktemp("model")))
-    lent = 3 * OWN_BLOCKS
-    hot = lending_engine(
-        model,
-        kv_cache_memory_bytes=OWN_BLOCKS * DEMO_BLOCK_BYTES,
-        # A busy machine's lender is slow, and must not lose the loan for it.
-        lending={
-            "borrow_bytes": lent * DEMO_BLOCK_BYTES,
-            "placement": "ratio",
-            "patience_ms": 3000,
-        },
-    )
-    cold = lending_engine(
-        model,
-        kv_cache_memory_bytes=(OWN_BLOCKS + lent) * DEMO_BLOCK_BYTES,
-        core=1 % (os.cpu_count() or 1),
-        lending={"lend_bytes": lent * DEMO_BLOCK_BYTES},
-    )
-    yield Pair(hot, cold)
-    del hot, cold
-
-
-def prompts(seed: int, number: int, longest: int = 150) -> list[list[int]]:
-    source = random.Random(seed)
-    return [
-        [source.randrange(1000, 40000) for _ in range(source.randrange(5, longest))]
-        for _ in range(number)
-    ]
-
-
-def answers(engine: Any, asked: Sequence[list[int]], tokens: int = 40) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs(engine, asked, tokens)]
-
-
-def outputs(engine: Any, asked: Sequence[list[int]], tokens: int) -> list[Any]:
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    found: list[Any] = engine.generate(
-        [TokensPrompt(prompt_token_ids=prompt) for prompt in asked], greedy, use_tqdm=False
-    )
-    return found
-
-
-@pytest.fixture(scope="module", name="alone")
-def _alone(pair: Pair) -> list[list[int]]:
-    """What the hot engine answers without a lender, through preemptions."""
-    return answers(pair.hot, prompts(1, 16))
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -148,14 +38,6 @@ def test_prefixes_are_reused_on_the_side_where_they_lie(pair: Pair) -> None:
         assert first.num_cached_tokens == 0
         assert again.num_cached_tokens >= 3 * BLOCK_TOKENS
         assert list(first.outputs[0].token_ids) == list(again.outputs[0].token_ids) == alone
-
-
-def begin(engine: Any, name: str, prompt: list[int], tokens: int) -> None:
-    from vllm import SamplingParams
-    from vllm.inputs import TokensPrompt
-
-    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), greedy)
 
 
 def test_requests_that_are_aborted_leave_their_lenders_blocks(pair: Pair) -> None:

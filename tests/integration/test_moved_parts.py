@@ -12,47 +12,14 @@ from typing import Any
 
 import pytest
 
-from loomserve.platform import catalog
+from benchmarks.engine import BLOCK_TOKENS
 from loomserve.platform.lending.ring import Ring
-from tests.integration.test_lending import (
-    BLOCK_TOKENS,
-    DEMO_BLOCK_BYTES,
-    Pair,
-    answers,
-    begin,
-    lending_engine,
-    outputs,
-    prompts,
-)
+from tests.integration.lending_pair import OWN_BLOCKS, Pair, answers, begin, outputs, prompts
 
 pytestmark = pytest.mark.engine
 
-OWN, LENT = 24, 64
 EVERY_HEAD = 3
 STEPS_AWAY = 10
-
-
-@pytest.fixture(scope="module", name="pair")
-def _pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    model = str(catalog.resolve("demo", tmp_path_factory.mktemp("model")))
-    hot = lending_engine(
-        model,
-        kv_cache_memory_bytes=OWN * DEMO_BLOCK_BYTES,
-        lending={"borrow_bytes": LENT * DEMO_BLOCK_BYTES, "patience_ms": 3000},
-    )
-    cold = lending_engine(
-        model,
-        kv_cache_memory_bytes=(OWN + LENT) * DEMO_BLOCK_BYTES,
-        core=1 % (os.cpu_count() or 1),
-        lending={"lend_bytes": LENT * DEMO_BLOCK_BYTES},
-    )
-    yield Pair(hot, cold)
-    del hot, cold
-
-
-@pytest.fixture(scope="module", name="alone")
-def _alone(pair: Pair) -> list[list[int]]:
-    return answers(pair.hot, prompts(1, 16))
 
 
 class PartLoan:
@@ -140,7 +107,7 @@ def test_a_part_leaves_and_comes_home_while_streams_run_and_tokens_are_the_same(
         assert tasks > 0
         assert answers(pair.hot, prompts(1, 16)) == alone
         assert loan.ring.stats().tasks == tasks
-    assert pair.call(pair.hot, "loan_state")["own_blocks"] == OWN
+    assert pair.call(pair.hot, "loan_state")["own_blocks"] == OWN_BLOCKS
 
 
 def test_blocks_are_gained_while_heads_are_away_and_prefixes_stay_cached(pair: Pair) -> None:
@@ -150,7 +117,7 @@ def test_blocks_are_gained_while_heads_are_away_and_prefixes_stay_cached(pair: P
         loan.begin()
         assert loan.phase == "away"
         # Two thirds of each block are elsewhere.
-        assert pair.call(pair.hot, "loan_state")["own_blocks"] == EVERY_HEAD * OWN
+        assert pair.call(pair.hot, "loan_state")["own_blocks"] == EVERY_HEAD * OWN_BLOCKS
         (again,) = outputs(pair.hot, [prompt], 8)
         assert again.num_cached_tokens >= 3 * BLOCK_TOKENS
         assert again.outputs[0].token_ids == first.outputs[0].token_ids

@@ -1,0 +1,97 @@
+"""A hot engine that borrows from a cold one, both real, and the requests that tests give them."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import engine as engines
+from benchmarks.engine import block_bytes, call_loans
+from loomserve.platform.lending.ring import Ring, RingStats
+
+OWN_BLOCKS = 24
+DEMO_BLOCK_BYTES = block_bytes("float32")
+_names = itertools.count()
+
+
+def lending_engine(model: str, *, lending: dict[str, Any], **options: Any) -> Any:
+    return engines.lending_engine(
+        model,
+        lending,
+        {"queue": "fair", "preemption": "recompute"},
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=16,
+        max_num_batched_tokens=128,
+        **options,
+    )
+
+
+@dataclass
+class Pair:
+    """``hot`` borrows from ``cold``, whose engines are real and of the same machine."""
+
+    hot: Any
+    cold: Any
+
+    def call(self, engine: Any, method: str, *args: Any) -> Any:
+        return call_loans(engine, method, *args)
+
+    @contextmanager
+    def loan(self) -> Iterator[Callable[[], RingStats]]:
+        """While open, hot requests may lie with the cold engine; yields the ring's counters."""
+        name = f"test-{next(_names)}"
+        path = f"/dev/shm/loomserve-ring-{os.getpid()}-{name}"
+        self.call(self.cold, "lend", name, path, self.call(self.hot, "borrowing"))
+        side = self.call(self.hot, "borrow", name, path)
+        ring = Ring.attach(Path(path))
+        try:
+            yield ring.stats
+        finally:
+            self.call(self.hot, "end_loan", side)
+            self.call(self.cold, "end_lending", name)
+            ring.close()
+
+    def place(self, placement: str, share: float = 0.0) -> None:
+        self.call(self.hot, "place", placement, share)
+
+    def loans(self) -> list[dict[str, Any]]:
+        loans: list[dict[str, Any]] = self.call(self.hot, "loan_state")["loans"]
+        return loans
+
+
+def prompts(seed: int, number: int, longest: int = 150) -> list[list[int]]:
+    source = random.Random(seed)
+    return [
+        [source.randrange(1000, 40000) for _ in range(source.randrange(5, longest))]
+        for _ in range(number)
+    ]
+
+
+def answers(engine: Any, asked: Sequence[list[int]], tokens: int = 40) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in outputs(engine, asked, tokens)]
+
+
+def outputs(engine: Any, asked: Sequence[list[int]], tokens: int) -> list[Any]:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    found: list[Any] = engine.generate(
+        [TokensPrompt(prompt_token_ids=prompt) for prompt in asked], greedy, use_tqdm=False
+    )
+    return found
+
+
+def begin(engine: Any, name: str, prompt: list[int], tokens: int) -> None:
+    from vllm import SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), greedy)
