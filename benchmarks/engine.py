@@ -22,6 +22,10 @@ def block_bytes(dtype: str) -> int:
 
 BLOCK_BYTES = block_bytes(cpu_dtype())
 """In the number format that this CPU computes in."""
+EXACT = "float32"
+"""The format in which an answer does not depend on who is computed with it
+(:mod:`benchmarks.batch_dependence`)."""
+EXACT_BLOCK_BYTES = block_bytes(EXACT)
 
 
 def offline_engine(
@@ -53,13 +57,14 @@ def offline_engine(
 
 
 def demo_lending_engine(core: int, blocks: int, lending: dict[str, Any], **options: Any) -> Any:
-    """Of the demo model, with so many KV blocks, of which one is vLLM's placeholder."""
+    """Of the demo model in float32, with so many KV blocks, of which one is vLLM's placeholder."""
     return lending_engine(
         str(catalog.resolve("demo", Path.cwd())),
         lending,
         {"queue": "fcfs"},
         core=core % (os.cpu_count() or 1),
-        kv_cache_memory_bytes=blocks * BLOCK_BYTES,
+        dtype=EXACT,
+        kv_cache_memory_bytes=blocks * EXACT_BLOCK_BYTES,
         **options,
     )
 

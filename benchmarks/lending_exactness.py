@@ -21,7 +21,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, call_loans, demo_lending_engine
+from benchmarks.engine import (
+    BLOCK_TOKENS,
+    EXACT_BLOCK_BYTES,
+    call_loans,
+    demo_lending_engine,
+)
 from benchmarks.report import machine, publish
 
 RESULTS = Path(__file__).parent / "results"
@@ -79,7 +84,7 @@ class Lenders:
 
     def __init__(self, count: int) -> None:
         self._alive = [
-            engine(1, OWN_BLOCKS + LENT_BLOCKS, lend_bytes=LENT_BLOCKS * BLOCK_BYTES)
+            engine(1, OWN_BLOCKS + LENT_BLOCKS, lend_bytes=LENT_BLOCKS * EXACT_BLOCK_BYTES)
             for _ in range(count)
         ]
         self.killed = 0
@@ -133,7 +138,11 @@ class Killer:
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     asked = mixed(args.requests, args.seed)
     hot = engine(
-        0, OWN_BLOCKS, borrow_bytes=LENT_BLOCKS * BLOCK_BYTES, placement="ratio", patience_ms=2000
+        0,
+        OWN_BLOCKS,
+        borrow_bytes=LENT_BLOCKS * EXACT_BLOCK_BYTES,
+        placement="ratio",
+        patience_ms=2000,
     )
     lenders = Lenders(args.kills + 1)
     alone = answers(hot, asked)

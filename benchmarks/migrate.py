@@ -23,7 +23,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, call_loans, demo_lending_engine
+from benchmarks.engine import (
+    BLOCK_TOKENS,
+    EXACT_BLOCK_BYTES,
+    call_loans,
+    demo_lending_engine,
+)
 from benchmarks.report import Spread, machine, percentile, publish
 
 RESULTS = Path(__file__).parent / "results"
@@ -185,8 +190,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     most = max(load.streams * (load.context + args.tokens) for load in loads)
     longest = max(load.context for load in loads) + args.tokens + 1
     blocks = max(most, longest) // BLOCK_TOKENS + 2 * max(load.streams for load in loads) + 2
-    hot = engine(0, blocks, longest, borrow_bytes=blocks * BLOCK_BYTES, patience_ms=5000)
-    cold = engine(1, 2 * blocks, longest, lend_bytes=blocks * BLOCK_BYTES)
+    hot = engine(0, blocks, longest, borrow_bytes=blocks * EXACT_BLOCK_BYTES, patience_ms=5000)
+    cold = engine(1, 2 * blocks, longest, lend_bytes=blocks * EXACT_BLOCK_BYTES)
     pair = Pair(hot, cold)
     first, end = map(int, args.layers.split("-"))
     parts: dict[str, Part] = {"head": {"heads": args.heads}, "layer": {"layers": [first, end]}}

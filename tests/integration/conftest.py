@@ -12,14 +12,13 @@ from typing import Any
 
 import pytest
 
-from benchmarks.engine import offline_engine
+from benchmarks.engine import EXACT_BLOCK_BYTES, offline_engine
 from loomserve.kvstore.actor import StorePlan, open_store
 from loomserve.kvstore.client import StoreClient
 from loomserve.kvstore.protocol import Done, Flush, Inspect, Usage
 from loomserve.kvstore.server import StoreServer
 from loomserve.platform import catalog
 from tests.integration.lending_pair import (
-    DEMO_BLOCK_BYTES,
     OWN_BLOCKS,
     Pair,
     answers,
@@ -127,19 +126,19 @@ def _pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     lent = 3 * OWN_BLOCKS
     hot = lending_engine(
         model,
-        kv_cache_memory_bytes=OWN_BLOCKS * DEMO_BLOCK_BYTES,
+        kv_cache_memory_bytes=OWN_BLOCKS * EXACT_BLOCK_BYTES,
         # A busy machine's lender is slow, and must not lose the loan for it.
         lending={
-            "borrow_bytes": lent * DEMO_BLOCK_BYTES,
+            "borrow_bytes": lent * EXACT_BLOCK_BYTES,
             "placement": "ratio",
             "patience_ms": 3000,
         },
     )
     cold = lending_engine(
         model,
-        kv_cache_memory_bytes=(OWN_BLOCKS + lent) * DEMO_BLOCK_BYTES,
+        kv_cache_memory_bytes=(OWN_BLOCKS + lent) * EXACT_BLOCK_BYTES,
         core=1 % (os.cpu_count() or 1),
-        lending={"lend_bytes": lent * DEMO_BLOCK_BYTES},
+        lending={"lend_bytes": lent * EXACT_BLOCK_BYTES},
     )
     yield Pair(hot, cold)
     del hot, cold

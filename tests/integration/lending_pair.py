@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import engine as engines
-from benchmarks.engine import block_bytes, call_loans
+from benchmarks.engine import EXACT, call_loans
 from loomserve.platform.lending.ring import Ring, RingStats
 
 OWN_BLOCKS = 24
-DEMO_BLOCK_BYTES = block_bytes("float32")
 _names = itertools.count()
 
 
@@ -25,7 +24,7 @@ def lending_engine(model: str, *, lending: dict[str, Any], **options: Any) -> An
         model,
         lending,
         {"queue": "fair", "preemption": "recompute"},
-        dtype="float32",
+        dtype=EXACT,
         max_model_len=512,
         max_num_seqs=16,
         max_num_batched_tokens=128,
