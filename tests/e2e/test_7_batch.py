@@ -189,7 +189,7 @@ def test_uploads_have_bounds(platform: Platform) -> None:
 
 def test_a_cancelled_batch_keeps_what_was_answered(platform: Platform) -> None:
     client = platform.client()
-    lines = [line(f"c-{n}", max_tokens=300, ignore_eos=True) for n in range(60)]
+    lines = [line(f"c-{n}", max_tokens=100, ignore_eos=True) for n in range(60)]
     batch_id = submit(client, lines)
     wait_for(lambda: shown(platform, batch_id)["in_flight"] > 0, 30)
     assert "being cancelled" in command(platform, "batch", "cancel", batch_id)
