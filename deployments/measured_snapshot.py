@@ -184,6 +184,11 @@ def _engines(
         kv_growth=rates["tokens"] * token_bytes,
         lend_bytes=(lending.lend_memory or 0) if lending else 0,
         borrow_bytes=(lending.borrow_memory or 0) if lending else 0,
+        borrowed=tuple(
+            (loan.lender_replica, loan.usable_blocks * facts.block_bytes)
+            for loan in (report.borrowing.loans if report.borrowing else ())
+            if loan.part is None
+        ),
         layers=facts.layers - layers_away,
         layer_bytes=facts.layer_bytes,
         heads=facts.kv_heads - heads_away,

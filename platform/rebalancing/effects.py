@@ -87,8 +87,7 @@ def _moved(snapshot: Snapshot, move: Move) -> Snapshot:
         linear=engine.linear * (1 - share * layers),
         kv_growth=engine.kv_growth * (1 - share),
         kv_used_bytes=engine.kv_used_bytes - kv_bytes,
-        # What the weights leave becomes room for more KV.
-        kv_bytes=engine.kv_bytes + weights_bytes,
+        borrowed=_still_borrowed(engine, move),
         layers=engine.layers - move.amount * layers,
         heads=engine.heads - move.amount * (move.part is Part.HEADS),
     )
@@ -119,11 +118,21 @@ def _moved_back(snapshot: Snapshot, move: Move) -> Snapshot:
         prefill=engine.prefill + faster * share * before.prefill,
         linear=engine.linear + faster * share * before.linear,
         kv_used_bytes=engine.kv_used_bytes + kv_bytes,
-        kv_bytes=engine.kv_bytes - weights_bytes,
         layers=engine.layers + move.amount * (move.part is Part.LAYERS),
         heads=engine.heads + move.amount * (move.part is Part.HEADS),
     )
     return _with(snapshot, home, before, loan, lender.device, -weights_bytes)
+
+
+def _still_borrowed(engine: Engine, move: Move) -> tuple[tuple[str, int], ...]:
+    """Layers end all loans of whole requests, heads that with their lender."""
+    match move.part:
+        case Part.REQUESTS:
+            return engine.borrowed
+        case Part.HEADS:
+            return tuple(each for each in engine.borrowed if each[0] != move.lender)
+        case Part.LAYERS:
+            return ()
 
 
 def _with(

@@ -58,6 +58,7 @@ class Engine:
         kv_growth: Bytes a second by which its requests' KV grows.
         lend_bytes: Of its KV memory, the most that guests may have.
         borrow_bytes: The most KV that it may have with others.
+        borrowed: Lenders whose memory its requests may have, and how many bytes each, used or not.
         layers: At home.
         layer_bytes: Weights of one.
         heads: KV heads of a layer at home.
@@ -83,6 +84,7 @@ class Engine:
     kv_growth: float = 0.0
     lend_bytes: int = 0
     borrow_bytes: int = 0
+    borrowed: tuple[tuple[str, int], ...] = ()
     layers: int
     layer_bytes: int
     heads: int
@@ -215,6 +217,16 @@ class Snapshot:
         """Bytes of its KV memory that neither its requests nor guests use."""
         guests = sum(loan.kv_bytes for loan in self.guests(engine.id))
         return engine.kv_bytes - engine.kv_used_bytes - guests
+
+    def kv_room(self, engine: Engine) -> float:
+        """Bytes of whole KV that its requests can have: where a part of each block is elsewhere,
+        more of them fit at home."""
+        away = dict.fromkeys(Part, 0)
+        for loan in self.lent(engine.id):
+            away[loan.part] += loan.amount
+        heads = (engine.heads + away[Part.HEADS]) / engine.heads
+        layers = (engine.layers + away[Part.LAYERS]) / engine.layers
+        return engine.kv_bytes * heads * layers + sum(size for _, size in engine.borrowed)
 
 
 def _one(found: Iterator[_T], what: str, name: str) -> _T:
