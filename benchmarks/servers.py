@@ -90,7 +90,9 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                # Of this session: Linux shares cores among sessions, and let a client in one of its
+                # own wait for twenty seconds while four engines filled two cores.
+                process_group=0,
             )
 
     def members(self) -> list[psutil.Process]:

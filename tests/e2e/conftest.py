@@ -147,7 +147,8 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     log = folder / "serve.log"
     command = [str(Path(sys.executable).parent / "loomserve"), "serve", str(folder / "config.yaml")]
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+        # In this session: Linux shares cores among sessions, and may let ours wait for seconds.
+        process = subprocess.Popen(command, stdout=out, stderr=out, process_group=0)
     running = Platform(
         url=f"http://127.0.0.1:{port}",
         key=keys[0][0],

@@ -33,7 +33,7 @@ def running(
 ) -> Iterator[tuple[Platform, subprocess.Popen[bytes]]]:
     with log.open("ab") as out:
         process = subprocess.Popen(
-            [LOOMSERVE, "serve", config], stdout=out, stderr=out, start_new_session=True
+            [LOOMSERVE, "serve", config], stdout=out, stderr=out, process_group=0
         )
     platform = Platform(
         url=f"http://127.0.0.1:{port}",
