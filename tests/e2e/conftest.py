@@ -68,16 +68,25 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
+ENGINE = {
+    "max_model_len": 1024,
+    "max_num_seqs": 16,
+    "block_size": 32,
+    "enforce_eager": True,
+    # On every machine, so that a block has one size, and an answer the same tokens.
+    "dtype": "float32",
+    "enable_prompt_tokens_details": True,
+}
+COLD_MODEL = {
+    "name": COLD,
+    "source": "demo",
+    "devices": ["core1"],
+    "kv_cache_memory": "512MiB",
+    "engine": {**ENGINE, "max_model_len": 8192},
+}
+
+
 def write_config(path: Path, port: int, hashes: tuple[str, ...]) -> None:
-    engine = {
-        "max_model_len": 1024,
-        "max_num_seqs": 16,
-        "block_size": 32,
-        "enforce_eager": True,
-        # On every machine, so that a block has one size, and an answer the same tokens.
-        "dtype": "float32",
-        "enable_prompt_tokens_details": True,
-    }
     config = {
         "devices": [
             {"name": "core0", "kind": "cpu", "cores": [0]},
@@ -90,15 +99,9 @@ def write_config(path: Path, port: int, hashes: tuple[str, ...]) -> None:
                 "devices": ["core0", "core1"],
                 "replicas": 2,
                 "kv_cache_memory": "256MiB",
-                "engine": {**engine, "enable_auto_tool_choice": True, "tool_call_parser": "hermes"},
+                "engine": {**ENGINE, "enable_auto_tool_choice": True, "tool_call_parser": "hermes"},
             },
-            {
-                "name": COLD,
-                "source": "demo",
-                "devices": ["core1"],
-                "kv_cache_memory": "512MiB",
-                "engine": {**engine, "max_model_len": 8192},
-            },
+            COLD_MODEL,
         ],
         # Of a block's 1.5 MB this holds 160.
         "kvstore": {"memory": "256MiB"},

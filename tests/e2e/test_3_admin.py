@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import COLD, HOT, Platform
+from tests.e2e.conftest import COLD, COLD_MODEL, HOT, Platform
 
 pytestmark = pytest.mark.e2e
 
@@ -118,14 +118,7 @@ def test_unload_lets_a_running_stream_finish_and_load_brings_the_model_back(
         assert texts, "the running request was cut"
         wait_for(lambda: model_state(platform, COLD) is None, 60)
         assert ask(platform, HOT)
-        model = {
-            "name": COLD,
-            "source": "demo",
-            "devices": ["core1"],
-            "kv_cache_memory": "512MiB",
-            "engine": {"max_model_len": 8192, "block_size": 32, "enforce_eager": True},
-        }
-        assert admin.post("/admin/v1/models", json=model).status_code == 202
+        assert admin.post("/admin/v1/models", json=COLD_MODEL).status_code == 202
     wait_for(lambda: model_state(platform, COLD)["status"] == "ready", 240)
     assert ask(platform, COLD)
 

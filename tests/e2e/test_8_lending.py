@@ -17,19 +17,12 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.conftest import Platform
+from tests.e2e.conftest import ENGINE, Platform
 from tests.e2e.test_3_admin import model_state, wait_for
 
 pytestmark = pytest.mark.e2e
 
 BORROWER, LENDER = "lending-hot", "lending-cold"
-ENGINE = {
-    "max_model_len": 1024,
-    "max_num_seqs": 16,
-    "block_size": 32,
-    "enforce_eager": True,
-    "dtype": "float32",
-}
 # A block is 1.5 MB, so the borrower holds 45 itself, and no more than five of these prompts.
 COLD_MODEL = {
     "name": LENDER,
