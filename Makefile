@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-pipeline bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-migrate bench-helr bench-rebalance check-batch check-day clean
+.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-pipeline bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance check-batch check-day clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ bench-lent-share: install ## measure what share of a hot model's attention shoul
 
 bench-lending-exactness: install ## compare 500 answers with and without lenders that are killed
 	@$(PYTHON) -m benchmarks.lending_exactness
+
+bench-batch-dependence: install ## count the answers that depend on who is computed with them
+	@$(PYTHON) -m benchmarks.batch_dependence
 
 bench-migrate: install ## measure how long streams pause when attention heads or layers move
 	@$(PYTHON) -m benchmarks.migrate

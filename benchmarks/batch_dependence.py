@@ -5,7 +5,7 @@ each number format. A matrix product of one row may sum in another order than on
 format keeps few digits, that turns tokens. What any mechanism changes must be seen against this:
 it changes who is computed with whom. The last line of the output is one JSON object.
 
-Run it as ``python -m benchmarks.batch_dependence``.
+Run it as ``python -m benchmarks.batch_dependence`` or ``make bench-batch-dependence``.
 """
 
 from __future__ import annotations
