@@ -78,7 +78,7 @@ def handoffs(platform: Platform, outcome: str) -> float:
 def hands_over(platform: Platform, outcome: str, times: int = 1) -> Iterator[None]:
     before = handoffs(platform, outcome)
     yield
-    wait_for(lambda: handoffs(platform, outcome) >= before + times, 30)
+    wait_for(lambda: handoffs(platform, outcome) == before + times, 10)
 
 
 def test_an_answer_is_the_same_whoever_computes_its_prompt(separated: Platform) -> None:
