@@ -33,6 +33,7 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.engine import EXACT
 from benchmarks.popularity import (
     DEVICES,
     NORTH,
@@ -185,7 +186,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Day
     of = phases(args.minutes, args.rate)
     all_ = load(arrivals(args.trace), of, SEED)
     model = str(catalog.resolve("demo", Path.cwd()))
-    with Fleet("lending", model, args.port, folder, "float32").running(args.start_timeout) as fleet:
+    with Fleet("lending", model, args.port, folder, EXACT).running(args.start_timeout) as fleet:
         fleet.lend(False)
         undisturbed = asyncio.run(replay(fleet.url, all_, SEED, _AT_ONCE))
         print(f"{len(all_)} requests were served undisturbed", flush=True)

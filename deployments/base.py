@@ -14,6 +14,7 @@ from loomserve.platform.state import (
     BorrowingState,
     FootprintState,
     LentState,
+    LoanState,
     ModelStatus,
     StageState,
 )
@@ -83,6 +84,11 @@ class EngineReport(_Message):
     borrowing: BorrowingState | None = None
     lent: tuple[LentState, ...] = ()
     footprint: FootprintState | None = Field(None, description="None before it was measured.")
+
+    @property
+    def loans(self) -> tuple[LoanState, ...]:
+        """Those that it has borrowed."""
+        return self.borrowing.loans if self.borrowing else ()
 
 
 class Peer(_Message):

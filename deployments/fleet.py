@@ -69,10 +69,6 @@ class _ReplicaRecord:
     def host(self) -> str:
         return self.report.address.rpartition(":")[0]
 
-    @property
-    def loans(self) -> tuple[LoanState, ...]:
-        return self.report.borrowing.loans if self.report.borrowing else ()
-
 
 @dataclass(frozen=True)
 class EngineRecord:
@@ -201,7 +197,7 @@ class Fleet:
             parts=self._orders.parts(place_of(report)),
             drain_loans=tuple(
                 loan.name
-                for loan in replica.loans
+                for loan in replica.report.loans
                 if loan.name in self._orders.draining or self._must_leave(loan, replica)
             ),
             loans=tuple(
@@ -342,7 +338,7 @@ class Fleet:
     def _loans(self, now: float) -> Iterator[LoanState]:
         for name in self._models:
             for replica in self._live(name, now):
-                yield from replica.loans
+                yield from replica.report.loans
 
     def _problem(self, borrower: str, lender: str, now: float) -> str | None:
         """Of the first replica that has one."""
@@ -358,7 +354,7 @@ class Fleet:
 
     def _lenders(self, borrower: _ReplicaRecord, now: float) -> Iterator[LenderReplica]:
         """One replica of each lender's model: that of the loan there is, or the least asked."""
-        mine = {loan.lender_replica for loan in borrower.loans}
+        mine = {loan.lender_replica for loan in borrower.report.loans}
         asked = Counter(loan.lender_replica for loan in self._loans(now))
         name = borrower.report.model.name
         for lender in lenders_of(borrower.report.model, self.models):

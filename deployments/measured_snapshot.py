@@ -64,7 +64,7 @@ def sums_of(report: EngineReport) -> tuple[float, dict[str, float]] | None:
         "linear": work.linear_s,
         "tokens": float(work.tokens),
     }
-    for loan in report.borrowing.loans if report.borrowing else ():
+    for loan in report.loans:
         sums[loan.name] = loan.service_share * loan.age_s
     return load.measured_at, sums
 
@@ -186,7 +186,7 @@ def _engines(
         borrow_bytes=(lending.borrow_memory or 0) if lending else 0,
         borrowed=tuple(
             (loan.lender_replica, loan.usable_blocks * facts.block_bytes)
-            for loan in (report.borrowing.loans if report.borrowing else ())
+            for loan in report.loans
             if loan.part is None
         ),
         layers=facts.layers - layers_away,
@@ -239,14 +239,14 @@ def _lenders(record: EngineRecord) -> frozenset[str]:
 
 def _away(report: EngineReport) -> tuple[int, int]:
     """KV heads and layers that are not at home."""
-    parts = [loan.part for loan in report.borrowing.loans] if report.borrowing else []
+    parts = [loan.part for loan in report.loans]
     away = [part for part in parts if part is not None and part.phase in ("away", "returning")]
     heads = sum(part.heads for part in away)
     return heads, sum(part.layers[1] - part.layers[0] for part in away if part.layers)
 
 
 def _loans(each: _Complete) -> Iterator[Loan]:
-    for loan in each.report.borrowing.loans if each.report.borrowing else ():
+    for loan in each.report.loans:
         if loan.part is not None:
             yield from _part(each, loan)
             continue

@@ -175,8 +175,11 @@ def _engine_exceeded(before: Snapshot, after: Snapshot, options: Rebalancing) ->
         less = was is None or idle < before.idle_kv(was)
         if less and idle < options.headroom * engine.kv_bytes:
             return Refusal(Reason.NO_MEMORY, f"KV of {engine.id}")
-        leaves = was is not None and (engine.layers, engine.heads) < (was.layers, was.heads)
-        if was is not None and leaves and after.kv_room(engine) < before.kv_room(was):
+        if (
+            was is not None
+            and engine.borrowed != was.borrowed  # a part that leaves takes the place of loans
+            and after.kv_room(engine) < before.kv_room(was)
+        ):
             return Refusal(Reason.NO_MEMORY, f"{engine.id} borrows more than it would gain at home")
         for what, loans, loans_before, most in (
             ("lends", after.guests(engine.id), before.guests(engine.id), engine.lend_bytes),
