@@ -225,7 +225,8 @@ def _kv(each: _Complete) -> tuple[int, int]:
     size = each.report.model.kv_cache_memory
     borrowing, block_bytes = each.report.borrowing, each.footprint.block_bytes
     if borrowing is not None:
-        return size, (borrowing.own_blocks - borrowing.own_free_blocks) * block_bytes
+        used = (borrowing.own_blocks - borrowing.own_free_blocks) * block_bytes
+        return size, int(used * (1 - _share_away(each)))
     # vLLM's share is of what is not lent.
     lent = sum(lent.blocks for lent in each.report.lent) * block_bytes
     return size, int(each.load.kv_cache_usage * max(size - lent, 0))
@@ -243,6 +244,12 @@ def _away(report: EngineReport) -> tuple[int, int]:
     away = [part for part in parts if part is not None and part.phase in ("away", "returning")]
     heads = sum(part.heads for part in away)
     return heads, sum(part.layers[1] - part.layers[0] for part in away if part.layers)
+
+
+def _share_away(each: _Complete) -> float:
+    """Of each block."""
+    heads, layers = _away(each.report)
+    return heads / each.footprint.kv_heads + layers / each.footprint.layers
 
 
 def _loans(each: _Complete) -> Iterator[Loan]:
@@ -270,7 +277,6 @@ def _part(each: _Complete, loan: LoanState) -> Iterator[Loan]:
     facts, said = each.footprint, each.report.borrowing
     if not heads and not layers:
         return
-    share = heads / facts.kv_heads if heads else layers / facts.layers
     used = (said.own_blocks - said.own_free_blocks) * facts.block_bytes
     yield Loan(
         part=Part.HEADS if heads else Part.LAYERS,
@@ -278,7 +284,7 @@ def _part(each: _Complete, loan: LoanState) -> Iterator[Loan]:
         lender=loan.lender_replica,
         amount=heads or layers,
         attention=each.rates.get(loan.name, 0.0),
-        kv_bytes=int(used * share),
+        kv_bytes=int(used * _share_away(each)),
         weights_bytes=layers * facts.layer_bytes,
         measured_at_s=each.load.measured_at,
     )

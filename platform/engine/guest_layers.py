@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from vllm.model_executor.layers.attention.attention import Attention
 from vllm.model_executor.model_loader import get_model
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
+from loomserve.platform.engine.freed_memory import give_back
 from loomserve.platform.engine.moved_layers import decoder_layers
 from loomserve.platform.engine.woven_attention import LOANS
 from loomserve.platform.lending.lender import Caches
@@ -43,8 +45,11 @@ class GuestLayers:
         ).create_engine_config()
         with set_current_vllm_config(self._config):
             loaded = get_model(vllm_config=self._config)
-        # All else of it is let go.
         self._layers = [decoder_layers(loaded)[layer] for layer in layers]
+        # All else of it, which has references to itself, is let go.
+        del loaded
+        gc.collect()
+        give_back()
         attention = [
             next(each for each in layer.modules() if isinstance(each, Attention))
             for layer in self._layers

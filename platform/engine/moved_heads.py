@@ -65,8 +65,8 @@ class MovedHeads(MovedPart):
         self._back: list[torch.Tensor] = []
 
     @property
-    def _shares(self) -> tuple[int, int]:
-        return self._heads, self._heads - self.kept.kv_heads
+    def _shares(self) -> tuple[int, int, int]:
+        return self._heads, self._heads - self.kept.kv_heads, 0
 
     def leave(self, blocks: Iterable[int]) -> None:
         """Lay out anew, in place, the heads that stay."""

@@ -2,25 +2,26 @@
 
 The lender has the layers' weights, read from the same files, and their KV. A step goes there and
 back once: hidden states and residual in, hidden states and residual out (BanaServe, section 4.3.1).
-What the layers' KV took here becomes more blocks of the other layers'.
+What the layers' weights and KV took here becomes more blocks of the other layers'.
 """
 
 from __future__ import annotations
 
 import inspect
+import mmap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
-from loomserve.platform.engine.moved_part import MovedPart
+from loomserve.platform.engine.freed_memory import give_back
+from loomserve.platform.engine.layer_weights import LayerWeights
+from loomserve.platform.engine.moved_part import MovedPart, room
 from loomserve.platform.lending.borrower import Borrower
 from loomserve.platform.lending.geometry import Geometry
 from loomserve.platform.lending.ring import Work
 
-_ALIGNMENT = 64
 _PATIENT_ROWS = 32
 """Of one layer, which may take as long as a layer's attention may."""
 
@@ -59,11 +60,23 @@ def check_layers(layers: range, geometry: Geometry, hidden_size: int) -> None:
         )
 
 
+def room_without(layers: range, blocks: int, geometry: Geometry, weights: LayerWeights) -> int:
+    """How many blocks there is room for where so many were, once these layers have left."""
+    return room(blocks, *_shares_of(layers, geometry, weights))
+
+
+def _shares_of(layers: range, geometry: Geometry, weights: LayerWeights) -> tuple[int, int, int]:
+    freed = sum(map(weights.size, layers)) // geometry.layer_block_bytes
+    return geometry.layers, len(layers), freed
+
+
 class MovedLayers(MovedPart):
     """
     Args:
         modules: the model's decoder layers, of which some are replaced while they are away.
         layers: those that move.
+        geometry: of all layers.
+        weights: of the model.
         attention, kv_caches: as of any :class:`MovedPart`.
         borrower: of the layers that move.
         patience_s: for one layer's attention.
@@ -73,6 +86,8 @@ class MovedLayers(MovedPart):
         self,
         modules: nn.ModuleList,
         layers: range,
+        geometry: Geometry,
+        weights: LayerWeights,
         attention: Sequence[Any],
         kv_caches: list[torch.Tensor],
         borrower: Borrower,
@@ -81,22 +96,38 @@ class MovedLayers(MovedPart):
         super().__init__(attention, kv_caches, borrower, patience_s)
         self._modules = modules
         self._moved = layers
+        self._of_block = _shares_of(layers, geometry, weights)
+        self._weights = weights
         self._own = list(modules)
+        # Layers without weights here.
+        self._bare: list[int] = []
 
     @property
-    def _shares(self) -> tuple[int, int]:
-        return len(self._kv_caches), len(self._moved)
+    def _shares(self) -> tuple[int, int, int]:
+        return self._of_block
 
     def leave(self, blocks: Iterable[int]) -> None:
         for layer in self._moved:
             self._modules[layer] = _Nothing()
             self._use(layer, self._kv_caches[layer].new_empty(0))
+            self._weights.release(layer)
+        give_back()
+        self._bare = list(self._moved)
         first = self._moved.start
         row_s = self._patience_s * len(self._moved) / _PATIENT_ROWS
         self._modules[first] = _Elsewhere(self.borrower, self._patience_s, row_s)
         self._resize(self.blocks, list(blocks))
 
+    def prepare_home(self) -> bool:
+        """Read one layer's weights, which take their memory twice until the blocks are gone."""
+        if self._bare:
+            self._weights.restore(self._bare[-1])
+            self._bare.pop()
+        return not self._bare
+
     def come_home(self, blocks: Iterable[int]) -> None:
+        while not self.prepare_home():
+            pass
         self._resize(self._whole_blocks, list(blocks))
         for layer in self._moved:
             if not self._kv_caches[layer].numel():  # it was lost, not fetched
@@ -141,12 +172,9 @@ class MovedLayers(MovedPart):
     def _empty(self, number: int) -> torch.Tensor:
         """Zero, as vLLM's kernel reads a block to its end; pages are touched when they are used."""
         like = self._kv_caches[self._stay[0]]
-        size = number * like[0].nbytes
         # torch writes its zeros, which would make a pause as long as all memory is large.
-        memory = np.zeros(size + _ALIGNMENT, np.uint8)
-        begin = -memory.ctypes.data % _ALIGNMENT
-        held = torch.from_numpy(memory[begin : begin + size])
-        return held.view(like.dtype).view(number, *like.shape[1:])
+        memory = mmap.mmap(-1, number * like[0].nbytes)
+        return torch.frombuffer(memory, dtype=like.dtype).view(number, *like.shape[1:])
 
     def _by_part(self, cache: torch.Tensor) -> torch.Tensor:
         blocks, heads, size, both = cache.shape

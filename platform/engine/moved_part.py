@@ -12,10 +12,10 @@ from loomserve.platform.lending.borrower import Borrower
 from loomserve.platform.lending.ring import Work
 
 
-def room(blocks: int, shares: int, moved: int) -> int:
+def room(blocks: int, shares: int, moved: int, freed: int = 0) -> int:
     """How many blocks there is room for where so many were, once ``moved`` of each block's equal
-    ``shares`` have left."""
-    return blocks * shares // (shares - moved)
+    ``shares`` have left, and as much memory else as ``freed`` shares take."""
+    return (blocks * shares + freed) // (shares - moved)
 
 
 class MovedPart(ABC):
@@ -50,8 +50,9 @@ class MovedPart(ABC):
 
     @property
     @abstractmethod
-    def _shares(self) -> tuple[int, int]:
-        """Of how many equal shares of a block how many move."""
+    def _shares(self) -> tuple[int, int, int]:
+        """Of how many equal shares of a block how many move, and how many else there is room for
+        then."""
 
     def send(self, blocks: Sequence[int]) -> bool:
         """Copy the part's share of these blocks to the lender; False if its ring has closed."""
@@ -64,6 +65,10 @@ class MovedPart(ABC):
     @abstractmethod
     def leave(self, blocks: Iterable[int]) -> None:
         """Have the lender compute the part from now on; these blocks hold KV, all of it sent."""
+
+    def prepare_home(self) -> bool:
+        """Do a step's worth of what coming home needs beside KV; whether all of it is done."""
+        return True
 
     @abstractmethod
     def come_home(self, blocks: Iterable[int]) -> None:

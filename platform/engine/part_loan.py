@@ -78,6 +78,7 @@ class PartLoan:
         # What has been copied, by number, as which content.
         self._copied: dict[int, Any] = {}
         self._block_s = 0.0
+        self._prepared = False
 
     @property
     def away(self) -> bool:
@@ -114,6 +115,8 @@ class PartLoan:
         if self.phase not in (Phase.LEAVING, Phase.RETURNING) or not self.fits(granted):
             return True
         leaving = self.phase is Phase.LEAVING
+        if not leaving and not self._prepare(running):
+            return True
         held = self._held()
         rest = [
             each
@@ -144,6 +147,7 @@ class PartLoan:
         """Begin to copy the part back; :meth:`use` then tells which blocks must be left."""
         if self.phase is Phase.AWAY:
             self.phase = Phase.RETURNING
+            self._prepared = False
             self._copied.clear()
         elif self.phase is Phase.LEAVING:
             self.phase = Phase.HOME
@@ -155,6 +159,14 @@ class PartLoan:
             self._workers("bring_part", self._side, [], [])
             self._sides.separate(self._side)
         self.phase = Phase.HOME
+
+    def _prepare(self, running: bool) -> bool:
+        """As much as fits beside a step, or all if none waits; whether all is done."""
+        while not self._prepared:
+            self._prepared = self._workers("prepare_home", self._side)
+            if running:
+                break
+        return self._prepared
 
     def _held(self) -> list[KVCacheBlock]:
         """Blocks with KV in them: in use, or cached. The null block's is never read."""

@@ -17,10 +17,16 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from loomserve.platform.engine.block_sides import OWN, borrowed_sides
 from loomserve.platform.engine.guest_layers import GuestLayers
+from loomserve.platform.engine.layer_weights import LayerWeights
 from loomserve.platform.engine.lent_memory import guest_caches
 from loomserve.platform.engine.moved_blocks import BlockMover
 from loomserve.platform.engine.moved_heads import MovedHeads, part_of
-from loomserve.platform.engine.moved_layers import MovedLayers, check_layers, decoder_layers
+from loomserve.platform.engine.moved_layers import (
+    MovedLayers,
+    check_layers,
+    decoder_layers,
+    room_without,
+)
 from loomserve.platform.engine.moved_part import MovedPart, room
 from loomserve.platform.engine.operator_parts import OperatorParts
 from loomserve.platform.engine.seeds import SeedKeepingModelRunner
@@ -134,8 +140,7 @@ class WovenWorker(PatientWorker):
         elif part:
             layers = range(*part["layers"])
             check_layers(layers, geometry, self.model_config.get_hidden_size())
-            decoder_layers(self.model_runner.get_model())
-            blocks = min(room(own, geometry.layers, len(layers)), own + extra)
+            blocks = min(room_without(layers, own, geometry, self._weights()), own + extra)
             geometry = replace(geometry, layers=len(layers))
             guest["layers"] = {"of": part["layers"], **self._model()}
         return {"geometry": geometry.to_json(), "blocks": blocks, **guest}
@@ -205,9 +210,23 @@ class WovenWorker(PatientWorker):
         attention, caches = self._attention_layers(), self.model_runner.kv_caches
         if "heads" in part:
             return MovedHeads(attention, caches, self._geometry(), borrower, LOANS.patience_s)
-        modules = decoder_layers(self.model_runner.get_model())
-        layers = range(*part["layers"])
-        return MovedLayers(modules, layers, attention, caches, borrower, LOANS.patience_s)
+        return MovedLayers(
+            decoder_layers(self.model_runner.get_model()),
+            range(*part["layers"]),
+            self._geometry(),
+            self._weights(),
+            attention,
+            caches,
+            borrower,
+            LOANS.patience_s,
+        )
+
+    def _weights(self) -> LayerWeights:
+        model = self.model_runner.get_model()
+        return LayerWeights(model, decoder_layers(model), self.vllm_config)
+
+    def prepare_home(self, side: int) -> bool:
+        return self._moving[side].prepare_home()
 
     def send_part(self, side: int, blocks: list[int]) -> bool:
         return self._moving[side].send(blocks)

@@ -216,7 +216,7 @@ class Snapshot:
     def idle_kv(self, engine: Engine) -> int:
         """Bytes of its KV memory that neither its requests nor guests use."""
         guests = sum(loan.kv_bytes for loan in self.guests(engine.id))
-        return engine.kv_bytes - engine.kv_used_bytes - guests
+        return engine.kv_bytes + self._freed(engine) - engine.kv_used_bytes - guests
 
     def kv_room(self, engine: Engine) -> float:
         """Bytes of whole KV that its requests can have: where a part of each block is elsewhere,
@@ -226,7 +226,16 @@ class Snapshot:
             away[loan.part] += loan.amount
         heads = (engine.heads + away[Part.HEADS]) / engine.heads
         layers = (engine.layers + away[Part.LAYERS]) / engine.layers
-        return engine.kv_bytes * heads * layers + sum(size for _, size in engine.borrowed)
+        # There are no more blocks than the engine has numbers for.
+        home = min(
+            (engine.kv_bytes * heads + self._freed(engine)) * layers,
+            engine.kv_bytes + engine.borrow_bytes,
+        )
+        return home + sum(size for _, size in engine.borrowed)
+
+    def _freed(self, engine: Engine) -> int:
+        """Bytes of weights that left, and so are KV memory."""
+        return sum(loan.weights_bytes for loan in self.lent(engine.id))
 
 
 def _one(found: Iterator[_T], what: str, name: str) -> _T:

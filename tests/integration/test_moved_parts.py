@@ -10,15 +10,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from benchmarks.engine import BLOCK_TOKENS
+from benchmarks.engine import BLOCK_TOKENS, EXACT_BLOCK_BYTES
 from loomserve.platform.lending.ring import Ring
 from tests.integration.lending_pair import OWN_BLOCKS, Pair, answers, begin, outputs, prompts
 
 pytestmark = pytest.mark.engine
 
-EVERY_HEAD = 3
+EVERY_HEAD, EVERY_LAYER = 3, 30
+LAYER_BYTES = 14_155_776
+"""Of one's matrices in float32."""
 STEPS_AWAY = 10
 
 
@@ -121,6 +124,27 @@ def test_blocks_are_gained_while_heads_are_away_and_prefixes_stay_cached(pair: P
         (again,) = outputs(pair.hot, [prompt], 8)
         assert again.num_cached_tokens >= 3 * BLOCK_TOKENS
         assert again.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+def test_the_weights_of_layers_that_leave_become_blocks_and_come_back(
+    pair: Pair, alone: list[list[int]]
+) -> None:
+    worker = psutil.Process(pair.hot.collective_rpc("process_id")[0])
+    answers(pair.hot, prompts(1, 16))
+    before = worker.memory_full_info().uss
+    with part_loan(pair, layers=[10, 22]) as loan:
+        loan.begin()
+        assert loan.phase == "away"
+        blocks = pair.call(pair.hot, "loan_state")["own_blocks"]
+        # Without the weights' memory there would be room for less.
+        assert blocks > OWN_BLOCKS * EVERY_LAYER // (EVERY_LAYER - 12)
+        freed = before - worker.memory_full_info().uss
+        assert freed > 12 * LAYER_BYTES - blocks * EXACT_BLOCK_BYTES
+        assert answers(pair.hot, prompts(1, 16)) == alone
+        loan.come_home()
+        assert loan.phase == "home"
+        assert answers(pair.hot, prompts(1, 16)) == alone
+    assert worker.memory_full_info().uss - before < 2 * LAYER_BYTES
 
 
 def test_a_move_that_is_called_off_changes_nothing(pair: Pair, alone: list[list[int]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -16,7 +17,13 @@ from loomserve.platform.placement.device_profile import DeviceFacts, DeviceProfi
 from loomserve.platform.rebalancing.options import Rebalancing
 from loomserve.platform.rebalancing.rates import Rates
 from loomserve.platform.rebalancing.snapshot import Measured, Part, Snapshot, Unfit, flaws
-from loomserve.platform.state import FootprintState, ReplicaLoad, StageState, WorkState
+from loomserve.platform.state import (
+    FootprintState,
+    PartState,
+    ReplicaLoad,
+    StageState,
+    WorkState,
+)
 from tests.unit.test_fleet import COLD, DEVICES, HOT, MODEL, borrowing, loan, report
 
 MIB = 2**20
@@ -127,6 +134,23 @@ def test_a_loan_is_what_lies_there_and_what_the_lender_computed_for_it() -> None
     assert lent.amount == lent.kv_bytes == 3 * MIB
     assert whole.engine("h0").kv_used_bytes == 7 * MIB
     assert whole.engine("h0").borrow_bytes == HOT.lending.borrow_memory  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("part", "away", "weights"),
+    [({"heads": 2}, 2 / 3, 0), ({"layers": (10, 20)}, 1 / 3, 10 * 3 * MIB)],
+)
+def test_of_blocks_in_use_each_side_has_its_share_while_a_part_is_away(
+    part: dict[str, Any], away: float, weights: int
+) -> None:
+    state = PartState(**part, phase="away", pause_s=0.1, copied_bytes=0)
+    hot = borrowing(loan("c1").model_copy(update={"part": state}))
+    whole = snapshot(seen(hot, report("c1", "core1", model=COLD)))
+    (lent,), used = whole.loans, 7 * MIB
+    assert (lent.kv_bytes, lent.weights_bytes) == (int(used * away), weights)
+    engine = whole.engine("h0")
+    assert engine.kv_used_bytes == pytest.approx(used * (1 - away), abs=1)
+    assert (engine.heads, engine.layers) == (3 - part.get("heads", 0), 30 - 10 * ("layers" in part))
 
 
 def test_requests_can_be_sent_only_where_a_plan_has_set_a_limit() -> None:

@@ -107,9 +107,27 @@ def test_heads_that_leave_and_come_home_are_as_they_were(
         assert torch.equal(now[used], then[used])
 
 
-@given(st.integers(1, 2), moves())
+class Weights:
+    """Stands for those of layers: each as large as so many of a layer's blocks, and a bit."""
+
+    def __init__(self, blocks: int, kv_heads: int) -> None:
+        self._size = blocks * geometry(kv_heads).layer_block_bytes + 1
+        self.released: set[int] = set()
+
+    def size(self, layer: int) -> int:
+        return self._size
+
+    def release(self, layer: int) -> None:
+        assert layer not in self.released
+        self.released.add(layer)
+
+    def restore(self, layer: int) -> None:
+        self.released.remove(layer)
+
+
+@given(st.integers(1, 2), st.integers(0, 5), moves(), st.booleans())
 def test_layers_that_leave_and_come_home_are_as_they_were(
-    count: int, case: tuple[int, int, int, list[int]]
+    count: int, freed: int, case: tuple[int, int, int, list[int]], lost: bool
 ) -> None:
     heads, _, blocks, used = case
     own, layers = caches(blocks, heads), attention()
@@ -118,14 +136,34 @@ def test_layers_that_leave_and_come_home_are_as_they_were(
     at_first = list(modules)
     lender = LenderMemory(geometry(heads, count))
     away = range(1, 1 + count)
-    part = MovedLayers(modules, away, layers, own, lender, 1.0)  # type: ignore[arg-type]
+    weights = Weights(freed, heads)
+    part = MovedLayers(
+        modules,
+        away,
+        geometry(heads),
+        weights,  # type: ignore[arg-type]
+        layers,
+        own,
+        lender,  # type: ignore[arg-type]
+        1.0,
+    )
 
     assert part.send(used)
+    assert not weights.released
     part.leave(used)
-    assert len(own[0]) == part.blocks == blocks * LAYERS // (LAYERS - count)
+    assert len(own[0]) == part.blocks == (blocks * LAYERS + count * freed) // (LAYERS - count)
     assert torch.equal(own[0][used], before[0][used])
     assert not any(own[layer].numel() for layer in away)
+    assert weights.released == set(away)
 
+    if lost:
+        part.come_home([])
+        assert list(modules) == at_first
+        assert not weights.released
+        assert all(now.shape == then.shape for now, then in zip(own, before, strict=True))
+        return
+    assert [part.prepare_home() for _ in away] == [False] * (count - 1) + [True]
+    assert not weights.released
     assert part.fetch(used)
     part.come_home(used)
     for now, then in zip(own, before, strict=True):

@@ -28,9 +28,11 @@ PLACES = st.integers(0, ROOM)
 
 
 class Worker:
-    """Memories of the part, here and at the lender: what stands in each block."""
+    """Memories of the part, here and at the lender: what stands in each block. It takes two steps
+    to get ready for the part's coming home."""
 
     def __init__(self) -> None:
+        self.unprepared = 0
         self.here: dict[int, int] = {}
         self.there: dict[int, int] = {}
         self.back: dict[int, int] = {}
@@ -58,13 +60,20 @@ class Worker:
         if rest and not self.send_part(rest):
             return False
         assert set(blocks) <= self.there.keys()
-        self.away, self.here = True, {}
+        self.away, self.here, self.unprepared = True, {}, 2
         return True
+
+    def prepare_home(self) -> bool:
+        assert self.away
+        assert self.unprepared
+        self.unprepared -= 1
+        return not self.unprepared
 
     def bring_part(self, rest: list[int], blocks: list[int]) -> bool:
         if rest and not self.fetch_part(rest):
             return False
         assert all(block < OWN_BLOCKS for block in blocks)
+        assert self.closed or not self.unprepared
         self.here = {block: self.back[block] for block in blocks}
         self.away, self.back = False, {}
         return True

@@ -1,0 +1,85 @@
+"""Weights of decoder layers that are elsewhere: let go, and read again from the model's files."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+from loomserve.platform.engine.freed_memory import give_back
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+class LayerWeights:
+    """Of one worker's model. A layer whose weights are let go must not be computed.
+
+    Args:
+        model: whole, as vLLM has loaded it.
+        layers: its decoder layers, as they are now; others may stand in for them later.
+        config: of its engine.
+    """
+
+    def __init__(self, model: nn.Module, layers: nn.ModuleList, config: VllmConfig) -> None:
+        self._model = model
+        self._in_use = layers
+        self._layers = list(layers)
+        self._config = config
+        self._shapes: dict[int, list[tuple[nn.Parameter, torch.Size]]] = {}
+
+    def size(self, layer: int) -> int:
+        """Bytes that :meth:`release` gives back."""
+        return sum(
+            each.numel() * each.itemsize
+            for module in self._layers[layer].modules()
+            for each in get_layerwise_info(module).restore_metadata[0].values()
+            if _is_matrix(each)
+        )
+
+    def release(self, layer: int) -> None:
+        """Let go what the layer's matrices take, packed or not."""
+        shapes = self._shapes[layer] = []
+        for module in self._layers[layer].modules():
+            # vLLM packs a matrix into memory that only this function has.
+            module.__dict__.pop("cpu_linear", None)
+            for parameter in module.parameters(recurse=False):
+                if _is_matrix(parameter):
+                    shapes.append((parameter, parameter.shape))
+                    parameter.data = parameter.data.new_empty(0)
+
+    def restore(self, layer: int) -> None:
+        """Read them again, as when the model was loaded."""
+        for parameter, shape in self._shapes.pop(layer):
+            parameter.data = parameter.data.new_empty(shape)
+        module, in_use = self._layers[layer], self._in_use[layer]
+        initialize_layerwise_reload(module)
+        # The model finds its layers by their places.
+        self._in_use[layer] = module
+        self._model.load_weights(self._files(layer))
+        self._in_use[layer] = in_use
+        finalize_layerwise_reload(module, self._config.model_config)
+        give_back()
+
+    def _files(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
+        quiet: Any = replace(self._config.load_config, use_tqdm_on_load=False)
+        every = DefaultModelLoader(quiet).get_all_weights(self._config.model_config, self._model)
+        for name, weight in every:
+            found = _LAYER.search(name)
+            if found and int(found[1]) == layer:
+                yield name, weight
+
+
+def _is_matrix(tensor: torch.Tensor) -> bool:
+    """Vectors, as of norms, are too small to be worth it."""
+    return bool(tensor.ndim > 1)
