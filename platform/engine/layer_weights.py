@@ -42,19 +42,18 @@ class LayerWeights:
         """Bytes that :meth:`release` gives back."""
         return sum(
             each.numel() * each.itemsize
-            for module in self._layers[layer].modules()
-            for each in get_layerwise_info(module).restore_metadata[0].values()
-            if _is_matrix(each)
+            for module in self._large(layer)
+            for each in _matrices_of(module)
         )
 
     def release(self, layer: int) -> None:
         """Let go what the layer's matrices take, packed or not."""
         shapes = self._shapes[layer] = []
-        for module in self._layers[layer].modules():
+        for module in self._large(layer):
             # vLLM packs a matrix into memory that only this function has.
             module.__dict__.pop("cpu_linear", None)
             for parameter in module.parameters(recurse=False):
-                if _is_matrix(parameter):
+                if parameter.ndim > 1:
                     shapes.append((parameter, parameter.shape))
                     parameter.data = parameter.data.new_empty(0)
 
@@ -62,14 +61,19 @@ class LayerWeights:
         """Read them again, as when the model was loaded."""
         for parameter, shape in self._shapes.pop(layer):
             parameter.data = parameter.data.new_empty(shape)
-        module, in_use = self._layers[layer], self._in_use[layer]
-        initialize_layerwise_reload(module)
+        for module in self._large(layer):
+            initialize_layerwise_reload(module)
         # The model finds its layers by their places.
-        self._in_use[layer] = module
+        in_use, self._in_use[layer] = self._in_use[layer], self._layers[layer]
         self._model.load_weights(self._files(layer))
         self._in_use[layer] = in_use
-        finalize_layerwise_reload(module, self._config.model_config)
+        for module in self._large(layer):
+            finalize_layerwise_reload(module, self._config.model_config)
         give_back()
+
+    def _large(self, layer: int) -> list[nn.Module]:
+        """Those of its modules that have matrices; vectors, as of norms, are not worth it."""
+        return [module for module in self._layers[layer].modules() if _matrices_of(module)]
 
     def _files(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
         quiet: Any = replace(self._config.load_config, use_tqdm_on_load=False)
@@ -80,6 +84,7 @@ class LayerWeights:
                 yield name, weight
 
 
-def _is_matrix(tensor: torch.Tensor) -> bool:
-    """Vectors, as of norms, are too small to be worth it."""
-    return bool(tensor.ndim > 1)
+def _matrices_of(module: nn.Module) -> list[torch.Tensor]:
+    """As they were when they were loaded, without their memory."""
+    every = get_layerwise_info(module).restore_metadata[0].values()
+    return [each for each in every if each.ndim > 1]
