@@ -205,6 +205,9 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Day
             for event in events
             if event["action"] is not None and event["kind"] != "begun"
         ),
+        "why_actions_failed": Counter(
+            event["message"] for event in events if event["kind"] == "failed"
+        ),
         "broken_loans": borrowing and borrowing["broken"],
         "done": day.done,
         "minutes": args.minutes,

@@ -172,6 +172,8 @@ class Fleet:
         draining = report.stats.draining if before is None else before.draining
         if before is None:
             self._orders.recover(report)
+        else:
+            self._orders.learn(before.report, report)
         replica = self._replicas[report.replica_id] = _ReplicaRecord(report, now, draining)
         record = self._models.get(report.model.name)
         if record is None:

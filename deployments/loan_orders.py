@@ -35,6 +35,16 @@ class LoanOrders:
         told = {lender: dict(part) for lender, part in said.parts.items()}
         self._parts.setdefault(place, told)
 
+    def learn(self, before: EngineReport, now: EngineReport) -> None:
+        """A part that came home without an order stays there: its lender was slow, needed its
+        memory or died, and whoever plans has to see that first.
+
+        Args:
+            before, now: reports of one replica that follow each other.
+        """
+        for lender in _with_parts(before) - _with_parts(now):
+            self._parts.get(place_of(now), {}).pop(lender, None)
+
     def is_off(self, borrower: str, lender: str) -> bool:
         """Whether an operator wants no loan between the two."""
         return (borrower, lender) in self._pairs_off
@@ -72,6 +82,11 @@ class LoanOrders:
             for (model, device), limits in self._limits.items()
             if model == borrower and lender in limits
         }
+
+
+def _with_parts(report: EngineReport) -> set[str]:
+    """Models that compute part of the replica's."""
+    return {loan.lender for loan in report.loans if loan.part is not None and loan.part.is_away}
 
 
 def place_of(report: EngineReport) -> Place:

@@ -240,8 +240,7 @@ def _lenders(record: EngineRecord) -> frozenset[str]:
 
 def _away(report: EngineReport) -> tuple[int, int]:
     """KV heads and layers that are not at home."""
-    parts = [loan.part for loan in report.loans]
-    away = [part for part in parts if part is not None and part.phase in ("away", "returning")]
+    away = [loan.part for loan in report.loans if loan.part is not None and loan.part.is_away]
     heads = sum(part.heads for part in away)
     return heads, sum(part.layers[1] - part.layers[0] for part in away if part.layers)
 

@@ -98,6 +98,10 @@ class PartState(_Snapshot):
     pause_s: float = Field(description="The longest that steps stood still for it.")
     copied_bytes: int
 
+    @property
+    def is_away(self) -> bool:
+        return self.phase in ("away", "returning")
+
 
 class LoanState(_Snapshot):
     """What a replica keeps with a lender, as the borrower measured it; blocks are its own."""

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention.attention import Attention
-from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.utils import (
+    initialize_model,
+    process_weights_after_loading,
+)
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from loomserve.platform.engine.freed_memory import give_back
+from loomserve.platform.engine.layer_weights import weights_of
 from loomserve.platform.engine.moved_layers import decoder_layers
 from loomserve.platform.engine.woven_attention import LOANS
 from loomserve.platform.lending.lender import Caches
@@ -24,7 +29,7 @@ from loomserve.platform.lending.lender import Caches
 class GuestLayers:
     """Computes them for one batch of the guest's, as :class:`Desk` asks for.
 
-    Loading takes seconds, in which the lender's own steps wait.
+    While their weights are read, the lender's own steps wait.
 
     Args:
         model: the guest's model folder, which is the same on both sides.
@@ -43,12 +48,18 @@ class GuestLayers:
         self._config: VllmConfig = EngineArgs(
             model=model, enforce_eager=True, skip_tokenizer_init=True, **options
         ).create_engine_config()
-        with set_current_vllm_config(self._config):
-            loaded = get_model(vllm_config=self._config)
-        self._layers = [decoder_layers(loaded)[layer] for layer in layers]
-        # All else of it, which has references to itself, is let go.
-        del loaded
-        gc.collect()
+        of_model = self._config.model_config
+        with set_current_vllm_config(self._config), set_default_torch_dtype(of_model.dtype):
+            # Memory into which nothing is read is never touched, and so takes none.
+            whole = initialize_model(self._config)
+            every = decoder_layers(whole)
+            taken = nn.ModuleList(every[layer] for layer in layers)
+            whole.load_weights(weights_of(whole, layers, self._config))
+            process_weights_after_loading(taken, of_model, torch.device("cpu"))
+        self._layers = list(taken)
+        # The rest refers to itself, and would hold them until it is collected.
+        for layer in layers:
+            every[layer] = nn.Identity()
         give_back()
         attention = [
             next(each for each in layer.modules() if isinstance(each, Attention))

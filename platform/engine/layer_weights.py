@@ -1,9 +1,9 @@
-"""Weights of decoder layers that are elsewhere: let go, and read again from the model's files."""
+"""Weights of some decoder layers: let go, and read (again) from the model's files."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,17 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from loomserve.platform.engine.freed_memory import give_back
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+def weights_of(
+    model: nn.Module, layers: Container[int], config: VllmConfig
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """What the model's files have of these layers, by its name there."""
+    quiet: Any = replace(config.load_config, use_tqdm_on_load=False)
+    for name, weight in DefaultModelLoader(quiet).get_all_weights(config.model_config, model):
+        found = _LAYER.search(name)
+        if found and int(found[1]) in layers:
+            yield name, weight
 
 
 class LayerWeights:
@@ -65,7 +76,7 @@ class LayerWeights:
             initialize_layerwise_reload(module)
         # The model finds its layers by their places.
         in_use, self._in_use[layer] = self._in_use[layer], self._layers[layer]
-        self._model.load_weights(self._files(layer))
+        self._model.load_weights(weights_of(self._model, [layer], self._config))
         self._in_use[layer] = in_use
         for module in self._large(layer):
             finalize_layerwise_reload(module, self._config.model_config)
@@ -74,14 +85,6 @@ class LayerWeights:
     def _large(self, layer: int) -> list[nn.Module]:
         """Those of its modules that have matrices; vectors, as of norms, are not worth it."""
         return [module for module in self._layers[layer].modules() if _matrices_of(module)]
-
-    def _files(self, layer: int) -> Iterator[tuple[str, torch.Tensor]]:
-        quiet: Any = replace(self._config.load_config, use_tqdm_on_load=False)
-        every = DefaultModelLoader(quiet).get_all_weights(self._config.model_config, self._model)
-        for name, weight in every:
-            found = _LAYER.search(name)
-            if found and int(found[1]) == layer:
-                yield name, weight
 
 
 def _matrices_of(module: nn.Module) -> list[torch.Tensor]:

@@ -16,6 +16,7 @@ from vllm import envs
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from loomserve.platform.engine.block_sides import OWN, borrowed_sides
+from loomserve.platform.engine.freed_memory import give_back
 from loomserve.platform.engine.guest_layers import GuestLayers
 from loomserve.platform.engine.layer_weights import LayerWeights
 from loomserve.platform.engine.lent_memory import guest_caches
@@ -310,6 +311,7 @@ class WovenWorker(PatientWorker):
         ring = self._lent.pop(path)
         self._weave()
         self._desk.close(ring)
+        give_back()
         ring.close()
         ring.unlink()
 

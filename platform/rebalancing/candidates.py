@@ -59,11 +59,13 @@ def _sized(
     start: Snapshot, now: Snapshot, source: str, target: str, most: Move, options: Rebalancing
 ) -> Move:
     """As much as closes the gap and there is room for, in memory and in time; a unit at least.
+    Heads and layers come home as a whole.
 
     Neither device crosses the mean of all, or a cold one would become the next hot one while
     others are colder. Utilisations are linear in the amount, so two points tell all.
     """
-    if unable(now, most, options):
+    whole_only = most.back and most.part is not Part.REQUESTS
+    if whole_only or unable(now, most, options):
         return most
     after = apply(now, most)
     loads, later = utilisations(now), utilisations(after)

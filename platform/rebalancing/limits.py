@@ -16,7 +16,13 @@ from loomserve.platform.rebalancing.actions import (
 from loomserve.platform.rebalancing.effects import loan_between, whole
 from loomserve.platform.rebalancing.forecast import Forecast, route, tpot_ratio
 from loomserve.platform.rebalancing.options import Rebalancing
-from loomserve.platform.rebalancing.snapshot import Engine, Part, Snapshot, compute_share
+from loomserve.platform.rebalancing.snapshot import (
+    Engine,
+    Loan,
+    Part,
+    Snapshot,
+    compute_share,
+)
 
 
 class Reason(StrEnum):
@@ -78,6 +84,8 @@ def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Ref
         loan = loan_between(snapshot, move.part, engine.id, lender.id)
         if loan is None or move.amount > loan.amount:
             return Refusal(Reason.NOT_MOVABLE, f"{lender.id} has less of {engine.id}")
+        if move.part is not Part.REQUESTS and move.amount < loan.amount:
+            return Refusal(Reason.NOT_MOVABLE, f"all {loan.amount} {move.part} come home together")
     else:
         # Whole heads and layers: an engine keeps one of each, or it would be no engine.
         most = whole(engine, move.part) - (move.part is not Part.REQUESTS)
@@ -87,6 +95,8 @@ def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Ref
             return Refusal(
                 Reason.NOT_MOVABLE, f"{engine.id} has no limit with {lender.id} to be raised"
             )
+        if move.part is not Part.REQUESTS and (there := _part_away(snapshot, engine)):
+            return Refusal(Reason.HAS_LOANS, f"{there.part} of {engine.id} are with {there.lender}")
         if snapshot.lent(lender.id) or snapshot.guests(engine.id):
             return Refusal(Reason.HAS_LOANS, f"{lender.id} borrows or {engine.id} lends")
     nodes = {snapshot.device(each.device).node for each in (engine, lender)}
@@ -96,6 +106,10 @@ def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Ref
     if not 0 <= snapshot.at_s - link.measured_at_s <= options.links_stale_after_s:
         return Refusal(Reason.NO_LINK, f"{link.source} to {link.target} was measured too long ago")
     return None
+
+
+def _part_away(snapshot: Snapshot, engine: Engine) -> Loan | None:
+    return next((x for x in snapshot.lent(engine.id) if x.part is not Part.REQUESTS), None)
 
 
 def _may_have_requests(lender: Engine, engine: Engine) -> bool:

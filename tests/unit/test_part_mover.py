@@ -138,6 +138,17 @@ async def test_one_thing_is_away_at_a_time_and_comes_home_whole(borrower: Borrow
         mover.order("p/1", move(Part.HEADS, 1, back=True))
 
 
+async def test_a_part_that_came_home_by_itself_is_not_sent_again(borrower: Borrower) -> None:
+    mover = PartMover(borrower.fleet, kv_store=False)
+    await mover.begin(mover.order("p/0", move(Part.HEADS, 1)))
+    for phase in (None, "leaving", "away", "returning"):
+        borrower.reports(phase)
+        assert borrower.told
+    borrower.reports(None)
+    assert not borrower.told
+    assert mover.order("p/1", move(Part.HEADS, 2))["part"] == {"heads": 2}
+
+
 def test_models_in_a_kv_store_keep_their_parts_but_take_others(borrower: Borrower) -> None:
     assert PartMover(borrower.fleet, kv_store=False).movable("h0")
     assert not PartMover(borrower.fleet, kv_store=True).movable("h0")

@@ -17,6 +17,7 @@ from loomserve.platform.rebalancing.actions import (
     RemoveReplica,
     SetRole,
 )
+from loomserve.platform.rebalancing.candidates import candidates
 from loomserve.platform.rebalancing.correction import MOST, Corrections
 from loomserve.platform.rebalancing.effects import apply
 from loomserve.platform.rebalancing.forecast import Forecast
@@ -274,6 +275,27 @@ def test_of_a_models_replicas_the_newest_goes_and_the_last_ones_stay() -> None:
         assert refusal.reason is Reason.NOT_MOVABLE
 
 
+def test_of_an_engine_one_part_is_away_and_comes_home_as_a_whole() -> None:
+    three = fleet([(0.9, 0.8), (0.05, 0.1), (0.05, 0.1)])
+    out = Move(part=Part.LAYERS, engine="m0", lender="m1", amount=6)
+    away = apply(three, out)
+    for action, reason in (
+        (out, Reason.HAS_LOANS),
+        (Move(part=Part.HEADS, engine="m0", lender="m2", amount=1), Reason.HAS_LOANS),
+        (out.model_copy(update={"amount": 3, "back": True}), Reason.NOT_MOVABLE),
+    ):
+        refusal = unable(away, action, OPTIONS)
+        assert refusal is not None
+        assert refusal.reason is reason
+    assert unable(away, out.model_copy(update={"back": True}), OPTIONS) is None
+    homes = [
+        action
+        for action in candidates(away, away, "d1", "d0", OPTIONS)
+        if isinstance(action, Move) and action.back
+    ]
+    assert homes == [out.model_copy(update={"back": True})]
+
+
 def test_a_full_plan_and_a_lender_that_borrows_are_reasons_too() -> None:
     one_hot = fleet([(0.9, 0.8), (0.05, 0.1), (0.05, 0.1)])
     assert reasons(one_hot, options(most_actions=1))[Reason.PLAN_FULL]
@@ -390,8 +412,9 @@ def test_corrections_decide_what_is_cheapest_and_what_fits_the_budget() -> None:
         for each in again.chosen
         if isinstance(each.action, Move)
     )
+    alone = edited(movable=frozenset({cheapest.action.part}))
     assert any(
         each.refusal.reason is Reason.PAUSE_BUDGET
-        for each in again.rejected
+        for each in propose(alone, heat, corrections, tight).rejected
         if isinstance(each.action, Move) and each.action.part is cheapest.action.part
     )
