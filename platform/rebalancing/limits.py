@@ -192,9 +192,9 @@ def _engine_exceeded(before: Snapshot, after: Snapshot, options: Rebalancing) ->
         if (
             was is not None
             and engine.borrowed != was.borrowed  # a part that leaves takes the place of loans
-            and after.kv_room(engine) < before.kv_room(was)
+            and after.kv_room(engine) <= before.kv_room(was)
         ):
-            return Refusal(Reason.NO_MEMORY, f"{engine.id} borrows more than it would gain at home")
+            return Refusal(Reason.NO_MEMORY, f"{engine.id} borrows what it would gain at home")
         for what, loans, loans_before, most in (
             ("lends", after.guests(engine.id), before.guests(engine.id), engine.lend_bytes),
             ("borrows", after.lent(engine.id), before.lent(engine.id), engine.borrow_bytes),
