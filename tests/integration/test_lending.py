@@ -17,6 +17,8 @@ from tests.integration.lending_pair import Pair, answers, begin, lending_engine,
 
 pytestmark = pytest.mark.engine
 
+MEASUREMENTS = 5
+
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_answers_are_the_same_wherever_their_attention_is_computed(
@@ -103,11 +105,16 @@ def test_cut_operators_compute_the_same(pair: Pair) -> None:
     whole = answers(pair.cold, asked)
     with pair.loan():
         for polling in ("operators", "parts"):
-            plans = pair.call(pair.cold, "look_for_tasks", polling)
+            # What a cut costs is measured, and too much on cores that others take just then.
+            for _ in range(MEASUREMENTS):
+                plans = pair.call(pair.cold, "look_for_tasks", polling)
+                # The output projection, whose packed weights are cut along the vocabulary.
+                if polling == "operators" or max(plans["decode"]["parts"].values()) > 1:
+                    break
+            else:
+                pytest.fail(f"{MEASUREMENTS} measurements cut nothing")
             pair.cold.reset_prefix_cache()
             assert answers(pair.cold, asked) == whole
-    # The output projection, whose packed weights are cut along the vocabulary.
-    assert max(plans["decode"]["parts"].values()) > 1
 
 
 def test_a_lender_that_needs_its_memory_gets_it_back_and_nothing_is_lost(
