@@ -27,7 +27,7 @@ from loomserve.platform.rebalancing.snapshot import (
     Snapshot,
     Unfit,
 )
-from loomserve.platform.state import FootprintState, LoanState, ReplicaLoad
+from loomserve.platform.state import BorrowingState, FootprintState, LoanState, ReplicaLoad
 
 PROFILE = "loomserve profile devices"
 """The part that is missing where nobody has measured the devices."""
@@ -223,12 +223,10 @@ def _engines(
 def _kv(each: _Complete) -> tuple[int, int]:
     """Its KV memory at home, and what its own requests use of it."""
     size = each.report.model.kv_cache_memory
-    borrowing, block_bytes = each.report.borrowing, each.footprint.block_bytes
-    if borrowing is not None:
-        used = (borrowing.own_blocks - borrowing.own_free_blocks) * block_bytes
-        return size, int(used * (1 - _share_away(each)))
+    if each.report.borrowing is not None:
+        return size, int(_own_used(each, each.report.borrowing) * (1 - _share_away(each)))
     # vLLM's share is of what is not lent.
-    lent = sum(lent.blocks for lent in each.report.lent) * block_bytes
+    lent = sum(lent.blocks for lent in each.report.lent) * each.footprint.block_bytes
     return size, int(each.load.kv_cache_usage * max(size - lent, 0))
 
 
@@ -243,6 +241,11 @@ def _away(report: EngineReport) -> tuple[int, int]:
     away = [loan.part for loan in report.loans if loan.part is not None and loan.part.is_away]
     heads = sum(part.heads for part in away)
     return heads, sum(part.layers[1] - part.layers[0] for part in away if part.layers)
+
+
+def _own_used(each: _Complete, said: BorrowingState) -> int:
+    """Bytes of own blocks that are in use, with the share of them that is away."""
+    return (said.own_blocks - said.own_free_blocks) * each.footprint.block_bytes
 
 
 def _share_away(each: _Complete) -> float:
@@ -273,18 +276,16 @@ def _part(each: _Complete, loan: LoanState) -> Iterator[Loan]:
     """Heads or layers: a share of each block that is in use."""
     heads, layers = _away(each.report)
     assert each.report.borrowing is not None
-    facts, said = each.footprint, each.report.borrowing
     if not heads and not layers:
         return
-    used = (said.own_blocks - said.own_free_blocks) * facts.block_bytes
     yield Loan(
         part=Part.HEADS if heads else Part.LAYERS,
         engine=each.report.replica_id,
         lender=loan.lender_replica,
         amount=heads or layers,
         attention=each.rates.get(loan.name, 0.0),
-        kv_bytes=int(used * _share_away(each)),
-        weights_bytes=layers * facts.layer_bytes,
+        kv_bytes=int(_own_used(each, each.report.borrowing) * _share_away(each)),
+        weights_bytes=layers * each.footprint.layer_bytes,
         measured_at_s=each.load.measured_at,
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Collection, Container, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -49,6 +49,11 @@ class LayerWeights:
         self._config = config
         self._shapes: dict[int, list[tuple[nn.Parameter, torch.Size]]] = {}
 
+    @property
+    def released(self) -> Collection[int]:
+        """Layers without their weights here."""
+        return self._shapes.keys()
+
     def size(self, layer: int) -> int:
         """Bytes that :meth:`release` gives back."""
         return sum(
@@ -70,15 +75,16 @@ class LayerWeights:
 
     def restore(self, layer: int) -> None:
         """Read them again, as when the model was loaded."""
+        large = self._large(layer)
         for parameter, shape in self._shapes.pop(layer):
             parameter.data = parameter.data.new_empty(shape)
-        for module in self._large(layer):
+        for module in large:
             initialize_layerwise_reload(module)
         # The model finds its layers by their places.
         in_use, self._in_use[layer] = self._in_use[layer], self._layers[layer]
         self._model.load_weights(weights_of(self._model, [layer], self._config))
         self._in_use[layer] = in_use
-        for module in self._large(layer):
+        for module in large:
             finalize_layerwise_reload(module, self._config.model_config)
         give_back()
 

@@ -99,8 +99,6 @@ class MovedLayers(MovedPart):
         self._of_block = _shares_of(layers, geometry, weights)
         self._weights = weights
         self._own = list(modules)
-        # Layers without weights here.
-        self._bare: list[int] = []
 
     @property
     def _shares(self) -> tuple[int, int, int]:
@@ -112,7 +110,6 @@ class MovedLayers(MovedPart):
             self._use(layer, self._kv_caches[layer].new_empty(0))
             self._weights.release(layer)
         give_back()
-        self._bare = list(self._moved)
         first = self._moved.start
         row_s = self._patience_s * len(self._moved) / _PATIENT_ROWS
         self._modules[first] = _Elsewhere(self.borrower, self._patience_s, row_s)
@@ -120,10 +117,9 @@ class MovedLayers(MovedPart):
 
     def prepare_home(self) -> bool:
         """Read one layer's weights, which take their memory twice until the blocks are gone."""
-        if self._bare:
-            self._weights.restore(self._bare[-1])
-            self._bare.pop()
-        return not self._bare
+        if self._weights.released:
+            self._weights.restore(max(self._weights.released))
+        return not self._weights.released
 
     def come_home(self, blocks: Iterable[int]) -> None:
         while not self.prepare_home():

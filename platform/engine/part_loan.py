@@ -147,7 +147,6 @@ class PartLoan:
         """Begin to copy the part back; :meth:`use` then tells which blocks must be left."""
         if self.phase is Phase.AWAY:
             self.phase = Phase.RETURNING
-            self._prepared = False
             self._copied.clear()
         elif self.phase is Phase.LEAVING:
             self.phase = Phase.HOME

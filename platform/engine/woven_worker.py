@@ -310,8 +310,8 @@ class WovenWorker(PatientWorker):
     def end_lending(self, path: str) -> None:
         ring = self._lent.pop(path)
         self._weave()
-        self._desk.close(ring)
-        give_back()
+        if self._desk.close(ring):
+            give_back()
         ring.close()
         ring.unlink()
 

@@ -109,13 +109,16 @@ class Desk:
         # The module does not keep it alive.
         self._layers[ring] = layers
 
-    def close(self, ring: Ring) -> None:
+    def close(self, ring: Ring) -> bool:
         """Serve the ring no more: afterwards nothing of it touches the lender's memory.
 
         Waits for a task that is being served. The ring itself stays open unless it is shut.
+
+        Returns:
+            Whether it had layers, which are let go.
         """
         self._desk.close(self._mapped.pop(ring))
-        self._layers.pop(ring, None)
+        return self._layers.pop(ring, None) is not None
 
     def busy(self) -> None:
         """The engine begins a step. Waits for a task that the idle thread serves just now."""
