@@ -70,12 +70,16 @@ def demo_lending_engine(core: int, blocks: int, lending: dict[str, Any], **optio
 
 
 def lending_engine(
-    model: str, lending: dict[str, Any], scheduling: dict[str, Any], **options: Any
+    model: str,
+    lending: dict[str, Any],
+    scheduling: dict[str, Any],
+    kv_transfer_config: dict[str, Any] | None = None,
+    **options: Any,
 ) -> Any:
     """One that lends or borrows, by ``LendingOptions``, and schedules by ``SchedulerOptions``."""
     return offline_engine(
         model,
-        None,
+        kv_transfer_config,
         worker_cls="loomserve.platform.engine.woven_worker.WovenWorker",
         scheduler_cls="loomserve.platform.engine.lending.make_scheduler",
         distributed_executor_backend="loomserve.platform.engine.executor.PatientExecutor",

@@ -108,8 +108,6 @@ def config(kind: str, model: str, port: int, dtype: str) -> dict[str, Any]:
             "engine": engine,
         }
         if lending:
-            # What is in the store has whole blocks, and so keeps its heads and layers.
-            of["kvstore"] = False
             most = LENT_BLOCKS * block_bytes(dtype)
             of["lending"] = (
                 {"borrow_memory": most, "lenders": [SOUTH], "patience_ms": 5000}

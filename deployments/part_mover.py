@@ -20,22 +20,13 @@ from loomserve.platform.state import LoanState
 
 
 class PartMover:
-    """
-    Args:
-        fleet: that is told.
-        kv_store: whether the platform has one; models that are in it keep their parts.
-    """
+    """Of the fleet that is told."""
 
-    def __init__(self, fleet: Fleet, *, kv_store: bool) -> None:
+    def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
-        self._kv_store = kv_store
 
     def movable(self, engine: str) -> bool:
-        model = record_of(self._fleet, engine).report.model
-        if model.lending is None:
-            return False
-        whole_blocks = self._kv_store and model.kvstore
-        return model.lending.lend_memory is not None or not whole_blocks
+        return record_of(self._fleet, engine).report.model.lending is not None
 
     def order(self, name: str, action: Action) -> dict[str, Any]:
         """

@@ -66,7 +66,7 @@ class RebalancingPart:
         self._rates = Rates(_window_s(options))
         written = options.profile
         self._profile = _ProfileFile(base / written if written else profile_path(config, base))
-        parts = PartMover(fleet, kv_store=config.kvstore is not None)
+        parts = PartMover(fleet)
         self._movers: dict[ActionKind, Mover] = {
             ActionKind.REQUESTS: RequestsMover(fleet),
             ActionKind.HEADS: parts,

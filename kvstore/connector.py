@@ -31,7 +31,7 @@ from vllm.version import __version__ as vllm_version
 from loomserve.kvstore.arena import Arena
 from loomserve.kvstore.client import StoreAwayError, StoreClient
 from loomserve.kvstore.fingerprint import folder_digest, namespace
-from loomserve.kvstore.memory import KvMemory, pin, stream_for
+from loomserve.kvstore.memory import BlockMemory, KvMemory, pin, stream_for
 from loomserve.kvstore.pipeline import Load, Loader, Save, Saver
 from loomserve.kvstore.protocol import (
     HANDED_OVER,
@@ -244,7 +244,7 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.copier.after_layer(layer_name)
 
     def wait_for_save(self) -> None:
-        self.copier.end_step()
+        self.copier.end_step(self._transfers().saves)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.copier.take_failed()
@@ -668,7 +668,12 @@ class StoreReader:
 
 
 class StoreCopier:
-    """A worker's side: runs the pipeline around the forward pass."""
+    """A worker's side: runs the pipeline around the forward pass.
+
+    Where the memory allows no copies beside a forward pass, they come before it and after it.
+    """
+
+    memory: BlockMemory
 
     def __init__(self, options: Mapping[str, Any], rank: int) -> None:
         self._options = options
@@ -677,6 +682,7 @@ class StoreCopier:
         self._lanes: tuple[Loader, Loader, Saver] | None = None
         self._fetches: dict[str, Future[set[int]]] = {}
         self._told = Transferred(0, 0.0, 0, 0.0)
+        self._computed: set[int] = set()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         memory = KvMemory(kv_caches)
@@ -684,13 +690,24 @@ class StoreCopier:
         arena = Arena.attach(Path(self._options["arena"]))
         pin(memory.device, arena.base_address, arena.nbytes)
         address = self._options["address"]
-        self._memory = memory
+        self.memory = memory
         self._lanes = (
             Loader(memory, arena, stream, StoreClient(address)),
             # What is fetched must not keep a step's loads waiting.
             Loader(memory, arena, stream_for(memory.device), StoreClient(address)),
             Saver(memory, arena, stream, StoreClient(address), self._options["model"]),
         )
+
+    def settle(self) -> None:
+        """Wait for what is copied beside steps: the blocks are about to change their places."""
+        for fetch in self._fetches.values():
+            fetch.result()
+
+    def use(self, memory: BlockMemory) -> None:
+        """Blocks are there from now on; between two steps, and once it has settled."""
+        self.memory = memory
+        for lane in self.lanes:
+            lane.memory = memory
 
     def swap_out(self, saves: list[dict[int, Save]]) -> None:
         if saves:
@@ -701,8 +718,12 @@ class StoreCopier:
         loader, fetcher, _ = self.lanes
         if transfers.loads:
             loader.start([load[self._rank] for load in transfers.loads])
+            if not self.memory.beside_steps:
+                loader.wait()
         for request_id, load in transfers.fetches.items():
             self._fetches[request_id] = fetcher.fetch(load[self._rank])
+            if not self.memory.beside_steps:
+                self._fetches[request_id].result()
 
     def take_fetched(self) -> set[str] | None:
         """The requests whose fetch has ended since this was last asked."""
@@ -729,19 +750,25 @@ class StoreCopier:
 
     def before_layer(self, layer_name: str, saves: list[dict[int, Save]]) -> None:
         loader, _, saver = self.lanes
-        if saves and not saver.running:
+        if saves and not saver.running and self.memory.beside_steps:
             saver.start([save[self._rank] for save in saves])
-        loader.wait_layer(self._memory.layer_of[layer_name])
+        loader.wait_layer(self.memory.layer_of[layer_name])
 
     def after_layer(self, layer_name: str) -> None:
         *_, saver = self.lanes
-        saver.layer_done(self._memory.layer_of[layer_name])
+        layer = self.memory.layer_of[layer_name]
+        self._computed.add(layer)
+        saver.layer_done(layer)
 
-    def end_step(self) -> None:
+    def end_step(self, saves: list[dict[int, Save]]) -> None:
         loader, _, saver = self.lanes
         failed = loader.finish()
         self._failed |= failed
-        saver.finish(sound=not failed)
+        computed, self._computed = self._computed, set()
+        if self.memory.beside_steps:
+            saver.finish(sound=not failed)
+        elif saves and not failed and computed >= self.memory.layers_here:
+            saver.save_computed([save[self._rank] for save in saves])
 
     def take_failed(self) -> set[int]:
         failed, self._failed = self._failed, set()

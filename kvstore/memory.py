@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,37 @@ _logger = logging.getLogger(__name__)
 Bytes = npt.NDArray[np.uint8]
 
 
-class KvMemory:
+class BlockMemory(Protocol):
+    """Where the blocks are that are copied to the store and from it.
+
+    Attributes:
+        layers: Of a block.
+        layer_bytes: Of a block in one of them.
+        layer_of: By the layer's name.
+        layers_here: Those that the engine's own forward pass computes.
+        beside_steps: Whether blocks may be copied while that runs.
+    """
+
+    layers: int
+    layer_bytes: int
+    layer_of: Mapping[str, int]
+    layers_here: frozenset[int]
+    beside_steps: bool
+
+    def to_host(self, layer: int, first: int, pieces: Bytes) -> None:
+        """Copy the layer of a run of blocks to ``pieces``, ``[blocks, layer_bytes]``."""
+
+    def from_host(self, layer: int, first: int, pieces: Bytes) -> None:
+        """Copy ``pieces``, ``[blocks, layer_bytes]``, to the layer of a run of blocks."""
+
+    def on_host(self, layer: int, first: int, blocks: int) -> Bytes | None:
+        """The engine's own bytes, ``[blocks, layer_bytes]``, where the CPU can read them."""
+
+    def equals_host(self, layer: int, first: int, pieces: Bytes) -> bool:
+        """Whether the layer of a run of blocks is ``pieces``, ``[blocks, layer_bytes]``."""
+
+
+class KvMemory(BlockMemory):
     """Copies between blocks of an engine's KV cache and host memory.
 
     ``kv_caches`` holds, by layer name and in the order in which layers compute, vLLM's views
@@ -26,20 +56,23 @@ class KvMemory:
         ValueError: a block's bytes of a layer do not lie together, or layers differ in size.
     """
 
+    beside_steps = True
+
     def __init__(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         self._rows: list[torch.Tensor] = []
-        self.layer_of: dict[str, int] = {}
+        self.layer_of = layer_of = dict[str, int]()
         seen: dict[int, int] = {}
         for name, cache in kv_caches.items():
             # Layers that share another one's KV point to the same memory.
             if cache.data_ptr() not in seen:
                 seen[cache.data_ptr()] = len(self._rows)
                 self._rows.append(_rows(name, cache))
-            self.layer_of[name] = seen[cache.data_ptr()]
+            layer_of[name] = seen[cache.data_ptr()]
         sizes = {rows.shape[1] for rows in self._rows}
         if len(sizes) != 1:
             raise ValueError(f"layers have KV blocks of different sizes ({sorted(sizes)} bytes)")
         self.layers = len(self._rows)
+        self.layers_here = frozenset(range(self.layers))
         self.layer_bytes = sizes.pop()
         self.device = self._rows[0].device
         # Between host memory NumPy copies: torch would spread each piece over OpenMP's threads,
@@ -49,7 +82,6 @@ class KvMemory:
         )
 
     def to_host(self, layer: int, first: int, pieces: Bytes) -> None:
-        """Copy the layer of a run of blocks to ``pieces``, ``[blocks, layer_bytes]``."""
         run = slice(first, first + len(pieces))
         if self._host_rows is not None:
             np.copyto(pieces, self._host_rows[layer][run])
@@ -57,7 +89,6 @@ class KvMemory:
             torch.from_numpy(pieces).copy_(self._rows[layer][run], non_blocking=True)
 
     def from_host(self, layer: int, first: int, pieces: Bytes) -> None:
-        """Copy ``pieces``, ``[blocks, layer_bytes]``, to the layer of a run of blocks."""
         run = slice(first, first + len(pieces))
         if self._host_rows is not None:
             np.copyto(self._host_rows[layer][run], pieces)
@@ -65,11 +96,9 @@ class KvMemory:
             self._rows[layer][run].copy_(torch.from_numpy(pieces), non_blocking=True)
 
     def on_host(self, layer: int, first: int, blocks: int) -> Bytes | None:
-        """The engine's own bytes, ``[blocks, layer_bytes]``, where the CPU can read them."""
         return None if self._host_rows is None else self._host_rows[layer][first : first + blocks]
 
     def equals_host(self, layer: int, first: int, pieces: Bytes) -> bool:
-        """Whether the layer of a run of blocks is ``pieces``, ``[blocks, layer_bytes]``."""
         rows = self._rows[layer][first : first + len(pieces)]
         return bool(torch.equal(rows, torch.from_numpy(pieces).to(rows.device)))
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from loomserve.kvstore.arena import Arena
 from loomserve.kvstore.checksum import PAGE, BlockLayout, layer_digest, seed
 from loomserve.kvstore.client import StoreAwayError, StoreClient, StoreRefusedError
-from loomserve.kvstore.memory import HostStream, KvMemory
+from loomserve.kvstore.memory import BlockMemory, HostStream
 from loomserve.kvstore.protocol import (
     WRITE_S,
     Abandon,
@@ -124,9 +124,10 @@ class Lane:
     """What loading and saving share: a thread, the store, and the time they took."""
 
     def __init__(
-        self, memory: KvMemory, arena: Arena, stream: HostStream, store: StoreClient
+        self, memory: BlockMemory, arena: Arena, stream: HostStream, store: StoreClient
     ) -> None:
-        self._memory = memory
+        self.memory = memory
+        """Another one may take its place while nothing is copied, if its blocks are as large."""
         self._arena = arena
         self._layout = BlockLayout(memory.layers, memory.layer_bytes)
         self._stream = stream
@@ -136,7 +137,7 @@ class Lane:
         self.time = TransferTime()
 
     def _events(self) -> list[threading.Event]:
-        return [threading.Event() for _ in range(self._memory.layers)]
+        return [threading.Event() for _ in range(self.memory.layers)]
 
     def _wait(self, event: threading.Event) -> None:
         if not event.is_set():
@@ -149,7 +150,7 @@ class Lane:
     ) -> Iterator[Run]:
         """The copies between ``slots`` and ``blocks``, as few as their places allow."""
         pages = self._layout.slot_bytes // PAGE
-        most = max(1, _CACHED_BYTES // self._memory.layer_bytes)
+        most = max(1, _CACHED_BYTES // self.memory.layer_bytes)
 
         def run_of(at: tuple[int, tuple[int, int]]) -> tuple[int, int, int]:
             number, (slot, block) = at
@@ -208,6 +209,10 @@ class Loader(Lane):
         if self._step is not None:
             self._wait(self._step.loaded[layer])
 
+    def wait(self) -> None:
+        """For all layers, before a forward pass that nothing may be copied beside."""
+        self.wait_layer(-1)
+
     def finish(self) -> set[int]:
         """Wait for the end; return the engine's blocks that hold wrong bytes."""
         step, self._step = self._step, None
@@ -222,7 +227,7 @@ class Loader(Lane):
             runs = [run for load in loads for run in self._split(load, ahead)]
             with self._stream:
                 self._stream.wait(step.mark)
-                for layer in range(self._memory.layers):
+                for layer in range(self.memory.layers):
                     step.failed.update(self._load_layer(layer, ahead))
                 step.ahead.set()
                 for layer, event in enumerate(step.loaded):
@@ -249,7 +254,7 @@ class Loader(Lane):
         begin = time.perf_counter()
         failed: list[int] = []
         for run in runs:
-            self._memory.from_host(layer, run.first, run.pieces[:, layer])
+            self.memory.from_host(layer, run.first, run.pieces[:, layer])
             self._stream.settle()
             failed += self._wrong(layer, run)
         self.time.add(_layer_bytes(layer, runs), time.perf_counter() - begin)
@@ -261,7 +266,7 @@ class Loader(Lane):
         Checked after the copy: a slot that changed hands before or meanwhile is found out. And
         where the CPU can read the engine's own bytes, it is those that must be right.
         """
-        own = self._memory.on_host(layer, run.first, len(run.seeds))
+        own = self.memory.on_host(layer, run.first, len(run.seeds))
         pieces = run.pieces[:, layer] if own is None else own
         sealed = run.checksums[:, layer].tolist()
         for block, (piece, checksum, block_seed) in enumerate(
@@ -309,7 +314,7 @@ class Saver(Lane):
 
     def __init__(
         self,
-        memory: KvMemory,
+        memory: BlockMemory,
         arena: Arena,
         stream: HostStream,
         store: StoreClient,
@@ -331,7 +336,7 @@ class Saver(Lane):
         """
         self.finish(sound=False)
         self._step = SaveStep(
-            self._events(), [None] * self._memory.layers, time.monotonic() + WRITE_S
+            self._events(), [None] * self.memory.layers, time.monotonic() + WRITE_S
         )
         self._thread.submit(self._run, saves, self._step)
 
@@ -344,7 +349,7 @@ class Saver(Lane):
     def save_computed(self, saves: Sequence[Save]) -> None:
         """Save blocks that a step before has filled, and wait until others may overwrite them."""
         self.start(saves)
-        for layer in range(self._memory.layers):
+        for layer in range(self.memory.layers):
             self.layer_done(layer)
         self.finish(sound=True)
 
@@ -374,7 +379,7 @@ class Saver(Lane):
             runs = list(self._reserve(saves, writers))
             with self._stream:
                 whole = all(
-                    self._save_layer(layer, runs, step) for layer in range(self._memory.layers)
+                    self._save_layer(layer, runs, step) for layer in range(self.memory.layers)
                 )
         except Exception:
             _logger.exception("saving KV blocks failed")
@@ -393,8 +398,8 @@ class Saver(Lane):
                         save.namespace,
                         save.keys,
                         self._model,
-                        self._memory.layers,
-                        self._memory.layer_bytes,
+                        self.memory.layers,
+                        self.memory.layer_bytes,
                     ),
                     Reserved,
                 )
@@ -428,7 +433,7 @@ class Saver(Lane):
         self._stream.wait(step.marks[layer])
         whole = True
         for run in runs:
-            self._memory.to_host(layer, run.first, run.pieces[:, layer])
+            self.memory.to_host(layer, run.first, run.pieces[:, layer])
             self._stream.settle()
             whole = self._seal(layer, run) and whole
         self.time.add(_layer_bytes(layer, runs), time.perf_counter() - begin)
@@ -440,13 +445,13 @@ class Saver(Lane):
         A writer that the store gave up may still write here, after the copy too. So the checksum is
         of the engine's bytes, and where the CPU cannot read those, the slot is compared with them.
         """
-        own = self._memory.on_host(layer, run.first, len(run.seeds))
+        own = self.memory.on_host(layer, run.first, len(run.seeds))
         pieces = run.pieces[:, layer]
         run.checksums[:, layer] = [
             layer_digest(piece, layer, block_seed)
             for piece, block_seed in zip(pieces if own is None else own, run.seeds, strict=True)
         ]
-        return own is not None or self._memory.equals_host(layer, run.first, pieces)
+        return own is not None or self.memory.equals_host(layer, run.first, pieces)
 
 
 def _layer_bytes(layer: int, runs: Sequence[Run]) -> int:

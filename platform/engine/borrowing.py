@@ -509,10 +509,6 @@ class BorrowingScheduler(AdaptiveScheduler):
             raise ValueError("layers move for all requests: drain the other loans first")
         if not self.cache_config.enable_prefix_caching:
             raise ValueError("parts move where prefix caching is on, which tells blocks apart")
-        if self._reader is not None:
-            raise ValueError(
-                "the KV store keeps whole blocks, so parts move only where a model does without it"
-            )
 
     def _attended_by(self, loan: Loan) -> int:
         """Tokens of context, as many as if all heads of them were there."""

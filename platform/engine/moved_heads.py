@@ -85,13 +85,26 @@ class MovedHeads(MovedPart):
         kept = self.kept.kv_heads
         for layer, whole in enumerate(self._whole):
             new = whole.view(self._whole_blocks, *self._shape(self._heads))
-            old = self._kv_caches[layer].view(-1, *self._shape(kept))
+            old = self._here(layer)
             # Downwards, for the same reason.
             for chunk in reversed(self._chunks(sorted(blocks))):
                 new[chunk, :kept] = old[chunk]
                 new[chunk, kept:] = self._back[layer][chunk]
             self._use(layer, self._shaped(whole))
         self._back = []
+
+    def write_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
+        kept = self.kept.kv_heads
+        self._here(layer)[blocks.start : blocks.stop] = rows[:, :kept]
+        return self._write_there(layer, blocks, rows[:, kept:])
+
+    def read_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
+        kept = self.kept.kv_heads
+        rows[:, :kept] = self._here(layer)[blocks.start : blocks.stop]
+        return self._read_there(layer, blocks, rows[:, kept:])
+
+    def _here(self, layer: int) -> torch.Tensor:
+        return self._kv_caches[layer].view(-1, *self._shape(self.kept.kv_heads))
 
     def _send(self, blocks: list[int]) -> bool:
         self.borrower.begin_copy(blocks, Work.WRITE)

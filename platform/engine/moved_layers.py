@@ -130,6 +130,22 @@ class MovedLayers(MovedPart):
                 self._use(layer, self._empty(self._whole_blocks))
             self._modules[layer] = self._own[layer]
 
+    @property
+    def layers_here(self) -> frozenset[int]:
+        return frozenset(self._stay)
+
+    def write_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
+        if layer in self._moved:
+            return self._write_there(self._moved.index(layer), blocks, rows)
+        self._by_part(self._kv_caches[layer])[blocks.start : blocks.stop] = rows
+        return True
+
+    def read_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
+        if layer in self._moved:
+            return self._read_there(self._moved.index(layer), blocks, rows)
+        rows[:] = self._by_part(self._kv_caches[layer])[blocks.start : blocks.stop]
+        return True
+
     def _send(self, blocks: list[int]) -> bool:
         self.borrower.begin_copy(blocks, Work.WRITE)
         for number, layer in enumerate(self._moved):

@@ -83,6 +83,46 @@ class MovedPart(ABC):
             for some in self._some(pairs)
         )
 
+    # Whole blocks, while the part is away
+
+    @property
+    def layers_here(self) -> frozenset[int]:
+        """Layers that are computed here, at least in part."""
+        return frozenset(range(len(self._kv_caches)))
+
+    @abstractmethod
+    def write_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
+        """Put one layer of whole blocks where their parts are.
+
+        Args:
+            layer: from 0.
+            blocks: no more than ``borrower.ring.most_copied``.
+            rows: [blocks, kv_heads, 2 * block_size, head_size].
+
+        Returns:
+            False if the lender's ring has closed.
+        """
+
+    @abstractmethod
+    def read_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
+        """Fill ``rows`` with one layer of whole blocks; arguments and result as above."""
+
+    def _write_there(self, number: int, blocks: range, rows: torch.Tensor) -> bool:
+        """One of the borrower's layers."""
+        key, value = rows.chunk(2, dim=2)
+        self.borrower.begin_copy(blocks, Work.WRITE)
+        done = self.borrower.write(number, key, value, self._patience_s)
+        self.borrower.resume_step()
+        return done
+
+    def _read_there(self, number: int, blocks: range, rows: torch.Tensor) -> bool:
+        self.borrower.begin_copy(blocks, Work.READ)
+        found = self.borrower.read(number, self._patience_s)
+        if found is not None:
+            torch.cat(found, dim=2, out=rows)
+        self.borrower.resume_step()
+        return found is not None
+
     @abstractmethod
     def _send(self, blocks: list[int]) -> bool: ...
 

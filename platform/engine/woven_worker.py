@@ -13,8 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm import envs
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from loomserve.kvstore.connector import StoreConnector, StoreCopier
+from loomserve.kvstore.memory import KvMemory
 from loomserve.platform.engine.block_sides import OWN, borrowed_sides
 from loomserve.platform.engine.freed_memory import give_back
 from loomserve.platform.engine.guest_layers import GuestLayers
@@ -30,6 +33,7 @@ from loomserve.platform.engine.moved_layers import (
 )
 from loomserve.platform.engine.moved_part import MovedPart, room
 from loomserve.platform.engine.operator_parts import OperatorParts
+from loomserve.platform.engine.parted_memory import PartedMemory
 from loomserve.platform.engine.seeds import SeedKeepingModelRunner
 from loomserve.platform.engine.worker import PatientWorker
 from loomserve.platform.engine.woven_attention import LOANS, use_woven_attention
@@ -170,9 +174,12 @@ class WovenWorker(PatientWorker):
         )
 
     def _attention_layers(self) -> list[Any]:
-        names = self.model_runner.kv_cache_config.kv_cache_groups[0].layer_names
         context = self.vllm_config.compilation_config.static_forward_context
-        return [context[name] for name in names]
+        return [context[name] for name in self._layer_names]
+
+    @property
+    def _layer_names(self) -> list[str]:
+        return list(self.model_runner.kv_cache_config.kv_cache_groups[0].layer_names)
 
     def move_blocks(self, source: int, target: int, pairs: list[tuple[int, int]]) -> bool:
         """Copy blocks from one side to another (:meth:`BlockMover.move`)."""
@@ -241,12 +248,16 @@ class WovenWorker(PatientWorker):
     def leave_part(self, side: int, rest: list[int], blocks: list[int]) -> bool:
         """Copy the rest, and have it computed there from now on; ``blocks`` hold KV."""
         assert LOANS.sides is not None
-        part = self._moving[side]
+        part, store = self._moving[side], self._store()
+        if store is not None:
+            store.settle()
         if rest and not part.send(rest):
             return False
         part.leave(blocks)
         LOANS.sides.join(side)
         LOANS.part = part
+        if store is not None:
+            store.use(PartedMemory(part, store.memory, self._geometry()))
         return True
 
     def bring_part(self, side: int, rest: list[int], blocks: list[int]) -> bool:
@@ -258,7 +269,15 @@ class WovenWorker(PatientWorker):
         part.come_home(blocks)
         LOANS.sides.separate(side)
         LOANS.part = None
+        if (store := self._store()) is not None:
+            caches = self.model_runner.kv_caches
+            store.use(KvMemory(dict(zip(self._layer_names, caches, strict=True))))
         return True
+
+    def _store(self) -> StoreCopier | None:
+        """What copies blocks to the KV store and from it, if this engine has one."""
+        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+        return connector.copier if isinstance(connector, StoreConnector) else None
 
     # The lender's part
 

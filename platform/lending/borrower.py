@@ -34,6 +34,8 @@ class Borrower:
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self._in_flight = False
+        # Of the step, what copies of blocks write over.
+        self._step: tuple[int, int, torch.Tensor] | None = None
         ring.words[Line.BORROWER * LINE_WORDS] = os.getpid()
         module = native.extension()
         self._end = module.Borrower(native.mapped(module, ring)) if module else _Fallback(ring)
@@ -71,7 +73,15 @@ class Borrower:
         ring.areas.seq_lens[:requests] = seq_lens
         ring.areas.block_table[:requests, :width] = block_table
         ring.areas.slot_mapping[:tokens] = slot_mapping
+        self._step = requests, tokens, block_table[0]
         self._begin(requests, tokens, Work.ATTEND)
+
+    def resume_step(self) -> None:
+        """The next tasks are the step's again: blocks were copied between its begin and them."""
+        if self._step is not None:
+            requests, tokens, first_row = self._step
+            self.ring.areas.block_table[0, : len(first_row)] = first_row
+            self._begin(requests, tokens, Work.ATTEND)
 
     def _begin(self, requests: int, tokens: int, work: Work) -> None:
         step = Line.STEP * LINE_WORDS

@@ -144,6 +144,33 @@ def _pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     del hot, cold
 
 
+@pytest.fixture(scope="session")
+def stored_hot(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
+    """Borrows from the pair's cold engine, and has a KV store."""
+    folder = tmp_path_factory.mktemp("kv")
+    plan = StorePlan(
+        folder=folder,
+        arena=Path(f"/dev/shm/loomserve-kv-hot-{os.getpid()}"),
+        memory=256 * 2**20,
+        ssd_folder=None,
+        ssd=0,
+        eviction="lru",
+        quotas={},
+    )
+    engine = StoredEngine(llm=None, plan=plan)
+    engine.start_store()
+    engine.llm = lending_engine(
+        str(catalog.resolve("demo", folder)),
+        kv_transfer_config=plan.kv_transfer_config("demo"),
+        kv_cache_memory_bytes=OWN_BLOCKS * EXACT_BLOCK_BYTES,
+        lending={"borrow_bytes": 3 * OWN_BLOCKS * EXACT_BLOCK_BYTES, "patience_ms": 3000},
+    )
+    yield engine
+    del engine.llm
+    engine.stop_store()
+    plan.arena.unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="session", name="alone")
 def _alone(pair: Pair) -> list[list[int]]:
     """What the hot engine answers without a lender, through preemptions."""

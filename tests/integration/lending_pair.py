@@ -65,6 +65,48 @@ class Pair:
         return loans
 
 
+class PartLoan:
+    """Of the pair's one loan, on which part of the hot engine lies from :meth:`begin` on."""
+
+    def __init__(self, pair: Pair, **part: Any) -> None:
+        self._pair = pair
+        self._part = part
+        self._name = f"part-{os.urandom(3).hex()}"
+        self._path = f"/dev/shm/loomserve-ring-{os.getpid()}-{self._name}"
+        self._side: int | None = None
+
+    def begin(self) -> None:
+        guest = self._pair.call(self._pair.hot, "borrowing", self._part)
+        self._pair.call(self._pair.cold, "lend", self._name, self._path, guest)
+        self._side = self._pair.call(self._pair.hot, "borrow", self._name, self._path, self._part)
+        self.ring = Ring.attach(Path(self._path))
+
+    @property
+    def phase(self) -> str:
+        """Where nothing runs, to look moves it on."""
+        (loan,) = self._pair.loans()
+        return str(loan["part"]["phase"])
+
+    def come_home(self) -> bool:
+        return bool(self._pair.call(self._pair.hot, "drain_loan", self._side))
+
+    def end(self) -> None:
+        if self._side is not None:
+            self._pair.call(self._pair.hot, "end_loan", self._side)
+            self.ring.close()
+        self._pair.call(self._pair.cold, "end_lending", self._name)
+
+
+@contextmanager
+def part_loan(pair: Pair, **part: Any) -> Iterator[PartLoan]:
+    """Ended even if the test fails, so that the others have a pair without one."""
+    loan = PartLoan(pair, **part)
+    try:
+        yield loan
+    finally:
+        loan.end()
+
+
 def prompts(seed: int, number: int, longest: int = 150) -> list[list[int]]:
     source = random.Random(seed)
     return [

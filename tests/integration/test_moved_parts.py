@@ -5,17 +5,23 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import psutil
 import pytest
 
 from benchmarks.engine import BLOCK_TOKENS, EXACT_BLOCK_BYTES
-from loomserve.platform.lending.ring import Ring
-from tests.integration.lending_pair import OWN_BLOCKS, Pair, answers, begin, outputs, prompts
+from tests.integration.lending_pair import (
+    OWN_BLOCKS,
+    Pair,
+    PartLoan,
+    answers,
+    begin,
+    outputs,
+    part_loan,
+    prompts,
+)
 
 pytestmark = pytest.mark.engine
 
@@ -23,48 +29,6 @@ EVERY_HEAD, EVERY_LAYER = 3, 30
 LAYER_BYTES = 14_155_776
 """Of one's matrices in float32."""
 STEPS_AWAY = 10
-
-
-class PartLoan:
-    """Of the pair's one loan, on which part of the hot engine lies from :meth:`begin` on."""
-
-    def __init__(self, pair: Pair, **part: Any) -> None:
-        self._pair = pair
-        self._part = part
-        self._name = f"part-{os.urandom(3).hex()}"
-        self._path = f"/dev/shm/loomserve-ring-{os.getpid()}-{self._name}"
-        self._side: int | None = None
-
-    def begin(self) -> None:
-        guest = self._pair.call(self._pair.hot, "borrowing", self._part)
-        self._pair.call(self._pair.cold, "lend", self._name, self._path, guest)
-        self._side = self._pair.call(self._pair.hot, "borrow", self._name, self._path, self._part)
-        self.ring = Ring.attach(Path(self._path))
-
-    @property
-    def phase(self) -> str:
-        """Where nothing runs, to look moves it on."""
-        (loan,) = self._pair.loans()
-        return str(loan["part"]["phase"])
-
-    def come_home(self) -> bool:
-        return bool(self._pair.call(self._pair.hot, "drain_loan", self._side))
-
-    def end(self) -> None:
-        if self._side is not None:
-            self._pair.call(self._pair.hot, "end_loan", self._side)
-            self.ring.close()
-        self._pair.call(self._pair.cold, "end_lending", self._name)
-
-
-@contextmanager
-def part_loan(pair: Pair, **part: Any) -> Iterator[PartLoan]:
-    """Ended even if the test fails, so that the others have a pair without one."""
-    loan = PartLoan(pair, **part)
-    try:
-        yield loan
-    finally:
-        loan.end()
 
 
 def served(

@@ -70,7 +70,7 @@ async def outcome(mover: PartMover, order: Order) -> Outcome:
 async def test_heads_are_away_once_the_engine_says_so_and_home_once_the_loan_is_gone(
     borrower: Borrower,
 ) -> None:
-    mover = PartMover(borrower.fleet, kv_store=False)
+    mover = PartMover(borrower.fleet)
     order = mover.order("p/0", move(Part.HEADS, 1))
     assert not borrower.fleet.parts("h0")
     await mover.begin(order)
@@ -92,14 +92,14 @@ async def test_heads_are_away_once_the_engine_says_so_and_home_once_the_loan_is_
 
 
 async def test_layers_that_move_are_the_last_ones(borrower: Borrower) -> None:
-    mover = PartMover(borrower.fleet, kv_store=False)
+    mover = PartMover(borrower.fleet)
     every = footprint().layers
     order = mover.order("p/0", move(Part.LAYERS, 2))
     assert order["part"] == {"layers": [every - 2, every]}
 
 
 async def test_an_abort_is_done_when_nothing_is_there_any_more(borrower: Borrower) -> None:
-    mover = PartMover(borrower.fleet, kv_store=False)
+    mover = PartMover(borrower.fleet)
     order = mover.order("p/0", move(Part.HEADS, 1))
     await mover.begin(order)
     borrower.reports()
@@ -116,7 +116,7 @@ async def test_an_abort_is_done_when_nothing_is_there_any_more(borrower: Borrowe
 async def test_what_the_engine_refuses_has_failed_with_its_reason_and_is_not_asked_again(
     borrower: Borrower,
 ) -> None:
-    mover = PartMover(borrower.fleet, kv_store=False)
+    mover = PartMover(borrower.fleet)
     order = mover.order("p/0", move(Part.LAYERS, 2))
     await mover.begin(order)
     borrower.reports()
@@ -128,7 +128,7 @@ async def test_what_the_engine_refuses_has_failed_with_its_reason_and_is_not_ask
 
 
 async def test_one_thing_is_away_at_a_time_and_comes_home_whole(borrower: Borrower) -> None:
-    mover = PartMover(borrower.fleet, kv_store=False)
+    mover = PartMover(borrower.fleet)
     with pytest.raises(Conflict, match="0 heads are with 'org/cold'"):
         mover.order("p/0", move(Part.HEADS, 1, back=True))
     await mover.begin(mover.order("p/0", move(Part.HEADS, 2)))
@@ -139,7 +139,7 @@ async def test_one_thing_is_away_at_a_time_and_comes_home_whole(borrower: Borrow
 
 
 async def test_a_part_that_came_home_by_itself_is_not_sent_again(borrower: Borrower) -> None:
-    mover = PartMover(borrower.fleet, kv_store=False)
+    mover = PartMover(borrower.fleet)
     await mover.begin(mover.order("p/0", move(Part.HEADS, 1)))
     for phase in (None, "leaving", "away", "returning"):
         borrower.reports(phase)
@@ -147,12 +147,6 @@ async def test_a_part_that_came_home_by_itself_is_not_sent_again(borrower: Borro
     borrower.reports(None)
     assert not borrower.told
     assert mover.order("p/1", move(Part.HEADS, 2))["part"] == {"heads": 2}
-
-
-def test_models_in_a_kv_store_keep_their_parts_but_take_others(borrower: Borrower) -> None:
-    assert PartMover(borrower.fleet, kv_store=False).movable("h0")
-    assert not PartMover(borrower.fleet, kv_store=True).movable("h0")
-    assert PartMover(borrower.fleet, kv_store=True).movable("c1")
 
 
 def test_a_new_controller_learns_what_is_away(borrower: Borrower) -> None:

@@ -1,0 +1,67 @@
+"""KV memory of which a lender has a part of each block, as the KV store sees it: whole blocks.
+
+What is copied goes through the lender's task ring, which a forward pass uses too; so nothing is
+copied beside one.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from loomserve.kvstore.memory import BlockMemory, Bytes
+from loomserve.platform.engine.moved_part import MovedPart
+from loomserve.platform.lending.geometry import Geometry
+
+
+class LenderGoneError(Exception):
+    """The ring has closed, and what the lender had of the blocks is lost."""
+
+
+class PartedMemory(BlockMemory):
+    """
+    Args:
+        part: that is away.
+        whole: the engine's memory without that.
+        geometry: of the engine's attention.
+    """
+
+    beside_steps = False
+
+    def __init__(self, part: MovedPart, whole: BlockMemory, geometry: Geometry) -> None:
+        self.layers, self.layer_bytes = whole.layers, whole.layer_bytes
+        self.layer_of, self.layers_here = whole.layer_of, part.layers_here
+        self._part = part
+        self._shape = (geometry.kv_heads, 2 * geometry.block_size, geometry.head_size)
+        self._dtype: torch.dtype = getattr(torch, geometry.dtype)
+
+    def to_host(self, layer: int, first: int, pieces: Bytes) -> None:
+        np.copyto(pieces, self._read(layer, first, len(pieces)))
+
+    def from_host(self, layer: int, first: int, pieces: Bytes) -> None:
+        rows = torch.from_numpy(pieces).view(self._dtype).view(len(pieces), *self._shape)
+        for run in self._runs(first, len(pieces)):
+            at = slice(run.start - first, run.stop - first)
+            if not self._part.write_whole(layer, run, rows[at]):
+                raise LenderGoneError
+
+    def on_host(self, layer: int, first: int, blocks: int) -> None:
+        """Some of the bytes are in the lender's process."""
+
+    def equals_host(self, layer: int, first: int, pieces: Bytes) -> bool:
+        return bool(np.array_equal(pieces, self._read(layer, first, len(pieces))))
+
+    def _read(self, layer: int, first: int, blocks: int) -> Bytes:
+        rows = torch.empty((blocks, *self._shape), dtype=self._dtype)
+        for run in self._runs(first, blocks):
+            at = slice(run.start - first, run.stop - first)
+            if not self._part.read_whole(layer, run, rows[at]):
+                raise LenderGoneError
+        found: Bytes = rows.view(blocks, -1).view(torch.uint8).numpy()
+        return found
+
+    def _runs(self, first: int, blocks: int) -> list[range]:
+        """As many at a time as fit through the ring."""
+        most = self._part.borrower.ring.most_copied
+        end = first + blocks
+        return [range(at, min(at + most, end)) for at in range(first, end, most)]
