@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -97,6 +98,9 @@ def timing_scheduler(vllm_config: VllmConfig, **options: Any) -> _Timing:
 class ProfiledEngine:
     """vLLM's engine within this process, bound to a device as the platform's engines are.
 
+    vLLM binds only workers that are processes of their own, so here the calling thread is bound,
+    until the engine is closed, and torch computes with as many threads as the device has cores.
+
     ``options`` are vLLM's own and stand over the defaults here.
     """
 
@@ -108,8 +112,11 @@ class ProfiledEngine:
         )
         from vllm import LLM
 
+        self._cores = os.sched_getaffinity(0)
         on_cpu = {}
         if device.kind == "cpu":
+            os.sched_setaffinity(0, device.cores)
+            torch.set_num_threads(len(device.cores))
             # As the platform's engines wait: whoever spins is on the worker's core now and then.
             sleep_instead_of_spinning()
             on_cpu = {
@@ -158,6 +165,7 @@ class ProfiledEngine:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
+        os.sched_setaffinity(0, self._cores)
 
 
 @dataclass(frozen=True)
