@@ -208,19 +208,19 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         lending, me = self._spec.lending, self._replica_id
         if lending is None:
             return None, None
-        if not lending.borrow_bytes:
-            return None, LoanEndpoint(
-                self.engine.call_loans, model=self._spec.model.name, replica_id=me
+        model, keeper, endpoint = self._spec.model.name, None, None
+        if lending.borrow_bytes:
+            keeper = LoanKeeper(
+                self.engine.call_loans,
+                model=model,
+                replica_id=me,
+                most=lending.lenders,
+                internal_token=self._spec.internal_token,
+                drain_timeout_s=self._spec.drain_timeout_s,
             )
-        keeper = LoanKeeper(
-            self.engine.call_loans,
-            model=self._spec.model.name,
-            replica_id=me,
-            most=lending.lenders,
-            internal_token=self._spec.internal_token,
-            drain_timeout_s=self._spec.drain_timeout_s,
-        )
-        return keeper, None
+        if lending.lend_bytes:
+            endpoint = LoanEndpoint(self.engine.call_loans, model=model, replica_id=me)
+        return keeper, endpoint
 
     async def record_replica_metadata(self) -> dict[str, Any]:
         """Serve's hook: constant facts, which routers get with the replica itself."""

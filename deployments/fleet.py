@@ -23,7 +23,7 @@ from loomserve.deployments.base import (
     model_app,
 )
 from loomserve.deployments.lending_pairs import lenders_of
-from loomserve.deployments.loan_orders import LoanOrders, Place, place_of
+from loomserve.deployments.loan_orders import LoanOrders, PartOrder, Place, place_of
 from loomserve.platform.config import Device, Model
 from loomserve.platform.devices import place
 from loomserve.platform.errors import Conflict, NotFound, UnknownModel
@@ -78,12 +78,14 @@ class EngineRecord:
         role: As it is told with its next report.
         lenders: With whom it may keep requests' KV, an operator's switches considered.
         limits: Of these loans, bytes by the lender's model; those without one have none.
+        part_lenders: Replicas that may compute heads or layers of it.
     """
 
     report: EngineReport
     role: Role
     lenders: tuple[LenderReplica, ...]
     limits: Mapping[str, int]
+    part_lenders: frozenset[str]
 
 
 @dataclass
@@ -241,13 +243,22 @@ class Fleet:
         """
         self._orders.limit(self._place(replica_id), lender, most_bytes)
 
-    def move_part(self, replica_id: str, lender: str, part: Part | None) -> None:
+    def move_part(
+        self, replica_id: str, lender: str, part: Part | None, device: str | None = None
+    ) -> None:
         """Heads or layers of a replica that a lender's model is to compute; None: none, any more.
+
+        Args:
+            replica_id: whose they are.
+            lender: the model.
+            part: of all of the replica's requests.
+            device: on which the lender's replica is; None: on whichever suits.
 
         Raises:
             NotFound: no replica of that id has reported.
         """
-        self._orders.move_part(self._place(replica_id), lender, part)
+        order = PartOrder(part, device) if part else None
+        self._orders.move_part(self._place(replica_id), lender, order)
 
     def parts(self, replica_id: str) -> dict[str, Part]:
         """
@@ -291,6 +302,11 @@ class Fleet:
             role=self._role(self._record(report.model.name), report),
             lenders=tuple(self._lenders(replica, now)),
             limits=self._orders.limits(place_of(report)),
+            part_lenders=frozenset(
+                each.report.replica_id
+                for lender in lenders_of(report.model, self.models)
+                for each in self._may_lend_to(replica, lender, now)
+            ),
         )
 
     def model_targets(self) -> dict[str, int]:
@@ -355,22 +371,37 @@ class Fleet:
         return None
 
     def _lenders(self, borrower: _ReplicaRecord, now: float) -> Iterator[LenderReplica]:
-        """One replica of each lender's model: that of the loan there is, or the least asked."""
+        """One replica of each lender's model: that which was ordered, that of the loan there is,
+        or the least asked."""
         mine = {loan.lender_replica for loan in borrower.report.loans}
         asked = Counter(loan.lender_replica for loan in self._loans(now))
-        name = borrower.report.model.name
+        name, place = borrower.report.model.name, place_of(borrower.report)
         for lender in lenders_of(borrower.report.model, self.models):
-            may = [r for r in self._live(lender, now) if self._may_lend(r, borrower)]
-            if may and not self._orders.is_off(name, lender):
-                best = min(
-                    may,
-                    key=lambda r: (
-                        r.report.replica_id not in mine,
-                        asked[r.report.replica_id],
-                        r.report.device,
-                    ),
-                ).report
-                yield LenderReplica(model=lender, id=best.replica_id, address=best.address)
+            if lender == name and lender not in self._orders.parts(place):
+                continue  # requests are shared out among replicas by their router
+            ordered = self._orders.device_of(place, lender)
+            best = min(
+                self._may_lend_to(borrower, lender, now),
+                key=lambda r: (
+                    r.report.device != ordered,
+                    r.report.replica_id not in mine,
+                    asked[r.report.replica_id],
+                    r.report.device,
+                ),
+                default=None,
+            )
+            if best is not None:
+                yield LenderReplica(
+                    model=lender, id=best.report.replica_id, address=best.report.address
+                )
+
+    def _may_lend_to(
+        self, borrower: _ReplicaRecord, lender: str, now: float
+    ) -> list[_ReplicaRecord]:
+        """Replicas of the lender's model."""
+        if self._orders.is_off(borrower.report.model.name, lender):
+            return []
+        return [each for each in self._live(lender, now) if self._may_lend(each, borrower)]
 
     def _must_leave(self, loan: LoanState, borrower: _ReplicaRecord) -> bool:
         # One that has not reported yet is unknown to a controller that was started anew.

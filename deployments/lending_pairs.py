@@ -9,11 +9,17 @@ from loomserve.platform.lending.options import LendingOptions
 
 
 def lenders_of(model: Model, models: Iterable[Model]) -> tuple[str, ...]:
-    """The models among ``models`` from which ``model`` may borrow; none if it borrows nothing."""
+    """The models among ``models`` from which ``model`` may borrow; none if it borrows nothing.
+
+    It alone, if it lends too: its replicas have parts of one another. A replica lends or borrows at
+    a time, or its guests would wait while it waits for its own lender.
+    """
     wants = model.lending
     if wants is None or wants.borrow_memory is None:
         return ()
-    lend = [m.name for m in models if m.lending is not None and m.lending.lend_memory is not None]
+    if wants.among_replicas:
+        return (model.name,)
+    lend = [m.name for m in models if m.lending is not None and m.lending.lends_to_others]
     # In the order in which the user named them, who may have put the best one first.
     return tuple(name for name in wants.lenders or lend if name in lend)
 

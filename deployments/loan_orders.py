@@ -15,6 +15,14 @@ Place = tuple[str, str]
 _T = TypeVar("_T")
 
 
+@dataclass(frozen=True, slots=True)
+class PartOrder:
+    """What of a replica a lender's model is to compute; ``device`` where, None: wherever it is."""
+
+    part: Part
+    device: str | None = None
+
+
 @dataclass
 class LoanOrders:
     """Pairs are of a borrower's and a lender's model."""
@@ -23,7 +31,7 @@ class LoanOrders:
     """Names of loans whose requests are to finish or leave."""
     _pairs_off: set[tuple[str, str]] = field(default_factory=set)
     _limits: dict[Place, dict[str, int]] = field(default_factory=dict)
-    _parts: dict[Place, dict[str, Part]] = field(default_factory=dict)
+    _parts: dict[Place, dict[str, PartOrder]] = field(default_factory=dict)
 
     def recover(self, report: EngineReport) -> None:
         """From what a replica was told by a controller before this one."""
@@ -32,7 +40,7 @@ class LoanOrders:
             return
         self._pairs_off |= {(report.model.name, lender) for lender in said.switched_off}
         self._limits[place] = said.limits | self._limits.get(place, {})
-        told = {lender: dict(part) for lender, part in said.parts.items()}
+        told = {lender: PartOrder(dict(part)) for lender, part in said.parts.items()}
         self._parts.setdefault(place, told)
 
     def learn(self, before: EngineReport, now: EngineReport) -> None:
@@ -63,9 +71,9 @@ class LoanOrders:
         """How much KV may be with a lender's model; None: as much as its borrower finds right."""
         _tell(self._limits, place, lender, most_bytes)
 
-    def move_part(self, place: Place, lender: str, part: Part | None) -> None:
+    def move_part(self, place: Place, lender: str, order: PartOrder | None) -> None:
         """What a lender's model is to compute; None: nothing, any more."""
-        _tell(self._parts, place, lender, part)
+        _tell(self._parts, place, lender, order)
 
     def limits(self, place: Place) -> dict[str, int]:
         """Bytes by the lender's model."""
@@ -73,7 +81,12 @@ class LoanOrders:
 
     def parts(self, place: Place) -> dict[str, Part]:
         """By the lender's model."""
-        return dict(self._parts.get(place, {}))
+        return {lender: order.part for lender, order in self._parts.get(place, {}).items()}
+
+    def device_of(self, place: Place, lender: str) -> str | None:
+        """Where a lender's model is to compute what it was ordered to, if that was said."""
+        order = self._parts.get(place, {}).get(lender)
+        return order.device if order else None
 
     def limits_of_pair(self, borrower: str, lender: str) -> dict[str, int]:
         """Bytes by the borrower's device."""

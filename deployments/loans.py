@@ -133,7 +133,7 @@ class LoanKeeper:
             if loan.name not in there:
                 await self._bury(loan, now)
             elif loan.drained_by is None and _is_home(there[loan.name]):
-                await self._bury(loan, now, "came home")
+                await self._bury(loan, now, f"came home, since {there[loan.name]['part']['why']},")
             elif loan.drained_by is not None or not self._allowed(loan, self._orders):
                 await self._drain(loan, now)
             else:

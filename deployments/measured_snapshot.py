@@ -197,6 +197,7 @@ def _engines(
         drain_s=load.pace.request_s if load.pace else 0.0,
         movable=frozenset(part for part, ids in movable.items() if report.replica_id in ids),
         lenders=_lenders(each.record),
+        part_lenders=each.record.part_lenders,
         newest=facts.ready_at == max(x.footprint.ready_at for x in _of(report.model.name, whole)),
         measured_at_s=load.measured_at,
     )
@@ -226,7 +227,7 @@ def _kv(each: _Complete) -> tuple[int, int]:
     if each.report.borrowing is not None:
         return size, int(_own_used(each, each.report.borrowing) * (1 - _share_away(each)))
     # vLLM's share is of what is not lent.
-    lent = sum(lent.blocks for lent in each.report.lent) * each.footprint.block_bytes
+    lent = _lent_blocks(each) * each.footprint.block_bytes
     return size, int(each.load.kv_cache_usage * max(size - lent, 0))
 
 
@@ -244,8 +245,14 @@ def _away(report: EngineReport) -> tuple[int, int]:
 
 
 def _own_used(each: _Complete, said: BorrowingState) -> int:
-    """Bytes of own blocks that are in use, with the share of them that is away."""
-    return (said.own_blocks - said.own_free_blocks) * each.footprint.block_bytes
+    """Bytes of own blocks that its requests use, with the share of them that is away."""
+    used = said.own_blocks - said.own_free_blocks - _lent_blocks(each)
+    # Loans are looked at one after the other.
+    return max(used, 0) * each.footprint.block_bytes
+
+
+def _lent_blocks(each: _Complete) -> int:
+    return sum(lent.blocks for lent in each.report.lent)
 
 
 def _share_away(each: _Complete) -> float:

@@ -35,7 +35,8 @@ class PartMover:
             NotFound: one of the replicas does not report any more.
         """
         assert isinstance(action, Move)
-        lender = record_of(self._fleet, action.lender).report.model.name
+        there = record_of(self._fleet, action.lender).report
+        lender = there.model.name
         away = self._fleet.parts(action.engine)
         if action.back:
             if _amount(away.get(lender)) != action.amount:
@@ -52,6 +53,7 @@ class PartMover:
         return {
             "engine": action.engine,
             "lender": lender,
+            "device": there.device,
             "part": part,
             "part_before": away.get(lender),
             "began_at": time.time(),
@@ -67,10 +69,11 @@ class PartMover:
         return {"layers": [footprint.layers - action.amount, footprint.layers]}
 
     async def begin(self, order: Order) -> None:
-        self._fleet.move_part(order["engine"], order["lender"], order["part"])
+        self._fleet.move_part(order["engine"], order["lender"], order["part"], order["device"])
 
     async def abort(self, order: Order) -> None:
-        self._fleet.move_part(order["engine"], order["lender"], order["part_before"])
+        before = order["part_before"]
+        self._fleet.move_part(order["engine"], order["lender"], before, order["device"])
 
     async def progress(self, order: Order) -> Progress:
         lender, part = order["lender"], order["part"]

@@ -237,7 +237,8 @@ class Lending(_Node):
     lend_memory: Bytes | None = Field(
         None,
         description="Of a cold model: the most of a replica's KV memory that it lends while its "
-        "own requests do not need it; null: it lends none.",
+        "own requests do not need it; null: it lends none. With borrow_memory: its replicas have "
+        "heads or layers of one another, as prefill and decode may want it.",
     )
     borrow_memory: Bytes | None = Field(
         None,
@@ -274,13 +275,23 @@ class Lending(_Node):
                 raise ValueError(
                     "give it lend_memory or borrow_memory, or leave it out: so it does neither"
                 )
-        elif self.lend_memory is not None:
+        elif self.lend_memory is not None and self.lenders:
             raise _FieldError(
-                "a model either lends or borrows: its guests would wait while it waits for its "
-                "own lenders",
-                "lend_memory",
+                "are of no use with both borrow_memory and lend_memory: replicas then lend to one "
+                "another, and to no other model's",
+                "lenders",
             )
         return self
+
+    @property
+    def among_replicas(self) -> bool:
+        """Whether replicas of the model lend to one another, and to nobody else."""
+        return self.lend_memory is not None and self.borrow_memory is not None
+
+    @property
+    def lends_to_others(self) -> bool:
+        """Whether other models may borrow from this one."""
+        return self.lend_memory is not None and not self.among_replicas
 
 
 class Pipeline(_Node):
@@ -442,6 +453,12 @@ class Model(_Node):
         for option, (allowed, why) in _LENDING_LEAVES.items():
             if option in self.engine and self.engine[option] not in allowed:
                 raise _FieldError(f"{why}: leave it out, or lending", "engine", option)
+        if self.lending.among_replicas and len(self.devices) < 2:
+            raise _FieldError(
+                f"model {self.name!r} lends and borrows, which its replicas do among themselves, "
+                "and has one device: give it another, or leave lend_memory or borrow_memory out",
+                "devices",
+            )
         if self.lending.borrow_memory is not None:
             self._check_borrowers_scheduling()
         return self
@@ -666,10 +683,12 @@ class Config(_Node):
         for index, model in enumerate(self.models):
             if model.lending is None or model.lending.borrow_memory is None:
                 continue
+            if model.lending.among_replicas:
+                continue
             if not any(lend.values()):
                 raise _FieldError(
-                    f"model {model.name!r} has nobody to borrow from: give a model "
-                    "lending.lend_memory",
+                    f"model {model.name!r} has nobody to borrow from: give another model "
+                    "lending.lend_memory, and no borrow_memory",
                     *("models", index, "lending", "borrow_memory"),
                 )
             for position, name in enumerate(model.lending.lenders):
@@ -776,7 +795,7 @@ class Config(_Node):
 
 
 def _lends(model: Model) -> bool:
-    return model.lending is not None and model.lending.lend_memory is not None
+    return model.lending is not None and model.lending.lends_to_others
 
 
 def _refuse_duplicates(field: str, names: list[str]) -> None:

@@ -97,6 +97,7 @@ class PartState(_Snapshot):
     )
     pause_s: float = Field(description="The longest that steps stood still for it.")
     copied_bytes: int
+    why: str = Field("", description="It comes home, once it does.")
 
     @property
     def is_away(self) -> bool:

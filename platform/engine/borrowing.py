@@ -255,8 +255,12 @@ class BorrowingScheduler(AdaptiveScheduler):
     def _follow_part(self, loan: Loan, part: PartLoan) -> None:
         """Move it, or let it come home; use as many more blocks as the lender has room for."""
         granted = min(loan.ring.granted, loan.ring.wanted)
-        if not loan.open or loan.use.phase is Phase.EJECT or not part.fits(granted):
-            part.come_home()
+        if not loan.open:
+            part.come_home("it was told to")
+        elif loan.use.phase is Phase.EJECT:
+            part.come_home("its lender was too slow")
+        elif not part.fits(loan.ring.wanted):  # else it waits for what its lender still uses
+            part.come_home("its lender needed the memory")
         self._leave(part.use(granted), loan)
         if part.advance(loan.ring.granted, self._costs.step_s, bool(self.running)):
             self._leave(part.use(granted), loan)

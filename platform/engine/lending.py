@@ -23,7 +23,7 @@ from loomserve.platform.lending.budget import GuestTime
 from loomserve.platform.lending.geometry import Geometry
 from loomserve.platform.lending.layout import Layout, guest_blocks, lender_blocks
 from loomserve.platform.lending.limits import Observation, Phase, Rules, State, after
-from loomserve.platform.lending.options import LendingOptions
+from loomserve.platform.lending.options import LendingOptions, Part
 from loomserve.platform.lending.ring import Closed, Ring, RingStats
 
 _JUDGE_EVERY_S = 0.5
@@ -88,8 +88,10 @@ class LendingScheduler(BorrowingScheduler):
             How many of the guest's blocks it may come to hold.
 
         Raises:
-            ValueError: nothing is left to lend.
+            ValueError: nothing is left to lend, or this engine borrows itself.
         """
+        if self.loans:
+            raise ValueError("it borrows just now, and its guests would wait for its own lender")
         geometry = Geometry.from_json(guest["geometry"])
         layout = Layout(geometry.layers, geometry.layer_block_bytes)
         first = min((lent.blocks.start for lent in self.lent.values()), default=self._own_end)
@@ -104,6 +106,11 @@ class LendingScheduler(BorrowingScheduler):
         self.lent[name] = Lent(name, Ring.attach(Path(path)), blocks, layout, count)
         self._grant(self.lent[name])
         return places
+
+    def borrow(self, workers: WorkerCall, name: str, path: str, part: Part | None = None) -> int:
+        if self.lent:
+            raise ValueError("it lends just now, and its guests would wait for its own lender")
+        return super().borrow(workers, name, path, part)
 
     def end_lending(self, workers: WorkerCall, name: str) -> None:
         """Take everything back at once; the borrower computes elsewhere what it had here."""

@@ -68,6 +68,8 @@ class PartLoan:
         self.pause_s = 0.0
         """The longest time that steps stood still for it."""
         self.copied_blocks = 0
+        self.why = ""
+        """It comes home, once it does."""
         self._pool = pool
         self._sides = sides
         self._side = side
@@ -94,6 +96,7 @@ class PartLoan:
             "phase": str(self.phase),
             "pause_s": self.pause_s,
             "copied_bytes": self.copied_blocks * self._block_bytes,
+            "why": self.why,
         }
 
     def fits(self, granted: int) -> bool:
@@ -143,8 +146,9 @@ class PartLoan:
         self.usable = usable
         return extra[usable:before]
 
-    def come_home(self) -> None:
+    def come_home(self, why: str) -> None:
         """Begin to copy the part back; :meth:`use` then tells which blocks must be left."""
+        self.why = self.why or why
         if self.phase is Phase.AWAY:
             self.phase = Phase.RETURNING
             self._copied.clear()

@@ -91,9 +91,13 @@ def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Ref
         most = whole(engine, move.part) - (move.part is not Part.REQUESTS)
         if move.amount > most or engine.device == lender.device:
             return Refusal(Reason.NOT_MOVABLE, f"{engine.id} has {most} {move.part} to move")
-        if move.part is Part.REQUESTS and not _may_have_requests(lender, engine):
+        if move.part is Part.REQUESTS and not _among(engine.lenders, lender):
             return Refusal(
                 Reason.NOT_MOVABLE, f"{engine.id} has no limit with {lender.id} to be raised"
+            )
+        if move.part is not Part.REQUESTS and not _among(engine.part_lenders, lender):
+            return Refusal(
+                Reason.NOT_MOVABLE, f"{engine.id} may not have {move.part} with {lender.id}"
             )
         if move.part is not Part.REQUESTS and (there := _part_away(snapshot, engine)):
             return Refusal(Reason.HAS_LOANS, f"{there.part} of {engine.id} are with {there.lender}")
@@ -112,8 +116,8 @@ def _part_away(snapshot: Snapshot, engine: Engine) -> Loan | None:
     return next((x for x in snapshot.lent(engine.id) if x.part is not Part.REQUESTS), None)
 
 
-def _may_have_requests(lender: Engine, engine: Engine) -> bool:
-    return engine.lenders is None or lender.id in engine.lenders
+def _among(lenders: frozenset[str] | None, lender: Engine) -> bool:
+    return lenders is None or lender.id in lenders
 
 
 def _with_loans(snapshot: Snapshot, model: str) -> Refusal | None:

@@ -47,17 +47,21 @@ TOKENS = 120
 
 @pytest.fixture(scope="module")
 def lending(platform: Platform) -> Platform:
-    """The platform with these two models instead of its own, for which there is no memory; they do
-    not come back, so this file is the last."""
+    serve_instead(platform, COLD_MODEL, HOT_MODEL)
+    return platform
+
+
+def serve_instead(platform: Platform, *models: dict[str, Any]) -> None:
+    """These models instead of those that there are, for which there is no memory; the platform's
+    own do not come back, so this file and those behind it are the last."""
     with platform.admin() as admin:
         for model in platform.state()["models"]:
             admin.delete(f"/admin/v1/models/{model['name']}").raise_for_status()
         wait_for(lambda: not platform.state()["models"], 120)
-        for model in (COLD_MODEL, HOT_MODEL):
-            admin.post("/admin/v1/models", json=model).raise_for_status()
-    for name in (LENDER, BORROWER):
-        wait_for(lambda name=name: status(platform, name) == "ready", 240)
-    return platform
+        for given in models:
+            admin.post("/admin/v1/models", json=given).raise_for_status()
+    for given in models:
+        wait_for(lambda name=given["name"]: status(platform, name) == "ready", 240)
 
 
 def status(platform: Platform, name: str) -> str | None:
@@ -260,14 +264,21 @@ def a_move(platform: Platform, **of: object) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def measured(lending: Platform) -> Platform:
-    """With the devices profiled, and everything seen that plans are made of."""
-    config = lending.log.parent / "config.yaml"
-    command = [str(Path(sys.executable).parent / "loomserve"), "profile", "devices", str(config)]
-    command += ["--quick", "--out", str(config.parent / "devices.yaml")]
+    """With everything seen that plans are made of."""
     assert get(lending, "rebalancing")["flaws"]
-    subprocess.run(command, check=True, capture_output=True, timeout=300)
-    wait_for(lambda: not get(lending, "rebalancing")["flaws"], 120)
+    profile_devices(lending)
     return lending
+
+
+def profile_devices(platform: Platform) -> None:
+    """Once, for all who make plans."""
+    config = platform.log.parent / "config.yaml"
+    profile = config.parent / "devices.yaml"
+    command = [str(Path(sys.executable).parent / "loomserve"), "profile", "devices", str(config)]
+    if not profile.exists():
+        command += ["--quick", "--out", str(profile)]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+    wait_for(lambda: not get(platform, "rebalancing")["flaws"], 120)
 
 
 def plan_status(platform: Platform, plan: str) -> tuple[str, str]:

@@ -146,7 +146,7 @@ def _pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 
 @pytest.fixture(scope="session")
 def stored_hot(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
-    """Borrows from the pair's cold engine, and has a KV store."""
+    """Borrows from the pair's cold engine, may lend too, and has a KV store."""
     folder = tmp_path_factory.mktemp("kv")
     plan = StorePlan(
         folder=folder,
@@ -163,7 +163,11 @@ def stored_hot(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         str(catalog.resolve("demo", folder)),
         kv_transfer_config=plan.kv_transfer_config("demo"),
         kv_cache_memory_bytes=OWN_BLOCKS * EXACT_BLOCK_BYTES,
-        lending={"borrow_bytes": 3 * OWN_BLOCKS * EXACT_BLOCK_BYTES, "patience_ms": 3000},
+        lending={
+            "borrow_bytes": 3 * OWN_BLOCKS * EXACT_BLOCK_BYTES,
+            "lend_bytes": OWN_BLOCKS // 2 * EXACT_BLOCK_BYTES,
+            "patience_ms": 3000,
+        },
     )
     yield engine
     del engine.llm

@@ -111,6 +111,25 @@ def test_the_weights_of_layers_that_leave_become_blocks_and_come_back(
     assert worker.memory_full_info().uss - before < 2 * LAYER_BYTES
 
 
+def test_a_part_waits_for_blocks_that_its_lenders_requests_hold(
+    pair: Pair, alone: list[list[int]]
+) -> None:
+    cold = pair.cold.llm_engine
+    # Those that were never used are given first, and stand behind the others.
+    answers(pair.cold, prompts(5, 16))
+    for at in range(9):
+        begin(cold, f"own-{at}", (prompts(6 + at, 1)[0] * 30)[:150], 40)
+    for _ in range(20):
+        cold.step()
+    with part_loan(pair, heads=1) as loan:
+        loan.begin()
+        assert loan.phase != "home"
+        while cold.has_unfinished_requests():
+            cold.step()
+        assert loan.phase == "away"
+        assert answers(pair.hot, prompts(1, 16)) == alone
+
+
 def test_a_move_that_is_called_off_changes_nothing(pair: Pair, alone: list[list[int]]) -> None:
     with part_loan(pair, heads=1) as loan:
         # After one step with one block copied.

@@ -89,3 +89,20 @@ def test_what_a_stalled_lender_should_have_had_loaded_is_computed(
         assert lent.loans() == []
     # Nothing wrong was kept.
     assert [each.tokens for each in from_store(stored_hot, asked)] == expected
+
+
+def test_an_engine_that_borrows_lends_nothing_and_one_that_lends_borrows_nothing(
+    pair: Pair, lent: Pair
+) -> None:
+    back = Pair(pair.hot, lent.hot)
+    with part_loan(lent, heads=1) as loan:
+        loan.begin()
+        with pytest.raises(Exception, match="it borrows just now"), back.loan():
+            pass
+    with (
+        back.loan(),
+        pytest.raises(Exception, match="it lends just now"),
+        part_loan(lent, heads=1) as loan,
+    ):
+        loan.begin()
+    assert lent.loans() == back.loans() == []

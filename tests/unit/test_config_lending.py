@@ -7,7 +7,7 @@ import re
 import pytest
 
 from loomserve.deployments.lending_pairs import lenders_of, lending_options
-from loomserve.platform.config import Model, parse
+from loomserve.platform.config import Lending, Model, parse
 from loomserve.platform.lending.options import LendingOptions
 from tests.unit.test_config import error_of, line_of
 
@@ -51,8 +51,8 @@ BAD_FIELDS = [
     ("tpot_budget: 1.1", "patience_ms: 0", "models[1].lending.patience_ms", "greater than 0"),
     ("tpot_budget: 1.1", "placement: random", "models[1].lending.placement", "'ratio'"),
     ("tpot_budget: 1.1", "lenders: [hot]", "models[1].lending.lenders", "without borrow_memory"),
-    ("borrow_memory: 1GiB", "borrow_memory: 1GiB\n      lend_memory: 1MiB",
-     "models[0].lending.lend_memory", "either lends or borrows"),
+    ("lenders: [cold]", "lend_memory: 1MiB\n      lenders: [cold]",
+     "models[0].lending.lenders", "of no use with both borrow_memory and lend_memory"),
     ("lenders: [cold]", "lenders: [cold, warm]", "models[0].lending.lenders[1]",
      "cannot borrow from 'warm', which is not under models; those that lend: cold"),
     ("lenders: [cold]", "lenders: [hot]", "models[0].lending.lenders[0]",
@@ -134,3 +134,20 @@ def test_who_names_no_lenders_borrows_from_all_that_lend_and_not_from_others() -
     options = lending_options(hot, models)
     assert options is not None
     assert options.lenders == 2
+
+
+def test_replicas_of_a_model_that_lends_and_borrows_do_so_among_themselves() -> None:
+    both = "lend_memory: 16MiB\n      borrow_memory: 1GiB"
+    text = GOOD.replace("borrow_memory: 1GiB\n      lenders: [cold]", both)
+    assert re.search(r"^my\.yaml:12: models\[0\]\.devices: .*has one device", error_of(text))
+    text = text.replace("devices: [core0]", "devices: [core0, core1]")
+    config = parse(text)
+    hot, cold = config.models
+    assert lenders_of(hot, config.models) == ("hot",)
+    assert lending_options(hot, config.models) == LendingOptions(
+        borrow_bytes=2**30, lend_bytes=16 * 2**20, lenders=1
+    )
+    other = cold.model_copy(update={"name": "other", "lending": Lending(borrow_memory=2**20)})
+    assert lenders_of(other, config.models) == ("cold",)
+    alone = error_of(text.replace("lend_memory: 256MiB", "borrow_memory: 1MiB"))
+    assert "models[1].lending.borrow_memory: model 'cold' has nobody to borrow from" in alone

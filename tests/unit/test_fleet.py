@@ -6,7 +6,7 @@ import pytest
 
 from loomserve.deployments.base import EngineReport
 from loomserve.deployments.fleet import REPORT_EXPIRES_S, Fleet
-from loomserve.platform.config import Device, Lengths, Model
+from loomserve.platform.config import Device, Lending, Lengths, Model
 from loomserve.platform.errors import Conflict, NotFound, UnknownModel
 from loomserve.platform.roles import Role
 from loomserve.platform.state import (
@@ -241,6 +241,27 @@ def test_of_a_models_replicas_the_one_in_use_lends_or_else_the_least_asked() -> 
     assert lenders(some, 0) == ["c2"]
 
 
+def test_replicas_of_one_model_have_parts_of_one_another_and_only_if_ordered() -> None:
+    devices = (*DEVICES, Device(name="core2", cores=(2,)))
+    some = Fleet(devices, drain_timeout_s=60)
+    both = Lending(borrow_memory=2**30, lend_memory=2**20)
+    names = tuple(device.name for device in devices)
+    model = HOT.model_copy(update={"lending": both, "devices": names})
+    some.add(model, 3)
+    for number in (1, 2):
+        some.report(report(f"h{number}", f"core{number}", model=model), 0)
+    me = borrowing().model_copy(update={"model": model})
+    assert not some.report(me, 0).lenders
+    records = {each.report.replica_id: each.part_lenders for each in some.engine_records(0)}
+    assert records == {"h0": {"h1", "h2"}, "h1": {"h0", "h2"}, "h2": {"h0", "h1"}}
+    some.move_part("h0", model.name, {"heads": 1}, "core2")
+    orders = some.report(me, 0)
+    assert [lender.id for lender in orders.lenders] == ["h2"]
+    assert orders.parts == {model.name: {"heads": 1}}
+    some.move_part("h0", model.name, None)
+    assert not some.report(me, 0).lenders
+
+
 def test_a_pair_that_is_switched_off_has_no_lender_until_it_is_switched_on() -> None:
     some = lending_fleet()
     some.set_pair("org/hot/org/cold", False)
@@ -353,6 +374,7 @@ def test_those_who_move_work_see_live_engines_with_lenders_and_limits() -> None:
     some.limit_loans("h0", "org/cold", 300)
     records = {each.report.replica_id: each for each in some.engine_records(1)}
     assert [lender.id for lender in records["h0"].lenders] == ["c1"]
+    assert records["h0"].part_lenders == {"c1"}
     assert records["h0"].limits == {"org/cold": 300}
     assert not records["c1"].lenders
     some.begin_unload("org/cold", deadline=9)

@@ -276,12 +276,12 @@ async def test_a_part_that_came_home_by_itself_is_lent_again_after_a_backoff(
         keeper.learn(orders(lender, parts={"cold": {"layers": [1, 2]}}))
         await keeper.keep(0)
         (loan,) = hot.loans.values()
-        loan["part"]["phase"] = "home"
+        loan["part"] |= {"phase": "home", "why": "its lender was too slow"}
         await keeper.keep(0.5)
         assert not hot.loans
         assert not cold.lent
         assert keeper.state is not None
-        assert "came home" in keeper.state.problems["cold"]
+        assert "came home, since its lender was too slow" in keeper.state.problems["cold"]
         await keeper.keep(5)
         assert len(cold.lent) == 1
 

@@ -148,7 +148,7 @@ class Migration(RuleBasedStateMachine):
             self._lose()
             return
         if not self.open or not self.part.fits(self.granted):
-            self.part.come_home()
+            self.part.come_home("it was told to")
         self._leave(self.part.use(self.granted))
         if not self.part.advance(self.granted, 0.0, running):
             self._lose()

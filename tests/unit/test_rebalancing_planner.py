@@ -257,6 +257,14 @@ def test_requests_go_only_where_their_engine_has_a_limit_to_be_raised() -> None:
     assert proposal.chosen
 
 
+def test_heads_and_layers_go_only_to_engines_that_may_have_them() -> None:
+    move = Move(part=Part.HEADS, engine="m0", lender="m1", amount=1)
+    for may, refused in ((None, False), (frozenset({"m1"}), False), (frozenset({"m2"}), True)):
+        refusal = unable(edited(part_lenders=may), move, OPTIONS)
+        assert (refusal is not None) is refused
+        assert refusal is None or refusal.reason is Reason.NOT_MOVABLE
+
+
 def test_of_a_models_replicas_the_newest_goes_and_the_last_ones_stay() -> None:
     base = fleet([(0.9, 0.9), (0.1, 0.1)])
     first, second = (
