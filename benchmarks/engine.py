@@ -56,6 +56,11 @@ def offline_engine(
     )
 
 
+def end(llm: Any) -> None:
+    """End the engine's processes, whoever still knows of it."""
+    llm.llm_engine.engine_core.shutdown()
+
+
 def demo_lending_engine(core: int, blocks: int, lending: dict[str, Any], **options: Any) -> Any:
     """Of the demo model in float32, with so many KV blocks, of which one is vLLM's placeholder."""
     return lending_engine(

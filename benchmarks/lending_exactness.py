@@ -26,6 +26,7 @@ from benchmarks.engine import (
     EXACT_BLOCK_BYTES,
     call_loans,
     demo_lending_engine,
+    end,
 )
 from benchmarks.report import machine, publish
 
@@ -164,7 +165,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         print(f"share {share}: {sum(same)} of {len(same)} identical, {lent}", flush=True)
     for llm in (hot, *lenders._alive):
         with suppress(Exception):  # some have no worker any more
-            llm.llm_engine.engine_core.shutdown()
+            end(llm)
     return {
         "benchmark": "lending_exactness",
         "compared": compared,

@@ -260,7 +260,7 @@ class BorrowingScheduler(AdaptiveScheduler):
         elif loan.use.phase is Phase.EJECT:
             part.come_home("its lender was too slow")
         elif not part.fits(loan.ring.wanted):  # else it waits for what its lender still uses
-            part.come_home("its lender needed the memory")
+            part.come_home("its lender wanted memory or time back")
         self._leave(part.use(granted), loan)
         if part.advance(loan.ring.granted, self._costs.step_s, bool(self.running)):
             self._leave(part.use(granted), loan)

@@ -62,10 +62,14 @@ class LendingScheduler(BorrowingScheduler):
         spec = self.kv_cache_config.kv_cache_groups[0].kv_cache_spec
         layers = len(self.kv_cache_config.kv_cache_groups[0].layer_names)
         self._layout = Layout(layers, spec.page_size_bytes)
-        self._guest_time = GuestTime()
-        self._tasks = 0
         self._judge_at = 0.0
         self._plans: dict[str, Any] = {}
+        self._forget_guests()
+
+    def _forget_guests(self) -> None:
+        """What was learnt of those that have left says nothing of the next."""
+        self._guest_time = GuestTime()
+        self._tasks = 0
         most = self.lending.lend_bytes // self._block_bytes * self.block_size
         rules = Rules(
             most_tokens=most,
@@ -88,7 +92,7 @@ class LendingScheduler(BorrowingScheduler):
             How many of the guest's blocks it may come to hold.
 
         Raises:
-            ValueError: nothing is left to lend, or this engine borrows itself.
+            ValueError: too little is left to lend, or this engine borrows itself.
         """
         if self.loans:
             raise ValueError("it borrows just now, and its guests would wait for its own lender")
@@ -97,10 +101,16 @@ class LendingScheduler(BorrowingScheduler):
         first = min((lent.blocks.start for lent in self.lent.values()), default=self._own_end)
         left = self.lending.lend_bytes // self._block_bytes - (self._own_end - first)
         count = min(left, lender_blocks(self._layout, layout, guest["blocks"]))
-        if count <= 0 or guest_blocks(self._layout, layout, count) <= 0:
-            raise ValueError("nothing is left to lend: raise lending.lend_memory of this model")
+        places = guest_blocks(self._layout, layout, count) if count > 0 else 0
+        if places < (least := guest["least"]):
+            raise ValueError(
+                f"there is room for {places} of the guest's blocks, which are {least} at least: "
+                "raise lending.lend_memory of this model"
+            )
         blocks = range(first - count, first)
         self._workers = workers
+        if not self.lent:
+            self._forget_guests()
         places = int(workers("lend", path, blocks.start, count, guest))
         self._plans = workers("operator_plans")
         self.lent[name] = Lent(name, Ring.attach(Path(path)), blocks, layout, count)

@@ -136,7 +136,9 @@ class WovenWorker(PatientWorker):
             "max_requests": limits.max_num_seqs,
             "max_blocks": int(table.shape[1]),
         }
-        geometry, blocks = self._geometry(), extra
+        geometry, blocks, least = self._geometry(), extra, 1
+        if part:
+            least = own
         # Of a part there is a share of each block, and there are more blocks for it.
         if part and "heads" in part:
             every = geometry.kv_heads
@@ -148,7 +150,7 @@ class WovenWorker(PatientWorker):
             blocks = min(room_without(layers, own, geometry, self._weights()), own + extra)
             geometry = replace(geometry, layers=len(layers))
             guest["layers"] = {"of": part["layers"], **self._model()}
-        return {"geometry": geometry.to_json(), "blocks": blocks, **guest}
+        return {"geometry": geometry.to_json(), "blocks": blocks, "least": least, **guest}
 
     def _model(self) -> dict[str, Any]:
         model = self.model_config

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -90,9 +90,9 @@ def switch(platform: Platform, enabled: bool) -> None:
         admin.put(path, json={"enabled": enabled}).raise_for_status()
 
 
-def answer(platform: Platform, prompt: str) -> str:
+def answer(platform: Platform, prompt: str, model: str = BORROWER) -> str:
     stream = platform.client().completions.create(
-        model=BORROWER,
+        model=model,
         prompt=prompt,
         max_tokens=TOKENS,
         temperature=0,
@@ -103,10 +103,12 @@ def answer(platform: Platform, prompt: str) -> str:
 
 
 @contextmanager
-def asking(platform: Platform) -> Iterator[Callable[[], list[str]]]:
+def asking(
+    platform: Platform, prompts: Sequence[str] = PROMPTS, model: str = BORROWER
+) -> Iterator[Callable[[], list[str]]]:
     """All prompts at once."""
-    with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        running = [pool.submit(answer, platform, prompt) for prompt in PROMPTS]
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        running = [pool.submit(answer, platform, prompt, model) for prompt in prompts]
         yield lambda: [one.result(300) for one in running]
 
 

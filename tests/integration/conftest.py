@@ -1,18 +1,18 @@
-"""Real vLLM engines that tests share, one with the KV store, two of which one lends: a start
-costs 25 s."""
+"""Real vLLM engines that tests share, for a start costs 25 s. They end with the tests of this
+folder: those of the whole platform need their memory."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.engine import EXACT_BLOCK_BYTES, offline_engine
+from benchmarks.engine import EXACT_BLOCK_BYTES, end, offline_engine
 from loomserve.kvstore.actor import StorePlan, open_store
 from loomserve.kvstore.client import StoreClient
 from loomserve.kvstore.protocol import Done, Flush, Inspect, Usage
@@ -89,7 +89,18 @@ class Answer:
     cached: int
 
 
-@pytest.fixture(scope="session")
+@contextmanager
+def _store(plan: StorePlan) -> Iterator[StoredEngine]:
+    """Without its engine yet."""
+    engine = StoredEngine(llm=None, plan=plan)
+    engine.start_store()
+    yield engine
+    end(engine.llm)
+    engine.stop_store()
+    plan.arena.unlink(missing_ok=True)
+
+
+@pytest.fixture(scope="package")
 def stored_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
     folder = tmp_path_factory.mktemp("kv")
     plan = StorePlan(
@@ -102,25 +113,21 @@ def stored_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEn
         eviction="lru",
         quotas={},
     )
-    engine = StoredEngine(llm=None, plan=plan)
-    engine.start_store()
-    engine.llm = offline_engine(
-        str(catalog.resolve("demo", folder)),
-        plan.kv_transfer_config("demo"),
-        # On every machine, so that a block has one size, and an answer the same tokens.
-        dtype="float32",
-        max_model_len=1024,
-        max_num_seqs=4,
-        max_num_batched_tokens=256,
-        kv_cache_memory_bytes=96 * 2**20,
-    )
-    yield engine
-    del engine.llm
-    engine.stop_store()
-    plan.arena.unlink(missing_ok=True)
+    with _store(plan) as engine:
+        engine.llm = offline_engine(
+            str(catalog.resolve("demo", folder)),
+            plan.kv_transfer_config("demo"),
+            # On every machine, so that a block has one size, and an answer the same tokens.
+            dtype="float32",
+            max_model_len=1024,
+            max_num_seqs=4,
+            max_num_batched_tokens=256,
+            kv_cache_memory_bytes=96 * 2**20,
+        )
+        yield engine
 
 
-@pytest.fixture(scope="session", name="pair")
+@pytest.fixture(scope="package", name="pair")
 def _pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     model = str(catalog.resolve("demo", tmp_path_factory.mktemp("model")))
     lent = 3 * OWN_BLOCKS
@@ -141,10 +148,11 @@ def _pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         lending={"lend_bytes": lent * EXACT_BLOCK_BYTES},
     )
     yield Pair(hot, cold)
-    del hot, cold
+    end(hot)
+    end(cold)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stored_hot(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
     """Borrows from the pair's cold engine, may lend too, and has a KV store."""
     folder = tmp_path_factory.mktemp("kv")
@@ -157,25 +165,21 @@ def stored_hot(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         eviction="lru",
         quotas={},
     )
-    engine = StoredEngine(llm=None, plan=plan)
-    engine.start_store()
-    engine.llm = lending_engine(
-        str(catalog.resolve("demo", folder)),
-        kv_transfer_config=plan.kv_transfer_config("demo"),
-        kv_cache_memory_bytes=OWN_BLOCKS * EXACT_BLOCK_BYTES,
-        lending={
-            "borrow_bytes": 3 * OWN_BLOCKS * EXACT_BLOCK_BYTES,
-            "lend_bytes": OWN_BLOCKS // 2 * EXACT_BLOCK_BYTES,
-            "patience_ms": 3000,
-        },
-    )
-    yield engine
-    del engine.llm
-    engine.stop_store()
-    plan.arena.unlink(missing_ok=True)
+    with _store(plan) as engine:
+        engine.llm = lending_engine(
+            str(catalog.resolve("demo", folder)),
+            kv_transfer_config=plan.kv_transfer_config("demo"),
+            kv_cache_memory_bytes=OWN_BLOCKS * EXACT_BLOCK_BYTES,
+            lending={
+                "borrow_bytes": 3 * OWN_BLOCKS * EXACT_BLOCK_BYTES,
+                "lend_bytes": OWN_BLOCKS // 2 * EXACT_BLOCK_BYTES,
+                "patience_ms": 3000,
+            },
+        )
+        yield engine
 
 
-@pytest.fixture(scope="session", name="alone")
+@pytest.fixture(scope="package", name="alone")
 def _alone(pair: Pair) -> list[list[int]]:
     """What the hot engine answers without a lender, through preemptions."""
     return answers(pair.hot, prompts(1, 16))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.engine import offline_engine
+from benchmarks.engine import end, offline_engine
 from loomserve.platform import catalog
 from loomserve.platform.config import Device
 from loomserve.platform.devices import pipeline_environment
@@ -33,7 +33,7 @@ def greedy(llm: object) -> list[list[int]]:
         outputs = llm.generate(PROMPTS, params, use_tqdm=False)  # type: ignore[attr-defined]
         return [list(output.outputs[0].token_ids) for output in outputs]
     finally:
-        llm.llm_engine.engine_core.shutdown()  # type: ignore[attr-defined]
+        end(llm)
 
 
 def test_an_uneven_pipeline_answers_as_a_single_engine_does(
