@@ -70,10 +70,6 @@ def running_store(folder: Path) -> Iterator[StorePlan]:
         folder=folder,
         arena=Path(f"/dev/shm/loomserve-kv-bench-{os.getpid()}"),
         memory=768 * 2**20,
-        ssd_folder=None,
-        ssd=0,
-        eviction="lru",
-        quotas={},
     )
     server = StoreServer(open_store(plan), plan.address)
     server.start()

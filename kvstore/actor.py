@@ -39,10 +39,10 @@ class StorePlan(BaseModel):
     folder: Path
     arena: Path
     memory: int
-    ssd_folder: Path | None
-    ssd: int
-    eviction: str
-    quotas: dict[str, int]
+    ssd_folder: Path | None = None
+    ssd: int = 0
+    eviction: str = "lru"
+    quotas: dict[str, int] = {}
 
     @property
     def socket(self) -> Path:

@@ -681,9 +681,8 @@ class Config(_Node):
     def _borrowers_have_lenders(self) -> Config:
         lend = {model.name: _lends(model) for model in self.models}
         for index, model in enumerate(self.models):
-            if model.lending is None or model.lending.borrow_memory is None:
-                continue
-            if model.lending.among_replicas:
+            lending = model.lending
+            if lending is None or lending.borrow_memory is None or lending.among_replicas:
                 continue
             if not any(lend.values()):
                 raise _FieldError(
@@ -691,7 +690,7 @@ class Config(_Node):
                     "lending.lend_memory, and no borrow_memory",
                     *("models", index, "lending", "borrow_memory"),
                 )
-            for position, name in enumerate(model.lending.lenders):
+            for position, name in enumerate(lending.lenders):
                 if not lend.get(name):
                     what = "lends nothing" if name in lend else "is not under models"
                     raise _FieldError(

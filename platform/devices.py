@@ -12,7 +12,8 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from loomserve.platform.config import Device
@@ -89,6 +90,18 @@ def pipeline_environment(devices: Sequence[Device], layers: Sequence[int]) -> di
         # Each worker has a thread for every core that it is bound to.
         "OMP_NUM_THREADS": str(len(devices[0].cores)),
     }
+
+
+@contextmanager
+def on_cores(device: Device) -> Iterator[None]:
+    """Binds this thread, and those that it starts; a GPU's are left where they are."""
+    before = os.sched_getaffinity(0)
+    if device.kind == "cpu":
+        os.sched_setaffinity(0, device.cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def place(device: Device) -> str:

@@ -6,12 +6,17 @@ copied beside one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 
 from loomserve.kvstore.memory import BlockMemory, Bytes
 from loomserve.platform.engine.moved_part import MovedPart
 from loomserve.platform.lending.geometry import Geometry
+
+WholeBlocks = Callable[[int, range, torch.Tensor], bool]
+"""A way of the part's to copy one layer of whole blocks."""
 
 
 class LenderGoneError(Exception):
@@ -40,10 +45,7 @@ class PartedMemory(BlockMemory):
 
     def from_host(self, layer: int, first: int, pieces: Bytes) -> None:
         rows = torch.from_numpy(pieces).view(self._dtype).view(len(pieces), *self._shape)
-        for run in self._runs(first, len(pieces)):
-            at = slice(run.start - first, run.stop - first)
-            if not self._part.write_whole(layer, run, rows[at]):
-                raise LenderGoneError
+        self._copy(self._part.write_whole, layer, first, rows)
 
     def on_host(self, layer: int, first: int, blocks: int) -> None:
         """Some of the bytes are in the lender's process."""
@@ -53,15 +55,13 @@ class PartedMemory(BlockMemory):
 
     def _read(self, layer: int, first: int, blocks: int) -> Bytes:
         rows = torch.empty((blocks, *self._shape), dtype=self._dtype)
-        for run in self._runs(first, blocks):
-            at = slice(run.start - first, run.stop - first)
-            if not self._part.read_whole(layer, run, rows[at]):
-                raise LenderGoneError
+        self._copy(self._part.read_whole, layer, first, rows)
         found: Bytes = rows.view(blocks, -1).view(torch.uint8).numpy()
         return found
 
-    def _runs(self, first: int, blocks: int) -> list[range]:
+    def _copy(self, copy: WholeBlocks, layer: int, first: int, rows: torch.Tensor) -> None:
         """As many at a time as fit through the ring."""
-        most = self._part.borrower.ring.most_copied
-        end = first + blocks
-        return [range(at, min(at + most, end)) for at in range(first, end, most)]
+        for some in rows.split(self._part.borrower.ring.most_copied):
+            if not copy(layer, range(first, first + len(some)), some):
+                raise LenderGoneError
+            first += len(some)

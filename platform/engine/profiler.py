@@ -39,6 +39,7 @@ from loomserve.platform.costs.regressors import (
 )
 from loomserve.platform.costs.step_time import StepTimes, TimedStep
 from loomserve.platform.costs.transfer_time import TimedTransfer
+from loomserve.platform.devices import on_cores
 from loomserve.platform.engine.facts import engine_facts, weights_digest
 from loomserve.platform.engine.step_timing import ProfiledEngine, Workload
 from loomserve.platform.errors import StartError
@@ -177,7 +178,7 @@ def time_transfers(
     random = np.random.default_rng(0)
     out: list[TimedTransfer] = []
     into: list[TimedTransfer] = []
-    with _running_store(6 * blocks * layout.slot_bytes) as plan, _on_cores(device):
+    with _running_store(6 * blocks * layout.slot_bytes) as plan, on_cores(device):
         worker = _Worker(plan, layout, blocks, device)
         for number in range(-4, _TRANSFERS):
             # The first ones map the arena's memory, as an engine does once.
@@ -201,10 +202,6 @@ def _running_store(memory: int) -> Iterator[StorePlan]:
             folder=Path(folder),
             arena=Path(f"/dev/shm/loomserve-profile-{os.getpid()}"),
             memory=memory,
-            ssd_folder=None,
-            ssd=0,
-            eviction="lru",
-            quotas={},
         )
         server = StoreServer(open_store(plan), plan.address)
         server.start()
@@ -213,18 +210,6 @@ def _running_store(memory: int) -> Iterator[StorePlan]:
         finally:
             server.stop()
             plan.arena.unlink(missing_ok=True)
-
-
-@contextmanager
-def _on_cores(device: Device) -> Iterator[None]:
-    """Binds this thread, and those that it starts."""
-    before = os.sched_getaffinity(0)
-    if device.kind == "cpu":
-        os.sched_setaffinity(0, device.cores)
-    try:
-        yield
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 class _Worker:

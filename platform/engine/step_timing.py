@@ -7,6 +7,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from loomserve.platform.config import Device
 from loomserve.platform.costs.step_time import Step, TimedStep
-from loomserve.platform.devices import engine_environment
+from loomserve.platform.devices import engine_environment, on_cores
 from loomserve.platform.engine.precision import cpu_dtype
 from loomserve.platform.engine.waiting import sleep_instead_of_spinning
 
@@ -112,10 +113,8 @@ class ProfiledEngine:
         )
         from vllm import LLM
 
-        self._cores = os.sched_getaffinity(0)
         on_cpu = {}
         if device.kind == "cpu":
-            os.sched_setaffinity(0, device.cores)
             torch.set_num_threads(len(device.cores))
             # As the platform's engines wait: whoever spins is on the worker's core now and then.
             sleep_instead_of_spinning()
@@ -123,12 +122,15 @@ class ProfiledEngine:
                 "dtype": cpu_dtype(),
                 "worker_cls": "loomserve.platform.engine.worker.PatientWorker",
             }
-        self._engine = LLM(
-            model=model,
-            scheduler_cls=f"{__name__}.{timing_scheduler.__name__}",
-            use_tqdm_on_load=False,
-            **{**on_cpu, **options},
-        ).llm_engine
+        with ExitStack() as bound:
+            bound.enter_context(on_cores(device))
+            self._engine = LLM(
+                model=model,
+                scheduler_cls=f"{__name__}.{timing_scheduler.__name__}",
+                use_tqdm_on_load=False,
+                **{**on_cpu, **options},
+            ).llm_engine
+            self._bound = bound.pop_all()
         self.core = self._engine.engine_core.engine_core
         self.config: VllmConfig = self._engine.vllm_config
         self._requests = 0
@@ -165,7 +167,7 @@ class ProfiledEngine:
 
     def close(self) -> None:
         self._engine.engine_core.shutdown()
-        os.sched_setaffinity(0, self._cores)
+        self._bound.close()
 
 
 @dataclass(frozen=True)

@@ -136,9 +136,7 @@ class WovenWorker(PatientWorker):
             "max_requests": limits.max_num_seqs,
             "max_blocks": int(table.shape[1]),
         }
-        geometry, blocks, least = self._geometry(), extra, 1
-        if part:
-            least = own
+        geometry, blocks, least = self._geometry(), extra, own if part else 1
         # Of a part there is a share of each block, and there are more blocks for it.
         if part and "heads" in part:
             every = geometry.kv_heads

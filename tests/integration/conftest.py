@@ -110,8 +110,6 @@ def stored_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEn
         memory=64 * 2**20,
         ssd_folder=folder / "ssd",
         ssd=1024 * 2**20,
-        eviction="lru",
-        quotas={},
     )
     with _store(plan) as engine:
         engine.llm = offline_engine(
@@ -160,10 +158,6 @@ def stored_hot(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         folder=folder,
         arena=Path(f"/dev/shm/loomserve-kv-hot-{os.getpid()}"),
         memory=256 * 2**20,
-        ssd_folder=None,
-        ssd=0,
-        eviction="lru",
-        quotas={},
     )
     with _store(plan) as engine:
         engine.llm = lending_engine(

@@ -100,10 +100,7 @@ def _engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SchedulingEngi
         folder=folder,
         arena=Path(f"/dev/shm/loomserve-scheduler-test-{os.getpid()}"),
         memory=256 * 2**20,
-        ssd_folder=None,
-        ssd=0,
         eviction="cost",
-        quotas={},
     )
     engine = SchedulingEngine(None, plan)
     engine.start_store()

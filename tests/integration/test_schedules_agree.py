@@ -266,10 +266,6 @@ def recorded_by_ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reco
         folder=folder,
         arena=Path(f"/dev/shm/loomserve-kv-swap-{os.getpid()}"),
         memory=256 * 2**20,
-        ssd_folder=None,
-        ssd=0,
-        eviction="lru",
-        quotas={},
     )
     server = StoreServer(open_store(plan), plan.address)
     server.start()
