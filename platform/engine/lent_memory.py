@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
 from loomserve.platform.lending.geometry import Geometry
-from loomserve.platform.lending.layout import Layout, stacked
+from loomserve.platform.lending.layout import Layout, Rows, abreast, stacked
 
 Caches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def guest_caches(
     kv_caches: Sequence[torch.Tensor], first_block: int, blocks: int, guest: Geometry
-) -> Caches:
-    """Key and value cache of each guest layer.
+) -> tuple[Caches, Rows]:
+    """Key and value cache of each guest layer, and which of their rows are the guest's blocks.
 
     Args:
-        kv_caches: the lender's, a layer each, [blocks, kv_heads, block_size, 2 * head_size].
+        kv_caches: the lender's, a layer each, [blocks, kv_heads, block_size, 2 * head_size], one
+            behind the other in memory.
         first_block: the first of the lender's blocks that guests may use.
         blocks: how many.
         guest: the guest's geometry.
 
     Returns:
-        For each guest layer two views of shape [guest blocks, kv_heads, block_size, head_size];
-        guest blocks count upwards from the range's first byte.
+        For each guest layer two views of shape [rows, kv_heads, block_size, head_size]. Rows that
+        are no guest block's are not the guest's.
+
+    Raises:
+        ValueError: the lender's layers are elsewhere in memory.
     """
-    shape = Layout(guest.layers, guest.layer_block_bytes)
-    together = stacked(Layout(len(kv_caches), kv_caches[0][0].nbytes), shape)
+    layouts = (
+        Layout(len(kv_caches), kv_caches[0][0].nbytes),
+        Layout(guest.layers, guest.layer_block_bytes),
+    )
+    together = stacked(*layouts)
+    rows = Rows(abreast(*layouts), guest.layers * kv_caches[0].nbytes // guest.layer_block_bytes)
+    if rows.abreast > 1 and not _one_behind_the_other(kv_caches):
+        raise ValueError("the lender's layers are not one behind the other in memory")
     dtype: torch.dtype = getattr(torch, guest.dtype)
     size = guest.layer_block_bytes // dtype.itemsize
     caches = []
@@ -38,9 +49,21 @@ def guest_caches(
         number = held.numel() // (together * guest.layer_block_bytes)
         place = held[layer // len(kv_caches) * guest.layer_block_bytes :].view(dtype)
         cache = place.as_strided(
-            (number, guest.kv_heads, 2 * guest.block_size, guest.head_size),
+            (
+                (rows.abreast - 1) * rows.apart + number,
+                guest.kv_heads,
+                2 * guest.block_size,
+                guest.head_size,
+            ),
             (together * size, size // guest.kv_heads, guest.head_size, 1),
         )
         key, value = cache.chunk(2, dim=2)
         caches.append((key, value))
-    return caches
+    return caches, rows
+
+
+def _one_behind_the_other(kv_caches: Sequence[torch.Tensor]) -> bool:
+    return all(
+        after.data_ptr() - before.data_ptr() == before.nbytes
+        for before, after in pairwise(kv_caches)
+    )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import mmap
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -113,7 +114,8 @@ class MovedLayers(MovedPart):
         first = self._moved.start
         row_s = self._patience_s * len(self._moved) / _PATIENT_ROWS
         self._modules[first] = _Elsewhere(self.borrower, self._patience_s, row_s)
-        self._resize(self.blocks, list(blocks))
+        there = self._empty(len(self._stay), self.blocks)
+        self._replace(dict(zip(self._stay, there, strict=True)), list(blocks))
 
     def prepare_home(self) -> bool:
         """Read one layer's weights, which take their memory twice until the blocks are gone."""
@@ -124,11 +126,10 @@ class MovedLayers(MovedPart):
     def come_home(self, blocks: Iterable[int]) -> None:
         while not self.prepare_home():
             pass
-        self._resize(self._whole_blocks, list(blocks))
         for layer in self._moved:
-            if not self._kv_caches[layer].numel():  # it was lost, not fetched
-                self._use(layer, self._empty(self._whole_blocks))
+            self._use(layer, self._home[layer])
             self._modules[layer] = self._own[layer]
+        self._replace({layer: self._home[layer] for layer in self._stay}, list(blocks))
 
     @property
     def layers_here(self) -> frozenset[int]:
@@ -157,12 +158,10 @@ class MovedLayers(MovedPart):
     def _fetch(self, blocks: list[int]) -> bool:
         self.borrower.begin_copy(blocks, Work.READ)
         for number, layer in enumerate(self._moved):
-            if not self._kv_caches[layer].numel():
-                self._use(layer, self._empty(self._whole_blocks))
             rows = self.borrower.read(number, self._patience_s)
             if rows is None:
                 return False
-            self._by_part(self._kv_caches[layer])[blocks] = torch.cat(rows, dim=2)
+            self._by_part(self._home[layer])[blocks] = torch.cat(rows, dim=2)
         return True
 
     def _copy_here(self, sources: list[int], targets: list[int]) -> None:
@@ -174,19 +173,27 @@ class MovedLayers(MovedPart):
     def _stay(self) -> list[int]:
         return [layer for layer in range(len(self._kv_caches)) if layer not in self._moved]
 
-    def _resize(self, number: int, blocks: list[int]) -> None:
-        # A layer at a time, so that no more than one is there twice.
-        for layer in self._stay:
-            old, new = self._kv_caches[layer], self._empty(number)
-            new[blocks] = old[blocks]
+    def _replace(self, caches: dict[int, torch.Tensor], blocks: list[int]) -> None:
+        for layer, new in caches.items():
+            new[blocks] = self._kv_caches[layer][blocks]
             self._use(layer, new)
 
-    def _empty(self, number: int) -> torch.Tensor:
-        """Zero, as vLLM's kernel reads a block to its end; pages are touched when they are used."""
+    @cached_property
+    def _home(self) -> list[torch.Tensor]:
+        """All layers as they will be at home again, with what was fetched of those that move."""
+        return self._empty(len(self._kv_caches), self._whole_blocks)
+
+    def _empty(self, layers: int, number: int) -> list[torch.Tensor]:
+        """Zero, as vLLM's kernel reads a block to its end; pages are touched when they are used.
+
+        One behind the other, as vLLM's own are: several blocks of a guest may lie in them abreast.
+        """
         like = self._kv_caches[self._stay[0]]
         # torch writes its zeros, which would make a pause as long as all memory is large.
-        memory = mmap.mmap(-1, number * like[0].nbytes)
-        return torch.frombuffer(memory, dtype=like.dtype).view(number, *like.shape[1:])
+        memory = mmap.mmap(-1, layers * number * like[0].nbytes)
+        return list(
+            torch.frombuffer(memory, dtype=like.dtype).view(layers, number, *like.shape[1:])
+        )
 
     def _by_part(self, cache: torch.Tensor) -> torch.Tensor:
         blocks, heads, size, both = cache.shape

@@ -316,15 +316,15 @@ class WovenWorker(PatientWorker):
         ring = Ring.create(
             Path(path), geometry, guest["max_tokens"], guest["max_requests"], guest["max_blocks"]
         )
-        caches = guest_caches(self.model_runner.kv_caches, first_block, blocks, geometry)
+        caches, rows = guest_caches(self.model_runner.kv_caches, first_block, blocks, geometry)
         layers = None
         if given := guest.get("layers"):
             of = range(*given["of"])
             layers = GuestLayers(given["model"], given["options"], of, geometry.isa, caches)
-        self._desk.open(ring, caches, layers)
+        self._desk.open(ring, caches, layers, rows)
         self._lent[path] = ring
         self._weave()
-        return int(caches[0][0].shape[0])
+        return rows.blocks(len(caches[0][0]))
 
     def end_lending(self, path: str) -> None:
         ring = self._lent.pop(path)

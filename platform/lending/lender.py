@@ -15,6 +15,7 @@ from torch import Tensor
 
 from loomserve.platform.lending import native
 from loomserve.platform.lending.geometry import Geometry
+from loomserve.platform.lending.layout import PLAIN, Rows
 from loomserve.platform.lending.ring import LINE_WORDS, Closed, Line, Peer, Ring, Work
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,9 @@ class Desk:
         # A thread of the module's must not outlive Python.
         self._end = weakref.finalize(self, self._desk.stop)
 
-    def open(self, ring: Ring, caches: Caches, layers: Layers | None = None) -> None:
+    def open(
+        self, ring: Ring, caches: Caches, layers: Layers | None = None, rows: Rows = PLAIN
+    ) -> None:
         """Serve this ring from now on.
 
         vLLM's kernel reads a sequence's last block to its end and gives what is behind the sequence
@@ -78,9 +81,10 @@ class Desk:
         Args:
             ring: made by :meth:`Ring.create`; ``granted`` may change while it is served.
             caches: key and value cache of each of the guest's layers in the lender's memory,
-                [blocks, kv_heads, block_size, head_size]; a head's tokens are contiguous, heads and
+                [rows, kv_heads, block_size, head_size]; a head's tokens are contiguous, heads and
                 blocks may be apart. Both of a layer have the same strides.
             layers: what a task computes in place of attention; its errors close the ring, too.
+            rows: of the caches, in which the guest's blocks are.
 
         Raises:
             ValueError: the caches are not of the ring's geometry.
@@ -90,7 +94,7 @@ class Desk:
         _check(caches, geometry)
         ring.words[Line.LENDER * LINE_WORDS] = os.getpid()
         if self._module is None:
-            self._desk.open(ring, self._split_kv, caches, layers)
+            self._desk.open(ring, self._split_kv, caches, layers, rows)
             self._mapped[ring] = ring
             return
         mapped = native.mapped(self._module, ring)
@@ -104,6 +108,7 @@ class Desk:
             self._split_kv,
             list(caches),
             layers,
+            *rows,
         )
         self._mapped[ring] = mapped
         # The module does not keep it alive.
@@ -177,9 +182,11 @@ class _Fallback:
         self._thread: threading.Thread | None = None
         self._looked = 0
 
-    def open(self, ring: Ring, split_kv: bool, caches: Caches, layers: Layers | None) -> None:
+    def open(
+        self, ring: Ring, split_kv: bool, caches: Caches, layers: Layers | None, rows: Rows
+    ) -> None:
         with self._lock:
-            self._guests[ring] = _Guest(ring, split_kv, caches, layers)
+            self._guests[ring] = _Guest(ring, split_kv, caches, layers, rows)
             if self._thread is None:
                 threads = torch.get_num_threads()
                 self._thread = threading.Thread(target=self._serve_while_idle, args=(threads,))
@@ -247,8 +254,11 @@ class _Fallback:
 class _Guest:
     """One ring, and what is known of the step that its borrower is in."""
 
-    def __init__(self, ring: Ring, split_kv: bool, caches: Caches, layers: Layers | None) -> None:
+    def __init__(
+        self, ring: Ring, split_kv: bool, caches: Caches, layers: Layers | None, rows: Rows
+    ) -> None:
         self._layers = layers
+        self._rows = rows
         self.borrower = Peer(ring, Line.BORROWER)
         self._ring = ring
         self._split_kv = split_kv
@@ -292,7 +302,7 @@ class _Guest:
             if not self._take_step():
                 return False
             self._step = step
-        return self._end <= min(len(self._caches[0][0]), self._ring.granted)
+        return self._end <= min(self._rows.blocks(len(self._caches[0][0])), self._ring.granted)
 
     def _take_step(self) -> bool:
         """Copy the step's metadata, so that it stays as it was when it was looked at."""
@@ -324,6 +334,10 @@ class _Guest:
         if min(blocks.min(), self._slots.min()) < 0:
             return False
         self._end = 1 + int(max(blocks.max(), self._slots.max() // block_size))
+        self._slots = (
+            self._rows.of(self._slots // block_size) * block_size + self._slots % block_size
+        )
+        self._table = self._rows.of(self._table)
         geometry = ring.geometry
         self._metadata = torch.ops._C.get_scheduler_metadata(
             requests,
@@ -347,8 +361,11 @@ class _Guest:
             return False
         self._work = work
         self._blocks = self._ring.areas.block_table[0, :blocks].tolist()
+        if min(self._blocks) < 0:
+            return False
         self._end = 1 + max(self._blocks)
-        return min(self._blocks) >= 0
+        self._blocks = [self._rows.of(block) for block in self._blocks]
+        return True
 
     def _copy(self, caches: tuple[Tensor, Tensor]) -> None:
         for rows, cache in zip(self._ring.copied(len(self._blocks)), caches, strict=True):

@@ -326,13 +326,21 @@ class Attention {
 
 using Caches = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
+// In which row of its layers' caches a guest's block is (layout.py).
+struct Rows {
+  int64_t abreast, apart;
+  int64_t of(int64_t block) const { return block % abreast * apart + block / abreast; }
+  int64_t blocks(int64_t rows) const { return (rows - (abreast - 1) * apart) * abreast; }
+};
+
 // One ring at the lender, with the guest's KV in the lender's memory.
 class Guest {
  public:
-  Guest(std::shared_ptr<Ring> of, Attention::Shape shape, Caches caches, py::handle layers)
+  Guest(std::shared_ptr<Ring> of, Attention::Shape shape, Caches caches, py::handle layers,
+        Rows rows)
       : ring(of), borrower(of, kBorrower), shape_(std::move(shape)), caches_(std::move(caches)),
-        layers_(layers),
-        blocks_(caches_.at(0).first.size(0)), block_size_(caches_.at(0).first.size(2)),
+        layers_(layers), rows_(rows),
+        blocks_(rows.blocks(caches_.at(0).first.size(0))), block_size_(caches_.at(0).first.size(2)),
         done_(ring->load(kDone)), query_start_loc_(at::empty_like(ring->query_start_loc)),
         seq_lens_(at::empty_like(ring->seq_lens)), block_table_(at::zeros_like(ring->block_table)),
         slot_mapping_(at::empty_like(ring->slot_mapping)) {}
@@ -398,6 +406,7 @@ class Guest {
     const auto [low, high] = std::minmax_element(copied_.begin(), copied_.end());
     if (*low < 0) return false;
     end_ = int64_t{*high} + 1;
+    for (auto& block : copied_) block = rows_.of(block);
     const std::vector<int64_t> shape{blocks, shape_.kv_heads, block_size_, shape_.head_size};
     key_ = ring->key.narrow(0, 0, blocks * block_size_).view(shape);
     value_ = ring->value.narrow(0, 0, blocks * block_size_).view(shape);
@@ -446,10 +455,13 @@ class Guest {
       const auto [low, high] = std::minmax_element(table, table + used);
       if (*low < 0) return false;
       end = std::max(end, int64_t{*high} + 1);
+      for (int64_t at = 0; at < used; ++at) table[at] = rows_.of(table[at]);
     }
     const auto [low, high] = std::minmax_element(slots, slots + tokens);
     if (*low < 0) return false;
     end_ = std::max(end, *high / block_size_ + 1);
+    for (int64_t at = 0; at < tokens; ++at)
+      slots[at] = rows_.of(slots[at] / block_size_) * block_size_ + slots[at] % block_size_;
     starts_ = query_start_loc_.narrow(0, 0, requests + 1);
     lens_ = seq_lens_.narrow(0, 0, requests);
     table_ = block_table_.narrow(0, 0, requests);
@@ -465,6 +477,7 @@ class Guest {
   Caches caches_;
   // Alive as long as the ring is open, or None: the borrower's tasks are attention.
   py::handle layers_;
+  Rows rows_;
   int64_t blocks_, block_size_, done_;
   at::Tensor query_start_loc_, seq_lens_, block_table_, slot_mapping_;
   // Of the step that is being served: blocks from end_ on are not touched.
@@ -482,13 +495,13 @@ class Desk {
 
   void open(std::shared_ptr<Ring> ring, int64_t query_heads, double scale, const std::string& isa,
             int64_t sliding_window, double softcap, bool split_kv, Caches caches,
-            py::handle layers) {
+            py::handle layers, int64_t abreast, int64_t apart) {
     const auto& cache = caches.at(0).first;
     Attention::Shape shape{query_heads,    cache.size(1), cache.size(3), sliding_window,
                            scale,          softcap,       split_kv,      cache.scalar_type(),
                            c10::IValue(isa)};
     auto guest = std::make_shared<Guest>(std::move(ring), std::move(shape), std::move(caches),
-                                         layers);
+                                         layers, Rows{abreast, apart});
     guest->ring->store(kLender, 1, now_ns());
     py::gil_scoped_release no_python;
     std::unique_lock lock(mutex_);

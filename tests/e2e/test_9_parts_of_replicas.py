@@ -1,4 +1,4 @@
-"""A decode replica's heads go to the prefill replica of its model, and come home."""
+"""Parts of a decode replica go to the prefill replica of its model, and come home."""
 
 from __future__ import annotations
 
@@ -83,14 +83,15 @@ def test_replicas_borrow_nothing_of_one_another_by_themselves(apart: Platform) -
     assert refused.json()["error"]["code"] == "not_movable"
 
 
-def test_heads_go_to_the_prefill_replica_and_home_while_prompts_are_handed_over(
-    apart: Platform,
+@pytest.mark.parametrize(("part", "amount"), [("heads", 2), ("layers", 10)])
+def test_a_part_goes_to_the_prefill_replica_and_home_while_prompts_are_handed_over(
+    apart: Platform, part: str, amount: int
 ) -> None:
     before, meanwhile = tales("An old"), tales("A new")
     with ThreadPoolExecutor(6) as pool:
         expected = list(pool.map(lambda each: answer(apart, each, APART), before))
     with asking(apart, before, APART) as answers:
-        plan = carry_out(apart, a_move(apart, part="heads", amount=2))
+        plan = carry_out(apart, a_move(apart, part=part, amount=amount))
         assert answers() == expected
     wait_for(lambda: parts(apart) == ["away"], 60)
     (loan,) = loans(apart)
@@ -104,7 +105,7 @@ def test_heads_go_to_the_prefill_replica_and_home_while_prompts_are_handed_over(
     # At least the full blocks of each prompt came through the store, to both replicas.
     assert from_store(apart) - told[1] >= len(meanwhile) * 64
     with asking(apart, before, APART) as answers:
-        plan = carry_out(apart, a_move(apart, part="heads", amount=2, back=True))
+        plan = carry_out(apart, a_move(apart, part=part, amount=amount, back=True))
         assert answers() == expected
     wait_for(lambda: not parts(apart), 60)
     wait_for(lambda: plan_status(apart, plan)[0] == "done", 120)

@@ -29,12 +29,14 @@ from loomserve.platform.errors import StartError
 from loomserve.platform.lending import native, ring
 from loomserve.platform.lending.borrower import Borrower
 from loomserve.platform.lending.geometry import ITEM_BYTES, Geometry
+from loomserve.platform.lending.layout import PLAIN, Rows
 from loomserve.platform.lending.lender import Desk
 from loomserve.platform.lending.ring import LINE_WORDS, Closed, Line, Ring, Work
 
 IMPLEMENTATIONS = ("native", "python")
 BLOCK = 32
 BLOCKS = 12
+ABREAST = Rows(3, BLOCKS // 3)
 PATIENCE_S = 30.0
 """Far longer than any answer takes, so that a busy machine fails no test."""
 
@@ -145,13 +147,15 @@ class Local:
 class Pair:
     """Both ends of one ring in one process, the lender busy, so that it serves when polled."""
 
-    def __init__(self, folder: Path, of: Geometry, desk: Desk | None = None) -> None:
+    def __init__(
+        self, folder: Path, of: Geometry, desk: Desk | None = None, rows: Rows = PLAIN
+    ) -> None:
         self.geometry = of
         self.memory = Memory(of)
         self.ring = Ring.create(folder / f"ring{id(self)}", of, 256, 4, 3)
         self.ring.granted = BLOCKS
         self.desk = desk or Desk()
-        self.desk.open(self.ring, self.memory.caches)
+        self.desk.open(self.ring, self.memory.caches, rows=rows)
         self.desk.busy()
         self.borrower = Borrower(Ring.attach(self.ring.path))
 
@@ -305,14 +309,19 @@ def test_a_ring_that_does_not_fit_into_memory_is_refused_and_leaves_nothing(
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 @pytest.mark.parametrize("of", GEOMETRIES, ids=str)
+@pytest.mark.parametrize("rows", [PLAIN, ABREAST], ids=str)
 @settings(max_examples=12, deadline=None)
 @given(plan=st.lists(st.lists(st.integers(1, 24), min_size=1, max_size=4), min_size=1, max_size=4))
 def test_a_lender_computes_bit_for_bit_what_the_borrower_would(
-    tmp_path_factory: pytest.TempPathFactory, how: str, of: Geometry, plan: list[list[int]]
+    tmp_path_factory: pytest.TempPathFactory,
+    how: str,
+    of: Geometry,
+    rows: Rows,
+    plan: list[list[int]],
 ) -> None:
     """``plan`` says how many tokens each request gets in each step: prefills, decodes, mixed."""
     with implemented(how):
-        pair, local = Pair(tmp_path_factory.mktemp("ring"), of), Local(of)
+        pair, local = Pair(tmp_path_factory.mktemp("ring"), of, rows=rows), Local(of)
     lens = [0] * 4
     for number, added in enumerate(plan):
         one = step(of, lens[: len(added)], added, seed=number)
@@ -321,7 +330,8 @@ def test_a_lender_computes_bit_for_bit_what_the_borrower_would(
         for layer in range(of.layers):
             assert torch.equal(pair.attend(layer, one), local.attend(layer, one))
     for layer, (key, value) in enumerate(pair.memory.caches):
-        assert torch.equal(torch.cat((key, value), dim=2), local.cache[layer])
+        found = torch.cat((key, value), dim=2)[rows.of(torch.arange(BLOCKS))]
+        assert torch.equal(found, local.cache[layer])
     assert (pair.memory.bytes[:, of.layers] == 7).all()
     assert pair.ring.stats().tasks == pair.ring.stats().polled == len(plan) * of.layers
     pair.desk.stop()
@@ -337,19 +347,21 @@ def blocks_of(one: Geometry, count: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("of", GEOMETRIES[:3], ids=str)
+@pytest.mark.parametrize("rows_of", [PLAIN, ABREAST], ids=str)
 def test_blocks_are_copied_as_they_are_into_a_lender_and_back(
-    tmp_path: Path, implementation: None, of: Geometry
+    tmp_path: Path, implementation: None, of: Geometry, rows_of: Rows
 ) -> None:
-    pair = Pair(tmp_path, of)
+    pair = Pair(tmp_path, of, rows=rows_of)
     pair.desk.idle()
+    there = [rows_of.of(block) for block in (7, 2, 11)]
     rows = [blocks_of(of, 3) for _ in range(of.layers)]
     pair.borrower.begin_copy([7, 2, 11], Work.WRITE)
     for layer in range(of.layers):
         assert pair.borrower.write(layer, *rows[layer], PATIENCE_S)
     for (key, value), cache in zip(rows, pair.memory.caches, strict=True):
-        assert torch.equal(cache[0][[7, 2, 11]], key)
-        assert torch.equal(cache[1][[7, 2, 11]], value)
-    untouched = [block for block in range(BLOCKS) if block not in (7, 2, 11)]
+        assert torch.equal(cache[0][there], key)
+        assert torch.equal(cache[1][there], value)
+    untouched = [row for row in range(BLOCKS) if row not in there]
     assert not pair.memory.bytes[untouched, : of.layers].any()
     pair.borrower.begin_copy([11, 7], Work.READ)
     for layer, (key, value) in enumerate(rows):
@@ -488,10 +500,11 @@ def corrupt(name: str, at: int | tuple[int, int], value: int) -> Callable[[Step]
         corrupt("seq_lens", 0, 2**31 - 1),
     ],
 )
+@pytest.mark.parametrize("rows", [PLAIN, ABREAST], ids=str)
 def test_a_task_on_what_is_not_the_borrowers_is_refused_before_memory_is_touched(
-    tmp_path: Path, implementation: None, spoil: Callable[[Step], None]
+    tmp_path: Path, implementation: None, spoil: Callable[[Step], None], rows: Rows
 ) -> None:
-    pair = Pair(tmp_path, GQA)
+    pair = Pair(tmp_path, GQA, rows=rows)
     pair.ring.granted = BLOCKS - 2
     before = pair.memory.bytes.clone()
     one = step(GQA, [0, 0], [4, 40])

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -43,17 +46,47 @@ def test_guests_write_into_the_range_only_and_nowhere_twice(
         block_size=guest_block, dtype=dtype, scale=1.0, isa="vec",
     )  # fmt: skip
     shapes = (Layout(layers, caches[0][0].nbytes), Layout(guest_layers, guest.layer_block_bytes))
-    views = guest_caches(caches, first, BLOCKS - first, guest)
+    views, rows = guest_caches(caches, first, BLOCKS - first, guest)
     places = guest_blocks(*shapes, BLOCKS - first)
-    assert [len(key) for key, _ in views] == [places] * guest_layers
-    for layer, (key, value) in enumerate(views):
-        key.fill_(layer + 1)
-        value.fill_(-layer - 1)
-    for layer, (key, value) in enumerate(views):
-        assert (key == layer + 1).all()
-        assert (value == -layer - 1).all()
-        assert key.shape == (places, guest_heads, guest_block, 32)
+    assert [rows.blocks(len(key)) for key, _ in views] == [places] * guest_layers
+    at = [rows.of(block) for block in range(places)]
+    marks = {(layer, block): layer + 100 * block + 1 for layer in range(guest_layers)
+             for block in range(places)}  # fmt: skip
+    for (layer, block), mark in marks.items():
+        key, value = views[layer]
+        assert key.shape[1:] == (guest_heads, guest_block, 32)
+        key[at[block]], value[at[block]] = mark % 251, -mark % 241
+    for (layer, block), mark in marks.items():
+        key, value = views[layer]
+        assert (key[at[block]] == mark % 251).all()
+        assert (value[at[block]] == -mark % 241).all()
     assert not any(cache[:first].any() for cache in caches)
+
+
+@pytest.mark.parametrize(("away", "abreast"), [(1, 5), (2, 2), (3, 1)])
+def test_blocks_of_some_layers_lie_abreast_and_leave_from_the_end(away: int, abreast: int) -> None:
+    whole = Geometry(
+        layers=5, query_heads=2, kv_heads=2, head_size=32, block_size=32, dtype="float32",
+        scale=1.0, isa="vec",
+    )  # fmt: skip
+    guest, shape = replace(whole, layers=away), Layout(5, whole.layer_block_bytes)
+    part = Layout(away, guest.layer_block_bytes)
+    assert guest_blocks(shape, part, 4) == 4 * abreast
+    caches = lender_caches(5, 2, 32, 32)
+    views, rows = guest_caches(caches, 0, BLOCKS, guest)
+    for key, _ in views:
+        for block in range(4 * abreast):
+            key[rows.of(block)] = 1
+    assert not any(cache[4:].any() for cache in caches)
+
+
+def test_blocks_lie_abreast_only_where_layers_follow_one_another_in_memory() -> None:
+    guest = Geometry(
+        layers=1, query_heads=1, kv_heads=1, head_size=32, block_size=32, dtype="float32",
+        scale=1.0, isa="vec",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="one behind the other"):
+        guest_caches(lender_caches(2, 1, 32, 32)[::-1], 0, 3, guest)
 
 
 @given(

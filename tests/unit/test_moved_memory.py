@@ -169,6 +169,9 @@ def test_layers_that_leave_and_come_home_are_as_they_were(
     for now, then in zip(own, before, strict=True):
         assert now.shape == then.shape
         assert torch.equal(now[used], then[used])
+    assert [each.data_ptr() - own[0].data_ptr() for each in own] == [
+        layer * own[0].nbytes for layer in range(LAYERS)
+    ]
     assert list(modules) == at_first
 
 
