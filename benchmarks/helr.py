@@ -8,8 +8,8 @@ even split either way round, and with other splits: HELR's neighbours, and a gri
 throttling, then both decode the same requests in turns, so each ratio is between runs that follow
 each other. Throughput is counted while all requests decode.
 
-``share_of_best`` compares HELR with the best of all splits by the medians of those ratios. As the
-best of many noisy ones is picked, it errs against HELR.
+``share_of_best`` compares HELR with the best of all splits by the medians of those ratios; the best
+of many noisy ones is partly luck, so it is run once more, which alone counts.
 
 Run it as ``python -m benchmarks.helr`` or ``make bench-helr``.
 """
@@ -231,27 +231,29 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         for pipeline in dict.fromkeys(others):
             if pipeline != placement.pipeline:
                 runs[pipeline] = await comparison.against(helr, pipeline)
+        ratios = {pipeline: _ratios(*of) for pipeline, of in runs.items()}
+        closest = min(ratios, key=lambda pipeline: ratios[pipeline].median)
+        # The least of many noisy ratios is low by chance, so that pair is run once more.
+        of_best = _ratios(*await comparison.against(helr, closest))
     finally:
         helr.close()
-    ratios = {pipeline: _ratios(*of) for pipeline, of in runs.items()}
     against_even = {label: ratios[split] for label, split in evens.items() if split in ratios}
-    # HELR's own map may be the best, which is 1.
-    closest = min(ratios, key=lambda pipeline: ratios[pipeline].median)
     weakest = min(against_even.values(), key=lambda ratio: ratio.median)
     times = {device.name: device.models[0].times[-1] for device in profile.devices}
     slow, quick = (times[f"core{core}"] for core in (args.slow_core, fast))
     return {
         "benchmark": "helr",
         "throughput_vs_even": weakest.median,
-        "share_of_best": min(1.0, ratios[closest].median),
+        # HELR's own map may be the best, which is 1.
+        "share_of_best": min(1.0, of_best.median),
         "spread": {
             "throughput_vs_even": [weakest.min, weakest.max],
-            "share_of_best": [ratios[closest].min, ratios[closest].max],
+            "share_of_best": [of_best.min, of_best.max],
         },
         "runs": args.runs,
         "speed_of_slow_core": quick.layer_s / slow.layer_s,
         "helr": name(placement.pipeline),
-        "best": name(closest) if ratios[closest].median < 1 else name(placement.pipeline),
+        "best": name(closest) if of_best.median < 1 else name(placement.pipeline),
         "throughput_vs": {label: asdict(ratio) for label, ratio in against_even.items()},
         "predicted_vs": {
             label: period_s(found.demand, found.graph, split) / placement.period_s
