@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test lint typecheck format bench-overhead bench-store bench-pipeline bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance check-batch check-day clean
+.PHONY: help install serve test test-all lint typecheck format bench-overhead bench-store bench-pipeline bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance check-batch check-day clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,7 +17,10 @@ install: ## make .venv with everything needed (DEVICE=cpu or cuda)
 serve: install ## serve CONFIG (default examples/laptop.yaml) until Ctrl-C
 	@exec .venv/bin/loomserve serve $(CONFIG)
 
-test: install ## run the tests
+test: install ## run the tests, but for those that take minutes each
+	@$(PYTHON) -m pytest -m "not slow"
+
+test-all: install ## run all tests, some 55 minutes on two cores
 	@$(PYTHON) -m pytest
 
 lint: install ## check style

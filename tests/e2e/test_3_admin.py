@@ -138,6 +138,7 @@ def test_a_model_that_cannot_start_says_why_and_can_be_removed(platform: Platfor
     wait_for(lambda: model_state(platform, "broken") is None, 30)
 
 
+@pytest.mark.slow
 def test_a_model_can_be_scaled_down_and_up_while_it_serves(platform: Platform) -> None:
     path = f"/admin/v1/models/{HOT}/replicas"
     with platform.admin() as admin:

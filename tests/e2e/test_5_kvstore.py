@@ -182,6 +182,7 @@ def test_a_client_may_not_speak_to_the_connector(platform: Platform) -> None:
         )
 
 
+@pytest.mark.slow
 def test_a_killed_store_fails_no_request_and_comes_back_with_its_blocks(
     platform: Platform,
 ) -> None:

@@ -189,6 +189,7 @@ def test_roles_change_while_requests_run_and_none_is_lost(separated: Platform) -
     assert answers[0].choices[0].text.startswith(expected)
 
 
+@pytest.mark.slow
 def test_without_prefill_or_without_decode_replicas_the_others_do_the_whole_work(
     separated: Platform,
 ) -> None:
@@ -218,6 +219,7 @@ def test_a_store_that_is_away_or_hangs_costs_time_and_no_answer(separated: Platf
     wait_for(lambda: store_answers(separated), 30)
 
 
+@pytest.mark.slow
 def test_a_killed_prefill_replica_loses_no_request(separated: Platform) -> None:
     replicas = model_state(separated, HOT)["replicas"]
     prefill = next(r for r in replicas if r["role"] == "prefill")

@@ -177,6 +177,7 @@ def test_a_loan_that_is_drained_lets_its_requests_finish(
     assert broken(lending) == before
 
 
+@pytest.mark.slow
 def test_a_lender_that_is_killed_costs_no_answer_and_lends_again(
     lending: Platform, alone: list[str]
 ) -> None:
@@ -192,6 +193,7 @@ def test_a_lender_that_is_killed_costs_no_answer_and_lends_again(
     assert wait_for_loan(lending)["name"] != name
 
 
+@pytest.mark.slow
 def test_a_borrower_that_is_killed_gives_back_what_it_had_and_borrows_again(
     lending: Platform, alone: list[str]
 ) -> None:
@@ -217,6 +219,7 @@ def replica_id(platform: Platform, name: str) -> str | None:
     return next((replica["id"] for replica in state["replicas"]), None) if state else None
 
 
+@pytest.mark.slow
 def test_a_pair_that_is_switched_off_has_its_loan_drained_and_gets_no_other(
     lending: Platform, alone: list[str]
 ) -> None:

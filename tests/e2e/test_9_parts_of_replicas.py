@@ -21,7 +21,7 @@ from tests.e2e.test_8_lending import (
     serve_instead,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 APART = "apart"
 MODEL = {

@@ -139,6 +139,7 @@ def test_a_move_that_is_called_off_changes_nothing(pair: Pair, alone: list[list[
         assert loan.ring.stats().tasks == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [{"heads": 1}, {"layers": [10, 22]}], ids=str)
 def test_a_lender_that_stalls_with_a_part_costs_no_token(
     pair: Pair, alone: list[list[int]], part: dict[str, Any]

@@ -68,6 +68,7 @@ def test_blocks_of_before_are_loaded_while_a_part_is_away_and_the_other_way_roun
         assert [each.tokens for each in loaded] == expected[4:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS, ids=str)
 def test_what_a_stalled_lender_should_have_had_loaded_is_computed(
     pair: Pair, lent: Pair, stored_hot: StoredEngine, part: dict[str, Any]

@@ -36,6 +36,7 @@ def greedy(llm: object) -> list[list[int]]:
         end(llm)
 
 
+@pytest.mark.slow
 def test_an_uneven_pipeline_answers_as_a_single_engine_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -27,6 +27,7 @@ SMALL = {
 }
 
 
+@pytest.mark.slow
 def test_a_profile_predicts_steps_far_better_than_their_mean(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

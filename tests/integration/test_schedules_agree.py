@@ -292,6 +292,7 @@ def test_vllms_own_schedule_is_the_simulated_one() -> None:
     assert_agreement(in_a_process(served_by_vllm), Policies())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 def test_an_engines_schedule_is_the_simulated_one(
     recorded_by_ours: dict[str, Recorded], name: str
