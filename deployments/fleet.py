@@ -520,6 +520,12 @@ class Fleet:
             return ModelStatus.DEGRADED, f"{live} of {record.target_replicas} replicas answer"
         if record.failure is not None:
             return ModelStatus.FAILED, record.failure
+        heard = [
+            r.seen_at for r in self._replicas.values() if r.report.model.name == record.model.name
+        ]
+        if heard:
+            silent = f"nothing was heard of its replicas for {now - max(heard):.0f} s"
+            return ModelStatus.LOADING, f"{silent}: they stall, or start anew"
         return ModelStatus.LOADING, "its engine is starting"
 
     def _model_state(self, name: str, record: _ModelRecord, now: float) -> ModelState:

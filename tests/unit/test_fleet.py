@@ -70,6 +70,8 @@ def test_a_replica_that_stops_reporting_is_no_answer_any_more() -> None:
     assert some.routes(REPORT_EXPIRES_S - 0.1)[0].replicas
     assert not some.routes(REPORT_EXPIRES_S + 0.1)[0].replicas
     assert status(some, REPORT_EXPIRES_S + 0.1) is ModelStatus.LOADING
+    (state,) = some.model_states(REPORT_EXPIRES_S + 2)
+    assert state.message.startswith("nothing was heard of its replicas for 12 s")
 
 
 def test_a_failure_shows_only_while_nothing_answers() -> None:
