@@ -20,6 +20,7 @@ from loomserve.platform.rebalancing.snapshot import (
     Part,
     Snapshot,
     compute_share,
+    part_room,
     utilisations,
 )
 from loomserve.platform.roles import Role
@@ -110,15 +111,21 @@ def _room(snapshot: Snapshot, most: Move, options: Rebalancing) -> int:
         free = snapshot.idle_kv(engine) - options.headroom * engine.kv_bytes
         size = (loan.kv_bytes + loan.weights_bytes) / loan.amount
         return int(free / size) if size else most.amount
-    guests = sum(loan.kv_bytes for loan in snapshot.guests(lender.id))
+    there = lender.lend_bytes - sum(map(snapshot.kept_for, snapshot.guests(lender.id)))
     lent = sum(loan.kv_bytes for loan in snapshot.lent(engine.id))
     free = min(
         snapshot.idle_kv(lender) - options.headroom * lender.kv_bytes,
-        lender.lend_bytes - guests,
+        there,
         engine.borrow_bytes - lent,
     )
-    size = engine.kv_used_bytes / whole(engine, most.part)
-    amount = int(free / size) if size else most.amount
+    every = whole(engine, most.part)
+    size = engine.kv_used_bytes / every
+    amount = min(int(free / size) if size else most.amount, most.amount)
+    if most.part is not Part.REQUESTS:
+        amounts = range(amount, 0, -1)
+        amount = next(
+            (n for n in amounts if part_room(engine, lender, most.part, n, every) <= there), 0
+        )
     if most.part is Part.LAYERS and engine.layer_bytes:
         device = snapshot.device(lender.device)
         free = device.memory_bytes * (1 - options.headroom) - device.allocated_bytes

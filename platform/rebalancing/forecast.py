@@ -38,8 +38,9 @@ def forecast(
     """Of an action for the gap from the hot device ``source`` to the cold ``target``.
 
     Benefit is Δ_before - Δ_after (eq. 4-31), of magnitudes: the paper's own sign would reward an
-    action the more, the farther it overshoots. A move costs T_transfer + T_sync, and T_mem_realloc,
-    which eq. 4-24 has and eq. 4-31 forgets; heads pay T_sync as layers do, though eq. 4-9 has none.
+    action the more, the farther it overshoots. A move costs T_transfer + T_sync; what eq. 4-24 has
+    beside, T_mem_realloc, is nothing where no KV is laid out anew. Heads pay T_sync as layers do,
+    though eq. 4-9 has none.
 
     Raises:
         LookupError: a move's link has not been measured.
@@ -81,9 +82,9 @@ def _move_s(snapshot: Snapshot, move: Move) -> tuple[float, float, float]:
     if link is None:
         raise LookupError(f"no link measured between {move.engine} and {move.lender}")
     engine, lender = snapshot.engine(move.engine), snapshot.engine(move.lender)
-    # Requests go one by one, between steps, and nobody's memory is laid out anew.
+    # Requests go one by one, between steps.
     halted = () if move.part is Part.REQUESTS else (engine, lender)
-    halt_s = sum(each.sync_s + each.realloc_s for each in halted)
+    halt_s = sum(each.sync_s for each in halted)
     size, growth = _bytes(snapshot, move)
     left, copying_s = float(size), 0.0
     for _ in range(MOST_ROUNDS):

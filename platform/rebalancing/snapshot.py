@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
 
+from loomserve.platform.lending.layout import Layout, abreast, stacked
 from loomserve.platform.rebalancing.options import Rebalancing
 from loomserve.platform.roles import Role
 
@@ -64,7 +65,6 @@ class Engine:
         heads: KV heads of a layer at home.
         tpot_s: Time per output token.
         sync_s: Until its steps stand still, and to go on after (measured).
-        realloc_s: To lay its KV out anew (measured).
         drain_s: Until what it has begun is done: the mean time of a request.
         movable: What its mechanisms can move; none until there are any.
         lenders: Engines to which its requests can be moved; None: any.
@@ -91,7 +91,6 @@ class Engine:
     heads: int
     tpot_s: float
     sync_s: float
-    realloc_s: float = 0.0
     drain_s: float = 0.0
     movable: frozenset[Part] = frozenset()
     lenders: frozenset[str] | None = None
@@ -220,6 +219,16 @@ class Snapshot:
         guests = sum(loan.kv_bytes for loan in self.guests(engine.id))
         return engine.kv_bytes + self._freed(engine) - engine.kv_used_bytes - guests
 
+    def kept_for(self, loan: Loan) -> float:
+        """Bytes of its lender's KV memory that nobody else can have, in use or not."""
+        if loan.part is Part.REQUESTS:
+            return loan.kv_bytes
+        engine = self.engine(loan.engine)
+        home = engine.heads if loan.part is Part.HEADS else engine.layers
+        return part_room(
+            engine, self.engine(loan.lender), loan.part, loan.amount, home + loan.amount
+        )
+
     def kv_room(self, engine: Engine) -> float:
         """Bytes of whole KV that its requests can have: where a part of each block is elsewhere,
         more of them fit at home."""
@@ -244,6 +253,15 @@ def _one(found: Iterator[_T], what: str, name: str) -> _T:
     for each in found:
         return each
     raise LookupError(f"there is no {what} {name!r} in the snapshot")
+
+
+def part_room(engine: Engine, lender: Engine, part: Part, amount: int, whole: int) -> float:
+    """Bytes of the lender's KV memory that heads or layers take: a share of each of the engine's
+    blocks, and what of the lender's blocks stays empty beside those of fewer layers."""
+    layers = amount if part is Part.LAYERS else engine.layers
+    guest, there = Layout(layers, 1), Layout(lender.layers, 1)
+    taken = there.layers * stacked(there, guest) / (layers * abreast(there, guest))
+    return engine.kv_bytes * amount / whole * taken
 
 
 def compute_share(snapshot: Snapshot, device: str) -> float:

@@ -44,7 +44,6 @@ def engine(name: str, device: str, compute: float, used: float) -> Engine:
         heads=4,
         tpot_s=0.05,
         sync_s=0.002,
-        realloc_s=0.001,
         drain_s=5.0,
         movable=frozenset(Part),
         measured_at_s=0.0,

@@ -138,7 +138,7 @@ def test_plans_exceed_neither_memory_nor_the_pause_budget(
         for each in after.engines:
             least = min(before.idle_kv(before.engine(each.id)), OPTIONS.headroom * each.kv_bytes)
             assert after.idle_kv(each) >= least - 1
-            assert sum(loan.kv_bytes for loan in after.guests(each.id)) <= each.lend_bytes
+            assert sum(map(after.kept_for, after.guests(each.id))) <= each.lend_bytes
             assert each.layers >= 1
             assert each.heads >= 1
             pauses = (
@@ -311,6 +311,32 @@ def test_a_full_plan_and_a_lender_that_borrows_are_reasons_too() -> None:
     loan = Move(part=Part.HEADS, engine="m1", lender="m2", amount=2)
     borrowing = apply(three, loan)
     assert reasons(borrowing)[Reason.HAS_LOANS]
+
+
+@pytest.mark.parametrize(
+    ("part", "amount", "share"),
+    [
+        (Part.HEADS, 1, 1 / 4),
+        (Part.LAYERS, 6, 6 / 30),
+        (Part.LAYERS, 12, 15 / 30),  # two blocks abreast, and 6 layers empty
+        (Part.LAYERS, 16, 1.0),
+    ],
+)
+def test_a_part_has_room_for_all_blocks_of_its_engine(
+    part: Part, amount: int, share: float
+) -> None:
+    away = apply(SKEWED, Move(part=part, engine="m0", lender="m1", amount=amount))
+    (loan,) = away.guests("m1")
+    assert away.kept_for(loan) == pytest.approx(share * GIB)
+    assert loan.kv_bytes < away.kept_for(loan)
+
+
+@pytest.mark.parametrize(("part", "most"), [(Part.HEADS, 1), (Part.LAYERS, 7)])
+def test_no_more_of_a_part_moves_than_its_lender_has_room_for(part: Part, most: int) -> None:
+    small = edited(lend_bytes=GIB // 4, movable=frozenset({part}))
+    moves = [each.action for each in proposed(small).chosen]
+    assert moves
+    assert all(isinstance(move, Move) and move.amount <= most for move in moves)
 
 
 def test_each_action_is_checked_against_the_state_after_those_before_it() -> None:
