@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 
 from loomserve.platform.lending.geometry import Geometry
-from loomserve.platform.lending.layout import Layout, Rows, abreast, stacked
+from loomserve.platform.lending.layout import PLAIN, Layout, Rows, abreast, stacked
 
 Caches = list[tuple[torch.Tensor, torch.Tensor]]
 
@@ -19,8 +19,8 @@ def guest_caches(
     """Key and value cache of each guest layer, and which of their rows are the guest's blocks.
 
     Args:
-        kv_caches: the lender's, a layer each, [blocks, kv_heads, block_size, 2 * head_size], one
-            behind the other in memory.
+        kv_caches: the lender's, a layer each, [blocks, kv_heads, block_size, 2 * head_size], evenly
+            spaced in memory.
         first_block: the first of the lender's blocks that guests may use.
         blocks: how many.
         guest: the guest's geometry.
@@ -37,9 +37,9 @@ def guest_caches(
         Layout(guest.layers, guest.layer_block_bytes),
     )
     together = stacked(*layouts)
-    rows = Rows(abreast(*layouts), guest.layers * kv_caches[0].nbytes // guest.layer_block_bytes)
-    if rows.abreast > 1 and not _one_behind_the_other(kv_caches):
-        raise ValueError("the lender's layers are not one behind the other in memory")
+    rows = PLAIN
+    if (several := abreast(*layouts)) > 1:
+        rows = Rows(several, guest.layers * _stride(kv_caches) // guest.layer_block_bytes)
     dtype: torch.dtype = getattr(torch, guest.dtype)
     size = guest.layer_block_bytes // dtype.itemsize
     caches = []
@@ -62,8 +62,12 @@ def guest_caches(
     return caches, rows
 
 
-def _one_behind_the_other(kv_caches: Sequence[torch.Tensor]) -> bool:
-    return all(
-        after.data_ptr() - before.data_ptr() == before.nbytes
-        for before, after in pairwise(kv_caches)
-    )
+def _stride(kv_caches: Sequence[torch.Tensor]) -> int:
+    """Bytes from one layer to the next."""
+    strides: set[int] = {
+        after.data_ptr() - before.data_ptr() for before, after in pairwise(kv_caches)
+    }
+    stride = strides.pop()
+    if strides or stride < 0 or stride % kv_caches[0][0].nbytes:
+        raise ValueError("the lender's layers are not evenly spaced in memory")
+    return stride

@@ -41,11 +41,16 @@ class MappedMemory(TorchFunctionMode):  # type: ignore[misc]
         """Let go of these pages, which are zero from now on.
 
         Args:
-            rows: of what was mapped, one behind the other. Pages that are theirs in part stay.
+            rows: of what was mapped, each contiguous. Pages that are theirs in part stay.
         """
+        if not len(rows):
+            return
         assert self._memory is not None
         begin = rows.storage_offset() * rows.itemsize
-        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
-        end = (begin + rows.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
-        if end > first:
-            self._memory.madvise(mmap.MADV_DONTNEED, first, end - first)
+        size, step = rows[0].nbytes, rows.stride(0) * rows.itemsize
+        together = size == step
+        for at in range(1 if together else len(rows)):
+            first = -(-(begin + at * step) // mmap.PAGESIZE) * mmap.PAGESIZE
+            end = begin + at * step + (rows.nbytes if together else size)
+            if (pages := end // mmap.PAGESIZE * mmap.PAGESIZE - first) > 0:
+                self._memory.madvise(mmap.MADV_DONTNEED, first, pages)

@@ -1,28 +1,27 @@
 """Some KV heads of an engine's attention, with a lender: its worker's part.
 
 The last heads of every layer, with the query heads that attend to them, are kept and computed in a
-lender's memory, for all sequences alike; no weight moves. What stays is laid out anew in the same
-memory, where each block is smaller by the heads that left, so that there are more blocks
-(BanaServe, section 4.3.2). A head's attention needs nothing of other heads, so outputs are only
-put side by side.
+lender's memory, for all sequences alike; no weight moves. What stays stays where it is: the pages
+of the heads that left are given back, and as many more blocks follow of those that stay. So nothing
+is copied here, where BanaServe (section 4.3.2) lays all KV out anew. A head's attention needs
+nothing of other heads, so outputs are only put side by side.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import mmap
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from math import prod
 from typing import Any
 
 import torch
 
-from loomserve.platform.engine.moved_part import MovedPart
+from loomserve.platform.engine.moved_part import MovedPart, room
 from loomserve.platform.lending.borrower import Borrower
 from loomserve.platform.lending.geometry import Geometry
 from loomserve.platform.lending.ring import Work
 
-_CHUNK_BYTES = 8 << 20
-"""Of one layer's KV that are laid out anew at a time, so that the copy between stays in a cache."""
+PAGE_BYTES = mmap.PAGESIZE
 
 
 def part_of(geometry: Geometry, heads: int) -> Geometry:
@@ -40,10 +39,21 @@ def part_of(geometry: Geometry, heads: int) -> Geometry:
     return replace(geometry, kv_heads=heads, query_heads=heads * group)
 
 
+def room_without_heads(blocks: int, geometry: Geometry, heads: int) -> int:
+    """How many blocks there is room for where so many were, once these heads have left."""
+    return room(blocks, *_shares_of(geometry, heads))
+
+
+def _shares_of(geometry: Geometry, heads: int) -> tuple[int, int, int]:
+    """Only whole pages are given back: heads that share one with others leave no room."""
+    together = geometry.layer_block_bytes // geometry.kv_heads % PAGE_BYTES
+    return (1, 0, 0) if together else (geometry.kv_heads, heads, 0)
+
+
 class MovedHeads(MovedPart):
     """
     Args:
-        attention, kv_caches, patience_s: as of any :class:`MovedPart`.
+        attention, kv_caches, release, numbers, patience_s: as of any :class:`MovedPart`.
         geometry: of all heads.
         borrower: of the heads that move.
     """
@@ -52,46 +62,30 @@ class MovedHeads(MovedPart):
         self,
         attention: Sequence[Any],
         kv_caches: list[torch.Tensor],
+        release: Callable[[torch.Tensor], None],
+        numbers: int,
         geometry: Geometry,
         borrower: Borrower,
         patience_s: float,
     ) -> None:
-        super().__init__(attention, kv_caches, borrower, patience_s)
+        super().__init__(attention, kv_caches, release, numbers, borrower, patience_s)
         self.kept = part_of(geometry, geometry.kv_heads - borrower.ring.geometry.kv_heads)
         """The attention that stays."""
-        self._whole = list(kv_caches)
-        self._heads = geometry.kv_heads
-        # What came back, by layer; there while heads come home.
-        self._back: list[torch.Tensor] = []
+        self._of_block = _shares_of(geometry, borrower.ring.geometry.kv_heads)
+        self._held = list(range(len(kv_caches)))
 
     @property
     def _shares(self) -> tuple[int, int, int]:
-        return self._heads, self._heads - self.kept.kv_heads, 0
+        return self._of_block
 
-    def leave(self, blocks: Iterable[int]) -> None:
-        """Lay out anew, in place, the heads that stay."""
-        kept = self.kept.kv_heads
-        size = prod(self._shape(kept))
-        for layer, whole in enumerate(self._whole):
-            new = whole.view(-1)[: self.blocks * size].view(self.blocks, *self._shape(kept))
-            old = whole.view(self._whole_blocks, *self._shape(self._heads))
-            # Upwards: a block's new place ends before that of any block behind it begins.
-            for chunk in self._chunks(sorted(blocks)):
-                new[chunk] = old[chunk, :kept]
-            self._use(layer, self._shaped(new))
+    def leave(self) -> None:
+        for layer in range(len(self._whole)):
+            self._use(layer, self._longer(layer)[:, : self.kept.kv_heads])
 
-    def come_home(self, blocks: Iterable[int]) -> None:
-        """Lay out all heads as at first."""
-        kept = self.kept.kv_heads
-        for layer, whole in enumerate(self._whole):
-            new = whole.view(self._whole_blocks, *self._shape(self._heads))
-            old = self._here(layer)
-            # Downwards, for the same reason.
-            for chunk in reversed(self._chunks(sorted(blocks))):
-                new[chunk, :kept] = old[chunk]
-                new[chunk, kept:] = self._back[layer][chunk]
-            self._use(layer, self._shaped(whole))
-        self._back = []
+    def let_go(self) -> bool:
+        if self._held:
+            self._release(self._whole[self._held.pop()][:, self.kept.kv_heads :])
+        return not self._held
 
     def write_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
         kept = self.kept.kv_heads
@@ -104,39 +98,29 @@ class MovedHeads(MovedPart):
         return self._read_there(layer, blocks, rows[:, kept:])
 
     def _here(self, layer: int) -> torch.Tensor:
-        return self._kv_caches[layer].view(-1, *self._shape(self.kept.kv_heads))
+        return self._by_part(self._kv_caches[layer])
+
+    def _moved(self, layer: int) -> torch.Tensor:
+        """Of the heads that move, with the memory that they have at home."""
+        return self._by_part(self._whole[layer])[:, self.kept.kv_heads :]
 
     def _send(self, blocks: list[int]) -> bool:
         self.borrower.begin_copy(blocks, Work.WRITE)
-        for layer, whole in enumerate(self._whole):
-            of_all = whole.view(self._whole_blocks, *self._shape(self._heads))
-            key, value = of_all[blocks, self.kept.kv_heads :].chunk(2, dim=2)
+        for layer in range(len(self._whole)):
+            key, value = self._moved(layer)[blocks].chunk(2, dim=2)
             if not self.borrower.write(layer, key, value, self._patience_s):
                 return False
         return True
 
     def _fetch(self, blocks: list[int]) -> bool:
-        if not self._back:
-            shape = (self._whole_blocks, *self._shape(self._heads - self.kept.kv_heads))
-            self._back = [torch.empty(shape, dtype=each.dtype) for each in self._whole]
         self.borrower.begin_copy(blocks, Work.READ)
-        for layer, back in enumerate(self._back):
+        for layer in range(len(self._whole)):
             rows = self.borrower.read(layer, self._patience_s)
             if rows is None:
                 return False
-            back[blocks] = torch.cat(rows, dim=2)
+            self._moved(layer)[blocks] = torch.cat(rows, dim=2)
         return True
 
     def _copy_here(self, sources: list[int], targets: list[int]) -> None:
         for cache in self._kv_caches:
             cache[targets] = cache[sources]
-
-    def _chunks(self, blocks: list[int]) -> list[list[int]]:
-        step = max(1, _CHUNK_BYTES // self._whole[0][0].nbytes)
-        return [blocks[at : at + step] for at in range(0, len(blocks), step)]
-
-    def _shape(self, heads: int) -> tuple[int, int, int]:
-        return heads, 2 * self.kept.block_size, self.kept.head_size
-
-    def _shaped(self, cache: torch.Tensor) -> torch.Tensor:
-        return cache.view(len(cache), -1, self.kept.block_size, 2 * self.kept.head_size)

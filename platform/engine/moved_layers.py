@@ -8,9 +8,7 @@ What the layers' weights and KV took here becomes more blocks of the other layer
 from __future__ import annotations
 
 import inspect
-import mmap
-from collections.abc import Iterable, Sequence
-from functools import cached_property
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,7 +76,7 @@ class MovedLayers(MovedPart):
         layers: those that move.
         geometry: of all layers.
         weights: of the model.
-        attention, kv_caches: as of any :class:`MovedPart`.
+        attention, kv_caches, release, numbers: as of any :class:`MovedPart`.
         borrower: of the layers that move.
         patience_s: for one layer's attention.
     """
@@ -91,31 +89,41 @@ class MovedLayers(MovedPart):
         weights: LayerWeights,
         attention: Sequence[Any],
         kv_caches: list[torch.Tensor],
+        release: Callable[[torch.Tensor], None],
+        numbers: int,
         borrower: Borrower,
         patience_s: float,
     ) -> None:
-        super().__init__(attention, kv_caches, borrower, patience_s)
+        super().__init__(attention, kv_caches, release, numbers, borrower, patience_s)
         self._modules = modules
         self._moved = layers
         self._of_block = _shares_of(layers, geometry, weights)
         self._weights = weights
         self._own = list(modules)
+        self._kept = list(layers)
 
     @property
     def _shares(self) -> tuple[int, int, int]:
         return self._of_block
 
-    def leave(self, blocks: Iterable[int]) -> None:
+    def leave(self) -> None:
         for layer in self._moved:
             self._modules[layer] = _Nothing()
-            self._use(layer, self._kv_caches[layer].new_empty(0))
-            self._weights.release(layer)
-        give_back()
+            self._use(layer, self._whole[layer].new_empty(0))
         first = self._moved.start
         row_s = self._patience_s * len(self._moved) / _PATIENT_ROWS
         self._modules[first] = _Elsewhere(self.borrower, self._patience_s, row_s)
-        there = self._empty(len(self._stay), self.blocks)
-        self._replace(dict(zip(self._stay, there, strict=True)), list(blocks))
+        for layer in self._stay:
+            self._use(layer, self._longer(layer))
+
+    def let_go(self) -> bool:
+        if self._kept:
+            layer = self._kept.pop()
+            self._release(self._whole[layer])
+            self._weights.release(layer)
+            return False
+        give_back()
+        return True
 
     def prepare_home(self) -> bool:
         """Read one layer's weights, which take their memory twice until the blocks are gone."""
@@ -123,13 +131,12 @@ class MovedLayers(MovedPart):
             self._weights.restore(max(self._weights.released))
         return not self._weights.released
 
-    def come_home(self, blocks: Iterable[int]) -> None:
+    def come_home(self) -> None:
         while not self.prepare_home():
             pass
+        super().come_home()
         for layer in self._moved:
-            self._use(layer, self._home[layer])
             self._modules[layer] = self._own[layer]
-        self._replace({layer: self._home[layer] for layer in self._stay}, list(blocks))
 
     @property
     def layers_here(self) -> frozenset[int]:
@@ -161,7 +168,7 @@ class MovedLayers(MovedPart):
             rows = self.borrower.read(number, self._patience_s)
             if rows is None:
                 return False
-            self._by_part(self._home[layer])[blocks] = torch.cat(rows, dim=2)
+            self._by_part(self._whole[layer])[blocks] = torch.cat(rows, dim=2)
         return True
 
     def _copy_here(self, sources: list[int], targets: list[int]) -> None:
@@ -172,32 +179,6 @@ class MovedLayers(MovedPart):
     @property
     def _stay(self) -> list[int]:
         return [layer for layer in range(len(self._kv_caches)) if layer not in self._moved]
-
-    def _replace(self, caches: dict[int, torch.Tensor], blocks: list[int]) -> None:
-        for layer, new in caches.items():
-            new[blocks] = self._kv_caches[layer][blocks]
-            self._use(layer, new)
-
-    @cached_property
-    def _home(self) -> list[torch.Tensor]:
-        """All layers as they will be at home again, with what was fetched of those that move."""
-        return self._empty(len(self._kv_caches), self._whole_blocks)
-
-    def _empty(self, layers: int, number: int) -> list[torch.Tensor]:
-        """Zero, as vLLM's kernel reads a block to its end; pages are touched when they are used.
-
-        One behind the other, as vLLM's own are: several blocks of a guest may lie in them abreast.
-        """
-        like = self._kv_caches[self._stay[0]]
-        # torch writes its zeros, which would make a pause as long as all memory is large.
-        memory = mmap.mmap(-1, layers * number * like[0].nbytes)
-        return list(
-            torch.frombuffer(memory, dtype=like.dtype).view(layers, number, *like.shape[1:])
-        )
-
-    def _by_part(self, cache: torch.Tensor) -> torch.Tensor:
-        blocks, heads, size, both = cache.shape
-        return cache.view(blocks, heads, 2 * size, both // 2)
 
 
 class _Elsewhere(nn.Module):  # type: ignore[misc]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +24,9 @@ class MovedPart(ABC):
     Args:
         attention: vLLM's attention layers, in order.
         kv_caches: the model runner's, a layer each, [blocks, kv_heads, block_size, 2 * head_size];
-            they are replaced when they are laid out anew.
+            they are replaced while the part is away.
+        release: lets go of the memory of some blocks' parts, which are zero from then on.
+        numbers: of blocks that there is address space for behind the first of each layer.
         borrower: its ring has the geometry of the part that moves, and a block of it for each block
             here, under the same number.
         patience_s: after which the lender is given up.
@@ -34,19 +36,24 @@ class MovedPart(ABC):
         self,
         attention: Sequence[Any],
         kv_caches: list[torch.Tensor],
+        release: Callable[[torch.Tensor], None],
+        numbers: int,
         borrower: Borrower,
         patience_s: float,
     ) -> None:
         self.borrower = borrower
         self._attention = attention
         self._kv_caches = kv_caches
+        self._whole = list(kv_caches)
+        self._release = release
+        self._numbers = numbers
         self._patience_s = patience_s
         self._whole_blocks = len(kv_caches[0])
 
     @property
     def blocks(self) -> int:
         """That there is room for here while the part is away."""
-        return room(self._whole_blocks, *self._shares)
+        return min(room(self._whole_blocks, *self._shares), self._numbers)
 
     @property
     @abstractmethod
@@ -63,16 +70,22 @@ class MovedPart(ABC):
         return all(self._fetch(some) for some in self._some(blocks))
 
     @abstractmethod
-    def leave(self, blocks: Iterable[int]) -> None:
-        """Have the lender compute the part from now on; these blocks hold KV, all of it sent."""
+    def leave(self) -> None:
+        """Have the lender compute the part from now on; all KV has been sent."""
+
+    @abstractmethod
+    def let_go(self) -> bool:
+        """Give back some of the memory that the part took here; whether that was the last of it."""
 
     def prepare_home(self) -> bool:
         """Do a step's worth of what coming home needs beside KV; whether all of it is done."""
         return True
 
-    @abstractmethod
-    def come_home(self, blocks: Iterable[int]) -> None:
-        """Compute the part here from now on; these blocks hold KV, all of it fetched."""
+    def come_home(self) -> None:
+        """Compute the part here from now on; all KV has been fetched, or is lost."""
+        for layer, whole in enumerate(self._whole):
+            self._release(self._longer(layer)[self._whole_blocks :])
+            self._use(layer, whole)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> bool:
         """Copy each pair's first block onto its second, here and there, while the part is away;
@@ -144,6 +157,16 @@ class MovedPart(ABC):
             read.append((rows[0].clone(), rows[1].clone()))
         borrower.begin_copy(targets, Work.WRITE)
         return all(borrower.write(layer, *read[layer], self._patience_s) for layer in layers)
+
+    def _longer(self, layer: int) -> torch.Tensor:
+        """A layer's cache with more blocks behind those that there are without the part."""
+        whole = self._whole[layer]
+        return whole.as_strided((self.blocks, *whole.shape[1:]), whole.stride())
+
+    def _by_part(self, cache: torch.Tensor) -> torch.Tensor:
+        """As keys and values of a head, one behind the other."""
+        blocks, heads, size, both = cache.shape
+        return cache.view(blocks, heads, 2 * size, both // 2)
 
     def _use(self, layer: int, cache: torch.Tensor) -> None:
         self._kv_caches[layer] = cache

@@ -6,14 +6,16 @@ the loan's side.
 
 The part moves while steps run (BanaServe, section 4.3.1): full blocks never change, so they are
 copied a few in each step; when only those are left that are being filled, one pause copies them,
-lays out anew what stays, and the next step runs with the part elsewhere. It comes home the same
-way. The engine decides alone when it pauses, within one call between two steps, so whoever ordered
-the move may be gone meanwhile; and it has one copy that counts, its own before the pause ends and
-the lender's after. What is lost with a lender is computed again from tokens.
+and the next step runs with the part elsewhere. The memory that it took here is let go in the steps
+that follow, and then there are more blocks. It comes home the same way. The engine decides alone
+when it pauses, within one call between two steps, so whoever ordered the move may be gone
+meanwhile; and it has one copy that counts, its own before the pause ends and the lender's after.
+What is lost with a lender is computed again from tokens.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable
 from enum import StrEnum
@@ -77,6 +79,8 @@ class PartLoan:
         self._most = blocks - self._own
         self._block_bytes = block_bytes
         self._workers = workers
+        # There are no more blocks before the memory is given back that the part took here.
+        self._let_go = False
         # What has been copied, by number, as which content.
         self._copied: dict[int, Any] = {}
         self._block_s = 0.0
@@ -115,29 +119,35 @@ class PartLoan:
         Returns:
             False if the lender's ring has closed.
         """
+        if self.phase is Phase.AWAY:
+            self._let_go_of_memory(_COPY_SHARE * step_s if running else math.inf)
         if self.phase not in (Phase.LEAVING, Phase.RETURNING) or not self.fits(granted):
             return True
         leaving = self.phase is Phase.LEAVING
         if not leaving and not self._prepare(running):
             return True
-        held = self._held()
         rest = [
             each
-            for each in held
+            for each in self._held()
             if each.block_hash is None or self._copied.get(each.block_id) != each.block_hash
         ]
         full = [each for each in rest if each.block_hash is not None]
         few = self._few(step_s) if running else len(full)
         if len(full) > few:
             return self._copy("send_part" if leaving else "fetch_part", full[:few])
-        return self._switch(rest, held, leaving)
+        if not self._switch(rest, leaving):
+            return False
+        if leaving and not running:
+            self._let_go_of_memory(math.inf)
+        return True
 
     def use(self, granted: int) -> range:
         """Let so many of the lender's blocks be used; those that were and must not any more.
 
         They are withheld, but requests may still hold them, which must leave before the next step.
         """
-        usable = max(0, min(granted - self._own, self._most)) if self.phase is Phase.AWAY else 0
+        here = self.phase is Phase.AWAY and self._let_go
+        usable = max(0, min(granted - self._own, self._most)) if here else 0
         extra, before = self._sides.ranges[self._side], self.usable
         if usable < before:
             self._pool.withhold(extra[usable:])
@@ -159,7 +169,7 @@ class PartLoan:
         """The lender has it no more: nothing of any block counts, and all are whole again."""
         if self.away:
             self._pool.evict_blocks(set(self._sides.ranges[OWN]))
-            self._workers("bring_part", self._side, [], [])
+            self._workers("bring_part", self._side, [])
             self._sides.separate(self._side)
         self.phase = Phase.HOME
 
@@ -170,6 +180,12 @@ class PartLoan:
             if running:
                 break
         return self._prepared
+
+    def _let_go_of_memory(self, most_s: float) -> None:
+        """A piece at least, and as many as take so long."""
+        begin = time.perf_counter()
+        while not self._let_go and time.perf_counter() - begin <= most_s:
+            self._let_go = self._workers("let_go_of_part", self._side)
 
     def _held(self) -> list[KVCacheBlock]:
         """Blocks with KV in them: in use, or cached. The null block's is never read."""
@@ -193,11 +209,11 @@ class PartLoan:
         self._copied.update((each.block_id, each.block_hash) for each in blocks)
         return True
 
-    def _switch(self, rest: list[KVCacheBlock], held: list[KVCacheBlock], leaving: bool) -> bool:
-        """Copy what is left of what is held, and compute the part on the other side."""
+    def _switch(self, rest: list[KVCacheBlock], leaving: bool) -> bool:
+        """Copy the rest, and compute the part on the other side."""
         begin = time.perf_counter()
         call = "leave_part" if leaving else "bring_part"
-        if not self._workers(call, self._side, _numbers(rest), _numbers(held)):
+        if not self._workers(call, self._side, _numbers(rest)):
             return False
         self.copied_blocks += len(rest)
         if leaving:

@@ -12,6 +12,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from vllm import envs
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -23,15 +24,16 @@ from loomserve.platform.engine.freed_memory import give_back
 from loomserve.platform.engine.guest_layers import GuestLayers
 from loomserve.platform.engine.layer_weights import LayerWeights
 from loomserve.platform.engine.lent_memory import guest_caches
+from loomserve.platform.engine.mapped_memory import MappedMemory
 from loomserve.platform.engine.moved_blocks import BlockMover
-from loomserve.platform.engine.moved_heads import MovedHeads, part_of
+from loomserve.platform.engine.moved_heads import MovedHeads, part_of, room_without_heads
 from loomserve.platform.engine.moved_layers import (
     MovedLayers,
     check_layers,
     decoder_layers,
     room_without,
 )
-from loomserve.platform.engine.moved_part import MovedPart, room
+from loomserve.platform.engine.moved_part import MovedPart
 from loomserve.platform.engine.operator_parts import OperatorParts
 from loomserve.platform.engine.parted_memory import PartedMemory
 from loomserve.platform.engine.seeds import SeedKeepingModelRunner
@@ -48,7 +50,24 @@ _BEARABLE_WAIT_S = 1e-4
 
 
 class WovenModelRunner(SeedKeepingModelRunner):
-    """Puts the requests of a batch in order of their sides, own ones first."""
+    """Puts the requests of a batch in order of their sides, own ones first.
+
+    Its KV memory has address space for all block numbers, and memory for its own blocks.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.kv_memory = MappedMemory()
+
+    def initialize_kv_cache_tensors(
+        self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int], *_: Any, **__: Any
+    ) -> dict[str, torch.Tensor]:
+        caches: dict[str, torch.Tensor] = super().initialize_kv_cache_tensors(
+            kv_cache_config, kernel_block_sizes, kv_cache_allocation_context=self.kv_memory
+        )
+        for cache in caches.values():
+            cache.zero_()  # what there is no memory for shall be known now
+        return caches
 
     def _may_reorder_batch(self, scheduler_output: Any) -> None:
         super()._may_reorder_batch(scheduler_output)
@@ -104,9 +123,7 @@ class WovenWorker(PatientWorker):
                 f"its own KV memory holds {own * size} tokens, fewer than one request's "
                 f"{longest}: raise kv_cache_memory or lower max_model_len"
             )
-        for tensor in config.kv_cache_tensors:
-            tensor.size = tensor.size // config.num_blocks * own
-            tensor.layer_stride = tensor.layer_stride // config.num_blocks * own
+        # A layer's memory begins where the one before would end if it had a block for each number.
         config.num_blocks = own
 
     def compile_or_warm_up_model(self) -> Any:
@@ -139,9 +156,8 @@ class WovenWorker(PatientWorker):
         geometry, blocks, least = self._geometry(), extra, own if part else 1
         # Of a part there is a share of each block, and there are more blocks for it.
         if part and "heads" in part:
-            every = geometry.kv_heads
-            geometry = part_of(geometry, part["heads"])
-            blocks = min(room(own, every, geometry.kv_heads), own + extra)
+            every, geometry = geometry, part_of(geometry, part["heads"])
+            blocks = min(room_without_heads(own, every, geometry.kv_heads), own + extra)
         elif part:
             layers = range(*part["layers"])
             check_layers(layers, geometry, self.model_config.get_hidden_size())
@@ -215,16 +231,21 @@ class WovenWorker(PatientWorker):
         return moved.blocks
 
     def _moved(self, borrower: Borrower, part: Part) -> MovedPart:
-        attention, caches = self._attention_layers(), self.model_runner.kv_caches
+        assert LOANS.sides is not None
+        here = (
+            self._attention_layers(),
+            self.model_runner.kv_caches,
+            self.model_runner.kv_memory.release,
+            LOANS.sides.ranges[-1].stop,
+        )
         if "heads" in part:
-            return MovedHeads(attention, caches, self._geometry(), borrower, LOANS.patience_s)
+            return MovedHeads(*here, self._geometry(), borrower, LOANS.patience_s)
         return MovedLayers(
             decoder_layers(self.model_runner.get_model()),
             range(*part["layers"]),
             self._geometry(),
             self._weights(),
-            attention,
-            caches,
+            *here,
             borrower,
             LOANS.patience_s,
         )
@@ -245,28 +266,31 @@ class WovenWorker(PatientWorker):
     def copy_with_part(self, side: int, pairs: list[tuple[int, int]]) -> bool:
         return self._moving[side].copy(pairs)
 
-    def leave_part(self, side: int, rest: list[int], blocks: list[int]) -> bool:
-        """Copy the rest, and have it computed there from now on; ``blocks`` hold KV."""
+    def leave_part(self, side: int, rest: list[int]) -> bool:
+        """Copy the rest, and have it computed there from now on."""
         assert LOANS.sides is not None
         part, store = self._moving[side], self._store()
         if store is not None:
             store.settle()
         if rest and not part.send(rest):
             return False
-        part.leave(blocks)
+        part.leave()
         LOANS.sides.join(side)
         LOANS.part = part
         if store is not None:
             store.use(PartedMemory(part, store.memory, self._geometry()))
         return True
 
-    def bring_part(self, side: int, rest: list[int], blocks: list[int]) -> bool:
+    def let_go_of_part(self, side: int) -> bool:
+        return self._moving[side].let_go()
+
+    def bring_part(self, side: int, rest: list[int]) -> bool:
         """Copy the rest back, and compute all of it here from now on."""
         assert LOANS.sides is not None
         part = self._moving[side]
         if rest and not part.fetch(rest):
             return False
-        part.come_home(blocks)
+        part.come_home()
         LOANS.sides.separate(side)
         LOANS.part = None
         if (store := self._store()) is not None:

@@ -80,12 +80,12 @@ def test_blocks_of_some_layers_lie_abreast_and_leave_from_the_end(away: int, abr
     assert not any(cache[4:].any() for cache in caches)
 
 
-def test_blocks_lie_abreast_only_where_layers_follow_one_another_in_memory() -> None:
+def test_blocks_lie_abreast_only_where_layers_are_evenly_spaced_in_memory() -> None:
     guest = Geometry(
         layers=1, query_heads=1, kv_heads=1, head_size=32, block_size=32, dtype="float32",
         scale=1.0, isa="vec",
     )  # fmt: skip
-    with pytest.raises(ValueError, match="one behind the other"):
+    with pytest.raises(ValueError, match="evenly spaced"):
         guest_caches(lender_caches(2, 1, 32, 32)[::-1], 0, 3, guest)
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from loomserve.platform.engine.moved_heads import MovedHeads, part_of
+from loomserve.platform.engine import moved_heads
+from loomserve.platform.engine.moved_heads import MovedHeads, part_of, room_without_heads
 from loomserve.platform.engine.moved_layers import MovedLayers, check_layers, decoder_layers
 from loomserve.platform.lending.geometry import Geometry
 from loomserve.platform.lending.ring import Work
@@ -59,9 +62,21 @@ def geometry(kv_heads: int, layers: int = LAYERS) -> Geometry:
     return Geometry(layers, GROUP * kv_heads, kv_heads, HEAD, SIZE, "float32", 1.0, "vec")
 
 
-def caches(blocks: int, kv_heads: int) -> list[torch.Tensor]:
-    shape = (blocks, kv_heads, SIZE, 2 * HEAD)
-    return [torch.randn(shape) for _ in range(LAYERS)]
+def caches(blocks: int, kv_heads: int, numbers: int) -> list[torch.Tensor]:
+    """Of each layer so many blocks, with room for all numbers behind the first."""
+    shape = (numbers, kv_heads, SIZE, 2 * HEAD)
+    return [torch.randn(shape)[:blocks] for _ in range(LAYERS)]
+
+
+def zero(rows: torch.Tensor) -> None:
+    rows.zero_()
+
+
+def heads_of(
+    layers: list[Any], own: list[torch.Tensor], of: Geometry, lender: LenderMemory
+) -> MovedHeads:
+    numbers = own[0].untyped_storage().nbytes() // own[0][0].nbytes
+    return MovedHeads(layers, own, zero, numbers, of, lender, 1.0)  # type: ignore[arg-type]
 
 
 def attention() -> list[Any]:
@@ -82,19 +97,35 @@ def moves(draw: st.DrawFn) -> tuple[int, int, int, list[int]]:
     return heads, draw(st.integers(1, heads - 1)), blocks, sorted(used)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def small_pages() -> Iterator[None]:
+    """Only whole ones are given back."""
+    with patch.object(moved_heads, "PAGE_BYTES", 2 * SIZE * HEAD * 4):
+        yield
+
+
+def test_heads_that_share_pages_with_others_make_no_room() -> None:
+    with patch.object(moved_heads, "PAGE_BYTES", 4 * SIZE * HEAD * 4):
+        assert room_without_heads(10, geometry(3), 2) == 10
+    assert room_without_heads(10, geometry(3), 2) == 30
+
+
 @given(moves())
 def test_heads_that_leave_and_come_home_are_as_they_were(
     case: tuple[int, int, int, list[int]],
 ) -> None:
     heads, moved, blocks, used = case
-    own, layers = caches(blocks, heads), attention()
+    own, layers = caches(blocks, heads, heads * blocks), attention()
     before = [each.clone() for each in own]
     lender = LenderMemory(part_of(geometry(heads), moved))
-    part = MovedHeads(layers, own, geometry(heads), lender, 1.0)  # type: ignore[arg-type]
+    part = heads_of(layers, own, geometry(heads), lender)
 
     assert part.send(used)
-    part.leave(used)
-    assert all(len(each) == part.blocks >= blocks for each in own)
+    part.leave()
+    assert all(len(each) == part.blocks == blocks * heads // (heads - moved) for each in own)
+    assert [part.let_go() for _ in range(LAYERS)] == [False] * (LAYERS - 1) + [True]
+    for cache in own:
+        cache[blocks:] = 5
     for layer, block in ((layer, block) for layer in range(LAYERS) for block in used):
         whole = halves(before[layer], block)
         assert torch.equal(halves(own[layer], block), whole[:-moved])
@@ -102,7 +133,7 @@ def test_heads_that_leave_and_come_home_are_as_they_were(
         assert layers[layer].kv_cache is own[layer]
 
     assert part.fetch(used)
-    part.come_home(used)
+    part.come_home()
     for now, then in zip(own, before, strict=True):
         assert torch.equal(now[used], then[used])
 
@@ -130,7 +161,8 @@ def test_layers_that_leave_and_come_home_are_as_they_were(
     count: int, freed: int, case: tuple[int, int, int, list[int]], lost: bool
 ) -> None:
     heads, _, blocks, used = case
-    own, layers = caches(blocks, heads), attention()
+    numbers = blocks + freed
+    own, layers = caches(blocks, heads, numbers), attention()
     before = [each.clone() for each in own]
     modules = nn.ModuleList(nn.Identity() for _ in range(LAYERS))
     at_first = list(modules)
@@ -144,20 +176,25 @@ def test_layers_that_leave_and_come_home_are_as_they_were(
         weights,  # type: ignore[arg-type]
         layers,
         own,
+        zero,
+        numbers,
         lender,  # type: ignore[arg-type]
         1.0,
     )
 
     assert part.send(used)
     assert not weights.released
-    part.leave(used)
-    assert len(own[0]) == part.blocks == (blocks * LAYERS + count * freed) // (LAYERS - count)
+    part.leave()
+    room = (blocks * LAYERS + count * freed) // (LAYERS - count)
+    assert len(own[0]) == part.blocks == min(room, numbers)
     assert torch.equal(own[0][used], before[0][used])
+    own[0][blocks:] = 5
     assert not any(own[layer].numel() for layer in away)
+    assert [part.let_go() for _ in range(count + 1)] == [False] * count + [True]
     assert weights.released == set(away)
 
     if lost:
-        part.come_home([])
+        part.come_home()
         assert list(modules) == at_first
         assert not weights.released
         assert all(now.shape == then.shape for now, then in zip(own, before, strict=True))
@@ -165,13 +202,10 @@ def test_layers_that_leave_and_come_home_are_as_they_were(
     assert [part.prepare_home() for _ in away] == [False] * (count - 1) + [True]
     assert not weights.released
     assert part.fetch(used)
-    part.come_home(used)
+    part.come_home()
     for now, then in zip(own, before, strict=True):
         assert now.shape == then.shape
         assert torch.equal(now[used], then[used])
-    assert [each.data_ptr() - own[0].data_ptr() for each in own] == [
-        layer * own[0].nbytes for layer in range(LAYERS)
-    ]
     assert list(modules) == at_first
 
 
@@ -180,12 +214,12 @@ def test_blocks_are_copied_here_and_there_while_heads_are_away(
     case: tuple[int, int, int, list[int]], data: st.DataObject
 ) -> None:
     heads, moved, blocks, used = case
-    own = caches(blocks, heads)
+    own = caches(blocks, heads, heads * blocks)
     before = [each.clone() for each in own]
     lender = LenderMemory(part_of(geometry(heads), moved))
-    part = MovedHeads(attention(), own, geometry(heads), lender, 1.0)  # type: ignore[arg-type]
+    part = heads_of(attention(), own, geometry(heads), lender)
     assert part.send(used)
-    part.leave(used)
+    part.leave()
     free = sorted(set(range(part.blocks)) - set(used))
     targets = data.draw(st.permutations(free))[: len(used)]
     pairs = list(zip(used, targets, strict=False))
@@ -197,10 +231,10 @@ def test_blocks_are_copied_here_and_there_while_heads_are_away(
 
 
 def test_a_lender_that_is_lost_while_it_is_sent_to_leaves_all_as_it_is() -> None:
-    own = caches(4, 3)
+    own = caches(4, 3, 4)
     before = [each.clone() for each in own]
     lender = LenderMemory(part_of(geometry(3), 1), closed_after=2)
-    part = MovedHeads(attention(), own, geometry(3), lender, 1.0)  # type: ignore[arg-type]
+    part = heads_of(attention(), own, geometry(3), lender)
     assert not part.send([0, 1, 2])
     assert all(torch.equal(now, then) for now, then in zip(own, before, strict=True))
 

@@ -29,10 +29,10 @@ PLACES = st.integers(0, ROOM)
 
 class Worker:
     """Memories of the part, here and at the lender: what stands in each block. It takes two steps
-    to get ready for the part's coming home."""
+    to give its memory back once it has left, and two to get ready for its coming home."""
 
     def __init__(self) -> None:
-        self.unprepared = 0
+        self.unprepared = self.kept = 0
         self.here: dict[int, int] = {}
         self.there: dict[int, int] = {}
         self.back: dict[int, int] = {}
@@ -56,12 +56,17 @@ class Worker:
             self.back.update({block: self.there[block] for block in blocks})
         return not self.closed
 
-    def leave_part(self, rest: list[int], blocks: list[int]) -> bool:
+    def leave_part(self, rest: list[int]) -> bool:
         if rest and not self.send_part(rest):
             return False
-        assert set(blocks) <= self.there.keys()
-        self.away, self.here, self.unprepared = True, {}, 2
+        self.away, self.here, self.unprepared, self.kept = True, {}, 2, 2
         return True
+
+    def let_go_of_part(self) -> bool:
+        assert self.away
+        assert self.kept
+        self.kept -= 1
+        return not self.kept
 
     def prepare_home(self) -> bool:
         assert self.away
@@ -69,12 +74,12 @@ class Worker:
         self.unprepared -= 1
         return not self.unprepared
 
-    def bring_part(self, rest: list[int], blocks: list[int]) -> bool:
+    def bring_part(self, rest: list[int]) -> bool:
         if rest and not self.fetch_part(rest):
             return False
-        assert all(block < OWN_BLOCKS for block in blocks)
+        assert all(block < OWN_BLOCKS for block in self.back)
         assert self.closed or not self.unprepared
-        self.here = {block: self.back[block] for block in blocks}
+        self.here = dict(self.back)
         self.away, self.back = False, {}
         return True
 
@@ -207,6 +212,7 @@ class Migration(RuleBasedStateMachine):
     def more_blocks_are_used_only_while_the_part_is_away(self) -> None:
         assert self.part.away == self.worker.away == (self.sides.of(OWN_BLOCKS) == OWN)
         assert self.part.usable <= (ROOM - OWN_BLOCKS) * (self.part.phase is Phase.AWAY)
+        assert not (self.part.usable and self.worker.kept)
         assert all(block < OWN_BLOCKS + self.part.usable for block in self._held())
 
     def _held(self) -> list[int]:
