@@ -158,6 +158,7 @@ def test_a_request_with_a_deadline_is_answered_as_any_other(
     assert platform.metric("loomserve_slo_met_total", model=HOT, met="true") == before + 2
 
 
+@pytest.mark.slow
 def test_waiting_and_turnaround_are_seen_while_more_is_asked_than_runs(
     platform: Platform,
 ) -> None:

@@ -88,6 +88,7 @@ def test_a_prompt_computed_by_one_replica_is_not_computed_by_another(platform: P
     assert platform.metric("loomserve_kv_hit_blocks_total", model=HOT) >= 5
 
 
+@pytest.mark.slow
 def test_requests_that_make_room_for_others_come_back_from_the_store(platform: Platform) -> None:
     swapped = "loomserve_preemptions_total"
     prompts = [new_prompt() for _ in range(16)]

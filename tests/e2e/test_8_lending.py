@@ -433,6 +433,7 @@ def test_what_cannot_be_done_is_said_with_what_there_is(lending: Platform) -> No
         assert f"cannot borrow from '{BORROWER}'" in refused.json()["error"]["message"]
 
 
+@pytest.mark.slow
 def test_a_lender_that_is_unloaded_ends_its_loans_first(
     lending: Platform, alone: list[str]
 ) -> None:

@@ -97,6 +97,7 @@ def blocks(platform: Platform) -> int:
     return sum(model["blocks_in_memory"] for model in models)
 
 
+@pytest.mark.slow
 @pytest.mark.engine
 def test_tenants_share_no_blocks_and_each_finds_its_own_after_all_was_killed(
     tmp_path: Path,

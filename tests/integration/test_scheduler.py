@@ -165,9 +165,17 @@ OPTIONS = {
     "prefill apart": ADAPTIVE.model_copy(update={"chunked_recompute": False}),
     "recompute": ADAPTIVE.model_copy(update={"preemption": "recompute"}),
 }
+# What these queues do besides has tests of its own below.
+SLOW = {"fcfs", "deadline", "sjf"}
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(options, id=name, marks=[pytest.mark.slow] * (name in SLOW))
+        for name, options in OPTIONS.items()
+    ],
+)
 def test_tokens_are_the_same_however_requests_make_room(
     engine: SchedulingEngine, expected: dict[str, list[int]], options: SchedulerOptions
 ) -> None:
@@ -362,7 +370,9 @@ def test_resetting_the_prefix_cache_under_running_requests_keeps_nothing_in_swap
     assert len(engine.finish()) == 4
 
 
-@pytest.mark.parametrize("queue", ["fair", "fcfs", "sjf"])
+@pytest.mark.parametrize(
+    "queue", ["fair", *(pytest.param(q, marks=pytest.mark.slow) for q in ("fcfs", "sjf"))]
+)
 def test_background_requests_make_way_for_all_others_and_lose_nothing(
     engine: SchedulingEngine, queue: str
 ) -> None:

@@ -288,6 +288,7 @@ def assert_agreement(recorded: Recorded, policies: Policies) -> None:
     assert simulated.times.keys() == {one.name for one in recorded.requests}
 
 
+@pytest.mark.slow
 def test_vllms_own_schedule_is_the_simulated_one() -> None:
     assert_agreement(in_a_process(served_by_vllm), Policies())
 

@@ -99,7 +99,7 @@ def moved(part: Part, amount: int, snapshot: Snapshot = TWO) -> Forecast:
 
 
 def test_a_move_costs_its_bytes_over_the_bandwidth_and_the_halt() -> None:
-    halt_s, latency_s = 0.006, 1e-5
+    halt_s, latency_s = 0.004, 1e-5
     heads, layers = moved(Part.HEADS, 1), moved(Part.LAYERS, 10)
     assert heads.cost_s == pytest.approx(0.1875 * GIB / 2e9 + halt_s + latency_s)
     assert layers.cost_s == pytest.approx((0.25 * GIB + 80 * MIB) / 2e9 + halt_s + latency_s)
