@@ -111,7 +111,7 @@ class LendingScheduler(BorrowingScheduler):
         self._workers = workers
         if not self.lent:
             self._forget_guests()
-        places = int(workers("lend", path, blocks.start, count, guest))
+        workers("lend", path, blocks.start, count, guest)
         self._plans = workers("operator_plans")
         self.lent[name] = Lent(name, Ring.attach(Path(path)), blocks, layout, count)
         self._grant(self.lent[name])

@@ -30,7 +30,7 @@ def guest_caches(
         are no guest block's are not the guest's.
 
     Raises:
-        ValueError: the lender's layers are elsewhere in memory.
+        ValueError: the lender's layers are not evenly spaced, and the guest's blocks lie abreast.
     """
     layouts = (
         Layout(len(kv_caches), kv_caches[0][0].nbytes),

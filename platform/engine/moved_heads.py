@@ -19,7 +19,6 @@ import torch
 from loomserve.platform.engine.moved_part import MovedPart, room
 from loomserve.platform.lending.borrower import Borrower
 from loomserve.platform.lending.geometry import Geometry
-from loomserve.platform.lending.ring import Work
 
 PAGE_BYTES = mmap.PAGESIZE
 
@@ -97,30 +96,5 @@ class MovedHeads(MovedPart):
         rows[:, :kept] = self._here(layer)[blocks.start : blocks.stop]
         return self._read_there(layer, blocks, rows[:, kept:])
 
-    def _here(self, layer: int) -> torch.Tensor:
-        return self._by_part(self._kv_caches[layer])
-
-    def _moved(self, layer: int) -> torch.Tensor:
-        """Of the heads that move, with the memory that they have at home."""
-        return self._by_part(self._whole[layer])[:, self.kept.kv_heads :]
-
-    def _send(self, blocks: list[int]) -> bool:
-        self.borrower.begin_copy(blocks, Work.WRITE)
-        for layer in range(len(self._whole)):
-            key, value = self._moved(layer)[blocks].chunk(2, dim=2)
-            if not self.borrower.write(layer, key, value, self._patience_s):
-                return False
-        return True
-
-    def _fetch(self, blocks: list[int]) -> bool:
-        self.borrower.begin_copy(blocks, Work.READ)
-        for layer in range(len(self._whole)):
-            rows = self.borrower.read(layer, self._patience_s)
-            if rows is None:
-                return False
-            self._moved(layer)[blocks] = torch.cat(rows, dim=2)
-        return True
-
-    def _copy_here(self, sources: list[int], targets: list[int]) -> None:
-        for cache in self._kv_caches:
-            cache[targets] = cache[sources]
+    def _moved(self, number: int) -> torch.Tensor:
+        return self._by_part(self._whole[number])[:, self.kept.kv_heads :]

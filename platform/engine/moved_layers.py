@@ -19,7 +19,6 @@ from loomserve.platform.engine.layer_weights import LayerWeights
 from loomserve.platform.engine.moved_part import MovedPart, room
 from loomserve.platform.lending.borrower import Borrower
 from loomserve.platform.lending.geometry import Geometry
-from loomserve.platform.lending.ring import Work
 
 _PATIENT_ROWS = 32
 """Of one layer, which may take as long as a layer's attention may."""
@@ -96,7 +95,7 @@ class MovedLayers(MovedPart):
     ) -> None:
         super().__init__(attention, kv_caches, release, numbers, borrower, patience_s)
         self._modules = modules
-        self._moved = layers
+        self._layers = layers
         self._of_block = _shares_of(layers, geometry, weights)
         self._weights = weights
         self._own = list(modules)
@@ -107,13 +106,13 @@ class MovedLayers(MovedPart):
         return self._of_block
 
     def leave(self) -> None:
-        for layer in self._moved:
+        for layer in self._layers:
             self._modules[layer] = _Nothing()
             self._use(layer, self._whole[layer].new_empty(0))
-        first = self._moved.start
-        row_s = self._patience_s * len(self._moved) / _PATIENT_ROWS
+        first = self._layers.start
+        row_s = self._patience_s * len(self._layers) / _PATIENT_ROWS
         self._modules[first] = _Elsewhere(self.borrower, self._patience_s, row_s)
-        for layer in self._stay:
+        for layer in self.layers_here:
             self._use(layer, self._longer(layer))
 
     def let_go(self) -> bool:
@@ -135,50 +134,27 @@ class MovedLayers(MovedPart):
         while not self.prepare_home():
             pass
         super().come_home()
-        for layer in self._moved:
+        for layer in self._layers:
             self._modules[layer] = self._own[layer]
 
     @property
     def layers_here(self) -> frozenset[int]:
-        return frozenset(self._stay)
+        return super().layers_here - frozenset(self._layers)
 
     def write_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
-        if layer in self._moved:
-            return self._write_there(self._moved.index(layer), blocks, rows)
-        self._by_part(self._kv_caches[layer])[blocks.start : blocks.stop] = rows
+        if layer in self._layers:
+            return self._write_there(self._layers.index(layer), blocks, rows)
+        self._here(layer)[blocks.start : blocks.stop] = rows
         return True
 
     def read_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
-        if layer in self._moved:
-            return self._read_there(self._moved.index(layer), blocks, rows)
-        rows[:] = self._by_part(self._kv_caches[layer])[blocks.start : blocks.stop]
+        if layer in self._layers:
+            return self._read_there(self._layers.index(layer), blocks, rows)
+        rows[:] = self._here(layer)[blocks.start : blocks.stop]
         return True
 
-    def _send(self, blocks: list[int]) -> bool:
-        self.borrower.begin_copy(blocks, Work.WRITE)
-        for number, layer in enumerate(self._moved):
-            key, value = self._by_part(self._kv_caches[layer])[blocks].chunk(2, dim=2)
-            if not self.borrower.write(number, key, value, self._patience_s):
-                return False
-        return True
-
-    def _fetch(self, blocks: list[int]) -> bool:
-        self.borrower.begin_copy(blocks, Work.READ)
-        for number, layer in enumerate(self._moved):
-            rows = self.borrower.read(number, self._patience_s)
-            if rows is None:
-                return False
-            self._by_part(self._whole[layer])[blocks] = torch.cat(rows, dim=2)
-        return True
-
-    def _copy_here(self, sources: list[int], targets: list[int]) -> None:
-        for layer in self._stay:
-            cache = self._kv_caches[layer]
-            cache[targets] = cache[sources]
-
-    @property
-    def _stay(self) -> list[int]:
-        return [layer for layer in range(len(self._kv_caches)) if layer not in self._moved]
+    def _moved(self, number: int) -> torch.Tensor:
+        return self._by_part(self._whole[self._layers[number]])
 
 
 class _Elsewhere(nn.Module):  # type: ignore[misc]

@@ -137,13 +137,31 @@ class MovedPart(ABC):
         return found is not None
 
     @abstractmethod
-    def _send(self, blocks: list[int]) -> bool: ...
+    def _moved(self, number: int) -> torch.Tensor:
+        """Of the part in one of the borrower's layers, the memory that it has at home, [blocks,
+        kv_heads, 2 * block_size, head_size]."""
 
-    @abstractmethod
-    def _fetch(self, blocks: list[int]) -> bool: ...
+    def _send(self, blocks: list[int]) -> bool:
+        self.borrower.begin_copy(blocks, Work.WRITE)
+        for number in range(self.borrower.ring.geometry.layers):
+            key, value = self._moved(number)[blocks].chunk(2, dim=2)
+            if not self.borrower.write(number, key, value, self._patience_s):
+                return False
+        return True
 
-    @abstractmethod
-    def _copy_here(self, sources: list[int], targets: list[int]) -> None: ...
+    def _fetch(self, blocks: list[int]) -> bool:
+        self.borrower.begin_copy(blocks, Work.READ)
+        for number in range(self.borrower.ring.geometry.layers):
+            rows = self.borrower.read(number, self._patience_s)
+            if rows is None:
+                return False
+            self._moved(number)[blocks] = torch.cat(rows, dim=2)
+        return True
+
+    def _copy_here(self, sources: list[int], targets: list[int]) -> None:
+        for layer in self.layers_here:
+            cache = self._kv_caches[layer]
+            cache[targets] = cache[sources]
 
     def _copy_there(self, sources: list[int], targets: list[int]) -> bool:
         borrower, layers = self.borrower, range(self.borrower.ring.geometry.layers)
@@ -162,6 +180,9 @@ class MovedPart(ABC):
         """A layer's cache with more blocks behind those that there are without the part."""
         whole = self._whole[layer]
         return whole.as_strided((self.blocks, *whole.shape[1:]), whole.stride())
+
+    def _here(self, layer: int) -> torch.Tensor:
+        return self._by_part(self._kv_caches[layer])
 
     def _by_part(self, cache: torch.Tensor) -> torch.Tensor:
         """As keys and values of a head, one behind the other."""

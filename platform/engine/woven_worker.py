@@ -330,8 +330,8 @@ class WovenWorker(PatientWorker):
         self._parts.use(bool(self._lent))
         LOANS.poll = self._poll if self._lent else None
 
-    def lend(self, path: str, first_block: int, blocks: int, guest: dict[str, Any]) -> int:
-        """Serve a borrower from these blocks of this engine's KV; how many of its own they hold."""
+    def lend(self, path: str, first_block: int, blocks: int, guest: dict[str, Any]) -> None:
+        """Serve a borrower from these blocks of this engine's KV."""
         geometry = Geometry.from_json(guest["geometry"])
         own = self._geometry().dtype
         if geometry.dtype != own:
@@ -348,7 +348,6 @@ class WovenWorker(PatientWorker):
         self._desk.open(ring, caches, layers, rows)
         self._lent[path] = ring
         self._weave()
-        return rows.blocks(len(caches[0][0]))
 
     def end_lending(self, path: str) -> None:
         ring = self._lent.pop(path)

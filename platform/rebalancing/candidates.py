@@ -111,12 +111,11 @@ def _room(snapshot: Snapshot, most: Move, options: Rebalancing) -> int:
         free = snapshot.idle_kv(engine) - options.headroom * engine.kv_bytes
         size = (loan.kv_bytes + loan.weights_bytes) / loan.amount
         return int(free / size) if size else most.amount
-    there = lender.lend_bytes - sum(map(snapshot.kept_for, snapshot.guests(lender.id)))
-    lent = sum(loan.kv_bytes for loan in snapshot.lent(engine.id))
+    there = lender.lend_bytes - snapshot.lends(lender)
     free = min(
         snapshot.idle_kv(lender) - options.headroom * lender.kv_bytes,
         there,
-        engine.borrow_bytes - lent,
+        engine.borrow_bytes - snapshot.borrows(engine),
     )
     every = whole(engine, most.part)
     size = engine.kv_used_bytes / every

@@ -200,20 +200,12 @@ def _engine_exceeded(before: Snapshot, after: Snapshot, options: Rebalancing) ->
         ):
             return Refusal(Reason.NO_MEMORY, f"{engine.id} borrows what it would gain at home")
         for what, size, size_before, most in (
-            ("lends", _lends(after, engine), _lends(before, engine), engine.lend_bytes),
-            ("borrows", _borrows(after, engine), _borrows(before, engine), engine.borrow_bytes),
+            ("lends", after.lends(engine), before.lends(engine), engine.lend_bytes),
+            ("borrows", after.borrows(engine), before.borrows(engine), engine.borrow_bytes),
         ):
             if size > most and size > size_before:
                 return Refusal(Reason.NO_MEMORY, f"{engine.id} {what} at most {most} bytes")
     return None
-
-
-def _lends(snapshot: Snapshot, engine: Engine) -> float:
-    return sum(map(snapshot.kept_for, snapshot.guests(engine.id)))
-
-
-def _borrows(snapshot: Snapshot, engine: Engine) -> float:
-    return sum(loan.kv_bytes for loan in snapshot.lent(engine.id))
 
 
 def _tpot_exceeded(

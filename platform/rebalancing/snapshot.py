@@ -219,6 +219,14 @@ class Snapshot:
         guests = sum(loan.kv_bytes for loan in self.guests(engine.id))
         return engine.kv_bytes + self._freed(engine) - engine.kv_used_bytes - guests
 
+    def lends(self, engine: Engine) -> float:
+        """Bytes of its KV memory that its guests keep."""
+        return sum(map(self.kept_for, self.guests(engine.id)))
+
+    def borrows(self, engine: Engine) -> int:
+        """Bytes of its KV that are elsewhere."""
+        return sum(loan.kv_bytes for loan in self.lent(engine.id))
+
     def kept_for(self, loan: Loan) -> float:
         """Bytes of its lender's KV memory that nobody else can have, in use or not."""
         if loan.part is Part.REQUESTS:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -45,12 +45,12 @@ class StoredEngine:
             self.server = None
 
     def usage(self) -> Usage:
-        return self._ask(Inspect(), Usage)
+        return self.ask_store(Inspect(), Usage)
 
     def flush_store(self) -> None:
-        self._ask(Flush(""), Done)
+        self.ask_store(Flush(""), Done)
 
-    def _ask(self, request: Any, expected: type[Any]) -> Any:
+    def ask_store(self, request: Any, expected: type[Any]) -> Any:
         with closing(StoreClient(self.plan.address, timeout_ms=5000)) as client:
             return client.ask(request, expected)
 
@@ -89,15 +89,17 @@ class Answer:
     cached: int
 
 
+_Stored = TypeVar("_Stored", bound=StoredEngine)
+
+
 @contextmanager
-def _store(plan: StorePlan) -> Iterator[StoredEngine]:
-    """Without its engine yet."""
-    engine = StoredEngine(llm=None, plan=plan)
+def with_store(engine: _Stored) -> Iterator[_Stored]:
+    """The store runs; the engine is started, and set, within."""
     engine.start_store()
     yield engine
     end(engine.llm)
     engine.stop_store()
-    plan.arena.unlink(missing_ok=True)
+    engine.plan.arena.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="package")
@@ -111,7 +113,7 @@ def stored_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEn
         ssd_folder=folder / "ssd",
         ssd=1024 * 2**20,
     )
-    with _store(plan) as engine:
+    with with_store(StoredEngine(None, plan)) as engine:
         engine.llm = offline_engine(
             str(catalog.resolve("demo", folder)),
             plan.kv_transfer_config("demo"),
@@ -159,7 +161,7 @@ def stored_hot(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         arena=Path(f"/dev/shm/loomserve-kv-hot-{os.getpid()}"),
         memory=256 * 2**20,
     )
-    with _store(plan) as engine:
+    with with_store(StoredEngine(None, plan)) as engine:
         engine.llm = lending_engine(
             str(catalog.resolve("demo", folder)),
             kv_transfer_config=plan.kv_transfer_config("demo"),

@@ -7,7 +7,6 @@ import os
 import random
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,16 +14,15 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import BLOCK_TOKENS, offline_engine
-from loomserve.kvstore.actor import StorePlan, open_store
-from loomserve.kvstore.client import StoreClient
+from loomserve.kvstore.actor import StorePlan
 from loomserve.kvstore.protocol import Done, Flush, Inspect, Usage
-from loomserve.kvstore.server import StoreServer
 from loomserve.platform import catalog
 from loomserve.platform.costs.transfer_time import TransferTimes
 from loomserve.platform.scheduling.background import BACKGROUND
 from loomserve.platform.scheduling.deadline import DEADLINE
 from loomserve.platform.scheduling.expected import EXPECTED
 from loomserve.platform.scheduling.options import SchedulerOptions
+from tests.integration.conftest import StoredEngine, with_store
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -34,25 +32,14 @@ REQUESTS = 20
 
 
 @dataclass
-class SchedulingEngine:
+class SchedulingEngine(StoredEngine):
     """An engine of 33 KV blocks within this process, and its store."""
 
-    llm: Any
-    plan: StorePlan
-    server: StoreServer | None = None
     numbers: dict[str, float] = field(default_factory=dict)
 
     @property
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
-
-    def start_store(self) -> None:
-        self.server = StoreServer(open_store(self.plan), self.plan.address)
-        self.server.start()
-
-    def ask_store(self, request: Any, expected: type[Any]) -> Any:
-        with closing(StoreClient(self.plan.address, timeout_ms=5000)) as client:
-            return client.ask(request, expected)
 
     def begin(self, options: SchedulerOptions) -> None:
         """Nothing is known of any prompt, and nothing is counted."""
@@ -102,28 +89,23 @@ def _engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SchedulingEngi
         memory=256 * 2**20,
         eviction="cost",
     )
-    engine = SchedulingEngine(None, plan)
-    engine.start_store()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        engine.llm = offline_engine(
-            str(catalog.resolve("demo", folder)),
-            plan.kv_transfer_config("demo"),
-            dtype="float32",
-            max_model_len=1024,
-            max_num_seqs=16,
-            max_num_batched_tokens=256,
-            kv_cache_memory_bytes=48 * 2**20,
-            disable_log_stats=False,
-            worker_cls="loomserve.platform.engine.worker.PatientWorker",
-            scheduler_cls="loomserve.platform.engine.scheduler.make_scheduler",
-            additional_config={"loomserve": ADAPTIVE.model_dump()},
-        )
-    yield engine
-    del engine.llm
-    if engine.server is not None:
-        engine.server.stop()
-    plan.arena.unlink(missing_ok=True)
+    with with_store(SchedulingEngine(None, plan)) as engine:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+            engine.llm = offline_engine(
+                str(catalog.resolve("demo", folder)),
+                plan.kv_transfer_config("demo"),
+                dtype="float32",
+                max_model_len=1024,
+                max_num_seqs=16,
+                max_num_batched_tokens=256,
+                kv_cache_memory_bytes=48 * 2**20,
+                disable_log_stats=False,
+                worker_cls="loomserve.platform.engine.worker.PatientWorker",
+                scheduler_cls="loomserve.platform.engine.scheduler.make_scheduler",
+                additional_config={"loomserve": ADAPTIVE.model_dump()},
+            )
+        yield engine
 
 
 def prompts(seed: int, number: int) -> list[list[int]]:
