@@ -9,12 +9,12 @@ chooses by predicted costs and serves by fairness. ``--arms`` takes others too: 
 served, and adaptive without one of its switches.
 
 Every arm answers the same prompts, and its answers are compared with the first arm's. A request
-ends after its reference answer's length, cut to the maximum. Its weighted turnaround is
-(finish - send) / (finish - first scheduled), AdaptiveLLM's equation 5. Ratios are of adaptive over
-another arm of the same run; a set's headline figure is the geometric mean over its settings.
-``computed_ratio`` is what an arm computed over what it would without preemption, in tokens: what is
-above 1 was computed again. ``--deadline-s`` lets every second request ask for its answer within so
-many seconds.
+asks for the maximum, and its answer ends by itself after its reference answer's length, as nobody
+can know before. Its weighted turnaround is (finish - send) / (finish - first scheduled),
+AdaptiveLLM's equation 5. Ratios are of adaptive over another arm of the same run; a set's headline
+figure is the geometric mean over its settings. ``computed_ratio`` is what an arm computed over what
+it would without preemption, in tokens: what is above 1 was computed again. ``--deadline-s`` lets
+every second request ask for its answer within so many seconds.
 
 Beside that stand the two cost curves, and from which bandwidth on swapping a request is cheaper
 than computing it again. ``--links`` makes each copy last as long as a link of so many MB/s would
@@ -60,7 +60,6 @@ from loomserve.platform.scheduling.deadline import DEADLINE
 
 RESULTS = Path(__file__).parent / "results"
 BLOCKS = 2048 // BLOCK_TOKENS
-SWAP_BLOCKS = 1024 // BLOCK_TOKENS
 CONTEXT = 1536
 STEP_TOKENS = 512
 LONG_SCALE = 26
@@ -92,7 +91,8 @@ COUNTS = ("swapped_out", "swapped_in", "recomputed", "lost_tokens", "decision_s"
 LONG_FEWER = 3
 """So many times fewer documents than short requests: their prompts take the most time."""
 SETUP = (
-    "sets", "arms", "requests", "max_output", "batch_limit", "rate", "deadline_s", "runs", "links",
+    "sets", "arms", "requests", "max_output", "batch_limit", "swap_tokens", "rate", "deadline_s",
+    "runs", "links",
 )  # fmt: skip
 SCALED_DOWN = (
     "1,000 requests a set to --requests (a third of that in the long set); a model of 13 to 32.5 "
@@ -176,7 +176,9 @@ def _rows(path: Path, scale: int) -> Iterator[Length]:
 class Engine:
     """A real engine within this process; with the KV store and our scheduler, or without."""
 
-    def __init__(self, kv_transfer_config: dict[str, Any] | None, places: int) -> None:
+    def __init__(
+        self, kv_transfer_config: dict[str, Any] | None, places: int, swap_bytes: int
+    ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # limits and options change between runs
         ours: dict[str, Any] = {}
         if kv_transfer_config is not None:
@@ -186,6 +188,7 @@ class Engine:
             kv_transfer_config,
             max_model_len=CONTEXT,
             max_num_seqs=places,
+            logits_processors=["benchmarks.answer_end:AnswerEnd"],
             max_num_batched_tokens=STEP_TOKENS,
             # One is vLLM's placeholder.
             num_gpu_blocks_override=BLOCKS + 1,
@@ -195,6 +198,7 @@ class Engine:
         )
         self._engine = self._llm.llm_engine
         self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self._swap_bytes = swap_bytes
         self._requests = itertools.count()
         self._computed = 0
         self._count_computed()
@@ -212,13 +216,15 @@ class Engine:
     def serve(
         self,
         lengths: Sequence[Length],
-        batch_limit: int,
+        setting: Setting,
         load: Load,
         options: Mapping[str, Any] | None,
         seed: str,
     ) -> Served:
         """All requests to their end; tokens by ``seed``."""
-        self._use(batch_limit, options)
+        from benchmarks.answer_end import ANSWER_TOKENS
+
+        self._use(setting.batch_limit, options)
         source = random.Random(seed)
         counted, computed = self._counts(), self._computed
         waiting = deque(
@@ -232,8 +238,10 @@ class Engine:
             while waiting and waiting[0][0] <= time.monotonic() - begin:
                 at_s, prompt, answer = waiting.popleft()
                 ids = [source.randrange(*_VOCABULARY) for _ in range(prompt)]
-                hurried = load.deadline_s is not None and len(sent) % 2 == 0
-                sent[self._send(ids, answer, load.deadline_s if hurried else None)] = begin + at_s
+                asked: dict[str, Any] = {ANSWER_TOKENS: answer}
+                if load.deadline_s is not None and len(sent) % 2 == 0:
+                    asked[DEADLINE] = time.time() + load.deadline_s
+                sent[self._send(ids, setting.max_output, asked)] = begin + at_s
             finished |= {one.request_id: one for one in self._engine.step() if one.finished}
         seconds = time.monotonic() - begin
         took = {name: finished[name].metrics.last_token_ts - at for name, at in sent.items()}
@@ -253,7 +261,7 @@ class Engine:
             counts={name: after - counted[name] for name, after in self._counts().items()},
         )
 
-    def _send(self, prompt: list[int], answer: int, deadline_s: float | None) -> str:
+    def _send(self, prompt: list[int], most: int, extra: dict[str, Any]) -> str:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -264,11 +272,10 @@ class Engine:
             TokensPrompt(prompt_token_ids=prompt),
             SamplingParams(
                 temperature=0,
-                max_tokens=answer,
-                ignore_eos=True,
+                max_tokens=most,
                 detokenize=False,
                 output_kind=RequestOutputKind.FINAL_ONLY,
-                extra_args=None if deadline_s is None else {DEADLINE: time.time() + deadline_s},
+                extra_args=extra,
             ),
         )
         return name
@@ -279,8 +286,7 @@ class Engine:
         if options is not None:
             from loomserve.platform.scheduling.options import SchedulerOptions
 
-            swap_bytes = SWAP_BLOCKS * BLOCK_BYTES
-            self._scheduler.use(SchedulerOptions(**options, swap_bytes=swap_bytes))
+            self._scheduler.use(SchedulerOptions(**options, swap_bytes=self._swap_bytes))
 
     def _counts(self) -> dict[str, float]:
         metrics = {metric.name: metric for metric in self._llm.get_metrics()}
@@ -365,12 +371,13 @@ def _call(method: str, *args: Any) -> Any:
 class Arms:
     """The two engines, vLLM's own and ours, and the store behind ours."""
 
-    def __init__(self, folder: Path, places: int, stack: ExitStack) -> None:
+    def __init__(self, folder: Path, places: int, swap_tokens: int, stack: ExitStack) -> None:
+        swap_bytes = kv_bytes(swap_tokens)
         plan = StorePlan(
             folder=folder,
             arena=Path(f"/dev/shm/loomserve-kv-adaptive-{os.getpid()}"),
             # Half of it is swap space, as in the platform unless it is told otherwise.
-            memory=2 * SWAP_BLOCKS * BLOCK_BYTES,
+            memory=2 * swap_bytes,
             ssd_folder=None,
             ssd=0,
             eviction="cost",
@@ -383,9 +390,9 @@ class Arms:
         stack.callback(plan.arena.unlink, missing_ok=True)
         server.start()
         stack.callback(server.stop)
-        self.vllm = EngineProcess(None, places)
+        self.vllm = EngineProcess(None, places, swap_bytes)
         stack.callback(self.vllm.close)
-        self.ours = EngineProcess(plan.kv_transfer_config("demo"), places)
+        self.ours = EngineProcess(plan.kv_transfer_config("demo"), places, swap_bytes)
         stack.callback(self.ours.close)
 
     def serve(
@@ -402,7 +409,7 @@ class Arms:
         # Arms that share the store must not find each other's blocks.
         with closing(StoreClient(self._address, timeout_ms=5000)) as store:
             store.ask(Flush(""), Done)
-        served: Served = engine.call("serve", cut, setting.batch_limit, load, options, seed)
+        served: Served = engine.call("serve", cut, setting, load, options, seed)
         return served
 
 
@@ -578,6 +585,7 @@ def main() -> int:
     )
     parser.add_argument("--max-output", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--batch-limit", type=int, nargs="+", default=[64])
+    parser.add_argument("--swap-tokens", type=int, default=1024, help="of swap space")
     parser.add_argument("--rate", type=float, help="requests a second; else all come at once")
     parser.add_argument("--deadline-s", type=float, help="of every second request; else none")
     parser.add_argument("--runs", type=int, default=3)
@@ -586,12 +594,12 @@ def main() -> int:
     options = parser.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        figures = measure(options, Arms(folder, max(options.batch_limit), stack))
+        places = max(options.batch_limit)
+        figures = measure(options, Arms(folder, places, options.swap_tokens, stack))
     setup = {
         **{name: getattr(options, name) for name in SETUP},
         "lengths": "data" if options.data else "in the data's likeness",
         "kv_blocks": BLOCKS,
-        "swap_blocks": SWAP_BLOCKS,
         "block_tokens": BLOCK_TOKENS,
         "step_tokens": STEP_TOKENS,
         "scaled_down": SCALED_DOWN,
