@@ -43,6 +43,9 @@ from loomserve.platform.state import (
 # Four reports missed in a row: the replica is gone or hangs, and must not count as an answer. Less
 # would take one for gone whose machine is merely busy, as while three engines start there.
 REPORT_EXPIRES_S = 10.0
+# So long requests still wait for the only replicas of a model, which may merely be stalled. Serve
+# ends those that hang, and what refuses a connection is answered at once.
+SILENCE_ENDS_S = 60.0
 
 
 @dataclass
@@ -177,6 +180,7 @@ class Fleet:
         else:
             self._orders.learn(before.report, report)
         replica = self._replicas[report.replica_id] = _ReplicaRecord(report, now, draining)
+        self._forget_silent(now)
         record = self._models.get(report.model.name)
         if record is None:
             # A restarted controller meets a model that was loaded at run time.
@@ -451,7 +455,7 @@ class Fleet:
                     ReplicaRoute(
                         id=r.report.replica_id, device=r.report.device, address=r.report.address
                     )
-                    for r in self._live(name, now)
+                    for r in self._reachable(name, now)
                 ),
             )
             for name, record in self._models.items()
@@ -507,8 +511,23 @@ class Fleet:
             if record.report.model.name == name and now - record.seen_at < REPORT_EXPIRES_S
         ]
 
+    def _reachable(self, name: str, now: float) -> list[_ReplicaRecord]:
+        """Those that are heard of, else those that were until lately."""
+        return self._live(name, now) or [
+            record
+            for record in self._replicas.values()
+            if record.report.model.name == name and now - record.seen_at < SILENCE_ENDS_S
+        ]
+
+    def _forget_silent(self, now: float) -> None:
+        self._replicas = {
+            replica_id: record
+            for replica_id, record in self._replicas.items()
+            if now - record.seen_at < SILENCE_ENDS_S
+        }
+
     def _max_model_len(self, name: str, now: float) -> int | None:
-        return next((r.report.max_model_len for r in self._live(name, now)), None)
+        return next((r.report.max_model_len for r in self._reachable(name, now)), None)
 
     def _status(self, record: _ModelRecord, now: float) -> tuple[ModelStatus, str]:
         live = len(self._live(record.model.name, now))
@@ -520,12 +539,12 @@ class Fleet:
             return ModelStatus.DEGRADED, f"{live} of {record.target_replicas} replicas answer"
         if record.failure is not None:
             return ModelStatus.FAILED, record.failure
-        heard = [
-            r.seen_at for r in self._replicas.values() if r.report.model.name == record.model.name
-        ]
-        if heard:
-            silent = f"nothing was heard of its replicas for {now - max(heard):.0f} s"
-            return ModelStatus.LOADING, f"{silent}: they stall, or start anew"
+        if silent := self._reachable(record.model.name, now):
+            silence_s = now - max(replica.seen_at for replica in silent)
+            return ModelStatus.LOADING, (
+                f"nothing was heard of its replicas for {silence_s:.0f} s: they stall, or start "
+                "anew; requests wait for them"
+            )
         return ModelStatus.LOADING, "its engine is starting"
 
     def _model_state(self, name: str, record: _ModelRecord, now: float) -> ModelState:

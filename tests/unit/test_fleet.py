@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from loomserve.deployments.base import EngineReport
-from loomserve.deployments.fleet import REPORT_EXPIRES_S, Fleet
+from loomserve.deployments.fleet import REPORT_EXPIRES_S, SILENCE_ENDS_S, Fleet
 from loomserve.platform.config import Device, Lending, Lengths, Model
 from loomserve.platform.errors import Conflict, NotFound, UnknownModel
 from loomserve.platform.roles import Role
@@ -64,14 +64,25 @@ def test_a_pipeline_shows_on_all_of_its_devices() -> None:
     assert some.model_states(1)[0].replicas[0].stages == stages
 
 
-def test_a_replica_that_stops_reporting_is_no_answer_any_more() -> None:
+def test_requests_wait_for_a_silent_replica_only_where_there_is_no_other() -> None:
     some = fleet(target=1)
     some.report(report(), 0)
-    assert some.routes(REPORT_EXPIRES_S - 0.1)[0].replicas
-    assert not some.routes(REPORT_EXPIRES_S + 0.1)[0].replicas
-    assert status(some, REPORT_EXPIRES_S + 0.1) is ModelStatus.LOADING
+    later = REPORT_EXPIRES_S + 0.1
+    assert [replica.id for replica in some.routes(later)[0].replicas] == ["r0"]
+    assert not some.routes(SILENCE_ENDS_S)[0].replicas
+    assert status(some, later) is ModelStatus.LOADING
     (state,) = some.model_states(REPORT_EXPIRES_S + 2)
     assert state.message.startswith("nothing was heard of its replicas for 12 s")
+    some.report(report("r1", "core1"), later)
+    assert [replica.id for replica in some.routes(later)[0].replicas] == ["r1"]
+
+
+def test_a_replica_that_is_silent_for_long_is_forgotten() -> None:
+    some = fleet(target=1)
+    some.report(report(), 0)
+    some.report(report("r1", "core1"), SILENCE_ENDS_S)
+    with pytest.raises(NotFound, match="the replicas are: r1"):
+        some.set_draining("r0", True)
 
 
 def test_a_failure_shows_only_while_nothing_answers() -> None:
