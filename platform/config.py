@@ -221,6 +221,11 @@ class Scheduling(_Node):
         description="Prompts, and what is computed again, run in chunks beside decodes; false: in "
         "steps of their own, as in the paper.",
     )
+    peak_admission: bool = Field(
+        True,
+        description="With preemption: adaptive, a request starts only where memory is expected to "
+        "suffice until it and all that run have ended; false: where there is room just now.",
+    )
 
 
 class Lengths(_Node):

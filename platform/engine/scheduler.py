@@ -20,6 +20,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
 from loomserve.kvstore.connector import StoreConnector, StoreReader, Transferred
@@ -33,6 +34,7 @@ from loomserve.platform.scheduling.background import is_background
 from loomserve.platform.scheduling.deadline import deadline_of
 from loomserve.platform.scheduling.expected import Expected, expected_of
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG, SchedulerOptions
+from loomserve.platform.scheduling.peak import Growing, PastAnswers, fitting
 from loomserve.platform.scheduling.preemption import PREEMPTIONS, Victim, Way
 from loomserve.platform.scheduling.queue import QUEUES, QueuedRequest
 
@@ -72,7 +74,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._queued: dict[str, QueuedRequest] = {}
+        self._queued: dict[str, tuple[int, int, QueuedRequest]] = {}
         self._expected: dict[str, Expected | None] = {}
         self._mean_step_s = self._token_s = 0.0
         self._swapped: dict[str, Swapped] = {}
@@ -94,6 +96,10 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         self.options = options
         self._priority = QUEUES[options.queue]
         self._way_out = PREEMPTIONS[options.preemption]
+        self._foresees = (
+            options.preemption == "adaptive" and options.peak_admission and self._holds_all_tokens
+        )
+        self._past_answers = PastAnswers()
         # What was said of deadlines may have been left out.
         self._queued.clear()
         if self._reader is not None:
@@ -103,6 +109,12 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
     def _bytes_of_a_block(self) -> int:
         """In the KV store: of all layers, on all ranks."""
         return block_bytes(self.kv_cache_config) * int(self.parallel_config.world_size)
+
+    @property
+    def _holds_all_tokens(self) -> bool:
+        """Whether a request's KV grows with each of its tokens, which no window limits."""
+        groups = self.kv_cache_config.kv_cache_groups
+        return len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
 
     def _connected(self) -> StoreReader | None:
         """EngineCore's side of the KV store, if this engine has one."""
@@ -142,6 +154,8 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         return super().update_from_output(scheduler_output, *args)
 
     def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
+            self._past_answers.note(request.num_output_tokens)
         self._queued.pop(request.request_id, None)
         self._expected.pop(request.request_id, None)
         self._swapped.pop(request.request_id, None)
@@ -177,31 +191,37 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         if self.options.queue == "fcfs":
             # Else the order is that of vLLM: what was preempted comes first.
             return (seen.background,)
+        # What is swapped out comes back first, or swap space would stay full behind newer ones.
+        later = self._foresees and request.request_id not in self._swapped
         priority = self._priority(seen, now)
-        return seen.background, -priority, request.arrival_time, request.request_id
+        return seen.background, later, -priority, request.arrival_time, request.request_id
 
     def _seen(self, request: Request) -> QueuedRequest:
+        tokens, computed = request.num_tokens, request.num_computed_tokens
+        known = self._queued.get(request.request_id)
+        if known is None or known[0] != tokens or known[1] != computed:
+            known = tokens, computed, self._look_at(request)
+            self._queued[request.request_id] = known
+        return known[2]
+
+    def _look_at(self, request: Request) -> QueuedRequest:
         swapped = self._swapped.get(request.request_id)
         done = swapped.tokens if swapped else request.num_computed_tokens
         expected = self._prediction(request)
-        answer = request.max_tokens
+        answer, tokens = request.max_tokens, request.num_tokens
         if expected is not None:
             answer = expected.answer(request.num_output_tokens, answer)
-        left = request.num_prompt_tokens + answer - done
-        known = self._queued.get(request.request_id)
-        if known is None or (known.tokens, known.left) != (request.num_tokens, left):
-            parameters = request.sampling_params
-            extra = parameters.extra_args if parameters else None
-            deadline = deadline_of(extra)
-            known = self._queued[request.request_id] = QueuedRequest(
-                arrived_s=request.arrival_time,
-                tokens=request.num_tokens,
-                left=left,
-                left_s=0.0 if expected is None else self._left_s(request, done, answer),
-                deadline_s=deadline if self.options.deadlines else None,
-                background=is_background(extra),
-            )
-        return known
+            tokens = request.num_prompt_tokens + answer
+        parameters = request.sampling_params
+        extra = parameters.extra_args if parameters else None
+        return QueuedRequest(
+            arrived_s=request.arrival_time,
+            tokens=tokens,
+            left=request.num_prompt_tokens + answer - done,
+            left_s=0.0 if expected is None else self._left_s(request, done, answer),
+            deadline_s=deadline_of(extra) if self.options.deadlines else None,
+            background=is_background(extra),
+        )
 
     def _prediction(self, request: Request) -> Expected | None:
         name = request.request_id
@@ -266,8 +286,13 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
             )
             self.waiting.clear()
             self.waiting.extend(waiting[at] for at in may_start)
+        if self._foresees:
+            waiting = list(self.waiting)
+            self.waiting.clear()
+            self.waiting.extend(waiting[: self._fitting(waiting)])
         if self.options.chunked_recompute:
-            return [] if self.options.preemption == "swap" or self._made_way else None
+            restricted = self.options.preemption == "swap" or self._foresees or self._made_way
+            return [] if restricted else None
         if prefilling := [request for request in running if request.is_prefill_chunk]:
             self.waiting.clear()
             return self._only(prefilling)
@@ -283,6 +308,37 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
             return []
         self.waiting.extend(waiting[at] for at in starting.chosen)
         return self._only([]) if starting.prefill else []
+
+    def _fitting(self, waiting: Sequence[Request]) -> int:
+        """How many of them memory is expected to have room for until all have ended."""
+        places = max(0, self.max_num_running_reqs - len(self.running))
+        loading = [request for request in self.skipped_waiting if request.num_computed_tokens]
+        started = [*self.running, *loading]
+        held = sum(self._blocks_for(request.num_computed_tokens) for request in started)
+        free = self.kv_cache_manager.block_pool.get_num_free_blocks()
+        return fitting(
+            (self._growing(each, self._shared_tokens(each)) for each in waiting[:places]),
+            [self._growing(request, 0) for request in started],
+            (free + held) * self.block_size,
+            self.block_size,
+        )
+
+    def _growing(self, request: Request, shared: int) -> Growing:
+        generated, longest = request.num_output_tokens, request.max_tokens
+        expected = self._prediction(request)
+        if expected is None:
+            left = self._past_answers.left(generated, longest)
+        else:
+            left = expected.answer(generated, longest) - generated
+        return Growing(request.num_tokens - shared, left, self._seen(request).background)
+
+    def _shared_tokens(self, request: Request) -> int:
+        """At its beginning, whose KV running requests hold anyway."""
+        blocks, _, _ = self.kv_cache_manager.coordinator.find_longest_cache_hit(
+            request.block_hashes, request.num_tokens - 1
+        )
+        shared: int = sum(block.ref_cnt > 0 for block in blocks[0]) * self.block_size
+        return shared
 
     def _only(self, running: list[Request]) -> list[Request]:
         hidden = [request for request in self.running if request not in running]

@@ -24,6 +24,7 @@ class SchedulerOptions(BaseModel):
     overlap_swap: bool = True
     prefetch_swap_in: bool = True
     chunked_recompute: bool = True
+    peak_admission: bool = True
 
 
 def scheduler_options(model: Model, store: KvStore | None) -> SchedulerOptions:

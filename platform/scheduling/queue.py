@@ -21,7 +21,8 @@ class QueuedRequest:
 
     Attributes:
         arrived_s: When it entered the queue for the first time.
-        tokens: Of its prompt and of what it has generated; at least 1.
+        tokens: Of its prompt and of its answer as predicted, else of what it has generated; at
+            least 1.
         left: The tokens still to be computed until it ends, as predicted, else at the latest: of
             its prompt, and those that it may generate.
         left_s: Predicted time until it ends, once it runs; 0 where nothing predicts its length.
@@ -43,7 +44,8 @@ Priority = Callable[[QueuedRequest, float], float]
 def fair(request: QueuedRequest, now: float) -> float:
     """Time since its arrival for each token: AdaptiveLLM, section 3.5.
 
-    A short request rises quickly and a long one steadily, so that none waits for ever. A deadline
+    A short request rises quickly and a long one steadily, so that none waits for ever. Where its
+    length is predicted, that is the highest response ratio next (Brinch Hansen, 1971). A deadline
     raises the priority as it nears, by the whole time over what is left of it; one that is missed
     no longer does (the paper's future work, section 6).
     """

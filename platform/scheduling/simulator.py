@@ -19,6 +19,7 @@ from itertools import pairwise
 
 from loomserve.platform.scheduling.admission import Candidate, never_computed_twice, start
 from loomserve.platform.scheduling.expected import Expected
+from loomserve.platform.scheduling.peak import Growing, PastAnswers, fitting
 from loomserve.platform.scheduling.preemption import PREEMPTIONS, Victim, Way
 from loomserve.platform.scheduling.queue import QUEUES, QueuedRequest
 
@@ -74,6 +75,7 @@ class Policies:
     queue: str = "fcfs"
     preemption: str = "recompute"
     chunked_recompute: bool = True
+    peak_admission: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,15 +172,16 @@ class _Progress:
     def queued(self, costs: Costs, *, timed: bool) -> QueuedRequest:
         """``timed``: the queue looks at the predicted time to finish."""
         expected, answer = self.request.expected, self.request.max_tokens
-        left_s = 0.0
+        left_s, tokens = 0.0, self.tokens
         if expected is not None:
             answer = expected.answer(self.generated, answer)
+            tokens = self.request.prompt_tokens + answer
             if timed:
                 left_s = costs.recompute_s(self.tokens - self.computed)
                 left_s += costs.token_s * (answer - self.generated)
         return QueuedRequest(
             arrived_s=self.request.arrived_s,
-            tokens=self.tokens,
+            tokens=tokens,
             left=self.request.prompt_tokens + answer - self.computed,
             left_s=left_s,
             deadline_s=self.request.deadline_s,
@@ -211,6 +214,7 @@ class Simulator:
         self._free_blocks = limits.blocks
         self._free_swap = limits.swap_bytes
         self._nothing_started = False
+        self._past_answers = PastAnswers()
         self.times: dict[str, Times] = {}
 
     @property
@@ -247,6 +251,7 @@ class Simulator:
             one.prefilling = one.computed < one.tokens
             one.generated += not one.prefilling
             if one.generated == one.request.output_tokens:
+                self._past_answers.note(one.generated)
                 self._free_blocks += one.blocks
                 assert one.started_s is not None
                 self.times[one.request.name] = Times(one.request.arrived_s, one.started_s, now)
@@ -281,6 +286,10 @@ class Simulator:
             )
             waiting = [waiting[at] for at in may_start]
         places = self._limits.running - len(self._running)
+        if self._policies.preemption == "adaptive" and self._policies.peak_admission:
+            # What is swapped out comes back first, or swap space would stay full.
+            waiting.sort(key=lambda one: not one.swap_bytes)
+            waiting = waiting[: self._fitting(waiting[:places])]
         if self._policies.chunked_recompute:
             return self._running, waiting[:places]
         if prefilling := [one for one in self._running if one.prefilling]:
@@ -292,6 +301,24 @@ class Simulator:
             return self._running, []
         starting = [waiting[at] for at in chosen.chosen]
         return ([] if chosen.prefill else self._running), starting
+
+    def _fitting(self, waiting: list[_Progress]) -> int:
+        held = sum(one.blocks for one in self._running)
+        tokens = self._limits.block_tokens
+        return fitting(
+            map(self._growing, waiting),
+            [self._growing(one) for one in self._running],
+            (self._free_blocks + held) * tokens,
+            tokens,
+        )
+
+    def _growing(self, one: _Progress) -> Growing:
+        expected, longest = one.request.expected, one.request.max_tokens
+        if expected is None:
+            left = self._past_answers.left(one.generated, longest)
+        else:
+            left = expected.answer(one.generated, longest) - one.generated
+        return Growing(one.tokens, left)
 
     def _candidate(self, one: _Progress, now: float) -> Candidate:
         return Candidate(

@@ -27,7 +27,10 @@ from tests.integration.conftest import StoredEngine, with_store
 pytestmark = pytest.mark.timeout(600)
 
 SWAP_SPACE = 128 * 2**20
-ADAPTIVE = SchedulerOptions(preemption="adaptive", queue="fair", swap_bytes=SWAP_SPACE)
+# Else too few would have to leave.
+ADAPTIVE = SchedulerOptions(
+    preemption="adaptive", queue="fair", swap_bytes=SWAP_SPACE, peak_admission=False
+)
 REQUESTS = 20
 
 
@@ -176,6 +179,20 @@ def test_tokens_are_the_same_however_requests_make_room(
         assert engine.since_begin("recomputed") > 0
         assert engine.since_begin("swapped_out") > 0
     assert engine.scheduler.connector.reader.stats().reduce()["swap_used_bytes"] == 0
+
+
+def test_fewer_leave_where_it_is_known_how_long_answers_are(
+    engine: SchedulingEngine, expected: dict[str, list[int]]
+) -> None:
+    def preempted(options: SchedulerOptions) -> float:
+        engine.begin(options)
+        assert answers(engine) == expected
+        learnt = engine.since_begin("swapped_out") + engine.since_begin("recomputed")
+        assert answers(engine) == expected
+        return engine.since_begin("swapped_out") + engine.since_begin("recomputed") - learnt
+
+    foreseen = preempted(ADAPTIVE.model_copy(update={"peak_admission": True}))
+    assert foreseen < preempted(ADAPTIVE) / 2
 
 
 def test_no_more_blocks_are_saved_as_they_fill_than_are_copied_beside_a_step(

@@ -41,6 +41,7 @@ REQUESTS = 32
 EVERY_S = 0.05
 POLICIES = {
     "fair, adaptive": Policies("fair", "adaptive"),
+    "fair, adaptive, whoever fits just now": Policies("fair", "adaptive", peak_admission=False),
     "fair, adaptive, without chunks": Policies("fair", "adaptive", chunked_recompute=False),
     "sjf, swap": Policies("sjf", "swap"),
     "deadline, recompute": Policies("deadline", "recompute"),
@@ -242,6 +243,7 @@ def served_by_ours(kv_transfer_config: dict[str, Any]) -> dict[str, Recorded]:
                 preemption=policies.preemption,
                 queue=policies.queue,
                 chunked_recompute=policies.chunked_recompute,
+                peak_admission=policies.peak_admission,
                 swap_bytes=swap_blocks * block_bytes,
                 overlap_swap=False,
                 prefetch_swap_in=False,

@@ -75,6 +75,7 @@ policies = st.builds(
     queue=st.sampled_from(list(QUEUES)),
     preemption=st.sampled_from(list(PREEMPTIONS)),
     chunked_recompute=st.booleans(),
+    peak_admission=st.booleans(),
 )
 limits = st.builds(
     lambda running, step_tokens, swap, spare: replace(

@@ -1,0 +1,96 @@
+"""Who starts so that memory suffices until the end: pure, in tokens of KV.
+
+A request that starts because there is room just now takes the room that those which run are about
+to grow into, and one of them leaves soon after. So what counts is the most that all of them come to
+hold at once, each ending when it is expected to (LightLLM's past-future scheduler: Gong et al.,
+ASPLOS 2025, section 4). Without predictions, answers are expected to be as long as those that ended
+lately and were at least as long as this one is already.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+# Answers that are remembered, and fewer of which say nothing.
+_MOST, _FEWEST = 1000, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Growing:
+    """A request that runs, or may start.
+
+    Attributes:
+        tokens: Of KV that it holds, or needs to start, beside what others hold already.
+        left: That it is expected to generate yet.
+        background: It makes way to those that are not, so that they do not count it.
+    """
+
+    tokens: int
+    left: int
+    background: bool = False
+
+
+def peak_tokens(requests: Iterable[Growing], block_tokens: int) -> int:
+    """The most that all of them hold at once, each with a last block that is half full."""
+    held = peak = 0
+    in_order = sorted(requests, key=lambda request: request.left, reverse=True)
+    for number, request in enumerate(in_order, 1):
+        held += request.tokens + block_tokens // 2
+        # When this one ends, those before it are still there, and have grown by as much.
+        peak = max(peak, held + number * request.left)
+    return peak
+
+
+def fitting(
+    candidates: Iterable[Growing], running: Sequence[Growing], room_tokens: int, block_tokens: int
+) -> int:
+    """How many of the candidates may start, from the first on.
+
+    One that is alone always may, and none overtakes one that may not.
+
+    Args:
+        candidates: In the order of their priority.
+        running: All that hold memory.
+        room_tokens: What is free and what these hold.
+        block_tokens: Tokens in a block.
+    """
+    started = list(running)
+    for number, candidate in enumerate(candidates):
+        counted = [one for one in started if candidate.background or not one.background]
+        if counted and peak_tokens([*counted, candidate], block_tokens) > room_tokens:
+            return number
+        started.append(candidate)
+    return len(started) - len(running)
+
+
+@dataclass(slots=True)
+class PastAnswers:
+    """How long an engine's latest answers were."""
+
+    _latest: deque[int] = field(default_factory=deque)
+    _sorted: list[int] = field(default_factory=list)
+    _sums: list[int] = field(default_factory=list)
+
+    def note(self, tokens: int) -> None:
+        """An answer ended."""
+        self._latest.append(tokens)
+        insort(self._sorted, tokens)
+        if len(self._latest) > _MOST:
+            del self._sorted[bisect_right(self._sorted, self._latest.popleft()) - 1]
+        self._sums = [0, *accumulate(self._sorted)]
+
+    def left(self, generated: int, longest: int) -> int:
+        """Tokens that an answer is expected to have yet, which may have ``longest``; 0 if unknown.
+
+        The mean of the answers that were longer; as many again if none was.
+        """
+        if len(self._sorted) < _FEWEST:
+            return 0
+        shorter = bisect_right(self._sorted, generated)
+        longer = len(self._sorted) - shorter
+        whole = (self._sums[-1] - self._sums[shorter]) // longer if longer else 2 * generated
+        return max(0, min(whole, longest) - generated)
