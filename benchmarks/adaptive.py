@@ -14,7 +14,8 @@ can know before. Its weighted turnaround is (finish - send) / (finish - first sc
 AdaptiveLLM's equation 5. Ratios are of adaptive over another arm of the same run; a set's headline
 figure is the geometric mean over its settings. ``computed_ratio`` is what an arm computed over what
 it would without preemption, in tokens: what is above 1 was computed again. ``--deadline-s`` lets
-every second request ask for its answer within so many seconds.
+every second request ask for its answer within so many seconds. ``--prediction-error`` predicts all
+answers' lengths, each off by a log-normal factor.
 
 Beside that stand the two cost curves, and from which bandwidth on swapping a request is cheaper
 than computing it again. ``--links`` makes each copy last as long as a link of so many MB/s would
@@ -32,6 +33,7 @@ import argparse
 import gzip
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -57,6 +59,7 @@ from loomserve.kvstore.protocol import Done, Flush
 from loomserve.kvstore.server import StoreServer
 from loomserve.platform import catalog
 from loomserve.platform.scheduling.deadline import DEADLINE
+from loomserve.platform.scheduling.expected import EXPECTED
 
 RESULTS = Path(__file__).parent / "results"
 BLOCKS = 2048 // BLOCK_TOKENS
@@ -65,7 +68,9 @@ STEP_TOKENS = 512
 LONG_SCALE = 26
 """Documents are so many times as long as what is made of them: 340 tokens on average."""
 _ADAPTIVE = {"preemption": "adaptive", "queue": "fair"}
-SWITCHES = ("deadlines", "overlap_swap", "prefetch_swap_in", "chunked_recompute")
+SWITCHES = (
+    "deadlines", "overlap_swap", "prefetch_swap_in", "chunked_recompute", "peak_admission",
+)  # fmt: skip
 ARMS: Mapping[str, Mapping[str, Any] | None] = {
     "recompute": None,
     "swap": {
@@ -92,7 +97,7 @@ LONG_FEWER = 3
 """So many times fewer documents than short requests: their prompts take the most time."""
 SETUP = (
     "sets", "arms", "requests", "max_output", "batch_limit", "swap_tokens", "rate", "deadline_s",
-    "runs", "links",
+    "prediction_error", "runs", "links",
 )  # fmt: skip
 SCALED_DOWN = (
     "1,000 requests a set to --requests (a third of that in the long set); a model of 13 to 32.5 "
@@ -115,10 +120,14 @@ class Setting:
 
 @dataclass(frozen=True)
 class Load:
-    """So many requests a second, or all at once; how soon every second one wants its answer."""
+    """So many requests a second, or all at once; how soon every second one wants its answer.
+
+    ``prediction_error`` is the deviation of the logarithm of the lengths that are predicted.
+    """
 
     rate: float | None = None
     deadline_s: float | None = None
+    prediction_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +139,7 @@ class Served:
 
     seconds: float
     answers: list[list[int]]
+    turnaround_s: float
     weighted_turnaround: float
     late: float
     computed_ratio: float
@@ -239,6 +249,9 @@ class Engine:
                 at_s, prompt, answer = waiting.popleft()
                 ids = [source.randrange(*_VOCABULARY) for _ in range(prompt)]
                 asked: dict[str, Any] = {ANSWER_TOKENS: answer}
+                if load.prediction_error is not None:
+                    expected = answer * source.lognormvariate(0, load.prediction_error)
+                    asked[EXPECTED] = [expected, expected * math.exp(load.prediction_error)]
                 if load.deadline_s is not None and len(sent) % 2 == 0:
                     asked[DEADLINE] = time.time() + load.deadline_s
                 sent[self._send(ids, setting.max_output, asked)] = begin + at_s
@@ -248,6 +261,7 @@ class Engine:
         return Served(
             seconds=seconds,
             answers=[list(finished[name].outputs[0].token_ids) for name in sent],
+            turnaround_s=statistics.fmean(took.values()),
             weighted_turnaround=statistics.fmean(
                 took[name] / (one.metrics.last_token_ts - one.metrics.scheduled_ts)
                 for name, one in finished.items()
@@ -423,6 +437,9 @@ def compared(runs: Sequence[Mapping[str, Served]], baseline: str) -> dict[str, l
     pairs = [(run["adaptive"], run[baseline]) for run in runs]
     return {
         f"throughput_vs_{baseline}": [ours.throughput / base.throughput for ours, base in pairs],
+        f"turnaround_vs_{baseline}": [
+            ours.turnaround_s / base.turnaround_s for ours, base in pairs
+        ],
         f"weighted_turnaround_vs_{baseline}": [
             ours.weighted_turnaround / base.weighted_turnaround for ours, base in pairs
         ],
@@ -434,6 +451,7 @@ def point(setting: Setting, runs: Sequence[Mapping[str, Served]]) -> dict[str, A
     arms = {
         arm: {
             "tokens_per_second": statistics.median(run[arm].throughput for run in runs),
+            "turnaround_s": statistics.median(run[arm].turnaround_s for run in runs),
             "weighted_turnaround": statistics.median(run[arm].weighted_turnaround for run in runs),
             "late": statistics.median(run[arm].late for run in runs),
             "computed_ratio": statistics.median(run[arm].computed_ratio for run in runs),
@@ -530,7 +548,7 @@ def measure(options: argparse.Namespace, arms: Arms) -> dict[str, Any]:
     for arm in options.arms:
         # Predictors learn, and caches fill.
         arms.serve(arm, lengths(settings[0], "warm-up")[:12], settings[0], Load(), "warm-up")
-    load = Load(options.rate, options.deadline_s)
+    load = Load(options.rate, options.deadline_s, options.prediction_error)
     measured: dict[Setting, list[dict[str, Served]]] = {}
     points = []
     for setting in settings:
@@ -588,6 +606,9 @@ def main() -> int:
     parser.add_argument("--swap-tokens", type=int, default=1024, help="of swap space")
     parser.add_argument("--rate", type=float, help="requests a second; else all come at once")
     parser.add_argument("--deadline-s", type=float, help="of every second request; else none")
+    parser.add_argument(
+        "--prediction-error", type=float, help="of logarithms of lengths; else none is predicted"
+    )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--links", type=float, nargs="*", default=[], help="MB/s")
     parser.add_argument("--data", type=Path, help="folder with the sets' lengths")
