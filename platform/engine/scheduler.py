@@ -319,9 +319,21 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         return fitting(
             (self._growing(each, self._shared_tokens(each)) for each in waiting[:places]),
             [self._growing(request, 0) for request in started],
-            (free + held) * self.block_size,
+            (free + held + self._swap_room(held, len(started))) * self.block_size,
             self.block_size,
         )
+
+    def _swap_room(self, held: int, requests: int) -> int:
+        """Blocks that swap space takes instead, where that is quicker than to compute them again.
+
+        Then memory may stay full: what leaves costs two copies. Of requests that hold ``held``
+        blocks together.
+        """
+        if not requests or self._reader is None:
+            return 0
+        if not self._worth_swapping(held * self.block_size // requests):
+            return 0
+        return (self.options.swap_bytes - self._swap_used()) // self._block_bytes
 
     def _growing(self, request: Request, shared: int) -> Growing:
         generated, longest = request.num_output_tokens, request.max_tokens
@@ -425,6 +437,12 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
 
     def _prefill_s(self, tokens: int) -> float:
         return self.step_times.prefill_s(tokens, self.max_num_scheduled_tokens)
+
+    def _worth_swapping(self, tokens: int) -> bool:
+        """Out and in again; of a request that holds so many."""
+        size = self._blocks_for(tokens) * self._block_bytes
+        times = self.transfer_times
+        return times.out_s(size) + times.in_s(size) < self._prefill_s(tokens)
 
     def _worth_loading(self, tokens: int) -> bool:
         size = self._blocks_for(tokens) * self._block_bytes

@@ -55,7 +55,7 @@ def fitting(
     Args:
         candidates: In the order of their priority.
         running: All that hold memory.
-        room_tokens: What is free and what these hold.
+        room_tokens: What is free, what these hold, and what may be swapped out.
         block_tokens: Tokens in a block.
     """
     started = list(running)

@@ -121,6 +121,9 @@ class Costs:
     step_s: Callable[[ScheduledStep], float]
     token_s: float = 0.0
 
+    def worth_swapping(self, tokens: int) -> bool:
+        return self.swap_s(tokens) < self.recompute_s(tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class Times:
@@ -308,9 +311,18 @@ class Simulator:
         return fitting(
             map(self._growing, waiting),
             [self._growing(one) for one in self._running],
-            (self._free_blocks + held) * tokens,
+            (self._free_blocks + held + self._swap_room(held)) * tokens,
             tokens,
         )
+
+    def _swap_room(self, held: int) -> int:
+        """Blocks that swap space takes instead, where that is quicker than to compute them."""
+        if not self._running:
+            return 0
+        tokens = held * self._limits.block_tokens // len(self._running)
+        if not self._costs.worth_swapping(tokens):
+            return 0
+        return self._free_swap // self._limits.block_bytes
 
     def _growing(self, one: _Progress) -> Growing:
         expected, longest = one.request.expected, one.request.max_tokens

@@ -191,8 +191,10 @@ def test_fewer_leave_where_it_is_known_how_long_answers_are(
         assert answers(engine) == expected
         return engine.since_begin("swapped_out") + engine.since_begin("recomputed") - learnt
 
-    foreseen = preempted(ADAPTIVE.model_copy(update={"peak_admission": True}))
-    assert foreseen < preempted(ADAPTIVE) / 2
+    # With swap space memory may be as full as without.
+    without = ADAPTIVE.model_copy(update={"swap_bytes": 0})
+    foreseen = preempted(without.model_copy(update={"peak_admission": True}))
+    assert foreseen < preempted(without) / 2
 
 
 def test_no_more_blocks_are_saved_as_they_fill_than_are_copied_beside_a_step(

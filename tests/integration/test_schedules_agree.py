@@ -55,6 +55,13 @@ EXPECTED_WAYS: dict[str, set[Way]] = {
 }
 
 
+class RecordedCosts(Costs):
+    """Of the victims alone; copies are quick here, whatever is predicted of others."""
+
+    def worth_swapping(self, tokens: int) -> bool:
+        return True
+
+
 @dataclass
 class Recorded:
     """What an engine did; ``requests`` with the lengths of the answers that they got.
@@ -76,7 +83,7 @@ class Recorded:
         # What is predicted changes with what was measured, so it is part of the record.
         swap_s = iter([victim.swap_s for victim in self.victims])
         recompute_s = iter([victim.recompute_s for victim in self.victims])
-        costs = Costs(
+        costs = RecordedCosts(
             swap_s=lambda tokens: next(swap_s, 0.0),
             recompute_s=lambda tokens: next(recompute_s, 0.0),
             step_s=lambda step: 0.0,
@@ -155,6 +162,9 @@ def recording_ours() -> type[Any]:
         def _worth_loading(self, tokens: int) -> bool:
             # The store is swap space only: what is computed again, is computed whole.
             return False
+
+        def _worth_swapping(self, tokens: int) -> bool:
+            return True
 
         def way_of(self, request: Any) -> Way:
             return Way.SWAP if request.request_id in self._swapped else Way.RECOMPUTE
