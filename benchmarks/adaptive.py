@@ -14,8 +14,10 @@ can know before. Its weighted turnaround is (finish - send) / (finish - first sc
 AdaptiveLLM's equation 5. Ratios are of adaptive over another arm of the same run; a set's headline
 figure is the geometric mean over its settings. ``computed_ratio`` is what an arm computed over what
 it would without preemption, in tokens: what is above 1 was computed again. ``--deadline-s`` lets
-every second request ask for its answer within so many seconds. ``--prediction-error`` predicts all
-answers' lengths, each off by a log-normal factor.
+every second request ask for its answer within so many seconds. ``--predictor KIND`` tells the
+schedulers of all arms but "without_predictions" how long each answer is expected to be, by a
+predictor that was trained on the other requests of its set (no near-duplicates of it among them);
+``--prediction-error`` by its real length, each off by a log-normal factor.
 
 Beside that stand the two cost curves, and from which bandwidth on swapping a request is cheaper
 than computing it again. ``--links`` makes each copy last as long as a link of so many MB/s would
@@ -30,7 +32,6 @@ drawn in their likeness. The last line of the output is one JSON object, also wr
 from __future__ import annotations
 
 import argparse
-import gzip
 import itertools
 import json
 import math
@@ -42,10 +43,10 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,12 @@ from loomserve.kvstore.client import StoreClient
 from loomserve.kvstore.protocol import Done, Flush
 from loomserve.kvstore.server import StoreServer
 from loomserve.platform import catalog
+from loomserve.platform.lengths import samples, split
+from loomserve.platform.lengths.embedding import TokenEmbeddings
+from loomserve.platform.lengths.predictor import KINDS
+from loomserve.platform.lengths.samples import Sample
 from loomserve.platform.scheduling.deadline import DEADLINE
-from loomserve.platform.scheduling.expected import EXPECTED
+from loomserve.platform.scheduling.expected import EXPECTED, Expected
 
 RESULTS = Path(__file__).parent / "results"
 BLOCKS = 2048 // BLOCK_TOKENS
@@ -82,6 +87,7 @@ ARMS: Mapping[str, Mapping[str, Any] | None] = {
     "adaptive": _ADAPTIVE,
     "adaptive_fcfs": {"preemption": "adaptive", "queue": "fcfs"},
     **{f"without_{switch}": {**_ADAPTIVE, switch: False} for switch in SWITCHES},
+    "without_predictions": _ADAPTIVE,
 }
 """What the scheduler is told; nothing for stock vLLM."""
 SETS: Mapping[str, tuple[str, Likeness]] = {
@@ -97,7 +103,7 @@ LONG_FEWER = 3
 """So many times fewer documents than short requests: their prompts take the most time."""
 SETUP = (
     "sets", "arms", "requests", "max_output", "batch_limit", "swap_tokens", "rate", "deadline_s",
-    "prediction_error", "runs", "links",
+    "predictor", "prediction_error", "runs", "links",
 )  # fmt: skip
 SCALED_DOWN = (
     "1,000 requests a set to --requests (a third of that in the long set); a model of 13 to 32.5 "
@@ -107,8 +113,14 @@ REPEATS = 3
 """Prefills of each length; their median counts."""
 _VOCABULARY = (1000, 40000)
 
-Length = tuple[int, int]
-"""Tokens of a prompt and of its answer."""
+
+@dataclass(frozen=True)
+class Length:
+    """Tokens of a prompt and of its answer; and the latter as the scheduler is told, if it is."""
+
+    prompt: int
+    answer: int
+    predicted: Expected | None = None
 
 
 @dataclass(frozen=True)
@@ -120,14 +132,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Load:
-    """So many requests a second, or all at once; how soon every second one wants its answer.
-
-    ``prediction_error`` is the deviation of the logarithm of the lengths that are predicted.
-    """
+    """So many requests a second, or all at once; how soon every second one wants its answer."""
 
     rate: float | None = None
     deadline_s: float | None = None
-    prediction_error: float | None = None
 
 
 @dataclass(frozen=True)
@@ -154,33 +162,74 @@ class Served:
         return sum(a != b for a, b in zip(self.answers, other.answers, strict=True))
 
 
-def drawn(lengths: str, count: int, data: Path | None, seed: str) -> list[Length]:
-    """So many lengths of a set, in random order; a prompt and its longest answer fit the engine."""
-    file, likeness = SETS[lengths]
-    source = random.Random(f"{lengths}/{seed}")
-    if data is None:
-        found = [
-            (
-                int(source.lognormvariate(*likeness.prompt)),
-                int(source.lognormvariate(*likeness.output)),
-            )
-            for _ in range(count)
-        ]
-    else:
-        scale = LONG_SCALE if lengths == "long" else 1
-        found = source.sample(list(_rows(data / f"{file}.jsonl.gz", scale)), count)
+class Lengths:
+    """A set's lengths: of its rows in the data, or in their likeness.
+
+    ``prediction_error`` is the deviation of the logarithm of the lengths that are predicted.
+    """
+
+    def __init__(
+        self, of_set: str, data: Path | None, predictor: str | None, prediction_error: float | None
+    ) -> None:
+        self._set = of_set
+        self._error = prediction_error
+        self._rows = None if data is None else _rows(of_set, data, predictor)
+
+    def drawn(self, count: int, seed: str) -> list[Length]:
+        """So many, in random order; a prompt and its longest answer fit the engine.
+
+        Raises:
+            ValueError: the data has fewer.
+        """
+        source = random.Random(f"{self._set}/{seed}")
+        lengths = (
+            [self._like(source) for _ in range(count)]
+            if self._rows is None
+            else source.sample(self._rows, count)
+        )
+        if self._error is None:
+            return lengths
+        return [self._guessed(length, self._error, source) for length in lengths]
+
+    def _like(self, source: random.Random) -> Length:
+        _, likeness = SETS[self._set]
+        prompt = source.lognormvariate(*likeness.prompt)
+        return _fitting(int(prompt), int(source.lognormvariate(*likeness.output)))
+
+    def _guessed(self, length: Length, error: float, source: random.Random) -> Length:
+        tokens = length.answer * source.lognormvariate(0, error)
+        return replace(length, predicted=Expected(tokens, tokens * math.exp(error)))
+
+
+def _fitting(prompt: int, answer: int, predicted: Expected | None = None) -> Length:
     longest = CONTEXT // 2
+    return Length(min(longest, max(1, prompt)), min(longest, max(1, answer)), predicted)
+
+
+def _rows(of_set: str, data: Path, predictor: str | None) -> list[Length]:
+    model = catalog.resolve("demo", Path.cwd())
+    assert isinstance(model, Path)
+    embeddings = TokenEmbeddings(model)
+    found = samples.read(data / f"{SETS[of_set][0]}.jsonl.gz", embeddings.tokens)
+    scale = LONG_SCALE if of_set == "long" else 1
+    expected = [None] * len(found) if predictor is None else _expected(found, predictor, embeddings)
     return [
-        (min(longest, max(1, prompt)), min(longest, max(1, answer))) for prompt, answer in found
+        _fitting(one.query.input_tokens // scale, one.tokens, said)
+        for one, said in zip(found, expected, strict=True)
     ]
 
 
-def _rows(path: Path, scale: int) -> Iterator[Length]:
-    with gzip.open(path, "rt", encoding="utf-8") as lines:
-        for row in map(json.loads, filter(str.strip, lines)):
-            answers = row["out_tokens"]
-            for answer in answers if isinstance(answers, list) else [answers]:
-                yield row["in_tokens"] // scale, answer
+def _expected(
+    found: Sequence[Sample], kind: str, embeddings: TokenEmbeddings
+) -> list[Expected | None]:
+    """Of each sample's answer, as a predictor says that knows only the others' folds."""
+    # scikit-learn takes seconds to import, which generated lengths need not spend.
+    from loomserve.platform.lengths.evaluation import FOLDS, trained_without
+
+    folds = [split.fold(group, FOLDS) for group in split.groups([one.query for one in found])]
+    predictors = [trained_without(fold, kind, found, folds, embeddings) for fold in range(FOLDS)]
+    said = [predictors[fold].predict(one.query) for one, fold in zip(found, folds, strict=True)]
+    return [Expected(one.tokens, one.high) for one in said]
 
 
 class Engine:
@@ -238,20 +287,19 @@ class Engine:
         source = random.Random(seed)
         counted, computed = self._counts(), self._computed
         waiting = deque(
-            (0.0 if load.rate is None else number / load.rate, prompt, answer)
-            for number, (prompt, answer) in enumerate(lengths)
+            (0.0 if load.rate is None else number / load.rate, length)
+            for number, length in enumerate(lengths)
         )
         sent: dict[str, float] = {}
         finished: dict[str, Any] = {}
         begin = time.monotonic()
         while waiting or self._engine.has_unfinished_requests():
             while waiting and waiting[0][0] <= time.monotonic() - begin:
-                at_s, prompt, answer = waiting.popleft()
-                ids = [source.randrange(*_VOCABULARY) for _ in range(prompt)]
-                asked: dict[str, Any] = {ANSWER_TOKENS: answer}
-                if load.prediction_error is not None:
-                    expected = answer * source.lognormvariate(0, load.prediction_error)
-                    asked[EXPECTED] = [expected, expected * math.exp(load.prediction_error)]
+                at_s, length = waiting.popleft()
+                ids = [source.randrange(*_VOCABULARY) for _ in range(length.prompt)]
+                asked: dict[str, Any] = {ANSWER_TOKENS: length.answer}
+                if length.predicted is not None:
+                    asked[EXPECTED] = [length.predicted.tokens, length.predicted.high]
                 if load.deadline_s is not None and len(sent) % 2 == 0:
                     asked[DEADLINE] = time.time() + load.deadline_s
                 sent[self._send(ids, setting.max_output, asked)] = begin + at_s
@@ -271,7 +319,7 @@ class Engine:
                 for name in list(sent)[::2]
             ),
             computed_ratio=(self._computed - computed)
-            / sum(prompt + answer - 1 for prompt, answer in lengths),
+            / sum(length.prompt + length.answer - 1 for length in lengths),
             counts={name: after - counted[name] for name, after in self._counts().items()},
         )
 
@@ -419,7 +467,15 @@ class Arms:
     ) -> Served:
         options = ARMS[arm]
         engine = self.vllm if options is None else self.ours
-        cut = [(prompt, min(answer, setting.max_output)) for prompt, answer in lengths]
+        told = arm != "without_predictions"
+        cut = [
+            replace(
+                length,
+                answer=min(length.answer, setting.max_output),
+                predicted=length.predicted if told else None,
+            )
+            for length in lengths
+        ]
         # Arms that share the store must not find each other's blocks.
         with closing(StoreClient(self._address, timeout_ms=5000)) as store:
             store.ask(Flush(""), Done)
@@ -535,7 +591,7 @@ def crossover(
     return found
 
 
-def measure(options: argparse.Namespace, arms: Arms) -> dict[str, Any]:
+def measure(options: argparse.Namespace, sets: Mapping[str, Lengths], arms: Arms) -> dict[str, Any]:
     settings = [
         Setting(*chosen)
         for chosen in itertools.product(options.sets, options.max_output, options.batch_limit)
@@ -543,12 +599,12 @@ def measure(options: argparse.Namespace, arms: Arms) -> dict[str, Any]:
 
     def lengths(setting: Setting, seed: str) -> list[Length]:
         count = options.requests // (LONG_FEWER if setting.lengths == "long" else 1)
-        return drawn(setting.lengths, count, options.data, seed)
+        return sets[setting.lengths].drawn(count, seed)
 
     for arm in options.arms:
         # Predictors learn, and caches fill.
         arms.serve(arm, lengths(settings[0], "warm-up")[:12], settings[0], Load(), "warm-up")
-    load = Load(options.rate, options.deadline_s, options.prediction_error)
+    load = Load(options.rate, options.deadline_s)
     measured: dict[Setting, list[dict[str, Served]]] = {}
     points = []
     for setting in settings:
@@ -606,17 +662,23 @@ def main() -> int:
     parser.add_argument("--swap-tokens", type=int, default=1024, help="of swap space")
     parser.add_argument("--rate", type=float, help="requests a second; else all come at once")
     parser.add_argument("--deadline-s", type=float, help="of every second request; else none")
-    parser.add_argument(
-        "--prediction-error", type=float, help="of logarithms of lengths; else none is predicted"
-    )
+    predicted = parser.add_mutually_exclusive_group()
+    predicted.add_argument("--predictor", choices=KINDS, help="of lengths; else none is predicted")
+    predicted.add_argument("--prediction-error", type=float, help="of logarithms of lengths")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--links", type=float, nargs="*", default=[], help="MB/s")
     parser.add_argument("--data", type=Path, help="folder with the sets' lengths")
     options = parser.parse_args()
+    if options.predictor and options.data is None:
+        parser.error("--predictor needs --data: a predictor is trained on texts")
+    sets = {
+        name: Lengths(name, options.data, options.predictor, options.prediction_error)
+        for name in options.sets
+    }
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         places = max(options.batch_limit)
-        figures = measure(options, Arms(folder, places, options.swap_tokens, stack))
+        figures = measure(options, sets, Arms(folder, places, options.swap_tokens, stack))
     setup = {
         **{name: getattr(options, name) for name in SETUP},
         "lengths": "data" if options.data else "in the data's likeness",

@@ -62,7 +62,7 @@ ARMS = (
     *((queue, lengths) for queue in ("sjf", "deadline") for lengths in LENGTHS),
 )
 _HIGH = 1.645  # a normal variable exceeds this by a chance of 5 %
-_TEST, _CALIBRATE, _FOLDS = 1, 0, 5
+_TEST = 1
 _VOCABULARY = (1000, 40000)
 
 
@@ -143,24 +143,16 @@ class RealJobs:
     """The tested fold of ``alpaca_sample``, as a predictor that was trained on others sees it."""
 
     def __init__(self, data: Path, kind: str) -> None:
-        from loomserve.platform.lengths import samples, split, training
+        from loomserve.platform.lengths import samples, split
         from loomserve.platform.lengths.embedding import TokenEmbeddings
-        from loomserve.platform.lengths.predictor import TrainedPredictor
+        from loomserve.platform.lengths.evaluation import FOLDS, trained_without
 
         model = catalog.resolve("demo", Path.cwd())
         assert isinstance(model, Path)
         embeddings = TokenEmbeddings(model)
         rows = samples.read(data / "alpaca_sample.jsonl.gz", embeddings.tokens)
-        folds = [split.fold(g, _FOLDS) for g in split.groups([row.query for row in rows])]
-        known = [at for at, fold in enumerate(folds) if fold != _TEST]
-        fitted, _ = training.train(
-            kind,
-            [rows[at] for at in known],
-            [folds[at] for at in known],
-            embeddings,
-            calibrate_on=_CALIBRATE,
-        )
-        predictor = TrainedPredictor(fitted, embeddings)
+        folds = [split.fold(g, FOLDS) for g in split.groups([row.query for row in rows])]
+        predictor = trained_without(_TEST, kind, rows, folds, embeddings)
         self._jobs = []
         for row, fold in zip(rows, folds, strict=True):
             if fold == _TEST:

@@ -17,7 +17,6 @@ from pathlib import Path
 from loomserve.platform import catalog
 from loomserve.platform.lengths import samples, split
 from loomserve.platform.lengths.embedding import TokenEmbeddings
-from loomserve.platform.lengths.predictor import TrainedPredictor
 from loomserve.platform.lengths.samples import Sample
 
 LONGEST_PROMPT = 288
@@ -26,7 +25,8 @@ LONGEST_ANSWER = 288
 
 _FILES = ("magnus_codexglue.jsonl.gz", "magnus_jfleg.jsonl.gz")
 
-_FOLDS = 5
+_SERVED = 0
+"""The fold whose predicted lengths are returned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +99,16 @@ def read(data: Path, *, predict: bool) -> Rows:
         for one in found:
             rows[one.task].append(_bounded(_prompt(one), one.tokens))
         return rows
-    folds = [split.fold(one, _FOLDS) for one in split.groups([one.query for one in found])]
-    predictor = _trained(found, folds, embeddings)
+    # scikit-learn takes seconds to import, which generated lengths need not spend.
+    from loomserve.platform.lengths.evaluation import FOLDS, trained_without
+
+    folds = [split.fold(one, FOLDS) for one in split.groups([one.query for one in found])]
+    predictor = trained_without(_SERVED, "magnus", found, folds, embeddings)
     for one, fold in zip(found, folds, strict=True):
-        if fold == 0:
+        if fold == _SERVED:
             predicted = round(predictor.predict(one.query).tokens)
             rows[one.task].append(_bounded(_prompt(one), one.tokens, predicted))
     return rows
-
-
-def _trained(
-    found: Sequence[Sample], folds: Sequence[int], embeddings: TokenEmbeddings
-) -> TrainedPredictor:
-    # scikit-learn takes seconds to import, which generated lengths need not spend.
-    from loomserve.platform.lengths.training import train
-
-    kept = [(one, fold) for one, fold in zip(found, folds, strict=True) if fold]
-    texts, their_folds = zip(*kept, strict=True)
-    fitted, _ = train("magnus", texts, their_folds, embeddings, calibrate_on=1)
-    return TrainedPredictor(fitted, embeddings)
 
 
 def _prompt(sample: Sample) -> int:

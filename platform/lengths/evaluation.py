@@ -57,6 +57,31 @@ class _Tested:
     ms: float
 
 
+def trained_without(
+    fold: int,
+    kind: str,
+    samples: Sequence[Sample],
+    folds: Sequence[int],
+    embeddings: TokenEmbeddings,
+) -> TrainedPredictor:
+    """A predictor that has not seen this fold: the next one calibrates it, the others train it.
+
+    ``folds`` has a number below :data:`FOLDS` for each sample (``split.py``).
+
+    Raises:
+        ConfigError: too few samples.
+    """
+    known = [(sample, of) for sample, of in zip(samples, folds, strict=True) if of != fold]
+    fitted, _ = train(
+        kind,
+        [sample for sample, _ in known],
+        [of for _, of in known],
+        embeddings,
+        calibrate_on=(fold + 1) % FOLDS,
+    )
+    return TrainedPredictor(fitted, embeddings)
+
+
 def evaluate(samples: Sequence[Sample], embeddings: TokenEmbeddings) -> list[Score]:
     """Every predictor on every task, and on all together.
 
@@ -87,18 +112,10 @@ def _round(
     fold: int,
     embeddings: TokenEmbeddings,
 ) -> list[_Tested]:
-    known = [(s, f) for s, f in zip(samples, folds, strict=True) if f != fold]
     unseen = [s for s, f in zip(samples, folds, strict=True) if f == fold]
-    if not known or not unseen:
+    if not 0 < len(unseen) < len(samples):
         raise ConfigError("the samples are too few or too much alike to test on unlike ones")
-    fitted, _ = train(
-        kind,
-        [sample for sample, _ in known],
-        [f for _, f in known],
-        embeddings,
-        calibrate_on=(fold + 1) % FOLDS,
-    )
-    predictor = TrainedPredictor(fitted, embeddings)
+    predictor = trained_without(fold, kind, samples, folds, embeddings)
     for sample in unseen[:_WARM]:
         predictor.predict(sample.query)
     tested = []
