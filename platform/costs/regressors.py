@@ -142,8 +142,9 @@ class FittedModel:
             seconds += np.interp(rest, lengths, last[known])
         return float(seconds)
 
-    def learn(self, step: Step, seconds: float) -> None:
+    def learn(self, step: Step, seconds: float) -> bool:
         """It knows its samples; what differs in production is the correction's."""
+        return False
 
     def _prefill_table(self, chunk: int) -> tuple[Floats, NDArray[np.int64], Floats]:
         """Of n full chunks, the time; and of a chunk after those, by its length.

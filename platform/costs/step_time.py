@@ -59,8 +59,8 @@ class StepModel(Protocol):
     def prefill_s(self, tokens: int, chunk: int) -> float:
         """Sum of the steps of :func:`prefill`."""
 
-    def learn(self, step: Step, seconds: float) -> None:
-        """Get better by a step that took so long."""
+    def learn(self, step: Step, seconds: float) -> bool:
+        """Get better by a step that took so long; whether it is predicted otherwise now."""
 
 
 class StepTimes:
@@ -84,11 +84,15 @@ class StepTimes:
         """Predicted time to compute ``tokens`` from nothing, alone, at most ``chunk`` a step."""
         return self._correction.factor * self._model.prefill_s(tokens, chunk)
 
-    def observe(self, step: Step, seconds: float) -> None:
-        """Learn from a step that took so long; ``seconds`` above 0."""
-        self._correction.score(self.seconds(step), seconds)
-        self._model.learn(step, seconds)
-        self._correction.observe(self._model.seconds(step), seconds)
+    def observe(self, step: Step, seconds: float) -> float:
+        """Learn from a step that took so long, above 0; returns what was predicted before."""
+        uncorrected = self._model.seconds(step)
+        predicted = self._correction.factor * uncorrected
+        self._correction.score(predicted, seconds)
+        if self._model.learn(step, seconds):
+            uncorrected = self._model.seconds(step)
+        self._correction.observe(uncorrected, seconds)
+        return predicted
 
     @property
     def error(self) -> float:
@@ -133,7 +137,7 @@ class OnlineModel:
         steps = -(-tokens // chunk)
         return self._sum(steps, tokens, steps, chunk * steps * (steps - 1) // 2, tokens**2 / 2)
 
-    def learn(self, step: Step, seconds: float) -> None:
+    def learn(self, step: Step, seconds: float) -> bool:
         row = [
             value / seconds
             for value in (1, step.tokens, step.requests, step.context, step.attention)
@@ -145,6 +149,7 @@ class OnlineModel:
             self._targets[i] = _FORGETTING * self._targets[i] + value
         for _ in range(_SWEEPS):
             self._descend()
+        return True
 
     def _descend(self) -> None:
         shares = self._shares

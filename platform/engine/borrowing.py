@@ -219,7 +219,7 @@ class BorrowingScheduler(AdaptiveScheduler):
         for loan in list(self.loans.values()):
             self._follow(loan)
         # Those of the lowest priority, as of now, are the first to leave.
-        self._put_in_order(time.time())
+        self._put_running_in_order(time.time())
         preempted = self._make_room()
         self._step_began = time.perf_counter()
         with self._nobody_starting() if preempted else nullcontext():

@@ -14,11 +14,13 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
@@ -40,6 +42,9 @@ from loomserve.platform.scheduling.queue import QUEUES, QueuedRequest
 
 # vLLM's placeholder in block tables, where a sliding window has passed.
 _NULL_BLOCK = 0
+# Of a longer queue only so many are put in order in each step, beside those that are new; all of
+# them so often that it takes this share of the time.
+_HEAD, _ORDERING_SHARE = 32, 0.001
 # Weight of the newest step in the mean; and by what share the mean must move to be told again.
 _NEWEST, _MOVED = 0.1, 0.1
 # Of a step's time, for saving blocks beside it; what is waited for lengthens the mean step.
@@ -59,6 +64,14 @@ def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> AdaptiveScheduler:
     return kind(vllm_config=vllm_config, **kwargs)
 
 
+class Told(NamedTuple):
+    """What a request says of itself."""
+
+    expected: Expected | None
+    deadline_s: float | None
+    background: bool
+
+
 class Swapped(NamedTuple):
     """What a preempted request left in swap space."""
 
@@ -70,12 +83,13 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
     """AdaptiveLLM's scheduling of memory and requests (sections 3.4 and 3.5) in vLLM's steps."""
 
     running: list[Request]
+    waiting: RequestQueue
     max_num_running_reqs: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._queued: dict[str, tuple[int, int, QueuedRequest]] = {}
-        self._expected: dict[str, Expected | None] = {}
+        self._told: dict[str, Told] = {}
         self._mean_step_s = self._token_s = 0.0
         self._swapped: dict[str, Swapped] = {}
         self._block_bytes = self._bytes_of_a_block()
@@ -86,6 +100,8 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         self._clock = StepClock()
         self._nothing_started = False
         self._made_way: set[Request] = set()
+        self._newcomers = 0
+        self._whole_order_due = -math.inf
         self._totals = dict.fromkeys(_TOTALS, 0.0)
         self._reader = self._connected()
         given = self.vllm_config.additional_config.get(ADDITIONAL_CONFIG, {})
@@ -147,8 +163,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         if timed is not None:
             step, seconds = timed
             self._totals["step_s"] += seconds
-            self._totals["step_predicted_s"] += self.step_times.seconds(step)
-            self.step_times.observe(step, seconds)
+            self._totals["step_predicted_s"] += self.step_times.observe(step, seconds)
             self._note_pace(seconds)
             self._totals["decision_s"] += time.perf_counter() - now
         return super().update_from_output(scheduler_output, *args)
@@ -157,18 +172,42 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
             self._past_answers.note(request.num_output_tokens)
         self._queued.pop(request.request_id, None)
-        self._expected.pop(request.request_id, None)
+        self._told.pop(request.request_id, None)
         self._swapped.pop(request.request_id, None)
         return super()._free_request(request, *args, **kwargs)
 
     # The queues
 
+    def add_request(self, request: Request) -> None:
+        super().add_request(request)
+        self._newcomers += 1
+
     def _put_in_order(self, now: float) -> None:
-        self.running.sort(key=lambda request: self._place(request, now))
+        self._put_running_in_order(now)
         if self.waiting and len(self.running) < self.max_num_running_reqs:
-            in_order = sorted(self.waiting, key=lambda request: self._place(request, now))
-            self.waiting.clear()
-            self.waiting.extend(in_order)
+            self._put_waiting_in_order(now)
+
+    def _put_running_in_order(self, now: float) -> None:
+        self.running.sort(key=lambda request: self._place(request, now))
+
+    def _put_waiting_in_order(self, now: float) -> None:
+        """Its head, where what has left memory is too, and its tail, where what is new is.
+
+        Priorities of the others change slowly, and a long queue is all that there is to decide.
+        """
+        begin = time.perf_counter()
+        waiting = self.waiting
+        # vLLM's own order is not found again from a part of it.
+        whole = begin >= self._whole_order_due or self.options.queue == "fcfs"
+        new = [waiting.pop() for _ in range(min(self._newcomers, len(waiting)))]
+        looked_at = len(waiting) if whole else min(_HEAD, len(waiting))
+        head = [waiting.popleft() for _ in range(looked_at)]
+        in_order = sorted([*head, *reversed(new)], key=lambda request: self._place(request, now))
+        waiting.extendleft(reversed(in_order))
+        self._newcomers = 0
+        if whole:
+            end = time.perf_counter()
+            self._whole_order_due = end + (end - begin) / _ORDERING_SHARE
 
     def _make_way(self) -> bool:
         """Whether background requests have left their places and memory to others that wait."""
@@ -207,28 +246,28 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
     def _look_at(self, request: Request) -> QueuedRequest:
         swapped = self._swapped.get(request.request_id)
         done = swapped.tokens if swapped else request.num_computed_tokens
-        expected = self._prediction(request)
+        expected, deadline_s, background = self._told_by(request)
         answer, tokens = request.max_tokens, request.num_tokens
         if expected is not None:
             answer = expected.answer(request.num_output_tokens, answer)
             tokens = request.num_prompt_tokens + answer
-        parameters = request.sampling_params
-        extra = parameters.extra_args if parameters else None
         return QueuedRequest(
             arrived_s=request.arrival_time,
             tokens=tokens,
             left=request.num_prompt_tokens + answer - done,
             left_s=0.0 if expected is None else self._left_s(request, done, answer),
-            deadline_s=deadline_of(extra) if self.options.deadlines else None,
-            background=is_background(extra),
+            deadline_s=deadline_s if self.options.deadlines else None,
+            background=background,
         )
 
-    def _prediction(self, request: Request) -> Expected | None:
-        name = request.request_id
-        if name not in self._expected:
+    def _told_by(self, request: Request) -> Told:
+        told = self._told.get(request.request_id)
+        if told is None:
             parameters = request.sampling_params
-            self._expected[name] = expected_of(parameters.extra_args if parameters else None)
-        return self._expected[name]
+            extra = parameters.extra_args if parameters else None
+            told = Told(expected_of(extra), deadline_of(extra), is_background(extra))
+            self._told[request.request_id] = told
+        return told
 
     def _left_s(self, request: Request, done: int, answer: int) -> float:
         """Predicted time to its end once it runs: what is to be computed, and then a step each."""
@@ -252,72 +291,83 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
     @contextmanager
     def _starting(self, now: float, begin: float) -> Iterator[None]:
         """Let vLLM see what may run in this step; all else is back afterwards."""
-        waiting, most = list(self.waiting), self.max_num_running_reqs
-        hidden = self._hide(now)
+        queue, most, sit_out = self.waiting, self.max_num_running_reqs, list[Request]()
+        if self._restricted:
+            may_start = self._admissible(now)
+            if not self.options.chunked_recompute:
+                may_start, sit_out = self._prompts_apart(may_start, now)
+            self.waiting = create_request_queue(self.policy)
+            for request in may_start:
+                queue.remove_request(request)
+                self.waiting.add_request(request)
         self._totals["decision_s"] += time.perf_counter() - begin
         yield
+        begin = time.perf_counter()
         self.max_num_running_reqs = most
-        if hidden is None:
-            return
-        self._nothing_started = bool(hidden) and not self.running
-        self.running = hidden + self.running
-        gone = {*self.running, *self.skipped_waiting}
-        known = set(waiting)
-        preempted = [request for request in self.waiting if request not in known]
-        self.waiting.clear()
-        self.waiting.extend(preempted)
-        self.waiting.extend(request for request in waiting if request not in gone)
+        self._nothing_started = bool(sit_out) and not self.running
+        self.running = sit_out + self.running
+        if self.waiting is not queue:
+            # Who has left memory, and who may have started next.
+            queue.extendleft(reversed(self.waiting))
+            self.waiting = queue
+        self._totals["decision_s"] += time.perf_counter() - begin
 
-    def _hide(self, now: float) -> list[Request] | None:
-        """The running requests that sit this step out; None where all that may, run and start."""
-        running = self.running
-        if self._made_way:
-            # Who resumes in the step that preempts it may be given its tokens out of order.
-            waiting = [request for request in self.waiting if request not in self._made_way]
-            self.waiting.clear()
-            self.waiting.extend(waiting)
+    @property
+    def _restricted(self) -> bool:
+        """Whether some requests may not start though a place is free."""
+        options = self.options
+        return bool(
+            self._foresees
+            or self._made_way
+            or options.preemption == "swap"
+            or not options.chunked_recompute
+        )
+
+    def _admissible(self, now: float) -> list[Request]:
+        """Waiting requests that may start, in their order."""
+        most, places = len(self.waiting), max(0, self.max_num_running_reqs - len(self.running))
+        if self._foresees and self.options.chunked_recompute:
+            # The first ones do, and each takes a block at least.
+            most = min(places, self.kv_cache_manager.block_pool.get_num_free_blocks())
+        # Who resumes in the step that preempts it may be given its tokens out of order.
+        waiting = [each for each in islice(self.waiting, most) if each not in self._made_way]
         if self.options.preemption == "swap":
-            waiting = list(self.waiting)
-            may_start = never_computed_twice(
+            chosen = never_computed_twice(
                 (self._candidate(request, now) for request in waiting),
                 [self._most_blocks(request) for request in self._started()],
                 self._blocks,
                 self.options.swap_bytes // self._block_bytes,
             )
-            self.waiting.clear()
-            self.waiting.extend(waiting[at] for at in may_start)
-        if self._foresees:
-            waiting = list(self.waiting)
-            self.waiting.clear()
-            self.waiting.extend(waiting[: self._fitting(waiting)])
-        if self.options.chunked_recompute:
-            restricted = self.options.preemption == "swap" or self._foresees or self._made_way
-            return [] if restricted else None
-        if prefilling := [request for request in running if request.is_prefill_chunk]:
-            self.waiting.clear()
-            return self._only(prefilling)
-        waiting = list(self.waiting)
+            return [waiting[at] for at in chosen]
+        return waiting[: self._fitting(waiting[:places])] if self._foresees else waiting
+
+    def _prompts_apart(
+        self, waiting: list[Request], now: float
+    ) -> tuple[list[Request], list[Request]]:
+        """Who starts where prompts have steps of their own; and who of the running sits it out."""
+        if prefilling := [request for request in self.running if request.is_prefill_chunk]:
+            return [], self._only(prefilling)
         starting = start(
             [self._candidate(request, now) for request in waiting],
             self.kv_cache_manager.block_pool.get_num_free_blocks(),
-            self.max_num_running_reqs - len(running),
+            self.max_num_running_reqs - len(self.running),
         )
-        self.waiting.clear()
         if starting.prefill and self._nothing_started:
             # It did not fit after all.
-            return []
-        self.waiting.extend(waiting[at] for at in starting.chosen)
-        return self._only([]) if starting.prefill else []
+            return [], []
+        chosen = [waiting[at] for at in starting.chosen]
+        return chosen, self._only([]) if starting.prefill else []
 
     def _fitting(self, waiting: Sequence[Request]) -> int:
         """How many of them memory is expected to have room for until all have ended."""
-        places = max(0, self.max_num_running_reqs - len(self.running))
+        if not waiting:
+            return 0
         loading = [request for request in self.skipped_waiting if request.num_computed_tokens]
         started = [*self.running, *loading]
         held = sum(self._blocks_for(request.num_computed_tokens) for request in started)
         free = self.kv_cache_manager.block_pool.get_num_free_blocks()
         return fitting(
-            (self._growing(each, self._shared_tokens(each)) for each in waiting[:places]),
+            (self._growing(each, self._shared_tokens(each)) for each in waiting),
             [self._growing(request, 0) for request in started],
             (free + held + self._swap_room(held, len(started))) * self.block_size,
             self.block_size,
@@ -337,12 +387,12 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
 
     def _growing(self, request: Request, shared: int) -> Growing:
         generated, longest = request.num_output_tokens, request.max_tokens
-        expected = self._prediction(request)
+        expected, _, background = self._told_by(request)
         if expected is None:
             left = self._past_answers.left(generated, longest)
         else:
             left = expected.answer(generated, longest) - generated
-        return Growing(request.num_tokens - shared, left, self._seen(request).background)
+        return Growing(request.num_tokens - shared, left, background)
 
     def _shared_tokens(self, request: Request) -> int:
         """At its beginning, whose KV running requests hold anyway."""

@@ -14,13 +14,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
+from typing import NamedTuple
 
 # Answers that are remembered, and fewer of which say nothing.
 _MOST, _FEWEST = 1000, 16
 
 
-@dataclass(frozen=True, slots=True)
-class Growing:
+class Growing(NamedTuple):
     """A request that runs, or may start.
 
     Attributes:

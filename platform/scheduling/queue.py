@@ -7,7 +7,7 @@ preempted last. All times are seconds of one clock.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 # What a request that names no deadline is taken to have, so that it is not passed over for ever.
 _PATIENCE_S = 600.0
@@ -15,8 +15,7 @@ _PATIENCE_S = 600.0
 _GREATEST_URGENCY = 100.0
 
 
-@dataclass(frozen=True, slots=True)
-class QueuedRequest:
+class QueuedRequest(NamedTuple):
     """A request as its queue sees it, waiting or running.
 
     Attributes:

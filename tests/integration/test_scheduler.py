@@ -337,6 +337,24 @@ def test_the_shortest_predicted_answer_is_served_first(engine: SchedulingEngine)
     assert not started(None)
 
 
+def test_in_a_queue_too_long_to_look_at_in_each_step_a_short_newcomer_goes_first(
+    engine: SchedulingEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.begin(ADAPTIVE.model_copy(update={"queue": "sjf"}))
+    for at, prompt in enumerate(prompts(42, 90)):
+        engine.add(f"plain-{at}", prompt[:10], max_tokens=6)
+    done = engine.finish(steps=2)
+    monkeypatch.setattr(engine.scheduler, "_whole_order_due", math.inf)
+    engine.add("long", prompts(43, 1)[0][:10], max_tokens=30)
+    engine.add("short", prompts(44, 1)[0][:10], max_tokens=3)
+    done |= engine.finish()
+    in_order = list(done)
+    assert len(in_order) == 92
+    # Of sixteen places, none is free before.
+    assert in_order.index("short") <= 2 * 16
+    assert in_order.index("long") > 2 * 16
+
+
 def test_of_two_deadlines_the_one_with_the_longer_predicted_answer_is_served_first(
     engine: SchedulingEngine,
 ) -> None:
@@ -356,7 +374,7 @@ def test_of_two_deadlines_the_one_with_the_longer_predicted_answer_is_served_fir
     assert order() == ["early", "late"]
     # As long as a step takes more than 1.2 ms.
     assert order(early=10, late=850) == ["late", "early"]
-    assert not engine.scheduler._expected, "nothing is kept of requests that are gone"
+    assert not engine.scheduler._told, "nothing is kept of requests that are gone"
 
 
 def test_resetting_the_prefix_cache_under_running_requests_keeps_nothing_in_swap_space(

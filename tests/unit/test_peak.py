@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from loomserve.platform.scheduling.peak import Growing, PastAnswers, fitting, peak_tokens
 
-growing = st.builds(Growing, st.integers(1, 50), st.integers(0, 50))
+growing = st.builds(Growing, st.integers(1, 50), st.integers(0, 50), st.just(False))
 
 
 def grown(requests: list[Growing], steps: int) -> int:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +17,9 @@ requests = st.builds(
     arrived_s=st.floats(0, 1e4),
     tokens=st.integers(1, 10_000),
     left=st.integers(0, 10_000),
+    left_s=st.just(0.0),
     deadline_s=st.none() | st.floats(0, 2e4),
+    background=st.just(False),
 )
 
 
@@ -27,15 +27,15 @@ requests = st.builds(
     ("queue", "request_", "priority"),
     [
         ("fair", BASE, 10 / 50),
-        ("fair", replace(BASE, tokens=5), 10 / 5),
-        ("fair", replace(BASE, arrived_s=110.0), 0.0),
-        ("fair", replace(BASE, arrived_s=111.0), 0.0),
-        ("fair", replace(BASE, deadline_s=120.0), 10 / 50 * 2),
-        ("fair", replace(BASE, deadline_s=110.01), 10 / 50 * 100),
-        ("fair", replace(BASE, deadline_s=109.0), 10 / 50),
+        ("fair", BASE._replace(tokens=5), 10 / 5),
+        ("fair", BASE._replace(arrived_s=110.0), 0.0),
+        ("fair", BASE._replace(arrived_s=111.0), 0.0),
+        ("fair", BASE._replace(deadline_s=120.0), 10 / 50 * 2),
+        ("fair", BASE._replace(deadline_s=110.01), 10 / 50 * 100),
+        ("fair", BASE._replace(deadline_s=109.0), 10 / 50),
         ("fcfs", BASE, -100.0),
-        ("deadline", replace(BASE, deadline_s=111.0), -111.0),
-        ("deadline", replace(BASE, deadline_s=109.0), -700.0),
+        ("deadline", BASE._replace(deadline_s=111.0), -111.0),
+        ("deadline", BASE._replace(deadline_s=109.0), -700.0),
         ("deadline", BASE, -700.0),
         ("sjf", BASE, -20.0),
     ],
@@ -53,7 +53,7 @@ def test_whoever_waits_is_served_before_all_that_come_much_later(
 ) -> None:
     # As long as the new one's own waiting is bounded, by ten seconds here.
     waited = now + 10.0 * (1 + long.tokens) * 100 + 1_000
-    patient = replace(long, arrived_s=now, deadline_s=None)
+    patient = long._replace(arrived_s=now, deadline_s=None)
     new = QueuedRequest(arrived_s=waited - 10.0, tokens=1, left=1)
     assert queue(patient, waited) > queue(new, waited)
 
@@ -70,7 +70,7 @@ def test_fairness_never_takes_priority_back_from_a_waiting_request_but_for_a_mis
 def test_of_two_that_came_together_fairness_serves_the_shorter(
     one: QueuedRequest, other: QueuedRequest, now: float
 ) -> None:
-    other = replace(other, arrived_s=one.arrived_s, deadline_s=one.deadline_s)
+    other = other._replace(arrived_s=one.arrived_s, deadline_s=one.deadline_s)
     if one.tokens <= other.tokens:
         assert fair(one, now) >= fair(other, now)
 
