@@ -114,6 +114,16 @@ class FittedModel:
             else:
                 self._estimator.fit(expanded, np.log(seconds / self._unit))
         self._prefills: dict[int, tuple[Floats, NDArray[np.int64], Floats]] = {}
+        self._plain = self._plainly() if self._regressor.adds_seconds and degree == 1 else None
+
+    def _plainly(self) -> tuple[float, float, float, float, float]:
+        """Of a step, and of each of its features: what they add, in seconds."""
+        shares = self._estimator.coef_ / self._outer.scale_
+        step = self._estimator.intercept_ - shares @ self._outer.mean_
+        shares = shares / self._inner.scale_
+        step = step - shares @ self._inner.mean_
+        tokens, requests, context, attention = (self._unit * shares).tolist()
+        return float(self._unit * step), tokens, requests, context, attention
 
     def predict(self, steps: Sequence[Step]) -> Floats:
         """Seconds of many steps at once, ``[steps]``."""
@@ -122,7 +132,11 @@ class FittedModel:
         return self._seconds(self._estimator.predict(rows))
 
     def seconds(self, step: Step) -> float:
-        """Of one step, in some ten microseconds to a millisecond."""
+        """Of one step, in a microsecond to a millisecond."""
+        if self._plain is not None:
+            seconds, tokens, requests, context, attention = self._plain
+            seconds += tokens * step.tokens + requests * step.requests
+            return max(self._floor, seconds + context * step.context + attention * step.attention)
         row = self._scale(_features([step]))[0]
         row = (row - self._inner.mean_) / self._inner.scale_
         row = np.prod(row**self._powers, axis=1)
