@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -21,11 +22,12 @@ class AppMeans:
     apps: Floats
     values: NDArray[np.float64]
 
-    def guess(self, features: Floats) -> Guess:
+    def guess(self, features: Floats, most: float = math.inf) -> Guess:
         at = int(np.searchsorted(self.apps, features[0]))
         known = at < len(self.apps) and self.apps[at] == features[0]
         tokens, low, high = map(float, self.values[at if known else -1])
-        return Guess(tokens, low, high, int(bucket_of(tokens)))
+        # How they spread is not known.
+        return Guess(min(most, tokens), low, high, int(bucket_of(tokens)))
 
     def arrays(self) -> Arrays:
         return vars(self)

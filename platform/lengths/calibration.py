@@ -31,9 +31,8 @@ def margin(guesses: Sequence[Guess], tokens: Sequence[int], coverage: float) -> 
     return float(outside[rank - 1]) if rank <= len(outside) else math.inf
 
 
-def calibrated(guess: Guess, margin: float, max_tokens: int | None) -> Prediction:
-    """The guess with its interval widened, and all of it within ``max_tokens``."""
-    most = math.inf if max_tokens is None else float(max_tokens)
+def calibrated(guess: Guess, margin: float, most: float) -> Prediction:
+    """The guess with its interval widened, and all of it within the most that there may be."""
     tokens = min(most, guess.tokens)
     if math.isinf(margin):
         return Prediction(tokens, 0.0, most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -32,13 +33,21 @@ class BucketClassifier:
     buckets: NDArray[np.int64]
     means: NDArray[np.float64]
 
-    def guess(self, features: Floats) -> Guess:
+    def guess(self, features: Floats, most: float = math.inf) -> Guess:
         logits = (features - self.centre) / self.scale @ self.weights + self.bias
         odds = np.exp(logits - logits.max())
         shares = odds / odds.sum()
         low, high = self._quantiles(shares, (0.05, 0.95))
         likeliest = int(self.buckets[shares.argmax()])
-        return Guess(float(shares @ self.means), low, high, likeliest)
+        return Guess(float(shares @ self._means_up_to(most)), low, high, likeliest)
+
+    def _means_up_to(self, most: float) -> NDArray[np.float64]:
+        """Of answers in each bucket that may have so many tokens; lengths are even within one."""
+        lower, upper = EDGES[self.buckets], EDGES[self.buckets + 1]
+        cut = np.clip(most, lower, upper)
+        means = np.where(cut < upper, cut - (cut - lower) ** 2 / (2 * (upper - lower)), self.means)
+        bounded: NDArray[np.float64] = np.minimum(most, means)
+        return bounded
 
     def _quantiles(self, shares: Floats, levels: tuple[float, float]) -> tuple[float, float]:
         """Of the length, taken to be even within each bucket."""

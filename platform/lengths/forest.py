@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Self
 
@@ -47,11 +48,13 @@ class Forest:
             node = self.children[node, right.view(np.int8)]
         return node
 
-    def guess(self, features: Floats) -> Guess:
+    def guess(self, features: Floats, most: float = math.inf) -> Guess:
         leaves = self.leaves(features)
-        tokens = float(self.means[leaves].mean())
         # Each leaf's lengths count for its tree alike, however many there are.
         pool = np.sort(self.quantiles[leaves], axis=None)
+        # The quantiles leave out the tail, which the means hold.
+        lengths = np.minimum(pool, most) if most < pool[-1] else self.means[leaves]
+        tokens = float(lengths.mean())
         low, high = float(pool[int(0.05 * len(pool))]), float(pool[int(0.95 * len(pool))])
         return Guess(tokens, low, high, int(bucket_of(tokens)))
 

@@ -6,6 +6,7 @@ training needs it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
@@ -19,7 +20,14 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Before calibration: expected tokens, the 5 % and 95 % quantiles, and the likeliest bucket."""
+    """Before calibration.
+
+    Attributes:
+        tokens: The mean length of answers that may have so many tokens and no more.
+        low: 5 % of the answers would be shorter, whatever they may have.
+        high: 5 % would be longer.
+        bucket: The likeliest.
+    """
 
     tokens: float
     low: float
@@ -28,7 +36,8 @@ class Guess:
 
 
 class Head(Protocol):
-    def guess(self, features: Floats) -> Guess: ...
+    def guess(self, features: Floats, most: float = math.inf) -> Guess:
+        """``most``: tokens that the answer may have."""
 
     def arrays(self) -> Arrays:
         """What :meth:`of` makes an equal head from."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -68,8 +69,10 @@ class TrainedPredictor:
         self.features = KINDS[fitted.kind].features(embeddings)
 
     def predict(self, query: LengthQuery) -> Prediction:
-        return calibrated(self.guess(query), self.fitted.margin, query.max_tokens)
+        most = math.inf if query.max_tokens is None else query.max_tokens
+        guess = self.fitted.head.guess(self.features(query), most)
+        return calibrated(guess, self.fitted.margin, most)
 
     def guess(self, query: LengthQuery) -> Guess:
-        """Before calibration."""
+        """Before calibration, and of an answer that nothing bounds."""
         return self.fitted.head.guess(self.features(query))

@@ -32,16 +32,16 @@ def test_an_interval_holds_its_prediction_and_keeps_within_max_tokens(
     low: float, tokens: float, high: float, widen: float, most: int
 ) -> None:
     guess = Guess(tokens, low, high, 0)
-    for bound in (most, None):
+    for bound in (most, math.inf):
         got = calibrated(guess, widen, bound)
         assert 0 <= got.low <= got.tokens <= got.high
-        assert bound is None or got.high <= bound
+        assert got.high <= bound
 
 
 def test_without_calibration_the_interval_is_all_that_may_be() -> None:
     got = calibrated(Guess(10, 5, 20, 1), math.inf, 64)
     assert (got.low, got.tokens, got.high) == (0, 10, 64)
-    assert calibrated(Guess(10, 5, 20, 1), math.inf, None).high == math.inf
+    assert calibrated(Guess(10, 5, 20, 1), math.inf, math.inf).high == math.inf
 
 
 def test_too_few_samples_calibrate_nothing() -> None:
@@ -66,7 +66,7 @@ def test_intervals_hold_nine_lengths_in_ten_however_wrong_they_were(
     for _ in range(40):
         widen = margin(*draw(200), 0.9)
         for guess, tokens in zip(*draw(200), strict=True):
-            bounds = calibrated(guess, widen, None)
+            bounds = calibrated(guess, widen, math.inf)
             held.append(bounds.low <= tokens <= bounds.high)
     assert np.mean(held) == pytest.approx(0.9, abs=0.02)
 

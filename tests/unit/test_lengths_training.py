@@ -81,6 +81,16 @@ def test_lengths_that_are_all_alike_can_be_learnt(kind: str) -> None:
     assert (guess.tokens, guess.bucket) == (pytest.approx(40), 3)
 
 
+@pytest.mark.parametrize("kind", ["magnus", "uellm", "input length"])
+def test_a_bounded_prediction_is_the_mean_of_bounded_lengths(kind: str) -> None:
+    tokens = rows_and_tokens()[1]
+    head = training.fit(kind, np.zeros((len(tokens), 1), np.float32), tokens)
+    for most in (5, 40, 64, 100, 200, 5000):
+        got = head.guess(np.zeros(1, np.float32), most).tokens
+        assert got <= most
+        assert got == pytest.approx(np.minimum(tokens, most).mean(), rel=0.08)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_head_is_the_same_after_a_journey_through_arrays(kind: str) -> None:
     rows, tokens = rows_and_tokens()
