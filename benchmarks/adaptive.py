@@ -61,6 +61,7 @@ from loomserve.kvstore.server import StoreServer
 from loomserve.platform import catalog
 from loomserve.platform.lengths import samples, split
 from loomserve.platform.lengths.embedding import TokenEmbeddings
+from loomserve.platform.lengths.prediction import LengthQuery, Predictor
 from loomserve.platform.lengths.predictor import KINDS
 from loomserve.platform.lengths.samples import Sample
 from loomserve.platform.scheduling.deadline import DEADLINE
@@ -175,8 +176,10 @@ class Lengths:
         self._error = prediction_error
         self._rows = None if data is None else _rows(of_set, data, predictor)
 
-    def drawn(self, count: int, seed: str) -> list[Length]:
+    def drawn(self, count: int, max_output: int, seed: str) -> list[Length]:
         """So many, in random order; a prompt and its longest answer fit the engine.
+
+        Predicted are answers of at most so many tokens.
 
         Raises:
             ValueError: the data has fewer.
@@ -185,7 +188,7 @@ class Lengths:
         lengths = (
             [self._like(source) for _ in range(count)]
             if self._rows is None
-            else source.sample(self._rows, count)
+            else [row.length(max_output) for row in source.sample(self._rows, count)]
         )
         if self._error is None:
             return lengths
@@ -206,30 +209,45 @@ def _fitting(prompt: int, answer: int, predicted: Expected | None = None) -> Len
     return Length(min(longest, max(1, prompt)), min(longest, max(1, answer)), predicted)
 
 
-def _rows(of_set: str, data: Path, predictor: str | None) -> list[Length]:
+@dataclass(frozen=True)
+class _Row:
+    """Of the data, and the predictor that has not seen it."""
+
+    prompt: int
+    answer: int
+    query: LengthQuery
+    predictor: Predictor | None
+
+    def length(self, max_output: int) -> Length:
+        if self.predictor is None:
+            return _fitting(self.prompt, self.answer)
+        said = self.predictor.predict(replace(self.query, max_tokens=max_output))
+        return _fitting(self.prompt, self.answer, Expected(said.tokens, said.high))
+
+
+def _rows(of_set: str, data: Path, kind: str | None) -> list[_Row]:
     model = catalog.resolve("demo", Path.cwd())
     assert isinstance(model, Path)
     embeddings = TokenEmbeddings(model)
     found = samples.read(data / f"{SETS[of_set][0]}.jsonl.gz", embeddings.tokens)
     scale = LONG_SCALE if of_set == "long" else 1
-    expected = [None] * len(found) if predictor is None else _expected(found, predictor, embeddings)
+    predictors = [None] * len(found) if kind is None else _predictors(found, kind, embeddings)
     return [
-        _fitting(one.query.input_tokens // scale, one.tokens, said)
-        for one, said in zip(found, expected, strict=True)
+        _Row(one.query.input_tokens // scale, one.tokens, one.query, predictor)
+        for one, predictor in zip(found, predictors, strict=True)
     ]
 
 
-def _expected(
+def _predictors(
     found: Sequence[Sample], kind: str, embeddings: TokenEmbeddings
-) -> list[Expected | None]:
-    """Of each sample's answer, as a predictor says that knows only the others' folds."""
+) -> list[Predictor | None]:
+    """Of each sample, one that knows only the others' folds."""
     # scikit-learn takes seconds to import, which generated lengths need not spend.
     from loomserve.platform.lengths.evaluation import FOLDS, trained_without
 
     folds = [split.fold(group, FOLDS) for group in split.groups([one.query for one in found])]
-    predictors = [trained_without(fold, kind, found, folds, embeddings) for fold in range(FOLDS)]
-    said = [predictors[fold].predict(one.query) for one, fold in zip(found, folds, strict=True)]
-    return [Expected(one.tokens, one.high) for one in said]
+    trained = [trained_without(fold, kind, found, folds, embeddings) for fold in range(FOLDS)]
+    return [trained[fold] for fold in folds]
 
 
 class Engine:
@@ -438,8 +456,9 @@ class Arms:
         plan = StorePlan(
             folder=folder,
             arena=Path(f"/dev/shm/loomserve-kv-adaptive-{os.getpid()}"),
-            # Half of it is swap space, as in the platform unless it is told otherwise.
-            memory=2 * swap_bytes,
+            # Half of it is swap space, as in the platform unless it is told otherwise, and no less
+            # of it than a store can be.
+            memory=max(2 * swap_bytes, 2**25),
             ssd_folder=None,
             ssd=0,
             eviction="cost",
@@ -599,7 +618,7 @@ def measure(options: argparse.Namespace, sets: Mapping[str, Lengths], arms: Arms
 
     def lengths(setting: Setting, seed: str) -> list[Length]:
         count = options.requests // (LONG_FEWER if setting.lengths == "long" else 1)
-        return sets[setting.lengths].drawn(count, seed)
+        return sets[setting.lengths].drawn(count, setting.max_output, seed)
 
     for arm in options.arms:
         # Predictors learn, and caches fill.
