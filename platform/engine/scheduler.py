@@ -226,10 +226,10 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         return bool(self._made_way)
 
     def _place(self, request: Request, now: float) -> tuple[object, ...]:
-        seen = self._seen(request)
         if self.options.queue == "fcfs":
             # Else the order is that of vLLM: what was preempted comes first.
-            return (seen.background,)
+            return (self._told_by(request).background,)
+        seen = self._seen(request)
         # What is swapped out comes back first, or swap space would stay full behind newer ones.
         later = self._foresees and request.request_id not in self._swapped
         priority = self._priority(seen, now)
@@ -334,6 +334,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         if self.options.preemption == "swap":
             chosen = never_computed_twice(
                 (self._candidate(request, now) for request in waiting),
+                sum(request.request_id in self._swapped for request in waiting),
                 [self._most_blocks(request) for request in self._started()],
                 self._blocks,
                 self.options.swap_bytes // self._block_bytes,

@@ -53,14 +53,20 @@ def start(candidates: Sequence[Candidate], free_blocks: int, places: int) -> Sta
 
 
 def never_computed_twice(
-    candidates: Iterable[Candidate], held: Iterable[int], blocks: int, swap_blocks: int
+    candidates: Iterable[Candidate],
+    swapped: int,
+    held: Iterable[int],
+    blocks: int,
+    swap_blocks: int,
 ) -> tuple[int, ...]:
     """Which candidates may start so that swap space can take whatever must leave memory.
 
     Those that are swapped may always come back. No other overtakes one that may not start.
 
     Args:
-        candidates: In the order of their priority.
+        candidates: In the order of their priority. The rest is not looked at when nothing but
+            swapped ones may start any more, and all of those have been seen.
+        swapped: How many of them are.
         held: What each request that has started, swapped ones too, may come to hold.
         blocks: Of the engine's memory.
         swap_blocks: Of swap space.
@@ -71,10 +77,14 @@ def never_computed_twice(
     room = blocks + swap_blocks - sum(held)
     chosen: list[int] = []
     for at, candidate in enumerate(candidates):
-        if not candidate.swapped:
+        if candidate.swapped:
+            swapped -= 1
+        else:
             room -= candidate.most_blocks
         if candidate.swapped or room >= 0:
             chosen.append(at)
+        elif not swapped:
+            break
     return tuple(chosen)
 
 

@@ -282,7 +282,8 @@ class Simulator:
         if self._policies.preemption == "swap":
             started = [*self._running, *(one for one in waiting if one.swap_bytes)]
             may_start = never_computed_twice(
-                [self._candidate(one, now) for one in waiting],
+                (self._candidate(one, now) for one in waiting),
+                sum(bool(one.swap_bytes) for one in waiting),
                 [self._limits.blocks_for(one.most_tokens) for one in started],
                 self._limits.blocks,
                 self._limits.swap_bytes // self._limits.block_bytes,

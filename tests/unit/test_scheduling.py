@@ -160,10 +160,16 @@ def test_requests_start_only_while_swap_space_could_take_what_all_may_come_to() 
         candidate(1, 1, swapped=False),
     ]
     # The swapped one is among those that are held.
-    assert never_computed_twice(waiting, held=[3, 3], blocks=8, swap_blocks=4) == (0, 1, 2)
-    assert never_computed_twice(waiting, held=[3, 3], blocks=8, swap_blocks=3) == (0, 1)
-    assert never_computed_twice(waiting, held=[3, 3], blocks=6, swap_blocks=2) == (0,)
-    assert never_computed_twice([], held=[], blocks=6, swap_blocks=2) == ()
+    assert never_computed_twice(waiting, 0, held=[3, 3], blocks=8, swap_blocks=4) == (0, 1, 2)
+    assert never_computed_twice(waiting, 0, held=[3, 3], blocks=8, swap_blocks=3) == (0, 1)
+    assert never_computed_twice(waiting, 0, held=[3, 3], blocks=6, swap_blocks=2) == (0,)
+    assert never_computed_twice([], 0, held=[], blocks=6, swap_blocks=2) == ()
+
+
+def test_those_behind_what_may_not_start_are_not_looked_at() -> None:
+    waiting = iter([candidate(-at, 4, swapped=at == 2) for at in range(9)])
+    assert never_computed_twice(waiting, 1, held=[], blocks=4, swap_blocks=2) == (0, 2)
+    assert len(list(waiting)) == 5
 
 
 def test_a_swapped_request_comes_back_past_one_that_may_not_start() -> None:
@@ -172,4 +178,4 @@ def test_a_swapped_request_comes_back_past_one_that_may_not_start() -> None:
         candidate(2, 1, swapped=True),
         candidate(1, 1, swapped=False),
     ]
-    assert never_computed_twice(waiting, held=[3], blocks=6, swap_blocks=2) == (1,)
+    assert never_computed_twice(waiting, 1, held=[3], blocks=6, swap_blocks=2) == (1,)
