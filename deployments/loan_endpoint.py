@@ -62,6 +62,7 @@ class LoanEndpoint:
     async def keep(self) -> None:
         """Take back what nobody uses any more, and look at the rest."""
         async with self._one_at_a_time:
+            await self._call("rest")
             for lent in await self._call("lent_state"):
                 if lent["closed"] != _OPEN or self._missed[lent["name"]] >= _MISSES:
                     await self._take_back(lent["name"])

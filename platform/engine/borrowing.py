@@ -85,7 +85,6 @@ class BorrowingScheduler(AdaptiveScheduler):
         self.broken: Counter[Closed] = Counter()
         """Loans that ended by themselves, by reason."""
         self._sides = borrowed_sides(self.kv_cache_config, self.lending)
-        self._layers = len(self.kv_cache_config.kv_cache_groups[0].layer_names)
         self._costs = SideCosts()
         self._step_began = 0.0
         self._moving: Request | None = None
@@ -532,7 +531,6 @@ class BorrowingScheduler(AdaptiveScheduler):
         now = time.perf_counter()
         step_s = now - self._step_began
         self._costs.saw_step(step_s)
-        local_s = self._context_on(OWN) * self._costs.token_s / self._layers
         for loan in self.loans.values():
             before, loan.seen = loan.seen, loan.ring.stats()
             service_s = (loan.seen.service_ns - before.service_ns) / 1e9
@@ -545,12 +543,11 @@ class BorrowingScheduler(AdaptiveScheduler):
                 loan.use,
                 Observation(
                     tasks=tasks,
-                    wait_s=wait_s / max(1, tasks),
+                    step_s=step_s,
+                    late_s=min(step_s, max(0.0, wait_s - service_s)),
                     # The ring keeps the longest ever. In a step with a stall, what was not
                     # service exceeds the usual by it.
                     worst_wait_s=max(0.0, wait_s - service_s - tasks * loan.usual_delay_s),
-                    service_s=service_s / max(1, tasks),
-                    local_s=local_s,
                     timed_out=False,
                     used_tokens=tokens,
                 ),

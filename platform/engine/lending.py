@@ -19,7 +19,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from loomserve.platform.engine.block_sides import OWN
 from loomserve.platform.engine.borrowing import BorrowingScheduler, WorkerCall
 from loomserve.platform.lending.boundary import Memory, tail
-from loomserve.platform.lending.budget import GuestTime
+from loomserve.platform.lending.budget import IDLE, GuestTime, StepTimes
 from loomserve.platform.lending.geometry import Geometry
 from loomserve.platform.lending.layout import Layout, guest_blocks, lender_blocks
 from loomserve.platform.lending.limits import Observation, Phase, Rules, State, after
@@ -133,6 +133,17 @@ class LendingScheduler(BorrowingScheduler):
         self._pool.offer(lent.blocks)
         lent.ring.close()
 
+    def rest(self, workers: WorkerCall) -> None:
+        """Lend more again while there is nothing to do here.
+
+        To be called about once a second, as an engine without requests does not schedule.
+        """
+        if not self.lent or self.has_unfinished_requests():
+            return
+        self._tasks += 1
+        self._judge(IDLE, time.perf_counter())
+        self._balance(time.monotonic())
+
     def look_for_tasks(self, workers: WorkerCall, polling: str) -> dict[str, Any]:
         """Look for guests' tasks here from now on (``lending.polling``); what was planned."""
         given = {**self.lending.model_dump(), "polling": polling}
@@ -183,18 +194,20 @@ class LendingScheduler(BorrowingScheduler):
                 tasks += lent.seen.polled - before.polled
         self._guest_time.add(now - self._step_began, served_s)
         self._tasks += tasks
-        if now < self._judge_at or (times := self._guest_time.p99()) is None:
-            return
+        if now >= self._judge_at and (times := self._guest_time.p99()) is not None:
+            self._judge(times, now)
+
+    def _judge(self, times: StepTimes, now: float) -> None:
         self._judge_at = now + _JUDGE_EVERY_S
+        before = self._limit.tokens
         held = sum(lent.held for lent in self.lent.values()) * self.block_size
         self._limit = after(
             self._limit,
             Observation(
                 tasks=self._tasks,
-                wait_s=0.0,
+                step_s=0.0,
+                late_s=0.0,
                 worst_wait_s=0.0,
-                service_s=0.0,
-                local_s=0.0,
                 timed_out=False,
                 used_tokens=held,
                 tpot_s=times.disturbed_s,
@@ -203,6 +216,9 @@ class LendingScheduler(BorrowingScheduler):
             now,
         )
         self._tasks = 0
+        if self._limit.tokens < before:
+            # What the guests of before took shall not count against those that are left.
+            self._guest_time = GuestTime()
 
     @property
     def _own_end(self) -> int:

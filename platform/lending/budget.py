@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from itertools import accumulate
 from typing import NamedTuple
 
 _STEPS = 128
-"""Of which the 99th percentile is taken: the slowest but one."""
+_ANSWER = 32
+"""Tokens of a short answer. The time per output token is the mean over an answer, which one slow
+step in it does not make slow."""
 
 
 class StepTimes(NamedTuple):
-    """p99 of recent steps that generated tokens, in seconds: as they were, and without guests."""
+    """Seconds for each output token of recent answers, p99: as they were, and without guests."""
 
     disturbed_s: float
     undisturbed_s: float
+
+
+IDLE = StepTimes(1.0, 1.0)
+"""Of a lender without requests: guests disturb nobody."""
 
 
 class GuestTime:
@@ -34,6 +42,14 @@ class GuestTime:
         """None until there are enough steps to tell."""
         if len(self._steps) < _STEPS // 2:
             return None
-        at = -(-99 * len(self._steps) // 100) - 1
-        disturbed, own = (sorted(column)[at] for column in zip(*self._steps, strict=True))
-        return StepTimes(disturbed, own)
+        disturbed_s, own_s = zip(*self._steps, strict=True)
+        return StepTimes(_slowest_answer(disturbed_s), _slowest_answer(own_s))
+
+
+def _slowest_answer(steps_s: Iterable[float]) -> float:
+    """p99 of the means of consecutive steps, as many as an answer has tokens."""
+    ends = list(accumulate(steps_s, initial=0.0))
+    means = sorted(
+        (end - begin) / _ANSWER for begin, end in zip(ends, ends[_ANSWER:], strict=False)
+    )
+    return means[-(-99 * len(means) // 100) - 1]

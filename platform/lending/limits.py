@@ -9,6 +9,7 @@ which doubles from one stop to the next, it is tried again with few guests.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -40,9 +41,10 @@ class Rules:
         most_tokens: Of guests' context that its memory can hold.
         step_tokens: By which the limit grows, and with which a lender is probed.
         tpot_ratio: The lender's p99 time per output token over its undisturbed one, at most.
-        slowdown: The time of a layer's attention, the wait for the lender included, over what the
-            borrower and the lender compute in it, at most. Below 1 the lender makes layers faster;
-            more memory is worth some slowness, for more requests share a step.
+        slowdown: The borrower's step over what it would take if the lender were never late, at
+            most. More memory is worth some slowness, for more requests share a step; how much,
+            placement weighs for each of them. Few guests are attended to in less time than they
+            wait, so that it is the step that says what a wait costs.
         stall_s: A task that waits so long is stalled. Observed as often, at least, a lender is
             stopped within twice that of its stall's begin: 0.1 s.
         settle_s: Between two decreases, so that the first one can show its effect.
@@ -54,7 +56,7 @@ class Rules:
     most_tokens: int
     step_tokens: int
     tpot_ratio: float = 1.15
-    slowdown: float = 2.0
+    slowdown: float = 1.5
     stall_s: float = 0.05
     settle_s: float = 1.0
     eject_s: float = 0.5
@@ -64,14 +66,13 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Of a period, by the borrower and its lender. Without tasks the first five count for nothing.
+    """Of a period, by the borrower and its lender. Without tasks the first four count for nothing.
 
     Attributes:
         tasks: The lender has served, or has not served yet.
-        wait_s: For the lender after the borrower's own part of a layer, in the mean of the tasks.
-        worst_wait_s: The longest of these, the time that a task has been waiting so far included.
-        service_s: That the lender computed for a task, in the mean.
-        local_s: The borrower's own attention in a layer, in the mean.
+        step_s: Of the borrower's steps.
+        late_s: Of these, waiting for the lender for longer than it computed.
+        worst_wait_s: The longest wait, the time that a task has been waiting so far included.
         timed_out: Whether the borrower gave a task up.
         used_tokens: Of guests' context in the lender's memory.
         tpot_s: p99 of the lender's own time per output token; None if it generated none.
@@ -79,10 +80,9 @@ class Observation:
     """
 
     tasks: int
-    wait_s: float
+    step_s: float
+    late_s: float
     worst_wait_s: float
-    service_s: float
-    local_s: float
     timed_out: bool
     used_tokens: int
     tpot_s: float | None = None
@@ -146,10 +146,10 @@ def pressure(rules: Rules, seen: Observation) -> float | None:
     if seen.tpot_s is not None and seen.undisturbed_tpot_s:
         excess = seen.tpot_s / seen.undisturbed_tpot_s - 1
         strains.append(max(excess, 0.0) / (rules.tpot_ratio - 1))
-    work_s = seen.local_s + seen.service_s
-    if seen.tasks and work_s:
-        excess = (seen.local_s + seen.wait_s) / work_s - 1
-        strains.append(max(excess, 0.0) / (rules.slowdown - 1))
+    if seen.tasks and seen.step_s:
+        in_time_s = seen.step_s - seen.late_s
+        excess = seen.late_s / in_time_s if in_time_s > 0 else math.inf
+        strains.append(excess / (rules.slowdown - 1))
     return max(strains, default=None)
 
 

@@ -130,6 +130,11 @@ def test_a_lender_that_needs_its_memory_gets_it_back_and_nothing_is_lost(
         # By and by from a borrower that leaves in time, else the whole loan.
         taken_back = sum(one["taken_back"] for one in pair.call(pair.cold, "lent_state"))
         assert taken_back or not pair.loans()
+        # Without requests it lends everything again, once it is asked: it does nothing by itself.
+        for _ in range(30):
+            pair.call(pair.cold, "rest")
+        for one in pair.call(pair.cold, "lent_state"):
+            assert one["blocks"] == one["most_blocks"]
 
 
 def test_a_stalled_lender_is_given_up_and_its_requests_are_computed_elsewhere(

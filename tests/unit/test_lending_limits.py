@@ -27,10 +27,9 @@ PERIOD_S = 0.05
 
 HEALTHY = Observation(
     tasks=60,
-    wait_s=10e-6,
+    step_s=40e-3,
+    late_s=1e-3,
     worst_wait_s=2e-3,
-    service_s=200e-6,
-    local_s=200e-6,
     timed_out=False,
     used_tokens=64_000,
     tpot_s=0.0202,
@@ -39,14 +38,13 @@ HEALTHY = Observation(
 STALLED = replace(HEALTHY, worst_wait_s=0.06)
 TIMED_OUT = replace(HEALTHY, timed_out=True)
 OVER_BUDGET = replace(HEALTHY, tpot_s=0.024)
-SLOW = replace(HEALTHY, wait_s=700e-6)
+SLOW = replace(HEALTHY, late_s=16e-3)
 NEAR = replace(HEALTHY, tpot_s=0.0227)
 NOTHING = Observation(
     tasks=0,
-    wait_s=0.0,
+    step_s=0.0,
+    late_s=0.0,
     worst_wait_s=0.0,
-    service_s=0.0,
-    local_s=0.0,
     timed_out=False,
     used_tokens=0,
 )
@@ -58,10 +56,9 @@ PROBING = State(RULES, Phase.PROBING, 4_000, since_s=90.0, changed_s=90.0, backo
 observations = st.builds(
     Observation,
     tasks=st.integers(0, 100),
-    wait_s=st.floats(0, 1e-2),
+    step_s=st.floats(0, 0.1),
+    late_s=st.floats(0, 0.1),
     worst_wait_s=st.sampled_from([0.0, 0.01, 0.05, 1.0]),
-    service_s=st.floats(0, 1e-3),
-    local_s=st.floats(0, 1e-3),
     timed_out=st.sampled_from([False, False, False, True]),
     used_tokens=st.integers(0, 100_000),
     tpot_s=st.none() | st.floats(0.0, 0.05),
@@ -130,13 +127,14 @@ def test_transitions_at_the_hundredth_second(
 @pytest.mark.parametrize(
     ("seen", "strain"),
     [
-        (replace(HEALTHY, wait_s=0.0, tpot_s=0.023), 1.0),
-        (replace(HEALTHY, wait_s=0.0, tpot_s=0.019), 0.0),
-        (replace(HEALTHY, wait_s=600e-6), 1.0),
-        (replace(HEALTHY, wait_s=400e-6), 0.5),
-        (replace(HEALTHY, wait_s=400e-6, tpot_s=0.023), 1.0),
-        (replace(HEALTHY, wait_s=400e-6, tpot_s=None), 0.5),
-        (replace(HEALTHY, wait_s=400e-6, undisturbed_tpot_s=None), 0.5),
+        (replace(HEALTHY, late_s=0.0, tpot_s=0.023), 1.0),
+        (replace(HEALTHY, late_s=0.0, tpot_s=0.019), 0.0),
+        (replace(HEALTHY, step_s=0.06, late_s=0.02), 1.0),
+        (replace(HEALTHY, step_s=0.05, late_s=0.01), 0.5),
+        (replace(HEALTHY, step_s=0.05, late_s=0.01, tpot_s=0.023), 1.0),
+        (replace(HEALTHY, step_s=0.05, late_s=0.01, tpot_s=None), 0.5),
+        (replace(HEALTHY, step_s=0.05, late_s=0.01, undisturbed_tpot_s=None), 0.5),
+        (replace(HEALTHY, late_s=0.04), math.inf),
         (replace(NOTHING, tpot_s=0.023, undisturbed_tpot_s=0.020), 1.0),
         (NOTHING, None),
     ],

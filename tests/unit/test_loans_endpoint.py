@@ -47,6 +47,9 @@ class Cold:
     def end_lending(self, name: str) -> None:
         self.loans.pop(name, None)
 
+    def rest(self) -> None:
+        pass
+
     def lent_state(self) -> list[dict[str, Any]]:
         return list(self.loans.values())
 
