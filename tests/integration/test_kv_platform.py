@@ -136,7 +136,8 @@ def test_tenants_share_no_blocks_and_each_finds_its_own_after_all_was_killed(
 def test_a_store_that_cannot_start_ends_the_start_with_its_own_sentence(tmp_path: Path) -> None:
     port = free_port()
     arena = arena_path(port)
-    arena.parent.mkdir(mode=0o700, parents=True)
+    for folder in (arena.parent.parent, arena.parent):  # a parent's mode is not for mkdir to set
+        folder.mkdir(mode=0o700, exist_ok=True)
     owner = ArenaOwner.create(arena, 64 * 2**20, 8 * 2**20)
     try:
         config = write_config(tmp_path, {"memory": "64MiB"}, {"port": port})
