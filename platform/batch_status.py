@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from loomserve.platform.state import BatchLaneState, BatchState
 from loomserve.platform.status import DEFAULT_URL, Token, Url, carry_out, duration
+from loomserve.platform.tables import display, new_table, stacked
 
 batch = typer.Typer(no_args_is_help=True, help="Batches, of all API keys.")
 
@@ -23,14 +24,14 @@ BatchId = Annotated[str, typer.Argument(help="The batch's id.")]
 def list_batches(url: Url = DEFAULT_URL, token: Token = None) -> None:
     """Show the batches that have not ended."""
     answer = carry_out("GET", url, token, "batches")
-    Console().print(render(BatchLaneState.model_validate_json(answer.content)))
+    display(render(BatchLaneState.model_validate_json(answer.content)))
 
 
 @batch.command()
 def show(batch_id: BatchId, url: Url = DEFAULT_URL, token: Token = None) -> None:
     """Show one batch, ended or not."""
     answer = carry_out("GET", url, token, f"batches/{batch_id}")
-    Console().print(_table([BatchState.model_validate_json(answer.content)]))
+    display(_table([BatchState.model_validate_json(answer.content)]))
 
 
 @batch.command()
@@ -52,17 +53,15 @@ def render(state: BatchLaneState) -> RenderableType:
         for model in state.static_models
         if not model.ready
     ]
-    return Group(_table(state.batches), *static, Text(note, style="dim"))
+    return stacked(_table(state.batches), *static, Text(note, style="dim"))
 
 
 def _table(batches: Iterable[BatchState]) -> Table:
-    table = Table(title="Batches", title_justify="left")
-    # In a narrow terminal, too, one can read which batch to cancel.
-    table.add_column("batch", no_wrap=True)
-    for column in ("key", "status"):
-        table.add_column(column)
-    for column in ("lines", "done", "failed", "in flight", "ready in", "window ends in"):
-        table.add_column(column, justify="right")
+    table = new_table(
+        "batch", "key", "status",
+        numbers=("lines", "done", "failed", "in flight", "ready in", "window ends in"),
+        title="Batches",
+    )  # fmt: skip
     for one in batches:
         ready = "-" if one.eta_s is None else duration(one.eta_s)
         cells = (

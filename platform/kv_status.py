@@ -6,13 +6,13 @@ from typing import Annotated
 
 import httpx
 import typer
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
 from loomserve.platform.errors import LoomserveError
 from loomserve.platform.state import KvModelState, KvState
 from loomserve.platform.status import DEFAULT_URL, TIMEOUT_S, Token, Url, ask
+from loomserve.platform.tables import display, new_table, stacked
 
 kv = typer.Typer(invoke_without_command=True, help="The store of KV blocks.")
 
@@ -26,7 +26,7 @@ def show(context: typer.Context, url: Url = DEFAULT_URL, token: Token = None) ->
     """Show what the store holds."""
     if context.invoked_subcommand is None:
         state = KvState.model_validate_json(_admin("GET", url, token, "kv").content)
-        Console().print(render(state))
+        display(render(state))
 
 
 @kv.command()
@@ -42,9 +42,7 @@ def flush(
 
 def render(state: KvState) -> RenderableType:
     """The store as tables: its tiers, then its models."""
-    tiers = Table("tier", title="KV store", title_justify="left")
-    for column in ("used MiB", "of MiB", "%"):
-        tiers.add_column(column, justify="right")
+    tiers = new_table("tier", numbers=("used MiB", "of MiB", "%"), title="KV store")
     for name, used, capacity in (
         ("memory", state.used_bytes, state.capacity_bytes),
         ("ssd", state.ssd_used_bytes, state.ssd_capacity_bytes),
@@ -52,13 +50,12 @@ def render(state: KvState) -> RenderableType:
         if capacity:
             share = f"{100 * used / capacity:.1f}"
             tiers.add_row(name, _mebibytes(used), _mebibytes(capacity), share)
-    models = Table("model", title="Blocks by model", title_justify="left")
-    for column in ("in memory", "MiB", "on SSD", "MiB", "hits", "misses", "hit %", "evicted"):
-        models.add_column(column, justify="right")
+    figures = ("in memory", "MiB", "on SSD", "MiB", "hits", "misses", "hit %", "evicted")
+    models = new_table("model", numbers=figures, title="Blocks by model")
     for model in state.models:
         models.add_row(Text(model.model), *_figures(model))
     note = f"{state.leases} leases, {state.writers} writers, {state.corrupt_blocks} corrupt blocks"
-    return Group(tiers, models, Text(note, style="dim"))
+    return stacked(tiers, models, Text(note, style="dim"))
 
 
 def _figures(model: KvModelState) -> list[str]:

@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from typing import Annotated
 
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from loomserve.platform.state import LendingModelState, LendingState, SplitState
 from loomserve.platform.status import DEFAULT_URL, Token, Url, carry_out, loan_table
+from loomserve.platform.tables import display, new_table, stacked
 
 lending = typer.Typer(invoke_without_command=True, help="Loans of KV memory and attention.")
 
@@ -24,7 +25,7 @@ def show(context: typer.Context, url: Url = DEFAULT_URL, token: Token = None) ->
     """Show pairs, loans and budgets."""
     if context.invoked_subcommand is None:
         state = LendingState.model_validate_json(carry_out("GET", url, token, "lending").content)
-        Console().print(render(state))
+        display(render(state))
 
 
 @lending.command()
@@ -54,17 +55,16 @@ def drain(
 
 def render(state: LendingState) -> RenderableType:
     """The state as tables: models with their budgets, pairs, loans."""
-    models = Table("model", title="Lending and borrowing", title_justify="left")
-    for column in ("lends MiB", "borrows MiB", "TPOT budget"):
-        models.add_column(column, justify="right")
+    figures = ("lends MiB", "borrows MiB", "TPOT budget")
+    models = new_table("model", numbers=figures, title="Lending and borrowing")
     for model in state.models:
         models.add_row(Text(model.model), *_budgets(model))
-    pairs = Table("borrower", "lender", "", title="Pairs", title_justify="left")
+    pairs = new_table("borrower", "lender", "", title="Pairs", whole=2)
     for pair in state.pairs:
         limits = (f"at most {size >> 20} MiB on {at}" for at, size in pair.limits.items())
         said = ", ".join(filter(None, (*limits, pair.problem))) if pair.enabled else "switched off"
         pairs.add_row(*map(Text, (pair.borrower, pair.lender, said)))
-    return Group(models, pairs, loan_table(state.loans), _lent(state))
+    return stacked(models, pairs, loan_table(state.loans), _lent(state))
 
 
 def _budgets(model: LendingModelState) -> Iterable[str]:
@@ -73,12 +73,10 @@ def _budgets(model: LendingModelState) -> Iterable[str]:
 
 
 def _lent(state: LendingState) -> Table:
-    table = Table("loan", "lender", "borrower", title="Lent memory", title_justify="left")
-    table.add_column("blocks", justify="right")
-    table.add_column("at most", justify="right")
-    table.add_column("taken back", justify="right")
-    table.add_column("wait µs", justify="right")
-    table.add_column("service µs", justify="right")
+    table = new_table(
+        "loan", "lender", "borrower",
+        numbers=("blocks", "at most", "taken back", "wait µs", "service µs"), title="Lent memory",
+    )  # fmt: skip
     table.add_column("operators cut into (predicted wait µs, before)")
     for lent in state.lent:
         blocks = (lent.blocks, lent.most_blocks, lent.taken_back_blocks)

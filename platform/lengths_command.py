@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
 from loomserve.platform import catalog
 from loomserve.platform.errors import ConfigError
 from loomserve.platform.lengths.samples import read_all
+from loomserve.platform.tables import display, new_table
 
 if TYPE_CHECKING:
     from loomserve.platform.lengths.embedding import TokenEmbeddings
@@ -86,7 +86,7 @@ def evaluate(
 
     scores = evaluation.evaluate(samples, known)
     for table in tables(scores):
-        _console.print(table)
+        display(table)
     if save is not None:
         try:
             save.write_text(json.dumps([asdict(score) for score in scores], indent=1) + "\n")
@@ -99,9 +99,8 @@ def tables(scores: Sequence[Score]) -> Iterator[Table]:
     for task in sorted({score.task for score in scores}):
         of_task = [score for score in scores if score.task == task]
         title = f"{task}: {of_task[0].requests} requests; shares in percent"
-        table = Table("predictor", title=title, title_justify="left", box=SIMPLE)
-        for column in ("bucket", "±1", "MAE", "r", "in 90", "width", "ms"):
-            table.add_column(column, justify="right")
+        figures = ("bucket", "±1", "MAE", "r", "in 90", "width", "ms")
+        table = new_table("predictor", numbers=figures, title=title)
         for score in of_task:
             table.add_row(
                 score.predictor,

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from loomserve.platform import config as configuration
 from loomserve.platform.config import Model
@@ -17,6 +16,7 @@ from loomserve.platform.placement import device_profile, explanation, planner
 from loomserve.platform.placement.configured import profile_path, wanted_of
 from loomserve.platform.placement.helr import MODES, Mode
 from loomserve.platform.placement.planner import Planned, Wanted
+from loomserve.platform.tables import display, new_table
 
 _console = Console(highlight=False, soft_wrap=True)
 
@@ -89,17 +89,17 @@ def _print(planned: Planned) -> None:
     if planned.placement is None:
         _console.print(f"{name}: {explanation.why_not(planned)}", markup=False)
         return
-    table = Table(
+    table = new_table(
         "stage", "device", "layers", "memory", "busy a step", "",
-        title=f"{name} ({planned.placement.mode})", title_justify="left",
+        title=f"{name} ({planned.placement.mode})", whole=2,
     )  # fmt: skip
     for row in explanation.rows(planned):
         table.add_row(*row)
-    _console.print(table)
+    display(table)
     for line in explanation.summary(planned):
         _console.print(line, markup=False)
-    others = Table("instead", "layers", "step every", "latency", "", title="Why not others",
-                   title_justify="left")  # fmt: skip
+    figures = ("instead", "layers", "step every", "latency", "")
+    others = new_table(*figures, title="Why not others")
     for other in explanation.alternatives(planned):
         others.add_row(*explanation.other_row(planned, other))
-    _console.print(others)
+    display(others)

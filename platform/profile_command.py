@@ -22,6 +22,7 @@ from loomserve.platform.costs.profile import Transfer, save
 from loomserve.platform.errors import ConfigError
 from loomserve.platform.placement import device_profile
 from loomserve.platform.placement.device_profile import DeviceProfile
+from loomserve.platform.tables import display, new_table
 
 if TYPE_CHECKING:
     from loomserve.platform.engine.profiler import Findings
@@ -78,7 +79,7 @@ def profile_model(
         block_size=block_size,
         enforce_eager=not compile_model,
     )
-    _console.print(table(findings))
+    display(table(findings))
     for line in summary(findings):
         _say(line)
     _say(f"written to {save(findings.profile)}")
@@ -112,15 +113,17 @@ def profile_devices(
     from loomserve.platform.engine import device_speed
 
     found = device_speed.profile_devices(checked.devices, models, batch or [1, 8, 16], _say)
-    _console.print(device_table(found))
+    display(device_table(found))
     target = out or device_profile.default_path()
     device_profile.save(found, target)
     _say(f"written to {target}; loomserve plan {path} divides models by it")
 
 
 def device_table(found: DeviceProfile) -> Table:
-    shown = Table("device", "place", "memory", "reads", "computes", "model", "a layer",
-                  "the ends", title="Devices", title_justify="left")  # fmt: skip
+    shown = new_table(
+        "device", "place", "memory", "reads", "computes", "model", "a layer", "the ends",
+        title="Devices",
+    )  # fmt: skip
     for device in found.devices:
         speed = (
             device.name,
@@ -163,11 +166,8 @@ def parse_device(text: str) -> Device:
 def table(findings: Findings) -> Table:
     """The error of every regressor and degree, in percent."""
     degrees = sorted({score.degree for score in findings.scores})
-    shown = Table(
-        "regressor", title="Error (MAPE, %) by degree of polynomial", title_justify="left"
-    )
-    for degree in degrees:
-        shown.add_column(str(degree), justify="right")
+    title = "Error (MAPE, %) by degree of polynomial"
+    shown = new_table("regressor", numbers=tuple(map(str, degrees)), title=title)
     for name in dict.fromkeys(score.regressor for score in findings.scores):
         errors = {s.degree: s.mape for s in findings.scores if s.regressor == name}
         shown.add_row(name, *(f"{100 * errors[degree]:.2f}" for degree in degrees))

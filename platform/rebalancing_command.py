@@ -7,8 +7,7 @@ from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
+from rich.console import RenderableType
 from rich.text import Text
 
 from loomserve.platform.rebalancing.actions import (
@@ -23,6 +22,7 @@ from loomserve.platform.rebalancing.reports import Events, MadePlan, PlanList, R
 from loomserve.platform.rebalancing.snapshot import Part
 from loomserve.platform.roles import Role
 from loomserve.platform.status import DEFAULT_URL, Token, Url, carry_out
+from loomserve.platform.tables import display, new_table, stacked
 
 plans = typer.Typer(invoke_without_command=True, help="What moves between devices.")
 
@@ -46,7 +46,7 @@ def show_all(context: typer.Context, url: Url = DEFAULT_URL, token: Token = None
         shown = render(
             RebalancingState.model_validate_json(state), PlanList.model_validate_json(latest)
         )
-        Console().print(shown)
+        display(shown)
 
 
 @plans.command()
@@ -108,7 +108,7 @@ def remove(
 def show(plan: PlanId, url: Url = DEFAULT_URL, token: Token = None) -> None:
     """Show a plan, step by step."""
     content = carry_out("GET", url, token, f"plans/{plan}").content
-    Console().print(render_plan(Plan.model_validate_json(content)))
+    display(render_plan(Plan.model_validate_json(content)))
 
 
 @plans.command()
@@ -158,13 +158,13 @@ def events(
 ) -> None:
     """Show what was done, the newest first."""
     content = carry_out("GET", url, token, f"rebalancing/events?limit={limit}").content
-    table = Table("when", "what", "plan", "action", "before", "after", "")
+    table = new_table("when", "what", "plan", "action", "before", "after", "")
     for event in Events.model_validate_json(content).events:
         action = said(event.action) if event.action else ""
         loads = (_loads(event.loads_before), _loads(event.loads_after))
         cells = (_when(event.at), event.kind, event.plan or "", action, *loads, event.message)
         table.add_row(*map(Text, cells))
-    Console().print(table)
+    display(table)
 
 
 def _make_of(action: Action, force: bool, url: str, token: str | None) -> None:
@@ -173,7 +173,7 @@ def _make_of(action: Action, force: bool, url: str, token: str | None) -> None:
 
 def _make(url: str, token: str | None, wish: dict[str, Any]) -> None:
     made = MadePlan.model_validate_json(carry_out("POST", url, token, "plans", wish).content)
-    Console().print(render_made(made))
+    display(render_made(made))
 
 
 def render(state: RebalancingState, latest: PlanList) -> RenderableType:
@@ -182,16 +182,15 @@ def render(state: RebalancingState, latest: PlanList) -> RenderableType:
     title = Text(f"Rebalancing is {state.mode}{paused}")
     if state.problem is not None:
         title.append(f"; it does not act: {state.problem}", style="red")
-    devices = Table("device", title="Devices", title_justify="left")
-    for column in ("compute", "memory", "together"):
-        devices.add_column(column, justify="right")
+    devices = new_table("device", numbers=("compute", "memory", "together"), title="Devices")
     devices.add_column("")
     for load in state.devices:
         shares = (f"{each:.2f}" for each in (load.compute, load.memory, load.utilisation))
         devices.add_row(Text(load.device), *shares, Text(load.level))
-    table = Table("plan", "made", "by", "status", "actions", title="Plans", title_justify="left")
-    for column in ("gain", "really", "cost s", "pause ms"):
-        table.add_column(column, justify="right")
+    table = new_table(
+        "plan", "made", "by", "status", "actions",
+        numbers=("gain", "really", "cost s", "pause ms"), title="Plans",
+    )  # fmt: skip
     for plan in latest.plans:
         real = "-" if plan.real_gain is None else f"{plan.real_gain:.2f}"
         predicted = plan.predicted
@@ -203,16 +202,15 @@ def render(state: RebalancingState, latest: PlanList) -> RenderableType:
             f"{1000 * predicted.pause_s:.1f}",
         )
     missing = [Text(f"missing: {flaw.part} ({flaw.why})") for flaw in state.flaws]
-    return Group(title, devices, *missing, table)
+    return stacked(title, devices, *missing, table)
 
 
 def render_plan(plan: Plan) -> RenderableType:
     """Its steps, predicted and real, and the loads before and after."""
     forced = ", forced" if plan.forced else ""
     title = f"{plan.id} of {_when(plan.created)} by the {plan.origin}{forced}: {plan.status}"
-    table = Table("action", "status", title=title, title_justify="left")
-    for column in ("gain", "really", "s", "really", "pause ms", "moved MiB"):
-        table.add_column(column, justify="right")
+    figures = ("gain", "really", "s", "really", "pause ms", "moved MiB")
+    table = new_table("action", "status", numbers=figures, title=title, whole=0)
     table.add_column("")
     for step in plan.steps:
         real = step.real
@@ -236,13 +234,13 @@ def render_made(made: MadePlan) -> RenderableType:
     ]
     parts += [Text(f"missing: {flaw.part} ({flaw.why})") for flaw in made.flaws]
     if made.rejected:
-        table = Table("not chosen", "reason", "", title_justify="left")
+        table = new_table("not chosen", "reason", "", whole=0)
         for each in made.rejected:
             table.add_row(*map(Text, (said(each.action), each.reason, each.detail)))
         parts.append(table)
     if made.plan is not None:
         parts.append(Text(f"loomserve admin plans apply {made.plan.id} carries it out"))
-    return Group(*parts)
+    return stacked(*parts)
 
 
 def said(action: Action) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 import httpx
 import typer
 from pydantic import ValidationError
-from rich.console import Console, Group, RenderableType
+from rich.console import RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +26,7 @@ from loomserve.platform.state import (
     SchedulingState,
     State,
 )
+from loomserve.platform.tables import display, new_table, stacked
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 10.0
@@ -72,7 +73,7 @@ def status(
                     for state in _states(client, url, token, watch):
                         live.update(render(state), refresh=True)
             else:
-                Console().print(render(fetch(client, url, token)))
+                display(render(fetch(client, url, token)))
     except StatusError as error:
         typer.echo(str(error), err=True)
         raise typer.Exit(1) from None
@@ -162,8 +163,9 @@ def carry_out(
 def render(state: State) -> RenderableType:
     """The state as tables: models with a line a replica, scheduling, loans, devices, versions."""
     versions = state.versions
-    return Group(
+    return stacked(
         _models(state.models),
+        *_messages(state.models),
         *_scheduling(state.models),
         *_loans(state.models),
         _devices(state),
@@ -183,29 +185,30 @@ def _states(client: httpx.Client, url: str, token: str | None, watch: bool) -> I
 
 
 def _models(models: tuple[ModelState, ...]) -> Table:
-    table = Table(title="Models", title_justify="left", caption_justify="left")
-    for column in ("model", "status", "router", "replicas", "device"):
-        table.add_column(column)
-    for column in ("running", "waiting", "KV %", "step ms", "in flight"):
-        table.add_column(column, justify="right")
+    table = new_table(
+        "model", "status", "device",
+        numbers=("running", "waiting", "KV %", "step ms", "in flight"), title="Models", whole=2,
+    )  # fmt: skip
     for model in models:
         serving = sum(not replica.draining for replica in model.replicas)
         lead = [
             Text(model.name),
-            Text(model.status, style=_STYLES[model.status]),
-            Text(model.router),
-            Text(f"{serving}/{model.target_replicas}"),
+            Text(f"{model.status} {serving}/{model.target_replicas}", _STYLES[model.status]),
         ]
         rows = [_replica(replica) for replica in model.replicas] or [[]]
         table.add_row(*lead, *rows[0])
         for row in rows[1:]:
             table.add_row(*[""] * len(lead), *row)
-        if model.message:
-            table.add_row("", Text(model.message, style=_STYLES[model.status]))
         table.add_section()
     if not models:
         table.caption = "No model is loaded."
     return table
+
+
+def _messages(models: tuple[ModelState, ...]) -> Iterator[Text]:
+    for model in models:
+        if model.message:
+            yield Text(f"{model.name}: {model.message}", _STYLES[model.status])
 
 
 def _replica(replica: ReplicaState) -> list[Text]:
@@ -235,11 +238,10 @@ def _waiting(load: ReplicaLoad) -> str:
 
 def _scheduling(models: tuple[ModelState, ...]) -> list[Table]:
     """A line for each engine that schedules for itself; no table if none does."""
-    table = Table(title="Scheduling", title_justify="left")
-    for column in ("model", "device", "queue", "preemption"):
-        table.add_column(column)
-    for column in ("turnaround", "swapped", "recomputed", "swap MiB", "of MiB"):
-        table.add_column(column, justify="right")
+    table = new_table(
+        "model", "device", "queue", "preempt",
+        numbers=("turnaround", "swapped", "recomputed", "swap MiB"), title="Scheduling",
+    )  # fmt: skip
     for model in models:
         for replica in model.replicas:
             load = replica.load
@@ -256,8 +258,7 @@ def _schedule(scheduling: SchedulingState, turnaround: float | None) -> list[str
         "-" if turnaround is None else f"{turnaround:.2f}",
         str(scheduling.swapped_out),
         str(scheduling.recomputed),
-        f"{scheduling.swap_used_bytes / 2**20:.0f}",
-        f"{scheduling.swap_capacity_bytes / 2**20:.0f}",
+        f"{scheduling.swap_used_bytes / 2**20:.0f}/{scheduling.swap_capacity_bytes / 2**20:.0f}",
     ]
 
 
@@ -274,29 +275,27 @@ def _loans(models: tuple[ModelState, ...]) -> list[Table]:
 
 def loan_table(loans: Iterable[LoanState]) -> Table:
     """A line for each loan, as its borrower sees it."""
-    table = Table(title="Loans", title_justify="left")
-    # In a narrow terminal, too, one can read which loan to drain.
-    table.add_column("loan", no_wrap=True)
-    for column in ("borrower", "lender"):
-        table.add_column(column)
-    for column in ("requests", "blocks", "of", "wait µs", "longest", "wait %", "service %"):
-        table.add_column(column, justify="right")
+    table = new_table(
+        "loan", "borrower", "lender",
+        numbers=("requests", "blocks", "wait µs", "longest", "wait %", "service %"), title="Loans",
+    )  # fmt: skip
+    table.add_column("", overflow="fold")
     for loan in loans:
         used = loan.usable_blocks - loan.free_blocks
         notes = [] if loan.phase == "open" else [loan.phase]
         notes += ["draining"] if loan.draining else []
         notes += [_part(loan.part)] if loan.part is not None else []
         cells = (
-            f"{loan.name} ({', '.join(notes)})" if notes else loan.name,
+            loan.name,
             loan.borrower,
             loan.lender,
             str(loan.requests),
-            str(used),
-            str(loan.usable_blocks),
+            f"{used}/{loan.usable_blocks}",
             f"{loan.wait_mean_us:.0f}",
             f"{loan.wait_max_us:.0f}",
             f"{100 * loan.wait_share:.1f}",
             f"{100 * loan.service_share:.1f}",
+            ", ".join(notes),
         )
         table.add_row(*map(Text, cells))
     return table
@@ -310,7 +309,7 @@ def _part(part: PartState) -> str:
 
 
 def _devices(state: State) -> Table:
-    table = Table("device", "kind", "place", "models", title="Devices", title_justify="left")
+    table = new_table("device", "kind", "place", "models", title="Devices")
     for device in state.devices:
         cells = (device.name, device.kind, device.place, ", ".join(device.models) or "-")
         table.add_row(*map(Text, cells))

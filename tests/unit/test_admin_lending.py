@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
-from rich.console import Console
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
 from loomserve.deployments.fleet import Fleet
 from loomserve.deployments.front_door import exception_handlers
-from loomserve.deployments.http_server import listen
 from loomserve.deployments.lending_admin import build_lending_router
 from loomserve.platform.errors import RequestError
 from loomserve.platform.lending_status import lending, render
 from loomserve.platform.state import LendingState
 from loomserve.platform.status import AdminError
+from tests.unit.served import served
+from tests.unit.shown_tables import printed, rows
 from tests.unit.test_fleet import COLD, borrowing, lending_fleet, loan, report
 
 
@@ -62,13 +60,8 @@ def client(app: FastAPI) -> TestClient:
 def url(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of the API behind a real port, for the command."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    sock = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
-    thread = threading.Thread(target=server.run, args=([sock],))
-    thread.start()
-    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+    with served(app) as url:
+        yield url
 
 
 def command(url: str, *words: str) -> tuple[object, str]:
@@ -121,14 +114,11 @@ def test_a_loan_is_drained_by_its_name(client: TestClient, fleet: Fleet) -> None
 def test_the_tables_show_loans_pairs_and_budgets(client: TestClient) -> None:
     client.put("/lending/pairs/org/hot/org/cold", json={"enabled": False})
     state = LendingState.model_validate(client.get("/lending").json())
-    console = Console(width=140)
-    with console.capture() as capture:
-        console.print(render(state))
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in capture.get().splitlines()]
-    assert ["org/hot", "-", "1024", "-"] in rows
-    assert ["org/cold", "1", "-", "1.15 x"] in rows
-    assert ["org/hot", "org/cold", "switched off"] in rows
-    assert ["loan-1", "org/hot", "org/cold", "1", "3", "4", "1", "1", "10.0", "10.0"] in rows
+    shown = rows(printed(render(state)))
+    assert ["org/hot", "-", "1024", "-"] in shown
+    assert ["org/cold", "1", "-", "1.15 x"] in shown
+    assert ["org/hot", "org/cold", "switched off"] in shown
+    assert ["loan-1", "org/hot", "org/cold", "1", "3/4", "1", "1", "10.0", "10.0"] in shown
 
 
 def test_the_command_shows_switches_and_drains(url: str, fleet: Fleet) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 
-from rich.console import Console
-
 from loomserve.platform.batch_status import render
 from loomserve.platform.state import BatchLaneState, BatchState, StaticModelState
+from tests.unit.shown_tables import printed
 
 
 def test_a_row_says_whose_batch_it_is_how_far_and_when_it_is_ready() -> None:
@@ -32,10 +31,7 @@ def test_a_row_says_whose_batch_it_is_how_far_and_when_it_is_ready() -> None:
         failed_lines=3,
         retries=2,
     )
-    console = Console(width=160, record=True, file=None)
-    with console.capture() as shown:
-        console.print(render(state))
-    text = shown.get()
+    text = printed(render(state))
     for expected in (batch.id, "nightly", "100", "40", "1 min 30 s (late)", "2 h 1 min"):
         assert expected in text
     assert "1 in_progress, 12 completed;" in text
@@ -58,10 +54,7 @@ def test_a_model_for_batches_only_that_is_not_ready_says_why() -> None:
             model("old", "it was killed"),
         ),
     )
-    console = Console(width=160)
-    with console.capture() as shown:
-        console.print(render(state))
-    text = shown.get()
+    text = printed(render(state))
     assert "fine" not in text
     assert "model new is not ready: it is being loaded" in text
     assert "model old is not ready: it was killed" in text

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from rich.console import Console
 from starlette.testclient import TestClient
 from starlette.types import Receive
 
@@ -24,6 +23,7 @@ from loomserve.kvstore.protocol import Commit, Done, Found, Lookup, Reserve, Res
 from loomserve.platform.config import parse
 from loomserve.platform.kv_status import render
 from loomserve.platform.state import KvState
+from tests.unit.shown_tables import printed, rows
 
 NAMESPACE = bytes(range(16))
 CHAIN = bytes(range(64))  # four blocks
@@ -172,13 +172,9 @@ def test_the_table_shows_the_tiers_that_are_there_and_every_model(
 ) -> None:
     write(plan, "chat")
     state = KvState.model_validate(api(engine, plan.address).get("/kv").json())
-    console = Console(width=120)
-    with console.capture() as capture:
-        console.print(render(state))
-    rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in
-            capture.get().splitlines()]  # fmt: skip
-    assert [row[0] for row in rows if row] == ["memory", "chat"]
-    (chat,) = [row for row in rows if row and row[0] == "chat"]
+    shown = rows(printed(render(state)))
+    assert [row[0] for row in shown if row[0] in {"memory", "ssd", "chat"}] == ["memory", "chat"]
+    (chat,) = [row for row in shown if row[0] == "chat"]
     assert (chat[1], chat[5], chat[6], chat[7]) == ("4", "4", "1", "80.0")
 
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from starlette.testclient import TestClient
@@ -18,7 +16,6 @@ from typer.testing import CliRunner
 
 from loomserve.deployments.fleet import Fleet
 from loomserve.deployments.front_door import exception_handlers
-from loomserve.deployments.http_server import listen
 from loomserve.deployments.plans_admin import build_plans_router
 from loomserve.deployments.rebalancing import RebalancingPart
 from loomserve.platform.config import Config
@@ -29,6 +26,7 @@ from loomserve.platform.rebalancing_command import plans
 from loomserve.platform.roles import Role
 from loomserve.platform.status import AdminError
 from tests.unit import test_measured_snapshot as made_up
+from tests.unit.served import served
 from tests.unit.test_fleet import COLD, DEVICES, HOT, borrowing, loan, report
 
 
@@ -98,14 +96,8 @@ def client(app: FastAPI) -> Iterator[TestClient]:
 def url(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Of the API behind a real port, for the command."""
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("COLUMNS", "250")
-    sock = listen("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
-    thread = threading.Thread(target=server.run, args=([sock],))
-    thread.start()
-    yield f"http://127.0.0.1:{sock.getsockname()[1]}"
-    server.should_exit = True
-    thread.join()
+    with served(app) as url:
+        yield url
 
 
 def move(amount: int = made_up.MIB, **changes: object) -> dict[str, object]:

@@ -12,7 +12,6 @@ import pytest
 import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 from typer.testing import CliRunner
 
 from loomserve.platform.roles import Role
@@ -30,6 +29,8 @@ from loomserve.platform.state import (
     Versions,
 )
 from loomserve.platform.status import loan_table, render, status
+from loomserve.platform.tables import display
+from tests.unit import shown_tables
 
 LOAD = ReplicaLoad(
     running=7, waiting=3, kv_cache_usage=0.4567, step_time_s=0.01234, measured_at=1.7e9
@@ -97,24 +98,21 @@ def run(*arguments: str, token: str | None = None) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def printed(state: State) -> str:
-    console = Console(width=160)
-    with console.capture() as capture:
-        console.print(render(state))
-    return capture.get()
+def printed(state: State, width: int = 160) -> str:
+    return shown_tables.printed(render(state), width)
 
 
 def row(text: str, *cells: str) -> bool:
     """Whether the text has a table row with these cells next to each other."""
-    rows = [[cell.strip() for cell in line.split("│")] for line in text.splitlines()]
+    rows = shown_tables.rows(text)
     return any(list(cells) == one[i : i + len(cells)] for one in rows for i in range(len(one)))
 
 
 def test_a_model_shows_its_status_and_a_line_a_replica() -> None:
     text = printed(STATE)
     load = ("7", "3", "45.7", "12.3", "11")
-    assert row(text, "chat", "ready", "load_aware", "1/2", "core0", *load)
-    assert row(text, "", "", "", "", "core1 (draining)", *load)
+    assert row(text, "chat", "ready 1/2", "core0", *load)
+    assert row(text, "core1 (draining)", *load)
 
 
 def test_a_request_that_waits_for_long_shows_its_age() -> None:
@@ -138,7 +136,7 @@ def test_engines_that_schedule_for_themselves_have_a_table(
     replica = REPLICA.model_copy(update={"load": LOAD.model_copy(update=change)})
     model = MODEL.model_copy(update={"replicas": (REPLICA, replica)})
     text = printed(STATE.model_copy(update={"models": (model,)}))
-    assert row(text, "chat", "core0", "fair", "adaptive", shown, "5", "3", "2", "64")
+    assert row(text, "chat", "core0", "fair", "adaptive", shown, "5", "3", "2/64")
     assert "Scheduling" not in printed(STATE)
 
 
@@ -155,8 +153,8 @@ def test_loans_show_where_there_are_any() -> None:
     replica = REPLICA.model_copy(update={"borrowing": borrowing})
     model = MODEL.model_copy(update={"replicas": (REPLICA, replica)})
     text = printed(STATE.model_copy(update={"models": (model,)}))
-    figures = ("3", "30", "40", "12", "900", "3.4", "20.0")
-    assert row(text, "loan-1 (stopped, draining)", "chat", "cold", *figures)
+    figures = ("3", "30/40", "12", "900", "3.4", "20.0")
+    assert row(text, "loan-1", "chat", "cold", *figures, "stopped, draining")
     assert "Loans" not in printed(STATE)
 
 
@@ -172,9 +170,7 @@ def test_a_part_that_is_with_a_lender_is_named(part: dict[str, Any], shown: str)
         requests=0, tasks=600, wait_mean_us=12.4, wait_max_us=900, wait_share=0.034,
         service_share=0.2, part=away,
     )  # fmt: skip
-    console = Console(width=200, record=True)
-    console.print(loan_table([loan]))
-    assert f"loan-1 ({shown})" in console.export_text()
+    assert row(shown_tables.printed(loan_table([loan])), "20.0", shown)
 
 
 def test_a_role_shows_beside_the_device() -> None:
@@ -182,8 +178,8 @@ def test_a_role_shows_beside_the_device() -> None:
     both = (decode, decode.model_copy(update={"role": Role.PREFILL, "draining": True}))
     model = MODEL.model_copy(update={"replicas": both})
     text = printed(STATE.model_copy(update={"models": (model,)}))
-    assert row(text, "1/2", "core0 (decode)")
-    assert row(text, "", "core0 (prefill, draining)")
+    assert row(text, "ready 1/2", "core0 (decode)")
+    assert row(text, "core0 (prefill, draining)")
 
 
 def test_devices_versions_and_uptime_are_shown() -> None:
@@ -202,8 +198,25 @@ def test_a_replica_without_a_report_shows_dashes() -> None:
 def test_a_model_that_is_not_ready_says_why_letter_for_letter(model_status: ModelStatus) -> None:
     change = {"status": model_status, "message": "no [core] left", "replicas": ()}
     text = printed(STATE.model_copy(update={"models": (MODEL.model_copy(update=change),)}))
-    assert row(text, "chat", model_status.value, "load_aware", "0/2")
+    assert row(text, "chat", f"{model_status} 0/2")
     assert "no [core] left" in text
+
+
+def test_names_and_states_are_whole_in_80_columns() -> None:
+    models = tuple(
+        MODEL.model_copy(update={"name": name, "status": ModelStatus.DEGRADED})
+        for name in ("smollm2-135m", "smollm2-135m-8k")
+    )
+    text = printed(STATE.model_copy(update={"models": models}), width=80)
+    for model in models:
+        assert row(text, model.name, "degraded 1/2", "core0", "7", "3", "45.7", "12.3", "11")
+    assert "…" not in text
+
+
+def test_a_row_is_a_line_in_a_pipe(capsys: pytest.CaptureFixture[str]) -> None:
+    model = MODEL.model_copy(update={"message": "the engine ended: " + "why " * 40})
+    display(render(STATE.model_copy(update={"models": (model,)})))
+    assert row(capsys.readouterr().out, f"chat: {model.message}".strip())
 
 
 def test_a_platform_without_models_says_so() -> None:
