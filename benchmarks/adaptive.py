@@ -179,17 +179,15 @@ class Lengths:
     def drawn(self, count: int, max_output: int, seed: str) -> list[Length]:
         """So many, in random order; a prompt and its longest answer fit the engine.
 
-        Predicted are answers of at most so many tokens.
-
-        Raises:
-            ValueError: the data has fewer.
+        Predicted are answers of at most so many tokens. Rows repeat where the data has fewer.
         """
         source = random.Random(f"{self._set}/{seed}")
-        lengths = (
-            [self._like(source) for _ in range(count)]
-            if self._rows is None
-            else [row.length(max_output) for row in source.sample(self._rows, count)]
-        )
+        if self._rows is None:
+            lengths = [self._like(source) for _ in range(count)]
+        else:
+            times = [math.ceil(count / len(self._rows))] * len(self._rows)
+            drawn = source.sample(self._rows, count, counts=times)
+            lengths = [row.length(max_output) for row in drawn]
         if self._error is None:
             return lengths
         return [self._guessed(length, self._error, source) for length in lengths]
