@@ -119,9 +119,9 @@ def test_the_command_shows_the_store_and_empties_it(platform: Platform) -> None:
     wait_for(lambda: blocks(platform) > 0, 5)
     before = platform.metric("loomserve_kv_used_bytes", tier="memory")
     table = command(platform, "kv")
+    rows = {cells[0]: cells for line in table.splitlines() if (cells := line.split())}
     for model in kv(platform)["models"]:
-        row = next(line for line in table.splitlines() if f" {model['model']} " in line)
-        assert f" {model['blocks_in_memory']} " in row
+        assert str(model["blocks_in_memory"]) in rows[model["model"]]
     assert "blocks forgotten" in command(platform, "kv", "flush")
     assert blocks(platform) == 0
     assert platform.metric("loomserve_kv_used_bytes", tier="memory") < before
