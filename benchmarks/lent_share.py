@@ -94,7 +94,7 @@ def plot(figures: Mapping[str, Any], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rate", type=float, default=0.35)
-    parser.add_argument("--requests", type=int, default=16, help="of the hot model, a run")
+    parser.add_argument("--requests", type=int, default=24, help="of the hot model, a run")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--blocks", type=int, default=96, help="of the hot engine's own")
     parser.add_argument("--places", type=int, default=32, help="requests in a step at most")
