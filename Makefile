@@ -23,9 +23,10 @@ test: install ## run the tests, but for those that take minutes each
 test-all: install ## run all tests, some 55 minutes on two cores
 	@$(PYTHON) -m pytest
 
-lint: install ## check style
+lint: install ## check style, and which package imports which
 	@$(PYTHON) -m ruff check .
 	@$(PYTHON) -m ruff format --check .
+	@PYTHONPATH=scripts/typing .venv/bin/lint-imports --no-logo --cache-dir .mypy_cache/imports
 
 typecheck: install ## check types
 	@$(PYTHON) -m mypy

@@ -54,18 +54,18 @@ from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, offline_engine
 from benchmarks.pipeline import put_link
 from benchmarks.report import Spread, machine, publish
 from benchmarks.workload import Likeness
-from loomserve.kvstore.actor import StorePlan, open_store
-from loomserve.kvstore.client import StoreClient
-from loomserve.kvstore.protocol import Done, Flush
-from loomserve.kvstore.server import StoreServer
-from loomserve.platform import catalog
-from loomserve.platform.lengths import samples, split
-from loomserve.platform.lengths.embedding import TokenEmbeddings
-from loomserve.platform.lengths.prediction import LengthQuery, Predictor
-from loomserve.platform.lengths.predictor import KINDS
-from loomserve.platform.lengths.samples import Sample
-from loomserve.platform.scheduling.deadline import DEADLINE
-from loomserve.platform.scheduling.expected import EXPECTED, Expected
+from loomserve.kvstore.server.actor import StorePlan, open_store
+from loomserve.kvstore.server.client import StoreClient
+from loomserve.kvstore.server.protocol import Done, Flush
+from loomserve.kvstore.server.server import StoreServer
+from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
+from loomserve.platform.lengths.predict.prediction import LengthQuery, Predictor
+from loomserve.platform.lengths.predict.predictor import KINDS
+from loomserve.platform.lengths.training import samples, split
+from loomserve.platform.lengths.training.samples import Sample
+from loomserve.platform.models import catalog
+from loomserve.platform.scheduling.policy.deadline import DEADLINE
+from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected
 
 RESULTS = Path(__file__).parent / "results"
 BLOCKS = 2048 // BLOCK_TOKENS
@@ -241,7 +241,7 @@ def _predictors(
 ) -> list[Predictor | None]:
     """Of each sample, one that knows only the others' folds."""
     # scikit-learn takes seconds to import, which generated lengths need not spend.
-    from loomserve.platform.lengths.evaluation import FOLDS, trained_without
+    from loomserve.platform.lengths.training.evaluation import FOLDS, trained_without
 
     folds = [split.fold(group, FOLDS) for group in split.groups([one.query for one in found])]
     trained = [trained_without(fold, kind, found, folds, embeddings) for fold in range(FOLDS)]

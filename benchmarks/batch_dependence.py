@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmarks.engine import block_bytes, offline_engine
 from benchmarks.report import machine, publish
-from loomserve.platform import catalog
+from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"
 FORMATS = ("float32", "bfloat16")

@@ -59,16 +59,16 @@ from benchmarks import continuous_lane, static_lane, task_lengths
 from benchmarks.report import Spread, machine, percentile, publish
 from benchmarks.static_lane import FittedBatches, LaneRequest, Ran, Run, Served
 from benchmarks.task_lengths import LONGEST_ANSWER, LONGEST_PROMPT, Length, drawn
-from loomserve.platform import catalog
 from loomserve.platform.costs.batch_time import BatchShape, BatchTimes, TimedBatch
 from loomserve.platform.costs.step_time import OnlineModel
-from loomserve.routers.batching.base import Batch, Batcher, BatchRequest, KvMemory
-from loomserve.routers.batching.fifo import Fifo
-from loomserve.routers.batching.next_batch import Next, first, hrrn, oldest
-from loomserve.routers.batching.queue import BatchQueue
-from loomserve.routers.batching.s3 import s3
-from loomserve.routers.batching.slo_odbs import OutputTerm, SloOdbs, odbs, slo_dbs
-from loomserve.routers.batching.wma import Wma
+from loomserve.platform.models import catalog
+from loomserve.routers.static_batching.base import Batch, Batcher, BatchRequest, KvMemory
+from loomserve.routers.static_batching.fifo import Fifo
+from loomserve.routers.static_batching.next_batch import Next, first, hrrn, oldest
+from loomserve.routers.static_batching.queue import BatchQueue
+from loomserve.routers.static_batching.s3 import s3
+from loomserve.routers.static_batching.slo_odbs import OutputTerm, SloOdbs, odbs, slo_dbs
+from loomserve.routers.static_batching.wma import Wma
 
 RESULTS = Path(__file__).parent / "results"
 VANILLA_SIZE = 7
@@ -428,8 +428,8 @@ def attainment(at: Mapping[str, Any]) -> dict[str, float]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     os.environ["OMP_NUM_THREADS"] = "1"  # of vLLM's process too, which inherits it
+    from loomserve.platform.batch.offline.executor import StaticExecutor
     from loomserve.platform.engine.precision import cpu_dtype
-    from loomserve.platform.engine.static_executor import StaticExecutor
 
     model = Path(catalog.resolve("demo", Path.cwd()))
     executor = StaticExecutor(model, threads=1, kv_bytes=sys.maxsize, dtype=cpu_dtype())

@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.engine import BLOCK_TOKENS, offline_engine
 from benchmarks.static_lane import LaneRequest
-from loomserve.platform import catalog
 from loomserve.platform.costs.step_time import OnlineModel, Step, TimedStep
+from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.simulator import (
     Costs,
     Limits,

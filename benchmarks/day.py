@@ -47,7 +47,7 @@ from benchmarks.popularity import (
     serve,
 )
 from benchmarks.report import machine, publish
-from loomserve.platform import catalog
+from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"
 SEED = "day"

@@ -63,9 +63,9 @@ from benchmarks.workload import (
     scaled_down,
     window,
 )
-from loomserve.kvstore.radix import KEY_BYTES
-from loomserve.platform import catalog
+from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"
 FIRST_PORT = 18700

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loomserve.platform import catalog
 from loomserve.platform.engine.precision import cpu_dtype
-from loomserve.platform.lending.options import LENDING_CONFIG
+from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
+from loomserve.platform.state.lending_options import LENDING_CONFIG
 
 BLOCK_TOKENS = 32
 
@@ -85,8 +85,8 @@ def lending_engine(
     return offline_engine(
         model,
         kv_transfer_config,
-        worker_cls="loomserve.platform.engine.woven_worker.WovenWorker",
-        scheduler_cls="loomserve.platform.engine.lending.make_scheduler",
+        worker_cls="loomserve.platform.lending.engine.worker.WovenWorker",
+        scheduler_cls="loomserve.platform.lending.engine.lender_scheduler.make_scheduler",
         distributed_executor_backend="loomserve.platform.engine.executor.PatientExecutor",
         additional_config={ADDITIONAL_CONFIG: scheduling, LENDING_CONFIG: lending},
         **options,

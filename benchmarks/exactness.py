@@ -32,12 +32,12 @@ from benchmarks.engine import BLOCK_TOKENS, offline_engine
 from benchmarks.load import Target, new_session
 from benchmarks.report import machine, publish
 from benchmarks.servers import configured_arm, running
-from loomserve.kvstore.actor import StorePlan, open_store
-from loomserve.kvstore.client import StoreClient
-from loomserve.kvstore.protocol import Inspect, Usage
-from loomserve.kvstore.server import StoreServer
-from loomserve.platform import catalog
+from loomserve.kvstore.server.actor import StorePlan, open_store
+from loomserve.kvstore.server.client import StoreClient
+from loomserve.kvstore.server.protocol import Inspect, Usage
+from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"
 BATCH = 8

@@ -33,13 +33,13 @@ import numpy as np
 
 from benchmarks.engine import token_times
 from benchmarks.report import Spread, machine, publish
-from loomserve.platform import catalog
 from loomserve.platform.config import Device
-from loomserve.platform.devices import pipeline_environment
-from loomserve.platform.placement import model_shape
-from loomserve.platform.placement.device_profile import DeviceProfile
-from loomserve.platform.placement.graph import Pipeline, Stage, even, latency_s, period_s
-from loomserve.platform.placement.planner import Planned, Wanted, plan
+from loomserve.platform.devices.claims import pipeline_environment
+from loomserve.platform.models import catalog
+from loomserve.platform.placement import model_files
+from loomserve.platform.placement.policy.device_times import DeviceProfile
+from loomserve.platform.placement.policy.graph import Pipeline, Stage, even, latency_s, period_s
+from loomserve.platform.placement.policy.planner import Planned, Wanted, plan
 
 RESULTS = Path(__file__).parent / "results"
 SOURCE = "demo"
@@ -186,7 +186,7 @@ class Comparison:
 
 def planned(args: argparse.Namespace, devices: Sequence[Device]) -> tuple[DeviceProfile, Planned]:
     """Measured under throttling, as the engines will be."""
-    from loomserve.platform.engine.device_speed import profile_devices
+    from loomserve.platform.engine.profiling.device_speed import profile_devices
 
     folder = Path(catalog.resolve(SOURCE, Path.cwd()))
     with throttled(args.slow_core, args.throttle):
@@ -196,7 +196,7 @@ def planned(args: argparse.Namespace, devices: Sequence[Device]) -> tuple[Device
     wanted = Wanted(
         name=SOURCE,
         source=SOURCE,
-        shape=model_shape.read(folder),
+        shape=model_files.read(folder),
         devices=tuple(device.name for device in devices),
         kv_bytes=256 * 2**20,
         mode="balanced",

@@ -52,9 +52,9 @@ from benchmarks.servers import (
     loomserve_arm,
     running,
 )
-from loomserve.platform import catalog
+from loomserve.platform.base.errors import LoomserveError, StartError
 from loomserve.platform.engine.precision import cpu_dtype
-from loomserve.platform.errors import LoomserveError, StartError
+from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"
 LOADS = ("first", "1", "8", "32", "open")

@@ -37,10 +37,10 @@ import numpy as np
 from benchmarks.engine import BLOCK_TOKENS, offline_engine
 from benchmarks.report import Spread, machine, publish
 from benchmarks.store import LAYER_BYTES, LAYERS, memory_run, running_store
-from loomserve.kvstore.actor import StorePlan
-from loomserve.kvstore.memory import Bytes, KvMemory
-from loomserve.kvstore.pipeline import Copied, TransferTime
-from loomserve.platform import catalog
+from loomserve.kvstore.engine.memory import Bytes, KvMemory
+from loomserve.kvstore.engine.transfer import Copied, TransferTime
+from loomserve.kvstore.server.actor import StorePlan
+from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"
 LENGTHS = (256, 512, 1024, 2048)

@@ -41,8 +41,8 @@ from benchmarks.workload import (
     reuse,
     spread_over,
 )
-from loomserve.platform import catalog
 from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"
 FIRST_PORT = 18600

@@ -48,8 +48,8 @@ from benchmarks.popularity import (
     serve,
 )
 from benchmarks.report import Spread, machine, percentile, publish
-from loomserve.platform import catalog
 from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"
 WATCHED = ("static", "lent", "auto")

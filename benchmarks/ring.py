@@ -33,11 +33,10 @@ import torch
 from vllm import _custom_ops as ops
 
 from benchmarks.report import Spread, machine, publish
-from loomserve.platform.lending import native
-from loomserve.platform.lending.borrower import Borrower
-from loomserve.platform.lending.geometry import Geometry
-from loomserve.platform.lending.lender import Desk
-from loomserve.platform.lending.ring import Ring
+from loomserve.platform.lending.ring.attention_server import Desk
+from loomserve.platform.lending.ring.borrower import Borrower
+from loomserve.platform.lending.ring.geometry import Geometry
+from loomserve.platform.lending.ring.ring import Ring, native
 
 RESULTS = Path(__file__).parent / "results"
 SHAPE = Geometry(30, 9, 3, 64, 32, "float32", 64**-0.5, "vec")

@@ -42,10 +42,10 @@ from typing import Any
 from benchmarks.engine import BLOCK_TOKENS, offline_engine
 from benchmarks.report import Spread, machine, publish
 from benchmarks.workload import Likeness, azure, azure_like, window
-from loomserve.platform import catalog
-from loomserve.platform.lengths.prediction import LengthQuery
-from loomserve.platform.scheduling.deadline import DEADLINE
-from loomserve.platform.scheduling.expected import EXPECTED, Expected
+from loomserve.platform.lengths.predict.prediction import LengthQuery
+from loomserve.platform.models import catalog
+from loomserve.platform.scheduling.policy.deadline import DEADLINE
+from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected
 
 RESULTS = Path(__file__).parent / "results"
 LIKENESS = Likeness(0.0, (2.64, 0.72), (4.62, 0.82))
@@ -143,9 +143,9 @@ class RealJobs:
     """The tested fold of ``alpaca_sample``, as a predictor that was trained on others sees it."""
 
     def __init__(self, data: Path, kind: str) -> None:
-        from loomserve.platform.lengths import samples, split
-        from loomserve.platform.lengths.embedding import TokenEmbeddings
-        from loomserve.platform.lengths.evaluation import FOLDS, trained_without
+        from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
+        from loomserve.platform.lengths.training import samples, split
+        from loomserve.platform.lengths.training.evaluation import FOLDS, trained_without
 
         model = catalog.resolve("demo", Path.cwd())
         assert isinstance(model, Path)

@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from sklearn.linear_model import LinearRegression
 
 from loomserve.platform.costs.batch_time import BatchShape, TimedBatch
-from loomserve.routers.batching.base import BatchRequest, KvMemory
-from loomserve.routers.batching.queue import BatchQueue
+from loomserve.routers.static_batching.base import BatchRequest, KvMemory
+from loomserve.routers.static_batching.queue import BatchQueue
 
 if TYPE_CHECKING:
-    from loomserve.platform.engine.static_executor import StaticExecutor
+    from loomserve.platform.batch.offline.executor import StaticExecutor
 
 _VOCABULARY = (1000, 40000)
 
@@ -104,7 +104,7 @@ def shape_of(requests: Sequence[LaneRequest]) -> BatchShape:
 def measured(executor: StaticExecutor, clock: Callable[[], float]) -> Run:
     """Batches really computed; each request's tokens follow from its id."""
     # torch takes seconds to import, which who only predicts need not spend.
-    from loomserve.platform.engine.static_executor import OutOfMemoryError, StaticRequest
+    from loomserve.platform.batch.offline.executor import OutOfMemoryError, StaticRequest
 
     def run(requests: Sequence[LaneRequest]) -> Ran:
         prompts = [

@@ -32,13 +32,11 @@ import torch
 
 from benchmarks.engine import BLOCK_TOKENS
 from benchmarks.report import Spread, machine, publish
-from loomserve.kvstore.actor import StorePlan, open_store
-from loomserve.kvstore.arena import Arena
-from loomserve.kvstore.checksum import BlockHeader, BlockLayout
-from loomserve.kvstore.client import StoreClient
-from loomserve.kvstore.memory import KvMemory, stream_for
-from loomserve.kvstore.pipeline import Load, Loader, Save, Saver
-from loomserve.kvstore.protocol import (
+from loomserve.kvstore.engine.memory import KvMemory, stream_for
+from loomserve.kvstore.engine.transfer import Load, Loader, Save, Saver
+from loomserve.kvstore.server.actor import StorePlan, open_store
+from loomserve.kvstore.server.client import StoreClient
+from loomserve.kvstore.server.protocol import (
     Commit,
     Done,
     Flush,
@@ -48,9 +46,11 @@ from loomserve.kvstore.protocol import (
     Reserve,
     Reserved,
 )
-from loomserve.kvstore.server import StoreServer
-from loomserve.kvstore.slots import decode_slots
-from loomserve.kvstore.ssd import SsdTier
+from loomserve.kvstore.server.server import StoreServer
+from loomserve.kvstore.server.slots import decode_slots
+from loomserve.kvstore.storage.arena import Arena
+from loomserve.kvstore.storage.checksum import BlockHeader, BlockLayout
+from loomserve.kvstore.storage.ssd import SsdTier
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS, KV_HEADS, HEAD_BYTES = 30, 3, 2 * 64 * 4

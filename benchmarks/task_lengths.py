@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from loomserve.platform import catalog
-from loomserve.platform.lengths import samples, split
-from loomserve.platform.lengths.embedding import TokenEmbeddings
-from loomserve.platform.lengths.samples import Sample
+from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
+from loomserve.platform.lengths.training import samples, split
+from loomserve.platform.lengths.training.samples import Sample
+from loomserve.platform.models import catalog
 
 LONGEST_PROMPT = 288
 LONGEST_ANSWER = 288
@@ -100,7 +100,7 @@ def read(data: Path, *, predict: bool) -> Rows:
             rows[one.task].append(_bounded(_prompt(one), one.tokens))
         return rows
     # scikit-learn takes seconds to import, which generated lengths need not spend.
-    from loomserve.platform.lengths.evaluation import FOLDS, trained_without
+    from loomserve.platform.lengths.training.evaluation import FOLDS, trained_without
 
     folds = [split.fold(one, FOLDS) for one in split.groups([one.query for one in found])]
     predictor = trained_without(_SERVED, "magnus", found, folds, embeddings)

@@ -43,9 +43,9 @@ from benchmarks.workload import (
     brief_conversations,
     window,
 )
-from loomserve.platform import catalog
 from loomserve.platform.engine.precision import cpu_dtype
-from loomserve.platform.lending.options import LENDING_CONFIG
+from loomserve.platform.models import catalog
+from loomserve.platform.state.lending_options import LENDING_CONFIG
 
 RESULTS = Path(__file__).parent / "results"
 CONTEXT = 512
@@ -147,8 +147,8 @@ def woven(core: int, blocks: int, places: int, **lending: Any) -> Engine:
         [core],
         blocks,
         places,
-        worker_cls="loomserve.platform.engine.woven_worker.WovenWorker",
-        scheduler_cls="loomserve.platform.engine.lending.make_scheduler",
+        worker_cls="loomserve.platform.lending.engine.worker.WovenWorker",
+        scheduler_cls="loomserve.platform.lending.engine.lender_scheduler.make_scheduler",
         additional_config={"loomserve": {"queue": "fcfs"}, LENDING_CONFIG: lending},
     )
 

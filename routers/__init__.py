@@ -1,0 +1,1 @@
+"""Routing: which replica answers a request, and which requests form static batches."""

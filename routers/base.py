@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from loomserve.platform.roles import Role
 from loomserve.platform.state import ReplicaLoad
+from loomserve.platform.state.roles import Role
 from loomserve.routers.in_flight import NOTHING, Assigned, Booking
 
 

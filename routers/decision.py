@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from loomserve.platform.roles import Role
+from loomserve.platform.state.roles import Role
 from loomserve.routers.base import Decision, Pick, Replica
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from loomserve.platform.roles import Role
 from loomserve.platform.state import ReplicaLoad
+from loomserve.platform.state.roles import Role
 from loomserve.routers.base import Replica
 from loomserve.routers.in_flight import InFlight
 

@@ -117,7 +117,7 @@ if [[ $device == cpu ]]; then
     step "PyTorch for CPU" install_cpu_torch || give_up
 fi
 step "Loomserve, vLLM, Ray and tools" install_loomserve || give_up
-step "Task ring of lending, in C++" "$venv/bin/python" -m loomserve.platform.lending.native ||
+step "Task ring of lending, in C++" "$venv/bin/python" -m loomserve.platform.lending.ring.native ||
     echo "    Lending will run in Python, slowly; $log says why."
 printf '%s\n' "$fingerprint" >"$stamp"
 echo "Installed in $SECONDS s. Next: make serve"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from loomserve.platform.base.errors import Forbidden
 from loomserve.platform.config import ApiKey
-from loomserve.platform.errors import Forbidden
 
 
 class KnownKeys:

@@ -6,8 +6,8 @@ import hashlib
 import hmac
 import secrets
 
+from loomserve.platform.base.errors import Unauthorized
 from loomserve.platform.config import ApiKey
-from loomserve.platform.errors import Unauthorized
 
 
 def new_key() -> tuple[str, str]:

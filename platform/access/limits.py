@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.config import ApiKey
-from loomserve.platform.errors import TooManyRequests
 
 _BURST_S = 10
 _NS = 10**9

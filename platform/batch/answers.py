@@ -6,9 +6,9 @@ import json
 from typing import Any
 
 from loomserve.platform.batch.executor import LineAnswer
-from loomserve.platform.batch.objects import new_id
-from loomserve.platform.batch.status import Status
-from loomserve.platform.batch.store import Answer
+from loomserve.platform.batch.policy.objects import new_id
+from loomserve.platform.batch.policy.status import Status
+from loomserve.platform.batch.store.store import Answer
 
 _UNANSWERED = {
     Status.EXPIRED: (

@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from loomserve.platform.batch.admission import Queue, Start, admit, in_turn
 from loomserve.platform.batch.executor import QueuedModel, ServedModel
-from loomserve.platform.batch.fairness import TokenCounters
 from loomserve.platform.batch.live import LiveBatch, Running
-from loomserve.platform.batch.objects import BatchRecord
+from loomserve.platform.batch.policy.admission import Queue, Start, admit, in_turn
+from loomserve.platform.batch.policy.fairness import TokenCounters
+from loomserve.platform.batch.policy.objects import BatchRecord
 from loomserve.platform.batch.snapshot import STALE_S, engines
 
 Started = tuple[LiveBatch, Running]

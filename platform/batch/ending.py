@@ -8,9 +8,9 @@ from typing import BinaryIO
 
 from loomserve.platform.batch.answers import unanswered
 from loomserve.platform.batch.folder import BatchFolder
-from loomserve.platform.batch.objects import OUTPUT, BatchRecord, FileRecord, new_id
-from loomserve.platform.batch.status import Status
-from loomserve.platform.batch.store import Store
+from loomserve.platform.batch.policy.objects import OUTPUT, BatchRecord, FileRecord, new_id
+from loomserve.platform.batch.policy.status import Status
+from loomserve.platform.batch.store.store import Store
 
 
 def end(

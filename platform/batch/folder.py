@@ -8,9 +8,9 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config import Config
-from loomserve.platform.demo_models import cache_folder
-from loomserve.platform.errors import StartError
 
 
 class BatchFolder:

@@ -1,8 +1,8 @@
 """The lane: takes batches from their files to their answers, one transaction after another.
 
-What must not be lost is in the :class:`~loomserve.platform.batch.store.Store`. What is only here,
-which lines are with engines and how long they take, is learnt anew after a restart: a line that was
-with an engine is computed again, and answered once.
+What must not be lost is in the :class:`~loomserve.platform.batch.store.store.Store`. What is only
+here, which lines are with engines and how long they take, is learnt anew after a restart: a line
+that was with an engine is computed again, and answered once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from loomserve.platform.batch import answers, ending, lines
+from loomserve.platform.batch import answers, ending
 from loomserve.platform.batch.dispatch import Dispatch
 from loomserve.platform.batch.executor import (
     LineAnswer,
@@ -26,11 +26,12 @@ from loomserve.platform.batch.executor import (
     Outcome,
 )
 from loomserve.platform.batch.folder import BatchFolder
-from loomserve.platform.batch.foresight import Foresight
+from loomserve.platform.batch.length_estimation import Foresight
 from loomserve.platform.batch.live import LiveBatch, Running
-from loomserve.platform.batch.objects import BatchRecord, new_id
-from loomserve.platform.batch.status import Status
-from loomserve.platform.batch.store import Answer, Store
+from loomserve.platform.batch.policy import lines
+from loomserve.platform.batch.policy.objects import BatchRecord, new_id
+from loomserve.platform.batch.policy.status import Status
+from loomserve.platform.batch.store.store import Answer, Store
 from loomserve.platform.config import Batch
 from loomserve.platform.state import BatchLaneState, BatchState
 

@@ -7,12 +7,12 @@ from bisect import insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from loomserve.platform.batch.admission import Candidate, Queue, Work
-from loomserve.platform.batch.fairness import TokenCounters
-from loomserve.platform.batch.lengths import Length, LineLengths
-from loomserve.platform.batch.lines import Line
-from loomserve.platform.batch.objects import BatchRecord
-from loomserve.platform.batch.progress import Pace, is_late
+from loomserve.platform.batch.policy.admission import Candidate, Queue, Work
+from loomserve.platform.batch.policy.fairness import TokenCounters
+from loomserve.platform.batch.policy.lengths import Length, LineLengths
+from loomserve.platform.batch.policy.lines import Line
+from loomserve.platform.batch.policy.objects import BatchRecord
+from loomserve.platform.batch.policy.progress import Pace, is_late
 
 # What a model may generate that no engine has told of yet.
 _SOME_CONTEXT = 4096

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from loomserve.platform.batch.admission import Engine, InFlight
 from loomserve.platform.batch.live import Running
-from loomserve.platform.roles import Role
+from loomserve.platform.batch.policy.admission import Engine, InFlight
+from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats
 
 STALE_S = 10.0

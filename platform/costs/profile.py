@@ -13,10 +13,10 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from loomserve.platform.base.errors import LoomserveError
+from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.costs.step_time import Step, StepTimes, TimedStep
 from loomserve.platform.costs.transfer_time import TransferTimes
-from loomserve.platform.demo_models import cache_folder
-from loomserve.platform.errors import LoomserveError
 
 _logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from vllm.platforms import current_platform
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
-from loomserve.platform.engine import loan_calls
-from loomserve.platform.engine.waiting import sleep_instead_of_spinning
+from loomserve.platform.engine import scheduler_calls
+from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 
 
 def executor_class(config: VllmConfig) -> type[Executor]:
@@ -34,6 +34,6 @@ class PatientExecutor(MultiprocExecutor):  # type: ignore[misc]
 
     def collective_rpc(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         workers = super().collective_rpc
-        if isinstance(method, str) and method.startswith(loan_calls.PREFIX):
-            return [loan_calls.answer(self.vllm_config, method, workers, *args, **kwargs)]
+        if isinstance(method, str) and method.startswith(scheduler_calls.PREFIX):
+            return [scheduler_calls.answer(self.vllm_config, method, workers, *args, **kwargs)]
         return workers(method, *args, **kwargs)

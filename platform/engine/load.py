@@ -15,8 +15,8 @@ from vllm.v1.metrics.stats import (
     SchedulerStats,
 )
 
+from loomserve.kvstore.engine.scheduling_stats import SCHEDULING
 from loomserve.platform.costs.engine_work import EngineWork
-from loomserve.platform.engine.scheduling_stats import SCHEDULING
 from loomserve.platform.engine.turnaround import Turnaround
 from loomserve.platform.state import Pace, ReplicaLoad, SchedulingState, WorkState
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
-from loomserve.platform.errors import ConfigError
+from loomserve.platform.base.errors import ConfigError
 
 
 def check(model: str, options: Iterable[str]) -> None:

@@ -25,20 +25,20 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
-from loomserve.kvstore.connector import StoreConnector, StoreReader, Transferred
+from loomserve.kvstore.engine.connector import StoreConnector, StoreReader, Transferred
+from loomserve.kvstore.engine.scheduling_stats import SchedulingStats
 from loomserve.platform.costs import profile
-from loomserve.platform.engine.block_sides import block_bytes
-from loomserve.platform.engine.facts import engine_facts, weights_digest
-from loomserve.platform.engine.scheduling_stats import SchedulingStats
-from loomserve.platform.engine.step_timing import StepClock
-from loomserve.platform.scheduling.admission import Candidate, never_computed_twice, start
-from loomserve.platform.scheduling.background import is_background
-from loomserve.platform.scheduling.deadline import deadline_of
-from loomserve.platform.scheduling.expected import Expected, expected_of
+from loomserve.platform.engine.kv_blocks import block_bytes
+from loomserve.platform.engine.profile_key import engine_facts, weights_digest
+from loomserve.platform.engine.profiling.step_timing import StepClock
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG, SchedulerOptions
-from loomserve.platform.scheduling.peak import Growing, PastAnswers, fitting
-from loomserve.platform.scheduling.preemption import PREEMPTIONS, Victim, Way
-from loomserve.platform.scheduling.queue import QUEUES, QueuedRequest
+from loomserve.platform.scheduling.policy.admission import Candidate, never_computed_twice, start
+from loomserve.platform.scheduling.policy.background import is_background
+from loomserve.platform.scheduling.policy.deadline import deadline_of
+from loomserve.platform.scheduling.policy.expected import Expected, expected_of
+from loomserve.platform.scheduling.policy.peak import Growing, PastAnswers, fitting
+from loomserve.platform.scheduling.policy.preemption import PREEMPTIONS, Victim, Way
+from loomserve.platform.scheduling.policy.queue import QUEUES, QueuedRequest
 
 # vLLM's placeholder in block tables, where a sliding window has passed.
 _NULL_BLOCK = 0

@@ -8,8 +8,8 @@ import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 from loomserve.platform.engine.pipeline_stage import StageModelRunner
-from loomserve.platform.engine.waiting import sleep_instead_of_spinning
 
 
 class PatientWorker(CPUWorker):  # type: ignore[misc]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config import Model, StaticModel
-from loomserve.platform.demo_models import cache_folder
-from loomserve.platform.errors import ConfigError
-from loomserve.platform.lengths.embedding import TokenEmbeddings
-from loomserve.platform.lengths.learner import Learner
-from loomserve.platform.lengths.prediction import LengthQuery, Prediction
-from loomserve.platform.lengths.versions import Versions
+from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
+from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
+from loomserve.platform.lengths.training.learner import Learner
+from loomserve.platform.lengths.training.versions import Versions
 
 _EMBEDDINGS = "embeddings"
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loomserve.platform import catalog
+from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.config import Config, Model
-from loomserve.platform.errors import ConfigError, StartError
-from loomserve.platform.placement import device_profile, explanation, model_shape, planner
-from loomserve.platform.placement.helr import Mode
-from loomserve.platform.placement.planner import Wanted
+from loomserve.platform.models import catalog
+from loomserve.platform.placement import device_profile, model_files
+from loomserve.platform.placement.policy import explanation, planner
+from loomserve.platform.placement.policy.helr import Mode
+from loomserve.platform.placement.policy.planner import Wanted
 
 
 def wanted_of(model: Model, base: Path, mode: Mode) -> Wanted:
@@ -27,7 +28,7 @@ def wanted_of(model: Model, base: Path, mode: Mode) -> Wanted:
     return Wanted(
         name=model.name,
         source=model.source,
-        shape=model_shape.read(folder),
+        shape=model_files.read(folder),
         devices=model.devices,
         kv_bytes=model.kv_cache_memory,
         mode=mode,

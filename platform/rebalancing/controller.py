@@ -12,17 +12,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
-from loomserve.platform.errors import Conflict, Unavailable
-from loomserve.platform.rebalancing.actions import Action, ActionKind, kind_of
+from loomserve.platform.base.errors import Conflict, Unavailable
+from loomserve.platform.config.rebalancing import Rebalancing
+from loomserve.platform.rebalancing.actuators.base import Mover
 from loomserve.platform.rebalancing.execution import Execution
-from loomserve.platform.rebalancing.heat import classify
-from loomserve.platform.rebalancing.history import History
-from loomserve.platform.rebalancing.manual import manual
-from loomserve.platform.rebalancing.mover import Mover
-from loomserve.platform.rebalancing.options import Rebalancing
-from loomserve.platform.rebalancing.planner import Proposal, propose
-from loomserve.platform.rebalancing.plans import Origin, Plan, alike, plan_of, rejected_of
-from loomserve.platform.rebalancing.reports import (
+from loomserve.platform.rebalancing.plans.history import History
+from loomserve.platform.rebalancing.plans.plans import Origin, Plan, alike, plan_of, rejected_of
+from loomserve.platform.rebalancing.plans.reports import (
     ActionCount,
     Event,
     EventKind,
@@ -33,8 +29,12 @@ from loomserve.platform.rebalancing.reports import (
     device_loads,
     flaw_states,
 )
-from loomserve.platform.rebalancing.snapshot import Flaw, Measured, utilisations
-from loomserve.platform.rebalancing.store import PlanStore, StoreError
+from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError
+from loomserve.platform.rebalancing.policy.actions import Action, ActionKind, kind_of
+from loomserve.platform.rebalancing.policy.heat import classify
+from loomserve.platform.rebalancing.policy.manual import manual
+from loomserve.platform.rebalancing.policy.planner import Proposal, propose
+from loomserve.platform.rebalancing.policy.snapshot import Flaw, Measured, utilisations
 
 _OUTCOMES = frozenset({EventKind.DONE, EventKind.FAILED, EventKind.ABORTED})
 

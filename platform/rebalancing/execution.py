@@ -9,17 +9,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 
-from loomserve.platform.errors import RequestError
-from loomserve.platform.rebalancing.actions import Action, ActionKind, kind_of
-from loomserve.platform.rebalancing.effects import apply
-from loomserve.platform.rebalancing.forecast import Forecast
-from loomserve.platform.rebalancing.history import History
-from loomserve.platform.rebalancing.limits import exceeded, unable
-from loomserve.platform.rebalancing.mover import Mover, Outcome, Progress
-from loomserve.platform.rebalancing.options import Rebalancing
-from loomserve.platform.rebalancing.plans import Plan, PlanStatus, PlanStep, StepStatus
-from loomserve.platform.rebalancing.reports import Event, EventKind
-from loomserve.platform.rebalancing.snapshot import Flaw, Measured, Snapshot, utilisations
+from loomserve.platform.base.errors import RequestError
+from loomserve.platform.config.rebalancing import Rebalancing
+from loomserve.platform.rebalancing.actuators.base import Mover, Outcome, Progress
+from loomserve.platform.rebalancing.plans.history import History
+from loomserve.platform.rebalancing.plans.plans import Plan, PlanStatus, PlanStep, StepStatus
+from loomserve.platform.rebalancing.plans.reports import Event, EventKind
+from loomserve.platform.rebalancing.policy.actions import Action, ActionKind, kind_of
+from loomserve.platform.rebalancing.policy.effects import apply
+from loomserve.platform.rebalancing.policy.forecast import Forecast
+from loomserve.platform.rebalancing.policy.limits import exceeded, unable
+from loomserve.platform.rebalancing.policy.snapshot import Flaw, Measured, Snapshot, utilisations
 
 _log = logging.getLogger("ray.serve")
 

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from loomserve.platform.scheduling.admission import Candidate, never_computed_twice, start
-from loomserve.platform.scheduling.expected import Expected
-from loomserve.platform.scheduling.peak import Growing, PastAnswers, fitting
-from loomserve.platform.scheduling.preemption import PREEMPTIONS, Victim, Way
-from loomserve.platform.scheduling.queue import QUEUES, QueuedRequest
+from loomserve.platform.scheduling.policy.admission import Candidate, never_computed_twice, start
+from loomserve.platform.scheduling.policy.expected import Expected
+from loomserve.platform.scheduling.policy.peak import Growing, PastAnswers, fitting
+from loomserve.platform.scheduling.policy.preemption import PREEMPTIONS, Victim, Way
+from loomserve.platform.scheduling.policy.queue import QUEUES, QueuedRequest
 
 
 @dataclass(frozen=True, slots=True)

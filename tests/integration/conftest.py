@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import pytest
 
 from benchmarks.engine import EXACT_BLOCK_BYTES, end, offline_engine
-from loomserve.kvstore.actor import StorePlan, open_store
-from loomserve.kvstore.client import StoreClient
-from loomserve.kvstore.protocol import Done, Flush, Inspect, Usage
-from loomserve.kvstore.server import StoreServer
-from loomserve.platform import catalog
+from loomserve.kvstore.server.actor import StorePlan, open_store
+from loomserve.kvstore.server.client import StoreClient
+from loomserve.kvstore.server.protocol import Done, Flush, Inspect, Usage
+from loomserve.kvstore.server.server import StoreServer
+from loomserve.platform.models import catalog
 from tests.integration.lending_pair import (
     OWN_BLOCKS,
     Pair,

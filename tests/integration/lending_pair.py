@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks import engine as engines
 from benchmarks.engine import EXACT, call_loans
-from loomserve.platform.lending.ring import Ring, RingStats
+from loomserve.platform.lending.ring.ring import Ring, RingStats
 
 OWN_BLOCKS = 24
 _names = itertools.count()

@@ -22,9 +22,9 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeCompletionRequest,
 )
 
-from loomserve.deployments.gateway import FORWARDED
-from loomserve.deployments.scheduler_fields import ENDPOINTS, with_deadline
-from loomserve.platform.scheduling.deadline import deadline_of
+from loomserve.deployments.gateway.gateway import FORWARDED
+from loomserve.platform.requests.scheduler_fields import ENDPOINTS, with_deadline
+from loomserve.platform.scheduling.policy.deadline import deadline_of
 
 AT = 1_800_000_000.25
 MESSAGES = [{"role": "user", "content": "hello"}]

@@ -19,8 +19,8 @@ from vllm.v1.engine import (
     EngineCoreRequest,
 )
 
-from loomserve.kvstore.protocol import HANDED_OVER, HANDS_OVER
-from loomserve.platform.engine.handoff import (
+from loomserve.kvstore.server.protocol import HANDED_OVER, HANDS_OVER
+from loomserve.platform.disaggregation.engine.handoff import (
     Handoff,
     after_first_token,
     decode,
@@ -30,7 +30,7 @@ from loomserve.platform.engine.handoff import (
     usable,
     with_kv_from_store,
 )
-from loomserve.platform.scheduling.deadline import DEADLINE, deadline_of
+from loomserve.platform.scheduling.policy.deadline import DEADLINE, deadline_of
 
 
 def request(tokens: int = 5, **params: Any) -> EngineCoreRequest:

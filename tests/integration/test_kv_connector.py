@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from benchmarks.engine import BLOCK_TOKENS
-from loomserve.kvstore.arena import Arena
-from loomserve.kvstore.protocol import HANDED_OVER, HANDS_OVER
+from loomserve.kvstore.server.protocol import HANDED_OVER, HANDS_OVER
+from loomserve.kvstore.storage.arena import Arena
 from tests.integration.conftest import StoredEngine
 
 pytestmark = pytest.mark.timeout(300)

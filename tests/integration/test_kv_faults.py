@@ -18,14 +18,14 @@ import numpy as np
 import pytest
 import torch
 
-from loomserve.kvstore import store as store_module
-from loomserve.kvstore.actor import StorePlan, open_store
-from loomserve.kvstore.arena import Arena
-from loomserve.kvstore.client import StoreClient
-from loomserve.kvstore.memory import HostStream, KvMemory
-from loomserve.kvstore.pipeline import Save, Saver
-from loomserve.kvstore.protocol import Done, Found, Inspect, Lookup, Release, Usage
-from loomserve.kvstore.server import StoreServer
+from loomserve.kvstore.engine.memory import HostStream, KvMemory
+from loomserve.kvstore.engine.transfer import Save, Saver
+from loomserve.kvstore.server import store as store_module
+from loomserve.kvstore.server.actor import StorePlan, open_store
+from loomserve.kvstore.server.client import StoreClient
+from loomserve.kvstore.server.protocol import Done, Found, Inspect, Lookup, Release, Usage
+from loomserve.kvstore.server.server import StoreServer
+from loomserve.kvstore.storage.arena import Arena
 from tests.integration.conftest import StoredEngine
 
 pytestmark = pytest.mark.timeout(300)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import BLOCK_TOKENS
-from loomserve.kvstore.protocol import HANDS_OVER
+from loomserve.kvstore.server.protocol import HANDS_OVER
 from tests.integration.conftest import Answer, StoredEngine
 from tests.integration.lending_pair import Pair, answers, part_loan, prompts
 

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.engine import end, offline_engine
-from loomserve.platform import catalog
 from loomserve.platform.config import Device
-from loomserve.platform.devices import pipeline_environment
+from loomserve.platform.devices.claims import pipeline_environment
 from loomserve.platform.engine.executor import PatientExecutor
+from loomserve.platform.models import catalog
 
 pytestmark = pytest.mark.engine
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import BLOCK_TOKENS, offline_engine
-from loomserve.kvstore.actor import StorePlan
-from loomserve.kvstore.protocol import Done, Flush, Inspect, Usage
-from loomserve.platform import catalog
+from loomserve.kvstore.server.actor import StorePlan
+from loomserve.kvstore.server.protocol import Done, Flush, Inspect, Usage
 from loomserve.platform.costs.transfer_time import TransferTimes
-from loomserve.platform.scheduling.background import BACKGROUND
-from loomserve.platform.scheduling.deadline import DEADLINE
-from loomserve.platform.scheduling.expected import EXPECTED
+from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.options import SchedulerOptions
+from loomserve.platform.scheduling.policy.background import BACKGROUND
+from loomserve.platform.scheduling.policy.deadline import DEADLINE
+from loomserve.platform.scheduling.policy.expected import EXPECTED
 from tests.integration.conftest import StoredEngine, with_store
 
 pytestmark = pytest.mark.timeout(600)

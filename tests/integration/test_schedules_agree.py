@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import BLOCK_TOKENS, offline_engine
-from loomserve.kvstore.actor import StorePlan, open_store
-from loomserve.kvstore.server import StoreServer
-from loomserve.platform import catalog
-from loomserve.platform.scheduling.deadline import DEADLINE, deadline_of
-from loomserve.platform.scheduling.expected import EXPECTED, expected_of
-from loomserve.platform.scheduling.preemption import Preemption, Victim, Way
+from loomserve.kvstore.server.actor import StorePlan, open_store
+from loomserve.kvstore.server.server import StoreServer
+from loomserve.platform.models import catalog
+from loomserve.platform.scheduling.policy.deadline import DEADLINE, deadline_of
+from loomserve.platform.scheduling.policy.expected import EXPECTED, expected_of
+from loomserve.platform.scheduling.policy.preemption import Preemption, Victim, Way
 from loomserve.platform.scheduling.simulator import (
     Costs,
     Limits,

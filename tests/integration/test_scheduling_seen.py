@@ -17,8 +17,8 @@ from vllm.v1.engine import (
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import FinishedRequestStats, IterationStats, SchedulerStats
 
+from loomserve.platform.disaggregation.engine.prefill_decode import FirstOutputs
 from loomserve.platform.engine.load import LoadMeter
-from loomserve.platform.engine.prefill_decode import FirstOutputs
 from loomserve.platform.engine.turnaround import Turnaround
 from loomserve.platform.state import SchedulingState
 

@@ -21,8 +21,8 @@ from ray.serve.handle import DeploymentHandle
 
 from loomserve.platform.config import Router
 from loomserve.routers.base import RoutingPayload
-from loomserve.routers.choice import request_router_config
 from loomserve.routers.in_flight import IN_FLIGHT, NOTHING, Assigned, Booking
+from loomserve.routers.serve.choice import request_router_config
 
 
 class Echo:

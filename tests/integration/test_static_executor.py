@@ -10,15 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.static_lane import LaneRequest, measured, serve
-from loomserve.platform.engine.static_executor import (
+from loomserve.platform.batch.offline.executor import (
     OutOfMemoryError,
     StaticExecutor,
     StaticRequest,
 )
-from loomserve.routers.batching.base import BatchRequest, KvMemory
-from loomserve.routers.batching.next_batch import oldest
-from loomserve.routers.batching.queue import BatchQueue
-from loomserve.routers.batching.s3 import s3
+from loomserve.routers.static_batching.base import BatchRequest, KvMemory
+from loomserve.routers.static_batching.next_batch import oldest
+from loomserve.routers.static_batching.queue import BatchQueue
+from loomserve.routers.static_batching.s3 import s3
 from tests.integration import tiny_llama
 
 CONTEXT = 64

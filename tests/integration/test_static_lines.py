@@ -16,13 +16,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from loomserve.platform.batch.static_worker import StaticAnswer, StaticLine
+from loomserve.platform.base.errors import BadRequest, ConfigError, StartError
+from loomserve.platform.batch.offline.executor import StaticExecutor, StaticRequest, check
+from loomserve.platform.batch.offline.lines import CHAT, COMPLETIONS, StaticLines
+from loomserve.platform.batch.offline.models import check_static_models
+from loomserve.platform.batch.offline.worker import StaticAnswer, StaticLine
 from loomserve.platform.config import Config, parse
-from loomserve.platform.engine import static_executor
-from loomserve.platform.engine.static_executor import StaticExecutor, StaticRequest
-from loomserve.platform.engine.static_lines import CHAT, COMPLETIONS, StaticLines
-from loomserve.platform.errors import BadRequest, ConfigError, StartError
-from loomserve.platform.static_models import check_static_models
 from tests.integration import tiny_llama
 
 CONTEXT = 64
@@ -158,14 +157,14 @@ def test_only_models_that_padded_batches_run_are_taken(tmp_path: Path) -> None:
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=16)).save_pretrained(
         tmp_path / "gpt2"
     )
-    static_executor.check(tmp_path / "gpt2")
+    check(tmp_path / "gpt2")
     executor = StaticExecutor(tmp_path / "gpt2", threads=1, kv_bytes=10**9)
     assert executor.token_bytes == 2 * 8 * 4
     MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=16).save_pretrained(
         tmp_path / "mamba"
     )
     with pytest.raises(ConfigError):
-        static_executor.check(tmp_path / "mamba")
+        check(tmp_path / "mamba")
 
 
 def test_the_platform_checks_them_apart_and_plans_their_memory(model: Path, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import uvicorn
 from fastapi import FastAPI
 
-from loomserve.deployments.http_server import listen
+from loomserve.platform.http.server import listen
 
 
 @contextmanager

@@ -1,109 +1,136 @@
-"""The documents agree with the tree, and the layers with their rules."""
+"""The house keeps its shape; `make lint` holds which package may import which."""
 
 from __future__ import annotations
 
 import ast
 import re
+import tomllib
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[2]
-CODE = ("platform", "deployments", "routers", "kvstore", "benchmarks")
-PURE = ("routers/base.py", "routers/load_aware.py", "routers/round_robin.py",
-        "routers/power_of_two.py", "routers/decision.py", "platform/access/limits.py",
-        "platform/memory.py", "deployments/fleet.py", "deployments/loan_orders.py",
-        "deployments/base.py",
-        "deployments/kv_request.py", "kvstore/index.py", "kvstore/radix.py", "kvstore/eviction.py",
-        "kvstore/recovery.py", "platform/scheduling/admission.py",
-        "platform/scheduling/preemption.py", "platform/scheduling/queue.py",
-        "platform/scheduling/deadline.py", "platform/scheduling/simulator.py",
-        "platform/engine/turnaround.py", "deployments/scheduler_fields.py",
-        "platform/costs/step_time.py", "platform/costs/transfer_time.py",
-        "platform/costs/correction.py", "platform/lending/boundary.py",
-        "platform/lending/budget.py", "platform/lending/layout.py", "platform/lending/limits.py",
-        "platform/lending/placement.py", "platform/lending/side_costs.py",
-        "platform/lending/splitting.py", "platform/batch/admission.py",
-        "platform/batch/fairness.py", "platform/batch/lengths.py", "platform/batch/lines.py",
-        "platform/batch/progress.py", "platform/batch/snapshot.py",
-        "platform/batch/status.py", "platform/batch/store.py", "platform/scheduling/background.py",
-        "deployments/client_request.py", "deployments/line_endpoint.py",
-        "platform/access/key_models.py", "platform/placement/beam.py",
-        "platform/placement/bounds.py", "platform/placement/exact.py",
-        "platform/placement/explanation.py", "platform/placement/graph.py",
-        "platform/placement/helr.py", "platform/placement/kinds.py",
-        "platform/placement/planner.py",
-        "routers/batching/base.py", "routers/batching/fifo.py", "routers/batching/next_batch.py",
-        "routers/batching/queue.py", "routers/batching/recovery.py", "routers/batching/s3.py",
-        "routers/batching/slo_odbs.py", "routers/batching/wma.py",
-        "platform/rebalancing/actions.py", "platform/rebalancing/candidates.py",
-        "platform/rebalancing/correction.py", "platform/rebalancing/effects.py",
-        "platform/rebalancing/forecast.py", "platform/rebalancing/heat.py",
-        "platform/rebalancing/limits.py",
-        "platform/rebalancing/options.py", "platform/rebalancing/planner.py",
-        "platform/rebalancing/plans.py",
-        "platform/rebalancing/controller.py", "platform/rebalancing/execution.py",
-        "platform/rebalancing/history.py", "platform/rebalancing/manual.py",
-        "platform/rebalancing/mover.py", "platform/rebalancing/rates.py",
-        "platform/rebalancing/reports.py", "platform/rebalancing/store.py",
-        "platform/rebalancing/snapshot.py",
-        "platform/costs/engine_work.py", "deployments/measured_snapshot.py")  # fmt: skip
+CODE = ("platform", "deployments", "routers", "kvstore")
+
+MOST_FILES = 15
+MOST_LINES = 500
+MOST_CLASS_LINES = 250
+
+# Exceptions, with the reason that each stands for.
+LARGE_FOLDERS = {"platform/config": "one section of the configuration a file"}
+LONG_FILES: dict[str, str] = {
+    "platform/engine/scheduler.py": "to be divided",
+    "platform/fleet/fleet.py": "to be divided",
+    "platform/lending/engine/borrower_scheduler.py": "to be divided",
+    "kvstore/engine/connector.py": "to be divided",
+    "kvstore/index/index.py": "to be divided",
+    "kvstore/server/store.py": "to be divided",
+}
+LONG_CLASSES: dict[str, str] = {
+    "platform/batch/lane.py:Lane": "to be divided",
+    "platform/batch/store/store.py:Store": "to be divided",
+    "platform/engine/scheduler.py:AdaptiveScheduler": "to be divided",
+    "platform/fleet/fleet.py:Fleet": "to be divided",
+    "platform/lending/engine/borrower_scheduler.py:BorrowingScheduler": "to be divided",
+    "platform/lending/engine/worker.py:WovenWorker": "to be divided",
+    "deployments/controller/controller.py:Controller": "to be divided",
+    "kvstore/engine/connector.py:StoreReader": "to be divided",
+    "kvstore/index/index.py:Index": "to be divided",
+    "kvstore/server/store.py:BlockStore": "to be divided",
+}
+SHARED_NAMES: dict[str, str] = {
+    "Usage": "to be renamed",
+    "Outcome": "to be renamed",
+    "Lane": "to be renamed",
+    "Work": "to be renamed",
+    "InFlight": "to be renamed",
+    "Engine": "to be renamed",
+    "Candidate": "to be renamed",
+    "Start": "to be renamed",
+    "Line": "to be renamed",
+    "Pace": "to be renamed",
+    "Store": "to be renamed",
+    "Node": "to be renamed",
+    "Batch": "to be renamed",
+    "Device": "to be renamed",
+    "Model": "to be renamed",
+    "Score": "to be renamed",
+    "StepTimes": "to be renamed",
+    "Swapped": "to be renamed",
+    "Peer": "to be renamed",
+    "Loan": "to be renamed",
+    "Phase": "to be renamed",
+    "State": "to be renamed",
+    "Move": "to be renamed",
+    "Plan": "to be renamed",
+    "Versions": "to be renamed",
+    "Part": "to be renamed",
+    "Snapshot": "to be renamed",
+    "KvMemory": "to be renamed",
+    "Run": "to be renamed",
+}
 
 
-def modules() -> list[Path]:
-    return [p for folder in CODE for p in (ROOT / folder).rglob("*.py")]
+def modules(*folders: str) -> Iterator[Path]:
+    for folder in folders:
+        yield from sorted((ROOT / folder).rglob("*.py"))
 
 
-def imported(path: Path) -> set[str]:
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def classes(path: Path) -> Iterator[ast.ClassDef]:
     tree = ast.parse(path.read_text())
-    names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
-    return names | {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
-
-
-def uses(path: Path, package: str) -> bool:
-    return any(name == package or name.startswith(f"{package}.") for name in imported(path))
-
-
-def test_every_folder_and_file_has_one_sentence_and_no_sentence_lacks_its_file() -> None:
-    page = (ROOT / "docs/architecture.md").read_text()
-    listed = re.findall(r"^\| `([^`]+)` \| .+ \|$", page, re.MULTILINE)
-    assert len(listed) == len(set(listed))
-    files = {str(p.relative_to(ROOT)) for p in modules() if p.name != "__init__.py"}
-    folders = {f"{p.parent.relative_to(ROOT)}/" for p in modules()}
-    there = files | folders | {"dashboards/", "examples/", "scripts/", "tests/", "docs/"}
-    assert set(listed) == there
+    return (node for node in tree.body if isinstance(node, ast.ClassDef))
 
 
 def test_platform_has_no_init_which_would_shadow_the_standard_library() -> None:
     assert not (ROOT / "platform/__init__.py").exists()
 
 
-@pytest.mark.parametrize("path", PURE)
-def test_policies_and_plain_state_import_neither_ray_nor_vllm_nor_torch(path: str) -> None:
-    assert not any(uses(ROOT / path, package) for package in ("ray", "vllm", "torch"))
-    assert "time" not in imported(ROOT / path)
-
-
-def test_vllm_is_touched_only_behind_its_door() -> None:
-    doors = {"platform/engine", "deployments/engine_server.py", "kvstore/connector.py"}
-    doors |= {"benchmarks/"}  # they measure against vLLM itself
-    for path in modules():
-        name = str(path.relative_to(ROOT))
-        if uses(path, "vllm"):
-            assert any(name.startswith(door) for door in doors), name
-
-
-def test_ray_serve_llm_is_touched_only_by_deployments_and_routers() -> None:
-    for path in modules():
-        if any(name.startswith(("ray.serve.llm", "ray.llm")) for name in imported(path)):
-            assert path.relative_to(ROOT).parts[0] in {"deployments", "routers"}, path
-
-
 def test_every_package_is_listed_for_the_build() -> None:
-    listed = re.findall(r'"loomserve\.([\w.]+)" = ', (ROOT / "pyproject.toml").read_text())
-    folders = {
-        ".".join(p.parent.relative_to(ROOT).parts)
-        for p in modules()
-        if p.relative_to(ROOT).parts[0] != "benchmarks"
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    packages = {".".join(("loomserve", *p.parent.relative_to(ROOT).parts)) for p in modules(*CODE)}
+    assert set(project["tool"]["setuptools"]["packages"]) == packages | {"loomserve.platform"}
+
+
+def test_every_package_has_a_row_in_the_architecture_and_no_row_lacks_its_package() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    rows = re.findall(r"^\| `([^`]+/)` \| .+ \|$", page, re.MULTILINE)
+    assert len(rows) == len(set(rows))
+    packages = {f"{name_of(p.parent)}/" for p in modules(*CODE)}
+    assert set(rows) == packages
+
+
+def test_a_public_class_name_means_one_thing() -> None:
+    homes: dict[str, list[str]] = defaultdict(list)
+    for path in modules(*CODE):
+        for node in classes(path):
+            if not node.name.startswith("_"):
+                homes[node.name].append(name_of(path))
+    several = {name: where for name, where in homes.items() if len(where) > 1}
+    assert {name: where for name, where in several.items() if name not in SHARED_NAMES} == {}
+    assert set(SHARED_NAMES) <= set(several), "an exception that is no longer one"
+
+
+def test_a_folder_holds_no_more_than_a_reader_takes_in() -> None:
+    files: dict[str, int] = defaultdict(int)
+    for path in modules(*CODE):
+        files[name_of(path.parent)] += path.name != "__init__.py"
+    large = {folder for folder, count in files.items() if count > MOST_FILES}
+    assert large == set(LARGE_FOLDERS)
+
+
+def test_files_and_classes_are_short() -> None:
+    long_files = {
+        name_of(p) for p in modules(*CODE) if len(p.read_text().splitlines()) > MOST_LINES
     }
-    assert set(listed) == folders
+    assert long_files == set(LONG_FILES)
+    long_classes = {
+        f"{name_of(path)}:{node.name}"
+        for path in modules(*CODE)
+        for node in classes(path)
+        if (node.end_lineno or 0) - node.lineno >= MOST_CLASS_LINES
+    }
+    assert long_classes == set(LONG_CLASSES)

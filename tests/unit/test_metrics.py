@@ -21,21 +21,23 @@ from prometheus_client import (
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
-from loomserve.platform.metrics import handoff, lending, scheduling
-from loomserve.platform.metrics.batch import BatchMetrics
-from loomserve.platform.metrics.exposition import merge
-from loomserve.platform.metrics.gateway import GatewayMetrics
-from loomserve.platform.metrics.kvstore import KvStoreMetrics
-from loomserve.platform.metrics.lending import LendingMetrics
-from loomserve.platform.metrics.preemption import PreemptionMetrics
-from loomserve.platform.metrics.rebalancing import RebalancingMetrics
-from loomserve.platform.rebalancing.heat import Level
-from loomserve.platform.rebalancing.reports import (
+from loomserve.kvstore.metrics import KvStoreMetrics
+from loomserve.platform.batch.metrics import BatchMetrics
+from loomserve.platform.disaggregation import metrics as handoff
+from loomserve.platform.http.exposition import merge
+from loomserve.platform.lending import metrics as lending
+from loomserve.platform.lending.metrics import LendingMetrics
+from loomserve.platform.rebalancing.metrics import RebalancingMetrics
+from loomserve.platform.rebalancing.plans.reports import (
     ActionCount,
     DeviceLoad,
     FlawState,
     RebalancingState,
 )
+from loomserve.platform.rebalancing.policy.heat import Level
+from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.scheduling import metrics as scheduling
+from loomserve.platform.scheduling.preemption_metrics import PreemptionMetrics
 from loomserve.platform.state import (
     BatchLaneState,
     BatchState,

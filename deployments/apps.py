@@ -1,0 +1,132 @@
+"""Starts the applications that are not models: the controller and the gateway; then the models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from loomserve.deployments.batch.lane import BatchLane
+from loomserve.deployments.controller.controller import Controller
+from loomserve.deployments.gateway.gateway import Gateway
+from loomserve.deployments.serve_logging import QUIET
+from loomserve.kvstore.server.actor import StorePlan
+from loomserve.platform.batch.folder import batch_folder
+from loomserve.platform.config import Config
+from loomserve.platform.fleet.messages import (
+    BATCH_APP,
+    BATCH_DEPLOYMENT,
+    CONTROLLER_APP,
+    CONTROLLER_DEPLOYMENT,
+    GATEWAY_APP,
+    GATEWAY_DEPLOYMENT,
+    KvAccess,
+    StaticSpec,
+)
+from loomserve.platform.models import catalog
+
+
+def run_platform(
+    config: Config,
+    replicas: dict[str, int],
+    internal_token: str,
+    base: str,
+    store: StorePlan | None,
+) -> DeploymentHandle:
+    """Hand all applications to Serve and return the controller's handle; engines start later."""
+    targets = [
+        (CONTROLLER_APP, _controller_app(config, replicas, internal_token, base, store)),
+        (GATEWAY_APP, _gateway_app(config, internal_token, store)),
+    ]
+    if config.batch is not None:
+        targets.append((BATCH_APP, _batch_app(config, internal_token, base)))
+    serve.run_many(
+        [serve.RunTarget(app, name=name, route_prefix=None) for name, app in targets],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=True,
+    )
+    controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
+    controller.load_configured.remote().result(timeout_s=60)
+    return controller
+
+
+def _controller_app(
+    config: Config,
+    replicas: dict[str, int],
+    internal_token: str,
+    base: str,
+    store: StorePlan | None,
+) -> Any:
+    deployment = serve.deployment(
+        Controller,
+        name=CONTROLLER_DEPLOYMENT,
+        num_replicas=1,
+        max_ongoing_requests=1000,
+        ray_actor_options={"num_cpus": 0},
+        logging_config=QUIET,
+    )
+    return deployment.bind(
+        config.model_dump(mode="json"),
+        replicas,
+        internal_token,
+        base,
+        store.model_dump(mode="json") if store else None,
+    )
+
+
+def _gateway_app(config: Config, internal_token: str, store: StorePlan | None) -> Any:
+    deployment = serve.deployment(
+        Gateway,
+        name=GATEWAY_DEPLOYMENT,
+        num_replicas=1,
+        # Requests do not pass through Serve; of batches the lane sends only so many lines.
+        max_ongoing_requests=1_000_000,
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=config.server.drain_timeout_s + 15,
+        ray_actor_options={"num_cpus": 0},
+        logging_config=QUIET,
+    )
+    access = _kv_access(config, store)
+    return deployment.bind(
+        config.server.model_dump(mode="json"),
+        internal_token,
+        access.model_dump(mode="json") if access else None,
+        config.batch.model_dump(mode="json") if config.batch else None,
+    )
+
+
+def _batch_app(config: Config, internal_token: str, base: str) -> Any:
+    assert config.batch is not None
+    deployment = serve.deployment(
+        BatchLane,
+        name=BATCH_DEPLOYMENT,
+        num_replicas=1,
+        max_ongoing_requests=1000,
+        health_check_period_s=2,
+        ray_actor_options={"num_cpus": 0},
+        logging_config=QUIET,
+    )
+    static = [
+        StaticSpec(
+            model=model,
+            source=str(catalog.resolve(model.source, Path(base))),
+            cores=config.device(model.device).cores,
+        )
+        for model in config.batch.static_models
+    ]
+    return deployment.bind(
+        config.batch.model_dump(mode="json"),
+        [spec.model_dump(mode="json") for spec in static],
+        str(batch_folder(config, Path(base))),
+        config.server.model_dump(mode="json"),
+        internal_token,
+    )
+
+
+def _kv_access(config: Config, store: StorePlan | None) -> KvAccess | None:
+    if store is None or config.kvstore is None:
+        return None
+    apart = config.server.api_keys if config.kvstore.isolate_tenants else ()
+    return KvAccess(address=store.address, isolated_tenants=tuple(key.name for key in apart))

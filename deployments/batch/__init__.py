@@ -1,0 +1,1 @@
+"""The batch lane and offline models as Ray deployments and actors."""

@@ -1,0 +1,96 @@
+"""Has a batch's lines computed by the platform's engines, through a gateway like all requests."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Mapping
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from loomserve.platform.base.errors import EngineGone, InternalError, TooManyRequests
+from loomserve.platform.batch.executor import LineAnswer, LineCall, Outcome, ServedModel
+from loomserve.platform.fleet.messages import BatchLine, ServedEngines
+
+_log = logging.getLogger("ray.serve")
+
+# Engines report every two seconds.
+_FRESH_S = 0.5
+_ANSWER_S = 5.0
+# What a gateway answers where an engine took the line and failed.
+_FAILURES = frozenset({EngineGone.reason, InternalError.reason})
+_GATEWAY_FAILED = (
+    b'{"error": {"message": "The server failed on this request. Send it again.", '
+    b'"type": "server_error", "param": null, "code": "internal_error"}}'
+)
+_GATEWAY_AWAY = b'{"error": {"message": "no gateway answers", "code": "gateway_away"}}'
+
+
+class GatewayExecutor:
+    """The lane's :class:`~loomserve.platform.batch.executor.LineExecutor`."""
+
+    def __init__(self, gateway: DeploymentHandle, controller: DeploymentHandle) -> None:
+        self._gateway = gateway
+        self._controller = controller
+        self._models: Mapping[str, ServedModel] = {}
+        self._asked_s = float("-inf")
+
+    async def models(self) -> Mapping[str, ServedModel] | None:
+        now = time.monotonic()
+        if now - self._asked_s < _FRESH_S:
+            return self._models
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                answer = ServedEngines.model_validate(await self._controller.engines.remote())
+        except (RayError, RayServeException, TimeoutError) as error:
+            _log.warning("the controller does not say what engines have free: %r", error)
+            return None
+        self._asked_s = now
+        self._models = {
+            name: ServedModel(
+                model.max_model_len,
+                {replica.id: replica.stats for replica in model.replicas},
+                model.predictor,
+            )
+            for name, model in answer.models.items()
+        }
+        return self._models
+
+    async def execute(self, call: LineCall) -> LineAnswer:
+        line = BatchLine(
+            owner=call.owner,
+            path=call.path,
+            body=dict(call.body),
+            request_id=call.request_id,
+            engine=call.engine,
+        )
+        response = self._gateway.complete_line.remote(line.model_dump())
+        try:
+            status, body = await response
+        except asyncio.CancelledError:
+            response.cancel()
+            raise
+        except RayTaskError as error:
+            _log.warning("a gateway has failed on a batch's line: %r", error)
+            return LineAnswer(Outcome.ENGINE_FAILED, 500, _GATEWAY_FAILED)
+        except (RayError, RayServeException) as error:
+            _log.warning("a gateway has not answered a batch's line: %r", error)
+            return LineAnswer(Outcome.AWAY, 503, _GATEWAY_AWAY)
+        return LineAnswer(outcome(status, body), status, body)
+
+
+def outcome(status: int, body: bytes) -> Outcome:
+    """Whether another attempt may end better, by a gateway's answer."""
+    if status == TooManyRequests.status:
+        return Outcome.AWAY
+    if status < 500:
+        return Outcome.ANSWERED
+    try:
+        code = json.loads(body)["error"]["code"]
+    except (ValueError, KeyError, TypeError):
+        return Outcome.ENGINE_FAILED
+    return Outcome.ENGINE_FAILED if code in _FAILURES or status != 503 else Outcome.AWAY

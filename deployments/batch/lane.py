@@ -1,0 +1,130 @@
+"""The batch lane as a Serve deployment: one replica, which owns the lane's folder."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray import serve
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from loomserve.deployments.batch.executor import GatewayExecutor
+from loomserve.deployments.batch.offline_worker import RayStaticWorker
+from loomserve.platform.access.key_models import KnownKeys
+from loomserve.platform.base.errors import RequestError
+from loomserve.platform.batch.executors import SeveralExecutors
+from loomserve.platform.batch.folder import BatchFolder
+from loomserve.platform.batch.http.api import BatchApi
+from loomserve.platform.batch.lane import Lane
+from loomserve.platform.batch.offline.queue import StaticQueue
+from loomserve.platform.batch.store.store import Store
+from loomserve.platform.config import Batch, Server
+from loomserve.platform.fleet.messages import (
+    CONTROLLER_APP,
+    CONTROLLER_DEPLOYMENT,
+    GATEWAY_APP,
+    GATEWAY_DEPLOYMENT,
+    StaticSpec,
+)
+from loomserve.platform.http.server import HttpServer, listen
+
+# One that is taken for dead may live on for a while; its files are its own until it is gone.
+_CLAIM_TIMEOUT_S = 60.0
+_STOP_TIMEOUT_S = 5.0
+
+
+class BatchLane:
+    """The deployment class: the lane, and its API for gateways on a port of its own."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        options: dict[str, Any],
+        static: list[dict[str, Any]],
+        folder: str,
+        server: dict[str, Any],
+        internal_token: str,
+    ) -> None:
+        self._folder = BatchFolder(Path(folder))
+        await asyncio.to_thread(self._folder.claim, _CLAIM_TIMEOUT_S)
+        self._store = Store(self._folder.database)
+        self._folder.sweep(self._store.file_ids())
+        checked = Batch.model_validate(options)
+        front = Server.model_validate(server)
+        queues = {
+            spec.model.name: _static_queue(spec, checked.concurrency)
+            for spec in map(StaticSpec.model_validate, static)
+        }
+        self._queues = tuple(queues.values())
+        gateway = GatewayExecutor(
+            serve.get_deployment_handle(GATEWAY_DEPLOYMENT, GATEWAY_APP),
+            serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP),
+        )
+        executor = SeveralExecutors(gateway, queues, KnownKeys(front.api_keys))
+        self._lane = Lane(self._store, self._folder, executor, checked, max_body=front.max_body)
+        api = BatchApi(self._lane, self._store, self._folder, checked)
+        host = ray._private.worker._global_node.node_ip_address
+        sock = listen(host, 0)
+        self._address = f"{host}:{sock.getsockname()[1]}"
+        self._http = HttpServer(api.app(internal_token), sock, protocol=HttpToolsProtocol)
+        await self._http.start()
+        self._running = asyncio.create_task(self._run())
+
+    async def _run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._lane.run())
+            for queue in self._queues:
+                group.create_task(queue.run())
+
+    async def address(self) -> str:
+        """Where its API listens; another port after each start."""
+        return self._address
+
+    async def state(self) -> dict[str, Any]:
+        state = await self._lane.state()
+        static = tuple(queue.state for queue in self._queues)
+        return state.model_copy(update={"static_models": static}).model_dump(mode="json")
+
+    async def show(self, batch_id: str) -> dict[str, Any]:
+        """Any key's batch. Errors travel as values, for Ray wraps exceptions."""
+        try:
+            batch = await self._lane.call(self._store.batch, None, batch_id)
+        except RequestError as error:
+            return {"error": error.body()["error"], "status": error.status}
+        return self._lane.seen(batch).model_dump(mode="json")
+
+    async def cancel(self, batch_id: str) -> dict[str, Any]:
+        """Cancel any key's batch."""
+        try:
+            batch = await self._lane.cancel(None, batch_id)
+        except RequestError as error:
+            return {"error": error.body()["error"], "status": error.status}
+        return self._lane.seen(batch).model_dump(mode="json")
+
+    async def check_health(self) -> None:
+        if not self._http.alive or self._running.done():
+            raise RuntimeError("the batch lane has ended")
+
+    async def __del__(self) -> None:
+        """Serve's last call: what engines are computing is computed again after a restart."""
+        if hasattr(self, "_running"):
+            await self._http.stop(_STOP_TIMEOUT_S)
+            self._running.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self._running
+            self._store.close()
+            self._folder.release()
+
+
+def _static_queue(spec: StaticSpec, places: int) -> StaticQueue:
+    kv_bytes = spec.model.kv_cache_memory
+    return StaticQueue(
+        spec.model.name,
+        partial(RayStaticWorker, spec.source, spec.cores, kv_bytes),
+        kv_bytes,
+        places=places,
+        predictor=spec.model.lengths.predictor if spec.model.lengths else None,
+    )

@@ -1,0 +1,203 @@
+"""A gateway's way to the batch lane: requests to ``/v1/files`` and ``/v1/batches``, as they come.
+
+Files pass through in pieces; neither side ever holds one whole in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import aiohttp
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.types import Receive, Scope, Send
+
+from loomserve.platform.base.errors import (
+    BodyTooLarge,
+    NotFound,
+    RequestError,
+    RequestTimeout,
+    Unavailable,
+)
+from loomserve.platform.config import ApiKey
+from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, OWNER_HEADER
+from loomserve.platform.http.client_gone import ClientGoneError
+
+FILES = "/v1/files"
+BATCHES = "/v1/batches"
+# After a crash Serve needs some seconds for a new lane.
+_LANE_TIMEOUT_S = 15.0
+_PASSED_ON = frozenset({b"content-type", b"content-length", b"range", b"x-request-id"})
+_PASSED_BACK = frozenset(
+    {b"content-type", b"content-length", b"content-range", b"accept-ranges", b"etag",
+     b"last-modified", b"allow"}
+)  # fmt: skip
+# What a form has beside its file.
+_FORM_BYTES = 2**16
+
+
+class BatchProxy:
+    """An ASGI application; also asks the lane for what operators want to know."""
+
+    def __init__(
+        self,
+        lane: DeploymentHandle | None,
+        session: aiohttp.ClientSession,
+        internal_token: str,
+        *,
+        max_file_bytes: int,
+        idle_timeout_s: float,
+    ) -> None:
+        self._lane = lane
+        self._session = session
+        self._internal_token = internal_token
+        self._max_bytes = max_file_bytes + _FORM_BYTES
+        self._idle_timeout_s = idle_timeout_s
+        self._address: str | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """
+        Raises:
+            NotFound: there is no lane.
+            BodyTooLarge: an upload is.
+            Unavailable: the lane is away.
+        """
+        if self._lane is None:
+            raise NotFound(
+                "there is no batch lane here: the operator adds a batch section to the "
+                "configuration"
+            )
+        self._check_length(dict(scope["headers"]).get(b"content-length", b""))
+        # aiohttp makes errors of its connection of those that a body's source raises.
+        problem: list[Exception] = []
+        body = self._body(scope, receive, problem)
+        began = False
+        try:
+            address = await self._where()
+            async with self._session.request(
+                scope["method"],
+                f"http://{address}{_target(scope)}",
+                headers=self._headers(scope),
+                data=body,
+            ) as response:
+                began = True
+                await _relay(response, send)
+        except (aiohttp.ClientError, ConnectionError, RequestError, ClientGoneError) as error:
+            if problem and isinstance(problem[0], ClientGoneError):
+                return
+            if problem or isinstance(error, RequestError):
+                raise (problem or [error])[0] from None
+            self._address = None
+            if began:
+                raise
+            raise _away() from error
+
+    async def ask(self, method: str, *given: Any) -> dict[str, Any]:
+        """Call a method of the lane.
+
+        Raises:
+            NotFound: there is no lane.
+            Unavailable: it is away.
+        """
+        if self._lane is None:
+            raise NotFound("there is no batch lane: add a batch section to the configuration")
+        try:
+            async with asyncio.timeout(_LANE_TIMEOUT_S):
+                answer: dict[str, Any] = await getattr(self._lane, method).remote(*given)
+        except (RayError, RayServeException, TimeoutError):
+            raise _away() from None
+        return answer
+
+    async def _where(self) -> str:
+        if self._address is None:
+            assert self._lane is not None
+            try:
+                async with asyncio.timeout(_LANE_TIMEOUT_S):
+                    self._address = str(await self._lane.address.remote())
+            except (RayError, RayServeException, TimeoutError):
+                raise _away() from None
+        return self._address
+
+    def _headers(self, scope: Scope) -> list[tuple[str, str]]:
+        key: ApiKey | None = scope["state"].get("api_key")
+        passed = [(k.decode(), v.decode("latin-1")) for k, v in scope["headers"] if k in _PASSED_ON]
+        return [
+            *passed,
+            (INTERNAL_TOKEN_HEADER, self._internal_token),
+            (OWNER_HEADER, key.name if key else ""),
+        ]
+
+    def _body(
+        self, scope: Scope, receive: Receive, problem: list[Exception]
+    ) -> AsyncIterator[bytes] | bytes | None:
+        if scope["method"] not in ("POST", "DELETE"):
+            return None
+        body: bytes | None = scope["state"].get("body")
+        return _noting(problem, self._stream(receive)) if body is None else body
+
+    async def _stream(self, receive: Receive) -> AsyncIterator[bytes]:
+        size = 0
+        while True:
+            try:
+                async with asyncio.timeout(self._idle_timeout_s):
+                    message = await receive()
+            except TimeoutError:
+                raise RequestTimeout(
+                    f"Nothing of the file came for {self._idle_timeout_s:g} s. Send it without "
+                    "pauses."
+                ) from None
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError
+            chunk = message.get("body", b"")
+            size += len(chunk)
+            if size > self._max_bytes:
+                raise self._too_large()
+            if chunk:
+                yield chunk
+            if not message.get("more_body", False):
+                return
+
+    def _check_length(self, length: bytes) -> None:
+        # The front door has seen that shorter bodies are within their own bound.
+        if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
+            raise self._too_large()
+
+    def _too_large(self) -> BodyTooLarge:
+        return BodyTooLarge(
+            f"The file is larger than {self._max_bytes - _FORM_BYTES} bytes. Split it, or ask the "
+            "operator to raise batch.max_file_bytes."
+        )
+
+
+async def _noting(problem: list[Exception], stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    try:
+        async for chunk in stream:
+            yield chunk
+    except Exception as error:
+        problem.append(error)
+        raise
+
+
+async def _relay(response: aiohttp.ClientResponse, send: Send) -> None:
+    headers = [(k.lower(), v) for k, v in response.raw_headers if k.lower() in _PASSED_BACK]
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    async for chunk in response.content.iter_any():
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _target(scope: Scope) -> str:
+    query = scope["query_string"].decode("latin-1")
+    path = scope.get("raw_path", scope["path"].encode()).decode("latin-1")
+    return f"{path}?{query}" if query else path
+
+
+def _away() -> Unavailable:
+    return Unavailable(
+        "the batch lane is being restarted; batches go on by themselves, try again shortly",
+        reason="batch_lane_away",
+        retry_after_s=5,
+    )

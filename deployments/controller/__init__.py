@@ -1,0 +1,1 @@
+"""The controller: one actor that carries out what operators wish."""

@@ -1,0 +1,1 @@
+"""Replicas: one vLLM engine each, behind Ray Serve LLM's classes."""

@@ -1,0 +1,131 @@
+"""Builds the Serve applications. Classes stay undecorated; decoration happens here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.llm import LLMConfig, build_llm_deployment
+
+from loomserve.deployments.engine.server import EngineServer
+from loomserve.deployments.serve_logging import QUIET
+from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.fleet.messages import ENGINE_DEPLOYMENT, EngineSpec, model_app
+from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
+from loomserve.platform.state.lending_options import LENDING_CONFIG
+from loomserve.routers.serve.choice import request_router_config
+
+# Bounds what one request can ask of an engine: OpenAI's own limit of n.
+_MAX_SEQUENCES_PER_REQUEST = "128"
+
+
+def build_model_app(spec: EngineSpec, replicas: int) -> Any:
+    """The application of one model: ``replicas`` engines, each on a device of its own."""
+    return build_llm_deployment(
+        _llm_config(spec),
+        bind_kwargs={"spec": spec.model_dump(mode="json")},
+        deployment_cls=EngineServer,
+        override_serve_options={
+            "name": ENGINE_DEPLOYMENT,
+            "num_replicas": replicas,
+            # Requests do not pass through Serve; the gateway keeps the limit.
+            "max_ongoing_requests": 1_000_000,
+            "health_check_period_s": 2,
+            "health_check_timeout_s": 15,
+            "graceful_shutdown_timeout_s": spec.drain_timeout_s + 15,
+            "request_router_config": RequestRouterConfig(
+                **request_router_config(spec.model.router, spec.model.name)
+            ),
+            "logging_config": QUIET,
+        },
+    )
+
+
+def run_model(spec: EngineSpec, app: Any) -> None:
+    """Hand the application to Serve and return at once."""
+    serve.run_many(
+        [
+            serve.RunTarget(
+                app,
+                name=model_app(spec.model.name),
+                route_prefix=None,
+                external_scaler_enabled=True,
+            )
+        ],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
+
+
+def _cpu_options() -> dict[str, str]:
+    return {
+        "dtype": cpu_dtype(),
+        "worker_cls": "loomserve.platform.engine.worker.PatientWorker",
+    }
+
+
+def _lending_options() -> dict[str, Any]:
+    return {
+        "worker_cls": "loomserve.platform.lending.engine.worker.WovenWorker",
+        "scheduler_cls": "loomserve.platform.lending.engine.lender_scheduler.make_scheduler",
+        # A lender looks for tasks between its model's operators.
+        "enforce_eager": True,
+    }
+
+
+def _kv_bytes_of_a_worker(spec: EngineSpec) -> int:
+    """vLLM gives each stage the same; the one with the most layers then has the fewest blocks."""
+    layers = spec.stage_layers or (1,)
+    return spec.model.kv_cache_memory * max(layers) // sum(layers)
+
+
+def _engine_options(spec: EngineSpec) -> dict[str, Any]:
+    return {
+        "kv_cache_memory_bytes": _kv_bytes_of_a_worker(spec),
+        "pipeline_parallel_size": max(1, len(spec.stage_layers)),
+        **(_cpu_options() if spec.devices[0].kind == "cpu" else {}),
+        "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
+        **spec.model.engine,
+        **(_lending_options() if spec.lending else {}),
+        "additional_config": {
+            **spec.model.engine.get("additional_config", {}),
+            ADDITIONAL_CONFIG: spec.scheduling.model_dump(),
+            **({LENDING_CONFIG: spec.lending.model_dump()} if spec.lending else {}),
+        },
+        **({"kv_transfer_config": store} if (store := spec.kv_transfer_config) else {}),
+    }
+
+
+def _environment(spec: EngineSpec, engine_options: Mapping[str, Any]) -> dict[str, str]:
+    """Of an engine's processes."""
+    of_engine = {
+        "VLLM_MAX_N_SEQUENCES": _MAX_SEQUENCES_PER_REQUEST,
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_USE_V2_MODEL_RUNNER": "0",
+        # Ray would hide all GPUs from an actor that asks it for none.
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+    if spec.devices[0].kind == "cpu" and engine_options.get("enforce_eager"):
+        # vLLM compiles the ranks of log probabilities all the same, with g++, within the first
+        # step that asks for them: all streams stand still for ten to twenty seconds.
+        of_engine["TORCHDYNAMO_DISABLE"] = "1"
+    return of_engine
+
+
+def _llm_config(spec: EngineSpec) -> LLMConfig:
+    engine_options = _engine_options(spec)
+    return LLMConfig(
+        model_loading_config={"model_id": spec.model.name, "model_source": spec.path},
+        # "cpu" means here: no GPU resources of Ray's, vLLM's own process executor. The replica
+        # binds the engine to its device itself, so that several models can share one.
+        accelerator_config={"kind": "cpu"},
+        engine_kwargs=engine_options,
+        log_engine_metrics=False,
+        # The catalog has put local models in place, and vLLM fetches hub models itself; Ray's own
+        # step would start one more process that imports vLLM, for nothing.
+        callback_config={"callback_class": "loomserve.deployments.engine.server.NoNodeInit"},
+        runtime_env={"env_vars": _environment(spec, engine_options)},
+    )

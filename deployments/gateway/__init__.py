@@ -1,0 +1,1 @@
+"""Gateways: they answer clients, and forward to replicas."""

@@ -1,0 +1,279 @@
+"""Forwards a request to an engine and its bytes back: the path every token takes.
+
+Nothing is parsed on the way back but the status; an error body is rewritten into OpenAI's shape.
+A request that an engine has not begun to answer is tried on another replica; afterwards a failure
+ends the stream with an error event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.types import Message, Receive, Send
+
+from loomserve.platform.base.errors import EngineGone, TooManyRequests, Unavailable
+from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER
+from loomserve.platform.http.client_gone import ClientGoneError, while_connected
+from loomserve.platform.http.engine_errors import normalise
+from loomserve.platform.lengths.predict.request import longest
+from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.routers.base import RoutingPayload
+from loomserve.routers.in_flight import IN_FLIGHT, Booking
+from loomserve.routers.lateness import finish
+
+# A replica that Serve still lists but that refuses connections is dead or restarting.
+_CONNECT_TIMEOUT_S = 2.0
+# How long a request waits for any replica before it is told to come back.
+_ROUTE_TIMEOUT_S = 30.0
+# A retry looks for another replica; one that is only just starting is not worth the wait.
+_REROUTE_TIMEOUT_S = 1.0
+_MAX_ATTEMPTS = 3
+_RETRY_AFTER_S = 5.0
+# A rough bound for routing only; engines count exactly.
+_BYTES_PER_TOKEN = 4
+_ANSWER_TOKENS = 256
+
+_PASSED_BACK = frozenset({b"content-type", b"content-length", b"cache-control"})
+
+
+class ReplicaFailedError(Exception):
+    """An engine failed before it began to answer; another may do it."""
+
+    def __init__(self, replica_id: str, message: str) -> None:
+        super().__init__(message)
+        self.replica_id = replica_id
+
+
+@dataclass(frozen=True)
+class ForwardRequest:
+    """One request on its way to an engine."""
+
+    model: str
+    policy: str
+    path: str
+    body: bytes
+    parsed: Mapping[str, Any]
+    request_id: str
+    content_type: str
+    exclude: frozenset[str] = frozenset()
+    """Replicas that shall not take it."""
+    expected_tokens: float | None = None
+    """Of its answer, as predicted."""
+    refuse_after: float | None = None
+    """Unix time: if it is predicted to end later, it is refused."""
+
+
+class Forwarder:
+    """Sends requests to engines of any model over kept connections."""
+
+    def __init__(self, internal_token: str, metrics: GatewayMetrics) -> None:
+        self._internal_token = internal_token
+        self._metrics = metrics
+        self.session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            auto_decompress=False,
+            read_bufsize=2**18,
+        )
+
+    async def close(self) -> None:
+        await self.session.close()
+
+    async def forward(
+        self, request: ForwardRequest, handle: DeploymentHandle, receive: Receive, send: Send
+    ) -> None:
+        """Answer the request, or stop as soon as the client is gone.
+
+        Raises:
+            Unavailable: no replica took it in time.
+            EngineGone: engines failed before or while answering.
+        """
+        try:
+            # Closing the connection to the engine is what makes vLLM abort the request.
+            await while_connected(self._with_retries(request, handle, send), receive)
+        except ClientGoneError:
+            self._metrics.client_disconnected(request.model)
+
+    async def _with_retries(
+        self, request: ForwardRequest, handle: DeploymentHandle, send: Send
+    ) -> None:
+        excluded = request.exclude
+        last_failure = ""
+        for _ in range(_MAX_ATTEMPTS):
+            booking = Booking()
+            try:
+                replica_id, address = await self._choose(request, handle, booking, excluded)
+                await self._relay(request, replica_id, address, send)
+                return
+            except ReplicaFailedError as failure:
+                self._metrics.engine_failed(request.model)
+                excluded |= {failure.replica_id}
+                last_failure = str(failure)
+            except Unavailable:
+                if not last_failure:
+                    raise
+                break  # that it failed says more than that there is no other
+            finally:
+                IN_FLIGHT.finished(booking, time.time())
+        raise Unavailable(
+            f"no replica of model {request.model!r} could answer ({last_failure}); "
+            "it is being restarted, try again shortly",
+            reason="engine_gone",
+            retry_after_s=_RETRY_AFTER_S,
+        )
+
+    async def _choose(
+        self,
+        request: ForwardRequest,
+        handle: DeploymentHandle,
+        booking: Booking,
+        excluded: frozenset[str],
+    ) -> tuple[str, str]:
+        payload = RoutingPayload(
+            booking=booking,
+            prompt=request.parsed.get("messages") or request.parsed.get("prompt") or "",
+            prompt_tokens=len(request.body) // _BYTES_PER_TOKEN,
+            output_tokens=_output_tokens(request),
+            exclude=excluded,
+        )
+        chosen = await self._chosen(request, handle, payload, excluded)
+        if not excluded:
+            self._refuse_if_late(request, payload)
+        return chosen
+
+    async def _chosen(
+        self,
+        request: ForwardRequest,
+        handle: DeploymentHandle,
+        payload: RoutingPayload,
+        excluded: frozenset[str],
+    ) -> tuple[str, str]:
+        with self._metrics.queued(request.model):
+            try:
+                async with asyncio.timeout(_REROUTE_TIMEOUT_S if excluded else _ROUTE_TIMEOUT_S):
+                    async with handle.choose_replica(payload, _reserve=False) as selection:
+                        return selection.replica_id, selection.replica_metadata["address"]
+            except (TimeoutError, DeploymentUnavailableError, RayServeException):
+                raise Unavailable(
+                    f"model {request.model!r} has no replica that takes requests now; "
+                    "try again shortly",
+                    reason="no_replica",
+                    retry_after_s=_RETRY_AFTER_S,
+                ) from None
+
+    def _refuse_if_late(self, request: ForwardRequest, payload: RoutingPayload) -> None:
+        if request.refuse_after is None or request.expected_tokens is None or not payload.chosen:
+            return
+        within_s = request.refuse_after - time.time()
+        predicted = finish(payload.chosen[-1], payload.prompt_tokens, request.expected_tokens)
+        if predicted is None or predicted.total_s <= within_s:
+            return
+        self._metrics.refused_late(request.model)
+        raise TooManyRequests(
+            f"model {request.model!r} is predicted to answer in {predicted.total_s:.1f} s, of "
+            f"which it waits {predicted.wait_s:.1f} s, and x-slo-ms leaves {within_s:.1f} s; try "
+            "again later, or allow more time",
+            param="x-slo-ms",
+            reason="deadline_unreachable",
+            retry_after_s=predicted.wait_s,
+        )
+
+    async def _relay(
+        self, request: ForwardRequest, replica_id: str, address: str, send: Send
+    ) -> None:
+        started = time.monotonic()
+        headers = {
+            "Content-Type": request.content_type,
+            "X-Request-Id": request.request_id,
+            INTERNAL_TOKEN_HEADER: self._internal_token,
+        }
+        begun = False
+        with self._metrics.in_flight(request.model, replica_id):
+            try:
+                async with self.session.post(
+                    f"http://{address}{request.path}", data=request.body, headers=headers
+                ) as response:
+                    if response.status >= 500:
+                        raise ReplicaFailedError(replica_id, await _engine_says(response))
+                    if response.status >= 400:
+                        await _send_error(response, send)
+                        return
+                    begun = True
+                    await self._relay_body(request, response, started, send)
+            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
+                if begun:
+                    self._metrics.engine_failed(request.model)
+                    raise EngineGone(
+                        f"the engine of model {request.model!r} ended while it answered; "
+                        "send the request again"
+                    ) from None
+                raise ReplicaFailedError(replica_id, type(error).__name__) from None
+
+    async def _relay_body(
+        self,
+        request: ForwardRequest,
+        response: aiohttp.ClientResponse,
+        started: float,
+        send: Send,
+    ) -> None:
+        headers = [(k, v) for k, v in response.raw_headers if k.lower() in _PASSED_BACK]
+        await send({"type": "http.response.start", "status": response.status, "headers": headers})
+        chunks, first = 0, 0.0
+        async for chunk in response.content.iter_any():
+            if not chunks:
+                first = time.monotonic()
+            chunks += 1
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+        if response.content_type == "text/event-stream":
+            self._metrics.streamed(
+                request.model, ttft_s=first - started, stream_s=time.monotonic() - first,
+                chunks=chunks,
+            )  # fmt: skip
+
+
+class CollectedAnswer:
+    """The ``send`` of a request of the platform's own."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = bytearray()
+
+    async def send(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
+        self.body += message.get("body", b"")
+
+
+async def never_gone() -> Message:
+    """The ``receive`` of such a request: whoever waits for its answer can cancel it."""
+    never: Message = await asyncio.get_running_loop().create_future()
+    return never
+
+
+def _output_tokens(request: ForwardRequest) -> int:
+    if request.expected_tokens is not None:
+        return math.ceil(request.expected_tokens)
+    return longest(request.parsed) or _ANSWER_TOKENS
+
+
+async def _engine_says(response: aiohttp.ClientResponse) -> str:
+    return f"HTTP {response.status} from its engine: {(await response.text())[:200]}"
+
+
+async def _send_error(response: aiohttp.ClientResponse, send: Send) -> None:
+    body = json.dumps(normalise(await response.read(), response.status)).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": response.status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})

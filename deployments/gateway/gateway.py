@@ -1,0 +1,327 @@
+"""The gateway: the platform's front door and multi-model ingress.
+
+It listens on the server's address itself. A request crosses two processes, this one and the
+engine's; docs/performance.md says why no proxy stands before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from ray import serve
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Mount, Route
+from starlette.types import Receive, Scope, Send
+
+from loomserve.deployments.batch.proxy import BATCHES, FILES, BatchProxy
+from loomserve.deployments.gateway.admin import build_admin_api
+from loomserve.deployments.gateway.forward import (
+    CollectedAnswer,
+    Forwarder,
+    ForwardRequest,
+    never_gone,
+)
+from loomserve.deployments.gateway.line_endpoint import LineEndpoint
+from loomserve.deployments.gateway.metrics_page import MetricsPage
+from loomserve.deployments.gateway.routes import ModelRoutes
+from loomserve.deployments.kvstore.admin import build_kv_router
+from loomserve.platform.base.errors import (
+    Conflict,
+    RequestError,
+    TooManyRequests,
+)
+from loomserve.platform.batch.admin import build_batch_router
+from loomserve.platform.config import ApiKey, Batch, Server
+from loomserve.platform.fleet.messages import (
+    BATCH_APP,
+    BATCH_DEPLOYMENT,
+    CONTROLLER_APP,
+    CONTROLLER_DEPLOYMENT,
+    BatchLine,
+    KvAccess,
+    ModelRoute,
+    Routes,
+)
+from loomserve.platform.http.ingress import exception_handlers, front_door
+from loomserve.platform.http.protocol import bounded_protocol
+from loomserve.platform.http.server import HttpServer, listen
+from loomserve.platform.lengths.service import LengthPredictions, Predicted, counts_once
+from loomserve.platform.requests.answer_length import AnswerLength
+from loomserve.platform.requests.client_request import parse, refuse_own_channels
+from loomserve.platform.requests.kv_request import isolate
+from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.requests.scheduler_fields import ENDPOINTS, with_deadline, with_expected
+
+_log = logging.getLogger("ray.serve")
+
+# vLLM's endpoints that take one request and keep nothing between requests.
+FORWARDED = (
+    "/v1/chat/completions",
+    "/v1/completions",
+    "/v1/responses",
+    "/v1/messages",
+    "/v1/embeddings",
+    "/v1/tokenize",
+    "/v1/detokenize",
+)
+_ENGINE_PATHS = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
+_NO_VERSION = -1
+
+
+class Gateway:
+    """Serve's deployment class of the front door.
+
+    It is not a subclass of Ray Serve LLM's ``OpenAiIngress``, of which only the list of models
+    would be left once bytes are forwarded; importing that class costs 10 s and 500 MB, for it
+    imports vLLM.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        server: dict[str, Any],
+        internal_token: str,
+        kv: dict[str, Any] | None,
+        batch: dict[str, Any] | None,
+    ) -> None:
+        self._server = Server.model_validate(server)
+        self._kv = KvAccess.model_validate(kv) if kv else None
+        self._internal_token = internal_token
+        self._open: Counter[str] = Counter()
+        registry = CollectorRegistry()
+        self._metrics = GatewayMetrics(registry)
+        self._lengths = LengthPredictions(self._metrics)
+        self._forwarder = Forwarder(internal_token, self._metrics)
+        self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
+        options = Batch.model_validate(batch) if batch else None
+        self._routes = ModelRoutes([one.name for one in options.static_models] if options else ())
+        self._lines = LineEndpoint(self._server, self._routes.find, self._isolated, self._collect)
+        self._batches = BatchProxy(
+            serve.get_deployment_handle(BATCH_DEPLOYMENT, BATCH_APP) if batch else None,
+            self._forwarder.session,
+            internal_token,
+            max_file_bytes=options.max_file_bytes if options else self._server.max_body,
+            idle_timeout_s=self._server.header_timeout_s,
+        )
+        self._page = MetricsPage(
+            self._metrics,
+            registry,
+            self._routes,
+            self._forwarder.session,
+            internal_token,
+            controller=self._controller,
+            kv=self._kv,
+            batches=self._batches if batch else None,
+        )
+        app = front_door(
+            self._build_app(),
+            self._server,
+            rejected=self._metrics.rejected,
+            streamed=frozenset({FILES}) if batch else frozenset(),
+        )
+        sock = listen(self._server.host, self._server.port, shared=True)
+        protocol = bounded_protocol(self._server.header_timeout_s, self._server.max_connections)
+        self._http = HttpServer(app, sock, protocol=protocol)
+        # A gateway that is started anew must not answer before it knows the models.
+        version = self._learn(await self._controller.watch.remote(_NO_VERSION))
+        self._following = asyncio.create_task(self._follow_controller(version))
+        await self._http.start()
+
+    async def check_health(self) -> None:
+        if not self._http.alive or self._following.done():
+            raise RuntimeError("the gateway's HTTP server or its view of the models has ended")
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_following"):
+            self._following.cancel()
+            await self._http.stop(self._server.drain_timeout_s)
+            await self._forwarder.close()
+            self._lengths.close()
+
+    def _build_app(self) -> Starlette:
+        return Starlette(
+            routes=[
+                *(Route(path, self._endpoint(path), methods=["POST"]) for path in FORWARDED),
+                *(Route(root, self._batches) for root in (FILES, BATCHES)),
+                *(Route(root + "/{rest:path}", self._batches) for root in (FILES, BATCHES)),
+                Route("/v1/models", self._routes.list_models),
+                Route("/v1/models/{model:path}", self._routes.retrieve_model),
+                Route("/health", _health),
+                Route("/ready", self._routes.ready),
+                Route("/metrics", self._page.show),
+                Mount("/admin/v1", self._admin_api()),
+            ],
+            exception_handlers=exception_handlers,
+        )
+
+    def _admin_api(self) -> FastAPI:
+        return build_admin_api(
+            self._controller,
+            build_kv_router(self._kv, self.pin),
+            build_batch_router(self._batches.ask),
+        )
+
+    # The models
+
+    async def _follow_controller(self, version: int) -> None:
+        while True:
+            try:
+                version = self._learn(await self._controller.watch.remote(version))
+            except Exception as error:
+                # Serve restarts the controller; until then the last routes hold.
+                _log.warning("the controller does not answer: %r", error)
+                await asyncio.sleep(0.5)
+
+    def _learn(self, answer: dict[str, Any]) -> int:
+        routes = Routes.model_validate(answer)
+        self._routes.learn(routes.models)
+        self._metrics.set_models(
+            {route.name: [replica.id for replica in route.replicas] for route in routes.models}
+        )
+        self._lengths.set_models(
+            {route.name: route.predictor for route in routes.models if route.predictor}
+        )
+        return routes.version
+
+    def _refuse_beyond_limit(self, route: ModelRoute) -> None:
+        if self._open[route.name] >= route.max_concurrent_requests:
+            raise TooManyRequests(
+                f"model {route.name!r} already has {self._open[route.name]} requests; "
+                "try again shortly",
+                reason="model_overloaded",
+                retry_after_s=1,
+            )
+
+    # The endpoints
+
+    def _endpoint(self, path: str) -> Any:
+        # Starlette treats an object that is not a function as an ASGI app, which may stream.
+        return _AsgiEndpoint(self, path)
+
+    async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope["state"]
+        parsed = parse(state["body"])
+        refuse_own_channels(parsed)
+        route = self._routes.find(parsed.get("model"), state.get("api_key"))
+        self._refuse_beyond_limit(route)
+        handle = self._routes.handle(route.name)
+        started, slo_ms = time.monotonic(), state.get("slo_ms")
+        deadline = time.time() + slo_ms / 1000 if slo_ms is not None and path in ENDPOINTS else None
+        self._open[route.name] += 1
+        status = 499  # as nginx says it: the client went away before there was an answer
+        length = AnswerLength() if route.predictor and counts_once(parsed) else None
+
+        async def watched_send(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif length is not None:
+                length.feed(message.get("body", b""))
+            await send(message)
+
+        try:
+            predicted = (
+                await self._lengths.predict(route.name, parsed) if path in ENDPOINTS else None
+            )
+            request = self._request(route, path, parsed, state, deadline, predicted)
+            await self._forwarder.forward(request, handle, receive, watched_send)
+            if predicted and length and (tokens := length.tokens):
+                self._lengths.ended(route.name, predicted, tokens)
+        except RequestError as error:
+            status = error.status
+            raise
+        finally:
+            self._open[route.name] -= 1
+            took_s = time.monotonic() - started
+            self._metrics.finished(route.name, path, status, took_s, slo_ms)
+
+    def _request(
+        self,
+        route: ModelRoute,
+        path: str,
+        sent: dict[str, Any],
+        state: Mapping[str, Any],
+        deadline: float | None,
+        predicted: Predicted | None,
+    ) -> ForwardRequest:
+        """A client's request with all that the platform adds to it."""
+        key = state.get("api_key")
+        parsed = self._isolated(sent, key, path)
+        if deadline is not None:
+            parsed = with_deadline(parsed, deadline)
+        if predicted is not None:
+            parsed = with_expected(parsed, predicted.expected)
+        return ForwardRequest(
+            model=route.name,
+            policy=route.policy,
+            path=_ENGINE_PATHS.get(path, path),
+            body=state["body"] if parsed is sent else json.dumps(parsed).encode(),
+            parsed=parsed,
+            request_id=state["request_id"],
+            content_type="application/json",
+            expected_tokens=predicted.prediction.tokens if predicted else None,
+            refuse_after=deadline if key is not None and key.refuse_late else None,
+        )
+
+    def _isolates(self, tenant: str) -> bool:
+        return self._kv is not None and tenant in self._kv.isolated_tenants
+
+    def _isolated(self, request: dict[str, Any], key: ApiKey | None, path: str) -> dict[str, Any]:
+        if key is not None and self._isolates(key.name) and path not in _ENGINE_PATHS:
+            return isolate(request, key.name)
+        return request
+
+    async def complete_line(self, line: dict[str, Any]) -> tuple[int, bytes]:
+        """Have a batch's line computed; its answer's status and body. The batch lane calls it."""
+        return await self._lines.complete(BatchLine.model_validate(line))
+
+    async def _collect(
+        self, request: ForwardRequest, receive: Receive = never_gone
+    ) -> tuple[int, bytes]:
+        """The answer to a request of the platform's own, which no client follows."""
+        answer = CollectedAnswer()
+        handle = self._routes.handle(request.model)
+        await self._forwarder.forward(request, handle, receive, answer.send)
+        return answer.status, bytes(answer.body)
+
+    async def pin(
+        self, path: str, body: dict[str, Any], tenant: str | None, receive: Receive
+    ) -> tuple[int, bytes]:
+        """Let an engine of ``body["model"]`` pass over a text; its answer's status and body."""
+        route = self._routes.find(body["model"], None)
+        if not route.kvstore:
+            raise Conflict(f"model {route.name!r} keeps nothing in the KV store", param="model")
+        if tenant is not None and self._isolates(tenant):
+            body = isolate(body, tenant)
+        request = ForwardRequest(
+            model=route.name,
+            policy=route.policy,
+            path=path,
+            body=json.dumps(body).encode(),
+            parsed=body,
+            request_id=uuid.uuid4().hex,
+            content_type="application/json",
+        )
+        return await self._collect(request, receive)
+
+
+class _AsgiEndpoint:
+    def __init__(self, gateway: Gateway, path: str) -> None:
+        self._gateway, self._path = gateway, path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._gateway.answer(self._path, scope, receive, send)
+
+
+async def _health(request: Request) -> Response:
+    return JSONResponse({"status": "alive"})

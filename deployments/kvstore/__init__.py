@@ -1,0 +1,1 @@
+"""The KV store of a node as a Ray actor."""

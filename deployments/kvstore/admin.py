@@ -1,0 +1,115 @@
+"""The admin API's part for the KV store: look into it, flush it, pin what must stay."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from starlette.types import Receive
+
+from loomserve.deployments.kvstore import kv_store
+from loomserve.kvstore.server.protocol import PIN, PINNED_BLOCKS
+from loomserve.platform.base.errors import BadRequest, NotFound, UnknownModel
+from loomserve.platform.fleet.messages import KvAccess
+from loomserve.platform.state import KvState
+
+# Sends a request body to an engine of its model, under the name of an API key, and returns the
+# status and body of the answer.
+Complete = Callable[[str, dict[str, Any], str | None, Receive], Awaitable[tuple[int, bytes]]]
+
+
+class FlushRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    model: str | None = Field(None, description="Whose blocks; null: all.")
+
+
+class Flushed(BaseModel):
+    blocks: int = Field(description="Blocks that were in memory and are forgotten.")
+
+
+class PinRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    model: str
+    messages: list[dict[str, Any]] | None = Field(
+        None, description="The beginning of a chat, such as a system prompt."
+    )
+    prompt: str | list[int] | None = Field(None, description="Or the beginning of a prompt.")
+    pinned: bool = Field(description="True: keep its blocks; false: let them go.")
+    api_key: str | None = Field(
+        None, description="Name of the API key whose blocks, where tenants are isolated."
+    )
+
+    @model_validator(mode="after")
+    def _one_text(self) -> PinRequest:
+        if (self.messages is None) == (self.prompt is None):
+            raise ValueError("give either messages or prompt")
+        return self
+
+
+class Pinned(BaseModel):
+    prompt_tokens: int = Field(description="Tokens of the text, of which whole blocks are kept.")
+    blocks: int = Field(
+        description="Its blocks that are pinned or let go; 0: it is too short, or no room was left."
+    )
+
+
+def build_kv_router(access: KvAccess | None, complete: Complete) -> APIRouter:
+    """The routes under ``/kv``; without a store they say that there is none."""
+    router = APIRouter(prefix="/kv", tags=["KV store"])
+
+    def store() -> KvAccess:
+        if access is None:
+            raise NotFound("there is no KV store: add a kvstore section to the configuration")
+        return access
+
+    @router.get("")
+    async def usage() -> KvState:
+        """What the KV store holds, and how each model used it since the store started."""
+        return await kv_store.read_usage(store().address)
+
+    @router.post("/flush")
+    async def flush(request: FlushRequest) -> Flushed:
+        """Forget the blocks that no request reads at this moment and nobody pinned."""
+        address = store().address
+        if request.model is not None:
+            known = [model.model for model in (await kv_store.read_usage(address)).models]
+            if request.model not in known:
+                raise UnknownModel(
+                    f"the KV store holds nothing of {request.model!r}; it knows: "
+                    f"{', '.join(known) or 'no model yet'}",
+                    param="model",
+                )
+        return Flushed(blocks=await kv_store.flush(address, request.model or ""))
+
+    @router.post("/pin")
+    async def pin(request: PinRequest, http: Request) -> Pinned:
+        """Keep the blocks of a text in the store, or let them go. An engine computes it once."""
+        isolated = store().isolated_tenants
+        if isolated and request.api_key not in isolated:
+            raise BadRequest(
+                "tenants are isolated, so say whose blocks: api_key is one of "
+                f"{', '.join(isolated)}",
+                param="api_key",
+            )
+        status, body = await complete(*_one_token(request), request.api_key, http.receive)
+        return _pinned(status, json.loads(body))
+
+    return router
+
+
+def _one_token(request: PinRequest) -> tuple[str, dict[str, Any]]:
+    """Path and body of a request whose only purpose is that an engine passes over the text."""
+    path = "/v1/completions" if request.messages is None else "/v1/chat/completions"
+    body = request.model_dump(include={"model", "messages", "prompt"}, exclude_none=True)
+    body |= {"max_tokens": 1, "kv_transfer_params": {PIN: request.pinned}}
+    return path, body
+
+
+def _pinned(status: int, answer: dict[str, Any]) -> Pinned:
+    if status >= 400:
+        raise BadRequest(answer["error"]["message"], param=answer["error"].get("param"))
+    said = answer.get("kv_transfer_params") or {}
+    return Pinned(prompt_tokens=answer["usage"]["prompt_tokens"], blocks=said.get(PINNED_BLOCKS, 0))

@@ -1,0 +1,114 @@
+"""The KV store's actor: where it is, how it starts and ends, and how it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from loomserve.kvstore.server.actor import ACTOR_NAME, Store, StorePlan, arena_path
+from loomserve.kvstore.server.client import StoreAwayError, StoreClient
+from loomserve.kvstore.server.protocol import Done, Flush, Inspect, Request, Usage
+from loomserve.platform.base.errors import StartError, Unavailable
+from loomserve.platform.base.paths import cache_folder
+from loomserve.platform.config import Config
+from loomserve.platform.state import KvState
+
+_NAMESPACE = "loomserve"
+_START_TIMEOUT_S = 60.0
+# What is on its way to SSD is written first.
+_STOP_TIMEOUT_S = 30.0
+_ANSWER_TIMEOUT_MS = 1000
+
+R = TypeVar("R")
+
+
+def plan_store(config: Config, base: Path) -> StorePlan | None:
+    """The store that a configuration in folder ``base`` asks for."""
+    wanted = config.kvstore
+    if wanted is None:
+        return None
+    arena = arena_path(config.server.port)
+    ssd_folder = None
+    if wanted.ssd is not None:
+        chosen = Path(wanted.ssd_path).expanduser() if wanted.ssd_path else cache_folder() / "kv"
+        ssd_folder = (base / chosen).absolute()
+    return StorePlan(
+        folder=arena.parent,
+        arena=arena,
+        memory=wanted.memory,
+        ssd_folder=ssd_folder,
+        ssd=wanted.ssd or 0,
+        eviction=wanted.eviction,
+        quotas={m.name: m.kvstore_quota for m in config.models if m.kvstore_quota is not None},
+    )
+
+
+def start_store(plan: StorePlan) -> Any:
+    """Start the store's actor and return its handle; Ray starts it again when it dies.
+
+    Raises:
+        StartError: in the store's own words.
+    """
+    import ray  # the command sets Ray's environment before it imports Ray
+
+    options = {
+        "name": ACTOR_NAME,
+        "namespace": _NAMESPACE,
+        "lifetime": "detached",
+        "num_cpus": 0,
+        "max_restarts": -1,
+        "max_task_retries": -1,
+    }
+    actor = ray.remote(Store).options(**options).remote(plan.model_dump(mode="json"))
+    problem = ray.get(actor.problem.remote(), timeout=_START_TIMEOUT_S)
+    if problem is not None:
+        ray.kill(actor)
+        raise StartError(f"the KV store cannot start: {problem}")
+    return actor
+
+
+def stop_store(actor: Any) -> None:
+    """End the store, so that its memory is given back; one that does not answer ends with Ray."""
+    import ray
+
+    with contextlib.suppress(ray.exceptions.RayError):
+        ray.get(actor.stop.remote(), timeout=_STOP_TIMEOUT_S)
+
+
+async def read_usage(address: str) -> KvState:
+    """What the store at ``address`` holds.
+
+    Raises:
+        Unavailable: it does not answer.
+    """
+    usage = await _ask(address, Inspect(), Usage)
+    return KvState.model_validate(msgspec.to_builtins(usage))
+
+
+async def flush(address: str, model: str) -> int:
+    """Forget the blocks of a model, or of all (empty name); how many were in memory.
+
+    Raises:
+        Unavailable: the store does not answer.
+    """
+    return (await _ask(address, Flush(model), Done)).blocks
+
+
+async def _ask(address: str, request: Request, expected: type[R]) -> R:
+    # A client belongs to one thread, and a thread pool's change.
+    def blocking() -> R:
+        with contextlib.closing(StoreClient(address, _ANSWER_TIMEOUT_MS)) as client:
+            return client.ask(request, expected)
+
+    try:
+        return await asyncio.to_thread(blocking)
+    except StoreAwayError as error:
+        raise Unavailable(
+            f"{error}; requests are served without it, try again shortly",
+            reason="kv_store_away",
+            retry_after_s=5,
+        ) from None

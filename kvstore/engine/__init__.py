@@ -1,0 +1,1 @@
+"""vLLM's connector to the store, and the copies beside its steps."""

@@ -1,0 +1,458 @@
+"""The three-stage pipeline: layer i computes while layer i+1 loads and layer i-1 is saved.
+
+BanaServe, section 4.3.3. With N layers, a forward pass of T_F seconds of which a share r is left
+to compute, and S bytes of KV a token and layer, a layer's transfer hides behind a layer's
+computation when S * L * r / B <= T_F * r / N at L tokens and B bytes a second.
+
+The forward pass runs in the worker's main thread; a thread each copies for it. The main thread
+only ever waits for one layer's event, or at the end of a step for the last layer's copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loomserve.kvstore.engine.memory import BlockMemory, HostStream
+from loomserve.kvstore.index.radix import KEY_BYTES
+from loomserve.kvstore.server.client import StoreAwayError, StoreClient, StoreRefusedError
+from loomserve.kvstore.server.protocol import (
+    WRITE_S,
+    Abandon,
+    Commit,
+    Corrupt,
+    Done,
+    Release,
+    Reserve,
+    Reserved,
+)
+from loomserve.kvstore.server.slots import decode_slots
+from loomserve.kvstore.storage.arena import Arena
+from loomserve.kvstore.storage.checksum import PAGE, BlockLayout, layer_digest, seed
+
+_logger = logging.getLogger(__name__)
+
+# So much at a time that the processor's cache still has it for the checksums.
+_CACHED_BYTES = 2**18
+
+
+@dataclass(frozen=True)
+class Load:
+    """Blocks ``[first, first + len(slots))`` of a chain go from their slots to ``blocks``.
+
+    With ``ahead``, the last one is whole before the forward pass begins, which will write into it:
+    vLLM writes a layer's new KV before it waits for the layer's load.
+    """
+
+    namespace: bytes
+    keys: bytes
+    first: int
+    slots: Sequence[int]
+    blocks: Sequence[int]
+    lease: int
+    ahead: bool = False
+
+
+@dataclass(frozen=True)
+class Save:
+    """The engine holds the whole chain in ``blocks``; what the store lacks is to be saved.
+
+    ``recompute_s`` predicts the time to compute one of the blocks again, and a reader is on its
+    way for ``keep_s``.
+    """
+
+    namespace: bytes
+    keys: bytes
+    blocks: Sequence[int]
+    recompute_s: float
+    keep_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Run:
+    """Blocks that follow each other in the engine's memory, from ``first`` on, and in the arena.
+
+    In their slots lie ``pieces``, ``[blocks, layers, layer_bytes]``, and ``checksums``,
+    ``[blocks, layers]``.
+    """
+
+    first: int
+    pieces: NDArray[np.uint8]
+    checksums: NDArray[np.uint64]
+    seeds: Sequence[int]
+
+
+class Copied(NamedTuple):
+    """Bytes since the start, and the seconds that they took: both of the same copies."""
+
+    size: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass
+class TransferTime:
+    """What a lane did since the start; ``waited_s`` is what the forward pass lost.
+
+    ``copied`` is one object because the engine's thread reads it while the lane's copies: bytes
+    without their seconds would be a transfer that took no time.
+    """
+
+    copied: Copied = field(default_factory=Copied)
+    waited_s: float = 0.0
+
+    def add(self, size: int, busy_s: float) -> None:
+        """Only the lane's own thread may."""
+        self.copied = Copied(self.copied.size + size, self.copied.busy_s + busy_s)
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the transfer that ran beside computation, in [0, 1]."""
+        busy_s = self.copied.busy_s
+        return 1.0 - min(1.0, self.waited_s / busy_s) if busy_s else 1.0
+
+
+class Lane:
+    """What loading and saving share: a thread, the store, and the time they took."""
+
+    def __init__(
+        self, memory: BlockMemory, arena: Arena, stream: HostStream, store: StoreClient
+    ) -> None:
+        self.memory = memory
+        """Another one may take its place while nothing is copied, if its blocks are as large."""
+        self._arena = arena
+        self._layout = BlockLayout(memory.layers, memory.layer_bytes)
+        self._stream = stream
+        self._store = store
+        # One thread, so that the store is asked in the order of the steps.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=type(self).__name__)
+        self.time = TransferTime()
+
+    def _events(self) -> list[threading.Event]:
+        return [threading.Event() for _ in range(self.memory.layers)]
+
+    def _wait(self, event: threading.Event) -> None:
+        if not event.is_set():
+            begin = time.perf_counter()
+            event.wait()
+            self.time.waited_s += time.perf_counter() - begin
+
+    def _runs(
+        self, namespace: bytes, keys: bytes, slots: Sequence[int], blocks: Sequence[int]
+    ) -> Iterator[Run]:
+        """The copies between ``slots`` and ``blocks``, as few as their places allow."""
+        pages = self._layout.slot_bytes // PAGE
+        most = max(1, _CACHED_BYTES // self.memory.layer_bytes)
+
+        def run_of(at: tuple[int, tuple[int, int]]) -> tuple[int, int, int]:
+            number, (slot, block) = at
+            return slot - number * pages, block - number, number // most
+
+        for _, group in groupby(enumerate(zip(slots, blocks, strict=True)), run_of):
+            numbers, places = zip(*group, strict=True)
+            slot, block = places[0]
+            view = self._arena.view(slot, len(places) * self._layout.slot_bytes)
+            view = view.reshape(len(places), self._layout.slot_bytes)
+            seeds = [seed(namespace, keys[n * KEY_BYTES :][:KEY_BYTES]) for n in numbers]
+            yield Run(block, self._layout.pieces(view), self._layout.checksums(view), seeds)
+
+    def _tell(self, message: Release | Abandon | Commit | Corrupt) -> None:
+        try:
+            self._store.ask(message, Done)
+        except StoreAwayError as error:
+            # Its leases and reservations expire by themselves.
+            _logger.debug("%s", error)
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._store.close()
+
+
+@dataclass(frozen=True)
+class LoadStep:
+    """One step's own, since the thread ends it while the next one begins.
+
+    ``mark`` is where the forward pass was: until there, the blocks may be another's.
+    """
+
+    loaded: list[threading.Event]
+    mark: object
+    ahead: threading.Event = field(default_factory=threading.Event)
+    failed: set[int] = field(default_factory=set)
+
+
+class Loader(Lane):
+    """Fills an engine's blocks, layer by layer, ahead of the forward pass."""
+
+    _step: LoadStep | None = None
+
+    def start(self, loads: Sequence[Load]) -> None:
+        """Begin; every layer must then be waited for, and :meth:`finish` called."""
+        self._step = LoadStep(self._events(), self._stream.mark())
+        self._thread.submit(self._run, loads, self._step)
+        if any(load.ahead for load in loads):
+            self._wait(self._step.ahead)
+
+    def fetch(self, load: Load) -> Future[set[int]]:
+        """Fill blocks that no step uses yet; in the end, those that hold wrong bytes."""
+        return self._thread.submit(self._run, [load], LoadStep(self._events(), self._stream.mark()))
+
+    def wait_layer(self, layer: int) -> None:
+        if self._step is not None:
+            self._wait(self._step.loaded[layer])
+
+    def wait(self) -> None:
+        """For all layers, before a forward pass that nothing may be copied beside."""
+        self.wait_layer(-1)
+
+    def finish(self) -> set[int]:
+        """Wait for the end; return the engine's blocks that hold wrong bytes."""
+        step, self._step = self._step, None
+        if step is None:
+            return set()
+        self._wait(step.loaded[-1])
+        return step.failed
+
+    def _run(self, loads: Sequence[Load], step: LoadStep) -> set[int]:
+        try:
+            ahead: list[Run] = []
+            runs = [run for load in loads for run in self._split(load, ahead)]
+            with self._stream:
+                self._stream.wait(step.mark)
+                for layer in range(self.memory.layers):
+                    step.failed.update(self._load_layer(layer, ahead))
+                step.ahead.set()
+                for layer, event in enumerate(step.loaded):
+                    step.failed.update(self._load_layer(layer, runs))
+                    event.set()
+        except Exception:
+            _logger.exception("loading KV blocks failed; they are computed instead")
+            step.failed.update(block for load in loads for block in load.blocks)
+        finally:
+            for event in (step.ahead, *step.loaded):
+                event.set()
+        self._report(loads, step.failed)
+        return step.failed
+
+    def _split(self, load: Load, ahead: list[Run]) -> Iterator[Run]:
+        keys = load.keys[load.first * KEY_BYTES :]
+        rest = len(load.slots) - load.ahead
+        yield from self._runs(load.namespace, keys, load.slots[:rest], load.blocks[:rest])
+        keys = keys[rest * KEY_BYTES :]
+        ahead += self._runs(load.namespace, keys, load.slots[rest:], load.blocks[rest:])
+
+    def _load_layer(self, layer: int, runs: Sequence[Run]) -> list[int]:
+        """The blocks of which the layer is wrong."""
+        begin = time.perf_counter()
+        failed: list[int] = []
+        for run in runs:
+            self.memory.from_host(layer, run.first, run.pieces[:, layer])
+            self._stream.settle()
+            failed += self._wrong(layer, run)
+        self.time.add(_layer_bytes(layer, runs), time.perf_counter() - begin)
+        return failed
+
+    def _wrong(self, layer: int, run: Run) -> Iterator[int]:
+        """The blocks of which the engine has not got what was sealed as this layer of theirs.
+
+        Checked after the copy: a slot that changed hands before or meanwhile is found out. And
+        where the CPU can read the engine's own bytes, it is those that must be right.
+        """
+        own = self.memory.on_host(layer, run.first, len(run.seeds))
+        pieces = run.pieces[:, layer] if own is None else own
+        sealed = run.checksums[:, layer].tolist()
+        for block, (piece, checksum, block_seed) in enumerate(
+            zip(pieces, sealed, run.seeds, strict=True), run.first
+        ):
+            if layer_digest(piece, layer, block_seed) != checksum:
+                yield block
+
+    def _report(self, loads: Sequence[Load], failed: set[int]) -> None:
+        for load in loads:
+            bad = [i for i, block in enumerate(load.blocks) if block in failed]
+            if bad:
+                end = (load.first + bad[0] + 1) * KEY_BYTES
+                self._tell(Corrupt(load.namespace, load.keys[:end]))
+        self._tell(Release([load.lease for load in loads]))
+
+
+@dataclass
+class SaveStep:
+    """One step's own, since the thread ends it while the next one begins.
+
+    ``computed`` and ``marks`` are the layers', ``copied`` says that the engine may go on,
+    ``judged`` that ``sound`` is known. After ``give_up_at`` (``time.monotonic()``) the store has
+    given the slots to others.
+    """
+
+    computed: list[threading.Event]
+    marks: list[object]
+    give_up_at: float
+    copied: threading.Event = field(default_factory=threading.Event)
+    judged: threading.Event = field(default_factory=threading.Event)
+    sound: bool = True
+
+    def in_time(self, event: threading.Event) -> bool:
+        return event.wait(self.give_up_at - time.monotonic())
+
+
+class Saver(Lane):
+    """Copies the blocks that a step fills, layer by layer, behind the forward pass.
+
+    ``model`` is the name that the store's figures and quotas know.
+    """
+
+    _step: SaveStep | None = None
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        arena: Arena,
+        stream: HostStream,
+        store: StoreClient,
+        model: str,
+    ) -> None:
+        super().__init__(memory, arena, stream, store)
+        self._model = model
+        self._refused: set[str] = set()
+
+    @property
+    def running(self) -> bool:
+        """Whether a step's saves have begun and are not finished."""
+        return self._step is not None
+
+    def start(self, saves: Sequence[Save]) -> None:
+        """Begin; every layer must then be reported, and :meth:`finish` called.
+
+        A step before that was not finished, since its forward pass raised, counts as unsound.
+        """
+        self.finish(sound=False)
+        self._step = SaveStep(
+            self._events(), [None] * self.memory.layers, time.monotonic() + WRITE_S
+        )
+        self._thread.submit(self._run, saves, self._step)
+
+    def layer_done(self, layer: int) -> None:
+        """The forward pass has computed the layer's KV."""
+        if self._step is not None:
+            self._step.marks[layer] = self._stream.mark()
+            self._step.computed[layer].set()
+
+    def save_computed(self, saves: Sequence[Save]) -> None:
+        """Save blocks that a step before has filled, and wait until others may overwrite them."""
+        self.start(saves)
+        for layer in range(self.memory.layers):
+            self.layer_done(layer)
+        self.finish(sound=True)
+
+    def finish(self, *, sound: bool) -> None:
+        """Wait until the engine may overwrite its blocks.
+
+        What was copied is kept only if it is ``sound``: a step that computed from blocks that did
+        not load has computed wrong KV, and so has one that did not reach all layers.
+        """
+        step, self._step = self._step, None
+        if step is None:
+            return
+        step.sound = sound and all(event.is_set() for event in step.computed)
+        for event in step.computed:
+            event.set()
+        self._wait(step.copied)
+        step.judged.set()
+
+    def close(self) -> None:
+        self.finish(sound=False)
+        super().close()
+
+    def _run(self, saves: Sequence[Save], step: SaveStep) -> None:
+        writers: list[tuple[int, Save]] = []
+        whole = False
+        try:
+            runs = list(self._reserve(saves, writers))
+            with self._stream:
+                whole = all(
+                    self._save_layer(layer, runs, step) for layer in range(self.memory.layers)
+                )
+        except Exception:
+            _logger.exception("saving KV blocks failed")
+        finally:
+            step.copied.set()
+        kept = step.in_time(step.judged) and step.sound and whole
+        for writer, save in writers:
+            commit = Commit(writer, save.recompute_s, save.keep_s)
+            self._tell(commit if kept else Abandon(writer))
+
+    def _reserve(self, saves: Sequence[Save], writers: list[tuple[int, Save]]) -> Iterator[Run]:
+        for save in saves:
+            try:
+                room = self._store.ask(
+                    Reserve(
+                        save.namespace,
+                        save.keys,
+                        self._model,
+                        self.memory.layers,
+                        self.memory.layer_bytes,
+                    ),
+                    Reserved,
+                )
+            except StoreRefusedError as error:
+                self._warn_once(str(error))
+                continue
+            except StoreAwayError as error:
+                _logger.debug("%s", error)
+                continue
+            if room.writer:
+                writers.append((room.writer, save))
+            slots = decode_slots(room.slots)
+            blocks = save.blocks[room.first : room.first + len(slots)]
+            yield from self._runs(
+                save.namespace, save.keys[room.first * KEY_BYTES :], slots, blocks
+            )
+
+    def _warn_once(self, refusal: str) -> None:
+        # It stands until the configuration changes, and would come with every step.
+        if refusal not in self._refused:
+            self._refused.add(refusal)
+            _logger.warning("nothing of this model is saved: %s", refusal)
+
+    def _save_layer(self, layer: int, runs: Sequence[Run], step: SaveStep) -> bool:
+        """Whether the layer's pieces are whole in their slots."""
+        if not runs:
+            return True
+        if not (step.in_time(step.computed[layer]) and step.sound):
+            return False
+        begin = time.perf_counter()
+        self._stream.wait(step.marks[layer])
+        whole = True
+        for run in runs:
+            self.memory.to_host(layer, run.first, run.pieces[:, layer])
+            self._stream.settle()
+            whole = self._seal(layer, run) and whole
+        self.time.add(_layer_bytes(layer, runs), time.perf_counter() - begin)
+        return whole
+
+    def _seal(self, layer: int, run: Run) -> bool:
+        """Whether the slots have got the engine's bytes under their checksums.
+
+        A writer that the store gave up may still write here, after the copy too. So the checksum is
+        of the engine's bytes, and where the CPU cannot read those, the slot is compared with them.
+        """
+        own = self.memory.on_host(layer, run.first, len(run.seeds))
+        pieces = run.pieces[:, layer]
+        run.checksums[:, layer] = [
+            layer_digest(piece, layer, block_seed)
+            for piece, block_seed in zip(pieces if own is None else own, run.seeds, strict=True)
+        ]
+        return own is not None or self.memory.equals_host(layer, run.first, pieces)
+
+
+def _layer_bytes(layer: int, runs: Sequence[Run]) -> int:
+    return sum(run.pieces[:, layer].nbytes for run in runs)

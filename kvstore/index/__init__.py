@@ -1,0 +1,1 @@
+"""Which blocks there are and which leave first. Pure."""

@@ -1,0 +1,97 @@
+"""Which blocks leave memory first: pure value functions, chosen by name, and the order they give.
+
+A policy maps a :class:`Candidate` to a value; the lowest value is evicted first. Values of one
+policy compare with each other, across models too; values of different policies do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
+
+from loomserve.kvstore.index.radix import Node, Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A run of blocks of one model that were used together; all fields are of one block.
+
+    Attributes:
+        recompute_s: Predicted seconds to compute the block again.
+        block_bytes: Bytes that the block occupies, above 0.
+        uses: How often the block was looked up and found.
+        age_s: Seconds since the block was last used, or made if it never was; at least 0.
+        floor: The greatest value at which a block had been evicted when this one was last used, or
+            made; at least 0.
+    """
+
+    recompute_s: float
+    block_bytes: int
+    uses: int
+    age_s: float
+    floor: float = 0.0
+
+
+Policy = Callable[[Candidate], float]
+
+
+def lru(candidate: Candidate) -> float:
+    """Least recently used goes first: ``-age``, in seconds."""
+    return -candidate.age_s
+
+
+def cost(candidate: Candidate) -> float:
+    """Predicted recompute seconds saved per byte kept: Greedy-Dual-Size-Frequency.
+
+    ``value = floor + (1 + uses) * recompute_s / block_bytes``. The floor rises with what is
+    evicted, so a block grows old by what the store takes in and not by the clock: were it by time
+    alone, the blocks that were read once would keep every new one out of a store that is full.
+    Source: Cherkasova, "Improving WWW proxies performance with Greedy-Dual-Size-Frequency caching
+    policy", HP Labs 1998.
+    """
+    saved_s = (1 + candidate.uses) * candidate.recompute_s
+    return candidate.floor + saved_s / candidate.block_bytes
+
+
+POLICIES: Mapping[str, Policy] = {"lru": lru, "cost": cost}
+
+
+def eviction_order(
+    trees: Iterable[Tree], policy: Policy, now: float
+) -> Iterator[tuple[float, Tree, Node]]:
+    """Unlocked nodes in memory and their value: each after all below it, else the least first.
+
+    Of equal ones the least recently used comes first. Between two of them, the caller may take
+    the slots of the one it was given.
+    """
+    heap: list[tuple[float, float, int, Tree, Node]] = []
+    # In turn of their discovery where all else is equal.
+    turn = count()
+    followers: dict[Node, int] = {}
+
+    def consider(tree: Tree, node: Node) -> None:
+        if followers[node] or node.locks:
+            return
+        age_s = now - node.last_used
+        value = policy(Candidate(node.recompute_s, tree.block_bytes, node.uses, age_s, node.floor))
+        heappush(heap, (value, node.last_used, next(turn), tree, node))
+
+    for tree in trees:
+        stack = [tree.root]
+        while stack:
+            node = stack.pop()
+            below = [child for child in node.children.values() if child.slots]
+            stack.extend(below)
+            if node is not tree.root:
+                followers[node] = len(below)
+                consider(tree, node)
+    while heap:
+        value, *_, tree, node = heappop(heap)
+        # Now, since the caller may split the node.
+        parent = node.parent
+        yield value, tree, node
+        if parent in followers:
+            followers[parent] -= 1
+            consider(tree, parent)

@@ -1,0 +1,64 @@
+"""Chains of blocks out of what headers say, for rebuilding the index after a crash."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+from loomserve.kvstore.storage.checksum import BlockHeader
+
+_NO_PARENT = bytes(16)
+
+BlockId = tuple[bytes, bytes]
+"""Namespace and key."""
+
+
+class Run(NamedTuple):
+    """Consecutive blocks ``[first, first + len(places))`` of the chain ``keys``."""
+
+    namespace: bytes
+    keys: bytes
+    first: int
+    places: list[int]
+
+
+def runs(places: Mapping[BlockHeader, int], known: Iterable[BlockHeader]) -> Iterator[Run]:
+    """Every block of ``places`` whose ancestors are all ``known``, in runs, ancestors first.
+
+    ``known`` holds the headers of ``places`` too. A header whose depth is not its parent's plus
+    one, which no crash leaves behind but a foreign file might, is taken for an orphan.
+    """
+    children: dict[BlockId, list[BlockHeader]] = defaultdict(list)
+    roots: list[BlockHeader] = []
+    for header in set(known):
+        if header.parent == _NO_PARENT and header.depth == 0:
+            roots.append(header)
+        elif header.parent != _NO_PARENT:
+            children[header.namespace, header.parent].append(header)
+    stack = [(root, b"") for root in roots]
+    while stack:
+        header, above = stack.pop()
+        run = Run(header.namespace, above, header.depth, [])
+        keys = [above]
+        while True:
+            keys.append(header.key)
+            place = places.get(header)
+            if place is not None:
+                run.places.append(place)
+            elif run.places:
+                yield run._replace(keys=b"".join(keys[:-1]))
+            if place is None:
+                run = run._replace(first=header.depth + 1, places=[])
+            below = [
+                child
+                for child in children[header.namespace, header.key]
+                if child.depth == header.depth + 1
+            ]
+            if len(below) != 1:
+                break
+            (header,) = below
+        chain = b"".join(keys)
+        if run.places:
+            yield run._replace(keys=chain)
+        stack.extend((child, chain) for child in below)

@@ -1,0 +1,1 @@
+"""The process that owns the index, and how engines speak to it."""

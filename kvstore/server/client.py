@@ -1,0 +1,112 @@
+"""An engine's line to the store: bounded waits, and silence while the store is away."""
+
+from __future__ import annotations
+
+import time
+from typing import TypeVar
+
+import msgspec
+import zmq
+
+from loomserve.kvstore.server.protocol import (
+    Abandon,
+    Found,
+    Refused,
+    Release,
+    Reply,
+    Request,
+    Reserved,
+)
+
+# A store that does not answer within this time counts as away; a step must not wait for it.
+_TIMEOUT_MS = 250
+# While it is away, it is asked again only this often.
+_RETRY_S = 1.0
+
+R = TypeVar("R")
+
+
+class StoreAwayError(Exception):
+    """The store did not answer in time, or refused; the engine computes instead."""
+
+
+class StoreRefusedError(StoreAwayError):
+    """The store answered that it will not, and why."""
+
+
+class StoreClient:
+    """One thread's connection to the store at ``address`` (``ipc://...``)."""
+
+    def __init__(self, address: str, timeout_ms: int = _TIMEOUT_MS) -> None:
+        self._address = address
+        self._timeout_ms = timeout_ms
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Reply)
+        self._socket: zmq.Socket[bytes] | None = None
+        # Asked in vain; what it is still given must not stay given.
+        self._unanswered: zmq.Socket[bytes] | None = None
+        self._retry_at = 0.0
+
+    def ask(self, request: Request, expected: type[R]) -> R:
+        """Send a request and return its answer.
+
+        Raises:
+            StoreAwayError: no answer in time, after which further calls raise at once for a
+                second; or an answer of another kind.
+            StoreRefusedError: a refusal.
+        """
+        if time.monotonic() < self._retry_at:
+            raise StoreAwayError(f"the KV store at {self._address} is away")
+        try:
+            self._give_back()
+            reply = self._exchange(request)
+        except (zmq.ZMQError, msgspec.DecodeError) as error:
+            # A late answer would be taken for the next question's.
+            self._close(self._unanswered)
+            self._unanswered, self._socket = self._socket, None
+            self._retry_at = time.monotonic() + _RETRY_S
+            raise StoreAwayError(f"the KV store at {self._address} does not answer") from error
+        if isinstance(reply, Refused):
+            raise StoreRefusedError(reply.message)
+        if not isinstance(reply, expected):
+            raise StoreAwayError(f"the KV store answered {type(reply).__name__}")
+        return reply
+
+    def _connected(self) -> zmq.Socket[bytes]:
+        if self._socket is None:
+            socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REQ)
+            socket.setsockopt(zmq.LINGER, 0)
+            socket.connect(self._address)
+            self._socket = socket
+        return self._socket
+
+    def _exchange(self, request: Request) -> Reply:
+        socket = self._connected()
+        socket.send(self._encoder.encode(request))
+        if not socket.poll(self._timeout_ms):
+            raise zmq.Again
+        reply: Reply = self._decoder.decode(socket.recv())
+        return reply
+
+    def _give_back(self) -> None:
+        """Return slots and leases of an answer that came too late."""
+        socket = self._unanswered
+        if socket is None or not socket.poll(0):
+            return
+        self._unanswered = None
+        with socket:
+            reply = self._decoder.decode(socket.recv())
+        if isinstance(reply, Reserved) and reply.writer:
+            self._exchange(Abandon(reply.writer))
+        elif isinstance(reply, Found) and reply.lease:
+            self._exchange(Release([reply.lease]))
+
+    def close(self) -> None:
+        self._close(self._socket)
+        self._close(self._unanswered)
+        self._socket = self._unanswered = None
+
+    @staticmethod
+    def _close(socket: zmq.Socket[bytes] | None) -> None:
+        if socket is not None:
+            socket.close()

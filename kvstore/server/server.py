@@ -1,0 +1,75 @@
+"""The store's socket: takes one request after another, and lets the store tick between them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import msgspec
+import zmq
+
+from loomserve.kvstore.server.protocol import Refused, Reply, Request
+from loomserve.kvstore.server.store import BlockStore
+
+_logger = logging.getLogger(__name__)
+
+_IDLE_MS = 100
+# Threads that finish do not wake the socket, so it is left more often while they work.
+_BUSY_MS = 2
+
+
+class StoreServer:
+    """Serves a store at ``address`` (``ipc://...``) from a thread of its own."""
+
+    def __init__(self, store: BlockStore, address: str) -> None:
+        self._store = store
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.bind(address)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder = msgspec.msgpack.Decoder(Request)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-store", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        """End the thread and close the store; who still waits for an answer gets none."""
+        self._stopping.set()
+        self._thread.join()
+        self._socket.close()
+        self._store.close()
+
+    def _run(self) -> None:
+        ticked_at = 0.0
+        while not self._stopping.is_set():
+            wait_ms = _BUSY_MS if self._store.busy else _IDLE_MS
+            if self._socket.poll(wait_ms):
+                self._serve(self._socket.recv_multipart())
+            now = time.monotonic()
+            if now - ticked_at >= wait_ms / 1000:
+                ticked_at = now
+                self._store.tick(now)
+
+    def _serve(self, frames: list[bytes]) -> None:
+        # What has other frames comes from no StoreClient, and knows no answer either.
+        if len(frames) == 3:
+            client, empty, message = frames
+            self._socket.send_multipart([client, empty, self._answer(message)])
+
+    def _answer(self, message: bytes) -> bytes:
+        reply: Reply
+        try:
+            reply = self._store.answer(self._decoder.decode(message), time.monotonic())
+        except msgspec.DecodeError as error:
+            reply = Refused(f"not a request: {error}")
+        except Exception:
+            _logger.exception("a request of an engine failed")
+            reply = Refused("the KV store failed; its log says why")
+        return self._encoder.encode(reply)

@@ -1,0 +1,387 @@
+"""Shared memory for KV blocks: a file that the store and all engines of a node map.
+
+::
+
+    page 0      superblock: magic, version, extent size and count, checksum
+    pages 1..   extent table: the slot size of each extent, u64, 0 while it is in the pool
+    then        the extents, each: its slots' headers (64 bytes each, in whole pages), its slots
+
+Slab allocation (Bonwick, "The Slab Allocator", USENIX Summer 1994): an extent serves slots of one
+size at a time and returns to the pool when all of them are free, so that models whose blocks differ
+in size share the memory. A slot's number is the page, counted over all extents, at which it begins:
+the number alone locates its bytes in every process.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import shutil
+import struct
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from io import FileIO
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loomserve.kvstore.storage.checksum import (
+    HEADER,
+    PAGE,
+    SEAL_BYTES,
+    BlockHeader,
+    round_up,
+    seal,
+    unseal,
+)
+from loomserve.platform.base.errors import StartError
+
+MAGIC = b"LoomKVar"
+VERSION = 1
+
+_SUPERBLOCK = struct.Struct("<8sQQQ")
+_HEADER_BYTES = HEADER.size + SEAL_BYTES
+
+
+class Arena:
+    """The arena as every process sees it: bytes of slots that the store has given out."""
+
+    def __init__(self, path: Path, file: FileIO) -> None:
+        """Map an open arena; ``StartError`` if the file is none, or another version's, or cut."""
+        extent_bytes, extents = _geometry(path, file)
+        self.extent_bytes = extent_bytes
+        self._mapping = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
+        self._data = self._mapping[_data_offset(extents) :]
+
+    @classmethod
+    def attach(cls, path: Path) -> Self:
+        """Map the arena that the store made at ``path``.
+
+        It stays mapped as long as the ``Arena`` or one of its views lives, even when the store
+        meanwhile replaces the file.
+        """
+        with _open(path) as file:
+            return cls(path, file)
+
+    @property
+    def base_address(self) -> int:
+        """Where the mapping begins in this process, page-aligned: with ``nbytes`` what
+        ``cudaHostRegister`` needs."""
+        return self._mapping.ctypes.data
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole mapping."""
+        return self._mapping.nbytes
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all extents together."""
+        return self._data.nbytes
+
+    def view(self, slot: int, slot_bytes: int) -> NDArray[np.uint8]:
+        """The slot's bytes themselves, ``slot_bytes`` of them, page-aligned."""
+        return self._data[slot * PAGE : slot * PAGE + slot_bytes]
+
+
+class ClassUsage(NamedTuple):
+    extents: int
+    slots: int
+    allocated: int
+
+
+class _Extent:
+    """An extent that serves slots of one size."""
+
+    def __init__(self, number: int, slots: range, taken: Iterable[int] = ()) -> None:
+        self.number = number
+        self.slots = slots
+        self.slot_bytes = slots.step * PAGE
+        self.taken = set(taken)
+        # The lowest slot is handed out first, so that a run of blocks lies in a row.
+        self.free = [slot for slot in reversed(slots) if slot not in self.taken]
+
+    def take(self, count: int) -> list[int]:
+        slots = self.free[-count:][::-1]
+        del self.free[-count:]
+        self.taken.update(slots)
+        return slots
+
+    def give(self, slot: int) -> None:
+        self.taken.remove(slot)
+        self.free.append(slot)
+
+
+class ArenaOwner(Arena):
+    """The store's side: it alone gives out slots and writes headers. For one thread.
+
+    A slot is *allocated* from ``allocate`` to ``free``, and *published* from ``publish`` to
+    ``retract`` or ``free``. What is published survives the store's death, what is only allocated
+    does not.
+    """
+
+    def __init__(self, path: Path, file: FileIO) -> None:
+        super().__init__(path, file)
+        self._file = file
+        extents = self.capacity_bytes // self.extent_bytes
+        self._classes = self._mapping[PAGE : PAGE + extents * 8].view("<u8")
+        self._pool: list[int] = []
+        self._extents: dict[int, _Extent] = {}
+        self._with_free: defaultdict[int, dict[int, _Extent]] = defaultdict(dict)
+        # The lowest extent is handed out first.
+        for extent in reversed(range(extents)):
+            self._recover(extent)
+
+    @classmethod
+    def create(cls, path: Path, capacity_bytes: int, extent_bytes: int) -> Self:
+        """Make an arena of as many extents as fit ``capacity_bytes``; the file is a little larger.
+
+        An arena already at ``path`` is replaced; who has it mapped keeps the old one.
+
+        Raises:
+            StartError: too little space, another store owns the file, or it is no arena.
+            ValueError: the extents are not whole pages, or not one fits.
+        """
+        extents = capacity_bytes // extent_bytes
+        if extent_bytes % PAGE or not extents:
+            raise ValueError(
+                f"extents of {extent_bytes} bytes are not whole pages or exceed the arena's "
+                f"{capacity_bytes} bytes"
+            )
+        if path.exists():
+            with _open(path) as old:
+                _claim(path, old)
+                _superblock(path, old)
+                path.unlink()
+        new = path.with_name(f"{path.name}.new")
+        new.unlink(missing_ok=True)
+        file = FileIO(new, "x+", opener=_private)
+        try:
+            _claim(path, file)
+            _reserve(path, file, _data_offset(extents) + extents * extent_bytes)
+            superblock = _SUPERBLOCK.pack(MAGIC, VERSION, extent_bytes, extents)
+            os.pwrite(file.fileno(), seal(superblock, 0), 0)
+            # Nobody may attach to what is not complete.
+            new.rename(path)
+            return cls(path, file)
+        except BaseException:
+            file.close()
+            new.unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def reopen(cls, path: Path) -> Self:
+        """Take over the arena of a store that died: published slots are allocated, others free.
+
+        Raises ``StartError`` when there is none, its owner lives, or it is another version's.
+        """
+        file = _open(path)
+        try:
+            _claim(path, file)
+            return cls(path, file)
+        except BaseException:
+            file.close()
+            raise
+
+    def close(self) -> None:
+        """Let another owner take over. The mapping goes with the last view of it."""
+        # The mapping holds a duplicate of the descriptor, and with it the lock.
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+        self._file.close()
+
+    def allocate(self, slot_bytes: int, count: int) -> list[int]:
+        """Up to ``count`` slots of ``slot_bytes``; fewer when neither a free slot of that size nor
+        an extent of the pool is left. ``ValueError`` if no extent can hold such a slot."""
+        slots: list[int] = []
+        with_free = self._with_free[slot_bytes]
+        while len(slots) < count and (with_free or self._assign(slot_bytes)):
+            extent = next(iter(with_free.values()))
+            slots += extent.take(count - len(slots))
+            if not extent.free:
+                del with_free[extent.number]
+        return slots
+
+    def free(self, slots: Iterable[int]) -> None:
+        """Retract the slots and take them back; ``ValueError`` for one that is not allocated."""
+        for slot in slots:
+            self.retract(slot)
+            extent = self._extent(slot)
+            extent.give(slot)
+            with_free = self._with_free[extent.slot_bytes]
+            with_free[extent.number] = extent
+            if not extent.taken:
+                del with_free[extent.number], self._extents[extent.number]
+                self._classes[extent.number] = 0
+                self._pool.append(extent.number)
+
+    def publish(self, slot: int, header: BlockHeader) -> None:
+        """Say that the slot holds this block, whole; ``ValueError`` for one not allocated."""
+        self._header(slot)[:] = np.frombuffer(seal(HEADER.pack(*header), slot), np.uint8)
+
+    def retract(self, slot: int) -> None:
+        """Say that the slot holds nothing, before its bytes change or when they proved bad; it
+        stays allocated. ``ValueError`` for one not allocated."""
+        self._header(slot)[:] = 0
+
+    def headers(self) -> Iterator[tuple[int, BlockHeader]]:
+        """The published slots; one whose header is torn or corrupt counts as not published."""
+        for extent in self._extents.values():
+            for slot in extent.taken:
+                body = unseal(self._header(slot).tobytes(), slot)
+                if body is not None:
+                    yield slot, BlockHeader(*HEADER.unpack(body))
+
+    def slot_bytes(self, slot: int) -> int:
+        """The size of an allocated slot; ``ValueError`` for another."""
+        return self._extent(slot).slot_bytes
+
+    @property
+    def extents_free(self) -> int:
+        """Extents in the pool."""
+        return len(self._pool)
+
+    def usage(self) -> dict[int, ClassUsage]:
+        """By the size of their slots: the extents that are not in the pool."""
+        usage: dict[int, ClassUsage] = {}
+        for extent in self._extents.values():
+            so_far = usage.get(extent.slot_bytes, ClassUsage(0, 0, 0))
+            usage[extent.slot_bytes] = ClassUsage(
+                so_far.extents + 1,
+                so_far.slots + len(extent.slots),
+                so_far.allocated + len(extent.taken),
+            )
+        return usage
+
+    def slots_by_extent(self, slot_bytes: int) -> list[list[int]]:
+        """The allocated slots of each extent that serves this size: who frees all of one list gets
+        an extent into the pool."""
+        return [
+            sorted(extent.taken)
+            for extent in self._extents.values()
+            if extent.slot_bytes == slot_bytes
+        ]
+
+    def _recover(self, number: int) -> None:
+        """Take an extent over as the table and its headers say."""
+        slots = self._slots(number, int(self._classes[number]))
+        published = [
+            slot
+            for index, slot in enumerate(slots)
+            if unseal(self._header_at(number, index).tobytes(), slot) is not None
+        ]
+        if not published:
+            self._classes[number] = 0
+            self._pool.append(number)
+            return
+        extent = self._extents[number] = _Extent(number, slots, published)
+        if extent.free:
+            self._with_free[extent.slot_bytes][number] = extent
+
+    def _assign(self, slot_bytes: int) -> bool:
+        """Give an extent of the pool to this size; False when the pool is empty."""
+        slots = self._slots(0, slot_bytes)
+        if not slots:
+            raise ValueError(
+                f"a slot of {slot_bytes} bytes is not whole pages or does not fit an extent of "
+                f"{self.extent_bytes} bytes"
+            )
+        if not self._pool:
+            return False
+        number = self._pool.pop()
+        slots = self._slots(number, slot_bytes)
+        # Bytes of former slots lie where the headers come; only then may a rebuild see the class.
+        start = number * self.extent_bytes
+        self._data[start : slots[0] * PAGE] = 0
+        self._classes[number] = slot_bytes
+        extent = self._extents[number] = _Extent(number, slots)
+        self._with_free[slot_bytes][number] = extent
+        return True
+
+    def _slots(self, number: int, slot_bytes: int) -> range:
+        """The slots of such a size in extent ``number``; empty for a size that cannot be."""
+        if slot_bytes <= 0 or slot_bytes % PAGE:
+            return range(0)
+        count = self.extent_bytes // (slot_bytes + _HEADER_BYTES)
+        while round_up(count * _HEADER_BYTES, PAGE) + count * slot_bytes > self.extent_bytes:
+            count -= 1
+        start = number * self.extent_bytes + round_up(count * _HEADER_BYTES, PAGE)
+        first, step = start // PAGE, slot_bytes // PAGE
+        return range(first, first + count * step, step)
+
+    def _extent(self, slot: int) -> _Extent:
+        extent = self._extents.get(slot * PAGE // self.extent_bytes)
+        if extent is None or slot not in extent.taken:
+            raise ValueError(f"slot {slot} is not allocated")
+        return extent
+
+    def _header(self, slot: int) -> NDArray[np.uint8]:
+        extent = self._extent(slot)
+        return self._header_at(extent.number, extent.slots.index(slot))
+
+    def _header_at(self, number: int, index: int) -> NDArray[np.uint8]:
+        start = number * self.extent_bytes + index * _HEADER_BYTES
+        return self._data[start : start + _HEADER_BYTES]
+
+
+def _data_offset(extents: int) -> int:
+    return PAGE + round_up(extents * 8, PAGE)
+
+
+def _private(path: str, flags: int) -> int:
+    """The blocks are users' prompts, so nobody else may read them."""
+    return os.open(path, flags, 0o600)
+
+
+def _open(path: Path) -> FileIO:
+    try:
+        return FileIO(path, "r+")
+    except OSError as error:
+        raise StartError(f"cannot open the KV arena {path}: {error.strerror}") from error
+
+
+def _claim(path: Path, file: FileIO) -> None:
+    """Become the one owner, until the file is closed or the process ends."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise StartError(f"the KV arena {path} belongs to a store that runs: stop it") from error
+
+
+def _reserve(path: Path, file: FileIO, size: int) -> None:
+    """Back the file with memory now, for a store to a page that cannot be had is a SIGBUS."""
+    free = shutil.disk_usage(path.parent).free
+    try:
+        # Else the attempt would take all that is left, if only for a moment.
+        if size > free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(file.fileno(), 0, size)
+    except OSError as error:
+        raise StartError(
+            f"the KV arena {path} needs {size} bytes, of which {path.parent} has {free} free "
+            f"({error.strerror}): make the arena smaller or {path.parent} larger"
+        ) from error
+
+
+def _superblock(path: Path, file: FileIO) -> tuple[int, int, int]:
+    """Version, extent size and count of an arena file."""
+    body = unseal(os.pread(file.fileno(), _SUPERBLOCK.size + SEAL_BYTES, 0), 0)
+    if body is None or not body.startswith(MAGIC):
+        raise StartError(f"{path} is no KV arena: remove it or name another path")
+    _, version, extent_bytes, extents = _SUPERBLOCK.unpack(body)
+    return version, extent_bytes, extents
+
+
+def _geometry(path: Path, file: FileIO) -> tuple[int, int]:
+    """Extent size and count of an arena file that can be mapped."""
+    version, extent_bytes, extents = _superblock(path, file)
+    if version != VERSION:
+        raise StartError(
+            f"the KV arena {path} has format {version}, this Loomserve reads {VERSION}: remove it"
+        )
+    if os.fstat(file.fileno()).st_size != _data_offset(extents) + extents * extent_bytes:
+        raise StartError(f"the KV arena {path} was cut short: remove it")
+    return extent_bytes, extents

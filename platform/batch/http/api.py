@@ -1,0 +1,273 @@
+"""OpenAI's ``/v1/files`` and ``/v1/batches`` within the lane's process.
+
+Gateways forward to it; in :data:`~loomserve.platform.fleet.messages.OWNER_HEADER` they say whose
+request it is.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import time
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from loomserve.platform.base.errors import BadRequest, Forbidden, RequestError, Unavailable
+from loomserve.platform.batch.folder import BatchFolder
+from loomserve.platform.batch.http.upload import Upload, expiry_seconds
+from loomserve.platform.batch.lane import Lane
+from loomserve.platform.batch.policy.objects import (
+    ENDPOINTS,
+    INPUT,
+    BatchRecord,
+    FileRecord,
+    new_id,
+    window_seconds,
+)
+from loomserve.platform.batch.store.store import Store
+from loomserve.platform.config import Batch
+from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, OWNER_HEADER
+from loomserve.platform.http.ingress import exception_handlers
+from loomserve.platform.http.ingress.responses import as_request_error, error_response
+
+_DAY_S = 86_400
+_MOST_FILES, _MOST_BATCHES = 10_000, 100
+_LONGEST_WINDOW_S = 14 * _DAY_S
+_METADATA_PAIRS, _METADATA_KEY, _METADATA_VALUE = 16, 64, 512
+
+
+class CreateBatch(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    input_file_id: StrictStr
+    endpoint: StrictStr
+    completion_window: StrictStr
+    metadata: dict[StrictStr, StrictStr] | None = None
+    output_expires_after: dict[str, Any] | None = Field(None)
+
+
+class BatchApi:
+    """The endpoints; all that they keep is in the lane's store."""
+
+    def __init__(self, lane: Lane, store: Store, folder: BatchFolder, options: Batch) -> None:
+        self._lane = lane
+        self._store = store
+        self._folder = folder
+        self._options = options
+
+    def app(self, internal_token: str) -> ASGIApp:
+        """The application, for gateways that show the token."""
+        routes = [
+            Route("/v1/files", self._upload, methods=["POST"]),
+            Route("/v1/files", self._list_files),
+            Route("/v1/files/{id}", self._file),
+            Route("/v1/files/{id}", self._delete_file, methods=["DELETE"]),
+            Route("/v1/files/{id}/content", self._content),
+            Route("/v1/batches", self._create, methods=["POST"]),
+            Route("/v1/batches", self._list_batches),
+            Route("/v1/batches/{id}", self._batch),
+            Route("/v1/batches/{id}/cancel", self._cancel, methods=["POST"]),
+        ]
+        handlers = {**exception_handlers, RequestError: _respond}
+        return _Guarded(Starlette(routes=routes, exception_handlers=handlers), internal_token)
+
+    # Files
+
+    async def _upload(self, request: Request) -> Response:
+        file_id = new_id("file-")
+        incoming = self._folder.incoming(file_id)
+        try:
+            with incoming.open("wb") as target:
+                upload = Upload(target, self._options.max_file_bytes)
+                await upload.read(request.headers.get("content-type", ""), request.stream())
+            record = self._record(file_id, _owner(request), upload)
+            self._folder.publish(file_id)
+        except OSError as error:
+            raise Unavailable(
+                f"the file cannot be kept ({error.strerror}); tell the operator",
+                reason="batch_folder_full",
+            ) from None
+        finally:
+            incoming.unlink(missing_ok=True)
+        await self._lane.call(self._store.add_file, record)
+        return JSONResponse(record.to_openai())
+
+    def _record(self, file_id: str, owner: str, upload: Upload) -> FileRecord:
+        purpose = upload.fields.get("purpose")
+        if purpose != INPUT:
+            raise BadRequest(
+                f"The purpose must be {INPUT!r}; files are kept for batches only.", param="purpose"
+            )
+        given = {
+            name: upload.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds")
+        }
+        now = int(time.time())
+        kept_s = expiry_seconds(given) or int(self._options.retention_days * _DAY_S)
+        return FileRecord(
+            id=file_id,
+            owner=owner,
+            filename=upload.filename or "",
+            purpose=INPUT,
+            bytes=upload.size,
+            created_at=now,
+            expires_at=now + kept_s,
+        )
+
+    async def _list_files(self, request: Request) -> Response:
+        order = request.query_params.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise BadRequest("The order is asc or desc.", param="order")
+        files, more = await self._lane.call(
+            lambda: self._store.files(
+                _owner(request),
+                purpose=request.query_params.get("purpose"),
+                after=request.query_params.get("after"),
+                limit=_limit(request, _MOST_FILES, _MOST_FILES),
+                newest_first=order == "desc",
+            )
+        )
+        return _page([file.to_openai() for file in files], more)
+
+    async def _file(self, request: Request) -> Response:
+        return JSONResponse((await self._known_file(request)).to_openai())
+
+    async def _delete_file(self, request: Request) -> Response:
+        file_id = request.path_params["id"]
+        await self._lane.call(self._store.delete_file, _owner(request), file_id)
+        self._folder.remove(file_id)
+        return JSONResponse({"id": file_id, "object": "file", "deleted": True})
+
+    async def _content(self, request: Request) -> Response:
+        file = await self._known_file(request)
+        return FileResponse(self._folder.blob(file.id), media_type="application/octet-stream")
+
+    async def _known_file(self, request: Request) -> FileRecord:
+        return await self._lane.call(self._store.file, _owner(request), request.path_params["id"])
+
+    # Batches
+
+    async def _create(self, request: Request) -> Response:
+        asked = await _asked(request)
+        now = int(time.time())
+        window_s = window_seconds(asked.completion_window)
+        if asked.endpoint not in ENDPOINTS:
+            raise BadRequest(
+                f"The endpoint {asked.endpoint!r} is none of: {', '.join(ENDPOINTS)}.",
+                param="endpoint",
+            )
+        if window_s is None or window_s > _LONGEST_WINDOW_S:
+            raise BadRequest(
+                "The completion_window is a number and s, m, h or d, at most 14d, such as 24h.",
+                param="completion_window",
+            )
+        _check_metadata(asked.metadata)
+        batch = BatchRecord(
+            id=new_id("batch_"),
+            owner=_owner(request),
+            endpoint=asked.endpoint,
+            input_file_id=asked.input_file_id,
+            completion_window=asked.completion_window,
+            output_expires_s=expiry_seconds(asked.output_expires_after or {}),
+            metadata=asked.metadata,
+            created_at=now,
+            expires_at=now + window_s,
+        )
+        await self._lane.call(self._store.add_batch, batch)
+        self._lane.nudge()
+        return JSONResponse(batch.to_openai())
+
+    async def _list_batches(self, request: Request) -> Response:
+        limit = _limit(request, 20, _MOST_BATCHES)
+        after = request.query_params.get("after")
+        batches, more = await self._lane.call(
+            lambda: self._store.batches(_owner(request), after=after, limit=limit)
+        )
+        return _page([batch.to_openai() for batch in batches], more)
+
+    async def _batch(self, request: Request) -> Response:
+        batch = await self._lane.call(self._store.batch, _owner(request), request.path_params["id"])
+        return JSONResponse(batch.to_openai())
+
+    async def _cancel(self, request: Request) -> Response:
+        batch = await self._lane.cancel(_owner(request), request.path_params["id"])
+        return JSONResponse(batch.to_openai())
+
+
+class _Guarded:
+    """Answers gateways only."""
+
+    def __init__(self, app: ASGIApp, token: str) -> None:
+        self._app = app
+        self._token = token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        presented = headers.get(INTERNAL_TOKEN_HEADER.encode(), b"")
+        if not hmac.compare_digest(presented, self._token):
+            error = Forbidden("this port is for the gateway; ask the server's own address")
+            await error_response(error)(scope, receive, send)
+            return
+        try:
+            await self._app(scope, receive, send)
+        except (ClientDisconnect, RequestError):
+            return  # answered, as far as there is anybody to answer
+
+
+async def _respond(_: Request, error: Exception) -> Response:
+    return error_response(as_request_error(error))
+
+
+def _owner(request: Request) -> str:
+    return request.headers.get(OWNER_HEADER, "")
+
+
+async def _asked(request: Request) -> CreateBatch:
+    body = await request.body()
+    try:
+        return CreateBatch.model_validate_json(body)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        place = ".".join(str(part) for part in problem["loc"])
+        message = {
+            "missing": f"Missing required parameter: '{place}'.",
+            "extra_forbidden": f"Unknown parameter: '{place}'.",
+        }.get(problem["type"], f"{place}: {problem['msg']}" if place else problem["msg"])
+        raise BadRequest(message, param=place or None) from None
+
+
+def _check_metadata(metadata: dict[str, str] | None) -> None:
+    for key, value in (metadata or {}).items():
+        if len(key) > _METADATA_KEY or len(value) > _METADATA_VALUE:
+            raise BadRequest(
+                f"A key of metadata has at most {_METADATA_KEY} characters, and a value "
+                f"{_METADATA_VALUE}.",
+                param="metadata",
+            )
+    if metadata is not None and len(metadata) > _METADATA_PAIRS:
+        raise BadRequest(f"metadata has at most {_METADATA_PAIRS} pairs.", param="metadata")
+
+
+def _limit(request: Request, default: int, most: int) -> int:
+    given = request.query_params.get("limit")
+    if given is None:
+        return default
+    if not re.fullmatch("[0-9]{1,6}", given) or not 1 <= int(given) <= most:
+        raise BadRequest(f"The limit is a number from 1 to {most}.", param="limit")
+    return int(given)
+
+
+def _page(data: list[dict[str, Any]], more: bool) -> Response:
+    return JSONResponse(
+        {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": more,
+        }
+    )

@@ -1,0 +1,103 @@
+"""Predicts how long the answers to a batch's lines will be, from their text, beside the lane.
+
+A prediction takes milliseconds of processor time, so they are made in a thread, some at a time,
+those first that are first in the queue; lines start meanwhile by what is known without.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from loomserve.platform.batch.folder import BatchFolder
+from loomserve.platform.batch.live import LiveBatch
+from loomserve.platform.batch.policy.lengths import Length
+from loomserve.platform.batch.policy.lines import Line, parse
+from loomserve.platform.batch.policy.objects import BatchRecord
+from loomserve.platform.lengths.predict.request import query_of
+
+if TYPE_CHECKING:
+    from loomserve.platform.lengths.stored import StoredPredictor
+
+_log = logging.getLogger("ray.serve")
+
+# So many are read and predicted before the lane is told.
+_AT_ONCE = 32
+
+
+class Foresight:
+    """For all batches and models; one thread, for it must leave the processor to engines."""
+
+    def __init__(
+        self, folder: BatchFolder, open_one: Callable[[str], StoredPredictor] | None = None
+    ) -> None:
+        self._folder = folder
+        self._open_one = open_one or _open_predictor
+        self._thread = ThreadPoolExecutor(1, "foresight")
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def foresee(self, batch: LiveBatch, model: str, predictor: str) -> None:
+        """Predict those of its lines that wait for the model, with the predictor of this name.
+
+        Whatever goes wrong, the batch can be computed without: it is logged.
+        """
+        loop = asyncio.get_running_loop()
+        lines = batch.lines(model)
+        try:
+            opened = await loop.run_in_executor(self._thread, self._open_one, predictor)
+            try:
+                next_sort = _AT_ONCE
+                for at in range(0, len(lines), _AT_ONCE):
+                    found = await loop.run_in_executor(
+                        self._thread, self._predict, opened, batch.record, lines[at : at + _AT_ONCE]
+                    )
+                    # Sorting looks at every line, so the lane is told at once and sorts seldom.
+                    batch.foresee(found)
+                    if at + _AT_ONCE >= next_sort:
+                        next_sort *= 2
+                        batch.sort()
+                batch.sort()
+            finally:
+                opened.close()
+        except Exception as error:
+            _log.warning(
+                "lengths of %s are not predicted for model %s: %r", batch.record.id, model, error
+            )
+
+    def _predict(
+        self, predictor: StoredPredictor, batch: BatchRecord, lines: Sequence[Line]
+    ) -> Mapping[int, Length]:
+        found: dict[int, Length] = {}
+        with self._folder.blob(batch.input_file_id).open("rb") as stream:
+            for line in lines:
+                stream.seek(line.offset)
+                body = parse(stream.read(line.size))["body"]
+                try:
+                    length = _predicted(predictor, body)
+                except Exception as error:
+                    # Whatever a predictor stumbles over, the line can be computed without it.
+                    _log.warning("no length for line %d of %s: %r", line.number, batch.id, error)
+                    continue
+                if length is not None:
+                    found[line.number] = length
+        return found
+
+
+def _predicted(predictor: StoredPredictor, body: Mapping[str, object]) -> Length | None:
+    query = query_of(body, predictor.count)
+    if query is None:
+        return None
+    predicted = predictor.predict(query)
+    return Length(query.input_tokens, predicted.tokens, predicted.high)
+
+
+def _open_predictor(name: str) -> StoredPredictor:
+    # Only here: a lane without predictors needs neither numpy nor tokenizers.
+    from loomserve.platform.lengths.stored import open_predictor
+
+    return open_predictor(name)

@@ -1,0 +1,1 @@
+"""Offline models: they serve batches only, in static batches on transformers."""

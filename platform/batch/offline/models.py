@@ -1,0 +1,45 @@
+"""Models for batches only, before they start: where they are, and that transformers runs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+from loomserve.platform.base.errors import ConfigError, StartError
+from loomserve.platform.config import Config
+from loomserve.platform.devices.memory import static_bytes
+from loomserve.platform.models import catalog
+
+
+def check_static_models(config: Config, base: Path, say: Callable[[str], None]) -> float:
+    """Fetch and check them; the bytes of memory that they are going to take.
+
+    Raises:
+        ConfigError: a source is wrong, or transformers cannot run it in batches.
+        StartError: a model cannot be fetched.
+    """
+    needed = 0.0
+    for model in config.static_models:
+        source = catalog.resolve(model.source, base, progress=say)
+        # transformers costs seconds and hundreds of megabytes, which this process need not keep.
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
+            problem = apart.submit(_problem, str(source)).result()
+        if problem is not None:
+            raise problem.__class__(f"batch.static_models, {model.name!r}: {problem}")
+        weights = catalog.weight_bytes(source) if isinstance(source, Path) else 0
+        needed += static_bytes(model, weights)
+    return needed
+
+
+def _problem(source: str) -> ConfigError | StartError | None:
+    from loomserve.platform.batch.offline.executor import check
+
+    try:
+        check(source)
+    except ConfigError as error:
+        return error
+    except OSError as error:
+        return StartError(f"{source} cannot be read: {error}")
+    return None

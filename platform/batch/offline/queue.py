@@ -1,0 +1,291 @@
+"""Lines of one model that wait for a static batch, and the process that computes them in turn.
+
+Who runs together is S³'s bin packing by predicted lengths, which batch is next the highest response
+ratio by times that are learnt from batches that ran. A batch that runs out of memory waits again as
+two halves. What is here is only in memory: a lane that starts anew hands its lines in again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from loomserve.platform.base.errors import BadRequest, EngineGone, RequestError
+from loomserve.platform.batch.executor import LineAnswer, LineCall, Outcome, QueuedModel
+from loomserve.platform.batch.offline.worker import (
+    StaticFacts,
+    StaticLine,
+    StaticWorker,
+    WorkerGoneError,
+)
+from loomserve.platform.state import StaticModelState
+from loomserve.routers.static_batching.base import Batch, BatchRequest, KvMemory
+from loomserve.routers.static_batching.next_batch import hrrn, oldest
+from loomserve.routers.static_batching.queue import BatchQueue
+from loomserve.routers.static_batching.s3 import s3
+
+if TYPE_CHECKING:
+    from loomserve.platform.costs.batch_time import BatchShape, BatchTimes
+
+_log = logging.getLogger("ray.serve")
+
+# Of the KV memory, what plans leave to answers that become longer than predicted.
+_RESERVE = 0.2
+# Lines come one by one, and a batch is not to leave with the first of many.
+_GATHER_S = 0.05
+_LONGEST_GATHER_S = 1.0
+_RESTART_S = 2.0
+_LONGEST_RESTART_S = 60.0
+_SHORTEST_BATCH_S = 1e-3
+_BATCH_TIME = "loomserve.platform.costs.batch_time"
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A line without an answer, in the queue or in the batch that runs."""
+
+    line: StaticLine
+    expected_tokens: Callable[[], float]
+    future: asyncio.Future[LineAnswer]
+
+    @property
+    def predicted_tokens(self) -> int:
+        return max(1, math.ceil(self.expected_tokens()))
+
+
+class StaticQueue:
+    """The lines of one model; all methods are for one event loop."""
+
+    def __init__(
+        self,
+        name: str,
+        start: Callable[[], StaticWorker],
+        kv_bytes: int,
+        *,
+        places: int,
+        predictor: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._name = name
+        self._start = start
+        self._kv_bytes = kv_bytes
+        self._places = places
+        self._predictor = predictor
+        self._clock = clock
+        self._pause = pause
+        self._worker: StaticWorker | None = None
+        self._facts: StaticFacts | None = None
+        self._queue: BatchQueue | None = None
+        self._times: BatchTimes | None = None
+        self._reading = 0
+        self._problem: str | None = None
+        self._completed = self._splits = 0
+        self._waiting: dict[str, _Waiting] = {}
+        self._wake = asyncio.Event()
+
+    @property
+    def model(self) -> QueuedModel:
+        """As the lane sees it."""
+        return QueuedModel(
+            max_model_len=self._facts.context if self._facts else None,
+            engine=f"static:{self._name}",
+            places=self._places if self._worker is not None else 0,
+            predictor=self._predictor,
+        )
+
+    @property
+    def state(self) -> StaticModelState:
+        """As operators see it."""
+        return StaticModelState(
+            name=self._name,
+            ready=self._worker is not None,
+            problem=self._problem,
+            batches=self._completed,
+            splits=self._splits,
+        )
+
+    async def run(self) -> None:
+        """Compute what waits, for ever; a process that ends is started again."""
+        failures = 0
+        while True:
+            worker = self._start()
+            try:
+                facts = await worker.facts()
+                failures = 0
+                await self._serve(worker, facts)
+            except WorkerGoneError as error:
+                pause_s = min(_LONGEST_RESTART_S, _RESTART_S * 2**failures)
+                failures += 1
+                self._problem = str(error)
+                _log.warning(
+                    "model %s for batches starts again in %.0f s: %s", self._name, pause_s, error
+                )
+            finally:
+                self._worker = None
+                worker.stop()
+            await self._pause(pause_s)
+
+    async def execute(self, call: LineCall) -> LineAnswer:
+        """The line's answer; cancelling withdraws it from its batch."""
+        worker = self._worker
+        if worker is None:
+            return LineAnswer(Outcome.AWAY, 503, b"{}")
+        line = StaticLine(call.request_id, call.path, call.body)
+        self._reading += 1
+        try:
+            tokens = await worker.prompt_tokens(line)
+        except BadRequest as error:
+            return refused(error)
+        except WorkerGoneError:
+            self._lose(worker)
+            return LineAnswer(Outcome.AWAY, 503, b"{}")
+        finally:
+            self._reading -= 1
+        return await self._answered(line, call, tokens)
+
+    async def _answered(self, line: StaticLine, call: LineCall, tokens: int) -> LineAnswer:
+        assert self._queue is not None
+        future = asyncio.get_running_loop().create_future()
+        waiting = self._waiting[line.id] = _Waiting(line, call.expected_tokens, future)
+        request = BatchRequest(line.id, self._clock(), tokens, waiting.predicted_tokens)
+        # What a process died of may be this line, which then takes no other with it.
+        (self._queue.add_alone if call.attempts else self._queue.add)(request)
+        self._wake.set()
+        try:
+            answer: LineAnswer = await future
+            return answer
+        finally:
+            del self._waiting[line.id]
+            if future.cancelled():
+                self._queue.withdraw(line.id)
+                await self._leave(line.id)
+
+    async def _leave(self, line_id: str) -> None:
+        if self._worker is not None:
+            try:
+                await self._worker.leave(line_id)
+            except WorkerGoneError:
+                self._lose(self._worker)
+
+    def _lose(self, worker: StaticWorker | None) -> None:
+        if self._worker is worker:
+            self._worker = None
+            self._wake.set()
+
+    async def _serve(self, worker: StaticWorker, facts: StaticFacts) -> None:
+        self._facts = facts
+        if self._queue is None:
+            planned = KvMemory(int(self._kv_bytes * (1 - _RESERVE)), facts.token_bytes)
+            self._queue = BatchQueue(s3, self._next, planned)
+        self._worker, self._problem = worker, None
+        while True:
+            while not len(self._queue) and self._worker is worker:
+                self._wake.clear()
+                await self._wake.wait()
+                await self._gather()
+            if self._worker is not worker:
+                raise WorkerGoneError("its process has ended")
+            for line_id, waiting in self._waiting.items():
+                self._queue.predict(line_id, waiting.predicted_tokens)
+            batch = self._queue.take(self._clock())
+            if batch is not None:
+                await self._compute(worker, batch)
+
+    async def _gather(self) -> None:
+        until = self._clock() + _LONGEST_GATHER_S
+        await self._pause(_GATHER_S)
+        while self._reading and self._clock() < until:
+            await self._pause(_GATHER_S)
+
+    async def _compute(self, worker: StaticWorker, batch: Batch) -> None:
+        assert self._queue is not None
+        lines = [self._waiting[one.id].line for one in batch.requests]
+        began = self._clock()
+        try:
+            answers = await worker.run(lines)
+        except WorkerGoneError:
+            for line in lines:
+                self._answer(line.id, _gone(self._name))
+            raise
+        if answers is None:
+            self._split(batch)
+            return
+        self._completed += 1
+        for line, answer in zip(lines, answers, strict=True):
+            self._answer(line.id, LineAnswer(Outcome.ANSWERED, 200, answer.body))
+        await self._learn(batch, max(answer.tokens for answer in answers), self._clock() - began)
+
+    def _split(self, batch: Batch) -> None:
+        assert self._queue is not None
+        self._splits += 1
+        if lone := self._queue.out_of_memory(batch):
+            self._answer(lone.id, refused(_too_large(self._kv_bytes)))
+        for request in batch.requests:
+            if request.id not in self._waiting:
+                self._queue.withdraw(request.id)
+
+    def _answer(self, line_id: str, answer: LineAnswer) -> None:
+        # Some have left meanwhile.
+        if line_id in self._waiting and not self._waiting[line_id].future.done():
+            self._waiting[line_id].future.set_result(answer)
+
+    # Which batch is next
+
+    def _next(self, batches: Sequence[Batch], now: float) -> int:
+        choose = oldest if self._times is None else hrrn(self._seconds)
+        return choose(batches, now)
+
+    def _seconds(self, batches: Sequence[Batch]) -> Sequence[float]:
+        assert self._times is not None
+        found = self._times.seconds(
+            [_shape(len(one.requests), one.length, one.generation) for one in batches]
+        )
+        return [max(_SHORTEST_BATCH_S, float(seconds)) for seconds in found]
+
+    async def _learn(self, batch: Batch, generated: int, seconds: float) -> None:
+        if generated == 0:
+            return  # all have left it
+        if self._times is None:
+            # scikit-learn takes seconds to import.
+            await asyncio.to_thread(importlib.import_module, _BATCH_TIME)
+        from loomserve.platform.costs.batch_time import BatchTimes
+
+        shape = _shape(len(batch.requests), batch.length, generated)
+        if self._times is None:
+            self._times = BatchTimes([(shape, seconds)], self._clock())
+        else:
+            self._times.finished(shape, seconds, self._clock())
+
+
+def _shape(size: int, length: int, generation: int) -> BatchShape:
+    from loomserve.platform.costs.batch_time import BatchShape
+
+    return BatchShape(size, length, generation)
+
+
+def refused(error: RequestError) -> LineAnswer:
+    """The answer to a line that would be refused again."""
+    return LineAnswer(Outcome.ANSWERED, error.status, json.dumps(error.body()).encode())
+
+
+def _too_large(kv_bytes: int) -> BadRequest:
+    return BadRequest(
+        f"the request needs more KV memory alone than its model has ({kv_bytes} bytes): shorten "
+        "it, lower max_tokens, or ask the operator to raise "
+        "batch.static_models[].kv_cache_memory",
+        param="max_tokens",
+        reason="kv_memory_exceeded",
+    )
+
+
+def _gone(name: str) -> LineAnswer:
+    error = EngineGone(f"the process of model {name!r} ended while it computed; send it again")
+    return LineAnswer(Outcome.ENGINE_FAILED, error.status, json.dumps(error.body()).encode())

@@ -1,0 +1,1 @@
+"""What the batch lane decides on and by. Pure."""

@@ -1,0 +1,182 @@
+"""The lines of an input file: read and checked before a batch begins, as OpenAI checks them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from loomserve.platform.batch.policy.objects import LineError
+
+# A file full of the same mistake needs no error for each line.
+_MOST_ERRORS = 100
+_LONGEST_ID = 512
+# What a line has beside its body.
+_ENVELOPE_BYTES = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A request of a batch, without its body.
+
+    Attributes:
+        number: Of its line in the file, from 1.
+        offset: Where the line begins in the file, bytes.
+        size: Of the line, bytes.
+        max_tokens: The most tokens that one answer of it may have; None: the model's own bound.
+        sequences: How many answers the engine computes at once for it.
+        attempts: How often engines have failed on it.
+    """
+
+    number: int
+    custom_id: str
+    model: str
+    offset: int
+    size: int
+    max_tokens: int | None
+    sequences: int
+    attempts: int = 0
+
+
+@dataclass
+class Checked:
+    """What is in a file; the lines are of use only if there are no errors."""
+
+    lines: list[Line] = field(default_factory=list)
+    errors: list[LineError] = field(default_factory=list)
+
+
+class _WrongLineError(Exception):
+    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.message, self.param = code, message, param
+
+
+def check(stream: BinaryIO, endpoint: str, *, max_lines: int, max_body: int) -> Checked:
+    """Read a file from its beginning; empty lines do not count."""
+    found = Checked()
+    seen: set[str] = set()
+    longest = max_body + _ENVELOPE_BYTES
+    number = offset = 0
+    while text := stream.readline(longest + 1):
+        number += 1
+        if len(text) > longest:
+            message = f"The line is longer than {longest} bytes. Split the request."
+            found.errors.append(LineError(code="line_too_long", message=message, line=number))
+            break
+        if text.strip():
+            try:
+                line = _line(text, number, offset, endpoint, seen)
+                found.lines.append(line)
+            except _WrongLineError as wrong:
+                found.errors.append(
+                    LineError(
+                        code=wrong.code, message=wrong.message, param=wrong.param, line=number
+                    )
+                )
+        offset += len(text)
+        if len(found.lines) > max_lines:
+            message = f"The file has more than {max_lines} requests. Split it."
+            found.errors.append(LineError(code="too_many_lines", message=message))
+        if len(found.errors) >= _MOST_ERRORS or len(found.lines) > max_lines:
+            break
+    if not found.lines and not found.errors:
+        message = (
+            "The input file is empty. Please ensure that the batch contains at least one line."
+        )
+        found.errors.append(LineError(code="empty_file", message=message))
+    return found
+
+
+def parse(text: bytes) -> dict[str, Any]:
+    """A line that :func:`check` accepted."""
+    parsed: dict[str, Any] = json.loads(text)
+    return parsed
+
+
+def _line(text: bytes, number: int, offset: int, endpoint: str, seen: set[str]) -> Line:
+    try:
+        line = json.loads(text)
+    except (ValueError, RecursionError):
+        raise _WrongLineError(
+            "invalid_json_line", "This line is not parseable as valid JSON."
+        ) from None
+    if not isinstance(line, dict):
+        raise _WrongLineError("invalid_json_line", "This line is not a JSON object.")
+    for name in ("custom_id", "method", "url", "body"):
+        if line.get(name) is None:
+            raise _WrongLineError(
+                "missing_required_parameter", f"Missing required parameter: '{name}'.", name
+            )
+    custom_id = _custom_id(line["custom_id"], seen)
+    if line["method"] != "POST":
+        raise _WrongLineError("invalid_method", "The HTTP method must be 'POST'.", "method")
+    if line["url"] != endpoint:
+        raise _WrongLineError(
+            "invalid_url",
+            f"The URL provided for this request does not match the batch endpoint {endpoint!r}.",
+            "url",
+        )
+    body = line["body"]
+    if not isinstance(body, dict):
+        raise _WrongLineError("invalid_request", "The body must be a JSON object.", "body")
+    model = body.get("model")
+    if not isinstance(model, str) or not model or not _is_text(model):
+        raise _WrongLineError(
+            "missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model"
+        )
+    return Line(
+        number=number,
+        custom_id=custom_id,
+        model=model,
+        offset=offset,
+        size=len(text),
+        max_tokens=0 if endpoint == "/v1/embeddings" else _max_tokens(body),
+        sequences=_sequences(body),
+    )
+
+
+def _custom_id(custom_id: object, seen: set[str]) -> str:
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _LONGEST_ID:
+        message = f"The custom_id must be text of 1 to {_LONGEST_ID} characters."
+        raise _WrongLineError("invalid_custom_id", message, "custom_id")
+    if not _is_text(custom_id):
+        raise _WrongLineError(
+            "invalid_custom_id", "The custom_id is not valid Unicode.", "custom_id"
+        )
+    if custom_id in seen:
+        raise _WrongLineError(
+            "duplicate_custom_id",
+            f"The custom_id {custom_id!r} for this request is a duplicate of another request. "
+            "The custom_id parameter must be unique for each request in a batch.",
+            "custom_id",
+        )
+    seen.add(custom_id)
+    return custom_id
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:  # half of a pair of surrogates
+        return False
+    return True
+
+
+def _max_tokens(body: Mapping[str, Any]) -> int | None:
+    return _count(body.get("max_completion_tokens") or body.get("max_tokens"))
+
+
+def _sequences(body: Mapping[str, Any]) -> int:
+    prompt = body.get("prompt", body.get("input"))
+    answers = _count(body.get("n")) or 1
+    many = isinstance(prompt, list) and prompt and not isinstance(prompt[0], int)
+    return answers * (len(prompt) if many else 1)
+
+
+def _count(value: object) -> int | None:
+    # What is no number, or beyond all that make sense, the engine refuses.
+    if isinstance(value, int) and not isinstance(value, bool) and 0 < value < 2**31:
+        return value
+    return None

@@ -1,0 +1,129 @@
+"""Files and batches: what the lane keeps of them, and OpenAI's objects made of it."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from loomserve.platform.batch.policy.status import Status
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
+INPUT = "batch"
+OUTPUT = "batch_output"
+
+_WINDOW = re.compile(r"([1-9][0-9]{0,5})([smhd])")
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class FileRecord(_Record):
+    """A file; times are Unix seconds."""
+
+    id: str
+    owner: str
+    """The name of the API key that it belongs to; empty where none is needed."""
+    filename: str
+    purpose: str
+    bytes: int
+    created_at: int
+    expires_at: int | None = None
+
+    def to_openai(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "file",
+            "bytes": self.bytes,
+            "created_at": self.created_at,
+            "expires_at": self.expires_at,
+            "filename": self.filename,
+            "purpose": self.purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+
+
+class LineError(_Record):
+    """Something wrong with a line of the input file, as in a batch's ``errors``."""
+
+    code: str
+    message: str
+    param: str | None = None
+    line: int | None = None
+
+
+class BatchRecord(_Record):
+    """A batch; times are Unix seconds."""
+
+    id: str
+    owner: str
+    status: Status = Status.VALIDATING
+    ending: Status | None = None
+    """What a batch that is being finalized ends as."""
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    output_expires_s: int | None = None
+    metadata: dict[str, str] | None = None
+    errors: tuple[LineError, ...] | None = None
+    created_at: int
+    expires_at: int
+    in_progress_at: int | None = None
+    finalizing_at: int | None = None
+    completed_at: int | None = None
+    failed_at: int | None = None
+    expired_at: int | None = None
+    cancelling_at: int | None = None
+    cancelled_at: int | None = None
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+    @property
+    def unanswered(self) -> int:
+        return self.total - self.completed - self.failed
+
+    def to_openai(self) -> dict[str, Any]:
+        ours = {"owner", "ending", "output_expires_s", "errors", "total", "completed", "failed",
+                "input_tokens", "cached_tokens", "output_tokens"}  # fmt: skip
+        errors = None
+        if self.errors is not None:
+            errors = {"object": "list", "data": [error.model_dump() for error in self.errors]}
+        return {
+            "object": "batch",
+            **self.model_dump(mode="json", exclude=ours),
+            "errors": errors,
+            "request_counts": {
+                "total": self.total,
+                "completed": self.completed,
+                "failed": self.failed,
+            },
+            "usage": {
+                "input_tokens": self.input_tokens,
+                "input_tokens_details": {"cached_tokens": self.cached_tokens},
+                "output_tokens": self.output_tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": self.input_tokens + self.output_tokens,
+            },
+        }
+
+
+def new_id(prefix: str) -> str:
+    """Such as ``file-…`` and ``batch_…``: 128 random bits, so that nobody guesses another's."""
+    return prefix + uuid.uuid4().hex
+
+
+def window_seconds(window: object) -> int | None:
+    """Seconds of a completion window such as ``24h`` (s, m, h, d); None if it is none."""
+    match = _WINDOW.fullmatch(window) if isinstance(window, str) else None
+    return int(match[1]) * _SECONDS[match[2]] if match else None

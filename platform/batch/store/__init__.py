@@ -1,0 +1,1 @@
+"""Files, batches and lines in SQLite."""

@@ -1,0 +1,93 @@
+"""``loomserve kv``: what the KV store holds, and how to empty it."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import httpx
+import typer
+from rich.console import RenderableType
+from rich.text import Text
+
+from loomserve.platform.base.errors import LoomserveError
+from loomserve.platform.cli.status import DEFAULT_URL, TIMEOUT_S, Token, Url, ask
+from loomserve.platform.cli.tables import display, new_table, stacked
+from loomserve.platform.state import KvModelState, KvState
+
+kv = typer.Typer(invoke_without_command=True, help="The store of KV blocks.")
+
+
+class KvError(LoomserveError):
+    """The platform refused; the message is its own."""
+
+
+@kv.callback()
+def show(context: typer.Context, url: Url = DEFAULT_URL, token: Token = None) -> None:
+    """Show what the store holds."""
+    if context.invoked_subcommand is None:
+        state = KvState.model_validate_json(_admin("GET", url, token, "kv").content)
+        display(render(state))
+
+
+@kv.command()
+def flush(
+    model: Annotated[str, typer.Argument(help="Whose blocks; none named means all.")] = "",
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+) -> None:
+    """Forget all blocks that no request reads at this moment and nobody pinned."""
+    answer = _admin("POST", url, token, "kv/flush", {"model": model or None})
+    typer.echo(f"{answer.json()['blocks']} blocks forgotten")
+
+
+def render(state: KvState) -> RenderableType:
+    """The store as tables: its tiers, then its models."""
+    tiers = new_table("tier", numbers=("used MiB", "of MiB", "%"), title="KV store")
+    for name, used, capacity in (
+        ("memory", state.used_bytes, state.capacity_bytes),
+        ("ssd", state.ssd_used_bytes, state.ssd_capacity_bytes),
+    ):
+        if capacity:
+            share = f"{100 * used / capacity:.1f}"
+            tiers.add_row(name, _mebibytes(used), _mebibytes(capacity), share)
+    figures = ("in memory", "MiB", "on SSD", "MiB", "hits", "misses", "hit %", "evicted")
+    models = new_table("model", numbers=figures, title="Blocks by model")
+    for model in state.models:
+        models.add_row(Text(model.model), *_figures(model))
+    note = f"{state.leases} leases, {state.writers} writers, {state.corrupt_blocks} corrupt blocks"
+    return stacked(tiers, models, Text(note, style="dim"))
+
+
+def _figures(model: KvModelState) -> list[str]:
+    looked_up = model.hit_blocks + model.missed_blocks
+    return [
+        str(model.blocks_in_memory),
+        _mebibytes(model.bytes_in_memory),
+        str(model.blocks_on_ssd),
+        _mebibytes(model.bytes_on_ssd),
+        str(model.hit_blocks),
+        str(model.missed_blocks),
+        f"{100 * model.hit_blocks / looked_up:.1f}" if looked_up else "-",
+        str(model.evicted_blocks),
+    ]
+
+
+def _mebibytes(size: int) -> str:
+    return f"{size / 2**20:.0f}"
+
+
+def _admin(
+    method: str, url: str, token: str | None, path: str, body: object = None
+) -> httpx.Response:
+    with httpx.Client(timeout=TIMEOUT_S) as client:
+        answer = ask(client, url, token, path, method=method, body=body)
+    if not answer.is_success:
+        raise KvError(_message(answer))
+    return answer
+
+
+def _message(answer: httpx.Response) -> str:
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"{answer.url} answered {answer.status_code}, which is not Loomserve's: check --url"

@@ -1,0 +1,132 @@
+"""``loomserve lengths``: trains and measures predictors of output lengths."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.cli.tables import display, new_table
+from loomserve.platform.lengths.training.samples import read_all
+from loomserve.platform.models import catalog
+
+if TYPE_CHECKING:
+    from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
+    from loomserve.platform.lengths.training.evaluation import Score
+
+lengths = typer.Typer(no_args_is_help=True, help="Predict how long answers will be.")
+
+_console = Console(highlight=False, soft_wrap=True)
+
+Files = Annotated[
+    list[Path],
+    typer.Argument(
+        help="JSON lines, also gzipped: instruction or input or both (text), out_tokens; "
+        "in_tokens and task if known."
+    ),
+]
+Embeddings = Annotated[
+    str, typer.Option(help="Whose token embeddings: demo, demo:NAME, or a model's folder.")
+]
+Column = Annotated[
+    str | None, typer.Option("--model", help="Of whose, where out_tokens has several models'.")
+]
+
+
+@lengths.command()
+def train(
+    files: Files,
+    name: Annotated[str, typer.Option(help="What to call it: the served model's name.")],
+    kind: Annotated[str, typer.Option(help="magnus or uellm.")] = "magnus",
+    embeddings: Embeddings = "demo",
+    model: Column = None,
+) -> None:
+    """Train a predictor, and make it the current version of that name."""
+    if kind not in ("magnus", "uellm"):
+        raise ConfigError(f"--kind {kind!r}: write magnus or uellm")
+    from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
+    from loomserve.platform.lengths.stored import folder_of, remember_embeddings
+
+    folder = folder_of(name)
+    model_folder = _model_folder(embeddings)
+    table = TokenEmbeddings(model_folder)
+    samples = read_all(files, table.tokens, model)
+    # Only here: scikit-learn takes seconds to import.
+    from loomserve.platform.lengths.training import fit, split
+    from loomserve.platform.lengths.training.versions import Versions
+
+    folds = [split.fold(g, 5) for g in split.groups([sample.query for sample in samples])]
+    fitted, learnt = fit.train(kind, samples, folds, table, calibrate_on=0)
+    version = Versions(folder).publish(fitted, learnt)
+    remember_embeddings(folder, model_folder)
+    _say(
+        f"{len(samples)} samples, of which {len(samples) - len(learnt.rows)} calibrated the "
+        f"interval; version {version.number} is current in {folder}"
+    )
+
+
+@lengths.command()
+def evaluate(
+    files: Files,
+    embeddings: Embeddings = "demo",
+    model: Column = None,
+    save: Annotated[Path | None, typer.Option(help="Write the table as JSON, too.")] = None,
+) -> None:
+    """Compare all predictors on requests unlike those that each was trained on."""
+    known = _embeddings(embeddings)
+    samples = read_all(files, known.tokens, model)
+    from loomserve.platform.lengths.training import evaluation
+
+    scores = evaluation.evaluate(samples, known)
+    for table in tables(scores):
+        display(table)
+    if save is not None:
+        try:
+            save.write_text(json.dumps([asdict(score) for score in scores], indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"--save {save}: cannot be written ({error.strerror})") from None
+
+
+def tables(scores: Sequence[Score]) -> Iterator[Table]:
+    """One a task, one row a predictor; shares in percent."""
+    for task in sorted({score.task for score in scores}):
+        of_task = [score for score in scores if score.task == task]
+        title = f"{task}: {of_task[0].requests} requests; shares in percent"
+        figures = ("bucket", "±1", "MAE", "r", "in 90", "width", "ms")
+        table = new_table("predictor", numbers=figures, title=title)
+        for score in of_task:
+            table.add_row(
+                score.predictor,
+                f"{100 * score.bucket:.1f}",
+                f"{100 * score.near:.1f}",
+                f"{score.mae:.1f}",
+                "" if score.r is None else f"{score.r:.2f}",
+                f"{100 * score.coverage:.1f}",
+                f"{score.width:.0f}",
+                f"{score.p50_ms:.2f}",
+            )
+        yield table
+
+
+def _embeddings(source: str) -> TokenEmbeddings:
+    from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
+
+    return TokenEmbeddings(_model_folder(source))
+
+
+def _model_folder(source: str) -> Path:
+    folder = catalog.resolve(source, Path(), progress=_say)
+    if isinstance(folder, str):
+        raise ConfigError(f"--embeddings {source!r}: give a model's folder, or demo")
+    return folder
+
+
+def _say(text: str) -> None:
+    _console.print(text, markup=False)

@@ -1,0 +1,93 @@
+"""The ``loomserve`` command."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from loomserve.platform import config as configuration
+from loomserve.platform.access.keys import hash_key, new_key
+from loomserve.platform.base.errors import LoomserveError
+from loomserve.platform.cli.batch import batch
+from loomserve.platform.cli.kv import kv
+from loomserve.platform.cli.lending import lending
+from loomserve.platform.cli.lengths import lengths
+from loomserve.platform.cli.placement import plan
+from loomserve.platform.cli.plans import plans
+from loomserve.platform.cli.profile import profile
+from loomserve.platform.cli.status import status
+from loomserve.platform.config.reference import describe
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Serve many models at once.")
+config_app = typer.Typer(no_args_is_help=True, help="Check and explain the configuration.")
+key_app = typer.Typer(no_args_is_help=True, help="API keys and admin tokens.")
+admin_app = typer.Typer(no_args_is_help=True, help="Change what runs, while it runs.")
+app.add_typer(config_app, name="config")
+app.add_typer(key_app, name="key")
+app.add_typer(kv, name="kv")
+app.add_typer(lengths, name="lengths")
+app.add_typer(batch, name="batch")
+app.add_typer(admin_app, name="admin")
+admin_app.add_typer(lending, name="lending")
+admin_app.add_typer(plans, name="plans")
+app.command()(status)
+app.add_typer(profile, name="profile")
+app.command()(plan)
+
+_console = Console(stderr=False, highlight=False, soft_wrap=True)
+ConfigPath = Annotated[Path, typer.Argument(help="The configuration file.")]
+
+
+@app.command()
+def serve(path: ConfigPath = Path("examples/laptop.yaml")) -> None:
+    """Serve the models of a configuration until Ctrl-C."""
+    # Only here: the other commands need neither Ray nor torch.
+    from loomserve.platform.cli import serve
+
+    serve.run(configuration.load(path), path.parent, _say)
+
+
+@config_app.command("check")
+def config_check(path: ConfigPath) -> None:
+    """Say whether a configuration is right; exit with 2 if it is not."""
+    from loomserve.platform.engine import options
+    from loomserve.platform.lengths.stored import check_predictor
+    from loomserve.platform.models import catalog
+
+    checked = configuration.load(path)
+    for model in checked.models:
+        check_predictor(model)
+        options.check(model.name, model.engine)
+        if not model.source.startswith("demo"):  # checking must not download
+            catalog.resolve(model.source, path.parent)
+    _say(f"{path}: {len(checked.models)} models on {len(checked.devices)} devices; all is well")
+
+
+@config_app.command("describe")
+def config_describe() -> None:
+    """Explain every field."""
+    print(describe())
+
+
+@key_app.command("create")
+def key_create(name: Annotated[str, typer.Argument(help="Who will use it.")]) -> None:
+    """Make an API key or admin token; only its hash goes into the configuration."""
+    key, _ = new_key()
+    print(f"key (shown once, keep it safe): {key}")
+    print(f"for the configuration: {{name: {name}, hash: {hash_key(key)!r}}}")
+
+
+def _say(text: str) -> None:
+    _console.print(text, markup=False)
+
+
+def main() -> None:
+    try:
+        app()
+    except LoomserveError as error:
+        print(f"loomserve: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,106 @@
+"""``loomserve plan``: which layers of which model would run on which device, and why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from loomserve.platform import config as configuration
+from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.cli.tables import display, new_table
+from loomserve.platform.config import Model
+from loomserve.platform.placement import device_profile
+from loomserve.platform.placement.configured import profile_path, wanted_of
+from loomserve.platform.placement.policy import explanation, planner
+from loomserve.platform.placement.policy.helr import MODES, Mode
+from loomserve.platform.placement.policy.planner import Planned, Wanted
+
+_console = Console(highlight=False, soft_wrap=True)
+
+
+def plan(
+    path: Annotated[Path, typer.Argument(help="The configuration file.")],
+    mode: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(MODES)}: every model with several devices as a pipeline."),
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="What loomserve profile devices wrote.")
+    ] = None,
+    load: Annotated[
+        list[str] | None,
+        typer.Option(help="MODEL=SHARE of the time that it is busy (0 to 1); hot ones go first."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Divide models' layers among their devices; exit with 1 if one does not fit."""
+    checked = configuration.load(path)
+    if mode is not None and mode not in MODES:
+        raise ConfigError(f"--mode {mode!r}: write one of {', '.join(MODES)}")
+    wanted = [
+        wanted_of(model, path.parent, _mode(model, mode))
+        for model in checked.models
+        if model.pipeline is not None or (mode is not None and len(model.devices) > 1)
+    ]
+    if not wanted:
+        raise ConfigError(
+            f"{path}: no model has a pipeline; give one pipeline: {{mode: balanced}}, or "
+            "--mode to see what that would be"
+        )
+    measured = device_profile.load(profile or profile_path(checked, path.parent))
+    planned = planner.plan(_loaded(wanted, load or []), measured)
+    if as_json:
+        _console.print_json(data={"models": [explanation.as_dict(each) for each in planned]})
+    else:
+        for each in planned:
+            _print(each)
+    if any(each.placement is None for each in planned):
+        raise typer.Exit(1)
+
+
+def _mode(model: Model, given: str | None) -> Mode:
+    for mode in MODES:
+        if mode == given:
+            return mode
+    return model.pipeline.mode if model.pipeline else "balanced"
+
+
+def _loaded(wanted: list[Wanted], given: list[str]) -> list[Wanted]:
+    loads: dict[str, float] = {}
+    names = [each.name for each in wanted]
+    for text in given:
+        name, _, share = text.partition("=")
+        try:
+            loads[name] = float(share)
+        except ValueError:
+            loads[name] = -1.0
+        if name not in names or not 0 <= loads[name] < 1:
+            raise ConfigError(
+                f"--load {text!r}: write MODEL=SHARE, of {', '.join(names)}, from 0 to below 1"
+            )
+    return [replace(each, load=loads.get(each.name, each.load)) for each in wanted]
+
+
+def _print(planned: Planned) -> None:
+    name = planned.wanted.name
+    if planned.placement is None:
+        _console.print(f"{name}: {explanation.why_not(planned)}", markup=False)
+        return
+    table = new_table(
+        "stage", "device", "layers", "memory", "busy a step", "",
+        title=f"{name} ({planned.placement.mode})", whole=2,
+    )  # fmt: skip
+    for row in explanation.rows(planned):
+        table.add_row(*row)
+    display(table)
+    for line in explanation.summary(planned):
+        _console.print(line, markup=False)
+    figures = ("instead", "layers", "step every", "latency", "")
+    others = new_table(*figures, title="Why not others")
+    for other in explanation.alternatives(planned):
+        others.add_row(*explanation.other_row(planned, other))
+    display(others)

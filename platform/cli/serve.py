@@ -1,0 +1,401 @@
+"""``loomserve serve``: checks the machine, starts Ray and the applications, and ends them again."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from loomserve.deployments.kvstore.kv_store import plan_store, start_store, stop_store
+from loomserve.kvstore.server.actor import arena_path
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.batch.folder import BatchFolder, batch_folder
+from loomserve.platform.batch.offline.models import check_static_models
+from loomserve.platform.config import Config
+from loomserve.platform.devices.memory import plan_replicas
+from loomserve.platform.http.server import listen
+from loomserve.platform.lengths.stored import check_predictor
+from loomserve.platform.models import catalog
+from loomserve.platform.placement.configured import stages_of
+from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError, plans_folder
+from loomserve.platform.state import ModelState, ModelStatus, State
+
+Say = Callable[[str], None]
+
+_POLL_S = 0.5
+# A first start compiles kernels; a second one finds them in vLLM's cache.
+_START_TIMEOUT_S = 900.0
+# Ray's CPUs are places for actors here, not cores: engines are bound to cores by their devices.
+_LOGICAL_CPUS = 128
+_CLAIM_TIMEOUT_S = 5.0
+_OBJECT_STORE_BYTES = 128 * 2**20
+
+# Read by Ray in every process of the cluster, so they must stand before it is imported.
+_RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_enable_metrics_collection": "0",
+    # Ray would run engines at niceness 15, behind everything else on the machine.
+    "RAY_worker_niceness": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    # Serve looks ten times a second whether replicas should come or go: 4 % of a core, at rest.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def check_machine(config: Config, base: Path) -> None:
+    """Fail now rather than at the first request.
+
+    Raises:
+        StartError: a busy port, a core, a compiler or a folder that is not there; says what to do.
+    """
+    server = config.server
+    try:
+        listen(server.host, server.port).close()
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {server.host}:{server.port} ({error.strerror}): stop what uses it, "
+            "or set server.port"
+        ) from None
+    there = os.cpu_count() or 1
+    for device in config.devices:
+        for core in device.cores:
+            if core >= there:
+                raise StartError(
+                    f"device {device.name!r} names core {core}, but this machine has cores 0 to "
+                    f"{there - 1}"
+                )
+    _check_shared_memory(config)
+    _check_batch_folder(config, base)
+    _check_plans_folder(config, base)
+    compiles = any(
+        model.lending is None and not model.engine.get("enforce_eager") for model in config.models
+    )
+    if compiles and shutil.which("g++") is None and shutil.which("clang++") is None:
+        raise StartError(
+            "vLLM compiles its kernels for this machine and finds no C++ compiler: install g++, "
+            "or set engine: {enforce_eager: true} for every model"
+        )
+
+
+def _check_shared_memory(config: Config) -> None:
+    if config.kvstore is None:
+        return
+    free = psutil.disk_usage("/dev/shm").free + _left_behind(config)
+    if config.kvstore.memory > free:
+        raise StartError(
+            f"kvstore.memory asks for {config.kvstore.memory / 2**20:.0f} MiB and /dev/shm has "
+            f"{free / 2**20:.0f} MiB free: lower it, or make /dev/shm larger (docker run "
+            "--shm-size, or mount -o remount,size=8G /dev/shm)"
+        )
+
+
+def _check_batch_folder(config: Config, base: Path) -> None:
+    path = batch_folder(config, base)
+    if path is not None:
+        folder = BatchFolder(path)
+        # A platform that was killed a moment ago may still be about to go.
+        folder.claim(_CLAIM_TIMEOUT_S)
+        folder.release()
+
+
+def _check_plans_folder(config: Config, base: Path) -> None:
+    if config.rebalancing.controller == "off":
+        return
+    store = PlanStore(plans_folder(config, base))
+    deadline = time.monotonic() + _CLAIM_TIMEOUT_S
+    try:
+        while not store.claim():
+            if time.monotonic() > deadline:
+                raise StartError(
+                    f"another platform keeps its plans in {plans_folder(config, base)}: set "
+                    "rebalancing.folder"
+                )
+            time.sleep(_POLL_S)
+        store.load()
+    except StoreError as error:
+        raise StartError(str(error)) from None
+    store.release()
+
+
+def _left_behind(config: Config) -> int:
+    """Bytes of shared memory that a killed platform's store left; ours takes them over."""
+    if config.kvstore is None:
+        return 0
+    arena = arena_path(config.server.port)
+    return arena.stat().st_size if arena.exists() else 0
+
+
+def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
+    """Fetch and check every model, and say how many replicas of each to start.
+
+    Raises:
+        ConfigError: a model's source is wrong.
+        StartError: a model cannot be fetched, or memory does not suffice.
+    """
+    weights: dict[str, int] = {}
+    for static in config.static_models:
+        check_predictor(static)
+    for model in config.models:
+        check_predictor(model)
+        path = catalog.resolve(model.source, base, progress=say)
+        weights[model.name] = catalog.weight_bytes(path) if isinstance(path, Path) else 0
+        if model.pipeline is not None:
+            stages = ", ".join(f"{device} {n}" for device, n in stages_of(model, base))
+            say(f"{model.name} is a pipeline; layers: {stages}")
+    replicas = plan_replicas(
+        config.models,
+        weights,
+        psutil.virtual_memory().available + _left_behind(config),
+        config.kvstore.memory if config.kvstore else 0,
+        check_static_models(config, base, say),
+    )
+    for model in config.models:
+        if model.replicas == "auto" and replicas[model.name] < model.most_replicas:
+            say(
+                f"memory allows {replicas[model.name]} of {model.most_replicas} replicas of "
+                f"{model.name}"
+            )
+    return replicas
+
+
+class Platform:
+    """Ray, Serve and Loomserve's applications on this machine."""
+
+    def __init__(self, config: Config, base: Path) -> None:
+        self._config = config
+        self._base = base
+        self._store_plan = plan_store(config, base)
+        self._store: Any = None
+
+    def start(self, replicas: dict[str, int]) -> None:
+        """Start everything in the background; engines need some 30 s."""
+        os.environ.update(_RAY_ENVIRONMENT)
+        # What Ray and Serve say about themselves drowns what the user wants to know.
+        logging.disable(logging.INFO)
+        import ray
+        from ray import serve
+
+        from loomserve.deployments.apps import run_platform
+
+        ray.init(
+            address="local",
+            num_cpus=_LOGICAL_CPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _node_ip_address=_node_address(self._config),
+        )
+        if self._store_plan is not None:
+            self._store = start_store(self._store_plan)
+        serve.start(proxy_location="Disabled")
+        self._controller = run_platform(
+            self._config,
+            replicas,
+            secrets.token_urlsafe(32),
+            str(self._base.resolve()),
+            self._store_plan,
+        )
+
+    def state(self) -> State:
+        return State.model_validate(self._controller.state.remote().result(timeout_s=10))
+
+    def wait_ready(self, say: Say) -> None:
+        """Tell of each model as it gets ready.
+
+        Raises:
+            StartError: a model failed, or they took too long.
+        """
+        started, told = time.monotonic(), dict[str, int]()
+        while True:
+            models = self._models_if_told()
+            for model in models or ():
+                _tell(model, told, time.monotonic() - started, say)
+                if model.status is ModelStatus.FAILED:
+                    raise StartError(f"model {model.name!r} did not start: {model.message}")
+            ready = models is not None and all(m.status is ModelStatus.READY for m in models)
+            if ready and self._answers():
+                return
+            if time.monotonic() - started > _START_TIMEOUT_S:
+                raise StartError(f"not ready after {_START_TIMEOUT_S:.0f} s; see {self.log_folder}")
+            time.sleep(_POLL_S)
+
+    def _models_if_told(self) -> tuple[ModelState, ...] | None:
+        """None while the controller is too busy to say, as on cores that engines start on."""
+        try:
+            return tuple(self.state().models)
+        except TimeoutError:
+            return None
+
+    def _answers(self) -> bool:
+        """Whether the gateway, too, has heard that every model is there."""
+        try:
+            with urllib.request.urlopen(f"{url_of(self._config)}/ready", timeout=5):
+                return True
+        except OSError:
+            return False
+
+    @property
+    def log_folder(self) -> Path:
+        import ray
+
+        return Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
+
+    def stop(self) -> None:
+        """Finish running requests, then leave no process behind."""
+        import ray
+        from ray import serve
+
+        mine = psutil.Process().children(recursive=True)
+        # While actors end, Ray prints that they ended.
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            try:
+                serve.shutdown()
+                if self._store is not None:
+                    stop_store(self._store)
+            finally:
+                ray.shutdown()
+        _, left = psutil.wait_procs(mine, timeout=5)
+        for process in left:
+            process.kill()
+        psutil.wait_procs(left, timeout=5)
+        self._give_memory_back()
+
+    def kill(self) -> None:
+        """End everything at once."""
+        for process in psutil.Process().children(recursive=True):
+            process.kill()
+        self._give_memory_back()
+
+    def _give_memory_back(self) -> None:
+        # Shared memory outlives all processes.
+        if self._store_plan is not None and self._store is not None:
+            self._store_plan.arena.unlink(missing_ok=True)
+
+
+def run(config: Config, base: Path, say: Say) -> None:
+    """Serve until SIGINT or SIGTERM."""
+    check_machine(config, base)
+    replicas = plan(config, base, say)
+    stopped = threading.Event()
+    platform = Platform(config, base)
+    _catch_signals(stopped, platform)
+    say("starting Ray")
+    try:
+        platform.start(replicas)
+        _catch_signals(stopped, platform)  # Ray has put its own handlers there
+        for model in config.models:
+            used = len(model.devices) if model.pipeline else replicas[model.name]
+            where = ", ".join(model.devices[:used])
+            say(f"loading {model.name} on {where}")
+        _until_ready_or(stopped, platform, say)
+        if not stopped.is_set():
+            _greet(config, say)
+        stopped.wait()
+    finally:
+        say("stopping: running requests may finish (Ctrl-C again to cut them)")
+        platform.stop()
+        say("stopped")
+
+
+def _until_ready_or(stopped: threading.Event, platform: Platform, say: Say) -> None:
+    failure: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            platform.wait_ready(say)
+        except BaseException as error:
+            failure.append(error)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    while waiting.is_alive() and not stopped.is_set():
+        waiting.join(0.2)
+    if failure and not stopped.is_set():
+        raise failure[0]
+
+
+def _tell(model: ModelState, told: dict[str, int], elapsed_s: float, say: Say) -> None:
+    live = len(model.replicas)
+    if live > told.get(model.name, 0):
+        told[model.name] = live
+        say(f"{model.name}: {live} of {model.target_replicas} replicas ready ({elapsed_s:.0f} s)")
+
+
+def _greet(config: Config, say: Say) -> None:
+    url = url_of(config)
+    say(f"ready at {url}/v1")
+    if not config.models:
+        return
+    say("models: " + ", ".join(model.name for model in config.models))
+    body = json.dumps(
+        {
+            "model": config.models[0].name,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+            "max_tokens": 32,
+            "temperature": 0,
+        }
+    )
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.server.api_keys else ""
+    headers = f"{key} -H 'Content-Type: application/json'"
+    say(f"try it:\n  curl {url}/v1/chat/completions{headers} \\\n    -d '{body}'")
+    if not config.server.api_keys:
+        say(_first_answer(url, body))
+    say(f"see it work: loomserve status --watch --url {url}   ·   stop: Ctrl-C")
+
+
+def url_of(config: Config) -> str:
+    """Where this machine reaches the gateway."""
+    host = config.server.host
+    if host in {"0.0.0.0", "::"}:
+        host = "127.0.0.1"
+    return f"http://{f'[{host}]' if ':' in host else host}:{config.server.port}"
+
+
+def _first_answer(url: str, body: str) -> str:
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions",
+        data=body.encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=120) as response:
+            return f"which answers:\n  {json.load(response)['choices'][0]['message']['content']}"
+    except urllib.error.HTTPError as error:
+        # A model without a chat template, say; the platform serves nevertheless.
+        return f"which it does not answer: {error.read().decode(errors='replace')}"
+    except OSError as error:
+        return f"which it has not answered: {error}"
+
+
+def _catch_signals(stopped: threading.Event, platform: Platform) -> None:
+    def on_signal(number: int, frame: Any) -> None:
+        if stopped.is_set():
+            # The second one: do not wait for anything.
+            platform.kill()
+            os._exit(130)
+        stopped.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, on_signal)
+
+
+def _node_address(config: Config) -> str | None:
+    # On loopback nothing of the platform, Ray's ports included, listens to other machines.
+    return "127.0.0.1" if config.server.is_loopback else None

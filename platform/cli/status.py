@@ -1,0 +1,325 @@
+"""``loomserve status``: the platform's state as a table for people or as JSON for programs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from typing import Annotated
+
+import httpx
+import typer
+from pydantic import ValidationError
+from rich.console import RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from loomserve.platform.base.errors import LoomserveError
+from loomserve.platform.cli.tables import display, new_table, stacked
+from loomserve.platform.state import (
+    LoanState,
+    ModelState,
+    ModelStatus,
+    PartState,
+    ReplicaLoad,
+    ReplicaState,
+    SchedulingState,
+    State,
+)
+from loomserve.platform.state.roles import Role
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 10.0
+_REFRESH_S = 1.0
+
+_STYLES = {
+    ModelStatus.LOADING: "yellow",
+    ModelStatus.READY: "green",
+    ModelStatus.DEGRADED: "yellow",
+    ModelStatus.UNLOADING: "yellow",
+    ModelStatus.FAILED: "red",
+}
+
+
+Url = Annotated[str, typer.Option(help="Where the platform listens.")]
+Token = Annotated[
+    str | None,
+    typer.Option(envvar="LOOMSERVE_ADMIN_TOKEN", help="The admin token, if one is set."),
+]
+
+
+class StatusError(LoomserveError):
+    """The state could not be fetched; the message says what to do."""
+
+
+class AdminError(LoomserveError):
+    """The platform refused; the message is its own."""
+
+
+def status(
+    url: Url = DEFAULT_URL,
+    watch: Annotated[bool, typer.Option("--watch", help="Refresh every second.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, one line a state.")] = False,
+    token: Token = None,
+) -> None:
+    """Show models, replicas and devices."""
+    try:
+        with httpx.Client(timeout=TIMEOUT_S) as client:
+            if as_json:
+                for state in _states(client, url, token, watch):
+                    typer.echo(state.model_dump_json())
+            elif watch:
+                with Live(screen=True, auto_refresh=False) as live:
+                    for state in _states(client, url, token, watch):
+                        live.update(render(state), refresh=True)
+            else:
+                display(render(fetch(client, url, token)))
+    except StatusError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(0) from None
+
+
+def fetch(client: httpx.Client, url: str, token: str | None) -> State:
+    """The state of the platform that listens at ``url``.
+
+    Raises:
+        StatusError: nothing listens, the token is missing or wrong, or it is not Loomserve.
+    """
+    answer = ask(client, url, token, "state")
+    if answer.is_server_error:
+        raise StatusError(
+            f"{url} answered {answer.status_code}; it may still be starting: try again, "
+            "then look at the log of loomserve serve"
+        )
+    try:
+        return State.model_validate_json(answer.content if answer.is_success else b"")
+    except ValidationError:
+        raise StatusError(
+            f"{url} answered {answer.status_code} with something that is not Loomserve's state; "
+            "another server may listen there, or another version: check --url"
+        ) from None
+
+
+def ask(
+    client: httpx.Client,
+    url: str,
+    token: str | None,
+    path: str,
+    method: str = "GET",
+    body: object = None,
+) -> httpx.Response:
+    """What the admin API of the platform at ``url`` answers.
+
+    Raises:
+        StatusError: nothing listens, or the token is missing or wrong.
+    """
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    try:
+        answer = client.request(
+            method, f"{url.rstrip('/')}/admin/v1/{path}", headers=headers, json=body
+        )
+    except httpx.TimeoutException:
+        raise StatusError(
+            f"{url} did not answer within {TIMEOUT_S:.0f} s; look at the log of loomserve serve"
+        ) from None
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise StatusError(f"--url {url!r}: {error}; write it like {DEFAULT_URL}") from None
+    except httpx.HTTPError as error:
+        raise StatusError(
+            f"cannot reach {url} ({error}); start the platform with `loomserve serve`, "
+            "or pass --url if it listens elsewhere"
+        ) from None
+    if answer.status_code in {401, 403}:
+        raise StatusError(
+            f"{url} {'refuses this admin token' if token else 'asks for an admin token'}; "
+            "pass it with --token or LOOMSERVE_ADMIN_TOKEN"
+        )
+    return answer
+
+
+def carry_out(
+    method: str, url: str, token: str | None, path: str, body: object = None
+) -> httpx.Response:
+    """The admin API's answer to a command, which succeeded.
+
+    Raises:
+        StatusError: nothing listens, or the token is missing or wrong.
+        AdminError: it was refused.
+    """
+    with httpx.Client(timeout=TIMEOUT_S) as client:
+        answer = ask(client, url, token, path, method=method, body=body)
+    if answer.is_success:
+        return answer
+    try:
+        raise AdminError(str(answer.json()["error"]["message"]))
+    except (ValueError, KeyError, TypeError):
+        raise AdminError(
+            f"{answer.url} answered {answer.status_code}, which is not Loomserve's: check --url"
+        ) from None
+
+
+def render(state: State) -> RenderableType:
+    """The state as tables: models with a line a replica, scheduling, loans, devices, versions."""
+    versions = state.versions
+    return stacked(
+        _models(state.models),
+        *_messages(state.models),
+        *_scheduling(state.models),
+        *_loans(state.models),
+        _devices(state),
+        Text(
+            f"loomserve {versions.loomserve}, vLLM {versions.vllm}, Ray {versions.ray}, "
+            f"Python {versions.python}, up {duration(state.uptime_s)}",
+            style="dim",
+        ),
+    )
+
+
+def _states(client: httpx.Client, url: str, token: str | None, watch: bool) -> Iterator[State]:
+    yield fetch(client, url, token)
+    while watch:
+        time.sleep(_REFRESH_S)
+        yield fetch(client, url, token)
+
+
+def _models(models: tuple[ModelState, ...]) -> Table:
+    table = new_table(
+        "model", "status", "device",
+        numbers=("running", "waiting", "KV %", "step ms", "in flight"), title="Models", whole=2,
+    )  # fmt: skip
+    for model in models:
+        serving = sum(not replica.draining for replica in model.replicas)
+        lead = [
+            Text(model.name),
+            Text(f"{model.status} {serving}/{model.target_replicas}", _STYLES[model.status]),
+        ]
+        rows = [_replica(replica) for replica in model.replicas] or [[]]
+        table.add_row(*lead, *rows[0])
+        for row in rows[1:]:
+            table.add_row(*[""] * len(lead), *row)
+        table.add_section()
+    if not models:
+        table.caption = "No model is loaded."
+    return table
+
+
+def _messages(models: tuple[ModelState, ...]) -> Iterator[Text]:
+    for model in models:
+        if model.message:
+            yield Text(f"{model.name}: {model.message}", _STYLES[model.status])
+
+
+def _replica(replica: ReplicaState) -> list[Text]:
+    load = replica.load
+    measured = (
+        [
+            str(load.running),
+            _waiting(load),
+            f"{load.kv_cache_usage * 100:.1f}",
+            f"{load.step_time_s * 1000:.1f}",
+        ]
+        if load
+        else ["-"] * 4
+    )
+    notes = [] if replica.role is Role.UNIFIED else [str(replica.role)]
+    notes += ["draining"] if replica.draining else []
+    stages = [f"{stage.device}:{stage.layers}" for stage in replica.stages]
+    where = " → ".join(stages) or replica.device
+    device = f"{where} ({', '.join(notes)})" if notes else where
+    return [Text(cell) for cell in (device, *measured, str(replica.in_flight))]
+
+
+def _waiting(load: ReplicaLoad) -> str:
+    oldest = load.oldest_waiting_s
+    return f"{load.waiting} ({oldest:.0f} s)" if oldest >= 1 else str(load.waiting)
+
+
+def _scheduling(models: tuple[ModelState, ...]) -> list[Table]:
+    """A line for each engine that schedules for itself; no table if none does."""
+    table = new_table(
+        "model", "device", "queue", "preempt",
+        numbers=("turnaround", "swapped", "recomputed", "swap MiB"), title="Scheduling",
+    )  # fmt: skip
+    for model in models:
+        for replica in model.replicas:
+            load = replica.load
+            if load and load.scheduling:
+                cells = _schedule(load.scheduling, load.weighted_turnaround)
+                table.add_row(*map(Text, (model.name, replica.device, *cells)))
+    return [table] if table.rows else []
+
+
+def _schedule(scheduling: SchedulingState, turnaround: float | None) -> list[str]:
+    return [
+        scheduling.queue,
+        scheduling.preemption,
+        "-" if turnaround is None else f"{turnaround:.2f}",
+        str(scheduling.swapped_out),
+        str(scheduling.recomputed),
+        f"{scheduling.swap_used_bytes / 2**20:.0f}/{scheduling.swap_capacity_bytes / 2**20:.0f}",
+    ]
+
+
+def _loans(models: tuple[ModelState, ...]) -> list[Table]:
+    loans = [
+        loan
+        for model in models
+        for replica in model.replicas
+        if replica.borrowing
+        for loan in replica.borrowing.loans
+    ]
+    return [loan_table(loans)] if loans else []
+
+
+def loan_table(loans: Iterable[LoanState]) -> Table:
+    """A line for each loan, as its borrower sees it."""
+    table = new_table(
+        "loan", "borrower", "lender",
+        numbers=("requests", "blocks", "wait µs", "longest", "wait %", "service %"), title="Loans",
+    )  # fmt: skip
+    table.add_column("", overflow="fold")
+    for loan in loans:
+        used = loan.usable_blocks - loan.free_blocks
+        notes = [] if loan.phase == "open" else [loan.phase]
+        notes += ["draining"] if loan.draining else []
+        notes += [_part(loan.part)] if loan.part is not None else []
+        cells = (
+            loan.name,
+            loan.borrower,
+            loan.lender,
+            str(loan.requests),
+            f"{used}/{loan.usable_blocks}",
+            f"{loan.wait_mean_us:.0f}",
+            f"{loan.wait_max_us:.0f}",
+            f"{100 * loan.wait_share:.1f}",
+            f"{100 * loan.service_share:.1f}",
+            ", ".join(notes),
+        )
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _part(part: PartState) -> str:
+    """Such as ``1 head away``."""
+    if part.layers is None:
+        return f"{part.heads} head{'s' if part.heads > 1 else ''} {part.phase}"
+    return f"layers {part.layers[0]} to {part.layers[1] - 1} {part.phase}"
+
+
+def _devices(state: State) -> Table:
+    table = new_table("device", "kind", "place", "models", title="Devices")
+    for device in state.devices:
+        cells = (device.name, device.kind, device.place, ", ".join(device.models) or "-")
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = ((days, "d"), (hours, "h"), (minutes, "min"), (rest, "s"))
+    shown = [f"{number} {unit}" for number, unit in parts if number]
+    return " ".join(shown[:2]) or "0 s"

@@ -1,0 +1,45 @@
+"""The configuration: one YAML file, one strict and frozen tree, one section a file.
+
+Everything a user may write stands here with its description; vLLM's own options pass through
+under vLLM's own names in ``models[].engine``. ``load`` is the only way in, and its errors name the
+field and the line of the file.
+"""
+
+from loomserve.platform.config.base import Bytes, parse_bytes
+from loomserve.platform.config.batch import Batch, StaticModel
+from loomserve.platform.config.devices import Device
+from loomserve.platform.config.kvstore import KvStore
+from loomserve.platform.config.lending import Lending
+from loomserve.platform.config.lengths import Lengths
+from loomserve.platform.config.loader import load, parse
+from loomserve.platform.config.model import Model
+from loomserve.platform.config.pipeline import Pipeline
+from loomserve.platform.config.rebalancing import Rebalancing
+from loomserve.platform.config.roles import LOCAL_PROMPT_TOKENS, Roles
+from loomserve.platform.config.root import Config
+from loomserve.platform.config.router import Router
+from loomserve.platform.config.scheduling import Scheduling
+from loomserve.platform.config.server import ApiKey, Server
+
+__all__ = [
+    "LOCAL_PROMPT_TOKENS",
+    "ApiKey",
+    "Batch",
+    "Bytes",
+    "Config",
+    "Device",
+    "KvStore",
+    "Lending",
+    "Lengths",
+    "Model",
+    "Pipeline",
+    "Rebalancing",
+    "Roles",
+    "Router",
+    "Scheduling",
+    "Server",
+    "StaticModel",
+    "load",
+    "parse",
+    "parse_bytes",
+]

@@ -1,0 +1,60 @@
+"""What the sections of the configuration are made of: nodes, names, sizes."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+)
+
+_SIZE = re.compile(r"^\s*(\d{1,18}(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*$")
+
+
+_UNITS = {
+    None: 1, "B": 1,
+    "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+}  # fmt: skip
+
+
+class FieldError(ValueError):
+    """What a validator of a whole node raises to point at the field that is wrong."""
+
+    def __init__(self, message: str, *field: str | int) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+def parse_bytes(value: object) -> int:
+    """``512MiB``, ``1.5 GiB`` or a plain number of bytes.
+
+    Raises:
+        ValueError: not a size, negative or zero.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise ValueError("write a size such as 512MiB or 2GiB")
+    match = _SIZE.match(str(value))
+    if match is None:
+        raise ValueError(f"{value!r} is not a size; write a positive one such as 512MiB or 2GiB")
+    size = int(float(match[1]) * _UNITS[match[2]])
+    if size <= 0:
+        raise ValueError(f"{value!r} must be more than zero")
+    return size
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+
+
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
+
+
+ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,126}$")]
+
+
+class Node(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

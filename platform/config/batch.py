@@ -1,0 +1,56 @@
+"""The section ``batch``."""
+
+from __future__ import annotations
+
+from pydantic import (
+    Field,
+)
+
+from loomserve.platform.config.base import Bytes, ModelName, Name, Node
+from loomserve.platform.config.lengths import Lengths
+
+
+class StaticModel(Node):
+    """A model that answers batches only: transformers computes it, in static batches."""
+
+    name: ModelName = Field(description="The name that lines of batches ask for.")
+    source: str = Field(min_length=1, description="As in models[]: weights that transformers runs.")
+    device: Name = Field(
+        description="The CPU device on whose cores it computes while engines leave them idle."
+    )
+    kv_cache_memory: Bytes = Field(
+        512 * 2**20,
+        description="Memory for the KV of one batch, such as 512MiB; a batch that outgrows it is "
+        "split in two.",
+    )
+    lengths: Lengths | None = Field(
+        None, description="Predict its answers' lengths; null: by lines that have finished."
+    )
+
+
+class Batch(Node):
+    """OpenAI's files and batches, computed while online requests leave room."""
+
+    folder: str | None = Field(
+        None,
+        description="Where files and answers are kept, relative to this file; null: batch in the "
+        "user's cache folder ($LOOMSERVE_HOME).",
+    )
+    max_file_bytes: Bytes = Field(
+        200 * 2**20, description="Larger input files are answered 413, such as 200MiB."
+    )
+    max_lines: int = Field(50_000, ge=1, description="Requests in one batch.")
+    concurrency: int = Field(
+        256,
+        ge=1,
+        description="Lines that engines have at once, of all batches and models; each of "
+        "static_models takes as many again into its queue.",
+    )
+    retention_days: float = Field(
+        30.0, gt=0, description="Files and ended batches are removed when they are so old."
+    )
+    static_models: tuple[StaticModel, ...] = Field(
+        (),
+        description="Models for batches only, run by transformers: those that vLLM does not serve, "
+        "or that need not answer online.",
+    )

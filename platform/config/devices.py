@@ -1,0 +1,38 @@
+"""The section ``devices``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    Field,
+    model_validator,
+)
+
+from loomserve.platform.config.base import FieldError, Name, Node
+
+
+class Device(Node):
+    """A place where an engine runs: some cores of this machine, or one GPU."""
+
+    name: Name = Field(description="What models refer to.")
+    kind: Literal["cpu", "cuda"] = Field("cpu", description="cpu: some cores; cuda: one GPU.")
+    cores: tuple[Annotated[int, Field(ge=0)], ...] = Field(
+        (), description="The cores that an engine on this CPU device is bound to."
+    )
+    gpu: Annotated[int, Field(ge=0)] | None = Field(
+        None, description="The GPU's number on its node, as nvidia-smi counts."
+    )
+
+    @model_validator(mode="after")
+    def _kind_has_its_place(self) -> Device:
+        wanted, unwanted = ("cores", "gpu") if self.kind == "cpu" else ("gpu", "cores")
+        given = {"cores": bool(self.cores), "gpu": self.gpu is not None}
+        what = f"device {self.name!r} is of kind {self.kind}"
+        if given[unwanted]:
+            raise FieldError(f"{what}: give it {wanted}, and no {unwanted}", unwanted)
+        if not given[wanted]:
+            raise FieldError(f"{what}: give it {wanted}", wanted)
+        if len(set(self.cores)) != len(self.cores):
+            raise FieldError(f"device {self.name!r} names a core twice", "cores")
+        return self

@@ -1,0 +1,17 @@
+"""The section ``models[].lengths``."""
+
+from __future__ import annotations
+
+from pydantic import (
+    Field,
+)
+
+from loomserve.platform.config.base import Name, Node
+
+
+class Lengths(Node):
+    """Predictions of how long answers will be, for queues, routing and refusals."""
+
+    predictor: Name = Field(
+        description="The name given to loomserve lengths train; one predictor for each model."
+    )

@@ -1,0 +1,162 @@
+"""Reads a configuration; its errors name the field and the line of the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import (
+    ValidationError,
+)
+from yaml.constructor import ConstructorError
+from yaml.error import MarkedYAMLError
+from yaml.reader import ReaderError
+
+from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.config.base import FieldError
+from loomserve.platform.config.root import Config
+
+
+def load(path: Path) -> Config:
+    """Read and check a configuration file.
+
+    Raises:
+        ConfigError: the file cannot be read, is not YAML, or a field is wrong; one line an error,
+            each ``file:line: field: what is wrong``.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not UTF-8 text") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, source: str = "config") -> Config:
+    """Check a configuration's text; see :func:`load`."""
+    root, data = _read_yaml(text, source)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{source}:1: must be a mapping with devices, models and server")
+    try:
+        # As JSON, because pydantic's strict mode takes lists for tuples only from there.
+        return Config.model_validate_json(json.dumps(data), strict=True)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_explain(error, root, source))) from None
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML of what JSON can say too: no dates, sets or binary data, which no field takes."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        kind = node.tag.rpartition(":")[2]
+        try:
+            if kind not in {"bool", "float", "int", "map", "null", "seq", "str"}:
+                raise ValueError
+            value = super().construct_object(node, deep)
+            if isinstance(value, str):
+                value.encode()  # "\\ud800" is no character
+        except ValueError:
+            what = repr(node.value[:40]) if isinstance(node, yaml.ScalarNode) else "this"
+            raise ConstructorError(
+                None,
+                None,
+                f"{what} is no valid value ({kind}); put text in quotes",
+                node.start_mark,
+            ) from None
+        return value
+
+
+def _read_yaml(text: str, source: str) -> tuple[yaml.Node | None, Any]:
+    try:
+        root = yaml.compose(text, Loader=_Loader)
+        _refuse_repeated_keys(root, source)
+        return root, yaml.load(text, Loader=_Loader)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark
+        where = f"{source}:{mark.line + 1}" if mark else source
+        problem = " ".join(filter(None, (error.context, error.problem)))
+        hint = "; indent with spaces" if r"'\t'" in problem else ""
+        raise ConfigError(f"{where}: not valid YAML: {problem}{hint}") from None
+    except ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(
+            f"{source}:{line}: not valid YAML: character U+{error.character:04X} is not allowed"
+        ) from None
+    except RecursionError:
+        raise ConfigError(f"{source}:1: not valid YAML: nested too deeply") from None
+
+
+def _refuse_repeated_keys(node: yaml.Node | None, source: str) -> None:
+    # YAML keeps the last of two equal keys, so half of what the user wrote would vanish.
+    if isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"{source}:{line}: the name of a field must be text")
+            if key.value in seen:
+                raise ConfigError(f"{source}:{line}: {key.value!r} is given twice")
+            seen.add(key.value)
+            _refuse_repeated_keys(value, source)
+    elif isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            _refuse_repeated_keys(item, source)
+
+
+# Pydantic's types of errors whose messages speak of JSON or Python rather than of YAML.
+_MESSAGES = {
+    "bool_type": "must be true or false",
+    "dict_type": "must be a mapping",
+    "extra_forbidden": "unknown field",
+    "missing": "must be given",
+    "model_type": "must be a mapping",
+    "string_type": "must be text; put it in quotes",
+    "tuple_type": "must be a list",
+}
+
+
+def _explain(error: ValidationError, root: yaml.Node | None, source: str) -> list[str]:
+    problems: dict[str, list[str]] = {}
+    for problem in error.errors():
+        cause = problem.get("ctx", {}).get("error")
+        within = cause.field if isinstance(cause, FieldError) else ()
+        field, line = _locate((*problem["loc"], *within), root)
+        message = _MESSAGES.get(problem["type"], problem["msg"].removeprefix("Value error, "))
+        # A field that may be of two types has a problem for each.
+        place = f"{source}:{line}: {field}" if field else f"{source}:{line}"
+        problems.setdefault(place, []).append(message)
+    return [f"{place}: {', or '.join(messages)}" for place, messages in problems.items()]
+
+
+def _locate(loc: tuple[int | str, ...], root: yaml.Node | None) -> tuple[str, int]:
+    """The dotted name of a field and the line of the nearest thing the user wrote."""
+    field, node = "", root
+    line = root.start_mark.line + 1 if root else 1
+    for part in loc:
+        child = _child(node, part)
+        if child is not None:
+            line = child[0].start_mark.line + 1
+        elif _is_union_tag(part):
+            continue
+        node = child[1] if child else None
+        if isinstance(part, int):
+            field += f"[{part}]"
+        else:
+            field += f".{part}" if field else part
+    return field, line
+
+
+def _is_union_tag(part: int | str) -> bool:
+    # Pydantic adds the tried branch of a union ("int", "literal['auto']") to an error's place.
+    return isinstance(part, str) and (part == "int" or part.startswith("literal["))
+
+
+def _child(node: yaml.Node | None, part: int | str) -> tuple[yaml.Node, yaml.Node] | None:
+    if isinstance(node, yaml.MappingNode):
+        return next(((k, v) for k, v in node.value if k.value == str(part)), None)
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        return node.value[part], node.value[part]
+    return None

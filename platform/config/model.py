@@ -1,0 +1,198 @@
+"""The section ``models``."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import (
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from loomserve.platform.config.base import Bytes, FieldError, ModelName, Name, Node
+from loomserve.platform.config.lending import Lending
+from loomserve.platform.config.lengths import Lengths
+from loomserve.platform.config.pipeline import Pipeline
+from loomserve.platform.config.roles import Roles
+from loomserve.platform.config.router import Router
+from loomserve.platform.config.scheduling import Scheduling
+
+# What an engine that lends or borrows leaves of vLLM's options, and why.
+_LENDING_LEAVES: dict[str, tuple[tuple[object, ...], str]] = {
+    "tensor_parallel_size": ((1,), "a model whose attention is lent runs in one process"),
+    "pipeline_parallel_size": ((1,), "a model whose attention is lent runs in one process"),
+    "speculative_config": ((None,), "attention that is lent knows no speculative decoding"),
+    "kv_cache_dtype": (("auto",), "attention that is lent knows no quantised KV"),
+    "enforce_eager": ((True,), "a compiled model cannot look for tasks between its operators"),
+    "distributed_executor_backend": (("mp",), "loans are opened through our own executor"),
+    "worker_cls": ((), "a model that lends or borrows has a worker of ours"),
+}
+
+
+# What an engine of several stages leaves of a model's fields and of vLLM's options, and why.
+_PIPELINE_LEAVES = {
+    "roles": "a pipeline is one replica, which both prefills and decodes",
+    "lending": "a pipeline's attention is on several devices already",
+}
+
+
+class Model(Node):
+    """One model as users see it: a name, where its weights are, and where it runs."""
+
+    name: ModelName = Field(description="The name clients ask for.")
+    source: str = Field(
+        min_length=1,
+        description="demo (the packaged SmolLM2-135M-Instruct), demo:NAME, a folder, or a hub id.",
+    )
+    devices: tuple[Name, ...] = Field(
+        min_length=1,
+        description="Where its replicas may run, one replica a device; or the stages of its one "
+        "replica, with pipeline.",
+    )
+    replicas: int | Literal["auto"] = Field(
+        "auto",
+        description="How many replicas to start; auto: one a device, as far as memory allows.",
+    )
+    kv_cache_memory: Bytes = Field(
+        512 * 2**20, description="Memory for KV blocks, for each replica, such as 512MiB."
+    )
+    kvstore: bool = Field(
+        True,
+        description="Keep its KV blocks in the store, if there is one; false for models with other "
+        "state than attention's, such as Mamba.",
+    )
+    kvstore_quota: Bytes | None = Field(
+        None, description="The store's memory that its blocks may take at most; null: all of it."
+    )
+    scheduling: Scheduling = Field(
+        default_factory=Scheduling, description="Who is served first, and who makes room how."
+    )
+    lengths: Lengths | None = Field(
+        None, description="Predict its answers' lengths; null: a request may be as long as it may."
+    )
+    roles: Roles | None = Field(
+        None, description="Separate prefill from decode; null: every replica does both."
+    )
+    pipeline: Pipeline | None = Field(
+        None, description="Divide its layers among its devices; null: each replica has them all."
+    )
+    lending: Lending | None = Field(
+        None, description="Lend KV memory and attention, or borrow them; null: neither."
+    )
+    engine: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of vLLM's engine under vLLM's own names, such as max_model_len.",
+    )
+    router: Router = Field(default_factory=Router, description="How requests are spread.")
+    max_concurrent_requests: int = Field(
+        512, ge=1, description="More than this at once over all replicas are answered 429."
+    )
+
+    @field_validator("engine")
+    @classmethod
+    def _ours_stay_ours(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        owned = {
+            "model": "source",
+            "served_model_name": "name",
+            "kv_cache_memory_bytes": "kv_cache_memory",
+            "gpu_memory_utilization": "kv_cache_memory",
+            "host": "server.host",
+            "port": "server.port",
+            "api_key": "server.api_keys",
+            "scheduler_cls": "scheduling",
+            "scheduling_policy": "scheduling.queue",
+        }
+        for key in engine:
+            if key in owned:
+                raise FieldError(f"is set through {owned[key]!r}", key)
+        return engine
+
+    @model_validator(mode="after")
+    def _replicas_fit_devices(self) -> Model:
+        if len(set(self.devices)) != len(self.devices):
+            raise FieldError(
+                f"model {self.name!r} names a device twice; a device runs one replica of a model",
+                "devices",
+            )
+        if self.replicas != "auto" and not 1 <= self.replicas <= len(self.devices):
+            raise FieldError(
+                f"model {self.name!r} asks for {self.replicas} replicas on "
+                f"{len(self.devices)} devices; a device runs one replica of a model, so give "
+                f"1 to {len(self.devices)}",
+                "replicas",
+            )
+        if self.roles is not None:
+            self._check_roles(self.roles)
+        return self
+
+    @property
+    def most_replicas(self) -> int:
+        return 1 if self.pipeline is not None else len(self.devices)
+
+    @model_validator(mode="after")
+    def _pipeline_is_one_replica(self) -> Model:
+        if self.pipeline is None:
+            return self
+        if self.replicas not in ("auto", 1):
+            raise FieldError(
+                f"model {self.name!r} is one pipeline over all its devices, so it has one "
+                "replica: leave this out, or pipeline",
+                "replicas",
+            )
+        if self.pipeline.layers and len(self.pipeline.layers) != len(self.devices):
+            raise FieldError(
+                f"model {self.name!r} has {len(self.devices)} devices: give the layers of each, "
+                "or leave this out",
+                *("pipeline", "layers"),
+            )
+        for field, why in _PIPELINE_LEAVES.items():
+            if getattr(self, field) is not None:
+                raise FieldError(f"{why}: leave it out, or pipeline", field)
+        for option in ("pipeline_parallel_size", "tensor_parallel_size"):
+            if option in self.engine:
+                raise FieldError("is set through 'pipeline'", "engine", option)
+        return self
+
+    @model_validator(mode="after")
+    def _engine_can_lend(self) -> Model:
+        if self.lending is None:
+            return self
+        lent = self.lending.lend_memory
+        if lent is not None and lent > self.kv_cache_memory:
+            raise FieldError(
+                f"model {self.name!r} has {self.kv_cache_memory} bytes of KV memory "
+                "(kv_cache_memory) and cannot lend more",
+                *("lending", "lend_memory"),
+            )
+        for option, (allowed, why) in _LENDING_LEAVES.items():
+            if option in self.engine and self.engine[option] not in allowed:
+                raise FieldError(f"{why}: leave it out, or lending", "engine", option)
+        if self.lending.among_replicas and len(self.devices) < 2:
+            raise FieldError(
+                f"model {self.name!r} lends and borrows, which its replicas do among themselves, "
+                "and has one device: give it another, or leave lend_memory or borrow_memory out",
+                "devices",
+            )
+        if self.lending.borrow_memory is not None:
+            self._check_borrowers_scheduling()
+        return self
+
+    def _check_borrowers_scheduling(self) -> None:
+        for option, refused in (("preemption", "swap"), ("chunked_recompute", False)):
+            if getattr(self.scheduling, option) == refused:
+                raise FieldError(
+                    f"model {self.name!r} borrows memory, and KV that lies with a lender can "
+                    "only be computed again, in chunks: leave this out, or borrow_memory",
+                    *("scheduling", option),
+                )
+
+    def _check_roles(self, roles: Roles) -> None:
+        needed = roles.prefill + roles.decode
+        there = len(self.devices) if self.replicas == "auto" else self.replicas
+        if needed > there:
+            raise FieldError(
+                f"model {self.name!r} asks for {needed} replicas to prefill or decode, and has "
+                f"{there} {'devices' if self.replicas == 'auto' else 'replicas'}",
+                "roles",
+            )

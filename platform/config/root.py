@@ -1,0 +1,202 @@
+"""The whole file, and what holds between its sections."""
+
+from __future__ import annotations
+
+from pydantic import (
+    Field,
+    model_validator,
+)
+
+from loomserve.platform.config.base import FieldError, Node
+from loomserve.platform.config.batch import Batch, StaticModel
+from loomserve.platform.config.devices import Device
+from loomserve.platform.config.kvstore import KvStore
+from loomserve.platform.config.model import Model
+from loomserve.platform.config.rebalancing import Rebalancing
+from loomserve.platform.config.server import Server
+
+# vLLM's options that put a connector of their own where the store's is.
+_KV_TRANSFER_OPTIONS = ("kv_transfer_config", "kv_offloading_size")
+
+
+class Config(Node):
+    """The whole file."""
+
+    devices: tuple[Device, ...] = Field(min_length=1, description="Where engines may run.")
+    models: tuple[Model, ...] = Field(description="What is served from the start.")
+    kvstore: KvStore | None = Field(
+        None, description="The store of KV blocks; without it engines forget theirs when full."
+    )
+    batch: Batch | None = Field(
+        None, description="The batch lane; without it there are no files and no batches."
+    )
+    server: Server = Field(default_factory=Server, description="The front door.")
+    rebalancing: Rebalancing = Field(
+        default_factory=Rebalancing, description="What moves from hot devices to cold ones."
+    )
+
+    @model_validator(mode="after")
+    def _models_fit_the_kv_store(self) -> Config:
+        for index, model in enumerate(self.models):
+            in_store = self.kvstore is not None and model.kvstore
+            if model.kvstore_quota is not None and not in_store:
+                raise FieldError(
+                    f"model {model.name!r} keeps nothing in a KV store: add a kvstore section to "
+                    "the file and do not set the model's kvstore to false, or set no quota",
+                    *("models", index, "kvstore_quota"),
+                )
+            if model.pipeline is not None and in_store:
+                raise FieldError(
+                    f"model {model.name!r} is a pipeline, whose stages' blocks the KV store does "
+                    "not keep: set its kvstore to false",
+                    *("models", index, "pipeline"),
+                )
+            if model.roles is not None and not in_store:
+                raise FieldError(
+                    f"model {model.name!r} hands its KV from prefill to decode through the KV "
+                    "store: add a kvstore section to the file and do not set the model's kvstore "
+                    "to false, or set no roles",
+                    *("models", index, "roles"),
+                )
+            for option in ("preemption", "swap_space") if not in_store else ():
+                if getattr(model.scheduling, option) not in (None, "recompute"):
+                    raise FieldError(
+                        f"model {model.name!r} has no KV store to swap to: add a kvstore section "
+                        "to the file and do not set the model's kvstore to false, or leave this "
+                        "out",
+                        *("models", index, "scheduling", option),
+                    )
+            for option in _KV_TRANSFER_OPTIONS if in_store else ():
+                if option in model.engine:
+                    raise FieldError(
+                        f"model {model.name!r} keeps its KV blocks in the store: set its kvstore "
+                        "to false to use another connector",
+                        *("models", index, "engine", option),
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _borrowers_have_lenders(self) -> Config:
+        lend = {model.name: _lends(model) for model in self.models}
+        for index, model in enumerate(self.models):
+            lending = model.lending
+            if lending is None or lending.borrow_memory is None or lending.among_replicas:
+                continue
+            if not any(lend.values()):
+                raise FieldError(
+                    f"model {model.name!r} has nobody to borrow from: give another model "
+                    "lending.lend_memory, and no borrow_memory",
+                    *("models", index, "lending", "borrow_memory"),
+                )
+            for position, name in enumerate(lending.lenders):
+                if not lend.get(name):
+                    what = "lends nothing" if name in lend else "is not under models"
+                    raise FieldError(
+                        f"model {model.name!r} cannot borrow from {name!r}, which {what}; "
+                        f"those that lend: {', '.join(n for n in lend if lend[n])}",
+                        *("models", index, "lending", "lenders", position),
+                    )
+        return self
+
+    @model_validator(mode="after")
+    def _names_agree(self) -> Config:
+        _refuse_duplicates("devices", [device.name for device in self.devices])
+        # Serve application names are made of model names with "/" replaced.
+        _refuse_duplicates("models", [model.name.replace("/", "--") for model in self.models])
+        for index, model in enumerate(self.models):
+            self._check_model_devices(index, model)
+        self._check_static_models()
+        self._check_predictors()
+        owner: dict[tuple[str, int], str] = {}
+        for index, device in enumerate(self.devices):
+            places = [("cores", core) for core in device.cores]
+            places += [("gpu", device.gpu)] if device.gpu is not None else []
+            for place in places:
+                if place in owner:
+                    raise FieldError(
+                        f"devices {owner[place]!r} and {device.name!r} both claim "
+                        f"{place[0].removesuffix('s')} {place[1]}",
+                        *("devices", index, place[0]),
+                    )
+                owner[place] = device.name
+        return self
+
+    @property
+    def static_models(self) -> tuple[StaticModel, ...]:
+        return self.batch.static_models if self.batch is not None else ()
+
+    def _check_static_models(self) -> None:
+        kinds = {device.name: device.kind for device in self.devices}
+        taken = [model.name.replace("/", "--") for model in self.models]
+        for index, model in enumerate(self.static_models):
+            place = ("batch", "static_models", index)
+            name = model.name.replace("/", "--")
+            if name in taken:
+                raise FieldError(
+                    f"two models are named {model.name!r}; names must differ, under models too",
+                    *(*place, "name"),
+                )
+            taken.append(name)
+            if kinds.get(model.device) != "cpu":
+                there = ", ".join(sorted(name for name, kind in kinds.items() if kind == "cpu"))
+                raise FieldError(
+                    f"model {model.name!r} names device {model.device!r}, which is no CPU device "
+                    f"under devices ({there or 'there is none'})",
+                    *(*place, "device"),
+                )
+
+    def _check_predictors(self) -> None:
+        predictors: dict[str, str] = {}
+        models: list[tuple[tuple[str | int, ...], Model | StaticModel]] = [
+            *((("models", index), model) for index, model in enumerate(self.models)),
+            *(
+                (("batch", "static_models", index), model)
+                for index, model in enumerate(self.static_models)
+            ),
+        ]
+        for place, model in models:
+            if model.lengths is None:
+                continue
+            name = model.lengths.predictor
+            if name in predictors:
+                raise FieldError(
+                    f"models {predictors[name]!r} and {model.name!r} both name it: answers of two "
+                    "models differ in length, so train a predictor for each",
+                    *(*place, "lengths", "predictor"),
+                )
+            predictors[name] = model.name
+
+    def _check_model_devices(self, index: int, model: Model) -> None:
+        kinds = {device.name: device.kind for device in self.devices}
+        for position, name in enumerate(model.devices):
+            if name not in kinds:
+                raise FieldError(
+                    f"model {model.name!r} names device {name!r}, which is not under devices "
+                    f"({', '.join(sorted(kinds))})",
+                    *("models", index, "devices", position),
+                )
+        if len({kinds[name] for name in model.devices}) > 1:
+            raise FieldError(
+                f"model {model.name!r} mixes CPU and GPU devices; use one kind",
+                *("models", index, "devices"),
+            )
+        if model.lending is not None and kinds[model.devices[0]] == "cuda":
+            raise FieldError(
+                f"model {model.name!r} runs on GPUs, and lending works on CPU devices only, "
+                "not yet on GPUs: leave it out",
+                *("models", index, "lending"),
+            )
+
+    def device(self, name: str) -> Device:
+        return next(device for device in self.devices if device.name == name)
+
+
+def _lends(model: Model) -> bool:
+    return model.lending is not None and model.lending.lends_to_others
+
+
+def _refuse_duplicates(field: str, names: list[str]) -> None:
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            message = f"two {field} are named {name!r}; names must differ"
+            raise FieldError(message, field, index, "name")

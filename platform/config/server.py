@@ -1,0 +1,106 @@
+"""The section ``server``."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Annotated
+
+from pydantic import (
+    Field,
+    field_validator,
+    model_validator,
+)
+
+from loomserve.platform.config.base import Bytes, FieldError, ModelName, Name, Node
+
+
+class ApiKey(Node):
+    """A client's key, of which only the hash is kept (``loomserve key create`` prints both)."""
+
+    name: Name = Field(description="Who uses the key; the label in metrics and logs.")
+    hash: str = Field(
+        pattern=r"^sha256:[0-9a-f]{64}$", description="What loomserve key create printed."
+    )
+    models: tuple[ModelName, ...] = Field(
+        (), description="The models this key may use; none named means all."
+    )
+    requests_per_minute: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="Requests over this rate are answered 429."
+    )
+    max_concurrent: Annotated[int, Field(ge=1)] | None = Field(
+        None, description="More requests than this at once are answered 429."
+    )
+    refuse_late: bool = Field(
+        False,
+        description="Answer 429 at once where a request is predicted to miss its x-slo-ms; of "
+        "models with lengths.",
+    )
+
+
+class Server(Node):
+    """The front door."""
+
+    host: str = Field("127.0.0.1", description="Address to listen on.")
+    port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")
+    api_keys: tuple[ApiKey, ...] = Field((), description="Without keys, anyone may ask.")
+    admin_token_hash: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = Field(
+        None,
+        description="Hash of the admin token; without it the admin API is open on loopback only.",
+    )
+    allow_unauthenticated: bool = Field(
+        False, description="Serve without keys although the address is not loopback."
+    )
+    max_body: Bytes = Field(8 * 2**20, description="Larger request bodies are answered 413.")
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="A request that takes longer is ended with 408."
+    )
+    header_timeout_s: float = Field(
+        10.0, gt=0, description="A client must have sent its whole request by then."
+    )
+    max_connections: int = Field(
+        1024, ge=1, description="A client that connects beyond these is answered 503."
+    )
+    cors_origins: tuple[str, ...] = Field((), description="Origins browsers may call from.")
+    drain_timeout_s: float = Field(
+        60.0, gt=0, description="How long unload, drain and stop wait for running requests."
+    )
+
+    @property
+    def is_loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    @model_validator(mode="after")
+    def _open_only_at_home(self) -> Server:
+        if self.is_loopback or self.allow_unauthenticated:
+            return self
+        missing = [
+            what
+            for what, there in (
+                ("api_keys", self.api_keys),
+                ("admin_token_hash", self.admin_token_hash),
+            )
+            if not there
+        ]
+        if missing:
+            raise FieldError(
+                f"{self.host!r} can be reached from other machines, so "
+                f"{' and '.join(missing)} must be set (loomserve key create); "
+                "or set allow_unauthenticated: true",
+                "host",
+            )
+        return self
+
+    @field_validator("api_keys")
+    @classmethod
+    def _keys_differ(cls, keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
+        for what in ("name", "hash"):
+            values = [getattr(key, what) for key in keys]
+            for index, value in enumerate(values):
+                if value in values[:index]:
+                    raise FieldError(f"two API keys have the same {what}", index, what)
+        return keys

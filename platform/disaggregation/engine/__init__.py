@@ -1,0 +1,1 @@
+"""vLLM's engine front end that hands prompts over to another engine."""

@@ -1,0 +1,118 @@
+"""What a decode engine asks of a prefill engine, and what it makes of the answer."""
+
+from __future__ import annotations
+
+from copy import copy
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from loomserve.kvstore.server.protocol import HANDED_OVER, HANDS_OVER
+from loomserve.platform.scheduling.policy.deadline import DEADLINE
+
+_KV_TRANSFER = "kv_transfer_params"
+# Sampling parameters that do not look back at how many tokens, or which, were generated so far.
+_WITHOUT_MEMORY = {
+    "n", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias",
+    "allowed_token_ids", "max_tokens", "min_tokens", "ignore_eos", "stop", "stop_token_ids",
+    "_eos_token_id", "_all_stop_token_ids", "logprobs", "logprob_token_ids", "flat_logprobs",
+    "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    "include_stop_str_in_output", "output_kind", "stream_interval", "skip_clone",
+    "output_text_buffer_length", "skip_reading_prefix_cache", "extra_args",
+}  # fmt: skip
+
+
+class Handoff(StrEnum):
+    """How much of a prefill engine's work a decode engine can use."""
+
+    LOCAL = "local"  # none: it computes the prompt itself
+    KV = "kv"  # the prompt's KV, and it samples the first token itself
+    CONTINUED = "continued"  # and the first token
+
+
+def usable(request: EngineCoreRequest) -> Handoff:
+    """What of ``request`` another engine can do without the answer depending on it.
+
+    An engine that continues after a first token of another's takes that token for the prompt's
+    last. Sampling that looks back at what was generated (penalties, seeds, grammars, ...) would see
+    one token too few, so such a request shares its KV only.
+    """
+    params = request.sampling_params
+    if (
+        params is None
+        or request.resumable
+        or request.mm_features
+        or request.prompt_embeds is not None
+        # Each engine numbers adapters in its own way, and the number is what the other would see.
+        or request.lora_request is not None
+        # It wants the logits of its prompt, or speaks to this engine's own connector.
+        or params.skip_reading_prefix_cache
+        or _KV_TRANSFER in (params.extra_args or {})
+    ):
+        return Handoff.LOCAL
+    return Handoff.CONTINUED if _without_memory(params) else Handoff.KV
+
+
+def _without_memory(params: SamplingParams) -> bool:
+    # Whatever else stands in extra_args is some logits processor's.
+    return (params.extra_args or {}).keys() <= {DEADLINE} and all(
+        field.name in _WITHOUT_MEMORY or getattr(params, field.name) in (field.default, None, [])
+        for field in msgspec.structs.fields(params)
+    )
+
+
+def first_token_only(request: EngineCoreRequest) -> EngineCoreRequest:
+    """What the prefill engine shall do of ``request``."""
+    prompt = _with_kv_transfer(request, {HANDS_OVER: True})
+    params = prompt.sampling_params
+    params.max_tokens = 1
+    params.min_tokens = min(1, params.min_tokens)
+    # The decode engine makes text of it, and looks for stop strings.
+    params.detokenize = False
+    params.stop = []
+    prompt.data_parallel_rank = None
+    return prompt
+
+
+def with_kv_from_store(request: EngineCoreRequest) -> EngineCoreRequest:
+    """The request as EngineCore shall have it, whose connector then waits for the prompt's KV."""
+    return _with_kv_transfer(request, {HANDED_OVER: len(request.prompt_token_ids)})
+
+
+def after_first_token(request: EngineCoreRequest, tokens: list[int]) -> EngineCoreRequest:
+    """The same, for what is left of the request once a prefill engine has generated ``tokens``."""
+    rest = with_kv_from_store(request)
+    params = rest.sampling_params
+    params.max_tokens -= len(tokens)
+    params.min_tokens = max(0, params.min_tokens - len(tokens))
+    rest.prompt_token_ids = [*request.prompt_token_ids, *tokens]
+    return rest
+
+
+def _with_kv_transfer(request: EngineCoreRequest, said: dict[str, Any]) -> EngineCoreRequest:
+    changed = copy(request)
+    changed.sampling_params = params = copy(request.sampling_params)
+    params.extra_args = {**(params.extra_args or {}), _KV_TRANSFER: said}
+    return changed
+
+
+def on_our_clock(output: EngineCoreOutput, sent_at: float) -> EngineCoreOutput:
+    """The prefill engine's events in our monotonic time: it queued the request as we sent it."""
+    if output.events:
+        ahead = output.events[0].timestamp - sent_at
+        for event in output.events:
+            event.timestamp -= ahead
+    return output
+
+
+def encode(message: EngineCoreRequest | EngineCoreOutput) -> bytes:
+    # vLLM's encoder puts large arrays beside the message.
+    return msgspec.msgpack.encode([bytes(part) for part in MsgpackEncoder().encode(message)])
+
+
+def decode(message: bytes, kind: type[Any]) -> Any:
+    return MsgpackDecoder(kind).decode(msgspec.msgpack.decode(message, type=list[bytes]))

@@ -1,0 +1,1 @@
+"""Prefill and decode replicas of a model, to each other, over HTTP."""

@@ -1,0 +1,25 @@
+"""Where a replica computes prompts for the decode replicas of its model."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from loomserve.platform.disaggregation.engine.prefill_decode import PrefillDecodeLLM
+from loomserve.platform.http.client_gone import ClientGoneError, while_connected
+
+
+class PrefillEndpoint:
+    """An ASGI app: vLLM's encoded request in, its encoded first output out."""
+
+    def __init__(self, llm: PrefillDecodeLLM) -> None:
+        self._llm = llm
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message = await Request(scope, receive).body()
+        try:
+            answer = await while_connected(self._llm.prefill(message), receive)
+        except ClientGoneError:
+            return
+        await Response(answer, media_type="application/msgpack")(scope, receive, send)

@@ -1,0 +1,59 @@
+"""What a replica's engine is made of and takes, for those who decide what to move."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.placement import model_files
+from loomserve.platform.state import FootprintState
+
+_PERIOD_S = 8.0
+"""Reading what is a process's own walks its page tables: some milliseconds a GiB."""
+
+
+class Footprint:
+    """The last measurement of this process and its children."""
+
+    def __init__(self, facts: dict[str, int], *, start_s: float, on_cpu: bool) -> None:
+        """
+        Args:
+            facts: the fields of :class:`FootprintState` that never change.
+            start_s: how long the replica took to start.
+            on_cpu: whether its device's memory is that of processes.
+        """
+        self.state: FootprintState | None = None
+        self._facts: dict[str, Any] = {**facts, "start_s": start_s, "ready_at": time.time()}
+        self._on_cpu = on_cpu
+
+    async def keep(self) -> None:
+        """Measure for ever."""
+        while True:
+            size = await asyncio.to_thread(own_bytes, psutil.Process()) if self._on_cpu else None
+            self.state = FootprintState(
+                **self._facts, memory_bytes=size, memory_measured_at=time.time()
+            )
+            await asyncio.sleep(_PERIOD_S)
+
+
+def own_bytes(process: psutil.Process) -> int:
+    """What the process and its children have for themselves; shared memory has another owner."""
+    total = 0
+    for one in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            total += one.memory_full_info().uss
+    return total
+
+
+def layer_bytes(path: str, itemsize: int) -> int:
+    """Weights of one layer of the model in this folder; 0 where that cannot be told."""
+    try:
+        return int(model_files.read(Path(path)).layer_parameters * itemsize)
+    except (ConfigError, OSError):
+        return 0

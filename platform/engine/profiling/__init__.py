@@ -1,0 +1,1 @@
+"""Measures what steps, copies, stages and devices take."""

@@ -1,0 +1,143 @@
+"""Measures a device: memory, bandwidth, arithmetic, and a model's stages; and links between two."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from itertools import permutations
+from multiprocessing import get_context
+from typing import TypeVar
+
+import psutil
+import torch
+
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.config import Device
+from loomserve.platform.devices.claims import place
+from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.placement.policy.device_times import (
+    DeviceFacts,
+    DeviceProfile,
+    LinkFacts,
+    ModelTimes,
+    StageTimes,
+)
+from loomserve.platform.placement.shared_memory_link import time_link
+
+Say = Callable[[str], None]
+_T = TypeVar("_T")
+
+_MATRIX = 4096
+_REPETITIONS = 7
+_SECONDS_EACH = 0.1
+# PCIe 4.0 with 16 lanes, through the host: what two GPUs of a machine have at least.
+_GPU_LINK_S, _GPU_BYTES_PER_S = 2e-5, 20e9
+
+
+def profile_devices(
+    devices: Sequence[Device],
+    models: Mapping[str, tuple[str, Sequence[Device]]],
+    batches: Sequence[int],
+    say: Say,
+) -> DeviceProfile:
+    """One device after the other, each in a process of its own.
+
+    ``models`` are the paths by source of those whose stages are timed, and the devices on which.
+
+    Raises:
+        StartError: a device or a model cannot be measured.
+    """
+    cpus = sum(device.kind == "cpu" for device in devices)
+    # Once for all, as it changes while they are measured.
+    share = psutil.virtual_memory().available // max(1, cpus)
+    facts = []
+    for device in devices:
+        say(f"measuring {device.name} ({place(device)})")
+        speed = _apart(_speed, device, share)
+        timed = []
+        for source, (path, places) in models.items():
+            # Only on CPUs can stages be timed so far; elsewhere they are predicted.
+            if device in places and device.kind == "cpu":
+                say(f"timing {source} on {device.name}")
+                times = _apart(_stages, device, path, tuple(batches))
+                timed.append(ModelTimes(model=source, times=tuple(times)))
+        facts.append(speed.model_copy(update={"models": tuple(timed)}))
+    say("measuring links")
+    return DeviceProfile(
+        measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        devices=tuple(facts),
+        links=tuple(
+            _link(one, other) for one, other in permutations(devices, 2) if one.kind == other.kind
+        ),
+    )
+
+
+def _apart(measure: Callable[..., _T], device: Device, *given: object) -> _T:
+    # vLLM and OpenMP read where they are bound to when they are loaded.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+        try:
+            return process.submit(measure, device, *given).result()
+        except Exception as error:
+            raise StartError(f"device {device.name!r} cannot be measured: {error}") from error
+
+
+def _speed(device: Device, memory: int) -> DeviceFacts:
+    if device.kind == "cpu":
+        os.sched_setaffinity(0, device.cores)
+        torch.set_num_threads(len(device.cores))
+        where = torch.device("cpu")
+        dtype = torch.float32 if cpu_dtype() == "float32" else torch.bfloat16
+    else:
+        where, dtype = torch.device("cuda", device.gpu or 0), torch.bfloat16
+        memory = torch.cuda.mem_get_info(where)[0]
+    matrix = torch.rand(_MATRIX, _MATRIX, device=where).to(dtype)
+    vector, square = matrix[0].clone(), matrix[:1024, :1024].contiguous()
+    return DeviceFacts(
+        name=device.name,
+        place=place(device),
+        memory=memory,
+        bytes_per_s=matrix.nbytes / _seconds(lambda: matrix @ vector, where),
+        flop_per_s=2 * 1024**3 / _seconds(lambda: square @ square, where),
+        itemsize=matrix.element_size(),
+    )
+
+
+def _seconds(work: Callable[[], object], where: torch.device) -> float:
+    """The median of some repetitions, each long enough for a scheduler to be fair in."""
+    times = []
+    for _ in range(_REPETITIONS):
+        begin, rounds = time.perf_counter(), 0
+        while time.perf_counter() - begin < _SECONDS_EACH:
+            work()
+            if where.type == "cuda":
+                torch.cuda.synchronize(where)
+            rounds += 1
+        times.append((time.perf_counter() - begin) / rounds)
+    return statistics.median(times)
+
+
+def _stages(device: Device, path: str, batches: tuple[int, ...]) -> list[StageTimes]:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # It imports vLLM, which only this process shall carry.
+    from loomserve.platform.engine.profiling.stage_timing import time_stages
+
+    return time_stages(path, device, batches)
+
+
+def _link(source: Device, target: Device) -> LinkFacts:
+    measured = source.kind == "cpu"
+    if measured:
+        latency_s, bytes_per_s = time_link(source.cores, target.cores)
+    else:
+        latency_s, bytes_per_s = _GPU_LINK_S, _GPU_BYTES_PER_S
+    return LinkFacts(
+        source=source.name,
+        target=target.name,
+        latency_s=latency_s,
+        bytes_per_s=bytes_per_s,
+        measured=measured,
+    )

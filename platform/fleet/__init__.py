@@ -1,0 +1,1 @@
+"""Which replicas there are, and what each is to do."""

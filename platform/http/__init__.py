@@ -1,0 +1,1 @@
+"""HTTP servers of the platform, and what they have in common."""

@@ -1,0 +1,85 @@
+"""The request body: read whole, within limits, before the application sees the request."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import Message, Receive
+
+from loomserve.platform.base.errors import BadRequest, BodyTooLarge, RequestTimeout
+
+METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
+# More digits are no length anybody means, and Python refuses to convert thousands of them.
+_MAX_LENGTH_DIGITS = 18
+_LOOKS = 20
+
+
+async def read_body(
+    receive: Receive, content_length: bytes | None, *, max_bytes: int, timeout_s: float
+) -> bytes | None:
+    """The body's bytes, or None if the client went away while it sent them.
+
+    Raises:
+        BadRequest: Content-Length is not a length.
+        BodyTooLarge: the body is longer than ``max_bytes``, declared or counted.
+        RequestTimeout: the body was not here after ``timeout_s`` seconds. However many of them this
+            process had no core, they count as one look: the client may have had none either.
+    """
+    _check_length(content_length, max_bytes)
+    collecting = asyncio.ensure_future(_collect(receive, max_bytes))
+    try:
+        for _ in range(_LOOKS):
+            done, _ = await asyncio.wait({collecting}, timeout=timeout_s / _LOOKS)
+            if done:
+                return collecting.result()
+    finally:
+        collecting.cancel()
+    raise RequestTimeout(
+        f"The request body had not arrived after {timeout_s:g} s. Send it without pauses."
+    )
+
+
+def replay(body: bytes, receive: Receive) -> Receive:
+    """A ``receive`` that gives the whole body once, then what the server says of the client."""
+    message: Message | None = {"type": "http.request", "body": body, "more_body": False}
+
+    async def replayed() -> Message:
+        nonlocal message
+        if message is None:
+            return await receive()
+        first, message = message, None
+        return first
+
+    return replayed
+
+
+def _check_length(content_length: bytes | None, max_bytes: int) -> None:
+    if content_length is None:
+        return
+    if not content_length.isdigit() or len(content_length) > _MAX_LENGTH_DIGITS:
+        raise BadRequest("The Content-Length header is not a number of bytes.")
+    if int(content_length) > max_bytes:
+        raise _too_large(max_bytes)
+
+
+async def _collect(receive: Receive, max_bytes: int) -> bytes | None:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        chunk = message.get("body", b"")
+        size += len(chunk)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return chunk if len(chunks) == 1 else b"".join(chunks)
+
+
+def _too_large(max_bytes: int) -> BodyTooLarge:
+    return BodyTooLarge(
+        f"The request body is larger than {max_bytes} bytes. Send less, or ask the operator to "
+        "raise server.max_body."
+    )

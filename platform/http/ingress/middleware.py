@@ -1,0 +1,173 @@
+"""The front door's middleware: one ASGI application around the platform's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from loomserve.platform.access import limits
+from loomserve.platform.base.errors import RequestTimeout
+from loomserve.platform.config import Server
+from loomserve.platform.http.ingress.authentication import Authentication, under
+from loomserve.platform.http.ingress.body import METHODS_WITH_BODY, read_body, replay
+from loomserve.platform.http.ingress.exchange import Exchange, choose_request_id
+from loomserve.platform.http.ingress.responses import (
+    as_request_error,
+    error_event,
+    error_response,
+)
+from loomserve.platform.http.ingress.slo import parse_slo_ms
+
+_log = logging.getLogger("loomserve.front_door")
+_EXCHANGE = "loomserve.exchange"
+
+
+def front_door(
+    app: ASGIApp,
+    server: Server,
+    *,
+    rejected: Callable[[str], None],
+    streamed: frozenset[str] = frozenset(),
+    clock: Callable[[], float] = time.monotonic,
+) -> ASGIApp:
+    """``app`` behind request ids, CORS, error answers, authentication and limits.
+
+    Args:
+        app: the platform; give it ``exception_handlers`` if it is Starlette or FastAPI.
+        server: the configuration. Per-key limits are counted in this process alone.
+        rejected: called with the error's code, once for every error that a client is answered.
+        streamed: paths whose POST bodies the platform reads itself, as they come and within its
+            own bounds; their ``body`` is None.
+        clock: seconds, for the keys' rates.
+    """
+    guard = _Guard(app, server, rejected, streamed, clock)
+    inner: ASGIApp = guard
+    if server.cors_origins:
+        inner = CORSMiddleware(
+            guard,
+            allow_origins=server.cors_origins,
+            allow_methods=("GET", "POST", "PUT", "PATCH", "DELETE"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await app(scope, receive, send)
+        elif scope["type"] == "websocket":
+            # No API of the platform speaks it, so a handshake must not slip past the keys.
+            await send({"type": "websocket.close", "code": 1008})
+        else:
+            scope, exchange = _named(scope, send)
+            await inner(scope, receive, exchange.send)
+
+    return named
+
+
+def _named(scope: Scope, send: Send) -> tuple[Scope, Exchange]:
+    headers: list[tuple[bytes, bytes]] = []
+    given = None
+    for pair in scope["headers"]:
+        if pair[0] == b"x-request-id":
+            given = pair[1]
+        else:
+            headers.append(pair)
+    request_id = choose_request_id(given)
+    headers.append((b"x-request-id", request_id))
+    exchange = Exchange(send, request_id)
+    state = {**scope.get("state", {}), "request_id": request_id.decode()}
+    return {**scope, "headers": headers, "state": state, _EXCHANGE: exchange}, exchange
+
+
+class _Guard:
+    """Everything within CORS, so that browsers may read the errors too."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        server: Server,
+        rejected: Callable[[str], None],
+        streamed: frozenset[str],
+        clock: Callable[[], float],
+    ) -> None:
+        self._app = app
+        self._server = server
+        self._rejected = rejected
+        self._streamed = streamed
+        self._clock = clock
+        self._authentication = Authentication(server)
+        self._usage = {key.name: limits.Usage() for key in server.api_keys}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        deadline = asyncio.timeout(self._server.request_timeout_s)
+        try:
+            async with deadline:
+                await self._admit(scope, receive, send)
+        except Exception as error:
+            cause = self._too_late() if deadline.expired() else error
+            await self._answer(cause, scope, receive, send)
+
+    def _too_late(self) -> RequestTimeout:
+        return RequestTimeout(
+            f"The request was not done after {self._server.request_timeout_s:g} s. Ask for fewer "
+            "tokens, or ask the operator to raise server.request_timeout_s."
+        )
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = dict(scope["headers"])
+        key = self._authentication.check(scope["path"], headers)
+        state = scope["state"]
+        state["api_key"] = key
+        state["slo_ms"] = parse_slo_ms(headers.get(b"x-slo-ms"))
+        if key is None or scope["method"] != "POST" or not under(scope["path"], "/v1"):
+            await self._run(headers, scope, receive, send)
+            return
+        self._usage[key.name] = limits.acquire(key, self._usage[key.name], self._clock())
+        try:
+            await self._run(headers, scope, receive, send)
+        finally:
+            self._usage[key.name] = limits.release(self._usage[key.name])
+
+    async def _run(
+        self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        body: bytes | None = b""
+        if scope["method"] == "POST" and scope["path"] in self._streamed:
+            body = None
+        elif scope["method"] in METHODS_WITH_BODY:
+            body = await read_body(
+                receive,
+                headers.get(b"content-length"),
+                max_bytes=self._server.max_body,
+                timeout_s=self._server.header_timeout_s,
+            )
+            if body is None:
+                return
+            receive = replay(body, receive)
+        scope["state"]["body"] = body
+        await self._app(scope, receive, send)
+
+    async def _answer(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
+        exchange: Exchange = scope[_EXCHANGE]
+        answered = as_request_error(error)
+        if answered is not error:
+            _log.error("request %s failed", exchange.request_id.decode(), exc_info=error)
+        if exchange.complete and exchange.status is not None and exchange.status < 400:
+            return
+        self._rejected(answered.code)
+        if exchange.status is None:
+            await error_response(answered)(scope, receive, send)
+        elif exchange.complete:
+            return
+        elif exchange.is_event_stream:
+            await send(
+                {"type": "http.response.body", "body": error_event(answered), "more_body": False}
+            )
+        else:
+            # Only a broken connection tells the client that a plain body is not whole.
+            raise error

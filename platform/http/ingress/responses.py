@@ -1,0 +1,109 @@
+"""Errors as clients see them: OpenAI's error object, as a response or as an event of a stream."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn
+
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from loomserve.platform.base.errors import (
+    BadRequest,
+    BodyTooLarge,
+    Conflict,
+    Forbidden,
+    InternalError,
+    MethodNotAllowed,
+    NotFound,
+    RequestError,
+    RequestTimeout,
+    TooManyRequests,
+    Unauthorized,
+    Unavailable,
+)
+
+_BY_STATUS: dict[int, type[RequestError]] = {
+    error.status: error
+    for error in (
+        Unauthorized,
+        Forbidden,
+        NotFound,
+        RequestTimeout,
+        Conflict,
+        BodyTooLarge,
+        TooManyRequests,
+        Unavailable,
+    )
+}
+
+
+def error_response(error: RequestError) -> Response:
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+
+
+def error_event(error: RequestError) -> bytes:
+    """The error as a server-sent event, for a stream that has begun with status 200."""
+    return b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+
+
+def as_request_error(error: Exception) -> RequestError:
+    """What the client is told: the error itself, or that we are broken."""
+    if isinstance(error, RequestError):
+        return error
+    return InternalError(
+        "The server failed on this request. Try again; if it fails again, give the operator the "
+        "X-Request-Id of this response."
+    )
+
+
+async def _refuse_http(request: Request, error: HTTPException) -> NoReturn:
+    raise _from_http(request, error) from None
+
+
+async def _refuse_validation(_: Request, error: RequestValidationError) -> NoReturn:
+    raise _from_validation(error) from None
+
+
+async def _respond(_: Request, error: Exception) -> Response:
+    return error_response(as_request_error(error))
+
+
+# For Starlette(exception_handlers=...) and FastAPI's, so that all errors have one shape. Starlette
+# answers with what the handler of Exception returns and raises the error on, so the front door
+# sees, logs and counts it too.
+exception_handlers: dict[
+    int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]
+] = {
+    HTTPException: _refuse_http,
+    RequestValidationError: _refuse_validation,
+    Exception: _respond,
+}
+
+
+def _from_http(request: Request, error: HTTPException) -> RequestError:
+    path = request.scope["path"]
+    if error.status_code == MethodNotAllowed.status:
+        allow = (error.headers or {}).get("Allow", "")
+        return MethodNotAllowed(
+            f"{path} does not answer {request.method}. Use {allow or 'another method'}.",
+            allow=allow,
+        )
+    if error.status_code == NotFound.status and error.detail == "Not Found":
+        return NotFound(f"There is nothing at {path}. The OpenAI API is under /v1.")
+    fallback = BadRequest if error.status_code < 500 else InternalError
+    return _BY_STATUS.get(error.status_code, fallback)(error.detail)
+
+
+def _from_validation(error: RequestValidationError) -> BadRequest:
+    problems = error.errors()
+    # The first part of a place says where the value came from: body, query, path or header.
+    places = [".".join(str(part) for part in problem["loc"][1:]) for problem in problems]
+    message = "; ".join(
+        f"{place}: {problem['msg']}" if place else str(problem["msg"])
+        for place, problem in zip(places, problems, strict=True)
+    )
+    return BadRequest(message, param=places[0] or None)

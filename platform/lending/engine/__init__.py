@@ -1,0 +1,1 @@
+"""vLLM's scheduler, worker and attention, of which lenders compute a share."""

@@ -1,0 +1,124 @@
+"""A lender's copy of some decoder layers of another model, with KV in the lender's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.attention.attention import Attention
+from vllm.model_executor.model_loader.utils import (
+    initialize_model,
+    process_weights_after_loading,
+)
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+
+from loomserve.platform.lending.engine.attention import LOANS
+from loomserve.platform.lending.engine.freed_memory import give_back
+from loomserve.platform.lending.engine.shards.layers import decoder_layers
+from loomserve.platform.lending.engine.shards.weights import weights_of
+from loomserve.platform.lending.ring.attention_server import Caches
+
+
+class GuestLayers:
+    """Computes them for one batch of the guest's, as :class:`Desk` asks for.
+
+    While their weights are read, the lender's own steps wait.
+
+    Args:
+        model: the guest's model folder, which is the same on both sides.
+        options: under vLLM's names, as the guest's engine has them.
+        layers: which of the model's.
+        isa: of the attention kernel that packs its blocks.
+        caches: for each of them, key and value cache in the lender's memory.
+
+    Raises:
+        ValueError: layers of this architecture cannot be taken out of it.
+    """
+
+    def __init__(
+        self, model: str, options: dict[str, Any], layers: range, isa: str, caches: Caches
+    ) -> None:
+        self._config: VllmConfig = EngineArgs(
+            model=model, enforce_eager=True, skip_tokenizer_init=True, **options
+        ).create_engine_config()
+        of_model = self._config.model_config
+        with set_current_vllm_config(self._config), set_default_torch_dtype(of_model.dtype):
+            # Memory into which nothing is read is never touched, and so takes none.
+            whole = initialize_model(self._config)
+            every = decoder_layers(whole)
+            taken = nn.ModuleList(every[layer] for layer in layers)
+            whole.load_weights(weights_of(whole, layers, self._config))
+            process_weights_after_loading(taken, of_model, torch.device("cpu"))
+        self._layers = list(taken)
+        # The rest refers to itself, and would hold them until it is collected.
+        for layer in layers:
+            every[layer] = nn.Identity()
+        give_back()
+        attention = [
+            next(each for each in layer.modules() if isinstance(each, Attention))
+            for layer in self._layers
+        ]
+        self._names = [each.layer_name for each in attention]
+        for each, (key, _) in zip(attention, caches, strict=True):
+            each.isa = isa
+            each.kv_cache = _together(key)
+        self._width = int(self._config.model_config.get_hidden_size())
+
+    def __call__(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        scheduler_metadata: torch.Tensor,
+    ) -> None:
+        tokens = len(slot_mapping)
+        given, out = (rows.view(tokens, -1)[:, : self._width] for rows in (query, output))
+        hidden, residual = given.contiguous(), out.contiguous()
+        added = query_start_loc.diff()
+        metadata = CPUAttentionMetadata(
+            num_actual_tokens=tokens,
+            max_query_len=int(added.max()),
+            query_start_loc=query_start_loc,
+            max_seq_len=int(seq_lens.max()),
+            seq_lens=seq_lens,
+            block_table=block_table,
+            slot_mapping=slot_mapping,
+            scheduler_metadata=scheduler_metadata,
+        )
+        # A sequence's new tokens are its last ones.
+        first = (seq_lens - added - query_start_loc[:-1]).long()
+        positions = torch.arange(tokens) + first.repeat_interleave(added)
+        of_all = dict.fromkeys(self._names, metadata)
+        with _no_other_guests(), set_forward_context(of_all, self._config, num_tokens=tokens):
+            for layer in self._layers:
+                hidden, residual = layer(positions, hidden, residual)
+        given.copy_(residual)
+        out.copy_(hidden)
+
+
+def _together(key: torch.Tensor) -> torch.Tensor:
+    """The whole cache, [blocks, kv_heads, block_size, 2 * head_size], of which this is the keys'
+    half."""
+    blocks, heads, size, width = key.shape
+    strides = (key.stride(0), key.stride(1), 2 * width, 1)
+    return key.as_strided((blocks, heads, size, 2 * width), strides)
+
+
+@contextmanager
+def _no_other_guests() -> Iterator[None]:
+    """While one guest is served, its attention looks for no other's tasks."""
+    poll, LOANS.poll = LOANS.poll, None
+    try:
+        yield
+    finally:
+        LOANS.poll = poll

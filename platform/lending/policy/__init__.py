@@ -1,0 +1,1 @@
+"""How much is lent, where requests lie, how operators are sliced. Pure."""

@@ -1,0 +1,1 @@
+"""Loans between replicas: opened, kept and ended over HTTP."""

@@ -1,0 +1,313 @@
+"""A borrower's replica keeps the loans that the controller allows: opens, watches and ends them.
+
+A loan is opened at the lender's replica first, which makes the task ring, then in the borrower's
+engine. It is ended in the other order, once no request's KV lies there any more. One that ended by
+itself, because the lender stalled, died or wanted its memory back, is opened anew after a backoff.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import re
+import secrets
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import psutil
+
+from loomserve.platform.fleet.messages import (
+    INTERNAL_TOKEN_HEADER,
+    LOANS_PATH,
+    EngineOrders,
+    LenderReplica,
+    LoanRequest,
+)
+from loomserve.platform.lending.metrics import LendingMetrics
+from loomserve.platform.state import BorrowingState, LoanState, PartState
+from loomserve.platform.state.lending_options import Part
+
+_log = logging.getLogger("ray.serve")
+
+Call = Callable[..., Awaitable[Any]]
+"""Asks the replica's own engine: the name of a call (``lend``, ``borrow``, …), what it is given."""
+
+SHARED_MEMORY = Path("/dev/shm")
+_RING_NAME = re.compile(r"loomserve-ring-(\d+)-")
+# A lender answers between two steps of its engine.
+_LENDER_TIMEOUT_S = 10.0
+_LEAST_BACKOFF_S, _MOST_BACKOFF_S = 1.0, 60.0
+_LIVED_LONG_S = 60.0
+"""A loan that broke after so long makes its lender none the worse."""
+_MISSES = 3
+"""A controller that was started anew learns of all replicas within two periods of orders."""
+
+
+class LenderError(Exception):
+    """The lender's replica refused; the message is its own."""
+
+
+@dataclass
+class _Loan:
+    name: str
+    side: int
+    lender: LenderReplica
+    ring: Path
+    opened_at: float
+    most_bytes: int | None = None
+    """Of KV that may lie there, as the engine knows it; None: as much as the lender grants."""
+    part: Part | None = None
+    """What of all requests is to be there; None: some requests, as a whole."""
+    drained_by: float | None = None
+    """While it drains: when it is ended whatever lies there."""
+
+
+@dataclass
+class _Backoff:
+    wait_s: float
+    until: float
+
+
+class LoanKeeper:
+    """The loans of one borrower's replica; times are monotonic seconds of the caller's clock."""
+
+    def __init__(
+        self,
+        call: Call,
+        *,
+        model: str,
+        replica_id: str,
+        most: int,
+        internal_token: str,
+        drain_timeout_s: float,
+        folder: Path = SHARED_MEMORY,
+    ) -> None:
+        """
+        Args:
+            call: to the engine that borrows.
+            model: whose engine that is.
+            replica_id: the replica's.
+            most: how many loans the engine can have at a time.
+            internal_token: what lenders' replicas ask for.
+            drain_timeout_s: how long requests may stay with a lender that is to be left.
+            folder: in shared memory, for the rings.
+        """
+        self.state: BorrowingState | None = None
+        self._call = call
+        self._model, self._replica_id = model, replica_id
+        self._most = most
+        self._drain_timeout_s = drain_timeout_s
+        self._folder = folder
+        self._orders: EngineOrders | None = None
+        self._missed: Counter[str] = Counter()
+        self._loans: dict[str, _Loan] = {}
+        self._backoffs: dict[str, _Backoff] = {}
+        self._problems: dict[str, str] = {}
+        self._metrics = LendingMetrics()
+        self._session = aiohttp.ClientSession(
+            headers={INTERNAL_TOKEN_HEADER: internal_token},
+            timeout=aiohttp.ClientTimeout(total=_LENDER_TIMEOUT_S),
+        )
+        remove_left_rings(folder)
+
+    def learn(self, orders: EngineOrders) -> None:
+        self._orders = orders
+        named = {lender.id for lender in orders.lenders}
+        for loan in self._loans.values():
+            self._missed[loan.lender.id] += 1
+        for lender_id in named:
+            self._missed[lender_id] = 0
+
+    async def keep(self, now: float) -> None:
+        """Make the loans what the orders say, and look at them."""
+        if self._orders is None:
+            return
+        there = {loan["name"]: loan for loan in (await self._call("loan_state"))["loans"]}
+        for loan in list(self._loans.values()):
+            if loan.name not in there:
+                await self._bury(loan, now)
+            elif loan.drained_by is None and _is_home(there[loan.name]):
+                await self._bury(loan, now, f"came home, since {there[loan.name]['part']['why']},")
+            elif loan.drained_by is not None or not self._allowed(loan, self._orders):
+                await self._drain(loan, now)
+            else:
+                await self._limit(loan, self._orders)
+        for lender in self._missing(self._orders, now):
+            await self._open(lender, self._orders.parts.get(lender.model), now)
+        self._look(await self._call("loan_state"), self._orders, now)
+
+    async def close(self) -> None:
+        """End all loans at once; the engine computes elsewhere what lies there."""
+        for loan in list(self._loans.values()):
+            await self._end(loan)
+        await self._session.close()
+
+    def _allowed(self, loan: _Loan, orders: EngineOrders) -> bool:
+        return (
+            self._missed[loan.lender.id] < _MISSES
+            and loan.lender.model not in orders.lenders_off
+            and orders.lender_limits.get(loan.lender.model) != 0
+            and loan.name not in orders.drain_loans
+            and loan.part == orders.parts.get(loan.lender.model)
+        )
+
+    def _missing(self, orders: EngineOrders, now: float) -> list[LenderReplica]:
+        """Lenders to ask now, as many as the engine has room for."""
+        has = {loan.lender.model for loan in self._loans.values()}
+        missing = [
+            lender
+            for lender in orders.lenders
+            if lender.model not in has
+            and orders.lender_limits.get(lender.model) != 0
+            and (lender.id not in self._backoffs or self._backoffs[lender.id].until <= now)
+        ]
+        return missing[: self._most - len(self._loans)]
+
+    async def _open(self, lender: LenderReplica, part: Part | None, now: float) -> None:
+        token = secrets.token_hex(4)
+        name, ring = f"loan-{token}", self._folder / f"loomserve-ring-{os.getpid()}-{token}"
+        try:
+            request = LoanRequest(
+                name=name,
+                ring=str(ring),
+                borrower=self._model,
+                guest=await self._call("borrowing", part),
+            )
+            await self._ask(lender, "POST", LOANS_PATH, request.model_dump())
+            side = await self._call("borrow", name, str(ring), part)
+        except Exception as error:  # vLLM raises no other where an engine's own call failed
+            self._problems[lender.model] = str(error) or repr(error)
+            self._back_off(lender, now)
+            await self._give_back(lender, name, ring)
+        else:
+            loan = self._loans[name] = _Loan(name, side, lender, ring, now, part=part)
+            if self._orders is not None:
+                await self._limit(loan, self._orders)
+            self._problems.pop(lender.model, None)
+
+    async def _limit(self, loan: _Loan, orders: EngineOrders) -> None:
+        most = orders.lender_limits.get(loan.lender.model)
+        if loan.most_bytes != most:
+            await self._call("limit_loan", loan.side, most)
+            loan.most_bytes = most
+
+    async def _drain(self, loan: _Loan, now: float) -> None:
+        if loan.drained_by is None:
+            loan.drained_by = now + self._drain_timeout_s
+        if await self._call("drain_loan", loan.side) or now >= loan.drained_by:
+            await self._end(loan)
+            if self._orders is not None and loan.name in self._orders.drain_loans:
+                # The operator wants it to be gone for a while.
+                self._backoffs[loan.lender.id] = _Backoff(_MOST_BACKOFF_S, now + _MOST_BACKOFF_S)
+
+    async def _bury(self, loan: _Loan, now: float, how: str = "ended by itself") -> None:
+        """The engine has given the loan up."""
+        lived_s = now - loan.opened_at
+        _log.warning("the loan of %s at %s %s", self._model, loan.lender.id, how)
+        self._problems[loan.lender.model] = f"the last loan {how} after {lived_s:.0f} s"
+        if lived_s >= _LIVED_LONG_S:
+            self._backoffs.pop(loan.lender.id, None)
+        self._back_off(loan.lender, now)
+        await self._end(loan)
+
+    def _back_off(self, lender: LenderReplica, now: float) -> None:
+        before = self._backoffs.get(lender.id)
+        wait_s = min(2 * before.wait_s, _MOST_BACKOFF_S) if before else _LEAST_BACKOFF_S
+        self._backoffs[lender.id] = _Backoff(wait_s, now + wait_s)
+
+    async def _end(self, loan: _Loan) -> None:
+        del self._loans[loan.name]
+        with contextlib.suppress(Exception):  # as above; the engine may be dead
+            await self._call("end_loan", loan.side)
+        await self._give_back(loan.lender, loan.name, loan.ring)
+
+    async def _give_back(self, lender: LenderReplica, name: str, ring: Path) -> None:
+        # A lender that does not answer finds out by itself.
+        with contextlib.suppress(aiohttp.ClientError, OSError, TimeoutError, LenderError):
+            await self._ask(lender, "DELETE", f"{LOANS_PATH}/{name}", None)
+        await asyncio.to_thread(ring.unlink, missing_ok=True)
+
+    async def _ask(self, lender: LenderReplica, method: str, path: str, body: Any) -> None:
+        url = f"http://{lender.address}{path}"
+        async with self._session.request(method, url, json=body) as response:
+            if response.status >= 400:
+                error = (await response.json()).get("error", {})
+                raise LenderError(error.get("message", f"{url} answered {response.status}"))
+
+    def _look(self, said: Mapping[str, Any], orders: EngineOrders, now: float) -> None:
+        known = [
+            (self._loans[loan["name"]], loan)
+            for loan in said["loans"]
+            if loan["name"] in self._loans
+        ]
+        self._metrics.borrowed(
+            ((loan.lender.model, figures) for loan, figures in known),
+            said["broken"],
+            said["moved"],
+        )
+        self.state = BorrowingState(
+            own_blocks=said["own_blocks"],
+            own_free_blocks=said["own_free"],
+            loans=tuple(self._state(loan, figures, now) for loan, figures in known),
+            broken=said["broken"],
+            moved=said["moved"],
+            problems={
+                lender.model: self._problems[lender.model]
+                for lender in orders.lenders
+                if lender.model in self._problems
+            },
+            switched_off=orders.lenders_off,
+            limits=orders.lender_limits,
+            parts=orders.parts,
+        )
+
+    def _state(self, loan: _Loan, figures: Mapping[str, Any], now: float) -> LoanState:
+        age_s = now - loan.opened_at
+        share = 1e-9 / age_s if age_s > 0 else 0.0
+        return LoanState(
+            name=loan.name,
+            borrower=self._model,
+            borrower_replica=self._replica_id,
+            lender=loan.lender.model,
+            lender_replica=loan.lender.id,
+            draining=not figures["open"],
+            phase=figures["phase"],
+            most_tokens=figures["most_tokens"],
+            age_s=age_s,
+            usable_blocks=figures["usable_blocks"],
+            free_blocks=figures["free_blocks"],
+            requests=figures["requests"],
+            tasks=figures["tasks"],
+            wait_mean_us=figures["wait_ns"] / 1000 / max(1, figures["tasks"]),
+            wait_max_us=figures["wait_max_ns"] / 1000,
+            wait_share=figures["wait_ns"] * share,
+            service_share=figures["service_ns"] * share,
+            part=_part(loan, figures["part"]),
+        )
+
+
+def _is_home(figures: Mapping[str, Any]) -> bool:
+    """Whether a part is there no more, though nobody asked for it: the lender had no room for it,
+    or was slow."""
+    return figures["part"] is not None and figures["part"]["phase"] == "home"
+
+
+def _part(loan: _Loan, figures: Mapping[str, Any] | None) -> PartState | None:
+    if figures is None or loan.part is None:
+        return None
+    return PartState(**loan.part, **figures)
+
+
+def remove_left_rings(folder: Path) -> None:
+    """Remove the rings of replicas that were killed: shared memory outlives all processes."""
+    for path in folder.iterdir():
+        left = _RING_NAME.match(path.name)
+        if left and not psutil.pid_exists(int(left[1])):
+            with contextlib.suppress(OSError):  # another user's, or removed by another replica
+                path.unlink()

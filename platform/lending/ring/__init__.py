@@ -1,0 +1,1 @@
+"""The task ring in shared memory, and what borrower and lender do with it."""

@@ -1,0 +1,417 @@
+"""The lender's end of its task rings: computes borrowers' attention with their KV in its memory."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from loomserve.platform.lending.policy.layout import PLAIN, Rows
+from loomserve.platform.lending.ring import native
+from loomserve.platform.lending.ring.geometry import Geometry
+from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, Line, Peer, Ring, Work
+
+log = logging.getLogger(__name__)
+
+LOOK_NS = 100_000_000
+"""So often it looks which borrowers live."""
+IDLE_SLEEP_S = 100e-6
+"""The fallback does not sleep until it is woken, but so long between two looks."""
+
+Caches = Sequence[tuple[Tensor, Tensor]]
+Layers = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+"""Computes whole layers of a guest's batch, whose hidden states and residual it is given in the
+ring's ``query`` and ``output`` and leaves in ``output`` and ``query``; then query_start_loc,
+seq_lens, block_table, slot_mapping and the metadata of vLLM's kernel."""
+
+
+class Desk:
+    """All rings that one worker serves, one task at a time.
+
+    While the engine runs a step (:meth:`busy`) tasks are served by :meth:`poll`, which the model's
+    forward calls between its operators; in between (:meth:`idle`) by a thread of the desk's own,
+    which spins for ``spin_s`` after its last task and then sleeps until a borrower wakes it. It
+    takes as many cores as the thread that opens the first ring computes with. vLLM's CPU kernels
+    share one scratch pad a process, so the two never serve at once, and no other thread may run
+    those kernels while the desk is idle.
+
+    A task is served only if its layer, its rows and all its blocks are the borrower's to use; else
+    the ring is closed as REFUSED, before any memory is touched. An error of the kernel closes it
+    as FAILED. Copies of blocks are tasks like others.
+    """
+
+    poll: Callable[[], int]
+    """Serve what is posted, at most one task a ring; returns how many it were. Where nothing is,
+    it costs a fraction of a microsecond."""
+
+    def __init__(self, spin_s: float = 50e-6, *, split_kv: bool = True) -> None:
+        """
+        Args:
+            spin_s: how long the idle thread looks for the next task before it sleeps.
+            split_kv: whether several threads may share a sequence, as vLLM's kernels let them.
+        """
+        module = native.extension()
+        self._split_kv = split_kv
+        self._module = module
+        self._desk: Any = module.Desk(int(spin_s * 1e9)) if module else _Fallback(spin_s)
+        # Called so often that a call of Python's own in between would double what it costs.
+        self.poll = self._desk.poll
+        # Each ring as that desk knows it.
+        self._mapped: dict[Ring, Any] = {}
+        self._layers: dict[Ring, Layers | None] = {}
+        # A thread of the module's must not outlive Python.
+        self._end = weakref.finalize(self, self._desk.stop)
+
+    def open(
+        self, ring: Ring, caches: Caches, layers: Layers | None = None, rows: Rows = PLAIN
+    ) -> None:
+        """Serve this ring from now on.
+
+        vLLM's kernel reads a sequence's last block to its end and gives what is behind the sequence
+        the weight zero, so all that is granted must hold finite numbers of the guest's dtype: zero
+        it first, if it held another.
+
+        Args:
+            ring: made by :meth:`Ring.create`; ``granted`` may change while it is served.
+            caches: key and value cache of each of the guest's layers in the lender's memory,
+                [rows, kv_heads, block_size, head_size]; a head's tokens are contiguous, heads and
+                blocks may be apart. Both of a layer have the same strides.
+            layers: what a task computes in place of attention; its errors close the ring, too.
+            rows: of the caches, in which the guest's blocks are.
+
+        Raises:
+            ValueError: the caches are not of the ring's geometry.
+            RuntimeError: vLLM's kernels are not loaded.
+        """
+        geometry = ring.geometry
+        _check(caches, geometry)
+        ring.words[Line.LENDER * LINE_WORDS] = os.getpid()
+        if self._module is None:
+            self._desk.open(ring, self._split_kv, caches, layers, rows)
+            self._mapped[ring] = ring
+            return
+        mapped = native.mapped(self._module, ring)
+        self._desk.open(
+            mapped,
+            geometry.query_heads,
+            geometry.scale,
+            geometry.isa,
+            geometry.sliding_window,
+            geometry.softcap,
+            self._split_kv,
+            list(caches),
+            layers,
+            *rows,
+        )
+        self._mapped[ring] = mapped
+        # The module does not keep it alive.
+        self._layers[ring] = layers
+
+    def close(self, ring: Ring) -> bool:
+        """Serve the ring no more: afterwards nothing of it touches the lender's memory.
+
+        Waits for a task that is being served. The ring itself stays open unless it is shut.
+
+        Returns:
+            Whether it had layers, which are let go.
+        """
+        self._desk.close(self._mapped.pop(ring))
+        return self._layers.pop(ring, None) is not None
+
+    def busy(self) -> None:
+        """The engine begins a step. Waits for a task that the idle thread serves just now."""
+        self._desk.busy()
+
+    def idle(self) -> None:
+        """The engine has ended its step. A new desk is idle."""
+        self._desk.idle()
+
+    def dead(self) -> list[Ring]:
+        """The open rings that are closed for whatever reason, be it that the borrower died.
+
+        That is seen within 0.1 s while the desk is idle, else when the next step begins.
+        """
+        return [ring for ring in self._mapped if ring.closed is not Closed.OPEN]
+
+    def stop(self) -> None:
+        """End the idle thread and close all rings' service, for good."""
+        self._end()
+        self._mapped.clear()
+
+
+def _check(caches: Caches, geometry: Geometry) -> None:
+    dtype: torch.dtype = getattr(torch, geometry.dtype)
+    inner = (geometry.kv_heads, geometry.block_size, geometry.head_size)
+    for key, value in caches:
+        sound = (
+            key.shape[1:] == inner
+            and key.stride()[2:] == (geometry.head_size, 1)
+            and key.dtype == value.dtype == dtype
+            and key.shape == value.shape
+            and key.stride() == value.stride()
+        )
+        if not sound:
+            raise ValueError(
+                f"KV caches of {tuple(key.shape)} and {tuple(value.shape)}, strides {key.stride()} "
+                f"and {value.stride()} are not of the guest's geometry {geometry}"
+            )
+    if len(caches) != geometry.layers or len({len(key) for key, _ in caches}) != 1:
+        raise ValueError(
+            f"KV caches of {[len(key) for key, _ in caches]} blocks are not alike for "
+            f"{geometry.layers} layers"
+        )
+
+
+class _Fallback:
+    """What the extension does, in Python: for machines without a compiler."""
+
+    def __init__(self, spin_s: float) -> None:
+        self._spin_s = spin_s
+        self._guests: dict[Ring, _Guest] = {}
+        self._lock = threading.Lock()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._stopped = False
+        self._thread: threading.Thread | None = None
+        self._looked = 0
+
+    def open(
+        self, ring: Ring, split_kv: bool, caches: Caches, layers: Layers | None, rows: Rows
+    ) -> None:
+        with self._lock:
+            self._guests[ring] = _Guest(ring, split_kv, caches, layers, rows)
+            if self._thread is None:
+                threads = torch.get_num_threads()
+                self._thread = threading.Thread(target=self._serve_while_idle, args=(threads,))
+                self._thread.daemon = True
+                self._thread.start()
+
+    def close(self, ring: Ring) -> None:
+        with self._lock:
+            del self._guests[ring]
+
+    def poll(self) -> int:
+        with self._lock:
+            return self._serve_all(Line.LENDER_STATS * LINE_WORDS)
+
+    def busy(self) -> None:
+        self._idle.clear()
+        with self._lock:
+            self._look_for_dead(time.monotonic_ns())
+
+    def idle(self) -> None:
+        self._idle.set()
+
+    def stop(self) -> None:
+        self._stopped = True
+        self._idle.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._guests.clear()
+
+    def _serve_all(self, counter: int) -> int:
+        now, served = time.monotonic_ns(), 0
+        for ring, guest in self._guests.items():
+            ring.words[Line.LENDER * LINE_WORDS + 1] = now
+            try:
+                served += guest.serve(counter)
+            except Exception:
+                ring.shut(Closed.FAILED)
+                log.exception("a guest's attention failed")
+        return served
+
+    def _look_for_dead(self, now: int) -> None:
+        if now - self._looked < LOOK_NS:
+            return
+        self._looked = now
+        for ring, guest in self._guests.items():
+            if guest.borrower.gone():
+                ring.shut(Closed.DIED)
+
+    def _serve_while_idle(self, threads: int) -> None:
+        torch.set_num_threads(threads)
+        last = time.monotonic()
+        while not self._stopped:
+            self._idle.wait()
+            with self._lock:
+                served = 0
+                if self._idle.is_set() and not self._stopped:
+                    served = self._serve_all(Line.LENDER_STATS * LINE_WORDS + 1)
+                    self._look_for_dead(time.monotonic_ns())
+            if served:
+                last = time.monotonic()
+            elif time.monotonic() - last >= self._spin_s:
+                time.sleep(IDLE_SLEEP_S)
+
+
+class _Guest:
+    """One ring, and what is known of the step that its borrower is in."""
+
+    def __init__(
+        self, ring: Ring, split_kv: bool, caches: Caches, layers: Layers | None, rows: Rows
+    ) -> None:
+        self._layers = layers
+        self._rows = rows
+        self.borrower = Peer(ring, Line.BORROWER)
+        self._ring = ring
+        self._split_kv = split_kv
+        self._caches = caches
+        self._done = ring.words[Line.DONE * LINE_WORDS]
+        self._step = 0
+        self._end = 0
+        self._work = Work.ATTEND
+        self._blocks: list[int] = []
+        self._metadata: Tensor | None = None
+
+    def serve(self, counter: int) -> bool:
+        """At most one task; False where there is none to serve."""
+        ring, words, posted = self._ring, self._ring.words, Line.POSTED * LINE_WORDS
+        number = words[posted]
+        if number == self._done or ring.closed is not Closed.OPEN:
+            return False
+        begin, layer = time.monotonic_ns(), words[posted + 1]
+        if (
+            number != self._done + 1
+            or not 0 <= layer < len(self._caches)
+            or not self._step_is_valid()
+        ):
+            ring.shut(Closed.REFUSED)
+            return False
+        if self._work is Work.ATTEND:
+            self._attend(*self._caches[layer])
+            stats = Line.LENDER_STATS * LINE_WORDS
+            words[counter] += 1
+            words[stats + 2] += time.monotonic_ns() - begin
+            words[stats + 3] += begin - words[posted + 2]
+        else:
+            self._copy(self._caches[layer])
+        self._done = words[Line.DONE * LINE_WORDS] = number
+        return True
+
+    def _step_is_valid(self) -> bool:
+        step = self._ring.words[Line.STEP * LINE_WORDS]
+        if step != self._step:
+            self._step = 0
+            if not self._take_step():
+                return False
+            self._step = step
+        return self._end <= min(self._rows.blocks(len(self._caches[0][0])), self._ring.granted)
+
+    def _take_step(self) -> bool:
+        """Copy the step's metadata, so that it stays as it was when it was looked at."""
+        ring, areas, block_size = self._ring, self._ring.areas, self._ring.geometry.block_size
+        requests, tokens, work = ring.words[Line.STEP * LINE_WORDS + 1 : Line.STEP * LINE_WORDS + 4]
+        if work in (Work.WRITE, Work.READ):
+            return self._take_copy(requests, Work(work))
+        self._work = Work.ATTEND
+        if work != Work.ATTEND or not (
+            1 <= requests <= ring.max_requests and 1 <= tokens <= ring.max_tokens
+        ):
+            return False
+        self._starts = areas.query_start_loc[: requests + 1].clone()
+        self._lens = areas.seq_lens[:requests].clone()
+        self._table = areas.block_table[:requests].clone()
+        self._slots = areas.slot_mapping[:tokens].clone()
+        # No sum of these may wrap around.
+        added, lens = self._starts.long().diff(), self._lens.long()
+        used = (lens + block_size - 1) // block_size
+        if (
+            self._starts[0] != 0
+            or self._starts[-1] != tokens
+            or added.min() < 1
+            or (lens - added).min() < 0
+            or used.max() > ring.max_blocks
+        ):
+            return False
+        blocks = self._table[torch.arange(ring.max_blocks) < used[:, None]]
+        if min(blocks.min(), self._slots.min()) < 0:
+            return False
+        self._end = 1 + int(max(blocks.max(), self._slots.max() // block_size))
+        self._slots = (
+            self._rows.of(self._slots // block_size) * block_size + self._slots % block_size
+        )
+        self._table = self._rows.of(self._table)
+        geometry = ring.geometry
+        self._metadata = torch.ops._C.get_scheduler_metadata(
+            requests,
+            geometry.query_heads,
+            geometry.kv_heads,
+            geometry.head_size,
+            self._lens,
+            areas.query.dtype,
+            self._starts,
+            True,
+            geometry.sliding_window,
+            geometry.isa,
+            self._split_kv,
+            None,
+            "auto",
+        )
+        return True
+
+    def _take_copy(self, blocks: int, work: Work) -> bool:
+        if not 1 <= blocks <= self._ring.most_copied:
+            return False
+        self._work = work
+        self._blocks = self._ring.areas.block_table[0, :blocks].tolist()
+        if min(self._blocks) < 0:
+            return False
+        self._end = 1 + max(self._blocks)
+        self._blocks = [self._rows.of(block) for block in self._blocks]
+        return True
+
+    def _copy(self, caches: tuple[Tensor, Tensor]) -> None:
+        for rows, cache in zip(self._ring.copied(len(self._blocks)), caches, strict=True):
+            for row, block in zip(rows, self._blocks, strict=True):
+                into, out_of = (
+                    (cache[block], row) if self._work is Work.WRITE else (row, cache[block])
+                )
+                into.copy_(out_of)
+
+    def _attend(self, key_cache: Tensor, value_cache: Tensor) -> None:
+        areas, geometry, tokens = self._ring.areas, self._ring.geometry, len(self._slots)
+        if self._layers is not None:
+            assert self._metadata is not None
+            self._layers(
+                areas.query[:tokens], areas.output[:tokens], self._starts, self._lens,
+                self._table, self._slots, self._metadata,
+            )  # fmt: skip
+            return
+        torch.ops._C.cpu_attn_reshape_and_cache(
+            areas.key[:tokens],
+            areas.value[:tokens],
+            key_cache,
+            value_cache,
+            self._slots,
+            geometry.isa,
+            1.0,
+            1.0,
+            "auto",
+        )
+        torch.ops._C.cpu_attention_with_kv_cache(
+            areas.query[:tokens],
+            key_cache,
+            value_cache,
+            areas.output[:tokens],
+            self._starts,
+            self._lens,
+            geometry.scale,
+            True,
+            None,
+            geometry.sliding_window,
+            self._table,
+            geometry.softcap,
+            self._metadata,
+            None,
+            None,
+            1.0,
+            1.0,
+            "auto",
+        )

@@ -1,0 +1,266 @@
+"""The borrower's end of a task ring: posts rows of its batch, fetches their attention."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+
+from loomserve.platform.lending.ring import native
+from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, Line, Peer, Ring, Work
+
+YIELD_NS = 200_000
+"""A wait that lasts so long lets others have the core between its looks."""
+LOOK_NS = 1_000_000
+"""So often it looks whether the lender lives."""
+
+SYS_FUTEX = 202
+"""Of x86-64, on which alone the fallback runs."""
+
+
+class Borrower:
+    """A worker's end of one ring, for the thread that runs its model.
+
+    Once a step :meth:`begin_step`, then for each layer :meth:`post`, own work, :meth:`wait`; in
+    between, blocks are copied by :meth:`begin_copy`, then :meth:`write` or :meth:`read`. When
+    the ring is closed, whoever closed it, nothing is posted any more and each wait is False at
+    once, so that the caller need not ask in every layer.
+    """
+
+    def __init__(self, ring: Ring) -> None:
+        self.ring = ring
+        self._in_flight = False
+        # Of the step, what copies of blocks write over.
+        self._step: tuple[int, int, torch.Tensor] | None = None
+        ring.words[Line.BORROWER * LINE_WORDS] = os.getpid()
+        module = native.extension()
+        self._end = module.Borrower(native.mapped(module, ring)) if module else _Fallback(ring)
+
+    def begin_step(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Say what the rows of this step's tasks are, as vLLM's attention metadata does.
+
+        Args:
+            query_start_loc: int32 [requests + 1], counted from these rows' first.
+            seq_lens: int32 [requests], tokens in the cache after this step.
+            block_table: int32 [requests, up to ``ring.max_blocks``], guest blocks; nobody looks
+                at what stands behind a sequence's last block.
+            slot_mapping: int64 [tokens], guest block * block size + place in the block.
+
+        Raises:
+            RuntimeError: a task is in flight.
+            ValueError: the step is larger than the ring.
+        """
+        ring, requests, tokens = self.ring, len(seq_lens), len(slot_mapping)
+        width = block_table.shape[1]
+        if self._in_flight:
+            raise RuntimeError("a task is in flight: wait for it before a step begins")
+        if requests > ring.max_requests or tokens > ring.max_tokens or width > ring.max_blocks:
+            raise ValueError(
+                f"a step of {tokens} tokens and {requests} requests of {width} blocks exceeds the "
+                f"ring's {ring.max_tokens}, {ring.max_requests} and {ring.max_blocks}"
+            )
+        ring.areas.query_start_loc[: requests + 1] = query_start_loc
+        ring.areas.seq_lens[:requests] = seq_lens
+        ring.areas.block_table[:requests, :width] = block_table
+        ring.areas.slot_mapping[:tokens] = slot_mapping
+        self._step = requests, tokens, block_table[0]
+        self._begin(requests, tokens, Work.ATTEND)
+
+    def resume_step(self) -> None:
+        """The next tasks are the step's again: blocks were copied between its begin and them."""
+        if self._step is not None:
+            requests, tokens, first_row = self._step
+            self.ring.areas.block_table[0, : len(first_row)] = first_row
+            self._begin(requests, tokens, Work.ATTEND)
+
+    def _begin(self, requests: int, tokens: int, work: Work) -> None:
+        step = Line.STEP * LINE_WORDS
+        self.ring.words[step] += 1
+        self.ring.words[step + 1] = requests
+        self.ring.words[step + 2] = tokens
+        self.ring.words[step + 3] = work
+
+    def begin_copy(self, blocks: Sequence[int], work: Work) -> None:
+        """Say which guest blocks the next calls of :meth:`write` or :meth:`read` copy.
+
+        Raises:
+            RuntimeError: a task is in flight.
+            ValueError: they are more than the ring has room for (``ring.most_copied``), or none.
+        """
+        if self._in_flight:
+            raise RuntimeError("a task is in flight: wait for it before a step begins")
+        if not 0 < len(blocks) <= self.ring.most_copied:
+            raise ValueError(f"{len(blocks)} blocks are not 1 to {self.ring.most_copied}")
+        self.ring.areas.block_table[0, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
+        self._copied = self.ring.copied(len(blocks))
+        self._begin(len(blocks), 0, work)
+
+    def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, timeout_s: float) -> bool:
+        """Copy one layer of the blocks into the lender's memory.
+
+        Args:
+            layer: from 0.
+            key: [blocks, kv_heads, block_size, head_size], as it stands in a cache; ``value``, too.
+            timeout_s: as of :meth:`wait`.
+
+        Returns:
+            False if the ring is closed.
+        """
+        self._copied[0].copy_(key)
+        self._copied[1].copy_(value)
+        return bool(self._end.copy(layer, timeout_s))
+
+    def read(self, layer: int, timeout_s: float) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """One layer of the blocks from the lender's memory, key and value as :meth:`write` takes
+        them; they stand in the ring, until its next task. None if it is closed."""
+        return self._copied if self._end.copy(layer, timeout_s) else None
+
+    def post(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Hand the step's rows of one layer to the lender.
+
+        Args:
+            layer: from 0.
+            query: [tokens, query_heads, head_size] of the geometry's dtype; the last dimension is
+                contiguous, here as in the others.
+            key: [tokens, kv_heads, head_size].
+            value: like ``key``.
+
+        Raises:
+            RuntimeError: a task is in flight, or the tensors are not of this step and geometry.
+        """
+        if self._in_flight:
+            raise RuntimeError("a task is in flight: wait for it before the next is posted")
+        self._end.post(layer, query, key, value)
+        self._in_flight = True
+
+    def through_layers(
+        self, hidden: torch.Tensor, residual: torch.Tensor, timeout_s: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Have the lender compute its layers of the step's rows.
+
+        Args:
+            hidden: [tokens, hidden_size] of the geometry's dtype; no wider than a row of queries.
+            residual: like ``hidden``.
+            timeout_s: as of :meth:`wait`.
+
+        Returns:
+            Both behind those layers; None if the ring is closed.
+        """
+        tokens, width = hidden.shape
+        query, output = (
+            area[:tokens].view(tokens, -1)[:, :width]
+            for area in (self.ring.areas.query, self.ring.areas.output)
+        )
+        query.copy_(hidden)
+        output.copy_(residual)
+        begin = time.monotonic_ns()
+        if not self._end.copy(0, timeout_s):
+            return None
+        stats = Line.BORROWER_STATS * LINE_WORDS
+        self.ring.words[stats] += 1
+        self.ring.words[stats + 2] += time.monotonic_ns() - begin
+        return output.clone(), query.clone()
+
+    def wait(self, output: torch.Tensor, timeout_s: float) -> bool:
+        """Copy the posted task's attention into ``output``.
+
+        Args:
+            output: [tokens, query_heads, head_size] or [tokens, query_heads * head_size].
+            timeout_s: after it the ring is closed as TIMED_OUT. A lender whose process is gone
+                closes it as DIED within some milliseconds.
+
+        Returns:
+            False if the ring is closed; ``output`` is then as it was.
+        """
+        self._in_flight = False
+        return bool(self._end.wait(output, timeout_s))
+
+
+class _Fallback:
+    """What the extension does, in Python: for machines without a compiler."""
+
+    def __init__(self, ring: Ring) -> None:
+        self._ring = ring
+        self._posted = ring.words[Line.POSTED * LINE_WORDS]
+        self._lender = Peer(ring, Line.LENDER)
+        self._fence = threading.Lock()
+
+    def post(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        ring, words = self._ring, self._ring.words
+        if ring.closed is not Closed.OPEN:
+            return
+        begin, tokens = time.monotonic_ns(), words[Line.STEP * LINE_WORDS + 2]
+        if not len(query) == len(key) == len(value) == tokens:
+            raise RuntimeError(f"a task of {len(query)} tokens in a step of {tokens}")
+        ring.areas.query[:tokens] = query
+        ring.areas.key[:tokens] = key
+        ring.areas.value[:tokens] = value
+        self._lender.meet()
+        self._announce(layer)
+        words[Line.BORROWER_STATS * LINE_WORDS] += 1
+        words[Line.BORROWER_STATS * LINE_WORDS + 1] += time.monotonic_ns() - begin
+
+    def _announce(self, layer: int) -> None:
+        words, posted, now = self._ring.words, Line.POSTED * LINE_WORDS, time.monotonic_ns()
+        words[posted + 1] = layer
+        words[posted + 2] = now
+        self._posted += 1
+        words[posted] = self._posted
+        # A lock's atomic instruction is a full fence on the machines that this runs on.
+        with self._fence:
+            sleeps = words[Line.SLEEPING * LINE_WORDS]
+        if sleeps:
+            _wake(self._ring.areas.control[Line.POSTED].data_ptr())
+        words[Line.BORROWER * LINE_WORDS + 1] = now
+
+    def copy(self, layer: int, timeout_s: float) -> bool:
+        if self._ring.closed is not Closed.OPEN:
+            return False
+        self._lender.meet()
+        self._announce(layer)
+        return self._done(time.monotonic_ns(), int(timeout_s * 1e9))
+
+    def wait(self, output: torch.Tensor, timeout_s: float) -> bool:
+        ring, words = self._ring, self._ring.words
+        begin = time.monotonic_ns()
+        if not self._done(begin, int(timeout_s * 1e9)):
+            return False
+        output.copy_(ring.areas.output[: len(output)].view(output.shape))
+        waited, stats = time.monotonic_ns() - begin, Line.BORROWER_STATS * LINE_WORDS
+        words[Line.BORROWER * LINE_WORDS + 1] = begin + waited
+        words[stats + 2] += waited
+        words[stats + 3] = max(waited, words[stats + 3])
+        return True
+
+    def _done(self, begin: int, timeout: int) -> bool:
+        ring, words, done = self._ring, self._ring.words, Line.DONE * LINE_WORDS
+        looked = begin
+        while ring.closed is Closed.OPEN:
+            # Before it looks for the result, lest a halt of this process pass for the lender's.
+            now = time.monotonic_ns()
+            if words[done] == self._posted:
+                return True
+            if now - begin >= timeout:
+                ring.shut(Closed.TIMED_OUT)
+            elif now - looked >= LOOK_NS:
+                looked = now
+                if self._lender.gone():
+                    ring.shut(Closed.DIED)
+            if now - begin >= YIELD_NS:
+                os.sched_yield()
+        return False
+
+
+def _wake(address: int) -> None:
+    """Wake whoever sleeps on the futex there (FUTEX_WAKE, all of them)."""
+    ctypes.CDLL(None).syscall(SYS_FUTEX, ctypes.c_void_p(address), 1, 2**31 - 1, None, None, 0)

@@ -1,0 +1,393 @@
+"""The task ring of one borrower and one lender: a file in shared memory that both map.
+
+A *task* is the attention of some rows of the borrower's batch in one layer, or the copy of some
+blocks of one layer into the lender's memory or out of it. One is in flight at a time, in lock step
+with the borrower's layers, so every area below holds one task::
+
+    page 0          superblock: magic, version, sizes, the borrower's geometry
+    page 1          control lines of 128 bytes, in words of 8 bytes (:class:`Line`)
+    then, each from a page of its own:
+    query_start_loc int32 [max_requests + 1]            a step's metadata, in the numbering
+    seq_lens        int32 [max_requests]                of the guest's own blocks
+    block_table     int32 [max_requests, max_blocks]
+    slot_mapping    int64 [max_tokens]
+    query           [max_tokens, query_heads, head_size]   a task's tensors, in the
+    key, value      [max_tokens, kv_heads, head_size]      geometry's dtype
+    output          [max_tokens, query_heads, head_size]
+
+A step that copies has its blocks' numbers in the first row of ``block_table`` and their bytes, as
+they stand in a cache, from the beginning of ``key`` and ``value``.
+
+**Control lines.** Each line has one writing process, and 128 bytes since some machines have such
+cache lines and others fetch 64-byte ones in pairs. ``CLOSED`` alone is written by whoever gives up
+first; it leaves OPEN once and for all, but of two that give up at the same instant either reason
+may stand.
+
+**Ordering.** Task n is posted by this chain, each arrow of which is an ordering:
+
+    borrower writes metadata, tensors, layer → stores ``posted = n`` (release)
+    → lender loads ``posted = n`` (acquire) → reads them, writes KV and output
+    → stores ``done = n`` (release) → borrower loads ``done = n`` (acquire) → reads the output
+    → only then writes the tensors of task n + 1, or the metadata of a new step.
+
+So neither side ever writes what the other may still read, and no lock is needed. Counters never
+repeat in practice (2^63 tasks), so a late or doubled answer cannot pass for another's. The native
+sides use C++ atomics, which are fences on ARM and POWER and plain moves on x86. The Python fallback
+has no fences, so it runs on x86 only, where stores become visible in program order and loads happen
+in it (Intel SDM vol. 3, section 9.2; AMD APM vol. 2, section 7.2).
+
+**Sleep.** A lender with nothing to do sets ``sleeping``, looks at ``posted`` again and then sleeps
+on the futex of its low half, which the kernel compares once more. The borrower stores ``posted``,
+passes a full fence and only then reads ``sleeping``. As each writes before it reads (Dekker's
+argument), either the lender sees the task or the borrower sees that it must wake it.
+"""
+
+from __future__ import annotations
+
+import enum
+import mmap
+import os
+import select
+import shutil
+import struct
+from io import FileIO
+from math import prod
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import torch
+
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.lending.ring.geometry import Geometry
+
+MAGIC = b"LoomRing"
+VERSION = 2
+
+LINE_WORDS = 16
+_PAGE = 4096
+_SUPERBLOCK = struct.Struct("<8sQQQQQQ")
+
+
+class Closed(enum.IntEnum):
+    """Why a ring is closed."""
+
+    OPEN = 0
+    DRAINED = 1
+    """In good order: nothing of the guest's is left."""
+    REVOKED = 2
+    """The lender took its memory back."""
+    TIMED_OUT = 3
+    """The borrower waited too long for a result."""
+    DIED = 4
+    """The process of the other side is gone."""
+    REFUSED = 5
+    """The borrower asked for what no borrower may."""
+    FAILED = 6
+    """The lender's attention raised an error; its log has it."""
+
+
+class Line(enum.IntEnum):
+    """The control lines, and in brackets what their words hold besides the first."""
+
+    GRANTED = 0
+    WANTED = 1
+    VACATED = 2
+    CLOSED = 3
+    BORROWER = 4
+    """pid [time of the last beat, ns]"""
+    LENDER = 5
+    """pid [time of the last beat, ns]"""
+    STEP = 6
+    """number of the step [requests, tokens, what is to be done (:class:`Work`)]"""
+    POSTED = 7
+    """number of the last task posted [layer, time of the post, ns]"""
+    DONE = 8
+    """number of the last task done"""
+    SLEEPING = 9
+    """1 while a post must wake the lender"""
+    BORROWER_STATS = 10
+    LENDER_STATS = 11
+
+
+class Work(enum.IntEnum):
+    """What the tasks of a step are; of copies, its ``requests`` are the blocks."""
+
+    ATTEND = 0
+    WRITE = 1
+    """Copy blocks into the lender's memory."""
+    READ = 2
+    """Copy blocks out of it."""
+
+
+class RingStats(NamedTuple):
+    """What has happened so far, but for copies; times in ns.
+
+    ``tasks`` to ``wait_max_ns`` are the borrower's: waits last until a result was copied out. The
+    others are the lender's: ``pickup_ns`` passed between post and begin of service.
+    """
+
+    tasks: int
+    post_ns: int
+    wait_ns: int
+    wait_max_ns: int
+    polled: int
+    idled: int
+    service_ns: int
+    pickup_ns: int
+
+
+class Areas(NamedTuple):
+    """A ring's tensors; shapes and types stand above, ``control`` is int64 [lines, words]."""
+
+    control: torch.Tensor
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    slot_mapping: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    output: torch.Tensor
+
+
+class Ring:
+    """One ring as one process maps it.
+
+    The two workers post and serve through
+    :class:`~loomserve.platform.lending.ring.borrower.Borrower` and
+    :class:`~loomserve.platform.lending.ring.attention_server.Desk`; their schedulers map it for its
+    control words.
+    """
+
+    areas: Areas
+    """Gone after :meth:`close`."""
+
+    def __init__(self, path: Path, file: FileIO) -> None:
+        """Map an open ring; ``StartError`` if the file is none, or another version's, or cut."""
+        self.path = path
+        superblock = _superblock(path, file)
+        self.geometry = superblock.geometry
+        self.max_tokens = superblock.max_tokens
+        self.max_requests = superblock.max_requests
+        self.max_blocks = superblock.max_blocks
+        self._mapping = mmap.mmap(file.fileno(), superblock.nbytes)
+        lines = memoryview(self._mapping)[_PAGE : _PAGE + len(Line) * LINE_WORDS * 8]
+        self.words = lines.cast("q")
+        self.areas = Areas(*(self._tensor(*area) for area in superblock.areas()))
+
+    @classmethod
+    def create(
+        cls, path: Path, geometry: Geometry, max_tokens: int, max_requests: int, max_blocks: int
+    ) -> Self:
+        """Make a ring for steps of up to so many tokens and requests of so many blocks each.
+
+        A ring already at ``path`` is replaced; who has it mapped keeps the old one.
+
+        Raises:
+            StartError: there is too little shared memory.
+        """
+        superblock = _Superblock(geometry, max_tokens, max_requests, max_blocks)
+        new = path.with_name(f"{path.name}.{os.getpid()}.new")
+        new.unlink(missing_ok=True)
+        try:
+            # What it carries are users' prompts, so nobody else may read it.
+            with FileIO(new, "x+", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+                _reserve(path, file, superblock.nbytes)
+                os.pwrite(file.fileno(), superblock.pack(), 0)
+                ring = cls(path, file)
+            # Nobody may attach to what is not complete.
+            new.rename(path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        return ring
+
+    @classmethod
+    def attach(cls, path: Path) -> Self:
+        """Map the ring at ``path``; ``StartError`` if there is none that this version can use."""
+        try:
+            file = FileIO(path, "r+")
+        except OSError as error:
+            raise StartError(f"cannot open the task ring {path}: {error.strerror}") from error
+        with file:
+            return cls(path, file)
+
+    def close(self) -> None:
+        """Let go of the mapping, which goes with the last view of it. Says nothing to others."""
+        self.words.release()
+        self.__dict__.pop("areas", None)
+
+    def unlink(self) -> None:
+        """Remove the file; who has it mapped keeps it."""
+        self.path.unlink(missing_ok=True)
+
+    @property
+    def granted(self) -> int:
+        """Guest blocks that the borrower may use now; the lender's scheduler writes it."""
+        return self.words[Line.GRANTED * LINE_WORDS]
+
+    @granted.setter
+    def granted(self, blocks: int) -> None:
+        self.words[Line.GRANTED * LINE_WORDS] = blocks
+
+    @property
+    def wanted(self) -> int:
+        """Guest blocks that the borrower shall shrink to; the lender's scheduler writes it."""
+        return self.words[Line.WANTED * LINE_WORDS]
+
+    @wanted.setter
+    def wanted(self, blocks: int) -> None:
+        self.words[Line.WANTED * LINE_WORDS] = blocks
+
+    @property
+    def vacated(self) -> int:
+        """The borrower uses no block from this one on; its scheduler writes it."""
+        return self.words[Line.VACATED * LINE_WORDS]
+
+    @vacated.setter
+    def vacated(self, blocks: int) -> None:
+        self.words[Line.VACATED * LINE_WORDS] = blocks
+
+    @property
+    def closed(self) -> Closed:
+        return Closed(self.words[Line.CLOSED * LINE_WORDS])
+
+    def shut(self, reason: Closed) -> None:
+        """Close the ring for both sides, for good; nothing if it is closed already."""
+        if self.closed is Closed.OPEN:
+            self.words[Line.CLOSED * LINE_WORDS] = reason
+
+    def pid(self, side: Line) -> int:
+        """Of the worker on ``Line.BORROWER`` or ``Line.LENDER``; 0 while it is not there."""
+        return self.words[side * LINE_WORDS]
+
+    def beat_ns(self, side: Line) -> int:
+        """When, by CLOCK_MONOTONIC, the side was last seen to run: a lender beats with every poll
+        and some ten times a second while it sleeps, a borrower with every task."""
+        return self.words[side * LINE_WORDS + 1]
+
+    def stats(self) -> RingStats:
+        borrower, lender = Line.BORROWER_STATS * LINE_WORDS, Line.LENDER_STATS * LINE_WORDS
+        return RingStats(*self.words[borrower : borrower + 4], *self.words[lender : lender + 4])
+
+    @property
+    def most_copied(self) -> int:
+        """Blocks that one step can copy."""
+        return min(self.max_tokens // self.geometry.block_size, self.max_blocks)
+
+    def copied(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where keys and values of a copying task's blocks are, as views of a cache's shape:
+        [blocks, kv_heads, block_size, head_size]."""
+        geometry = self.geometry
+        shape = (blocks, geometry.kv_heads, geometry.block_size, geometry.head_size)
+        key, value = (
+            area[: blocks * geometry.block_size].view(shape)
+            for area in (self.areas.key, self.areas.value)
+        )
+        return key, value
+
+    def _tensor(self, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+        flat = torch.frombuffer(self._mapping, dtype=dtype, count=prod(shape), offset=offset)
+        return flat.view(shape)
+
+
+class Peer:
+    """The worker on one side of a ring, as the other sees it; both share a PID namespace."""
+
+    def __init__(self, ring: Ring, side: Line) -> None:
+        self._ring = ring
+        self._side = side
+        self._process: FileIO | None = None
+        self._gone = False
+
+    def meet(self) -> None:
+        """Take hold of the process soon after it came, lest its pid mean another one later."""
+        pid = self._ring.words[self._side * LINE_WORDS]
+        if pid and self._process is None and not self._gone:
+            try:
+                self._process = FileIO(os.pidfd_open(pid))
+            except ProcessLookupError:
+                self._gone = True
+
+    def gone(self) -> bool:
+        """Whether its process has ended, be it reaped or not."""
+        self.meet()
+        if self._process is not None:
+            ended = select.poll()
+            ended.register(self._process, select.POLLIN)
+            self._gone = bool(ended.poll(0))
+        return self._gone
+
+
+class _Superblock(NamedTuple):
+    geometry: Geometry
+    max_tokens: int
+    max_requests: int
+    max_blocks: int
+
+    def areas(self) -> list[tuple[int, torch.dtype, tuple[int, ...]]]:
+        """Offset, type and shape of the areas, in :class:`Areas`' order."""
+        geometry, tokens, requests = self.geometry, self.max_tokens, self.max_requests
+        dtype: torch.dtype = getattr(torch, geometry.dtype)
+        queries = (tokens, geometry.query_heads, geometry.head_size)
+        keys = (tokens, geometry.kv_heads, geometry.head_size)
+        placed: list[tuple[int, torch.dtype, tuple[int, ...]]] = []
+        offset = _PAGE
+        for kind, shape in (
+            (torch.int64, (len(Line), LINE_WORDS)),
+            (torch.int32, (requests + 1,)),
+            (torch.int32, (requests,)),
+            (torch.int32, (requests, self.max_blocks)),
+            (torch.int64, (tokens,)),
+            (dtype, queries),
+            (dtype, keys),
+            (dtype, keys),
+            (dtype, queries),
+        ):
+            placed.append((offset, kind, shape))
+            offset += _in_pages(shape, kind)
+        return placed
+
+    @property
+    def nbytes(self) -> int:
+        offset, dtype, shape = self.areas()[-1]
+        return offset + _in_pages(shape, dtype)
+
+    def pack(self) -> bytes:
+        text = self.geometry.to_json().encode()
+        sizes = (self.max_tokens, self.max_requests, self.max_blocks)
+        return _SUPERBLOCK.pack(MAGIC, VERSION, self.nbytes, *sizes, len(text)) + text
+
+
+def _in_pages(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    """Bytes of the whole pages that such a tensor takes."""
+    size: int = prod(shape) * dtype.itemsize
+    return -(-size // _PAGE) * _PAGE
+
+
+def _superblock(path: Path, file: FileIO) -> _Superblock:
+    page = os.pread(file.fileno(), _PAGE, 0)
+    if len(page) < _PAGE or not page.startswith(MAGIC):
+        raise StartError(f"{path} is no task ring: remove it or name another path")
+    _, version, nbytes, tokens, requests, blocks, length = _SUPERBLOCK.unpack_from(page)
+    if version != VERSION:
+        raise StartError(
+            f"the task ring {path} has format {version}, this Loomserve reads {VERSION}: "
+            "run the same Loomserve on both sides"
+        )
+    text = page[_SUPERBLOCK.size : _SUPERBLOCK.size + length]
+    superblock = _Superblock(Geometry.from_json(text), tokens, requests, blocks)
+    if os.fstat(file.fileno()).st_size != nbytes or superblock.nbytes != nbytes:
+        raise StartError(f"the task ring {path} is cut short: remove it")
+    return superblock
+
+
+def _reserve(path: Path, file: FileIO, size: int) -> None:
+    """Back the file with memory now, for a store to a page that cannot be had is a SIGBUS."""
+    free = shutil.disk_usage(path.parent).free
+    if size > free:
+        raise StartError(
+            f"the task ring {path} needs {size} bytes, of which {path.parent} has {free} free: "
+            "lower max_num_batched_tokens or max_num_seqs of its model"
+        )
+    os.posix_fallocate(file.fileno(), 0, size)

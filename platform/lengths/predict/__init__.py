@@ -1,0 +1,1 @@
+"""Predictors of output length, and what they see of a request."""

@@ -1,0 +1,37 @@
+"""The baseline that knows applications and nothing of their requests: each one's mean length."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loomserve.platform.lengths.predict.buckets import bucket_of
+from loomserve.platform.lengths.predict.embedding import Floats
+from loomserve.platform.lengths.predict.head import Arrays, Guess
+
+
+@dataclass(frozen=True, eq=False)
+class AppMeans:
+    """``apps`` ascending, shape ``[apps]``; ``values`` mean, 5 % and 95 % quantile of each, and
+    last of all together, for unknown ones, ``[apps + 1, 3]``."""
+
+    apps: Floats
+    values: NDArray[np.float64]
+
+    def guess(self, features: Floats, most: float = math.inf) -> Guess:
+        at = int(np.searchsorted(self.apps, features[0]))
+        known = at < len(self.apps) and self.apps[at] == features[0]
+        tokens, low, high = map(float, self.values[at if known else -1])
+        # How they spread is not known.
+        return Guess(min(most, tokens), low, high, int(bucket_of(tokens)))
+
+    def arrays(self) -> Arrays:
+        return vars(self)
+
+    @classmethod
+    def of(cls, arrays: Arrays) -> Self:
+        return cls(**arrays)

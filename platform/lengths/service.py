@@ -1,0 +1,139 @@
+"""Predicted lengths of answers, beside the gateway's event loop: asked on arrival, learnt after.
+
+A prediction takes two milliseconds of processor time, and longer where the machine is busy, so it
+is made in a thread, and a request goes on without one that is late.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
+from loomserve.platform.lengths.predict.request import query_of
+from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.scheduling.policy.expected import Expected
+
+if TYPE_CHECKING:
+    from loomserve.platform.lengths.stored import StoredPredictor
+
+_log = logging.getLogger("ray.serve")
+
+_LIMIT_S = 0.03
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """A prediction, and what it takes to learn from its request's end."""
+
+    predictor: StoredPredictor
+    query: LengthQuery
+    prediction: Prediction
+
+    @property
+    def expected(self) -> Expected:
+        return Expected(self.prediction.tokens, self.prediction.high)
+
+
+class LengthPredictions:
+    """The predictors of all models that have one. All methods are for the event loop."""
+
+    def __init__(
+        self,
+        metrics: GatewayMetrics,
+        *,
+        open_one: Callable[[str], StoredPredictor] | None = None,
+        limit_s: float = _LIMIT_S,
+    ) -> None:
+        self._metrics = metrics
+        self._open_one = open_one or _open_predictor
+        self._limit_s = limit_s
+        self._names: dict[str, str] = {}
+        self._open: dict[str, StoredPredictor] = {}
+        self._opening: dict[str, asyncio.Task[None]] = {}
+        # One is enough: what comes faster than one thread predicts would be late anyway.
+        self._thread = ThreadPoolExecutor(1, "predict-lengths")
+
+    def set_models(self, names: Mapping[str, str]) -> None:
+        """The predictor of each model; others are closed. Until one is open it is not asked."""
+        for model in list(self._names):
+            if names.get(model) != self._names[model]:
+                self._forget(model)
+        for model, name in names.items():
+            if model not in self._names:
+                self._names[model] = name
+                self._opening[model] = asyncio.create_task(self._start(model, name))
+
+    async def predict(self, model: str, request: Mapping[str, Any]) -> Predicted | None:
+        """What its answer will take; None if nothing predicts it, or not in time."""
+        predictor = self._open.get(model)
+        if predictor is None:
+            return None
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._limit_s):
+                # One that has not begun when its time is over is never made.
+                predicted = await loop.run_in_executor(self._thread, _predict, predictor, request)
+        except TimeoutError:
+            self._metrics.length_predicted(model, "late")
+            return None
+        except Exception as error:
+            # Whatever a predictor stumbles over, the request can be served without it.
+            _log.warning("no length was predicted for a request of model %s: %r", model, error)
+            self._metrics.length_predicted(model, "failed")
+            return None
+        if predicted is not None:
+            self._metrics.length_predicted(model, "made")
+        return predicted
+
+    def ended(self, model: str, predicted: Predicted, tokens: int) -> None:
+        """An answer ended by itself and had so many tokens."""
+        self._metrics.length_observed(model, abs(predicted.prediction.tokens - tokens))
+        predicted.predictor.observe(predicted.query, predicted.prediction, tokens)
+
+    def close(self) -> None:
+        for model in list(self._names):
+            self._forget(model)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _start(self, model: str, name: str) -> None:
+        try:
+            predictor = await asyncio.to_thread(self._open_one, name)
+        except (ConfigError, OSError) as error:
+            # It was there when the model was loaded.
+            _log.error("lengths of model %s are not predicted: %s", model, error)
+            return
+        if self._names.get(model) != name:
+            return
+        self._open[model] = predictor
+        if not predictor.start():
+            _log.warning("length predictor %s does not learn here: another platform does", name)
+
+    def _forget(self, model: str) -> None:
+        del self._names[model]
+        self._opening.pop(model).cancel()
+        predictor = self._open.pop(model, None)
+        if predictor is not None:
+            predictor.close()
+
+
+def _open_predictor(name: str) -> StoredPredictor:
+    # Only here: gateways without predictors need neither numpy nor tokenizers.
+    from loomserve.platform.lengths.stored import open_predictor
+
+    return open_predictor(name)
+
+
+def counts_once(request: Mapping[str, Any]) -> bool:
+    """Whether the answer's usage is that of one answer, so that a length may be learnt from it."""
+    return request.get("n") in (None, 1) and request.get("best_of") in (None, 1)
+
+
+def _predict(predictor: StoredPredictor, request: Mapping[str, Any]) -> Predicted | None:
+    query = query_of(request, predictor.count)
+    return Predicted(predictor, query, predictor.predict(query)) if query else None

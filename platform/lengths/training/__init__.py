@@ -1,0 +1,1 @@
+"""How predictors are trained, measured and kept learning."""

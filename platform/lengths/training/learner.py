@@ -1,0 +1,164 @@
+"""A predictor that learns from the requests it serves, in the background."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+
+from loomserve.platform.base.errors import LoomserveError
+from loomserve.platform.lengths.predict.calibration import margin
+from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
+from loomserve.platform.lengths.predict.head import Head
+from loomserve.platform.lengths.predict.prediction import COVERAGE, LengthQuery, Prediction
+from loomserve.platform.lengths.predict.predictor import TrainedPredictor
+from loomserve.platform.lengths.training import learning, retrain
+from loomserve.platform.lengths.training.learning import Lessons, Outcome
+from loomserve.platform.lengths.training.split import normalised
+from loomserve.platform.lengths.training.versions import TrainingSet, Version, Versions
+
+_logger = logging.getLogger(__name__)
+
+Trainer = Callable[[str, TrainingSet], Head]
+
+# Requests whose texts wait, until the next period at the longest, to become features.
+_WAITING = 2000
+
+
+class Learner:
+    """Predicts with the newest version that has proved itself.
+
+    One a folder of versions. ``predict`` and ``observe`` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        versions: Versions,
+        version: Version,
+        embeddings: TokenEmbeddings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        train: Trainer = retrain.in_own_process,
+    ) -> None:
+        """
+        Raises:
+            ConfigError: the version was trained with other embeddings.
+        """
+        self._versions = versions
+        self._embeddings = embeddings
+        self._clock = clock
+        self._train = train
+        self._lessons = Lessons(clock())
+        self._ended: deque[tuple[LengthQuery, float, int]] = deque(maxlen=_WAITING)
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="lengths", daemon=True)
+        self._serve(version, _parent(versions, version))
+
+    @property
+    def version(self) -> int:
+        return self._version.number
+
+    def predict(self, query: LengthQuery) -> Prediction:
+        return self._predictor.predict(query)
+
+    def observe(self, query: LengthQuery, prediction: Prediction, tokens: int) -> None:
+        """Say how many tokens the answer had. Returns at once.
+
+        Only of answers that the model ended: one that was cut off by ``max_tokens`` or by its
+        client tells nothing of the length that it would have had.
+        """
+        self._ended.append((query, prediction.tokens, tokens))
+
+    def start(self) -> None:
+        """Learn every 3 minutes until :meth:`close`."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """Learn no more. Training that is under way is not waited for."""
+        self._stop.set()
+
+    def learn(self) -> None:
+        """One period, if it is due. Blocks while it trains, for seconds.
+
+        Raises:
+            LoomserveError: it could not be trained, or not be written; what serves is unchanged.
+        """
+        if not self._lessons.next_period(self._clock()):
+            return
+        self._take_outcomes()
+        if self._parent and learning.worse(self._head, self._parent, self._lessons.since):
+            self._roll_back()
+        self._calibrate()
+        training = self._lessons.added_to(self._version.training)
+        if training is not None:
+            candidate = self._train(self._version.fitted.kind, training)
+            if learning.better(candidate, self._head, self._lessons.held_out):
+                self._promote(candidate, training)
+
+    @property
+    def _head(self) -> Head:
+        return self._version.fitted.head
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._lessons.waits(self._clock())):
+            try:
+                self.learn()
+            except (LoomserveError, OSError) as error:
+                _logger.warning("length predictor %d goes on as it is: %s", self.version, error)
+
+    def _take_outcomes(self) -> None:
+        for _ in range(len(self._ended)):
+            query, predicted, tokens = self._ended.popleft()
+            text = normalised(f"{query.instruction} {query.user_input}")
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            features = self._predictor.features(query)
+            self._lessons.add(Outcome(features, predicted, tokens, digest))
+
+    def _promote(self, candidate: Head, training: TrainingSet) -> None:
+        old = self._version.fitted
+        fitted = replace(old, head=candidate, margin=self._margin(candidate))
+        version = self._versions.publish(fitted, training)
+        _logger.info("length predictor %d proved better than %d", version.number, self.version)
+        self._serve(version, old.head)
+
+    def _roll_back(self) -> None:
+        version = self._versions.roll_back(self._version)
+        _logger.warning(
+            "length predictor %d was worse on %d requests, back to %d",
+            self.version,
+            len(self._lessons.since),
+            version.number,
+        )
+        self._serve(version, None)
+
+    def _calibrate(self) -> None:
+        """What serves, by the latest requests, whether or not there will be a new version."""
+        if len(self._lessons.held_out) >= learning.FEWEST:
+            fitted = replace(self._version.fitted, margin=self._margin(self._head))
+            self._predictor = TrainedPredictor(fitted, self._embeddings)
+
+    def _margin(self, head: Head) -> float:
+        held_out = self._lessons.held_out
+        guesses = [head.guess(outcome.features) for outcome in held_out]
+        return margin(guesses, [outcome.tokens for outcome in held_out], COVERAGE)
+
+    def _serve(self, version: Version, parent: Head | None) -> None:
+        self._version, self._parent = version, parent
+        self._predictor = TrainedPredictor(version.fitted, self._embeddings)
+        self._lessons.changed()
+
+
+def _parent(versions: Versions, version: Version) -> Head | None:
+    """What may take a version's place if it proves worse: one that sees requests as it does."""
+    if version.parent is None:
+        return None
+    try:
+        parent = versions.read(version.parent).fitted
+    except LoomserveError:  # removed since
+        return None
+    same = (parent.kind, parent.embeddings) == (version.fitted.kind, version.fitted.embeddings)
+    return parent.head if same else None

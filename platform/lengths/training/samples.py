@@ -1,0 +1,104 @@
+"""Requests with the lengths of their answers, read from JSON lines."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.lengths.predict.prediction import LengthQuery
+
+_COLUMNS = (
+    "instruction and input (text, one may be missing), out_tokens; optionally in_tokens, task"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A request, and the tokens of its answer. ``task`` names what is reported together."""
+
+    task: str
+    query: LengthQuery
+    tokens: int
+
+
+def read(path: Path, count: Callable[[str], int], model: str | None = None) -> list[Sample]:
+    """The samples of a file of JSON lines, plain or gzipped.
+
+    Columns: ``instruction`` (the application's text), ``input`` (the user's), of which one may be
+    missing; ``out_tokens``, which may be an object of one length a model, of which ``model`` is
+    taken; ``in_tokens``, else what ``count`` finds in both texts; ``task``, else the file's name.
+    Lists ``instructions`` and ``out_tokens`` of equal length are several requests on one ``input``.
+    Other columns are ignored.
+
+    Raises:
+        ConfigError: it cannot be read, or a line lacks what is needed.
+    """
+    opened = gzip.open if path.suffix == ".gz" else open
+    name = path.name.removesuffix(".gz").removesuffix(".jsonl")
+    samples: list[Sample] = []
+    try:
+        with opened(path, "rt", encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        samples += _samples(json.loads(line), name, count, model)
+                    except (ValueError, TypeError, AttributeError) as error:
+                        raise ConfigError(f"{path}, line {number}: {error}") from None
+    except (OSError, UnicodeDecodeError, EOFError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if not samples:
+        raise ConfigError(f"{path} has no line; a line is a JSON object with {_COLUMNS}")
+    return samples
+
+
+def _samples(
+    row: dict[str, Any], name: str, count: Callable[[str], int], model: str | None
+) -> Iterator[Sample]:
+    several = row.get("instructions")
+    lengths = row.get("out_tokens")
+    if isinstance(lengths, dict):
+        if model not in lengths:
+            raise ValueError(
+                f"out_tokens is given for several models; choose one with --model: "
+                f"{', '.join(lengths)}"
+            )
+        lengths = lengths[model]
+        name = f"{name}:{model}"
+    if several is None:
+        several, lengths = [row.get("instruction", "")], [lengths]
+    if not isinstance(lengths, list) or len(several) != len(lengths):
+        raise ValueError("instructions and out_tokens must be lists of equal length")
+    given = row.get("in_tokens")
+    for instruction, tokens in zip(several, lengths, strict=True):
+        query = _query(instruction, row.get("input", ""), given, count)
+        yield Sample(str(row.get("task", name)), query, _whole("out_tokens", tokens))
+
+
+def _query(
+    instruction: Any, user_input: Any, given: Any, count: Callable[[str], int]
+) -> LengthQuery:
+    if not isinstance(instruction, str) or not isinstance(user_input, str):
+        raise ValueError("instruction and input must be text")
+    if not instruction and not user_input:
+        raise ValueError(f"has no text to predict from; needed are {_COLUMNS}")
+    if given is None:
+        given = count(instruction) + count(user_input)
+    return LengthQuery(instruction, user_input, _whole("in_tokens", given))
+
+
+def _whole(column: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{column} must be a whole number of tokens, not {value!r}")
+    return value
+
+
+def read_all(
+    paths: Sequence[Path], count: Callable[[str], int], model: str | None = None
+) -> list[Sample]:
+    """The samples of several files, in their order. Raises as :func:`read` does."""
+    return [sample for path in paths for sample in read(path, count, model)]

@@ -1,0 +1,1 @@
+"""Where models' weights are: folders, hub ids, packaged demo models."""

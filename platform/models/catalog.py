@@ -1,0 +1,145 @@
+"""The model catalog: where a model's weights are, checked before anything starts."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.models import demo
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "tekken.json",
+    "vocab.json",
+    "vocab.txt",
+    "*.tiktoken",
+)
+_CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+
+
+def resolve(source: str, base: Path, progress: Callable[[str], None] = print) -> Path | str:
+    """Where the weights of a configured model are.
+
+    ``source`` is ``demo`` or ``demo:NAME`` (fetched on first use, which ``progress`` is told of),
+    a folder relative to ``base``, or a model's id on the hub, which is returned as it is.
+
+    Raises:
+        ConfigError: a folder that is not there or damaged, an unknown demo model, or neither a
+            folder nor a hub id.
+        StartError: a demo model cannot be fetched.
+    """
+    kind, _, name = source.partition(":")
+    if kind == "demo":
+        folder = demo.fetch(name or demo.DEFAULT, progress)
+        try:
+            check_folder(folder)
+        except ConfigError as error:
+            raise ConfigError(f"{error}; delete {folder} to have it made again") from None
+        return folder
+    folder = (base / Path(source).expanduser()).absolute()
+    if folder.exists():
+        check_folder(folder)
+        return folder
+    if _HUB_ID.fullmatch(source) and not folder.parent.exists():
+        return source
+    if "/" in source or source.startswith((".", "~")):
+        raise ConfigError(f"source {source!r}: there is no folder {folder}; correct the path")
+    raise ConfigError(
+        f"source {source!r} is neither a folder nor a hub id (ORG/NAME); "
+        f"write demo, demo:NAME, a folder's path, or ORG/NAME"
+    )
+
+
+def check_folder(folder: Path) -> None:
+    """Check that a model folder is whole, reading no more than its headers.
+
+    Raises:
+        ConfigError: naming the file that is missing or damaged.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is not a folder; give the folder that has config.json in it")
+    if not _read_config(folder).get("architectures"):
+        raise ConfigError(
+            f"{folder / 'config.json'}: names no architectures; "
+            "take the file from the model's publisher"
+        )
+    if not any(path.stat().st_size for name in _TOKENIZER_FILES for path in folder.glob(name)):
+        raise ConfigError(
+            f"{folder} has no tokenizer (such as tokenizer.json); "
+            "copy it from the model's publisher"
+        )
+    for path in weight_files(folder):
+        try:
+            # Opening compares the header's extents with the file's length.
+            with safe_open(path, framework="numpy"):
+                pass
+        except FileNotFoundError:
+            raise ConfigError(f"{path} is missing; copy the model's weights again") from None
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(
+                f"{path} is damaged or cut short ({error}); copy the model's weights again"
+            ) from None
+
+
+def context_length(folder: Path) -> int | None:
+    """Tokens of context that a model folder's configuration states, if it does."""
+    config = _read_config(folder)
+    for part in (config, config.get("text_config") or {}):
+        for key in _CONTEXT_LENGTH_KEYS:
+            if isinstance(part.get(key), int):
+                return int(part[key])
+    return None
+
+
+def hidden_size(folder: Path) -> int | None:
+    """The width of a model's layers, if its configuration states it."""
+    config = _read_config(folder)
+    for part in (config, config.get("text_config") or {}):
+        if isinstance(part.get("hidden_size"), int):
+            return int(part["hidden_size"])
+    return None
+
+
+def weight_bytes(folder: Path) -> int:
+    """Bytes of a model folder's weights on disk."""
+    return sum(path.stat().st_size for path in weight_files(folder))
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    return _read_json(folder / "config.json", "give the folder of a model in transformers' format")
+
+
+def _read_json(path: Path, advice: str) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); {advice}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: is not JSON ({error}); copy the model's files again") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold one JSON object; copy the model's files again")
+    return value
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The files that a model folder's weights are in."""
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        shards = _read_json(index, "copy the model's files again").get("weight_map")
+        if not isinstance(shards, dict) or not shards:
+            raise ConfigError(f"{index}: has no weight_map; copy the model's files again")
+        return [folder / name for name in sorted(set(shards.values()))]
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(
+            f"{folder} has no *.safetensors; give a model with weights in that format"
+        )
+    return files

@@ -1,0 +1,1 @@
+"""Maps of layers to devices, and which is best (HELR). Pure."""

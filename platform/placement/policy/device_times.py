@@ -1,0 +1,110 @@
+"""What was measured of devices and their links, and how long a model's stages take by it."""
+
+from __future__ import annotations
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.placement.policy.model_shape import ModelShape
+
+
+class _Node(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StageTimes(_Node):
+    """Of a decode step of so many requests, in seconds, on one device."""
+
+    batch: int = Field(ge=1)
+    layer_s: float = Field(gt=0)
+    stage_s: float = Field(0.0, ge=0, description="Whatever its layers: inputs, calls.")
+    first_s: float = Field(0.0, ge=0, description="Embeddings.")
+    last_s: float = Field(0.0, ge=0, description="Output head and sampling.")
+
+
+class ModelTimes(_Node):
+    model: str = Field(description="Its source, as configurations name it.")
+    times: tuple[StageTimes, ...] = Field(min_length=1, description="By batch, ascending.")
+
+
+class DeviceFacts(_Node):
+    name: str
+    place: str = Field(description="Its cores or GPU.")
+    memory: int = Field(
+        gt=0, description="Bytes for engines; the CPU devices of a machine share its memory."
+    )
+    bytes_per_s: float = Field(gt=0, description="Reading weights.")
+    flop_per_s: float = Field(gt=0, description="Multiplying matrices.")
+    itemsize: int = Field(ge=1, description="Bytes of a number that it computes with.")
+    models: tuple[ModelTimes, ...] = ()
+
+
+class LinkFacts(_Node):
+    source: str
+    target: str
+    latency_s: float = Field(ge=0)
+    bytes_per_s: float = Field(gt=0)
+    measured: bool = Field(description="False: what is assumed of such devices.")
+
+
+class DeviceProfile(_Node):
+    measured_at: str = Field(description="UTC, ISO 8601.")
+    devices: tuple[DeviceFacts, ...] = Field(min_length=1)
+    links: tuple[LinkFacts, ...] = ()
+
+    def device(self, name: str) -> DeviceFacts:
+        """
+        Raises:
+            ConfigError: it was not measured.
+        """
+        for device in self.devices:
+            if device.name == name:
+                return device
+        raise ConfigError(
+            f"device {name!r} is not in the profile ({', '.join(d.name for d in self.devices)}): "
+            "run loomserve profile devices again"
+        )
+
+    def link_s(self, source: str, target: str, nbytes: float) -> float:
+        """Seconds that so many bytes take.
+
+        Raises:
+            ConfigError: the link was not measured.
+        """
+        for link in self.links:
+            if (link.source, link.target) == (source, target):
+                return link.latency_s + nbytes / link.bytes_per_s
+        raise ConfigError(
+            f"the link from {source!r} to {target!r} is not in the profile: "
+            "run loomserve profile devices again"
+        )
+
+
+def stage_times(device: DeviceFacts, model: str, shape: ModelShape, batch: int) -> StageTimes:
+    """Measured of this model, between the batches that were; else by bandwidth and arithmetic.
+
+    Beyond the measured batches, times grow as the arithmetic does.
+    """
+    measured = next((each.times for each in device.models if each.model == model), None)
+    if measured is None:
+        return StageTimes(
+            batch=batch,
+            layer_s=_multiply_s(device, shape.layer_parameters, batch),
+            last_s=_multiply_s(device, shape.head_parameters, batch),
+        )
+    batches = [each.batch for each in measured]
+    beyond = max(1.0, batch / batches[-1])
+    figures = {
+        name: beyond * float(np.interp(batch, batches, [getattr(each, name) for each in measured]))
+        for name in ("layer_s", "stage_s", "first_s", "last_s")
+    }
+    return StageTimes(batch=batch, **figures)
+
+
+def _multiply_s(device: DeviceFacts, parameters: float, batch: int) -> float:
+    """Weights are read once for all requests, and each is multiplied and added."""
+    return (
+        parameters * device.itemsize / device.bytes_per_s
+        + 2 * parameters * batch / device.flop_per_s
+    )

@@ -1,0 +1,125 @@
+"""HELR (UELLM, section 3.5): which layers of a model run on which devices.
+
+A pipeline of stages ``s_1 … s_k`` with ``n_1 + … + n_k`` = the model's layers, every device at most
+once, every stage within its device's memory (weights, KV and what a stage needs whatever it holds;
+embeddings on the first, the output head on the last stage). A step keeps stage i busy for
+``b_i = link(s_{i-1}, s_i) + stage(s_i) + n_i * layer(s_i)``, with the ends' extra work. Then
+
+* the *latency* of a step is ``b_1 + … + b_k``: what a lone request waits for a token;
+* the *period* is ``max b_i``: a full pipeline ends a step in every period, so throughput is batch
+  over period.
+
+What is minimised, in order (the paper's weights a_1, a_2 leave it open what is added to what):
+
+============ ============================ ============ =========
+mode         first                        then         then
+============ ============================ ============ =========
+``he``       devices                      period       latency
+``lr``       latency                      devices
+``balanced`` period, up to ``SLACK`` more latency      devices
+============ ============================ ============ =========
+
+The least period comes by bisection over all the times a stage can be busy for, the least latency
+within it by dynamic programming (:mod:`exact`), or by a beam (:mod:`beam`) where there are too many
+states. :mod:`bounds` says how far from the best a pipeline can be at most, in either case.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Literal, get_args
+
+import numpy as np
+
+from loomserve.platform.placement.policy import beam, bounds, exact
+from loomserve.platform.placement.policy.graph import (
+    Demand,
+    Graph,
+    Pipeline,
+    busy_s,
+    latency_s,
+    period_s,
+)
+from loomserve.platform.placement.policy.kinds import Kinds
+
+Mode = Literal["he", "lr", "balanced"]
+MODES: tuple[Mode, ...] = get_args(Mode)
+
+SLACK = 0.02
+"""Of the period that ``balanced`` gives away for latency: less than speeds are measured to."""
+
+_MOST_WORK = 3e8
+"""Of the dynamic programme: additions, a second or two."""
+_SAME = {exact: 1e-9, beam: 1e-3}
+"""Periods no further apart than this share are one."""
+
+
+class DoesNotFitError(Exception):
+    """No pipeline over these devices holds the model."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A pipeline and what it is predicted to do; seconds."""
+
+    mode: Mode
+    pipeline: Pipeline
+    busy_s: tuple[float, ...]
+    period_s: float
+    latency_s: float
+    exact: bool
+    """False: found by a beam, and others may be better."""
+    least_period_s: float
+    """That no pipeline over these devices can beat; in mode he, none over so few."""
+    least_latency_s: float
+
+
+def place(demand: Demand, graph: Graph, mode: Mode) -> Placement:
+    """The best pipeline in this mode.
+
+    Raises:
+        DoesNotFitError: the devices' memory does not hold the model.
+    """
+    kinds = Kinds.of(demand, graph)
+    search: ModuleType = exact if _work(kinds) <= _MOST_WORK else beam
+    fewest = search.fewest_stages(kinds, np.inf)
+    if fewest is None:
+        raise DoesNotFitError
+    most_stages = fewest if mode == "he" else kinds.most_stages
+    least_period = bounds.least_period_s(kinds, most_stages)
+    bound = np.inf
+    if mode != "lr":
+        bound = least_bound(kinds, search, most_stages, least_period)
+        bound *= 1 + (SLACK if mode == "balanced" else 0.0)
+    pipeline = search.quickest(kinds, bound, most_stages)
+    assert pipeline is not None, "a bound that was kept can be kept again"
+    return Placement(
+        mode=mode,
+        pipeline=pipeline,
+        busy_s=tuple(busy_s(demand, graph, pipeline)),
+        period_s=period_s(demand, graph, pipeline),
+        latency_s=latency_s(demand, graph, pipeline),
+        exact=search is exact,
+        least_period_s=least_period,
+        least_latency_s=bounds.least_latency_s(kinds),
+    )
+
+
+def _work(kinds: Kinds) -> float:
+    kinds_squared, layers_squared = len(kinds.members) ** 2, kinds.demand.layers**2
+    return kinds.states * kinds_squared * layers_squared / 2.0
+
+
+def least_bound(kinds: Kinds, search: ModuleType, most_stages: int, least_period: float) -> float:
+    """The least of all possible bounds that so many stages can keep."""
+    candidates = kinds.bounds()
+    low, high = int(np.searchsorted(candidates, least_period)), len(candidates) - 1
+    while candidates[low] < candidates[high] * (1 - _SAME[search]):
+        middle = (low + high) // 2
+        stages = search.fewest_stages(kinds, float(candidates[middle]))
+        if stages is not None and stages <= most_stages:
+            high = middle
+        else:
+            low = middle + 1
+    return float(candidates[high])

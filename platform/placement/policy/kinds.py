@@ -1,0 +1,152 @@
+"""Devices that can be exchanged for each other, counted instead of told apart.
+
+Two devices are of one kind if exchanging them changes no figure: the same memory and speeds, the
+same links to and from all others. The search is over how many of a kind are used, so 64 devices of
+four kinds have 17⁴ states and not 2⁶⁴; where all devices differ, a kind is a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from loomserve.platform.placement.policy.graph import Demand, Graph, Pipeline, Stage
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+
+_ROUNDING = 1e-9
+_EVER = 1e200
+"""Stands for no bound, so that it can be told from a link that is not there."""
+
+
+@dataclass(frozen=True)
+class Caps:
+    """The most layers of a stage of kind i within a bound, 0 if none; ``[j, i]`` after kind j."""
+
+    only: Ints
+    first: Ints
+    middle: Ints
+    last: Ints
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """A graph of kinds: ``members`` are places in the graph, ``links[j, i]`` of two devices."""
+
+    demand: Demand
+    graph: Graph
+    members: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, demand: Demand, graph: Graph) -> Kinds:
+        links = np.array(graph.links).reshape(len(graph.nodes), len(graph.nodes))
+        members: list[list[int]] = []
+        for node in range(len(graph.nodes)):
+            for kind in members:
+                if all(_exchangeable(graph, links, node, other) for other in kind):
+                    kind.append(node)
+                    break
+            else:
+                members.append([node])
+        return cls(demand, graph, tuple(map(tuple, members)))
+
+    @cached_property
+    def counts(self) -> Ints:
+        return np.array([len(kind) for kind in self.members])
+
+    def _column(self, name: str) -> Floats:
+        return np.array([getattr(self.graph.nodes[kind[0]], name) for kind in self.members])
+
+    @cached_property
+    def memory(self) -> Floats:
+        return self._column("memory")
+
+    @cached_property
+    def layer_s(self) -> Floats:
+        return self._column("layer_s")
+
+    @cached_property
+    def stage_s(self) -> Floats:
+        return self._column("stage_s")
+
+    @cached_property
+    def first_s(self) -> Floats:
+        return self._column("first_s")
+
+    @cached_property
+    def last_s(self) -> Floats:
+        return self._column("last_s")
+
+    @cached_property
+    def links(self) -> Floats:
+        """Within a kind: between two of it; infinite where it has no two."""
+        links, here = np.array(self.graph.links), np.array([kind[0] for kind in self.members])
+        between: Floats = links[np.ix_(here, here)].astype(np.float64)
+        for place, kind in enumerate(self.members):
+            between[place, place] = links[kind[0], kind[1]] if len(kind) > 1 else np.inf
+        return between
+
+    @cached_property
+    def states(self) -> int:
+        """Ways to use some of the devices."""
+        return int(np.prod(self.counts.astype(np.float64) + 1))
+
+    @cached_property
+    def most_stages(self) -> int:
+        return min(self.demand.layers, len(self.graph.nodes))
+
+    def caps(self, bound: float) -> Caps:
+        """What a stage may hold, by memory and by ``bound`` seconds of being busy."""
+
+        def most(extra_s: Floats, extra_bytes: float) -> Ints:
+            room = self.memory - self.demand.stage_bytes - extra_bytes
+            by_memory = room / self.demand.layer_bytes
+            by_time = (min(bound, _EVER) - self.stage_s - extra_s) / self.layer_s
+            most = np.floor(np.minimum(by_memory, by_time) + _ROUNDING)
+            return np.clip(most, 0, self.demand.layers).astype(np.int64)
+
+        first, last = self.demand.first_bytes, self.demand.last_bytes
+        return Caps(
+            only=most(self.first_s + self.last_s, first + last),
+            first=most(self.first_s, first),
+            middle=most(self.links, 0.0),
+            last=most(self.last_s + self.links, last),
+        )
+
+    def bounds(self) -> Floats:
+        """All times for which any stage can be busy, in ascending order."""
+        counts = np.arange(1, self.demand.layers + 1)
+        layers = self.stage_s[:, None] + self.layer_s[:, None] * counts
+        times = (
+            layers + (self.first_s + self.last_s)[:, None],
+            layers + self.first_s[:, None],
+            layers[None] + self.links[:, :, None],
+            layers[None] + (self.links + self.last_s)[:, :, None],
+        )
+        every = np.unique(np.concatenate([each.ravel() for each in times]))
+        finite: Floats = every[np.isfinite(every)]
+        return finite
+
+    def pipeline(self, kinds: Sequence[int], layers: Sequence[int]) -> Pipeline:
+        """With a device for each kind, the first of a kind first."""
+        left = [iter(kind) for kind in self.members]
+        return tuple(
+            Stage(next(left[kind]), int(count)) for kind, count in zip(kinds, layers, strict=True)
+        )
+
+
+def _exchangeable(graph: Graph, links: Floats, a: int, b: int) -> bool:
+    one, other = graph.nodes[a], graph.nodes[b]
+    figures = ("memory", "layer_s", "stage_s", "first_s", "last_s")
+    if any(getattr(one, name) != getattr(other, name) for name in figures):
+        return False
+    swapped = np.arange(len(links))
+    swapped[[a, b]] = b, a
+    there = links[np.ix_(swapped, swapped)] == links
+    np.fill_diagonal(there, True)
+    return bool(there.all())

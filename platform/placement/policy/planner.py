@@ -1,0 +1,142 @@
+"""From a configuration, its models' shapes and a device profile to maps of all its models.
+
+Models share devices. They are placed one after the other, the hottest first: a map of all models at
+once would have as many states as all the maps together, and what a cold model does with a device
+hardly shows to the hot one, which so gets the best map there is. If a later model then does not
+fit, the largest are placed first instead. What is placed takes memory, and ``load`` takes speed: of
+a model whose slowest stage is busy for a share of the time, later ones find its devices slower by
+as much.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from loomserve.platform.devices.memory import ENGINE_BYTES, STAGE_BYTES
+from loomserve.platform.placement.policy.device_times import DeviceProfile, stage_times
+from loomserve.platform.placement.policy.graph import Demand, Graph, Node
+from loomserve.platform.placement.policy.helr import DoesNotFitError, Mode, Placement, place
+from loomserve.platform.placement.policy.model_shape import ModelShape
+
+# Hidden states and the residual beside them, as most architectures pass both on.
+_TENSORS_PASSED = 2
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A model to be placed; ``load`` is the share of the time that its slowest stage is busy."""
+
+    name: str
+    source: str
+    shape: ModelShape
+    devices: tuple[str, ...]
+    kv_bytes: float
+    mode: Mode
+    batch: int
+    load: float = 0.0
+
+    @property
+    def size(self) -> float:
+        return self.shape.layers * self.shape.layer_parameters + self.kv_bytes
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Where a model goes, or None if its devices do not hold it; the graph is what it found."""
+
+    wanted: Wanted
+    demand: Demand
+    graph: Graph
+    placement: Placement | None
+
+    @property
+    def stages(self) -> list[tuple[str, int]]:
+        """Devices and their layers."""
+        pipeline = self.placement.pipeline if self.placement else ()
+        return [(self.wanted.devices[stage.node], stage.layers) for stage in pipeline]
+
+
+@dataclass
+class _Taken:
+    """By device: bytes, and the share of the time that it is busy."""
+
+    memory: dict[str, float] = field(default_factory=dict)
+    busy: dict[str, float] = field(default_factory=dict)
+
+
+def plan(models: Sequence[Wanted], profile: DeviceProfile) -> list[Planned]:
+    """All models, in the order given.
+
+    Raises:
+        ConfigError: a device or a link was not measured.
+    """
+    hot_first = _in_order(sorted(models, key=lambda model: -model.load), profile)
+    if any(each.placement is None for each in hot_first.values()):
+        large_first = _in_order(sorted(models, key=lambda model: -model.size), profile)
+        if all(each.placement for each in large_first.values()):
+            hot_first = large_first
+    return [hot_first[model.name] for model in models]
+
+
+def _in_order(models: Sequence[Wanted], profile: DeviceProfile) -> Mapping[str, Planned]:
+    taken, planned = _Taken(), {}
+    for model in models:
+        planned[model.name] = _plan(model, profile, taken)
+    return planned
+
+
+def _plan(model: Wanted, profile: DeviceProfile, taken: _Taken) -> Planned:
+    demand, graph = problem(model, profile, taken.memory, taken.busy)
+    try:
+        placement = place(demand, graph, model.mode)
+    except DoesNotFitError:
+        return Planned(model, demand, graph, None)
+    end = len(placement.pipeline) - 1
+    for i, (stage, busy) in enumerate(zip(placement.pipeline, placement.busy_s, strict=True)):
+        name = model.devices[stage.node]
+        needed = demand.bytes_on(stage.layers, first=i == 0, last=i == end)
+        taken.memory[name] = taken.memory.get(name, 0.0) + needed
+        share = model.load * busy / placement.period_s
+        free = 1 - taken.busy.get(name, 0.0)
+        taken.busy[name] = 1 - free * (1 - share)
+    return Planned(model, demand, graph, placement)
+
+
+def problem(
+    model: Wanted,
+    profile: DeviceProfile,
+    memory_taken: Mapping[str, float],
+    busy: Mapping[str, float],
+) -> tuple[Demand, Graph]:
+    """What HELR decides on."""
+    devices = [profile.device(name) for name in model.devices]
+    shape, itemsize = model.shape, max(device.itemsize for device in devices)
+    demand = Demand(
+        layers=shape.layers,
+        # Weights on a CPU are held packed beside the loaded ones for a while.
+        layer_bytes=2 * itemsize * shape.layer_parameters + model.kv_bytes / shape.layers,
+        stage_bytes=STAGE_BYTES,
+        first_bytes=ENGINE_BYTES - STAGE_BYTES + 2 * itemsize * shape.embedding_parameters,
+        last_bytes=2 * itemsize * shape.head_parameters,
+    )
+    nodes = []
+    for device in devices:
+        times = stage_times(device, model.source, shape, model.batch)
+        slower = 1 / max(0.05, 1 - busy.get(device.name, 0.0))
+        nodes.append(
+            Node(
+                device.name,
+                memory=max(0.0, device.memory - memory_taken.get(device.name, 0.0)),
+                layer_s=times.layer_s * slower,
+                stage_s=times.stage_s * slower,
+                first_s=times.first_s * slower,
+                last_s=times.last_s * slower,
+            )
+        )
+    passed = _TENSORS_PASSED * itemsize * shape.hidden_size * model.batch
+    links = tuple(
+        tuple(0.0 if a is b else profile.link_s(a.name, b.name, passed) for b in devices)
+        for a in devices
+    )
+    return demand, Graph(tuple(nodes), links)

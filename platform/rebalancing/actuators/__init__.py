@@ -1,0 +1,1 @@
+"""What carries a plan's actions out."""

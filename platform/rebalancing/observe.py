@@ -1,0 +1,345 @@
+"""The snapshot that rebalancing decides on, from the replicas' reports and the devices' profile.
+
+All times are Unix seconds, for what is measured outlives the controller that looks at it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from loomserve.platform.config import Device as ConfiguredDevice
+from loomserve.platform.devices.memory import least_replicas
+from loomserve.platform.fleet.fleet import EngineRecord
+from loomserve.platform.fleet.messages import EngineReport
+from loomserve.platform.placement.policy.device_times import DeviceProfile
+from loomserve.platform.rebalancing.policy.rates import Rates
+from loomserve.platform.rebalancing.policy.snapshot import (
+    Device,
+    Engine,
+    Flaw,
+    Link,
+    Loan,
+    Measured,
+    Model,
+    Part,
+    Snapshot,
+    Unfit,
+)
+from loomserve.platform.state import BorrowingState, FootprintState, LoanState, ReplicaLoad
+
+PROFILE = "loomserve profile devices"
+"""The part that is missing where nobody has measured the devices."""
+
+# All devices of a configuration are of the machine that it was started on.
+_NODE = "this machine"
+_LEAST_TPOT_S = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class _Complete:
+    """A report of which no part is missing."""
+
+    record: EngineRecord
+    load: ReplicaLoad
+    footprint: FootprintState
+    memory_bytes: int
+    rates: Mapping[str, float]
+
+    @property
+    def report(self) -> EngineReport:
+        return self.record.report
+
+
+def sums_of(report: EngineReport) -> tuple[float, dict[str, float]] | None:
+    """When the engine measured itself, and what it has done since it started, for ``Rates``."""
+    load = report.stats.load
+    if load is None or load.work is None:
+        return None
+    work = load.work
+    sums = {
+        "prefill": work.prefill_s,
+        "attention": work.attention_s,
+        "linear": work.linear_s,
+        "tokens": float(work.tokens),
+    }
+    for loan in report.loans:
+        sums[loan.name] = loan.service_share * loan.age_s
+    return load.measured_at, sums
+
+
+def measured_snapshot(
+    at_s: float,
+    changed_at_s: float,
+    devices: Sequence[ConfiguredDevice],
+    targets: Mapping[str, int],
+    records: Sequence[EngineRecord],
+    rates: Rates,
+    profile: DeviceProfile | None,
+    movable: Mapping[Part, frozenset[str]],
+) -> Measured:
+    """
+    Args:
+        at_s: Now.
+        changed_at_s: When the last action ended.
+        devices: Of the configuration.
+        targets: Replicas that there should be of each model.
+        records: Live replicas.
+        rates: Of their sums.
+        profile: What was measured of the devices; None: nothing.
+        movable: Replicas whose parts the mechanisms that there are can move.
+    """
+    missing = list(_not_profiled(devices, profile))
+    whole = []
+    for record in records:
+        complete = _complete(record, rates)
+        if complete is None:
+            missing.append(Flaw(Unfit.PARTIAL, record.report.replica_id))
+        else:
+            whole.append(complete)
+    if missing or profile is None:
+        return Measured(None, tuple(missing))
+    loans = tuple(loan for each in whole for loan in _loans(each))
+    engines = tuple(engine for each in whole for engine in _engines(each, whole, movable))
+    snapshot = Snapshot(
+        at_s=at_s,
+        devices=tuple(_device(device.name, whole, profile, at_s) for device in devices),
+        models=tuple(_model(name, count, whole, engines) for name, count in targets.items()),
+        engines=engines,
+        links=_links(profile),
+        loans=loans,
+        changed_at_s=changed_at_s,
+    )
+    return Measured(snapshot, ())
+
+
+def _not_profiled(
+    devices: Sequence[ConfiguredDevice], profile: DeviceProfile | None
+) -> Iterator[Flaw]:
+    if profile is None:
+        yield Flaw(Unfit.PARTIAL, PROFILE)
+        return
+    known = {device.name for device in profile.devices}
+    for device in devices:
+        if device.name not in known:
+            yield Flaw(Unfit.PARTIAL, f"{device.name} in {PROFILE}")
+
+
+def _complete(record: EngineRecord, rates: Rates) -> _Complete | None:
+    report = record.report
+    load, footprint = report.stats.load, report.footprint
+    grown = rates.of(report.replica_id)
+    if load is None or load.work is None or footprint is None or grown is None:
+        return None
+    if footprint.memory_bytes is None:
+        return None
+    return _Complete(record, load, footprint, footprint.memory_bytes, grown)
+
+
+def _shares(report: EngineReport) -> dict[str, float]:
+    """Of the replica's work and memory, by device: a pipeline's by layers."""
+    if not report.stages:
+        return {report.device: 1.0}
+    layers = sum(stage.layers for stage in report.stages)
+    return {stage.device: stage.layers / layers for stage in report.stages}
+
+
+def _device(name: str, whole: Sequence[_Complete], profile: DeviceProfile, at_s: float) -> Device:
+    facts = profile.device(name)
+    there = [(each, share) for each in whole if (share := _shares(each.report).get(name))]
+    return Device(
+        name=name,
+        node=_NODE,
+        memory_bytes=facts.memory,
+        allocated_bytes=int(sum(each.memory_bytes * share for each, share in there)),
+        # What moves is attention and small batches' weights, which wait for memory.
+        speed=facts.bytes_per_s / max(each.bytes_per_s for each in profile.devices),
+        measured_at_s=min((each.footprint.memory_measured_at for each, _ in there), default=at_s),
+    )
+
+
+def _engines(
+    each: _Complete, whole: Sequence[_Complete], movable: Mapping[Part, frozenset[str]]
+) -> Iterator[Engine]:
+    """The replica; of a pipeline one for each stage, of which nothing moves."""
+    report, load, facts, rates = each.report, each.load, each.footprint, each.rates
+    # What waits asks for as much as what runs is given.
+    asked = (load.running + load.waiting) / load.running if load.running else 1.0
+    kv_bytes, kv_used = _kv(each)
+    lending = report.model.lending
+    token_bytes = facts.block_bytes / facts.block_tokens
+    heads_away, layers_away = _away(report)
+    engine = Engine(
+        id=report.replica_id,
+        model=report.model.name,
+        device=report.device,
+        role=each.record.role,
+        prefill=rates["prefill"] * asked,
+        attention=rates["attention"] * asked,
+        linear=rates["linear"] * asked,
+        queue=load.running + load.waiting,
+        kv_bytes=kv_bytes,
+        kv_used_bytes=kv_used,
+        kv_growth=rates["tokens"] * token_bytes,
+        lend_bytes=(lending.lend_memory or 0) if lending else 0,
+        borrow_bytes=(lending.borrow_memory or 0) if lending else 0,
+        borrowed=tuple(
+            (loan.lender_replica, loan.usable_blocks * facts.block_bytes)
+            for loan in report.loans
+            if loan.part is None
+        ),
+        layers=facts.layers - layers_away,
+        layer_bytes=facts.layer_bytes,
+        heads=facts.kv_heads - heads_away,
+        tpot_s=max(load.pace.output_token_s if load.pace else load.step_time_s, _LEAST_TPOT_S),
+        sync_s=load.step_time_s,
+        drain_s=load.pace.request_s if load.pace else 0.0,
+        movable=frozenset(part for part, ids in movable.items() if report.replica_id in ids),
+        lenders=_lenders(each.record),
+        part_lenders=each.record.part_lenders,
+        newest=facts.ready_at == max(x.footprint.ready_at for x in _of(report.model.name, whole)),
+        measured_at_s=load.measured_at,
+    )
+    if not report.stages:
+        yield engine
+        return
+    for place, stage in enumerate(report.stages):
+        share = _shares(report)[stage.device]
+        yield replace(
+            engine,
+            id=f"{engine.id}#{place}",
+            device=stage.device,
+            prefill=share * engine.prefill,
+            attention=share * engine.attention,
+            linear=share * engine.linear,
+            kv_bytes=int(share * kv_bytes),
+            kv_used_bytes=int(share * kv_used),
+            kv_growth=share * engine.kv_growth,
+            layers=stage.layers,
+            movable=frozenset(),
+        )
+
+
+def _kv(each: _Complete) -> tuple[int, int]:
+    """Its KV memory at home, and what its own requests use of it."""
+    size = each.report.model.kv_cache_memory
+    if each.report.borrowing is not None:
+        return size, int(_own_used(each, each.report.borrowing) * (1 - _share_away(each)))
+    # vLLM's share is of what is not lent.
+    lent = _lent_blocks(each) * each.footprint.block_bytes
+    return size, int(each.load.kv_cache_usage * max(size - lent, 0))
+
+
+def _lenders(record: EngineRecord) -> frozenset[str]:
+    """To whom a plan can move requests: where a loan is open without a limit, they go by
+    themselves as far as the borrower finds right."""
+    return frozenset(lender.id for lender in record.lenders if lender.model in record.limits)
+
+
+def _away(report: EngineReport) -> tuple[int, int]:
+    """KV heads and layers that are not at home."""
+    away = [loan.part for loan in report.loans if loan.part is not None and loan.part.is_away]
+    heads = sum(part.heads for part in away)
+    return heads, sum(part.layers[1] - part.layers[0] for part in away if part.layers)
+
+
+def _own_used(each: _Complete, said: BorrowingState) -> int:
+    """Bytes of own blocks that its requests use, with the share of them that is away."""
+    used = said.own_blocks - said.own_free_blocks - _lent_blocks(each)
+    # Loans are looked at one after the other.
+    return max(used, 0) * each.footprint.block_bytes
+
+
+def _lent_blocks(each: _Complete) -> int:
+    return sum(lent.blocks for lent in each.report.lent)
+
+
+def _share_away(each: _Complete) -> float:
+    """Of each block."""
+    heads, layers = _away(each.report)
+    return heads / each.footprint.kv_heads + layers / each.footprint.layers
+
+
+def _loans(each: _Complete) -> Iterator[Loan]:
+    for loan in each.report.loans:
+        if loan.part is not None:
+            yield from _part(each, loan)
+            continue
+        used = kv_at(loan, each.footprint)
+        if used > 0:
+            yield Loan(
+                part=Part.REQUESTS,
+                engine=each.report.replica_id,
+                lender=loan.lender_replica,
+                amount=used,
+                attention=each.rates.get(loan.name, 0.0),
+                kv_bytes=used,
+                measured_at_s=each.load.measured_at,
+            )
+
+
+def _part(each: _Complete, loan: LoanState) -> Iterator[Loan]:
+    """Heads or layers: a share of each block that is in use."""
+    heads, layers = _away(each.report)
+    assert each.report.borrowing is not None
+    if not heads and not layers:
+        return
+    yield Loan(
+        part=Part.HEADS if heads else Part.LAYERS,
+        engine=each.report.replica_id,
+        lender=loan.lender_replica,
+        amount=heads or layers,
+        attention=each.rates.get(loan.name, 0.0),
+        kv_bytes=int(_own_used(each, each.report.borrowing) * _share_away(each)),
+        weights_bytes=layers * each.footprint.layer_bytes,
+        measured_at_s=each.load.measured_at,
+    )
+
+
+def kv_at(loan: LoanState, footprint: FootprintState) -> int:
+    """Bytes of KV that lie there."""
+    return (loan.usable_blocks - loan.free_blocks) * footprint.block_bytes
+
+
+def _model(name: str, count: int, whole: Sequence[_Complete], engines: Sequence[Engine]) -> Model:
+    of = _of(name, whole)
+    if not of:
+        # Its replicas are missing, which is for the snapshot's flaws to say.
+        return Model(name=name, devices=(), replicas=count, replica_bytes=0)
+    configured, stages = of[0].report.model, max(1, len(of[0].report.stages))
+    like = next(engine for engine in engines if engine.model == name)
+    comes_and_goes = stages == 1 and configured.replicas == "auto"
+    return Model(
+        name=name,
+        devices=configured.devices,
+        replicas=count * stages,
+        replica_bytes=max(each.memory_bytes for each in of),
+        least=least_replicas(configured),
+        replica=_without_work(like) if comes_and_goes else None,
+        start_s=max(each.footprint.start_s for each in of),
+        roles=configured.roles is not None,
+    )
+
+
+def _without_work(like: Engine) -> Engine:
+    nothing = {"prefill": 0.0, "attention": 0.0, "linear": 0.0, "kv_growth": 0.0}
+    return replace(like, **nothing, queue=0, kv_used_bytes=0)  # type: ignore[arg-type]
+
+
+def _of(model: str, whole: Sequence[_Complete]) -> list[_Complete]:
+    return [each for each in whole if each.report.model.name == model]
+
+
+def _links(profile: DeviceProfile) -> tuple[Link, ...]:
+    measured_at_s = datetime.fromisoformat(profile.measured_at).timestamp()
+    return tuple(
+        Link(
+            source=link.source,
+            target=link.target,
+            bytes_per_s=link.bytes_per_s,
+            latency_s=link.latency_s,
+            measured_at_s=measured_at_s,
+        )
+        for link in profile.links
+    )

@@ -1,0 +1,1 @@
+"""Rebalancing plans: as operators see them, what became of them, and their SQLite."""

@@ -1,0 +1,168 @@
+"""Plans as an operator sees them, and what became of them."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from loomserve.platform.rebalancing.policy.actions import Action
+from loomserve.platform.rebalancing.policy.forecast import Forecast
+from loomserve.platform.rebalancing.policy.limits import Reason
+from loomserve.platform.rebalancing.policy.planner import Proposal
+from loomserve.platform.rebalancing.policy.snapshot import Snapshot, utilisations
+
+
+class PlanStatus(StrEnum):
+    PROPOSED = "proposed"
+    RUNNING = "running"
+    DONE = "done"
+    FAILED = "failed"  # an action was rolled back; those before it stand, those after it were left
+    REPLACED = "replaced"  # by a newer plan, before it began
+    ABORTING = "aborting"  # an operator aborted it, and its step is being taken back or measured
+    CANCELLED = "cancelled"  # by an operator; steps that were done stand
+
+
+ACTIVE = frozenset({PlanStatus.RUNNING, PlanStatus.ABORTING})
+
+
+class StepStatus(StrEnum):
+    PENDING = "pending"
+    RUNNING = "running"
+    SETTLING = "settling"  # it is done, and what it gained is about to be measured
+    DONE = "done"
+    FAILED = "failed"  # and was taken back
+    ABORTED = "aborted"
+    LEFT = "left"
+
+
+UNDER_WAY = frozenset({StepStatus.RUNNING, StepStatus.SETTLING})
+
+
+class Origin(StrEnum):
+    CONTROLLER = "controller"
+    OPERATOR = "operator"
+
+
+class _Object(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PlanStep(_Object):
+    action: Action
+    source: str = Field(description="The hot device for which it was chosen.")
+    target: str = Field(description="The cold one.")
+    raw: Forecast = Field(description="As predicted from measurements alone.")
+    predicted: Forecast = Field(description="Corrected by actions of its kind before.")
+    status: StepStatus = StepStatus.PENDING
+    order: dict[str, Any] | None = Field(
+        None, description="What its mechanism was told, as that writes it."
+    )
+    began: float | None = Field(None, description="Unix time, seconds.")
+    acted: float | None = Field(None, description="When it was done and not yet measured.")
+    loads_before: dict[str, float] | None = Field(None, description="Utilisation by device.")
+    loads_after: dict[str, float] | None = None
+    moved_bytes: int = 0
+    paused_s: float = 0.0
+    real: Forecast | None = Field(None, description="As measured, once it is done.")
+    message: str = Field("", description="Why it failed, for a person.")
+
+
+class RejectedStep(_Object):
+    action: Action
+    source: str
+    target: str
+    reason: Reason
+    detail: str
+
+
+class Plan(_Object):
+    id: str
+    created: float = Field(description="Unix time, seconds.")
+    ended: float | None = Field(None, description="Unix time, seconds.")
+    origin: Origin = Origin.CONTROLLER
+    forced: bool = Field(False, description="True: its steps may exceed the limits.")
+    status: PlanStatus = PlanStatus.PROPOSED
+    steps: tuple[PlanStep, ...]
+    rejected: tuple[RejectedStep, ...]
+    predicted: Forecast = Field(
+        description="Of all steps; its gain is of the most and the least loaded device's gap."
+    )
+    spread: float = Field(description="That gap when the plan was made.")
+    real_gain: float | None = Field(None, description="Measured once the plan has ended.")
+
+    @property
+    def next_step(self) -> int | None:
+        """The place of the step that is under way or next; None if there is none."""
+        if self.status not in ACTIVE | {PlanStatus.PROPOSED}:
+            return None
+        open_ = UNDER_WAY | {StepStatus.PENDING}
+        return next((at for at, step in enumerate(self.steps) if step.status in open_), None)
+
+
+def spread(snapshot: Snapshot) -> float:
+    """The most loaded device's utilisation over that of the least loaded."""
+    loads = utilisations(snapshot).values()
+    return max(loads) - min(loads)
+
+
+def plan_of(
+    id_: str,
+    created: float,
+    before: Snapshot,
+    proposal: Proposal,
+    origin: Origin = Origin.CONTROLLER,
+    *,
+    forced: bool = False,
+) -> Plan | None:
+    """None if the proposal does nothing."""
+    if not proposal.chosen:
+        return None
+    forecasts = [each.forecast for each in proposal.chosen]
+    return Plan(
+        id=id_,
+        created=created,
+        origin=origin,
+        forced=forced,
+        steps=tuple(
+            PlanStep(
+                action=each.action,
+                source=each.source,
+                target=each.target,
+                raw=each.raw,
+                predicted=each.forecast,
+            )
+            for each in proposal.chosen
+        ),
+        rejected=rejected_of(proposal),
+        predicted=Forecast(
+            gain=spread(before) - spread(proposal.after),
+            cost_s=sum(each.cost_s for each in forecasts),
+            pause_s=sum(each.pause_s for each in forecasts),
+            duration_s=sum(each.duration_s for each in forecasts),
+        ),
+        spread=spread(before),
+    )
+
+
+def rejected_of(proposal: Proposal) -> tuple[RejectedStep, ...]:
+    return tuple(
+        RejectedStep(
+            action=each.action,
+            source=each.source,
+            target=each.target,
+            reason=each.refusal.reason,
+            detail=each.refusal.detail,
+        )
+        for each in proposal.rejected
+    )
+
+
+def alike(one: Plan, other: Plan) -> bool:
+    """Whether both do the same, each perhaps more or less of it."""
+
+    def done(plan: Plan) -> list[dict[str, object]]:
+        return [step.action.model_dump(exclude={"amount"}) for step in plan.steps]
+
+    return done(one) == done(other)

@@ -1,0 +1,161 @@
+"""What the rebalancing controller says of itself, and what of it outlives it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from loomserve.platform.rebalancing.plans.plans import Origin, Plan, PlanStatus, RejectedStep
+from loomserve.platform.rebalancing.policy.actions import Action
+from loomserve.platform.rebalancing.policy.forecast import Forecast
+from loomserve.platform.rebalancing.policy.heat import Heat, Level
+from loomserve.platform.rebalancing.policy.snapshot import (
+    Flaw,
+    Measured,
+    compute_share,
+    memory_share,
+)
+
+Mode = Literal["off", "advise", "auto"]
+
+
+class _Object(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Kept(_Object):
+    """Beside the plans, what a controller must know after a restart."""
+
+    mode: Mode
+    configured: Mode = Field(
+        description="What the configuration said then; if it says another, that counts."
+    )
+    paused: bool = False
+    heat: dict[str, Heat] = Field(default_factory=dict)
+    changed_at_s: float = Field(0.0, description="When the last action ended: Unix time, seconds.")
+
+
+class EventKind(StrEnum):
+    PROPOSED = "proposed"
+    STARTED = "started"
+    BEGUN = "begun"  # one action
+    DONE = "done"  # one action, measured
+    FAILED = "failed"  # one action
+    ABORTED = "aborted"
+    SWITCHED = "switched"  # the mode, or the pause
+
+
+class Event(_Object):
+    at: float = Field(description="Unix time, seconds.")
+    kind: EventKind
+    plan: str | None = None
+    step: int | None = Field(None, description="Of the plan, from 0.")
+    action: Action | None = None
+    loads_before: dict[str, float] | None = Field(None, description="Utilisation by device.")
+    loads_after: dict[str, float] | None = None
+    message: str = ""
+
+
+class FlawState(_Object):
+    why: str = Field(description="empty, partial, stale or settling.")
+    part: str
+
+
+class DeviceLoad(_Object):
+    device: str
+    compute: float = Field(description="Device seconds a second that are asked for.")
+    memory: float = Field(description="Share in use; KV memory that nobody uses is not.")
+    level: Level = Field(description="As the controller has confirmed it.")
+
+    @property
+    def utilisation(self) -> float:
+        return self.compute + self.memory
+
+
+class ActionCount(_Object):
+    kind: str
+    outcome: str
+    count: int
+
+
+class RebalancingState(_Object):
+    """Behind ``GET /admin/v1/rebalancing`` and ``loomserve admin plans``."""
+
+    mode: Mode
+    paused: bool
+    problem: str | None = Field(description="Why the controller does not act; null: it may.")
+    devices: tuple[DeviceLoad, ...] = Field(description="Empty while something is missing.")
+    flaws: tuple[FlawState, ...] = Field(description="What keeps plans from being made just now.")
+    running: str | None = Field(description="The plan that is carried out.")
+    actions: tuple[ActionCount, ...] = Field((), description="Since this controller started.")
+    rejected: dict[str, int] = Field(
+        default_factory=dict, description="Candidates by reason, since this controller started."
+    )
+    moved_bytes: dict[str, int] = Field(default_factory=dict, description="By kind, likewise.")
+    paused_s: float = Field(0.0, description="That engines stood still for actions, likewise.")
+
+
+class PlanSummary(_Object):
+    id: str
+    created: float
+    ended: float | None
+    origin: Origin
+    status: PlanStatus
+    actions: tuple[Action, ...]
+    predicted: Forecast
+    spread: float
+    real_gain: float | None
+
+
+class PlanList(_Object):
+    plans: tuple[PlanSummary, ...] = Field(description="The newest first.")
+
+
+class MadePlan(_Object):
+    """The answer to a wish for a plan."""
+
+    plan: Plan | None = Field(None, description="Null: nothing would be moved.")
+    flaws: tuple[FlawState, ...] = Field((), description="Why nothing could even be considered.")
+    rejected: tuple[RejectedStep, ...] = Field((), description="Candidates that were not chosen.")
+    rejected_by_reason: dict[str, int] = Field(default_factory=dict)
+
+
+class Events(_Object):
+    events: tuple[Event, ...] = Field(description="The newest first.")
+
+
+def flaw_states(found: Sequence[Flaw]) -> tuple[FlawState, ...]:
+    return tuple(FlawState(why=str(flaw.why), part=flaw.part) for flaw in found)
+
+
+def device_loads(measured: Measured, heat: Mapping[str, Heat]) -> tuple[DeviceLoad, ...]:
+    """Of no device, where something is missing."""
+    snapshot = measured.snapshot
+    if snapshot is None:
+        return ()
+    return tuple(
+        DeviceLoad(
+            device=device.name,
+            compute=compute_share(snapshot, device.name),
+            memory=memory_share(snapshot, device.name),
+            level=heat.get(device.name, Heat()).level,
+        )
+        for device in snapshot.devices
+    )
+
+
+def summary(plan: Plan) -> PlanSummary:
+    return PlanSummary(
+        id=plan.id,
+        created=plan.created,
+        ended=plan.ended,
+        origin=plan.origin,
+        status=plan.status,
+        actions=tuple(step.action for step in plan.steps),
+        predicted=plan.predicted,
+        spread=plan.spread,
+        real_gain=plan.real_gain,
+    )

@@ -1,0 +1,201 @@
+"""What the rebalancing controller must not lose, in SQLite, and which controller is the one.
+
+Two must never act at once. A controller holds a lock on the folder as long as its process lives,
+and a number, the *epoch*, that grows with each that takes over: what one writes that has been
+succeeded nevertheless is refused.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from pydantic import ValidationError
+
+from loomserve.platform.base.errors import LoomserveError
+from loomserve.platform.base.paths import cache_folder
+from loomserve.platform.config import Config
+from loomserve.platform.rebalancing.plans.history import History
+from loomserve.platform.rebalancing.plans.plans import Plan
+from loomserve.platform.rebalancing.plans.reports import Event, Kept
+from loomserve.platform.rebalancing.policy.correction import Corrections
+
+_VERSION = 1
+_MOST_EVENTS = 1000
+_TABLES = """
+CREATE TABLE controller (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    epoch INTEGER NOT NULL,
+    kept TEXT,
+    corrections TEXT
+) STRICT;
+INSERT INTO controller (one, epoch) VALUES (1, 0);
+CREATE TABLE plans (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT,
+    id TEXT NOT NULL UNIQUE,
+    body TEXT NOT NULL
+) STRICT;
+CREATE TABLE events (seq INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT NOT NULL) STRICT;
+"""
+
+
+class StoreError(LoomserveError):
+    """Plans cannot be kept, so none is carried out; the message says what to do."""
+
+
+class SupersededError(StoreError):
+    """Another controller has taken over."""
+
+
+def plans_folder(config: Config, base: Path) -> Path:
+    """Where a platform whose configuration is in folder ``base`` keeps its plans."""
+    if config.rebalancing.folder is None:
+        return cache_folder() / "rebalancing" / str(config.server.port)
+    return (base / Path(config.rebalancing.folder).expanduser()).absolute()
+
+
+class PlanStore:
+    """Of one folder; every method is one transaction."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._lock = FileLock(folder / "owner.lock", thread_local=False)
+        self._one_at_a_time = threading.Lock()
+        self._db: sqlite3.Connection | None = None
+        self._epoch = 0
+        self._written: dict[str, Plan] = {}
+
+    @property
+    def claimed(self) -> bool:
+        return self._db is not None
+
+    def claim(self) -> bool:
+        """Become the one that acts, until :meth:`release`; whether no other is.
+
+        Raises:
+            StoreError: the folder or its database cannot be used.
+        """
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._lock.acquire(timeout=0)
+        except Timeout:
+            return False
+        except OSError as error:
+            raise self._unusable(error.strerror or str(error)) from None
+        try:
+            self._db = self._connect()
+            with self._transaction() as db:
+                db.execute("UPDATE controller SET epoch = epoch + 1")
+                (self._epoch,) = db.execute("SELECT epoch FROM controller").fetchone()
+        except BaseException:
+            self.release()
+            raise
+        return True
+
+    def release(self) -> None:
+        with self._one_at_a_time:
+            if self._db is not None:
+                self._db.close()
+                self._db = None
+        self._lock.release()
+
+    def load(self) -> tuple[Kept | None, History]:
+        """
+        Raises:
+            StoreError: it was written by another version, or is damaged.
+        """
+        with self._transaction() as db:
+            kept, corrections = db.execute("SELECT kept, corrections FROM controller").fetchone()
+            bodies = [body for (body,) in db.execute("SELECT body FROM plans ORDER BY seq")]
+        try:
+            plans = tuple(Plan.model_validate_json(body) for body in bodies)
+            self._written = {plan.id: plan for plan in plans}
+            learnt = Corrections.model_validate_json(corrections) if corrections else Corrections()
+            history = History(plans=plans, corrections=learnt)
+            return (Kept.model_validate_json(kept) if kept else None), history
+        except ValidationError as error:
+            raise self._unusable(
+                f"a plan in it cannot be read: {error.errors()[0]['msg']}"
+            ) from None
+
+    def save(self, kept: Kept, history: History, events: Sequence[Event] = ()) -> None:
+        """
+        Raises:
+            SupersededError: another controller has taken over.
+            StoreError: it cannot be written.
+        """
+        plans = {plan.id: plan for plan in history.plans}
+        with self._transaction() as db:
+            changed = db.execute(
+                "UPDATE controller SET kept = ?, corrections = ? WHERE epoch = ?",
+                (kept.model_dump_json(), history.corrections.model_dump_json(), self._epoch),
+            )
+            if not changed.rowcount:
+                raise SupersededError(f"another controller keeps its plans in {self._folder}")
+            for gone in self._written.keys() - plans.keys():
+                db.execute("DELETE FROM plans WHERE id = ?", (gone,))
+            for plan in history.plans:
+                if self._written.get(plan.id) != plan:
+                    db.execute(
+                        "INSERT INTO plans (id, body) VALUES (?, ?)"
+                        " ON CONFLICT (id) DO UPDATE SET body = excluded.body",
+                        (plan.id, plan.model_dump_json()),
+                    )
+            db.executemany(
+                "INSERT INTO events (body) VALUES (?)",
+                [(event.model_dump_json(),) for event in events],
+            )
+            db.execute(
+                "DELETE FROM events WHERE seq <= (SELECT MAX(seq) FROM events) - ?", (_MOST_EVENTS,)
+            )
+        self._written = plans
+
+    def events(self, limit: int) -> list[Event]:
+        """The latest, the newest first."""
+        with self._transaction() as db:
+            rows = db.execute("SELECT body FROM events ORDER BY seq DESC LIMIT ?", (limit,))
+            return [Event.model_validate_json(body) for (body,) in rows]
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            db = sqlite3.connect(
+                self._folder / "plans.sqlite", isolation_level=None, check_same_thread=False
+            )
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = FULL")
+            (version,) = db.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                db.executescript(
+                    f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT;"
+                )
+        except sqlite3.Error as error:
+            raise self._unusable(str(error)) from None
+        if version > _VERSION:
+            db.close()
+            raise self._unusable("it was written by a newer Loomserve")
+        return db
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        with self._one_at_a_time:
+            if self._db is None:
+                raise SupersededError("this controller does not act: another one does")
+            try:
+                self._db.execute("BEGIN IMMEDIATE")
+                yield self._db
+                self._db.execute("COMMIT")
+            except sqlite3.Error as error:
+                raise self._unusable(str(error)) from None
+            finally:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+
+    def _unusable(self, why: str) -> StoreError:
+        return StoreError(
+            f"plans cannot be kept in {self._folder} ({why}): make it usable, or set "
+            "rebalancing.folder"
+        )

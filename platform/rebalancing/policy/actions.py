@@ -1,0 +1,66 @@
+"""What a plan may consist of; each action is one that a mechanism carries out or rolls back."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from loomserve.platform.rebalancing.policy.snapshot import Part
+from loomserve.platform.state.roles import Role
+
+
+class ActionKind(StrEnum):
+    """What costs and corrections are told apart by."""
+
+    REQUESTS = "requests"
+    HEADS = "heads"
+    LAYERS = "layers"
+    ROLE = "role"
+    REPLICAS = "replicas"
+
+
+class _Action(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Move(_Action):
+    """Part of an engine's work goes to another engine's device, or comes back."""
+
+    action: Literal["move"] = "move"
+    part: Part
+    engine: str = Field(description="The borrower, which keeps scheduling the requests.")
+    lender: str
+    amount: int = Field(gt=0, description="Bytes of KV, KV heads or layers, by part.")
+    back: bool = Field(False, description="True: home again; the last of it closes the loan.")
+
+
+class SetRole(_Action):
+    action: Literal["set_role"] = "set_role"
+    engine: str
+    role: Role
+
+
+class AddReplica(_Action):
+    action: Literal["add_replica"] = "add_replica"
+    model: str
+    device: str
+
+
+class RemoveReplica(_Action):
+    action: Literal["remove_replica"] = "remove_replica"
+    engine: str
+
+
+Action = Annotated[Move | SetRole | AddReplica | RemoveReplica, Field(discriminator="action")]
+
+
+def kind_of(action: Action) -> ActionKind:
+    match action:
+        case Move():
+            return ActionKind(action.part.value)
+        case SetRole():
+            return ActionKind.ROLE
+        case _:
+            return ActionKind.REPLICAS

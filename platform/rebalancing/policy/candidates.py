@@ -1,0 +1,156 @@
+"""What could be done about a hot and a cold device, each action as large as closes their gap."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from loomserve.platform.config.rebalancing import Rebalancing
+from loomserve.platform.rebalancing.policy.actions import (
+    Action,
+    AddReplica,
+    Move,
+    RemoveReplica,
+    SetRole,
+)
+from loomserve.platform.rebalancing.policy.effects import apply, loan_between, whole
+from loomserve.platform.rebalancing.policy.forecast import guest_share
+from loomserve.platform.rebalancing.policy.limits import unable
+from loomserve.platform.rebalancing.policy.snapshot import (
+    Engine,
+    Part,
+    Snapshot,
+    compute_share,
+    part_room,
+    utilisations,
+)
+from loomserve.platform.state.roles import Role
+
+
+def candidates(
+    start: Snapshot, snapshot: Snapshot, source: str, target: str, options: Rebalancing
+) -> Iterator[Action]:
+    """All that takes work from ``source`` to ``target``, whether allowed or not.
+
+    Args:
+        start: Before the plan.
+        snapshot: After what the plan does already.
+        source: The hot device.
+        target: The cold one.
+        options: Limits.
+    """
+    for hot in snapshot.on(source):
+        for cold in snapshot.on(target):
+            for move in _moves(snapshot, hot, cold):
+                yield _sized(start, snapshot, source, target, move, options)
+    yield from _roles(snapshot, source, target)
+    yield from _replicas(snapshot, source, target)
+
+
+def _moves(snapshot: Snapshot, hot: Engine, cold: Engine) -> Iterator[Move]:
+    """What the cold engine has moved to the hot one, and what could leave the hot one: all."""
+    for part in Part:
+        loan = loan_between(snapshot, part, cold.id, hot.id)
+        if loan is not None:
+            yield Move(part=part, engine=cold.id, lender=hot.id, amount=loan.amount, back=True)
+        most = whole(hot, part) - (part is not Part.REQUESTS)
+        yield Move(part=part, engine=hot.id, lender=cold.id, amount=max(most, 1))
+
+
+def _sized(
+    start: Snapshot, now: Snapshot, source: str, target: str, most: Move, options: Rebalancing
+) -> Move:
+    """As much as closes the gap and there is room for, in memory and in time; a unit at least.
+    Heads and layers come home as a whole.
+
+    Neither device crosses the mean of all, or a cold one would become the next hot one while
+    others are colder. Utilisations are linear in the amount, so two points tell all.
+    """
+    whole_only = most.back and most.part is not Part.REQUESTS
+    if whole_only or unable(now, most, options):
+        return most
+    after = apply(now, most)
+    loads, later = utilisations(now), utilisations(after)
+    mean = sum(loads.values()) / len(loads)
+    grown = compute_share(after, target) - compute_share(now, target)
+    free = 1 - compute_share(now, target)
+    if not most.back:
+        free = min(free, _guest_limit(start, target, options) - guest_share(now, target))
+    wanted = min(
+        _part(
+            loads[source] - loads[target],
+            loads[source] - loads[target] - later[source] + later[target],
+        ),
+        _part(loads[source] - mean, loads[source] - later[source]),
+        _part(mean - loads[target], later[target] - loads[target]),
+    )
+    amount = min(
+        round(most.amount * wanted),
+        int(most.amount * _part(free, grown)),
+        _room(now, most, options),
+    )
+    return most.model_copy(update={"amount": max(amount, 1)})
+
+
+def _part(wanted: float, whole_: float) -> float:
+    """Of what changes by ``whole_`` with all of it: as much as makes ``wanted``, in [0, 1]."""
+    return min(max(wanted, 0.0) / whole_, 1.0) if whole_ > 0 else 1.0
+
+
+def _guest_limit(start: Snapshot, device: str, options: Rebalancing) -> float:
+    """The share of the device that its guests may come to have: what stretches steps so far."""
+    generates = any(engine.attention + engine.linear for engine in start.on(device))
+    return 1 - (1 - guest_share(start, device)) / options.tpot_budget if generates else 1.0
+
+
+def _room(snapshot: Snapshot, most: Move, options: Rebalancing) -> int:
+    """How much of it the memory holds that it goes to."""
+    engine, lender = snapshot.engine(most.engine), snapshot.engine(most.lender)
+    if most.back:
+        loan = loan_between(snapshot, most.part, engine.id, lender.id)
+        assert loan is not None
+        free = snapshot.idle_kv(engine) - options.headroom * engine.kv_bytes
+        size = (loan.kv_bytes + loan.weights_bytes) / loan.amount
+        return int(free / size) if size else most.amount
+    there = lender.lend_bytes - snapshot.lends(lender)
+    free = min(
+        snapshot.idle_kv(lender) - options.headroom * lender.kv_bytes,
+        there,
+        engine.borrow_bytes - snapshot.borrows(engine),
+    )
+    every = whole(engine, most.part)
+    size = engine.kv_used_bytes / every
+    amount = min(int(free / size) if size else most.amount, most.amount)
+    if most.part is not Part.REQUESTS:
+        amounts = range(amount, 0, -1)
+        amount = next(
+            (n for n in amounts if part_room(engine, lender, most.part, n, every) <= there), 0
+        )
+    if most.part is Part.LAYERS and engine.layer_bytes:
+        device = snapshot.device(lender.device)
+        free = device.memory_bytes * (1 - options.headroom) - device.allocated_bytes
+        amount = min(amount, int(free / engine.layer_bytes))
+    return amount
+
+
+def _roles(snapshot: Snapshot, source: str, target: str) -> Iterator[Action]:
+    """Of a model that both devices serve: another role for either replica."""
+    shared = {each.model for each in snapshot.on(source)}
+    shared &= {each.model for each in snapshot.on(target)}
+    for engine in (*snapshot.on(source), *snapshot.on(target)):
+        if engine.model in shared and snapshot.model(engine.model).roles:
+            for role in Role:
+                if role is not engine.role:
+                    yield SetRole(engine=engine.id, role=role)
+
+
+def _replicas(snapshot: Snapshot, source: str, target: str) -> Iterator[Action]:
+    """A model's replica more on the cold device, or its replica less on the hot one."""
+    there = {each.model for each in snapshot.on(target)}
+    for engine in snapshot.on(source):
+        model = snapshot.model(engine.model)
+        if model.replica is None:
+            continue
+        if engine.model in there:
+            yield RemoveReplica(engine=engine.id)
+        elif snapshot.next_device(engine.model) == target:
+            yield AddReplica(model=engine.model, device=target)

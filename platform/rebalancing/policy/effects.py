@@ -1,0 +1,222 @@
+"""What a snapshot will be once an action is done, if the load stays as it is.
+
+Only arithmetic: whether that may be is a question to :mod:`.limits`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from loomserve.platform.rebalancing.policy.actions import (
+    Action,
+    AddReplica,
+    Move,
+    RemoveReplica,
+    SetRole,
+)
+from loomserve.platform.rebalancing.policy.snapshot import Device, Engine, Loan, Part, Snapshot
+from loomserve.platform.state.roles import Role
+
+
+def apply(snapshot: Snapshot, action: Action) -> Snapshot:
+    """
+    Raises:
+        LookupError: the action names what is not in the snapshot.
+    """
+    match action:
+        case Move(back=False):
+            return _moved(snapshot, action)
+        case Move():
+            return _moved_back(snapshot, action)
+        case SetRole():
+            changed = [
+                replace(each, role=action.role) if each.id == action.engine else each
+                for each in snapshot.engines
+            ]
+            return _spread(snapshot, snapshot.engine(action.engine).model, changed)
+        case AddReplica():
+            return _added(snapshot, action)
+        case RemoveReplica():
+            return _removed(snapshot, action)
+
+
+def whole(engine: Engine, part: Part) -> int:
+    """How much of the part is at home, in its unit."""
+    return {
+        Part.REQUESTS: engine.kv_used_bytes,
+        Part.HEADS: engine.heads,
+        Part.LAYERS: engine.layers,
+    }[part]
+
+
+def loan_between(snapshot: Snapshot, part: Part, engine: str, lender: str) -> Loan | None:
+    wanted = (part, engine, lender)
+    return next((x for x in snapshot.loans if (x.part, x.engine, x.lender) == wanted), None)
+
+
+def _moved(snapshot: Snapshot, move: Move) -> Snapshot:
+    """Heads and requests take their attention and KV along, layers all of their work."""
+    engine, lender = snapshot.engine(move.engine), snapshot.engine(move.lender)
+    share = move.amount / whole(engine, move.part)
+    slower = _speed(snapshot, engine) / _speed(snapshot, lender)
+    layers = move.part is Part.LAYERS
+    kv_bytes = int(share * engine.kv_used_bytes)
+    weights_bytes = move.amount * engine.layer_bytes if layers else 0
+    before = loan_between(snapshot, move.part, engine.id, lender.id) or Loan(
+        part=move.part,
+        engine=engine.id,
+        lender=lender.id,
+        amount=0,
+        attention=0.0,
+        kv_bytes=0,
+        measured_at_s=snapshot.at_s,
+    )
+    loan = replace(
+        before,
+        amount=before.amount + move.amount,
+        attention=before.attention + slower * share * engine.attention,
+        prefill=before.prefill + slower * share * engine.prefill * layers,
+        linear=before.linear + slower * share * engine.linear * layers,
+        kv_bytes=before.kv_bytes + kv_bytes,
+        weights_bytes=before.weights_bytes + weights_bytes,
+    )
+    home = replace(
+        engine,
+        attention=engine.attention * (1 - share),
+        prefill=engine.prefill * (1 - share * layers),
+        linear=engine.linear * (1 - share * layers),
+        kv_growth=engine.kv_growth * (1 - share),
+        kv_used_bytes=engine.kv_used_bytes - kv_bytes,
+        borrowed=_still_borrowed(engine, move),
+        layers=engine.layers - move.amount * layers,
+        heads=engine.heads - move.amount * (move.part is Part.HEADS),
+    )
+    return _with(snapshot, home, before, loan, lender.device, weights_bytes)
+
+
+def _moved_back(snapshot: Snapshot, move: Move) -> Snapshot:
+    engine, lender = snapshot.engine(move.engine), snapshot.engine(move.lender)
+    before = loan_between(snapshot, move.part, engine.id, lender.id)
+    if before is None:
+        raise LookupError(f"{engine.id} has no {move.part} at {lender.id}")
+    share = min(move.amount / before.amount, 1.0)
+    faster = _speed(snapshot, lender) / _speed(snapshot, engine)
+    kv_bytes = int(share * before.kv_bytes)
+    weights_bytes = int(share * before.weights_bytes)
+    loan = replace(
+        before,
+        amount=before.amount - move.amount,
+        attention=before.attention * (1 - share),
+        prefill=before.prefill * (1 - share),
+        linear=before.linear * (1 - share),
+        kv_bytes=before.kv_bytes - kv_bytes,
+        weights_bytes=before.weights_bytes - weights_bytes,
+    )
+    home = replace(
+        engine,
+        attention=engine.attention + faster * share * before.attention,
+        prefill=engine.prefill + faster * share * before.prefill,
+        linear=engine.linear + faster * share * before.linear,
+        kv_used_bytes=engine.kv_used_bytes + kv_bytes,
+        layers=engine.layers + move.amount * (move.part is Part.LAYERS),
+        heads=engine.heads + move.amount * (move.part is Part.HEADS),
+    )
+    return _with(snapshot, home, before, loan, lender.device, -weights_bytes)
+
+
+def _still_borrowed(engine: Engine, move: Move) -> tuple[tuple[str, int], ...]:
+    """Layers end all loans of whole requests, heads that with their lender."""
+    match move.part:
+        case Part.REQUESTS:
+            return engine.borrowed
+        case Part.HEADS:
+            return tuple(each for each in engine.borrowed if each[0] != move.lender)
+        case Part.LAYERS:
+            return ()
+
+
+def _with(
+    snapshot: Snapshot, home: Engine, before: Loan, loan: Loan, device: str, allocated: int
+) -> Snapshot:
+    loans = [each for each in snapshot.loans if each is not before]
+    return replace(
+        snapshot,
+        engines=tuple(home if each.id == home.id else each for each in snapshot.engines),
+        loans=(*loans, loan) if loan.amount > 0 else tuple(loans),
+        devices=_allocated(snapshot, device, allocated),
+    )
+
+
+def _added(snapshot: Snapshot, action: AddReplica) -> Snapshot:
+    model = snapshot.model(action.model)
+    if model.replica is None:
+        raise LookupError(f"replicas of {model.name} do not come and go")
+    replica = replace(
+        model.replica,
+        id=f"{model.name}@{action.device}",
+        device=action.device,
+        measured_at_s=snapshot.at_s,
+    )
+    after = _counted(snapshot, model.name, 1)
+    after = replace(after, devices=_allocated(after, action.device, model.replica_bytes))
+    return _spread(after, model.name, [*snapshot.engines, replica])
+
+
+def _removed(snapshot: Snapshot, action: RemoveReplica) -> Snapshot:
+    engine = snapshot.engine(action.engine)
+    model = snapshot.model(engine.model)
+    after = _counted(snapshot, model.name, -1)
+    after = replace(after, devices=_allocated(after, engine.device, -model.replica_bytes))
+    return _spread(after, model.name, [each for each in snapshot.engines if each.id != engine.id])
+
+
+def _counted(snapshot: Snapshot, model: str, more: int) -> Snapshot:
+    models = (
+        replace(each, replicas=each.replicas + more) if each.name == model else each
+        for each in snapshot.models
+    )
+    return replace(snapshot, models=tuple(models))
+
+
+def _allocated(snapshot: Snapshot, device: str, size: int) -> tuple[Device, ...]:
+    return tuple(
+        replace(each, allocated_bytes=each.allocated_bytes + size) if each.name == device else each
+        for each in snapshot.devices
+    )
+
+
+def _spread(snapshot: Snapshot, model: str, engines: list[Engine]) -> Snapshot:
+    """The model's work over ``engines``: each device busy with it for the same time.
+
+    That is what a load-aware router comes to among replicas that are alone on their devices.
+    Where the replicas of a role are missing, the others do its work.
+    """
+    old = snapshot.of(model)
+    new = [each for each in engines if each.model == model]
+    speeds = {each.id: _speed(snapshot, each) for each in (*old, *new)}
+    prefilling = [each.id for each in new if each.role is not Role.DECODE] or list(speeds)
+    decoding = [each.id for each in new if each.role is not Role.PREFILL] or list(speeds)
+    prefill_speed = sum(speeds[each.id] for each in new if each.id in prefilling)
+    decode_speed = sum(speeds[each.id] for each in new if each.id in decoding)
+
+    def spread(engine: Engine) -> Engine:
+        if engine.model != model:
+            return engine
+        prefills = (engine.id in prefilling) / prefill_speed
+        decodes = (engine.id in decoding) / decode_speed
+        share = decodes * speeds[engine.id]
+        return replace(
+            engine,
+            prefill=prefills * sum(each.prefill * speeds[each.id] for each in old),
+            attention=decodes * sum(each.attention * speeds[each.id] for each in old),
+            linear=decodes * sum(each.linear * speeds[each.id] for each in old),
+            kv_used_bytes=int(share * sum(each.kv_used_bytes for each in old)),
+            kv_growth=share * sum(each.kv_growth for each in old),
+            queue=round(share * sum(each.queue for each in old)),
+        )
+
+    return replace(snapshot, engines=tuple(spread(each) for each in engines))
+
+
+def _speed(snapshot: Snapshot, engine: Engine) -> float:
+    return snapshot.device(engine.device).speed

@@ -1,0 +1,172 @@
+"""What an action is predicted to gain and to cost."""
+
+from __future__ import annotations
+
+import math
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from loomserve.platform.rebalancing.policy.actions import (
+    Action,
+    AddReplica,
+    Move,
+    RemoveReplica,
+    SetRole,
+)
+from loomserve.platform.rebalancing.policy.effects import loan_between, whole
+from loomserve.platform.rebalancing.policy.snapshot import (
+    Link,
+    Loan,
+    Part,
+    Snapshot,
+    compute_share,
+    utilisations,
+)
+
+MOST_ROUNDS = 5
+"""Of copying while steps run; what then is left is copied in the pause."""
+
+
+class Forecast(BaseModel):
+    """Predicted or measured."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    gain: float = Field(description="By which the gap in utilisation becomes narrower.")
+    cost_s: float = Field(ge=0, description="Transfer, synchronising and laying memory out anew.")
+    pause_s: float = Field(ge=0, description="That the engine stands still.")
+    duration_s: float = Field(ge=0, description="From begin to end, while steps run.")
+
+
+def forecast(
+    before: Snapshot, after: Snapshot, action: Action, source: str, target: str
+) -> Forecast:
+    """Of an action for the gap from the hot device ``source`` to the cold ``target``.
+
+    Benefit is Δ_before - Δ_after (eq. 4-31), of magnitudes: the paper's own sign would reward an
+    action the more, the farther it overshoots. A move costs T_transfer + T_sync; what eq. 4-24 has
+    beside, T_mem_realloc, is nothing where no KV is laid out anew. Heads pay T_sync as layers do,
+    though eq. 4-9 has none.
+
+    Raises:
+        LookupError: a move's link has not been measured.
+    """
+    gain = gap(before, source, target) - gap(after, source, target)
+    match action:
+        case Move():
+            cost_s, pause_s, duration_s = _move_s(before, action)
+        case AddReplica():
+            cost_s = duration_s = before.model(action.model).start_s
+            pause_s = 0.0
+        case SetRole() | RemoveReplica():
+            # It shows once the requests that are there have ended.
+            cost_s = duration_s = before.engine(action.engine).drain_s
+            pause_s = 0.0
+    return Forecast(gain=gain, cost_s=cost_s, pause_s=pause_s, duration_s=duration_s)
+
+
+def gap(snapshot: Snapshot, source: str, target: str) -> float:
+    """|Δ| of two devices (eq. 4-30)."""
+    loads = utilisations(snapshot)
+    return abs(loads[source] - loads[target])
+
+
+def route(snapshot: Snapshot, move: Move) -> Link | None:
+    """The link that the move's bytes take."""
+    ends = [snapshot.engine(each).device for each in (move.engine, move.lender)]
+    source, target = reversed(ends) if move.back else ends
+    return snapshot.link(source, target)
+
+
+def _move_s(snapshot: Snapshot, move: Move) -> tuple[float, float, float]:
+    """Cost, pause and duration.
+
+    Full blocks are copied while steps run, each round what the one before has let grow, as in live
+    migration of virtual machines (Clark et al. 2005); the pause copies the rest.
+    """
+    link = route(snapshot, move)
+    if link is None:
+        raise LookupError(f"no link measured between {move.engine} and {move.lender}")
+    engine, lender = snapshot.engine(move.engine), snapshot.engine(move.lender)
+    # Requests go one by one, between steps.
+    halted = () if move.part is Part.REQUESTS else (engine, lender)
+    halt_s = sum(each.sync_s for each in halted)
+    size, growth = _bytes(snapshot, move)
+    left, copying_s = float(size), 0.0
+    for _ in range(MOST_ROUNDS):
+        round_s = link.latency_s + left / link.bytes_per_s
+        copying_s += round_s
+        left = min(growth * round_s, left)
+    pause_s = link.latency_s + left / link.bytes_per_s + halt_s
+    cost_s = link.latency_s + size / link.bytes_per_s + halt_s
+    return cost_s, pause_s, copying_s + pause_s
+
+
+def _bytes(snapshot: Snapshot, move: Move) -> tuple[int, float]:
+    """KV and weights that move, and bytes a second by which their KV grows meanwhile."""
+    engine = snapshot.engine(move.engine)
+    if move.back:
+        loan = loan_between(snapshot, move.part, move.engine, move.lender)
+        assert loan is not None
+        share = min(move.amount / loan.amount, 1.0)
+        # Growth is measured at home, and is in proportion to what lies where.
+        growth = engine.kv_growth * share * loan.kv_bytes / max(engine.kv_used_bytes, 1)
+        return int(share * (loan.kv_bytes + loan.weights_bytes)), growth
+    share = move.amount / whole(engine, move.part)
+    weights = move.amount * engine.layer_bytes if move.part is Part.LAYERS else 0
+    return int(share * engine.kv_used_bytes) + weights, engine.kv_growth * share
+
+
+def tpot_ratio(before: Snapshot, after: Snapshot, engine: str) -> float:
+    """An engine's predicted time per output token, with loans as in ``after``, over that before.
+
+    A borrower's step waits for a round trip a layer, or one in all where layers are elsewhere, and
+    for the lender, which is the slower the busier its device is: a step is computed here and there
+    in turn, never at once, so what has moved makes it no shorter. Guests take a share of a lender's
+    device, and stretch the rest. Infinite if all of a device is taken; 1 for an engine that
+    generates nothing.
+    """
+    own = before.engine(engine)
+    if not own.attention + own.linear:
+        return 1.0
+    trips_s = _trips_s(after, engine) - _trips_s(before, engine)
+    there, later = guest_share(before, own.device), guest_share(after, own.device)
+    if later >= 1 or there >= 1:
+        return 1.0 if later <= there else math.inf
+    was, waits = _stretch(before, engine), _stretch(after, engine)
+    if math.isinf(waits):
+        return 1.0 if math.isinf(was) else math.inf
+    stretched = (waits + trips_s / own.tpot_s) / was
+    return stretched * (1 - there) / (1 - later)
+
+
+def _stretch(snapshot: Snapshot, engine: str) -> float:
+    """A step's time over that if lenders did nothing else, as if devices served all in turns."""
+    loans = snapshot.lent(engine)
+    whole_ = snapshot.engine(engine).compute + sum(loan.compute for loan in loans)
+    if not whole_:
+        return 1.0
+    longer = 0.0
+    for loan in loans:
+        device = snapshot.engine(loan.lender).device
+        others = compute_share(snapshot, device) - loan.compute
+        if others >= 1:
+            return math.inf
+        longer += loan.compute * (1 / (1 - others) - 1)
+    return 1.0 + longer / whole_
+
+
+def _trips_s(snapshot: Snapshot, engine: str) -> float:
+    def trip_s(loan: Loan) -> float:
+        home = snapshot.engine(engine)
+        link = snapshot.link(home.device, snapshot.engine(loan.lender).device)
+        trips = 1 if loan.part is Part.LAYERS else home.layers
+        return 2 * trips * link.latency_s if link else 0.0
+
+    return sum(map(trip_s, snapshot.lent(engine)))
+
+
+def guest_share(snapshot: Snapshot, device: str) -> float:
+    """Device seconds a second that guests ask for."""
+    own = sum(engine.compute for engine in snapshot.on(device))
+    return compute_share(snapshot, device) - own

@@ -1,0 +1,221 @@
+"""Why an action may not be carried out: what it must be able to do, and what it must leave free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from loomserve.platform.config.rebalancing import Rebalancing
+from loomserve.platform.rebalancing.policy.actions import (
+    Action,
+    AddReplica,
+    Move,
+    RemoveReplica,
+    SetRole,
+)
+from loomserve.platform.rebalancing.policy.effects import loan_between, whole
+from loomserve.platform.rebalancing.policy.forecast import Forecast, route, tpot_ratio
+from loomserve.platform.rebalancing.policy.snapshot import (
+    Engine,
+    Loan,
+    Part,
+    Snapshot,
+    compute_share,
+)
+
+
+class Reason(StrEnum):
+    """Why a candidate was not taken; a label of metrics."""
+
+    NOT_MOVABLE = "not_movable"  # there is no mechanism for it, or nothing left to move
+    HAS_LOANS = "has_loans"  # it lends where it should borrow, or borrows where it should lend
+    NO_LINK = "no_link"  # no fresh measurement between the devices, or they are on two nodes
+    NO_MEMORY = "no_memory"
+    NO_COMPUTE = "no_compute"
+    PAUSE_BUDGET = "pause_budget"
+    DURATION_BUDGET = "duration_budget"
+    TPOT_BUDGET = "tpot_budget"
+    NO_GAIN = "no_gain"
+    HARMS_OTHERS = "harms_others"  # it makes another device hotter than this one gets colder
+    INEFFICIENT = "inefficient"  # for what it costs
+    ALREADY_PLANNED = "already_planned"  # the plan changes the same thing already
+    PLAN_FULL = "plan_full"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    reason: Reason
+    detail: str
+
+
+def unable(snapshot: Snapshot, action: Action, options: Rebalancing) -> Refusal | None:
+    """Why the action cannot be, whatever it would do."""
+    match action:
+        case Move():
+            return _unable_to_move(snapshot, action, options)
+        case SetRole():
+            engine = snapshot.engine(action.engine)
+            if not snapshot.model(engine.model).roles or engine.role is action.role:
+                return Refusal(Reason.NOT_MOVABLE, f"{engine.model} has no roles to change")
+            return _with_loans(snapshot, engine.model)
+        case AddReplica():
+            model = snapshot.model(action.model)
+            if model.replica is None or action.device != snapshot.next_device(model.name):
+                return Refusal(Reason.NOT_MOVABLE, f"no replica may be added on {action.device}")
+            return _with_loans(snapshot, model.name)
+        case RemoveReplica():
+            leaving = snapshot.engine(action.engine)
+            model = snapshot.model(leaving.model)
+            if model.replica is None or len(snapshot.of(model.name)) <= model.least:
+                return Refusal(Reason.NOT_MOVABLE, f"{model.name} has no replica to spare")
+            if not leaving.newest:
+                return Refusal(Reason.NOT_MOVABLE, f"of {model.name} the newest replica goes first")
+            return _with_loans(snapshot, model.name)
+
+
+def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Refusal | None:
+    engine, lender = snapshot.engine(move.engine), snapshot.engine(move.lender)
+    if move.part not in engine.movable or move.part not in lender.movable:
+        return Refusal(Reason.NOT_MOVABLE, f"{move.part} of {engine.id} to {lender.id}")
+    if not (engine.borrow_bytes and lender.lend_bytes):
+        return Refusal(Reason.NOT_MOVABLE, f"{engine.id} does not borrow from {lender.id}")
+    if move.back:
+        loan = loan_between(snapshot, move.part, engine.id, lender.id)
+        if loan is None or move.amount > loan.amount:
+            return Refusal(Reason.NOT_MOVABLE, f"{lender.id} has less of {engine.id}")
+        if move.part is not Part.REQUESTS and move.amount < loan.amount:
+            return Refusal(Reason.NOT_MOVABLE, f"all {loan.amount} {move.part} come home together")
+    else:
+        # Whole heads and layers: an engine keeps one of each, or it would be no engine.
+        most = whole(engine, move.part) - (move.part is not Part.REQUESTS)
+        if move.amount > most or engine.device == lender.device:
+            return Refusal(Reason.NOT_MOVABLE, f"{engine.id} has {most} {move.part} to move")
+        if move.part is Part.REQUESTS and not _among(engine.lenders, lender):
+            return Refusal(
+                Reason.NOT_MOVABLE, f"{engine.id} has no limit with {lender.id} to be raised"
+            )
+        if move.part is not Part.REQUESTS and not _among(engine.part_lenders, lender):
+            return Refusal(
+                Reason.NOT_MOVABLE, f"{engine.id} may not have {move.part} with {lender.id}"
+            )
+        if move.part is not Part.REQUESTS and (there := _part_away(snapshot, engine)):
+            return Refusal(Reason.HAS_LOANS, f"{there.part} of {engine.id} are with {there.lender}")
+        if snapshot.lent(lender.id) or snapshot.guests(engine.id):
+            return Refusal(Reason.HAS_LOANS, f"{lender.id} borrows or {engine.id} lends")
+    nodes = {snapshot.device(each.device).node for each in (engine, lender)}
+    link = route(snapshot, move)
+    if len(nodes) > 1 or link is None:
+        return Refusal(Reason.NO_LINK, f"{engine.device} to {lender.device}")
+    if not 0 <= snapshot.at_s - link.measured_at_s <= options.links_stale_after_s:
+        return Refusal(Reason.NO_LINK, f"{link.source} to {link.target} was measured too long ago")
+    return None
+
+
+def _part_away(snapshot: Snapshot, engine: Engine) -> Loan | None:
+    return next((x for x in snapshot.lent(engine.id) if x.part is not Part.REQUESTS), None)
+
+
+def _among(lenders: frozenset[str] | None, lender: Engine) -> bool:
+    return lenders is None or lender.id in lenders
+
+
+def _with_loans(snapshot: Snapshot, model: str) -> Refusal | None:
+    for engine in snapshot.of(model):
+        if snapshot.lent(engine.id) or snapshot.guests(engine.id):
+            return Refusal(Reason.HAS_LOANS, engine.id)
+    return None
+
+
+def exceeded(
+    start: Snapshot, before: Snapshot, after: Snapshot, options: Rebalancing
+) -> Refusal | None:
+    """The first limit that an action breaks or, where it was broken before, makes worse.
+
+    Args:
+        start: Before the plan: times per output token are compared with these.
+        before: Before the action.
+        after: As :func:`.effects.apply` has it.
+        options: Limits.
+    """
+    return (
+        _device_exceeded(before, after, options)
+        or _engine_exceeded(before, after, options)
+        or _tpot_exceeded(start, before, after, options)
+    )
+
+
+def over_budget(
+    earlier: Iterable[tuple[Action, Forecast]],
+    action: Action,
+    predicted: Forecast,
+    options: Rebalancing,
+) -> Refusal | None:
+    """Whether the action takes too long, or halts an engine for too long.
+
+    A move halts both of its engines; those of a plan, ``earlier`` ones included, follow one
+    another.
+    """
+    paused = [(halted(each), its.pause_s) for each, its in earlier]
+    pause_s = predicted.pause_s + max(
+        (sum(each_s for of, each_s in paused if engine in of) for engine in halted(action)),
+        default=0.0,
+    )
+    if 1000 * pause_s > options.pause_budget_ms:
+        return Refusal(Reason.PAUSE_BUDGET, f"{1000 * pause_s:.1f} ms")
+    if predicted.duration_s > options.duration_budget_s:
+        return Refusal(Reason.DURATION_BUDGET, f"{predicted.duration_s:.1f} s")
+    return None
+
+
+def halted(action: Action) -> frozenset[str]:
+    """Engines that stand still for the action."""
+    return frozenset((action.engine, action.lender)) if isinstance(action, Move) else frozenset()
+
+
+def _device_exceeded(before: Snapshot, after: Snapshot, options: Rebalancing) -> Refusal | None:
+    for device in after.devices:
+        most = device.memory_bytes * (1 - options.headroom)
+        grown = device.allocated_bytes > before.device(device.name).allocated_bytes
+        if grown and device.allocated_bytes > most:
+            return Refusal(Reason.NO_MEMORY, device.name)
+        share = compute_share(after, device.name)
+        if share > 1 and share > compute_share(before, device.name) + 1e-9:
+            return Refusal(Reason.NO_COMPUTE, f"{device.name} would be asked for {share:.2f}")
+    return None
+
+
+def _engine_exceeded(before: Snapshot, after: Snapshot, options: Rebalancing) -> Refusal | None:
+    known = {engine.id: engine for engine in before.engines}
+    for engine in after.engines:
+        was = known.get(engine.id)
+        idle = after.idle_kv(engine)
+        less = was is None or idle < before.idle_kv(was)
+        if less and idle < options.headroom * engine.kv_bytes:
+            return Refusal(Reason.NO_MEMORY, f"KV of {engine.id}")
+        if (
+            was is not None
+            and engine.borrowed != was.borrowed  # a part that leaves takes the place of loans
+            and after.kv_room(engine) <= before.kv_room(was)
+        ):
+            return Refusal(Reason.NO_MEMORY, f"{engine.id} borrows what it would gain at home")
+        for what, size, size_before, most in (
+            ("lends", after.lends(engine), before.lends(engine), engine.lend_bytes),
+            ("borrows", after.borrows(engine), before.borrows(engine), engine.borrow_bytes),
+        ):
+            if size > most and size > size_before:
+                return Refusal(Reason.NO_MEMORY, f"{engine.id} {what} at most {most} bytes")
+    return None
+
+
+def _tpot_exceeded(
+    start: Snapshot, before: Snapshot, after: Snapshot, options: Rebalancing
+) -> Refusal | None:
+    known = {engine.id for engine in start.engines}
+    for engine in after.engines:
+        if engine.id not in known:
+            continue
+        ratio = tpot_ratio(start, after, engine.id)
+        if ratio > options.tpot_budget and ratio > tpot_ratio(start, before, engine.id):
+            return Refusal(Reason.TPOT_BUDGET, f"{engine.id}: {ratio:.2f} times")
+    return None

@@ -1,0 +1,93 @@
+"""A plan of what an operator wants to be done, held to the same limits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loomserve.platform.base.errors import Conflict, NotFound
+from loomserve.platform.config.rebalancing import Rebalancing
+from loomserve.platform.rebalancing.policy.actions import (
+    Action,
+    AddReplica,
+    Move,
+    RemoveReplica,
+    kind_of,
+)
+from loomserve.platform.rebalancing.policy.correction import Corrections
+from loomserve.platform.rebalancing.policy.effects import apply
+from loomserve.platform.rebalancing.policy.forecast import Forecast, forecast
+from loomserve.platform.rebalancing.policy.limits import Refusal, exceeded, over_budget, unable
+from loomserve.platform.rebalancing.policy.planner import Chosen, Proposal
+from loomserve.platform.rebalancing.policy.snapshot import Snapshot, utilisations
+
+
+def manual(
+    snapshot: Snapshot,
+    actions: Sequence[Action],
+    corrections: Corrections,
+    options: Rebalancing,
+    *,
+    forced: bool,
+) -> Proposal:
+    """These actions, one after the other, whether they gain anything or not.
+
+    Args:
+        snapshot: With or without flaws.
+        actions: At least one.
+        corrections: Of forecasts.
+        options: Limits.
+        forced: Whether memory, pause and the like may be exceeded; what has no mechanism or no
+            measured link cannot be forced.
+
+    Raises:
+        NotFound: an action names what is not there.
+        Conflict: an action cannot be, or breaks a limit.
+    """
+    now, chosen = snapshot, list[Chosen]()
+    for action in actions:
+        try:
+            refusal = unable(now, action, options)
+            if refusal is not None:
+                raise Conflict(_said(action, refusal), reason=refusal.reason)
+            source, target = ends(now, action)
+            after = apply(now, action)
+            raw = forecast(now, after, action, source, target)
+        except LookupError as error:
+            raise NotFound(str(error.args[0])) from None
+        predicted = corrections.of(kind_of(action), source, target)(raw)
+        earlier: list[tuple[Action, Forecast]] = [(x.action, x.forecast) for x in chosen]
+        refusal = exceeded(snapshot, now, after, options) or over_budget(
+            earlier, action, predicted, options
+        )
+        if refusal is not None and not forced:
+            raise Conflict(f"{_said(action, refusal)}; it can be forced", reason=refusal.reason)
+        chosen.append(Chosen(action, source, target, raw, predicted))
+        now = after
+    return Proposal(tuple(chosen), (), (), now)
+
+
+def ends(snapshot: Snapshot, action: Action) -> tuple[str, str]:
+    """The devices that work leaves and comes to.
+
+    Where the action names only one or none of them, the most and the least loaded of all.
+
+    Raises:
+        LookupError: the action names what is not in the snapshot.
+    """
+    loads = utilisations(snapshot)
+    most, least = (pick(loads, key=lambda name: loads[name]) for pick in (max, min))
+    match action:
+        case Move():
+            way = [snapshot.engine(each).device for each in (action.engine, action.lender)]
+            source, target = reversed(way) if action.back else way
+            return source, target
+        case AddReplica():
+            return most, action.device
+        case RemoveReplica():
+            return snapshot.engine(action.engine).device, least
+        case _:
+            return most, least
+
+
+def _said(action: Action, refusal: Refusal) -> str:
+    return f"{kind_of(action)}: {refusal.reason} ({refusal.detail})"

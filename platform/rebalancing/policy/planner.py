@@ -1,0 +1,229 @@
+"""Which actions even out the devices' loads: BanaServe's adaptive module migration, algorithm 4-1.
+
+Where this departs from the paper:
+
+* The algorithm tests Δ ≥ δ both for layers and for heads, so heads would move only where layers
+  cannot, though the text means them for small gaps; here the cheapest action that passes comes
+  first, and the loop goes on with what is left of the gap.
+* As printed, its loop never computes the sets of line 4 and 5 again, books loads only after moving
+  heads (line 13 stands within that branch), and does not end where nothing can be moved. Here loads
+  are those predicted after every action, and a pair for which nothing passes is done with.
+* It names one δ; the text gives two thresholds, and none for when each holds: see :mod:`.heat`.
+  Plans start above the one, and aim at the other.
+* Only Δ of the pair counts there. Here the sum of squared utilisations of all devices must fall,
+  too, and their maximum must not rise (section 4.3.2 minimises max U). Each action lowers that sum
+  by (least gain)²/4 at least, as any does that narrows a gap so far between devices of one speed
+  and leaves the others alone; so on a steady load plans come to an end, and lead nowhere twice.
+* The objective of eq. 4-15 is not maximised: U_avg hardly depends on where work is done and rewards
+  waste, and its weights add utilisations, seconds and tokens a second. Its bounds (eq. 4-25, and
+  T_mig ≤ T_budget of section 4.3.2) are kept: time per output token, pause, and duration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from loomserve.platform.config.rebalancing import Rebalancing
+from loomserve.platform.rebalancing.policy.actions import (
+    Action,
+    AddReplica,
+    Move,
+    RemoveReplica,
+    SetRole,
+    kind_of,
+)
+from loomserve.platform.rebalancing.policy.candidates import candidates
+from loomserve.platform.rebalancing.policy.correction import Corrections
+from loomserve.platform.rebalancing.policy.effects import apply
+from loomserve.platform.rebalancing.policy.forecast import Forecast, forecast
+from loomserve.platform.rebalancing.policy.heat import Heat, Level
+from loomserve.platform.rebalancing.policy.limits import (
+    Reason,
+    Refusal,
+    exceeded,
+    halted,
+    over_budget,
+    unable,
+)
+from loomserve.platform.rebalancing.policy.snapshot import Flaw, Snapshot, flaws, utilisations
+
+_ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """
+    Attributes:
+        source: The hot device for which it was chosen.
+        target: The cold one.
+        raw: Predicted before correction; corrections learn from it.
+        forecast: Corrected.
+    """
+
+    action: Action
+    source: str
+    target: str
+    raw: Forecast
+    forecast: Forecast
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    action: Action
+    source: str
+    target: str
+    refusal: Refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """
+    Attributes:
+        chosen: To be carried out one after the other.
+        rejected: The last refusal of each candidate that was not chosen.
+        flaws: Of the snapshot; if there are any, nothing was even considered.
+        after: The snapshot as it will be.
+    """
+
+    chosen: tuple[Chosen, ...]
+    rejected: tuple[Rejected, ...]
+    flaws: tuple[Flaw, ...]
+    after: Snapshot
+
+
+def propose(
+    snapshot: Snapshot,
+    heat: Mapping[str, Heat],
+    corrections: Corrections,
+    options: Rebalancing,
+) -> Proposal:
+    """A plan for one period; ``heat`` is :func:`.heat.classify`'s of this snapshot."""
+    found = tuple(flaws(snapshot, options))
+    if found:
+        return Proposal((), (), found, snapshot)
+    search = _Search(snapshot, heat, corrections, options)
+    search.run()
+    return Proposal(tuple(search.chosen), tuple(search.rejected.values()), (), search.now)
+
+
+class _Search:
+    def __init__(
+        self,
+        start: Snapshot,
+        heat: Mapping[str, Heat],
+        corrections: Corrections,
+        options: Rebalancing,
+    ) -> None:
+        self._start, self._heat = start, heat
+        self._corrections, self._options = corrections, options
+        self.now = start
+        self._touched: set[tuple[str, ...]] = set()
+        self.chosen: list[Chosen] = []
+        self.rejected: dict[tuple[object, ...], Rejected] = {}
+
+    def run(self) -> None:
+        while any(self._improve(source, target) for source, target in self._pairs()):
+            pass
+
+    def _pairs(self) -> Iterator[tuple[str, str]]:
+        """Hot and cold devices whose gap is to be narrowed, the widest first (lines 4 to 7)."""
+        loads = utilisations(self.now)
+        least, most = min(loads.values()), max(loads.values())
+        falling = self._options.falling
+
+        def of(level: Level) -> list[str]:
+            return [name for name in loads if self._heat.get(name, Heat()).level is level]
+
+        hot = [name for name in of(Level.HOT) if loads[name] - least > falling]
+        cold = [name for name in of(Level.COLD) if most - loads[name] > falling]
+        pairs = [(source, target) for source in hot for target in cold]
+        pairs.sort(key=lambda pair: (loads[pair[1]] - loads[pair[0]], pair))
+        yield from (pair for pair in pairs if loads[pair[0]] - loads[pair[1]] > falling)
+
+    def _improve(self, source: str, target: str) -> bool:
+        """Take the cheapest action that passes, if any does (lines 8 to 14)."""
+        passed: list[tuple[float, float, int, Chosen, Snapshot]] = []
+        all_ = candidates(self._start, self.now, source, target, self._options)
+        for place, action in enumerate(all_):
+            assessed = self._assess(action, source, target)
+            if isinstance(assessed, Refusal):
+                self._reject(action, source, target, assessed)
+            else:
+                chosen, after = assessed
+                predicted = chosen.forecast
+                passed.append((predicted.cost_s, -predicted.gain, place, chosen, after))
+        if not passed:
+            return False
+        *_, cheapest, after = min(passed, key=lambda each: each[:3])
+        self._touched.add(_touches(self.now, cheapest.action))
+        self.now = after
+        self.chosen.append(cheapest)
+        self.rejected.pop(_identity(cheapest.action), None)
+        return True
+
+    def _reject(self, action: Action, source: str, target: str, refusal: Refusal) -> None:
+        if any(_identity(each.action) == _identity(action) for each in self.chosen):
+            return
+        self.rejected[_identity(action)] = Rejected(action, source, target, refusal)
+
+    def _assess(
+        self, action: Action, source: str, target: str
+    ) -> tuple[Chosen, Snapshot] | Refusal:
+        refusal = self._before(action)
+        if refusal is not None:
+            return refusal
+        after = apply(self.now, action)
+        raw = forecast(self.now, after, action, source, target)
+        predicted = self._corrections.of(kind_of(action), source, target)(raw)
+        refusal = (
+            exceeded(self._start, self.now, after, self._options)
+            or over_budget(self._earlier(), action, predicted, self._options)
+            or self._useless(predicted, after)
+        )
+        return refusal or (Chosen(action, source, target, raw, predicted), after)
+
+    def _before(self, action: Action) -> Refusal | None:
+        started = {each.id for each in self._start.engines}
+        if _touches(self.now, action) in self._touched or not halted(action) <= started:
+            return Refusal(Reason.ALREADY_PLANNED, "an action before it changes the same")
+        if len(self.chosen) >= self._options.most_actions:
+            return Refusal(Reason.PLAN_FULL, f"{len(self.chosen)} actions already")
+        return unable(self.now, action, self._options)
+
+    def _earlier(self) -> list[tuple[Action, Forecast]]:
+        return [(each.action, each.forecast) for each in self.chosen]
+
+    def _useless(self, predicted: Forecast, after: Snapshot) -> Refusal | None:
+        if predicted.gain < self._options.least_gain:
+            return Refusal(Reason.NO_GAIN, f"{predicted.gain:.3f}")
+        loads, later = utilisations(self.now), utilisations(after)
+        fallen = _squares(loads) - _squares(later)
+        if (
+            max(later.values()) > max(loads.values()) + _ROUNDING
+            or fallen < self._options.least_gain**2 / 4
+        ):
+            return Refusal(Reason.HARMS_OTHERS, "it moves load rather than evens it out")
+        if predicted.gain < self._options.efficiency * predicted.cost_s:
+            return Refusal(Reason.INEFFICIENT, f"{predicted.gain / predicted.cost_s:.4f} a second")
+        return None
+
+
+def _squares(loads: Mapping[str, float]) -> float:
+    return sum(load * load for load in loads.values())
+
+
+def _touches(snapshot: Snapshot, action: Action) -> tuple[str, ...]:
+    """What must not be changed twice by one plan."""
+    match action:
+        case Move():
+            return ("move", action.part, action.engine, action.lender)
+        case AddReplica():
+            return ("model", action.model)
+        case SetRole() | RemoveReplica():
+            return ("model", snapshot.engine(action.engine).model)
+
+
+def _identity(action: Action) -> tuple[object, ...]:
+    """A candidate's, whatever its size."""
+    return tuple(sorted(action.model_dump(exclude={"amount"}).items()))

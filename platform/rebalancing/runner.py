@@ -1,0 +1,180 @@
+"""The rebalancing controller inside the platform's: what it sees, whom it tells, and its answers.
+
+It is a part of the controller's actor, as all that it sees and tells is there already; requests do
+not wait for it, and a new actor goes on where this one was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, TypeAdapter
+
+from loomserve.platform.base.errors import ConfigError, NotFound, RequestError
+from loomserve.platform.config import Config
+from loomserve.platform.config.rebalancing import Rebalancing
+from loomserve.platform.fleet.fleet import EngineRecord, Fleet
+from loomserve.platform.fleet.messages import EngineReport
+from loomserve.platform.placement import device_profile
+from loomserve.platform.placement.configured import profile_path
+from loomserve.platform.placement.policy.device_times import DeviceProfile
+from loomserve.platform.rebalancing.actuators.base import Mover
+from loomserve.platform.rebalancing.actuators.replicas import (
+    ReplicasMover,
+    RequestsMover,
+    RoleMover,
+    Scale,
+    SetRoleOf,
+)
+from loomserve.platform.rebalancing.actuators.shards import PartMover
+from loomserve.platform.rebalancing.controller import Rebalancer
+from loomserve.platform.rebalancing.observe import measured_snapshot, sums_of
+from loomserve.platform.rebalancing.plans.plans import Plan
+from loomserve.platform.rebalancing.plans.reports import (
+    Events,
+    MadePlan,
+    PlanList,
+    RebalancingState,
+    summary,
+)
+from loomserve.platform.rebalancing.plans.store import PlanStore, plans_folder
+from loomserve.platform.rebalancing.policy.actions import Action, ActionKind
+from loomserve.platform.rebalancing.policy.rates import Rates
+from loomserve.platform.rebalancing.policy.snapshot import Measured, Part
+
+_log = logging.getLogger("ray.serve")
+
+_TICK_S = 1.0
+_LEAST_WINDOW_S = 4.0
+"""Two reports: a rate needs as many."""
+_ACTIONS: TypeAdapter[tuple[Action, ...]] = TypeAdapter(tuple[Action, ...])
+
+
+class RebalancingPart:
+    """Beside a fleet; ``answer`` is what the admin API calls."""
+
+    def __init__(
+        self, config: Config, base: Path, fleet: Fleet, set_role: SetRoleOf, scale: Scale
+    ) -> None:
+        options = config.rebalancing
+        self._fleet, self._devices = fleet, config.devices
+        self._rates = Rates(_window_s(options))
+        written = options.profile
+        self._profile = _ProfileFile(base / written if written else profile_path(config, base))
+        parts = PartMover(fleet)
+        self._movers: dict[ActionKind, Mover] = {
+            ActionKind.REQUESTS: RequestsMover(fleet),
+            ActionKind.HEADS: parts,
+            ActionKind.LAYERS: parts,
+            ActionKind.ROLE: RoleMover(fleet, set_role),
+            ActionKind.REPLICAS: ReplicasMover(fleet, scale),
+        }
+        self._rebalancer = Rebalancer(
+            options, PlanStore(plans_folder(config, base)), self._observe, self._movers, time.time
+        )
+
+    def learn(self, report: EngineReport) -> None:
+        sums = sums_of(report)
+        if sums is not None:
+            self._rates.take(report.replica_id, *sums)
+
+    async def run(self) -> None:
+        """Until the process ends, which gives its lock back."""
+        while True:
+            try:
+                await self._rebalancer.tick()
+            except Exception:
+                _log.exception("rebalancing could not get on")
+            await asyncio.sleep(_TICK_S)
+
+    async def answer(self, method: str, *given: Any) -> dict[str, Any]:
+        """A method's answer, or its error and status."""
+        ways: dict[str, Callable[..., Awaitable[BaseModel]]] = {
+            "state": self._state,
+            "switch": self._switch,
+            "make": self._make,
+            "plans": self._plans,
+            "plan": self._plan,
+            "apply": self._rebalancer.apply,
+            "abort": self._rebalancer.abort,
+            "events": self._events,
+        }
+        try:
+            return (await ways[method](*given)).model_dump(mode="json")
+        except RequestError as error:
+            return {"error": error.body()["error"], "status": error.status}
+
+    async def _state(self) -> RebalancingState:
+        return self._rebalancer.state()
+
+    async def _switch(self, mode: Any, paused: bool | None) -> RebalancingState:
+        await self._rebalancer.switch(mode, paused)
+        return self._rebalancer.state()
+
+    async def _make(self, actions: list[Any], forced: bool) -> MadePlan:
+        return await self._rebalancer.make(_ACTIONS.validate_python(actions), forced=forced)
+
+    async def _plans(self) -> PlanList:
+        return PlanList(plans=tuple(map(summary, self._rebalancer.plans())))
+
+    async def _plan(self, id_: str) -> Plan:
+        return self._rebalancer.plan(id_)
+
+    async def _events(self, limit: int) -> Events:
+        return Events(events=tuple(await self._rebalancer.events(limit)))
+
+    def _observe(self, changed_at_s: float) -> Measured:
+        records = self._fleet.engine_records(time.monotonic())
+        self._rates.keep(each.report.replica_id for each in records)
+        return measured_snapshot(
+            time.time(),
+            changed_at_s,
+            self._devices,
+            self._fleet.model_targets(),
+            records,
+            self._rates,
+            self._profile.read(),
+            {part: self._movable(part, records) for part in Part},
+        )
+
+    def _movable(self, part: Part, records: Sequence[EngineRecord]) -> frozenset[str]:
+        mover = self._movers[ActionKind(part.value)]
+        ids = (each.report.replica_id for each in records)
+        return frozenset(id_ for id_ in ids if _may(mover.movable, id_))
+
+
+def _may(movable: Callable[[str], bool], engine: str) -> bool:
+    try:
+        return movable(engine)
+    except NotFound:
+        return False
+
+
+def _window_s(options: Rebalancing) -> float:
+    """No longer than what is measured after an action must have settled."""
+    return max(min(options.period_s, options.settle_s), _LEAST_WINDOW_S)
+
+
+class _ProfileFile:
+    """What was measured of the devices, read again when it was measured again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_at: int | None = None
+        self._profile: DeviceProfile | None = None
+
+    def read(self) -> DeviceProfile | None:
+        """None: it is not there, or damaged."""
+        try:
+            changed = self._path.stat().st_mtime_ns
+            if changed != self._read_at:
+                self._profile = device_profile.load(self._path)
+                self._read_at = changed
+        except (OSError, ConfigError):
+            self._profile = self._read_at = None
+        return self._profile

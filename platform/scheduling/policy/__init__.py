@@ -1,0 +1,1 @@
+"""Who is served first, who is preempted, and how. Pure."""

@@ -1,0 +1,9 @@
+"""What all of it is: frozen, and open to fields that a newer version adds."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+
+class Snapshot(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")

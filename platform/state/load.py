@@ -1,0 +1,78 @@
+"""What an engine measured about itself."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from loomserve.platform.state.base import Snapshot
+
+
+class SchedulingState(Snapshot):
+    """What an engine's scheduler did with its memory since it started."""
+
+    queue: str = Field(description="The policy of who is served first.")
+    preemption: str = Field(description="The policy of how a request leaves memory.")
+    swapped_out: int = Field(description="Requests preempted to swap space.")
+    swapped_in: int = Field(description="Requests that came back from there.")
+    recomputed: int = Field(description="Requests preempted to be computed again.")
+    swap_used_bytes: int
+    swap_capacity_bytes: int
+    step_time_error: float | None = Field(
+        description="Mean absolute error of predicted step times, a share; None before any."
+    )
+    swap_time_error: float | None = Field(description="The same of predicted swap times.")
+
+
+class Pace(Snapshot):
+    """How fast an engine served the requests that ended lately, as its load then was."""
+
+    prefill_token_s: float = Field(description="Time for each prompt token that was computed.")
+    output_token_s: float = Field(description="Mean time between two tokens of an answer.")
+    request_s: float = Field(description="Mean time from a request's start to its end.")
+
+
+class WorkState(Snapshot):
+    """What an engine has done since it started; two of them tell what a while took."""
+
+    prefill_s: float = Field(description="Seconds that prompts took.")
+    attention_s: float = Field(description="Seconds that decoding's attention took.")
+    linear_s: float = Field(description="Seconds that all else in decoding took.")
+    tokens: int = Field(description="Whose KV was written, of prompts and generated.")
+
+
+class FootprintState(Snapshot):
+    """What an engine is made of, and what it takes."""
+
+    layers: int
+    layer_bytes: int = Field(description="Weights of a layer; 0 where its files tell nothing.")
+    kv_heads: int = Field(description="Of a layer.")
+    block_bytes: int = Field(description="Of a KV block, all layers.")
+    block_tokens: int
+    memory_bytes: int | None = Field(
+        description="Its processes' own memory, KV included; None on a GPU, where nobody measures."
+    )
+    memory_measured_at: float = Field(description="Unix time, seconds.")
+    start_s: float = Field(description="That it took from its first line until it served.")
+    ready_at: float = Field(description="When that was: Unix time, seconds.")
+
+
+class ReplicaLoad(Snapshot):
+    """What an engine measured about itself."""
+
+    running: int = Field(description="Requests in the running batch.")
+    waiting: int = Field(description="Requests in the engine's queue.")
+    kv_cache_usage: float = Field(description="Share of KV blocks in use, 0 to 1.")
+    step_time_s: float = Field(description="Mean time of recent steps; 0 before the first.")
+    oldest_waiting_s: float = Field(
+        0.0, description="Age of the oldest request that waits; 0 if none does."
+    )
+    weighted_turnaround: float | None = Field(
+        None,
+        description="Mean of recent requests: time in the engine over time since first scheduled.",
+    )
+    pace: Pace | None = Field(None, description="None before a request has ended.")
+    scheduling: SchedulingState | None = Field(
+        None, description="None for an engine without the KV store."
+    )
+    work: WorkState | None = Field(None, description="None for an engine that counts none.")
+    measured_at: float = Field(description="Unix time of the measurement, seconds.")

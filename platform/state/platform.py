@@ -1,0 +1,74 @@
+"""Devices, models and replicas: behind ``GET /admin/v1/state`` and ``loomserve status``."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from loomserve.platform.state.base import Snapshot
+from loomserve.platform.state.lending import BorrowingState
+from loomserve.platform.state.load import ReplicaLoad
+from loomserve.platform.state.roles import Role
+
+
+class ModelStatus(StrEnum):
+    LOADING = "loading"
+    READY = "ready"
+    DEGRADED = "degraded"  # it answers, with fewer replicas than asked for
+    UNLOADING = "unloading"
+    FAILED = "failed"
+
+
+class StageState(Snapshot):
+    """A part of a replica that is a pipeline."""
+
+    device: str
+    layers: int
+
+
+class ReplicaState(Snapshot):
+    id: str = Field(description="Ray Serve's replica id.")
+    device: str = Field(description="The device its engine is bound to; of a pipeline, the first.")
+    stages: tuple[StageState, ...] = Field(
+        (), description="Of a pipeline, in the order of its layers; else none."
+    )
+    address: str = Field(description="host:port of the engine's own HTTP server.")
+    pid: int = Field(description="Process of the replica; its engine is a child.")
+    draining: bool = Field(description="True: finishes its requests and takes no new ones.")
+    role: Role = Field(description="unified, or what is sent to it: prefill or decode.")
+    in_flight: int = Field(description="Requests that gateways have open on it.")
+    load: ReplicaLoad | None = Field(description="None until the engine has reported.")
+    borrowing: BorrowingState | None = Field(None, description="None: its model borrows nothing.")
+
+
+class ModelState(Snapshot):
+    name: str
+    source: str
+    status: ModelStatus
+    message: str = Field("", description="Why it is not ready, for a person.")
+    target_replicas: int
+    router: str = Field(description="The routing policy in use.")
+    max_model_len: int | None = Field(None, description="Tokens of context, once known.")
+    replicas: tuple[ReplicaState, ...] = ()
+
+
+class DeviceState(Snapshot):
+    name: str
+    kind: str
+    place: str = Field(description="cores 0,1 or gpu 0.")
+    models: tuple[str, ...] = Field((), description="Models with a replica on it.")
+
+
+class Versions(Snapshot):
+    loomserve: str
+    vllm: str
+    ray: str
+    python: str
+
+
+class State(Snapshot):
+    versions: Versions
+    uptime_s: float
+    devices: tuple[DeviceState, ...]
+    models: tuple[ModelState, ...]

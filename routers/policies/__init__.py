@@ -1,0 +1,1 @@
+"""Routing policies, one rule a file. Pure."""

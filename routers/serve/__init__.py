@@ -1,0 +1,1 @@
+"""The shells that Ray Serve runs routing policies in."""

@@ -1,0 +1,41 @@
+"""First come, first served, in batches of a fixed size: what Magnus calls vanilla scheduling."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loomserve.routers.static_batching.base import (
+    Batch,
+    BatchRequest,
+    KvMemory,
+    in_order_of_arrival,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fifo:
+    """Batches of ``size`` requests in the order of their arrival, the last one of what is left.
+
+    It looks at no prediction, so that ``size`` must be safe for the longest requests.
+    """
+
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"a batch of {self.size} requests serves none: give at least 1")
+
+    @classmethod
+    def for_longest(cls, memory: KvMemory, input_tokens: int, output_tokens: int) -> Fifo:
+        """The largest size that never runs out of memory, whatever the requests up to these
+        lengths turn out to be."""
+        return cls(memory.bytes // (memory.token_bytes * (input_tokens + output_tokens)))
+
+    def __call__(
+        self, requests: Sequence[BatchRequest], memory: KvMemory, now: float
+    ) -> list[Batch]:
+        waiting = in_order_of_arrival(requests)
+        return [
+            Batch(tuple(waiting[at : at + self.size])) for at in range(0, len(waiting), self.size)
+        ]

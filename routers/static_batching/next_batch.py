@@ -1,0 +1,34 @@
+"""Which of the waiting batches runs next."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from loomserve.routers.static_batching.base import Batch
+
+Next = Callable[[Sequence[Batch], float], int]
+"""Of at least one batch and the time: the place of the chosen one, the first of equals."""
+
+
+def first(batches: Sequence[Batch], now: float) -> int:
+    """In the batcher's own order."""
+    return 0
+
+
+def oldest(batches: Sequence[Batch], now: float) -> int:
+    """The one with the request that has waited the longest."""
+    return min(range(len(batches)), key=lambda at: batches[at].arrived_s)
+
+
+def hrrn(processing_s: Callable[[Sequence[Batch]], Sequence[float]]) -> Next:
+    """Highest response ratio next: the greatest T_w / T_p (Magnus).
+
+    T_w is how long a batch's oldest request has waited, T_p what ``processing_s`` says of each
+    batch, above 0. Short batches go first, and whatever waits long enough goes too.
+    """
+
+    def highest(batches: Sequence[Batch], now: float) -> int:
+        seconds = processing_s(batches)
+        return max(range(len(batches)), key=lambda at: (now - batches[at].arrived_s) / seconds[at])
+
+    return highest

@@ -1,0 +1,22 @@
+"""What becomes of a batch that ran out of memory: pure."""
+
+from __future__ import annotations
+
+from loomserve.routers.static_batching.base import Batch
+
+
+def halves(batch: Batch) -> tuple[Batch, Batch]:
+    """Two batches, of which the first has one request more if the number is odd (Magnus).
+
+    The longest by prompt and predicted answer come into one half, so that the other is padded less.
+
+    Raises:
+        ValueError: there is one request only; it needs more memory than there is.
+    """
+    if len(batch.requests) < 2:
+        raise ValueError(f"request {batch.requests[0].id} cannot be split, it needs more memory")
+    shortest_first = sorted(
+        batch.requests, key=lambda one: (one.input_tokens + one.predicted_tokens, one.id)
+    )
+    middle = (len(shortest_first) + 1) // 2
+    return Batch(tuple(shortest_first[:middle])), Batch(tuple(shortest_first[middle:]))

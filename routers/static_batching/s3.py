@@ -1,0 +1,47 @@
+"""Bin packing by predicted length: S³ (Jin et al., NeurIPS 2023), the scheduler's part.
+
+S³ packs requests into memory by first fit decreasing: the longest predicted answer first, each into
+the first batch that still has room for it. As they come in the order of their lengths, neighbours
+are alike. It knows neither deadlines nor how long a request has waited. What S³ does when an answer
+outgrows its prediction is :mod:`loomserve.routers.static_batching.recovery`'s part here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loomserve.routers.static_batching.base import Batch, BatchRequest, KvMemory
+
+
+def s3(requests: Sequence[BatchRequest], memory: KvMemory, now: float) -> list[Batch]:
+    """First fit decreasing, with what a padded batch takes as its bin's content."""
+    bins: list[_Bin] = []
+    for request in sorted(requests, key=_decreasing):
+        for one in bins:
+            if one.has_room_for(request, memory):
+                one.add(request)
+                break
+        else:
+            bins.append(_Bin(request))
+    return [Batch(tuple(one.requests)) for one in bins]
+
+
+def _decreasing(request: BatchRequest) -> tuple[int, int, float, str]:
+    return -request.predicted_tokens, -request.input_tokens, request.arrived_s, request.id
+
+
+class _Bin:
+    """Its first request has the longest answer."""
+
+    def __init__(self, first: BatchRequest) -> None:
+        self.requests = [first]
+        self._generation = first.predicted_tokens
+        self._length = first.input_tokens
+
+    def has_room_for(self, request: BatchRequest, memory: KvMemory) -> bool:
+        length = max(self._length, request.input_tokens)
+        return memory.holds(len(self.requests) + 1, length, self._generation)
+
+    def add(self, request: BatchRequest) -> None:
+        self.requests.append(request)
+        self._length = max(self._length, request.input_tokens)

@@ -1,0 +1,102 @@
+"""Batches of little wasted memory access: Magnus's adaptive batcher.
+
+In each iteration of a static batch the KV of all its tokens is read, that of padding and of answers
+that have ended too. Wasted memory access (WMA) counts those reads, in tokens; a request joins the
+waiting batch where it wastes the least, if that is little enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loomserve.routers.static_batching.base import (
+    Batch,
+    BatchRequest,
+    KvMemory,
+    in_order_of_arrival,
+)
+
+
+def wasted(request: BatchRequest, length: int, generation: int) -> int:
+    """WMA_gen(p) + WMA_wait(p) of a member of a batch with L(B) and G(B).
+
+    WMA_gen(p) = G(p)·(L(B) - L(p)): its padding, read until its answer ends. WMA_wait(p) = the sum
+    of g + L(B) for g from G(p) to G(B), both included, as the paper writes it: all its tokens, read
+    until the batch ends. So even a request that is alone counts one reading, G(B) + L(B).
+    """
+    own = request.predicted_tokens
+    waiting = generation - own + 1
+    return own * (length - request.input_tokens) + waiting * (own + generation + 2 * length) // 2
+
+
+def wma(batch: Batch) -> int:
+    """WMA(B): of the member that wastes the most."""
+    length, generation = batch.length, batch.generation
+    return max(wasted(one, length, generation) for one in batch.requests)
+
+
+@dataclass(frozen=True, slots=True)
+class Wma:
+    """Requests join one by one in the order of their arrival.
+
+    A request joins the batch whose WMA is the least with it, the oldest of equals, if that is below
+    ``threshold`` (Φ) and the batch still fits into memory; else it opens a batch. Of batches that
+    have been formed so, any may be taken away and the others form again just the same, so that
+    asking anew before each batch is as good as keeping them.
+    """
+
+    threshold: int
+
+    def __call__(
+        self, requests: Sequence[BatchRequest], memory: KvMemory, now: float
+    ) -> list[Batch]:
+        forming: list[_Forming] = []
+        for request in in_order_of_arrival(requests):
+            least, joined = float(self.threshold), None
+            for one in forming:
+                waste = one.wma_with(request, memory)
+                if waste < least:
+                    least, joined = waste, one
+            if joined is None:
+                forming.append(_Forming(request))
+            else:
+                joined.add(request)
+        return [Batch(tuple(one.requests)) for one in forming]
+
+
+class _Forming:
+    """A batch that others may join.
+
+    Waste falls with a member's length and with its answer's, so that who wastes the most is among
+    those that no other member undercuts in both; they are few, and the only ones looked at.
+    """
+
+    def __init__(self, first: BatchRequest) -> None:
+        self.requests = [first]
+        self._length = first.input_tokens
+        self._generation = first.predicted_tokens
+        self._shortest = [first]
+
+    def wma_with(self, request: BatchRequest, memory: KvMemory) -> float:
+        """Infinite where it would not fit into memory."""
+        length = max(self._length, request.input_tokens)
+        generation = max(self._generation, request.predicted_tokens)
+        if not memory.holds(len(self.requests) + 1, length, generation):
+            return float("inf")
+        most = wasted(request, length, generation)
+        for one in self._shortest:
+            most = max(most, wasted(one, length, generation))
+        return most
+
+    def add(self, request: BatchRequest) -> None:
+        self.requests.append(request)
+        self._length = max(self._length, request.input_tokens)
+        self._generation = max(self._generation, request.predicted_tokens)
+        if not any(_undercuts(one, request) for one in self._shortest):
+            self._shortest = [one for one in self._shortest if not _undercuts(request, one)]
+            self._shortest.append(request)
+
+
+def _undercuts(one: BatchRequest, other: BatchRequest) -> bool:
+    return one.input_tokens <= other.input_tokens and one.predicted_tokens <= other.predicted_tokens

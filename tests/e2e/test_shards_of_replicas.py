@@ -1,0 +1,113 @@
+"""Parts of a decode replica go to the prefill replica of its model, and come home."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import ENGINE, Platform
+from tests.e2e.test_admin import model_state, wait_for
+from tests.e2e.test_lending import (
+    answer,
+    asking,
+    carry_out,
+    loans,
+    parts,
+    plan_status,
+    post,
+    profile_devices,
+    serve_instead,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+APART = "apart"
+MODEL = {
+    "name": APART,
+    "source": "demo",
+    "devices": ["core0", "core1"],
+    "replicas": 2,
+    "kv_cache_memory": "256MiB",
+    "engine": ENGINE,
+    "roles": {"prefill": 1, "decode": 1, "local_prompt_tokens": 32},
+    "lending": {
+        "lend_memory": "192MiB",
+        "borrow_memory": "192MiB",
+        "patience_ms": 3000,
+        # Parts that came home for the prefill replica's sake would show nothing.
+        "tpot_budget": 5,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def apart(platform: Platform) -> Platform:
+    """One model, which prefills on one core and decodes on the other."""
+    serve_instead(platform, MODEL)
+    profile_devices(platform)
+    wait_for(lambda: handed_over(platform, "Is there anybody? " * 10), 60)
+    return platform
+
+
+def handed_over(platform: Platform, prompt: str) -> bool:
+    before = handoffs(platform)
+    answer(platform, prompt, APART)
+    return handoffs(platform) > before
+
+
+def handoffs(platform: Platform) -> float:
+    return platform.metric("loomserve_handoffs_total", model=APART, outcome="continued")
+
+
+def from_store(platform: Platform) -> float:
+    return platform.metric("loomserve_handoff_tokens_total", model=APART, source="store")
+
+
+def tales(kind: str) -> list[str]:
+    return [f"{kind} tale {at}. " + "Once upon a time there was a fox. " * 12 for at in range(6)]
+
+
+def a_move(platform: Platform, **of: object) -> dict[str, Any]:
+    """From the decode replica to the other."""
+    of_role = {each["role"]: each["id"] for each in model_state(platform, APART)["replicas"]}
+    return {"action": "move", "engine": of_role["decode"], "lender": of_role["prefill"], **of}
+
+
+def test_replicas_borrow_nothing_of_one_another_by_themselves(apart: Platform) -> None:
+    assert not loans(apart)
+    refused = post(apart, "plans", {"actions": [a_move(apart, part="requests", amount=1)],
+                                    "force": True})  # fmt: skip
+    assert refused.status_code == 409
+    assert refused.json()["error"]["code"] == "not_movable"
+
+
+@pytest.mark.parametrize(("part", "amount"), [("heads", 2), ("layers", 10)])
+def test_a_part_goes_to_the_prefill_replica_and_home_while_prompts_are_handed_over(
+    apart: Platform, part: str, amount: int
+) -> None:
+    before, meanwhile = tales("An old"), tales("A new")
+    with ThreadPoolExecutor(6) as pool:
+        expected = list(pool.map(lambda each: answer(apart, each, APART), before))
+    with asking(apart, before, APART) as answers:
+        plan = carry_out(apart, a_move(apart, part=part, amount=amount))
+        assert answers() == expected
+    wait_for(lambda: parts(apart) == ["away"], 60)
+    (loan,) = loans(apart)
+    assert (loan["borrower"], loan["lender"]) == (APART, APART)
+    wait_for(lambda: plan_status(apart, plan)[0] == "done", 120)
+    told = handoffs(apart), from_store(apart)
+    with asking(apart, meanwhile, APART) as answers:
+        found = answers()
+    assert parts(apart) == ["away"]
+    wait_for(lambda: handoffs(apart) == told[0] + len(meanwhile), 10)
+    # At least the full blocks of each prompt came through the store, to both replicas.
+    assert from_store(apart) - told[1] >= len(meanwhile) * 64
+    with asking(apart, before, APART) as answers:
+        plan = carry_out(apart, a_move(apart, part=part, amount=amount, back=True))
+        assert answers() == expected
+    wait_for(lambda: not parts(apart), 60)
+    wait_for(lambda: plan_status(apart, plan)[0] == "done", 120)
+    with asking(apart, meanwhile, APART) as answers:
+        assert answers() == found

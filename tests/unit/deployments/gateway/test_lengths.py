@@ -1,0 +1,139 @@
+"""What the gateway adds to requests of a model whose lengths are predicted, and what it learns."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from loomserve.deployments.gateway.forward import CollectedAnswer, ForwardRequest, never_gone
+from loomserve.deployments.gateway.gateway import Gateway
+from loomserve.platform.base.errors import BadRequest
+from loomserve.platform.config import ApiKey
+from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
+from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
+from loomserve.platform.lengths.service import Predicted
+from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.scheduling.policy.deadline import deadline_of
+from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected, expected_of
+from loomserve.platform.state import ModelStatus
+
+CHAT = "/v1/chat/completions"
+BODY = {"model": "chat", "messages": [{"role": "user", "content": "hi"}]}
+ANSWER = b'{"choices":[{"finish_reason":"stop"}],"usage":{"completion_tokens":26}}'
+ALICE = ApiKey(name="alice", hash="sha256:" + "0" * 64, refuse_late=True)
+BOB = ApiKey(name="bob", hash="sha256:" + "1" * 64)
+
+
+class Lengths:
+    """Predicts 20 tokens, or nothing."""
+
+    def __init__(self, *, predicts: bool) -> None:
+        self.predicts = predicts
+        self.asked = 0
+        self.ended_with: list[int] = []
+
+    async def predict(self, model: str, request: dict[str, Any]) -> Predicted | None:
+        self.asked += 1
+        prediction = Prediction(20.0, 10.0, 45.0)
+        query = LengthQuery("", "hi", 1)
+        return Predicted(None, query, prediction) if self.predicts else None  # type: ignore[arg-type]
+
+    def ended(self, model: str, predicted: Predicted, tokens: int) -> None:
+        self.ended_with.append(tokens)
+
+
+class Engines:
+    """The forwarder, which answers everything with one body, in pieces."""
+
+    def __init__(self, answer: bytes) -> None:
+        self.answer = answer
+        self.requests: list[ForwardRequest] = []
+
+    async def forward(self, request: ForwardRequest, handle: Any, receive: Any, send: Any) -> None:
+        self.requests.append(request)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for at in range(0, len(self.answer), 10):
+            body = self.answer[at : at + 10]
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def asked(
+    body: dict[str, Any] = BODY,
+    path: str = CHAT,
+    *,
+    predicts: bool = True,
+    predictor: str | None = "chat-v1",
+    answer: bytes = ANSWER,
+    **state: Any,
+) -> tuple[ForwardRequest, Lengths, bytes]:
+    """One request through a gateway that has nothing else; it, the predictor, the answer's body."""
+    gateway: Any = Gateway.__new__(Gateway)
+    replicas = (ReplicaRoute(id="r1", device="d", address="a"),)
+    route = ModelRoute(
+        name="chat", app="model:chat", status=ModelStatus.READY, policy="load_aware",
+        max_concurrent_requests=1, max_model_len=10, kvstore=False, predictor=predictor,
+        replicas=replicas,
+    )  # fmt: skip
+    gateway._routes = SimpleNamespace(find=lambda model, key: route, handle=lambda model: None)
+    gateway._open, gateway._kv = Counter[str](), None
+    gateway._metrics = GatewayMetrics(CollectorRegistry())
+    gateway._lengths, gateway._forwarder = Lengths(predicts=predicts), Engines(answer)
+    collected = CollectedAnswer()
+    given = {"body": json.dumps(body).encode(), "request_id": "1", **state}
+    asyncio.run(gateway.answer(path, {"state": given}, never_gone, collected.send))
+    assert not gateway._open["chat"]
+    return gateway._forwarder.requests[0], gateway._lengths, bytes(collected.body)
+
+
+def test_the_engine_and_the_router_are_told_and_the_predictor_learns_the_real_length() -> None:
+    request, lengths, body = asked()
+    assert expected_of(json.loads(request.body)["vllm_xargs"]) == Expected(20.0, 45.0)
+    assert request.expected_tokens == 20.0
+    assert lengths.ended_with == [26]
+    assert body == ANSWER
+
+
+def test_without_a_prediction_the_request_goes_on_as_it_came() -> None:
+    request, lengths, _ = asked(predicts=False)
+    assert request.body == json.dumps(BODY).encode()
+    assert request.expected_tokens is None
+    assert lengths.ended_with == []
+
+
+def test_only_requests_that_generate_text_are_predicted() -> None:
+    _, lengths, _ = asked({"model": "chat", "input": "hi"}, "/v1/embeddings")
+    assert lengths.asked == 0
+
+
+@pytest.mark.parametrize(
+    ("body", "answer"),
+    [(BODY, ANSWER.replace(b"stop", b"length")), ({**BODY, "n": 2}, ANSWER)],
+    ids=["cut off", "several answers"],
+)
+def test_an_answer_without_a_length_of_its_own_teaches_nothing(
+    body: dict[str, Any], answer: bytes
+) -> None:
+    assert asked(body, answer=answer)[1].ended_with == []
+
+
+@pytest.mark.parametrize(("key", "refused"), [(ALICE, True), (BOB, False), (None, False)])
+def test_late_requests_are_refused_for_keys_that_say_so(key: ApiKey | None, refused: bool) -> None:
+    before = time.time()
+    request, _, _ = asked(api_key=key, slo_ms=5000.0)
+    deadline = deadline_of(json.loads(request.body)["vllm_xargs"])
+    assert deadline is not None
+    assert before + 5 <= deadline <= time.time() + 5
+    assert request.refuse_after == (deadline if refused else None)
+
+
+def test_a_client_may_not_predict_for_itself() -> None:
+    with pytest.raises(BadRequest, match=EXPECTED):
+        asked({**BODY, "vllm_xargs": {EXPECTED: [1, 1]}})

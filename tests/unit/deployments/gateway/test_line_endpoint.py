@@ -1,0 +1,95 @@
+"""A batch's line at a gateway: in its key's name, within bounds, marked as what may wait."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from loomserve.deployments.gateway.forward import ForwardRequest
+from loomserve.deployments.gateway.line_endpoint import LineEndpoint
+from loomserve.platform.base.errors import Forbidden
+from loomserve.platform.config import ApiKey, Server
+from loomserve.platform.fleet.messages import BatchLine, ModelRoute, ReplicaRoute
+from loomserve.platform.scheduling.policy.background import is_background
+from loomserve.platform.scheduling.policy.deadline import DEADLINE
+from loomserve.platform.state import ModelStatus
+
+KEYS = (ApiKey(name="alice", hash="sha256:" + "0" * 64),)
+ROUTE = ModelRoute(
+    name="m",
+    app="model:m",
+    status=ModelStatus.READY,
+    policy="load_aware",
+    max_concurrent_requests=1,
+    max_model_len=10,
+    kvstore=True,
+    replicas=tuple(ReplicaRoute(id=name, device="d", address="a") for name in ("r1", "r2", "r3")),
+)
+
+
+def complete(
+    body: dict[str, Any], owner: str = "alice", engine: str | None = "r2", keys: Any = KEYS
+) -> tuple[int, Any, list[ForwardRequest]]:
+    forwarded: list[ForwardRequest] = []
+
+    def find_route(model: object, key: ApiKey | None) -> ModelRoute:
+        if key is not None and model != "m":
+            raise Forbidden("not yours")
+        return ROUTE
+
+    async def collect(request: ForwardRequest) -> tuple[int, bytes]:
+        forwarded.append(request)
+        return 200, b"{}"
+
+    def isolate(request: dict[str, Any], key: ApiKey | None, path: str) -> dict[str, Any]:
+        return {**request, "cache_salt": key.name if key else ""}
+
+    endpoint = LineEndpoint(
+        Server(api_keys=keys, max_body="1KiB"),  # type: ignore[arg-type]
+        find_route,
+        isolate,
+        collect,
+    )
+    line = BatchLine(owner=owner, path="/v1/completions", body=body, request_id="q", engine=engine)
+    status, answer = asyncio.run(endpoint.complete(line))
+    return status, json.loads(answer), forwarded
+
+
+def test_a_line_goes_to_the_engine_with_room_as_work_that_may_wait() -> None:
+    status, _, (request,) = complete({"model": "m", "prompt": "x"})
+    assert status == 200
+    assert request.exclude == {"r1", "r3"}
+    assert is_background(request.parsed["vllm_xargs"])
+    assert json.loads(request.body) == request.parsed
+    assert (request.parsed["cache_salt"], request.request_id) == ("alice", "q")
+
+
+def test_without_a_known_engine_any_may_take_it() -> None:
+    assert complete({"model": "m"}, engine=None)[2][0].exclude == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"model": "other"}, 403),
+        ({"model": "m", "stream": True}, 400),
+        ({"model": "m", "kv_transfer_params": {}}, 400),
+        ({"model": "m", "vllm_xargs": {DEADLINE: 1}}, 400),
+        ({"model": "m", "prompt": "x" * 2000}, 413),
+    ],
+)
+def test_what_a_client_may_not_ask_for_a_line_may_not_either(
+    body: dict[str, Any], status: int
+) -> None:
+    answered, answer, forwarded = complete(body)
+    assert (answered, forwarded) == (status, [])
+    assert answer["error"]["message"]
+
+
+def test_a_key_that_is_gone_has_no_lines_computed() -> None:
+    assert complete({"model": "m"}, owner="bob")[0] == 403
+    assert complete({"model": "m"}, owner="")[0] == 403
+    assert complete({"model": "m"}, owner="", keys=())[0] == 200

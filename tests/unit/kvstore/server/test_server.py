@@ -1,0 +1,475 @@
+"""Server and client over a real socket: whatever the one suffers, the other lives on."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import psutil
+import pytest
+import zmq
+
+from loomserve.kvstore.index.radix import KEY_BYTES
+from loomserve.kvstore.server.actor import StorePlan, open_store
+from loomserve.kvstore.server.client import StoreAwayError, StoreClient
+from loomserve.kvstore.server.protocol import (
+    Commit,
+    Done,
+    Found,
+    Inspect,
+    Lookup,
+    Release,
+    Reply,
+    Request,
+    Reserve,
+    Reserved,
+    Usage,
+)
+from loomserve.kvstore.server.server import StoreServer
+from loomserve.kvstore.server.slots import decode_slots
+from loomserve.kvstore.storage.arena import Arena
+from loomserve.kvstore.storage.checksum import BlockLayout, seed
+
+SPAWN = multiprocessing.get_context("spawn")
+SPACE = b"n" * 16
+LAYOUT = BlockLayout(2, 30_000)
+# Two hundred slots and a few more.
+MEMORY = 2**24
+
+
+def plan_in(folder: Path, *, ssd: int = 0) -> StorePlan:
+    return StorePlan(
+        folder=folder,
+        arena=folder / "arena",
+        memory=MEMORY,
+        ssd_folder=folder / "ssd" if ssd else None,
+        ssd=ssd,
+        eviction="lru",
+        quotas={},
+    )
+
+
+def started(plan: StorePlan) -> StoreServer:
+    server = StoreServer(open_store(plan), plan.address)
+    server.start()
+    return server
+
+
+def serve_until_killed(plan: StorePlan, pipe: Connection) -> None:
+    started(plan)
+    pipe.send("up")
+    signal.pause()
+
+
+def chain(name: str, blocks: int) -> bytes:
+    return b"".join(
+        hashlib.sha256(f"{name} {block}".encode()).digest()[:KEY_BYTES] for block in range(blocks)
+    )
+
+
+def content(key: bytes) -> bytes:
+    return hashlib.shake_128(key).digest(LAYOUT.block_bytes)
+
+
+@dataclass
+class Engine:
+    """Saves and reads over the socket, with an arena of its own mapping."""
+
+    client: StoreClient
+    arena: Arena
+
+    @classmethod
+    def of(cls, plan: StorePlan) -> Engine:
+        return cls(StoreClient(plan.address, timeout_ms=5000), Arena.attach(plan.arena))
+
+    def reserve(self, keys: bytes) -> Reserved:
+        request = Reserve(SPACE, keys, "model", LAYOUT.layers, LAYOUT.layer_bytes)
+        return self.client.ask(request, Reserved)
+
+    def save(self, keys: bytes) -> None:
+        room = self.reserve(keys)
+        for at, slot in enumerate(decode_slots(room.slots), room.first):
+            key = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+            view = self.arena.view(slot, LAYOUT.slot_bytes)
+            view[: LAYOUT.block_bytes] = np.frombuffer(content(key), np.uint8)
+            for layer in range(LAYOUT.layers):
+                LAYOUT.seal_layer(view, layer, seed(SPACE, key))
+        self.client.ask(Commit(room.writer, 0.03), Done)
+
+    def look(self, keys: bytes) -> Found:
+        return self.client.ask(Lookup(SPACE, keys, 0, 10.0, True), Found)
+
+    def read(self, keys: bytes) -> int:
+        """How many blocks are found, each with its own bytes."""
+        found = self.look(keys)
+        slots = decode_slots(found.slots)
+        for at, slot in enumerate(slots):
+            key = keys[at * KEY_BYTES : (at + 1) * KEY_BYTES]
+            view = self.arena.view(slot, LAYOUT.slot_bytes)
+            assert LAYOUT.check(view, seed(SPACE, key))
+            assert view[: LAYOUT.block_bytes].tobytes() == content(key)
+        self.client.ask(Release([found.lease]), Done)
+        return len(slots)
+
+    def usage(self) -> Usage:
+        return self.client.ask(Inspect(), Usage)
+
+    def wait_for_ssd(self, blocks: int) -> None:
+        deadline = time.monotonic() + 10
+        while self.usage().models[0].blocks_on_ssd < blocks:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    def wait_for_memory(self, keys: bytes, blocks: int) -> None:
+        deadline = time.monotonic() + 10
+        while self.look(keys).in_memory < blocks:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> StorePlan:
+    return plan_in(tmp_path)
+
+
+@pytest.fixture
+def server(plan: StorePlan) -> Iterator[StoreServer]:
+    server = started(plan)
+    yield server
+    server.stop()
+
+
+def test_two_engines_share_what_one_of_them_saved(plan: StorePlan, server: StoreServer) -> None:
+    one, other = Engine.of(plan), Engine.of(plan)
+    keys = chain("a", 20)
+    assert one.read(keys) == 0
+    one.save(keys)
+    assert other.read(keys) == 20
+    assert other.read(keys[: 7 * KEY_BYTES]) == 7
+    assert other.read(chain("b", 20)) == 0
+
+
+def test_many_engines_at_once_each_get_their_own_answers(
+    plan: StorePlan, server: StoreServer
+) -> None:
+    wrong: list[int] = []
+
+    def engine(number: int) -> None:
+        own = Engine.of(plan)
+        keys = chain(str(number), number + 1)
+        own.save(keys)
+        wrong.extend(number for _ in range(50) if own.read(keys) != number + 1)
+
+    threads = [threading.Thread(target=engine, args=(number,)) for number in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b"", b""],
+        [b"", b"garbage"],
+        [b"", os.urandom(1000)],
+        [b"", msgspec.msgpack.encode({"type": "Lookup"})],
+        [b"", msgspec.msgpack.encode({"type": "Nothing"})],
+        [b"", b"\x91" * 100_000],
+        [b"only one"],
+        [b"", b"one", b"too many"],
+        [b"", msgspec.msgpack.encode(Lookup(b"short", b"", 0, 1.0, False))],
+        [b"", msgspec.msgpack.encode(Lookup(SPACE, b"", -1, 1.0, False))],
+        [b"", msgspec.msgpack.encode(Lookup(SPACE, b"", 0, float("inf"), False))],
+        [b"", msgspec.msgpack.encode(Lookup(SPACE, b"", 0, float("nan"), False))],
+        [b"", msgspec.msgpack.encode(Reserve(SPACE, b"", "model", 0, 1))],
+        [b"", msgspec.msgpack.encode(Reserve(SPACE, b"", "model", 1, -1))],
+        [b"", msgspec.msgpack.encode(Reserve(SPACE, b"k", "model", 1, 1))],
+        [b"", msgspec.msgpack.encode(Reserve(SPACE, b"k" * 16, "model", 2**39, 2**39))],
+    ],
+    ids=range(16),
+)
+def test_garbage_is_refused_or_dropped_and_others_are_served(
+    plan: StorePlan, server: StoreServer, frames: list[bytes]
+) -> None:
+    engine = Engine.of(plan)
+    engine.save(chain("a", 3))
+    stranger: zmq.Socket[bytes]
+    with zmq.Context.instance().socket(zmq.DEALER) as stranger:
+        stranger.setsockopt(zmq.LINGER, 1000)
+        stranger.connect(plan.address)
+        stranger.send_multipart(frames)
+        if len(frames) == 2:
+            assert stranger.poll(5000)
+            assert msgspec.msgpack.decode(stranger.recv_multipart()[1])["type"] == "Refused"
+    assert engine.read(chain("a", 3)) == 3
+    assert server.alive
+    assert engine.usage().leases == engine.usage().writers == 0
+
+
+def test_a_client_that_dies_before_its_answer_disturbs_nobody(
+    plan: StorePlan, server: StoreServer
+) -> None:
+    engine = Engine.of(plan)
+    engine.save(chain("a", 3))
+    dying: zmq.Socket[bytes]
+    for _ in range(20):
+        with zmq.Context.instance().socket(zmq.REQ) as dying:
+            dying.setsockopt(zmq.LINGER, 0)
+            dying.connect(plan.address)
+            dying.send(msgspec.msgpack.encode(Lookup(SPACE, chain("a", 3), 0, 10.0, False)))
+    assert engine.read(chain("a", 3)) == 3
+    assert server.alive
+
+
+def test_a_store_that_is_away_costs_one_short_wait_a_second(plan: StorePlan) -> None:
+    client = StoreClient(plan.address, timeout_ms=50)
+    begin = time.monotonic()
+    with pytest.raises(StoreAwayError, match="does not answer"):
+        client.ask(Inspect(), Usage)
+    waited = time.monotonic() - begin
+    assert 0.04 < waited < 0.5
+    begin = time.monotonic()
+    for _ in range(100):
+        with pytest.raises(StoreAwayError, match="is away"):
+            client.ask(Inspect(), Usage)
+    assert time.monotonic() - begin < 0.1
+
+
+def test_a_client_finds_the_store_that_came_back_and_what_it_kept(plan: StorePlan) -> None:
+    first = started(plan)
+    engine = Engine.of(plan)
+    engine.save(chain("a", 3))
+    first.stop()
+    engine.client._timeout_ms = 50
+    with pytest.raises(StoreAwayError):
+        engine.look(chain("a", 3))
+    second = started(plan)
+    time.sleep(1.0)
+    engine.client._timeout_ms = 5000
+    assert engine.read(chain("a", 3)) == 3
+    second.stop()
+
+
+def test_a_late_answer_is_not_taken_for_the_next_questions(plan: StorePlan) -> None:
+    slow: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
+    slow.bind(plan.address)
+    client = StoreClient(plan.address, timeout_ms=50)
+    with pytest.raises(StoreAwayError, match="does not answer"):
+        client.ask(Release([1]), Done)
+    late, empty, _ = slow.recv_multipart()
+
+    def answer() -> None:
+        slow.send_multipart([late, empty, msgspec.msgpack.encode(Done(1))])
+        client_id, *_ = slow.recv_multipart()
+        slow.send_multipart([late, empty, msgspec.msgpack.encode(Done(1))])
+        slow.send_multipart([client_id, empty, msgspec.msgpack.encode(Done(2))])
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    time.sleep(1.0)
+    client._timeout_ms = 5000
+    assert client.ask(Release([2]), Done) == Done(2)
+    answering.join()
+    slow.close(linger=0)
+
+
+def test_room_and_leases_of_an_answer_that_came_too_late_are_given_back(plan: StorePlan) -> None:
+    process = start_child(plan)
+    assert process.pid is not None
+    engine = Engine.of(plan)
+    engine.save(chain("a", 3))
+    impatient = [StoreClient(plan.address, timeout_ms=50) for _ in range(2)]
+    os.kill(process.pid, signal.SIGSTOP)
+    requests: list[tuple[Request, type[Reply]]] = [
+        (Reserve(SPACE, chain("b", 2), "model", LAYOUT.layers, LAYOUT.layer_bytes), Reserved),
+        (Lookup(SPACE, chain("a", 3), 0, 60.0, False), Found),
+    ]
+    try:
+        for client, (request, reply) in zip(impatient, requests, strict=True):
+            with pytest.raises(StoreAwayError, match="does not answer"):
+                client.ask(request, reply)
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    time.sleep(1.0)
+    assert (engine.usage().writers, engine.usage().leases) == (1, 1)
+    for client in impatient:
+        client._timeout_ms = 5000
+        client.ask(Release([]), Done)
+        client.close()
+    assert (engine.usage().writers, engine.usage().leases) == (0, 0)
+    killed(process)
+
+
+def test_a_refusal_or_a_wrong_answer_does_not_silence_the_client(
+    plan: StorePlan, server: StoreServer
+) -> None:
+    client = StoreClient(plan.address, timeout_ms=5000)
+    with pytest.raises(StoreAwayError, match="too long"):
+        client.ask(Commit(1, 0.0), Done)
+    with pytest.raises(StoreAwayError, match="answered Usage"):
+        client.ask(Inspect(), Done)
+    assert client.ask(Release([]), Done) == Done(0)
+
+
+def test_an_answer_that_cannot_be_read_counts_as_none(plan: StorePlan) -> None:
+    broken: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
+    broken.bind(plan.address)
+
+    def answer() -> None:
+        broken.recv()
+        broken.send(b"garbage")
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    client = StoreClient(plan.address, timeout_ms=5000)
+    with pytest.raises(StoreAwayError, match="does not answer"):
+        client.ask(Inspect(), Usage)
+    answering.join()
+    broken.close(linger=0)
+
+
+def test_a_store_that_hangs_costs_short_waits_and_is_used_again(plan: StorePlan) -> None:
+    process = start_child(plan)
+    assert process.pid is not None
+    engine = Engine.of(plan)
+    engine.save(chain("a", 3))
+    engine.client._timeout_ms = 100
+    os.kill(process.pid, signal.SIGSTOP)
+    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
+        time.sleep(0.01)
+    try:
+        begin = time.monotonic()
+        for _ in range(1000):
+            with pytest.raises(StoreAwayError):
+                engine.look(chain("a", 3))
+        # More than the kernel queues for one that accepts none.
+        for _ in range(200):
+            another = StoreClient(plan.address, timeout_ms=1)
+            with pytest.raises(StoreAwayError), closing(another):
+                another.ask(Inspect(), Usage)
+        assert time.monotonic() - begin < 5
+    finally:
+        os.kill(process.pid, signal.SIGCONT)
+    engine.client._timeout_ms = 5000
+    time.sleep(1.0)
+    assert engine.read(chain("a", 3)) == 3
+    killed(process)
+
+
+def killed(process: multiprocessing.process.BaseProcess) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+
+
+def start_child(plan: StorePlan) -> multiprocessing.process.BaseProcess:
+    here, there = SPAWN.Pipe()
+    # A daemon: a test that fails must not keep its store, for whose end pytest would wait.
+    process = SPAWN.Process(target=serve_until_killed, args=(plan, there), daemon=True)
+    process.start()
+    assert here.recv() == "up"
+    return process
+
+
+def save_more(engine: Engine, committed: list[bytes]) -> None:
+    """For a tenth of a second and more; all of it has room in memory."""
+    for number in range(100):
+        keys = chain(f"more {number}", 1)
+        engine.save(keys)
+        committed.append(keys)
+        time.sleep(0.002)
+
+
+def test_a_killed_stores_successor_has_all_that_was_committed_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    plan = plan_in(tmp_path, ssd=2**26)
+    process = start_child(plan)
+    engine = Engine.of(plan)
+    # More than half of memory, so that blocks are being written to SSD too.
+    committed = [chain(str(number), 5) for number in range(30)]
+    for keys in committed:
+        engine.save(keys)
+    unfinished = chain("unfinished", 5)
+    engine.reserve(unfinished)
+    engine.reserve(committed[0] + unfinished)
+    engine.look(committed[1])
+
+    killer = threading.Timer(0.05, killed, (process,))
+    killer.start()
+    engine.client._timeout_ms = 200
+    with pytest.raises(StoreAwayError):
+        save_more(engine, committed)
+    killer.join()
+    server = started(plan)
+    after = Engine.of(plan)
+    assert [after.read(keys) for keys in committed] == [
+        len(keys) // KEY_BYTES for keys in committed
+    ]
+    assert after.read(unfinished) == 0
+    assert after.look(committed[0] + unfinished).resident == 5
+    assert after.usage().writers == 0
+    server.stop()
+
+
+def test_what_a_store_killed_while_it_writes_to_ssd_has_there_outlives_shared_memory(
+    tmp_path: Path,
+) -> None:
+    plan = plan_in(tmp_path, ssd=2**26)
+    process = start_child(plan)
+    engine = Engine.of(plan)
+    chains = [chain(str(number), 5) for number in range(30)]
+    for keys in chains:
+        engine.save(keys)
+    engine.wait_for_ssd(30)
+    told = engine.usage().models[0].blocks_on_ssd
+    killed(process)
+    plan.arena.unlink()
+    server = started(plan)
+    after = Engine.of(plan)
+    there = {keys: after.look(keys).resident for keys in chains}
+    # Of one chain the end may have been written and the beginning not.
+    assert sum(there.values()) > told - 5
+    for keys, blocks in there.items():
+        after.wait_for_memory(keys, blocks)
+        assert after.read(keys) == blocks
+    server.stop()
+
+
+def test_blocks_on_ssd_outlive_the_loss_of_shared_memory(tmp_path: Path) -> None:
+    plan = plan_in(tmp_path, ssd=2**26)
+    process = start_child(plan)
+    engine = Engine.of(plan)
+    chains = [chain(str(number), 5) for number in range(30)]
+    for keys in chains:
+        engine.save(keys)
+    engine.wait_for_ssd(150)
+    killed(process)
+    plan.arena.unlink()
+    server = started(plan)
+    after = Engine.of(plan)
+    for keys in chains:
+        after.wait_for_memory(keys, 5)
+        assert after.read(keys) == 5
+    server.stop()
+
+
+def test_requests_and_replies_survive_the_wire() -> None:
+    requests: list[Request] = [Lookup(SPACE, b"k" * 32, 1, 2.5, True), Release([2**61])]
+    for request in requests:
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(request), type=Request) == request
+    reply = Found(2, 3, 2**61, b"\x00" * 8, 0.5)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(reply), type=Reply) == reply

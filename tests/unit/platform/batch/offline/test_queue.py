@@ -1,0 +1,391 @@
+"""Lines in static batches with a process that is a table: each is answered once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from loomserve.platform.access.key_models import KnownKeys
+from loomserve.platform.base.errors import BadRequest
+from loomserve.platform.batch.executor import LineAnswer, LineCall, Outcome
+from loomserve.platform.batch.executors import SeveralExecutors
+from loomserve.platform.batch.offline import queue
+from loomserve.platform.batch.offline.queue import StaticQueue
+from loomserve.platform.batch.offline.worker import (
+    StaticAnswer,
+    StaticFacts,
+    StaticLine,
+    WorkerGoneError,
+)
+from loomserve.platform.config import ApiKey
+
+TOKEN_BYTES = 10
+KV_BYTES = 5000  # 500 tokens, of which plans take 400
+
+
+def call(name: str, expected: float = 10, attempts: int = 0, **body: Any) -> LineCall:
+    return LineCall(
+        owner="",
+        path="/v1/completions",
+        body={"model": "m", "prompt": name, **body},
+        request_id=name,
+        engine="static:m",
+        expected_tokens=lambda: expected,
+        attempts=attempts,
+    )
+
+
+class Process:
+    """Prompts have ten tokens; a batch is answered, or whatever ``behave`` does."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.dead = False
+
+    async def facts(self) -> StaticFacts:
+        self._check()
+        return StaticFacts(1024, TOKEN_BYTES)
+
+    async def prompt_tokens(self, line: StaticLine) -> int:
+        await asyncio.sleep(0)
+        self._check()
+        if line.body.get("logprobs"):
+            raise BadRequest("no logprobs", param="logprobs")
+        return 10
+
+    async def run(self, lines: Sequence[StaticLine]) -> Sequence[StaticAnswer] | None:
+        names = [line.id for line in lines]
+        self._world.batches.append(names)
+        await self._world.may_end.wait()
+        self._check()
+        answers = self._world.behave(self, names)
+        self._check()
+        return answers
+
+    async def leave(self, line_id: str) -> None:
+        self._check()
+        self._world.left.append(line_id)
+
+    def stop(self) -> None:
+        self.dead = True
+
+    def _check(self) -> None:
+        if self.dead:
+            raise WorkerGoneError("killed")
+
+
+def good(process: Process, names: list[str]) -> list[StaticAnswer] | None:
+    return [StaticAnswer(json.dumps({"to": name}).encode(), 5) for name in names]
+
+
+class World:
+    def __init__(
+        self, behave: Callable[[Process, list[str]], list[StaticAnswer] | None] = good
+    ) -> None:
+        self.behave = behave
+        self.batches: list[list[str]] = []
+        self.left: list[str] = []
+        self.processes: list[Process] = []
+        self.may_end = asyncio.Event()
+        self.may_end.set()
+        self.queue = StaticQueue("m", self.start, KV_BYTES, places=50)
+
+    def start(self) -> Process:
+        self.processes.append(Process(self))
+        return self.processes[-1]
+
+    async def ask(self, *calls: LineCall) -> list[LineAnswer]:
+        return await asyncio.gather(*map(self.queue.execute, calls))
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(20):
+            while not true():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+
+@asynccontextmanager
+async def running(world: World) -> Any:
+    task = asyncio.create_task(world.queue.run())
+    await world.until(lambda: world.queue.model.places > 0)
+    try:
+        yield
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+@pytest.fixture(autouse=True)
+def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_GATHER_S", "_RESTART_S"):
+        monkeypatch.setattr(queue, name, 0.01)
+
+
+def test_lines_that_come_together_run_together_as_far_as_memory_is_planned_for_them() -> None:
+    async def scenario() -> None:
+        world = World()
+        assert world.queue.model.places == 0
+        async with running(world):
+            assert world.queue.model.max_model_len == 1024
+            # 20 tokens of prompt and answer each: 400 hold twenty.
+            answers = await world.ask(*(call(f"{n}") for n in range(30)))
+        assert [json.loads(one.body)["to"] for one in answers] == [f"{n}" for n in range(30)]
+        assert {(one.outcome, one.status) for one in answers} == {(Outcome.ANSWERED, 200)}
+        assert sorted(map(len, world.batches)) == [10, 20]
+
+    asyncio.run(scenario())
+
+
+def test_answers_of_like_predicted_length_share_a_batch() -> None:
+    async def scenario() -> None:
+        world = World()
+        async with running(world):
+            long, short = [call(f"l{n}", 90) for n in range(4)], [call(f"s{n}") for n in range(4)]
+            await world.ask(*(one for pair in zip(long, short, strict=True) for one in pair))
+        assert sorted(map(sorted, world.batches)) == [
+            ["l0", "l1", "l2", "l3"],
+            ["s0", "s1", "s2", "s3"],
+        ]
+
+    asyncio.run(scenario())
+
+
+def test_who_runs_together_follows_what_is_known_of_lengths_by_then() -> None:
+    expected = 390.0  # as much as there is for any alone
+
+    async def scenario() -> None:
+        nonlocal expected
+        world = World()
+        async with running(world):
+            world.may_end.clear()
+            blocker = asyncio.create_task(world.queue.execute(call("blocker")))
+            await world.until(lambda: world.batches == [["blocker"]])
+            calls = [replace(call(f"{n}"), expected_tokens=lambda: expected) for n in range(6)]
+            asked = [asyncio.create_task(world.queue.execute(one)) for one in calls]
+            await asyncio.sleep(0.05)
+            expected = 20.0
+            world.may_end.set()
+            await asyncio.gather(blocker, *asked)
+        assert [len(batch) for batch in world.batches] == [1, 6]
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_that_runs_out_of_memory_is_split_until_each_line_has_its_answer() -> None:
+    def behave(process: Process, names: list[str]) -> list[StaticAnswer] | None:
+        return good(process, names) if len(names) < 3 else None
+
+    async def scenario() -> None:
+        world = World(behave)
+        async with running(world):
+            answers = await world.ask(*(call(f"{n}") for n in range(9)))
+        assert all(one.status == 200 for one in answers)
+        state = world.queue.state
+        assert state.batches == sum(len(batch) < 3 for batch in world.batches)
+        assert state.splits == len(world.batches) - state.batches
+        answered = Counter(name for batch in world.batches if len(batch) < 3 for name in batch)
+        assert answered == Counter(f"{n}" for n in range(9))
+
+    asyncio.run(scenario())
+
+
+def test_a_line_that_never_fits_is_told_so_and_the_others_go_on() -> None:
+    def behave(process: Process, names: list[str]) -> list[StaticAnswer] | None:
+        return None if "huge" in names else good(process, names)
+
+    async def scenario() -> None:
+        world = World(behave)
+        async with running(world):
+            huge, *others = await world.ask(call("huge"), call("a"), call("b"))
+        assert (huge.outcome, huge.status) == (Outcome.ANSWERED, 400)
+        assert json.loads(huge.body)["error"]["code"] == "kv_memory_exceeded"
+        assert all(one.status == 200 for one in others)
+
+    asyncio.run(scenario())
+
+
+def test_what_the_model_does_not_answer_is_refused_before_it_waits() -> None:
+    async def scenario() -> None:
+        world = World()
+        async with running(world):
+            [refused] = await world.ask(call("a", logprobs=3))
+        assert (refused.outcome, refused.status) == (Outcome.ANSWERED, 400)
+        assert json.loads(refused.body)["error"]["param"] == "logprobs"
+        assert not world.batches
+
+    asyncio.run(scenario())
+
+
+def test_a_killed_process_costs_its_batch_an_attempt_and_those_that_wait_nothing() -> None:
+    async def scenario() -> None:
+        world = World()
+        async with running(world):
+            world.may_end.clear()
+            asked = [asyncio.create_task(world.queue.execute(call(f"{n}"))) for n in range(30)]
+            await world.until(lambda: len(world.batches) == 1)
+            [batch] = world.batches
+            world.processes[0].dead = True
+            world.may_end.set()
+            answers = dict(
+                zip((f"{n}" for n in range(30)), await asyncio.gather(*asked), strict=True)
+            )
+        failed = {name for name, one in answers.items() if one.outcome is Outcome.ENGINE_FAILED}
+        assert failed == set(batch)
+        assert len(world.processes) == 2
+        assert all(answers[name].status == 200 for name in answers.keys() - failed)
+
+    asyncio.run(scenario())
+
+
+def test_a_line_that_kills_its_process_takes_others_with_it_once_only() -> None:
+    def behave(process: Process, names: list[str]) -> list[StaticAnswer] | None:
+        process.dead = "poison" in names
+        return good(process, names)
+
+    async def until_answered(world: World, name: str) -> tuple[str, int]:
+        attempts = 0
+        while attempts < 3:
+            said = await world.queue.execute(call(name, attempts=attempts))
+            attempts += said.outcome is Outcome.ENGINE_FAILED
+            if said.outcome is Outcome.ANSWERED:
+                break
+            await asyncio.sleep(0.01)
+        return name, attempts
+
+    async def scenario() -> None:
+        world = World(behave)
+        async with running(world):
+            names = ("poison", "a", "b", "c")
+            found = dict(await asyncio.gather(*(until_answered(world, name) for name in names)))
+        assert found["poison"] == 3
+        assert max(found[name] for name in "abc") <= 1
+
+    asyncio.run(scenario())
+
+
+def test_a_process_that_dies_while_it_is_idle_is_started_again() -> None:
+    async def scenario() -> None:
+        world = World()
+        async with running(world):
+            world.processes[0].dead = True
+            [away] = await world.ask(call("a"))
+            assert away.outcome is Outcome.AWAY
+            await world.until(lambda: world.queue.state.problem is not None)
+            assert not world.queue.state.ready
+            await world.until(lambda: world.queue.model.places > 0)
+            [answer] = await world.ask(call("a"))
+            assert answer.status == 200
+            assert (world.queue.state.ready, world.queue.state.problem) == (True, None)
+        assert all(process.dead for process in world.processes)
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_line_leaves_the_queue_or_its_batch() -> None:
+    async def scenario() -> None:
+        world = World()
+        async with running(world):
+            world.may_end.clear()
+            first = asyncio.create_task(world.queue.execute(call("first")))
+            await world.until(lambda: world.batches == [["first"]])
+            waits = asyncio.create_task(world.queue.execute(call("waits")))
+            stays = asyncio.create_task(world.queue.execute(call("stays")))
+            await asyncio.sleep(0.05)
+            for task in (first, waits):
+                task.cancel()
+            await asyncio.gather(first, waits, return_exceptions=True)
+            assert "first" in world.left
+            world.may_end.set()
+            assert (await stays).status == 200
+        assert world.batches == [["first"], ["stays"]]
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_line_of_a_batch_that_ran_out_of_memory_is_in_neither_half() -> None:
+    def behave(process: Process, names: list[str]) -> list[StaticAnswer] | None:
+        return None if len(names) == 4 else good(process, names)
+
+    async def scenario() -> None:
+        world = World(behave)
+        async with running(world):
+            world.may_end.clear()
+            asked = {name: asyncio.create_task(world.queue.execute(call(name))) for name in "abcd"}
+            await world.until(lambda: len(world.batches) == 1)
+            asked["a"].cancel()
+            await asyncio.gather(asked["a"], return_exceptions=True)
+            world.may_end.set()
+            answers = await asyncio.gather(*(asked[name] for name in "bcd"))
+        assert all(one.status == 200 for one in answers)
+        assert sorted(name for batch in world.batches[1:] for name in batch) == ["b", "c", "d"]
+
+    asyncio.run(scenario())
+
+
+def test_once_batches_are_measured_a_short_one_overtakes_a_long_one() -> None:
+    now = 0.0
+
+    def behave(process: Process, names: list[str]) -> list[StaticAnswer] | None:
+        nonlocal now
+        slow = names[0].startswith("slow")
+        now += 100.0 if slow else 1.0
+        return [StaticAnswer(b"{}", 300 if slow else 5) for _ in names]
+
+    async def scenario() -> None:
+        nonlocal now
+        world = World(behave)
+        world.queue = StaticQueue("m", world.start, KV_BYTES, places=50, clock=lambda: now)
+        async with running(world):
+            for name in ("quick", "slow-1", "slow-2"):
+                await world.ask(call(name))
+            world.may_end.clear()
+            blocker = asyncio.create_task(world.queue.execute(call("blocker")))
+            await world.until(lambda: world.batches[-1] == ["blocker"])
+            asked = []
+            for name, expected in (("long", 300), ("short", 5)):
+                asked.append(asyncio.create_task(world.queue.execute(call(name, expected))))
+                await asyncio.sleep(0.02)
+                now += 1
+            world.may_end.set()
+            await asyncio.gather(blocker, *asked)
+        assert world.batches[-2:] == [["short"], ["long"]]
+
+    asyncio.run(scenario())
+
+
+def test_a_static_models_lines_need_a_key_that_may_use_it_and_others_go_to_engines() -> None:
+    class Engines:
+        async def models(self) -> Any:
+            return {"vllm": "its engines"}
+
+        async def execute(self, call: LineCall) -> LineAnswer:
+            return LineAnswer(Outcome.ANSWERED, 299, b"{}")
+
+    def key(name: str, *models: str) -> ApiKey:
+        digest = "sha256:" + f"{len(name):064d}"
+        return ApiKey(name=name, hash=digest, models=models)
+
+    def of(owner: str, model: str = "m") -> LineCall:
+        return LineCall(owner, "/v1/completions", {"model": model}, owner, None, lambda: 5, 0)
+
+    async def scenario() -> None:
+        world = World()
+        keys = KnownKeys([key("any"), key("other", "vllm"), key("this-one", "m")])
+        several = SeveralExecutors(Engines(), {"m": world.queue}, keys)
+        async with running(world):
+            assert await several.models() == {"vllm": "its engines", "m": world.queue.model}
+            found = {
+                owner: (await several.execute(of(owner))).status
+                for owner in ("any", "other", "this-one", "gone")
+            }
+            assert found == {"any": 200, "other": 403, "this-one": 200, "gone": 403}
+            assert (await several.execute(of("other", "vllm"))).status == 299
+
+    asyncio.run(scenario())

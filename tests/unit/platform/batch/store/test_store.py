@@ -1,0 +1,367 @@
+"""The lane's store: its state machine, and that each line is answered once, whatever dies when."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from loomserve.platform.base.errors import BadRequest, Conflict, NotFound, StartError
+from loomserve.platform.batch.policy.lines import Line
+from loomserve.platform.batch.policy.objects import (
+    INPUT,
+    BatchRecord,
+    FileRecord,
+    LineError,
+    window_seconds,
+)
+from loomserve.platform.batch.policy.status import CANCELLABLE, ENDED, TRANSITIONS, Status, stamp
+from loomserve.platform.batch.store.store import Answer, Store, schema
+
+ALICE, BOB = "alice", "bob"
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    store = Store(tmp_path / "lane.sqlite")
+    yield store
+    store.close()
+
+
+def a_file(name: str = "file-1", owner: str = ALICE, **changes: object) -> FileRecord:
+    given = {"id": name, "owner": owner, "filename": "in.jsonl", "purpose": INPUT, "bytes": 3}
+    return FileRecord.model_validate({**given, "created_at": 1, **changes})
+
+
+def a_batch(name: str = "batch_1", owner: str = ALICE, **changes: object) -> BatchRecord:
+    given = {"id": name, "owner": owner, "endpoint": "/v1/completions", "created_at": 1}
+    given |= {"input_file_id": "file-1", "completion_window": "24h", "expires_at": 86_401}
+    return BatchRecord.model_validate({**given, **changes})
+
+
+def some_lines(count: int) -> list[Line]:
+    return [Line(n, f"c{n}", "m", 10 * n, 10, None, 1) for n in range(1, count + 1)]
+
+
+def an_answer(number: int, ok: bool = True, text: bytes = b"{}") -> Answer:
+    return Answer("batch_1", number, ok, text, 3, 1, 2)
+
+
+def begun(store: Store, lines: int = 3) -> None:
+    store.add_file(a_file())
+    store.add_batch(a_batch())
+    assert store.begin("batch_1", some_lines(lines), 2)
+
+
+def test_every_state_but_the_first_has_a_stamp_and_every_state_can_end() -> None:
+    for status in Status:
+        field = stamp(status)
+        assert (field is None) == (status is Status.VALIDATING)
+        assert field is None or field in BatchRecord.model_fields
+        reached, todo = set(), [status]
+        while todo:
+            reached.add(now := todo.pop())
+            todo += TRANSITIONS[now] - reached
+        assert reached & ENDED
+
+
+def test_a_batch_goes_from_validating_to_completed_and_counts_its_answers(store: Store) -> None:
+    begun(store)
+    assert store.answer([an_answer(1), an_answer(2, ok=False)]) == [True, True]
+    assert [line.number for line in store.unanswered("batch_1")] == [3]
+    assert store.answer([an_answer(3)]) == [True]
+    assert store.begin_to_end("batch_1", Status.COMPLETED, 5)
+    batch = store.finish("batch_1", a_file("file-2", purpose="batch_output"), None, 6)
+    assert (batch.status, batch.completed_at, batch.output_file_id) == ("completed", 6, "file-2")
+    shown = batch.to_openai()
+    assert shown["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
+    assert shown["usage"]["total_tokens"] == 15
+    assert store.file(ALICE, "file-2").purpose == "batch_output"
+    assert list(store.answers("batch_1")) == []
+
+
+def test_a_line_is_answered_once_even_within_one_transaction(store: Store) -> None:
+    begun(store)
+    first, second = an_answer(1, text=b"first"), an_answer(1, ok=False, text=b"second")
+    assert store.answer([first, second]) == [True, False]
+    assert store.answer([second]) == [False]
+    assert next(store.answers("batch_1")) == ("c1", True, b"first")
+    assert store.batch(None, "batch_1").completed == 1
+
+
+def test_a_line_that_does_not_exist_has_no_answer(store: Store) -> None:
+    begun(store)
+    assert store.answer([an_answer(99)]) == [False]
+    assert store.failed_attempt("batch_1", 99) == 0
+
+
+def test_a_batch_that_ends_takes_no_answers_and_counts_the_rest_as_failed(store: Store) -> None:
+    begun(store)
+    store.answer([an_answer(1)])
+    assert store.cancel(ALICE, "batch_1", 3).status is Status.CANCELLING
+    assert store.answer([an_answer(2)]) == [False]
+    batch = store.finish("batch_1", None, None, 4)
+    assert (batch.status, batch.completed, batch.failed) == (Status.CANCELLED, 1, 2)
+
+
+def test_what_was_cancelled_is_neither_begun_nor_failed_nor_ended_otherwise(store: Store) -> None:
+    store.add_file(a_file())
+    store.add_batch(a_batch())
+    store.cancel(ALICE, "batch_1", 2)
+    assert store.cancel(ALICE, "batch_1", 3).cancelling_at == 2
+    assert not store.begin("batch_1", some_lines(1), 4)
+    assert not store.fail("batch_1", [LineError(code="x", message="y")], 4)
+    assert not store.begin_to_end("batch_1", Status.EXPIRED, 4)
+    assert store.unanswered("batch_1") == []
+
+
+def test_what_has_ended_cannot_be_cancelled(store: Store) -> None:
+    store.add_file(a_file())
+    store.add_batch(a_batch())
+    store.fail("batch_1", [LineError(code="x", message="y", line=1)], 2)
+    with pytest.raises(Conflict, match="status 'failed'"):
+        store.cancel(ALICE, "batch_1", 3)
+    (error,) = store.batch(ALICE, "batch_1").to_openai()["errors"]["data"]
+    assert error == {"code": "x", "message": "y", "param": None, "line": 1}
+
+
+def test_a_key_sees_its_own_files_and_batches_only(store: Store) -> None:
+    begun(store)
+    store.add_file(a_file("file-9", BOB))
+    for ask in (
+        lambda: store.file(BOB, "file-1"),
+        lambda: store.delete_file(BOB, "file-1"),
+        lambda: store.batch(BOB, "batch_1"),
+        lambda: store.cancel(BOB, "batch_1", 3),
+        lambda: store.batches(BOB, after="batch_1", limit=5),
+    ):
+        with pytest.raises(NotFound):
+            ask()
+    with pytest.raises(BadRequest, match="No such File"):
+        store.add_batch(a_batch("batch_2", BOB))
+    assert store.batches(BOB, after=None, limit=5) == ([], False)
+    files, _ = store.files(BOB, purpose=None, after=None, limit=5, newest_first=True)
+    assert [file.id for file in files] == ["file-9"]
+    assert store.batches(None, after=None, limit=5)[0][0].owner == ALICE
+
+
+def test_only_input_files_make_batches(store: Store) -> None:
+    store.add_file(a_file(purpose="batch_output"))
+    with pytest.raises(BadRequest, match="upload it with purpose=batch"):
+        store.add_batch(a_batch())
+
+
+def test_a_file_that_a_batch_reads_stays(store: Store) -> None:
+    store.add_file(a_file(expires_at=10))
+    store.add_batch(a_batch())
+    with pytest.raises(Conflict, match="cancel the batch"):
+        store.delete_file(ALICE, "file-1")
+    assert store.expire_files(11) == []
+    store.fail("batch_1", [], 11)
+    assert store.expire_files(11) == ["file-1"]
+    assert store.file_ids() == []
+
+
+@given(count=st.integers(0, 12), limit=st.integers(1, 5), newest_first=st.booleans())
+@settings(max_examples=6, deadline=None)
+def test_pages_show_everything_once_and_in_order(
+    tmp_path_factory: pytest.TempPathFactory, count: int, limit: int, newest_first: bool
+) -> None:
+    store = Store(tmp_path_factory.mktemp("pages") / "db")
+    ids = [f"file-{n}" for n in range(count)]
+    for file_id in ids:
+        store.add_file(a_file(file_id))
+        store.add_file(a_file(f"{file_id}-of-bob", BOB))
+    seen: list[str] = []
+    more = True
+    while more:
+        page, more = store.files(
+            ALICE,
+            purpose=INPUT,
+            after=seen[-1] if seen else None,
+            limit=limit,
+            newest_first=newest_first,
+        )
+        seen += [file.id for file in page]
+    assert seen == (ids[::-1] if newest_first else ids)
+    store.close()
+
+
+def test_old_batches_are_forgotten_once_they_have_ended(store: Store) -> None:
+    begun(store)
+    store.forget_batches(before=10)
+    store.batch(ALICE, "batch_1")
+    store.cancel(ALICE, "batch_1", 3)
+    store.finish("batch_1", None, None, 4)
+    store.forget_batches(before=1)
+    store.batch(ALICE, "batch_1")
+    store.forget_batches(before=10)
+    with pytest.raises(NotFound):
+        store.batch(ALICE, "batch_1")
+
+
+def test_what_is_no_database_or_a_newer_one_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    broken.write_bytes(b"not a database at all" * 100)
+    with pytest.raises(StartError, match=r"batch\.folder"):
+        Store(broken)
+    newer = schema.connect(tmp_path / "newer")
+    newer.execute("PRAGMA user_version = 99")
+    newer.close()
+    with pytest.raises(StartError, match="newer Loomserve"):
+        Store(tmp_path / "newer")
+
+
+@pytest.mark.parametrize(
+    ("window", "seconds"),
+    [("24h", 86_400), ("90s", 90), ("7d", 604_800), ("0h", None), ("24", None), (24, None)],
+)
+def test_windows_are_read(window: object, seconds: int | None) -> None:
+    assert window_seconds(window) == seconds
+
+
+class StoreModel(RuleBasedStateMachine):
+    """The store against a model of one batch in a few variables, through restarts."""
+
+    LINES = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.store = Store(Path(self.folder.name) / "db")
+        self.store.add_file(a_file())
+        self.store.add_batch(a_batch())
+        self.status = Status.VALIDATING
+        self.ending: Status | None = None
+        self.answered: dict[int, bool] = {}
+        self.now = 1
+
+    @rule()
+    def restart(self) -> None:
+        self.store.close()
+        self.store = Store(Path(self.folder.name) / "db")
+
+    @rule()
+    def begin(self) -> None:
+        if self.status is Status.VALIDATING:
+            assert self.store.begin("batch_1", some_lines(self.LINES), self.now)
+            self.status = Status.IN_PROGRESS
+        else:
+            assert not self.store.begin("batch_1", some_lines(self.LINES), self.now)
+
+    @rule(number=st.integers(1, LINES), ok=st.booleans())
+    def answer(self, number: int, ok: bool) -> None:
+        counts = self.status is Status.IN_PROGRESS and number not in self.answered
+        assert self.store.answer([an_answer(number, ok)]) == [counts]
+        if counts:
+            self.answered[number] = ok
+
+    @rule()
+    def cancel(self) -> None:
+        if self.status in CANCELLABLE:
+            self.status = Status.CANCELLING
+        if self.status is Status.CANCELLING:
+            assert self.store.cancel(ALICE, "batch_1", self.now).status is self.status
+        else:
+            with pytest.raises(Conflict):
+                self.store.cancel(ALICE, "batch_1", self.now)
+
+    @rule(ending=st.sampled_from([Status.COMPLETED, Status.EXPIRED]))
+    def begin_to_end(self, ending: Status) -> None:
+        may = Status.FINALIZING in TRANSITIONS[self.status]
+        assert self.store.begin_to_end("batch_1", ending, self.now) is may
+        if may:
+            self.status, self.ending = Status.FINALIZING, ending
+
+    @precondition(lambda self: self.status in (Status.FINALIZING, Status.CANCELLING))
+    @rule()
+    def finish(self) -> None:
+        self.ended_with = list(self.store.answers("batch_1"))
+        self.store.finish("batch_1", None, None, self.now)
+        assert {i for i, (_, _, text) in enumerate(self.ended_with, 1) if text} == set(
+            self.answered
+        )
+        self.status = self.ending or Status.CANCELLED
+
+    @invariant()
+    def the_store_says_what_the_model_says(self) -> None:
+        batch = self.store.batch(ALICE, "batch_1")
+        assert batch.status is self.status
+        good = sum(self.answered.values())
+        assert batch.completed == good
+        if self.status not in ENDED:
+            assert batch.failed == len(self.answered) - good
+            unanswered = {line.number for line in self.store.unanswered("batch_1")}
+            assert len(unanswered) == batch.unanswered
+            assert not unanswered & set(self.answered)
+        else:
+            assert batch.completed + batch.failed == batch.total
+
+    def teardown(self) -> None:
+        self.store.close()
+        self.folder.cleanup()
+
+
+TestStoreModel = StoreModel.TestCase
+TestStoreModel.settings = settings(max_examples=10, stateful_step_count=20, deadline=None)
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from loomserve.platform.batch.store.store import Answer, Store
+
+store = Store(Path(sys.argv[1]))
+print("open", flush=True)
+for line in store.unanswered("batch_1"):
+    text = f"{line.custom_id} of {sys.argv[2]}".encode()
+    store.answer([Answer("batch_1", line.number, line.number % 3 > 0, text, 1, 0, 1)])
+    print(line.number, flush=True)
+"""
+
+
+def test_a_writer_killed_at_random_times_loses_nothing_it_has_told_of(tmp_path: Path) -> None:
+    path, lines = tmp_path / "db", 400
+    store = Store(path)
+    begun(store, lines)
+    store.close()
+    random_times = random.Random(7)
+    told: dict[int, str] = {}
+    runs = 0
+    while len(told) < lines and runs < 10:
+        name = f"run {runs}"
+        with subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), name],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ,
+        ) as writer:
+            assert writer.stdout is not None
+            assert writer.stdout.readline() == "open\n"
+            if runs < 3:
+                time.sleep(random_times.uniform(0.0, 0.03))
+                writer.send_signal(signal.SIGKILL)
+            told |= {int(number): name for number in writer.stdout.read().split("\n")[:-1]}
+        runs += 1
+        store = Store(path)
+        answers = list(store.answers("batch_1"))
+        batch = store.batch(None, "batch_1")
+        store.close()
+        kept = {n: text.decode() for n, (_, _, text) in enumerate(answers, 1) if text}
+        assert all(kept[number].endswith(name) for number, name in told.items())
+        assert batch.completed + batch.failed == len(kept) == batch.input_tokens
+        assert batch.completed == sum(number % 3 > 0 for number in kept)
+        told = {number: text.partition(" of ")[2] for number, text in kept.items()}
+    assert len(told) == lines
+    assert runs > 3

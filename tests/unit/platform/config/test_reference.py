@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import get_args
+
+import pytest
+from pydantic import BaseModel
+
+from loomserve.platform.config import Config, parse_bytes
+from loomserve.platform.config.reference import describe
+
+
+def nodes(node: type[BaseModel] = Config) -> Iterator[type[BaseModel]]:
+    yield node
+    for field in node.model_fields.values():
+        for inner in (field.annotation, *get_args(field.annotation)):
+            if isinstance(inner, type) and issubclass(inner, BaseModel):
+                yield from nodes(inner)
+
+
+FIELDS = [(node, name) for node in nodes() for name in node.model_fields]
+
+
+@pytest.mark.parametrize(("node", "name"), FIELDS)
+def test_every_field_is_described(node: type[BaseModel], name: str) -> None:
+    description = node.model_fields[name].description
+    assert description
+    assert description[0].strip()
+    assert description in re.sub(r"\s+", " ", describe())
+
+
+def test_every_field_has_one_entry() -> None:
+    entries = re.findall(r"^(\S+): ", describe(), re.MULTILINE)
+    assert len(entries) == len(set(entries)) == len(FIELDS)
+    assert {entry.rpartition(".")[2] for entry in entries} == {name for _, name in FIELDS}
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        "devices: list, required",
+        "devices[].kind: cpu | cuda, default cpu",
+        "devices[].cores: list of whole number >= 0, default empty",
+        "devices[].gpu: whole number >= 0 | null, default null",
+        "models[].name: text, required",
+        "models[].devices: list of text, required",
+        "models[].replicas: whole number | auto, default auto",
+        "models[].kv_cache_memory: size such as 512MiB, default 512MiB",
+        "models[].engine: mapping, default empty",
+        "models[].router: mapping, optional",
+        "models[].router.load_limit: number > 0 <= 2, default 1.6",
+        "models[].kvstore_quota: size such as 512MiB | null, default null",
+        "models[].lending: mapping, default null",
+        "models[].lending.lend_memory: size such as 512MiB | null, default null",
+        "models[].lending.lenders: list of text, default empty",
+        "models[].lending.tpot_budget: number > 1, default 1.15",
+        "kvstore: mapping, default null",
+        "kvstore.memory: size such as 512MiB, default 1024MiB",
+        "kvstore.ssd_path: text | null, default null",
+        "server.port: whole number >= 1 <= 65535, default 8000",
+        "server.allow_unauthenticated: true or false, default false",
+        "server.api_keys[].hash: text, required",
+    ],
+)
+def test_an_entry_tells_type_and_default(entry: str) -> None:
+    assert entry in describe().splitlines()
+
+
+def test_the_defaults_of_sizes_are_exact() -> None:
+    defaults = dict(re.findall(r"(\w+): size such as \S+, default (\S+)", describe()))
+    assert defaults
+    for node, name in FIELDS:
+        if name in defaults:
+            assert parse_bytes(defaults[name]) == node.model_fields[name].default

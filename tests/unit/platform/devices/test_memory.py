@@ -1,0 +1,98 @@
+"""How many replicas memory allows."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.config import Model, Roles, StaticModel
+from loomserve.platform.devices.memory import (
+    PLATFORM_BYTES,
+    plan_replicas,
+    replica_bytes,
+    static_bytes,
+)
+
+GIB = 2**30
+
+
+def model(name: str, replicas: int | str = "auto", devices: int = 2) -> Model:
+    places = tuple(f"d{i}" for i in range(devices))
+    return Model(name=name, source="demo", devices=places, replicas=replicas)
+
+
+def test_auto_takes_one_replica_a_device_where_memory_allows() -> None:
+    assert plan_replicas([model("a"), model("b")], {"a": 0, "b": 0}, 100 * GIB) == {"a": 2, "b": 2}
+
+
+def test_what_is_left_goes_round_in_turn() -> None:
+    cost = replica_bytes(model("a"), 0)
+    available = PLATFORM_BYTES + 3 * cost
+    assert plan_replicas([model("a"), model("b")], {"a": 0, "b": 0}, available) == {"a": 2, "b": 1}
+
+
+def test_too_little_memory_is_said_with_both_amounts_and_what_to_do() -> None:
+    with pytest.raises(StartError, match=r"needs about .* GiB .* 2.0 GiB is available.*lower"):
+        plan_replicas([model("a", replicas=2)], {"a": 0}, 2 * GIB)
+
+
+def test_the_kv_store_takes_its_memory_before_replicas_grow() -> None:
+    cost = replica_bytes(model("a"), 0)
+    available = PLATFORM_BYTES + 2 * cost
+    assert plan_replicas([model("a")], {"a": 0}, available, kvstore_bytes=0) == {"a": 2}
+    assert plan_replicas([model("a")], {"a": 0}, available, kvstore_bytes=GIB) == {"a": 1}
+    with pytest.raises(StartError, match=r"lower kv_cache_memory, kvstore\.memory or replicas"):
+        plan_replicas([model("a")], {"a": 0}, available, kvstore_bytes=64 * GIB)
+
+
+def test_models_for_batches_only_take_their_memory_first() -> None:
+    one = model("a", "auto", 2)
+    beside = StaticModel(name="s", source="demo", device="d", kv_cache_memory=GIB)
+    needed = static_bytes(beside, GIB)
+    assert needed > 3 * GIB
+    available = PLATFORM_BYTES + 2 * replica_bytes(one, 0)
+    assert plan_replicas([one], {"a": 0}, available + needed, static_bytes=needed) == {"a": 2}
+    assert plan_replicas([one], {"a": 0}, available + needed - 1, static_bytes=needed) == {"a": 1}
+    with pytest.raises(StartError):
+        plan_replicas([one], {"a": 0}, available / 2, static_bytes=needed)
+
+
+def test_auto_starts_at_least_the_replicas_that_roles_ask_for() -> None:
+    separated = model("a", devices=4).model_copy(update={"roles": Roles(prefill=1, decode=2)})
+    cost = replica_bytes(separated, 0)
+    assert plan_replicas([separated], {"a": 0}, PLATFORM_BYTES + 3 * cost) == {"a": 3}
+    with pytest.raises(StartError):
+        plan_replicas([separated], {"a": 0}, PLATFORM_BYTES + 2 * cost)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 4), st.booleans(), st.integers(0, 4 * GIB)),
+        min_size=1,
+        max_size=5,
+    ),
+    st.integers(0, 64 * GIB),
+)
+def test_a_plan_fits_and_respects_every_bound(
+    wanted: list[tuple[int, bool, int]], available: int
+) -> None:
+    models = [
+        model(f"m{i}", "auto" if auto else devices, devices)
+        for i, (devices, auto, _) in enumerate(wanted)
+    ]
+    weights = {f"m{i}": weight for i, (_, _, weight) in enumerate(wanted)}
+    try:
+        plan = plan_replicas(models, weights, available)
+    except StartError:
+        least = sum(
+            (1 if m.replicas == "auto" else m.replicas) * replica_bytes(m, weights[m.name])
+            for m in models
+        )
+        assert least + PLATFORM_BYTES > available
+        return
+    assert sum(plan[m.name] * replica_bytes(m, weights[m.name]) for m in models) <= available
+    for m in models:
+        assert 1 <= plan[m.name] <= len(m.devices)
+        assert m.replicas in ("auto", plan[m.name])

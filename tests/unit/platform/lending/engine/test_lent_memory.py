@@ -1,0 +1,107 @@
+"""Guests' KV in a lender's blocks: every byte of theirs is theirs alone, and of the range."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loomserve.platform.lending.engine.lent_memory import guest_caches
+from loomserve.platform.lending.policy.layout import Layout, guest_blocks, lender_blocks
+from loomserve.platform.lending.ring.geometry import Geometry
+
+BLOCKS = 12
+
+
+def lender_caches(layers: int, heads: int, size: int, head: int) -> list[torch.Tensor]:
+    whole = torch.zeros(layers, BLOCKS, heads, size, 2 * head)
+    return list(whole)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    layers=st.integers(1, 5),
+    guest_layers=st.integers(1, 12),
+    heads=st.integers(1, 3),
+    guest_heads=st.integers(1, 4),
+    guest_block=st.sampled_from([32, 64]),
+    dtype=st.sampled_from(["float32", "bfloat16"]),
+    first=st.integers(1, BLOCKS - 1),
+)
+def test_guests_write_into_the_range_only_and_nowhere_twice(
+    layers: int,
+    guest_layers: int,
+    heads: int,
+    guest_heads: int,
+    guest_block: int,
+    dtype: str,
+    first: int,
+) -> None:
+    caches = lender_caches(layers, heads, 32, 32)
+    guest = Geometry(
+        layers=guest_layers, query_heads=guest_heads, kv_heads=guest_heads, head_size=32,
+        block_size=guest_block, dtype=dtype, scale=1.0, isa="vec",
+    )  # fmt: skip
+    shapes = (Layout(layers, caches[0][0].nbytes), Layout(guest_layers, guest.layer_block_bytes))
+    views, rows = guest_caches(caches, first, BLOCKS - first, guest)
+    places = guest_blocks(*shapes, BLOCKS - first)
+    assert [rows.blocks(len(key)) for key, _ in views] == [places] * guest_layers
+    at = [rows.of(block) for block in range(places)]
+    marks = {(layer, block): layer + 100 * block + 1 for layer in range(guest_layers)
+             for block in range(places)}  # fmt: skip
+    for (layer, block), mark in marks.items():
+        key, value = views[layer]
+        assert key.shape[1:] == (guest_heads, guest_block, 32)
+        key[at[block]], value[at[block]] = mark % 251, -mark % 241
+    for (layer, block), mark in marks.items():
+        key, value = views[layer]
+        assert (key[at[block]] == mark % 251).all()
+        assert (value[at[block]] == -mark % 241).all()
+    assert not any(cache[:first].any() for cache in caches)
+
+
+@pytest.mark.parametrize(("away", "abreast"), [(1, 5), (2, 2), (3, 1)])
+def test_blocks_of_some_layers_lie_abreast_and_leave_from_the_end(away: int, abreast: int) -> None:
+    whole = Geometry(
+        layers=5, query_heads=2, kv_heads=2, head_size=32, block_size=32, dtype="float32",
+        scale=1.0, isa="vec",
+    )  # fmt: skip
+    guest, shape = replace(whole, layers=away), Layout(5, whole.layer_block_bytes)
+    part = Layout(away, guest.layer_block_bytes)
+    assert guest_blocks(shape, part, 4) == 4 * abreast
+    caches = lender_caches(5, 2, 32, 32)
+    views, rows = guest_caches(caches, 0, BLOCKS, guest)
+    for key, _ in views:
+        for block in range(4 * abreast):
+            key[rows.of(block)] = 1
+    assert not any(cache[4:].any() for cache in caches)
+
+
+def test_blocks_lie_abreast_only_where_layers_are_evenly_spaced_in_memory() -> None:
+    guest = Geometry(
+        layers=1, query_heads=1, kv_heads=1, head_size=32, block_size=32, dtype="float32",
+        scale=1.0, isa="vec",
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="evenly spaced"):
+        guest_caches(lender_caches(2, 1, 32, 32)[::-1], 0, 3, guest)
+
+
+@given(
+    st.integers(1, 40), st.integers(1, 40), st.integers(1, 9), st.integers(1, 9), st.integers(0, 50)
+)
+def test_so_many_blocks_hold_what_they_are_said_to_hold(
+    layers: int, guest_layers: int, size: int, guest_size: int, blocks: int
+) -> None:
+    lender, guest = Layout(layers, 64 * size), Layout(guest_layers, 64 * guest_size)
+    needed = lender_blocks(lender, guest, blocks)
+    assert guest_blocks(lender, guest, needed) >= blocks
+    if needed:
+        assert guest_blocks(lender, guest, needed - 1) < blocks
+
+
+def test_a_guest_like_the_lender_loses_nothing() -> None:
+    same = Layout(30, 49152)
+    assert guest_blocks(same, same, 17) == lender_blocks(same, same, 17) == 17

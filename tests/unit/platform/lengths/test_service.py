@@ -1,0 +1,211 @@
+"""The gateway's predictors: in time or not at all, and learning from what ended."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.config import Lengths, Model
+from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
+from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
+from loomserve.platform.lengths.service import LengthPredictions
+from loomserve.platform.lengths.stored import (
+    StoredPredictor,
+    check_predictor,
+    folder_of,
+    open_predictor,
+    remember_embeddings,
+)
+from loomserve.platform.lengths.training.versions import Versions
+from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.scheduling.policy.expected import Expected
+from tests.unit.platform.lengths import lengths_folder
+
+REQUEST = {"messages": [{"role": "user", "content": "translate this"}], "max_tokens": 50}
+
+
+class OnePredictor:
+    """Says 20 tokens for everything; waits for ``go`` before it does."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.go.set()
+        self.learns = self.closed = self.broken = False
+        self.observed: list[tuple[LengthQuery, int]] = []
+
+    def count(self, text: str) -> int:
+        return len(text.split())
+
+    def predict(self, query: LengthQuery) -> Prediction:
+        self.go.wait(10)
+        if self.broken:
+            raise ValueError("no")
+        return Prediction(20.0, 10.0, 45.0)
+
+    def observe(self, query: LengthQuery, prediction: Prediction, tokens: int) -> None:
+        self.observed.append((query, tokens))
+
+    def start(self) -> bool:
+        self.learns = True
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Gateway:
+    """What of a gateway has to do with lengths."""
+
+    def __init__(self, limit_s: float = 5.0) -> None:
+        self.registry = CollectorRegistry()
+        metrics = GatewayMetrics(self.registry)
+        metrics.set_models({"chat": ["r1"]})
+        self.predictor = OnePredictor()
+        self.opened: list[str] = []
+        self.lengths = LengthPredictions(metrics, open_one=self._open, limit_s=limit_s)
+
+    def _open(self, name: str) -> StoredPredictor:
+        if name == "broken":
+            raise ConfigError("gone")
+        self.opened.append(name)
+        return cast(StoredPredictor, self.predictor)
+
+    async def serve(self, **names: str) -> None:
+        self.lengths.set_models(names)
+        await asyncio.gather(*self.lengths._opening.values(), return_exceptions=True)
+
+    def counted(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, {"model": "chat", **labels})
+
+
+def run(test: Callable[[Gateway], Any], **options: Any) -> None:
+    async def main() -> None:
+        gateway = Gateway(**options)
+        try:
+            await test(gateway)
+        finally:
+            gateway.predictor.go.set()
+            gateway.lengths.close()
+
+    asyncio.run(main())
+
+
+def test_a_prediction_is_made_and_learnt_from() -> None:
+    async def test(gateway: Gateway) -> None:
+        await gateway.serve(chat="chat-v1")
+        assert gateway.opened == ["chat-v1"]
+        assert gateway.predictor.learns
+        predicted = await gateway.lengths.predict("chat", REQUEST)
+        assert predicted is not None
+        assert predicted.expected == Expected(20.0, 45.0)
+        gateway.lengths.ended("chat", predicted, 26)
+        assert gateway.predictor.observed == [(LengthQuery("", "translate this", 2, 50), 26)]
+        assert gateway.counted("loomserve_length_predictions_total", outcome="made") == 1
+        assert gateway.counted("loomserve_length_observed_total") == 1
+        assert gateway.counted("loomserve_length_error_tokens_total") == 6
+
+    run(test)
+
+
+def test_a_request_goes_on_without_a_prediction_that_is_late_and_later_ones_get_theirs() -> None:
+    async def test(gateway: Gateway) -> None:
+        await gateway.serve(chat="chat-v1")
+        gateway.predictor.go.clear()
+        assert await gateway.lengths.predict("chat", REQUEST) is None
+        assert gateway.counted("loomserve_length_predictions_total", outcome="late") == 1
+        gateway.predictor.go.set()
+        while await gateway.lengths.predict("chat", REQUEST) is None:
+            pass
+        assert gateway.counted("loomserve_length_predictions_total", outcome="made") == 1
+
+    run(test, limit_s=0.2)
+
+
+def test_a_predictor_that_fails_stops_no_request() -> None:
+    async def test(gateway: Gateway) -> None:
+        await gateway.serve(chat="chat-v1")
+        gateway.predictor.broken = True
+        assert await gateway.lengths.predict("chat", REQUEST) is None
+        assert gateway.counted("loomserve_length_predictions_total", outcome="failed") == 1
+
+    run(test)
+
+
+def test_models_without_a_predictor_and_requests_without_text_are_not_predicted() -> None:
+    async def test(gateway: Gateway) -> None:
+        await gateway.serve(chat="chat-v1", other="broken")
+        assert await gateway.lengths.predict("unheard of", REQUEST) is None
+        assert await gateway.lengths.predict("other", REQUEST) is None
+        assert await gateway.lengths.predict("chat", {"prompt": [1, 2]}) is None
+        assert gateway.counted("loomserve_length_predictions_total", outcome="made") == 0
+
+    run(test)
+
+
+def test_a_predictor_goes_with_its_model() -> None:
+    async def test(gateway: Gateway) -> None:
+        await gateway.serve(chat="chat-v1")
+        await gateway.serve(chat="chat-v1")
+        assert gateway.opened == ["chat-v1"], "what does not change stays open"
+        await gateway.serve()
+        assert gateway.predictor.closed
+        assert await gateway.lengths.predict("chat", REQUEST) is None
+
+    run(test)
+
+
+MODEL = Model(name="chat", source="demo", devices=("a",), lengths=Lengths(predictor="chat-v1"))
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of a small trained predictor named chat-v1."""
+    from loomserve.platform.lengths.training import fit
+
+    monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path / "home"))
+    (tmp_path / "model").mkdir()
+    model = lengths_folder.make(tmp_path / "model")
+    samples = lengths_folder.samples(150)
+    folds = [number % 5 for number in range(len(samples))]
+    embeddings = TokenEmbeddings(model)
+    fitted, learnt = fit.train("magnus", samples, folds, embeddings, calibrate_on=0)
+    folder = folder_of("chat-v1")
+    Versions(folder).publish(fitted, learnt)
+    remember_embeddings(folder, model)
+    return folder
+
+
+def test_a_stored_predictor_is_opened_by_its_name_alone_and_one_process_learns(
+    trained: Path,
+) -> None:
+    check_predictor(MODEL)
+    first, second = open_predictor("chat-v1"), open_predictor("chat-v1")
+    query = LengthQuery("translate this", "wb wc", first.count("translate this wb wc"), 30)
+    prediction = second.predict(query)
+    assert 0 <= prediction.low <= prediction.tokens <= prediction.high <= 30
+    assert first.start()
+    assert not second.start(), "two would write the same versions"
+    first.close()
+    third = open_predictor("chat-v1")
+    assert third.start()
+    third.close()
+
+
+def test_a_model_whose_predictor_is_missing_or_spoilt_is_told_what_to_run(trained: Path) -> None:
+    (trained / "embeddings").unlink()
+    with pytest.raises(ConfigError, match="loomserve lengths train FILES --name chat-v1"):
+        check_predictor(MODEL)
+    remember_embeddings(trained, trained / "nowhere")
+    with pytest.raises(ConfigError, match="gone: run loomserve lengths train"):
+        check_predictor(MODEL)
+    unknown = MODEL.model_copy(update={"lengths": Lengths(predictor="unheard-of")})
+    with pytest.raises(ConfigError, match=r"model 'chat'.*train FILES --name unheard-of"):
+        check_predictor(unknown)
+    check_predictor(MODEL.model_copy(update={"lengths": None}))

@@ -1,0 +1,214 @@
+"""The movers over a real fleet, whose replicas report what they are told."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from loomserve.platform.base.errors import NotFound
+from loomserve.platform.fleet.fleet import Fleet
+from loomserve.platform.fleet.messages import EngineReport
+from loomserve.platform.rebalancing.actuators.base import Mover, Order, Outcome
+from loomserve.platform.rebalancing.actuators.replicas import (
+    ReplicasMover,
+    RequestsMover,
+    RoleMover,
+)
+from loomserve.platform.rebalancing.policy.actions import AddReplica, Move, RemoveReplica, SetRole
+from loomserve.platform.rebalancing.policy.snapshot import Part
+from loomserve.platform.state.roles import Role
+from tests.unit.platform.fleet.test_fleet import (
+    COLD,
+    DEVICES,
+    MODEL,
+    borrowing,
+    lending_fleet,
+    loan,
+    report,
+)
+from tests.unit.platform.rebalancing.test_observe import MIB, footprint
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def now() -> float:
+    return time.monotonic()
+
+
+async def outcome(mover: Mover, order: Order) -> Outcome:
+    return (await mover.progress(order)).outcome
+
+
+@dataclass
+class Borrower:
+    """Its loan has four blocks of a MiB, of which it uses some."""
+
+    fleet: Fleet
+    used: int = 3
+    limits: dict[str, int] = field(default_factory=dict)
+    loan: bool = True
+
+    def reports(self) -> None:
+        loans = [loan("c1").model_copy(update={"free_blocks": 4 - self.used})] if self.loan else []
+        said: EngineReport = borrowing(*loans, limits=self.limits)
+        orders = self.fleet.report(said.model_copy(update={"footprint": footprint()}), now())
+        self.limits = orders.lender_limits
+
+
+@pytest.fixture
+def borrower() -> Borrower:
+    fleet = lending_fleet()
+    fleet.report(report("c1", "core1", model=COLD), now())
+    borrower = Borrower(fleet)
+    borrower.reports()
+    return borrower
+
+
+def move(amount: int, *, back: bool) -> Move:
+    return Move(part=Part.REQUESTS, engine="h0", lender="c1", amount=amount, back=back)
+
+
+async def test_requests_come_home_once_the_borrower_knows_and_keeps_the_limit(
+    borrower: Borrower,
+) -> None:
+    mover = RequestsMover(borrower.fleet)
+    assert mover.movable("h0")
+    order = mover.order("p/0", move(MIB, back=True))
+    assert borrower.fleet.loan_limits("h0") == {}
+    await mover.begin(order)
+    await mover.begin(order)
+    assert borrower.fleet.loan_limits("h0") == {"org/cold": 2 * MIB}
+    for used, done in ((3, False), (3, False), (2, True)):
+        assert (await outcome(mover, order) is Outcome.DONE) is False
+        borrower.used = used
+        borrower.reports()
+        borrower.reports()
+        assert (await outcome(mover, order) is Outcome.DONE) is done
+        if done:
+            break
+    assert (await mover.progress(order)).moved_bytes == MIB
+
+
+async def test_the_last_of_a_loan_goes_with_the_loan(borrower: Borrower) -> None:
+    mover = RequestsMover(borrower.fleet)
+    order = mover.order("p/0", move(3 * MIB, back=True))
+    await mover.begin(order)
+    borrower.used = 0
+    borrower.reports()
+    borrower.reports()
+    assert await outcome(mover, order) is Outcome.RUNNING
+    borrower.loan = False
+    borrower.reports()
+    assert await outcome(mover, order) is Outcome.DONE
+
+
+async def test_a_raised_limit_is_done_when_it_is_known_and_an_abort_restores_the_one_before(
+    borrower: Borrower,
+) -> None:
+    borrower.fleet.limit_loans("h0", "org/cold", 3 * MIB)
+    for _ in range(2):
+        borrower.reports()
+    mover = RequestsMover(borrower.fleet)
+    order = mover.order("p/0", move(MIB, back=False))
+    await mover.begin(order)
+    borrower.reports()
+    assert await outcome(mover, order) is Outcome.RUNNING
+    await mover.abort(order)
+    borrower.reports()
+    assert await outcome(mover, order) is Outcome.RUNNING
+    borrower.reports()
+    assert await outcome(mover, order) is Outcome.ABORTED
+    await mover.begin(order)
+    for _ in range(2):
+        borrower.reports()
+    assert await outcome(mover, order) is Outcome.DONE
+    assert borrower.limits == {"org/cold": 4 * MIB}
+
+
+async def test_a_replica_that_is_gone_cannot_be_told_anything(borrower: Borrower) -> None:
+    mover = RequestsMover(borrower.fleet)
+    order = {**mover.order("p/0", move(MIB, back=True)), "borrower": "h9"}
+    with pytest.raises(NotFound):
+        await mover.begin(order)
+    with pytest.raises(NotFound):
+        await mover.progress(order)
+
+
+def serving(*replicas: tuple[str, str]) -> Fleet:
+    fleet = Fleet(DEVICES, drain_timeout_s=60)
+    fleet.add(MODEL, len(replicas))
+    for name, device in replicas:
+        fleet.report(report(name, device), now())
+    return fleet
+
+
+async def test_a_role_is_changed_once_the_replica_reports_it_and_changed_back() -> None:
+    fleet = serving(("r0", "core0"))
+
+    async def set_role(replica: str, role: Role) -> None:
+        fleet.set_role(replica, role)
+
+    mover = RoleMover(fleet, set_role)
+    order = mover.order("p/0", SetRole(engine="r0", role=Role.PREFILL))
+    await mover.begin(order)
+    assert await outcome(mover, order) is Outcome.RUNNING
+    fleet.report(report("r0", "core0", role=Role.PREFILL), now())
+    assert await outcome(mover, order) is Outcome.DONE
+    await mover.abort(order)
+    fleet.report(report("r0", "core0", role=Role.UNIFIED), now())
+    assert await outcome(mover, order) is Outcome.ABORTED
+
+
+def scaling(fleet: Fleet) -> ReplicasMover:
+    async def scale(model: str, replicas: int) -> None:
+        fleet.set_target(model, replicas)
+
+    return ReplicasMover(fleet, scale)
+
+
+async def test_a_replica_more_is_done_when_it_reports() -> None:
+    fleet = serving(("r0", "core0"))
+    mover = scaling(fleet)
+    order = mover.order("p/0", AddReplica(model="org/m", device="core1"))
+    for _ in range(2):
+        await mover.begin(order)
+        assert fleet.model_targets() == {"org/m": 2}
+        assert await outcome(mover, order) is Outcome.RUNNING
+    fleet.report(report("r1", "core1"), now())
+    assert await outcome(mover, order) is Outcome.DONE
+
+
+async def test_a_replica_that_is_not_wanted_any_more_is_not_started() -> None:
+    fleet = serving(("r0", "core0"))
+    mover = scaling(fleet)
+    order = mover.order("p/0", AddReplica(model="org/m", device="core1"))
+    await mover.begin(order)
+    await mover.abort(order)
+    assert fleet.model_targets() == {"org/m": 1}
+    assert await outcome(mover, order) is Outcome.ABORTED
+
+
+@pytest.mark.parametrize(("goes", "ends"), [("r1", Outcome.DONE), ("r0", Outcome.FAILED)])
+async def test_the_replica_that_was_meant_must_be_the_one_that_went(
+    goes: str, ends: Outcome
+) -> None:
+    fleet = serving(("r0", "core0"), ("r1", "core1"))
+    mover = scaling(fleet)
+    order: dict[str, Any] = mover.order("p/0", RemoveReplica(engine="r1"))
+    await mover.begin(order)
+    assert fleet.model_targets() == {"org/m": 1}
+    assert await outcome(mover, order) is Outcome.RUNNING
+    del fleet._replicas[goes]
+    progress = await mover.progress(order)
+    assert progress.outcome is ends
+    if ends is Outcome.FAILED:
+        assert "r0" in progress.message
+        assert fleet.model_targets() == {"org/m": 2}

@@ -1,0 +1,75 @@
+"""Movers that write down what they are told, over a fleet that is only numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from loomserve.platform.base.errors import Conflict
+from loomserve.platform.rebalancing.actuators.base import Order, Outcome, Progress
+from loomserve.platform.rebalancing.policy.actions import Action
+from loomserve.platform.rebalancing.policy.effects import apply
+from loomserve.platform.rebalancing.policy.snapshot import Measured, Snapshot
+from tests.unit.platform.rebalancing.fleets import measured_at
+
+_ACTION: TypeAdapter[Action] = TypeAdapter(Action)
+
+
+@dataclass
+class Platform:
+    """The fleet and its clock; what is carried out has the predicted effect."""
+
+    snapshot: Snapshot
+    now_s: float = 1000.0
+    age_s: float = 0.0
+    """Of all measurements."""
+
+    def clock(self) -> float:
+        return self.now_s
+
+    def observe(self, changed_at_s: float) -> Measured:
+        seen = measured_at(self.snapshot, self.now_s - self.age_s)
+        return Measured(replace(seen, at_s=self.now_s, changed_at_s=changed_at_s), ())
+
+
+@dataclass
+class WrittenMover:
+    """Shared by the controllers of a test, as what is moved outlives a controller."""
+
+    platform: Platform
+    told: list[str] = field(default_factory=list)
+    outcome: Outcome = Outcome.DONE
+    refuses: str | None = None
+    breaks: bool = False
+    too_late: bool = False
+    """For an abort."""
+    _aborted: bool = False
+    _done: set[str] = field(default_factory=set)
+
+    def movable(self, engine: str) -> bool:
+        return True
+
+    def order(self, name: str, action: Action) -> dict[str, Any]:
+        if self.refuses:
+            raise Conflict(self.refuses)
+        return {"name": name, "action": action.model_dump(mode="json")}
+
+    async def begin(self, order: Order) -> None:
+        self.told.append(f"begin {order['action']['action']}")
+        if self.breaks:
+            raise RuntimeError("the engine is gone")
+
+    async def abort(self, order: Order) -> None:
+        self.told.append("abort")
+        self._aborted = not self.too_late
+
+    async def progress(self, order: Order) -> Progress:
+        if self._aborted:
+            return Progress(outcome=Outcome.ABORTED, message="taken back")
+        if self.outcome is Outcome.DONE and order["name"] not in self._done:
+            self._done.add(order["name"])
+            action = order["action"]
+            self.platform.snapshot = apply(self.platform.snapshot, _ACTION.validate_python(action))
+        return Progress(outcome=self.outcome, moved_bytes=7, paused_s=0.25, message="as told")
