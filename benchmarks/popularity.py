@@ -215,7 +215,7 @@ class Fleet:
     def part_away(self) -> dict[str, Any] | None:
         """The heads or layers that are with the lender."""
         loans = self.get("lending")["loans"]
-        return next((loan["part"] for loan in loans if loan["part"]), None)
+        return next((loan["shard"] for loan in loans if loan["shard"]), None)
 
     def idle(self) -> None:
         """Return once no plan is carried out."""

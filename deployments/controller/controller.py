@@ -28,7 +28,7 @@ from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.lending_pairs import lending_options
 from loomserve.platform.fleet.messages import (
     ENGINE_DEPLOYMENT,
-    EngineReport,
+    Heartbeat,
     ModelRoute,
     Routes,
     model_app,
@@ -36,7 +36,7 @@ from loomserve.platform.fleet.messages import (
 from loomserve.platform.lengths.stored import check_predictor
 from loomserve.platform.rebalancing.runner import RebalancingPart
 from loomserve.platform.scheduling.options import SchedulerOptions, scheduler_options
-from loomserve.platform.state import ModelState, State, Versions
+from loomserve.platform.state import ModelState, PlatformState, SoftwareVersions
 from loomserve.platform.state.lending_options import LendingOptions
 from loomserve.platform.state.roles import Role
 
@@ -84,11 +84,11 @@ class Controller:
     # What replicas and gateways call
 
     async def report(self, report: dict[str, Any]) -> dict[str, Any]:
-        said = EngineReport.model_validate(report)
-        orders = self._fleet.report(said, time.monotonic())
+        said = Heartbeat.model_validate(report)
+        desired = self._fleet.report(said, time.monotonic())
         self._rebalancing.learn(said)
         await self._publish()
-        return orders.model_dump()
+        return desired.model_dump()
 
     async def watch(self, version: int) -> dict[str, Any]:
         """The routes, as soon as they differ from ``version``; at the latest after 25 s."""
@@ -119,8 +119,8 @@ class Controller:
 
     async def state(self) -> dict[str, Any]:
         now = time.monotonic()
-        return State(
-            versions=Versions(
+        return PlatformState(
+            versions=SoftwareVersions(
                 loomserve=metadata.version("loomserve"),
                 vllm=_vllm_version(),
                 ray=ray.__version__,

@@ -41,13 +41,13 @@ from loomserve.platform.fleet.messages import (
     CONTROLLER_DEPLOYMENT,
     INTERNAL_TOKEN_HEADER,
     PREFILL_PATH,
-    EngineOrders,
-    EngineReport,
+    DesiredState,
     EngineSpec,
+    Heartbeat,
 )
 from loomserve.platform.http.server import HttpServer, listen
 from loomserve.platform.lending.replica.endpoint import LoanEndpoint
-from loomserve.platform.lending.replica.reconciler import LoanKeeper
+from loomserve.platform.lending.replica.reconciler import LoanReconciler
 from loomserve.platform.state import StageState
 from loomserve.platform.state.roles import Role, configured_role
 from loomserve.routers.snapshot import RoutingStats
@@ -204,13 +204,13 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         self._reporting = asyncio.create_task(self._report_forever())
         self._lending = asyncio.create_task(self._lend_forever())
 
-    def _loans(self) -> tuple[LoanKeeper | None, LoanEndpoint | None]:
+    def _loans(self) -> tuple[LoanReconciler | None, LoanEndpoint | None]:
         lending, me = self._spec.lending, self._replica_id
         if lending is None:
             return None, None
         model, keeper, endpoint = self._spec.model.name, None, None
         if lending.borrow_bytes:
-            keeper = LoanKeeper(
+            keeper = LoanReconciler(
                 self.engine.call_loans,
                 model=model,
                 replica_id=me,
@@ -235,8 +235,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         if not self._http.alive:
             raise RuntimeError("the replica's HTTP server has ended")
 
-    def report(self) -> EngineReport:
-        return EngineReport(
+    def report(self) -> Heartbeat:
+        return Heartbeat(
             model=self._spec.model,
             replica_id=self._replica_id,
             device=self._claim.device.name,
@@ -269,25 +269,25 @@ class EngineServer(LLMServer):  # type: ignore[misc]
                 answer = await asyncio.wait_for(
                     controller.report.remote(self.report().model_dump()), timeout=5
                 )
-                self._obey(EngineOrders.model_validate(answer))
+                self._apply(DesiredState.model_validate(answer))
             await asyncio.sleep(_REPORT_PERIOD_S)
 
-    def _obey(self, orders: EngineOrders) -> None:
-        self._draining = orders.draining
-        self._stop_timeout_s = orders.stop_timeout_s
-        self._prefill_replicas.learn(orders.peers)
-        self._take_role(orders.role)
+    def _apply(self, desired: DesiredState) -> None:
+        self._draining = desired.draining
+        self._stop_timeout_s = desired.stop_timeout_s
+        self._prefill_replicas.learn(desired.peers)
+        self._take_role(desired.role)
         for loans in (self._borrowed, self._lent):
             if loans is not None:
-                loans.learn(orders)
+                loans.apply(desired)
 
     async def _lend_forever(self) -> None:
         while self._borrowed or self._lent:
             try:
                 if self._borrowed:
-                    await self._borrowed.keep(time.monotonic())
+                    await self._borrowed.reconcile(time.monotonic())
                 if self._lent:
-                    await self._lent.keep()
+                    await self._lent.reconcile()
             except Exception as error:
                 # Serve looks after an engine that is dead; all else is tried again.
                 _log.warning("loans could not be looked after: %r", error)

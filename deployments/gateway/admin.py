@@ -16,7 +16,7 @@ from loomserve.platform.config import Model
 from loomserve.platform.http.ingress import exception_handlers
 from loomserve.platform.lending.admin import build_lending_router
 from loomserve.platform.rebalancing.admin import build_plans_router
-from loomserve.platform.state import ModelState, State
+from loomserve.platform.state import ModelState, PlatformState
 from loomserve.platform.state.roles import Role
 
 
@@ -56,7 +56,7 @@ def build_admin_api(controller: DeploymentHandle, *parts: APIRouter) -> FastAPI:
             return JSONResponse({"error": answer["error"]}, status_code=answer["status"])
         return answer
 
-    @api.get("/state", response_model=State)
+    @api.get("/state", response_model=PlatformState)
     async def state() -> Any:
         """Devices, models, replicas, their loads, and versions."""
         return await ask("state")
@@ -74,12 +74,12 @@ def build_admin_api(controller: DeploymentHandle, *parts: APIRouter) -> FastAPI:
             raise UnknownModel(f"there is no model {name!r}; models: {', '.join(known) or 'none'}")
         return known[name]
 
-    @api.post("/models", status_code=202, response_model=State)
+    @api.post("/models", status_code=202, response_model=PlatformState)
     async def load(model: Model) -> Any:
         """Load a model, written as in the configuration; it serves once its status is ready."""
         return await ask("load", model.model_dump(mode="json"))
 
-    @api.delete("/models/{name:path}", status_code=202, response_model=State)
+    @api.delete("/models/{name:path}", status_code=202, response_model=PlatformState)
     async def unload(
         name: str,
         timeout_s: Annotated[
@@ -89,17 +89,17 @@ def build_admin_api(controller: DeploymentHandle, *parts: APIRouter) -> FastAPI:
         """Unload a model once its running requests have ended or the time is up."""
         return await ask("unload", name, timeout_s)
 
-    @api.put("/models/{name:path}/replicas", status_code=202, response_model=State)
+    @api.put("/models/{name:path}/replicas", status_code=202, response_model=PlatformState)
     async def scale(name: str, request: ScaleRequest) -> Any:
         """Change the number of a model's replicas."""
         return await ask("scale", name, request.replicas)
 
-    @api.put("/replicas/{replica_id}/draining", response_model=State)
+    @api.put("/replicas/{replica_id}/draining", response_model=PlatformState)
     async def drain(replica_id: Annotated[str, Path()], request: DrainRequest) -> Any:
         """Drain a replica: it finishes what it has and takes nothing new, until told otherwise."""
         return await ask("drain", replica_id, request.draining)
 
-    @api.put("/replicas/{replica_id}/role", response_model=State)
+    @api.put("/replicas/{replica_id}/role", response_model=PlatformState)
     async def role(replica_id: Annotated[str, Path()], request: RoleRequest) -> Any:
         """Change what is sent to a replica; what it has begun it finishes."""
         return await ask("set_role", replica_id, request.role)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from loomserve.platform.cli.status import DEFAULT_URL, Token, Url, carry_out, loan_table
 from loomserve.platform.cli.tables import display, new_table, stacked
-from loomserve.platform.state import LendingModelState, LendingState, SplitState
+from loomserve.platform.state import LendingModelState, LendingState, SlicingState
 
 lending = typer.Typer(invoke_without_command=True, help="Loans of KV memory and attention.")
 
@@ -77,18 +77,18 @@ def _lent(state: LendingState) -> Table:
         "loan", "lender", "borrower",
         numbers=("blocks", "at most", "taken back", "wait µs", "service µs"), title="Lent memory",
     )  # fmt: skip
-    table.add_column("operators cut into (predicted wait µs, before)")
+    table.add_column("operators sliced into (predicted wait µs, before)")
     for lent in state.lent:
         blocks = (lent.blocks, lent.most_blocks, lent.taken_back_blocks)
         times = (f"{lent.wait_us:.0f}", f"{lent.service_us:.0f}")
-        cells = (*map(str, blocks), *times, ", ".join(map(_split, lent.splits.items())))
+        cells = (*map(str, blocks), *times, ", ".join(map(_split, lent.slicing.items())))
         table.add_row(*map(Text, (lent.name, lent.lender, lent.borrower, *cells)))
     return table
 
 
-def _split(of: tuple[str, SplitState]) -> str:
+def _split(of: tuple[str, SlicingState]) -> str:
     kind, split = of
-    parts = " ".join(f"{name} {count}" for name, count in split.parts.items()) or "none"
+    parts = " ".join(f"{name} {count}" for name, count in split.slices.items()) or "none"
     return f"{kind}: {parts} ({split.wait_us:.0f}, {split.wait_whole_us:.0f})"
 
 

@@ -32,7 +32,7 @@ from loomserve.platform.lengths.stored import check_predictor
 from loomserve.platform.models import catalog
 from loomserve.platform.placement.configured import stages_of
 from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError, plans_folder
-from loomserve.platform.state import ModelState, ModelStatus, State
+from loomserve.platform.state import ModelState, ModelStatus, PlatformState
 
 Say = Callable[[str], None]
 
@@ -213,8 +213,8 @@ class Platform:
             self._store_plan,
         )
 
-    def state(self) -> State:
-        return State.model_validate(self._controller.state.remote().result(timeout_s=10))
+    def state(self) -> PlatformState:
+        return PlatformState.model_validate(self._controller.state.remote().result(timeout_s=10))
 
     def wait_ready(self, say: Say) -> None:
         """Tell of each model as it gets ready.

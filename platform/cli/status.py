@@ -20,11 +20,11 @@ from loomserve.platform.state import (
     LoanState,
     ModelState,
     ModelStatus,
-    PartState,
+    PlatformState,
     ReplicaLoad,
     ReplicaState,
     SchedulingState,
-    State,
+    ShardState,
 )
 from loomserve.platform.state.roles import Role
 
@@ -81,7 +81,7 @@ def status(
         raise typer.Exit(0) from None
 
 
-def fetch(client: httpx.Client, url: str, token: str | None) -> State:
+def fetch(client: httpx.Client, url: str, token: str | None) -> PlatformState:
     """The state of the platform that listens at ``url``.
 
     Raises:
@@ -94,7 +94,7 @@ def fetch(client: httpx.Client, url: str, token: str | None) -> State:
             "then look at the log of loomserve serve"
         )
     try:
-        return State.model_validate_json(answer.content if answer.is_success else b"")
+        return PlatformState.model_validate_json(answer.content if answer.is_success else b"")
     except ValidationError:
         raise StatusError(
             f"{url} answered {answer.status_code} with something that is not Loomserve's state; "
@@ -160,7 +160,7 @@ def carry_out(
         ) from None
 
 
-def render(state: State) -> RenderableType:
+def render(state: PlatformState) -> RenderableType:
     """The state as tables: models with a line a replica, scheduling, loans, devices, versions."""
     versions = state.versions
     return stacked(
@@ -177,7 +177,9 @@ def render(state: State) -> RenderableType:
     )
 
 
-def _states(client: httpx.Client, url: str, token: str | None, watch: bool) -> Iterator[State]:
+def _states(
+    client: httpx.Client, url: str, token: str | None, watch: bool
+) -> Iterator[PlatformState]:
     yield fetch(client, url, token)
     while watch:
         time.sleep(_REFRESH_S)
@@ -284,7 +286,7 @@ def loan_table(loans: Iterable[LoanState]) -> Table:
         used = loan.usable_blocks - loan.free_blocks
         notes = [] if loan.phase == "open" else [loan.phase]
         notes += ["draining"] if loan.draining else []
-        notes += [_part(loan.part)] if loan.part is not None else []
+        notes += [_shard(loan.shard)] if loan.shard is not None else []
         cells = (
             loan.name,
             loan.borrower,
@@ -301,14 +303,14 @@ def loan_table(loans: Iterable[LoanState]) -> Table:
     return table
 
 
-def _part(part: PartState) -> str:
+def _shard(part: ShardState) -> str:
     """Such as ``1 head away``."""
     if part.layers is None:
         return f"{part.heads} head{'s' if part.heads > 1 else ''} {part.phase}"
     return f"layers {part.layers[0]} to {part.layers[1] - 1} {part.phase}"
 
 
-def _devices(state: State) -> Table:
+def _devices(state: PlatformState) -> Table:
     table = new_table("device", "kind", "place", "models", title="Devices")
     for device in state.devices:
         cells = (device.name, device.kind, device.place, ", ".join(device.models) or "-")

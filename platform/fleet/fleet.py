@@ -14,15 +14,15 @@ from dataclasses import dataclass, field
 from loomserve.platform.base.errors import Conflict, NotFound, UnknownModel
 from loomserve.platform.config import Device, Model
 from loomserve.platform.devices.claims import place
+from loomserve.platform.fleet.desired_loans import DesiredLoans, DesiredShard, Place, place_of
 from loomserve.platform.fleet.lending_pairs import lenders_of
-from loomserve.platform.fleet.loan_orders import LoanOrders, PartOrder, Place, place_of
 from loomserve.platform.fleet.messages import (
-    EngineOrders,
-    EngineReport,
+    DesiredState,
+    Heartbeat,
     LenderReplica,
+    LiveReplica,
     ModelEngines,
     ModelRoute,
-    Peer,
     ReplicaRoute,
     ServedEngines,
     model_app,
@@ -37,7 +37,7 @@ from loomserve.platform.state import (
     ModelStatus,
     ReplicaState,
 )
-from loomserve.platform.state.lending_options import Part
+from loomserve.platform.state.lending_options import ShardSpec
 from loomserve.platform.state.roles import Role
 
 # Four reports missed in a row: the replica is gone or hangs, and must not count as an answer. Less
@@ -60,7 +60,7 @@ class _ModelRecord:
 
 @dataclass
 class _ReplicaRecord:
-    report: EngineReport
+    report: Heartbeat
     seen_at: float
     draining: bool
 
@@ -81,14 +81,14 @@ class EngineRecord:
         role: As it is told with its next report.
         lenders: With whom it may keep requests' KV, an operator's switches considered.
         limits: Of these loans, bytes by the lender's model; those without one have none.
-        part_lenders: Replicas that may compute heads or layers of it.
+        shard_lenders: Replicas that may compute heads or layers of it.
     """
 
-    report: EngineReport
+    report: Heartbeat
     role: Role
     lenders: tuple[LenderReplica, ...]
     limits: Mapping[str, int]
-    part_lenders: frozenset[str]
+    shard_lenders: frozenset[str]
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Fleet:
     drain_timeout_s: float
     _models: dict[str, _ModelRecord] = field(default_factory=dict)
     _replicas: dict[str, _ReplicaRecord] = field(default_factory=dict)
-    _orders: LoanOrders = field(default_factory=LoanOrders)
+    _desired_loans: DesiredLoans = field(default_factory=DesiredLoans)
 
     @property
     def models(self) -> list[Model]:
@@ -171,14 +171,14 @@ class Fleet:
         report = self._replica(replica_id).report
         self._record(report.model.name).roles[report.device] = role
 
-    def report(self, report: EngineReport, now: float) -> EngineOrders:
+    def report(self, report: Heartbeat, now: float) -> DesiredState:
         """Take in a replica's report and tell it what to do."""
         before = self._replicas.get(report.replica_id)
         draining = report.stats.draining if before is None else before.draining
         if before is None:
-            self._orders.recover(report)
+            self._desired_loans.recover(report)
         else:
-            self._orders.learn(before.report, report)
+            self._desired_loans.observe(before.report, report)
         replica = self._replicas[report.replica_id] = _ReplicaRecord(report, now, draining)
         self._forget_silent(now)
         record = self._models.get(report.model.name)
@@ -188,7 +188,7 @@ class Fleet:
             self._models[report.model.name] = record
         unloading = record.unload_deadline is not None
         role = self._role(record, report)
-        return EngineOrders(
+        return DesiredState(
             draining=draining or unloading,
             stop_timeout_s=self.drain_timeout_s
             if record.unload_deadline is None
@@ -199,14 +199,14 @@ class Fleet:
             lenders_off=tuple(
                 lender
                 for lender in lenders_of(report.model, self.models)
-                if self._orders.is_off(report.model.name, lender)
+                if self._desired_loans.is_off(report.model.name, lender)
             ),
-            lender_limits=self._orders.limits(place_of(report)),
-            parts=self._orders.parts(place_of(report)),
+            lender_limits=self._desired_loans.limits(place_of(report)),
+            shards=self._desired_loans.shards(place_of(report)),
             drain_loans=tuple(
                 loan.name
                 for loan in replica.report.loans
-                if loan.name in self._orders.draining or self._must_leave(loan, replica)
+                if loan.name in self._desired_loans.draining or self._must_leave(loan, replica)
             ),
             loans=tuple(
                 loan.name for loan in self._loans(now) if loan.lender_replica == report.replica_id
@@ -225,7 +225,7 @@ class Fleet:
         if pair not in known:
             names = ", ".join(sorted(known)) or "none"
             raise NotFound(f"there is no pair {pair!r} of borrower/lender; the pairs are: {names}")
-        self._orders.switch(*known[pair], enabled)
+        self._desired_loans.switch(*known[pair], enabled)
 
     def drain_loan(self, name: str, now: float) -> None:
         """
@@ -237,7 +237,7 @@ class Fleet:
             names = ", ".join(sorted(known)) or "none"
             raise NotFound(f"there is no loan {name!r}; the loans are: {names}")
         # Those of loans that have ended meanwhile are of no use any more.
-        self._orders.draining = self._orders.draining & known | {name}
+        self._desired_loans.draining = self._desired_loans.draining & known | {name}
 
     def limit_loans(self, replica_id: str, lender: str, most_bytes: int | None) -> None:
         """What a replica may have with a lender's model, also for replicas after it on its device.
@@ -245,38 +245,38 @@ class Fleet:
         Raises:
             NotFound: no replica of that id has reported.
         """
-        self._orders.limit(self._place(replica_id), lender, most_bytes)
+        self._desired_loans.limit(self._place(replica_id), lender, most_bytes)
 
-    def move_part(
-        self, replica_id: str, lender: str, part: Part | None, device: str | None = None
+    def move_shard(
+        self, replica_id: str, lender: str, shard: ShardSpec | None, device: str | None = None
     ) -> None:
         """Heads or layers of a replica that a lender's model is to compute; None: none, any more.
 
         Args:
             replica_id: whose they are.
             lender: the model.
-            part: of all of the replica's requests.
+            shard: of all of the replica's requests.
             device: on which the lender's replica is; None: on whichever suits.
 
         Raises:
             NotFound: no replica of that id has reported.
         """
-        order = PartOrder(part, device) if part else None
-        self._orders.move_part(self._place(replica_id), lender, order)
+        order = DesiredShard(shard, device) if shard else None
+        self._desired_loans.move_shard(self._place(replica_id), lender, order)
 
-    def parts(self, replica_id: str) -> dict[str, Part]:
+    def shards(self, replica_id: str) -> dict[str, ShardSpec]:
         """
         Raises:
             NotFound: no replica of that id has reported.
         """
-        return self._orders.parts(self._place(replica_id))
+        return self._desired_loans.shards(self._place(replica_id))
 
     def loan_limits(self, replica_id: str) -> dict[str, int]:
         """
         Raises:
             NotFound: no replica of that id has reported.
         """
-        return self._orders.limits(self._place(replica_id))
+        return self._desired_loans.limits(self._place(replica_id))
 
     def _place(self, replica_id: str) -> Place:
         return place_of(self._replica(replica_id).report)
@@ -305,8 +305,8 @@ class Fleet:
             report=report,
             role=self._role(self._record(report.model.name), report),
             lenders=tuple(self._lenders(replica, now)),
-            limits=self._orders.limits(place_of(report)),
-            part_lenders=frozenset(
+            limits=self._desired_loans.limits(place_of(report)),
+            shard_lenders=frozenset(
                 each.report.replica_id
                 for lender in lenders_of(report.model, self.models)
                 for each in self._may_lend_to(replica, lender, now)
@@ -337,9 +337,9 @@ class Fleet:
                 LendingPairState(
                     borrower=borrower,
                     lender=lender,
-                    enabled=not self._orders.is_off(borrower, lender),
+                    enabled=not self._desired_loans.is_off(borrower, lender),
                     problem=self._problem(borrower, lender, now),
-                    limits=self._orders.limits_of_pair(borrower, lender),
+                    limits=self._desired_loans.limits_of_pair(borrower, lender),
                 )
                 for borrower, lender in self._pairs()
             ),
@@ -368,7 +368,7 @@ class Fleet:
             said = replica.report.borrowing
             if said is not None and lender in said.problems:
                 return said.problems[lender]
-            if self._orders.limits(place_of(replica.report)).get(lender) == 0:
+            if self._desired_loans.limits(place_of(replica.report)).get(lender) == 0:
                 return "a plan moved home what lay there, and lets nothing go there"
             if not any(self._may_lend(other, replica) for other in self._live(lender, now)):
                 return f"no other device of {replica.report.device}'s node has it ready to lend"
@@ -381,9 +381,9 @@ class Fleet:
         asked = Counter(loan.lender_replica for loan in self._loans(now))
         name, place = borrower.report.model.name, place_of(borrower.report)
         for lender in lenders_of(borrower.report.model, self.models):
-            if lender == name and lender not in self._orders.parts(place):
+            if lender == name and lender not in self._desired_loans.shards(place):
                 continue  # requests are shared out among replicas by their router
-            ordered = self._orders.device_of(place, lender)
+            ordered = self._desired_loans.device_of(place, lender)
             best = min(
                 self._may_lend_to(borrower, lender, now),
                 key=lambda r: (
@@ -403,7 +403,7 @@ class Fleet:
         self, borrower: _ReplicaRecord, lender: str, now: float
     ) -> list[_ReplicaRecord]:
         """Replicas of the lender's model."""
-        if self._orders.is_off(borrower.report.model.name, lender):
+        if self._desired_loans.is_off(borrower.report.model.name, lender):
             return []
         return [each for each in self._live(lender, now) if self._may_lend(each, borrower)]
 
@@ -421,12 +421,12 @@ class Fleet:
             and self._record(lender.report.model.name).unload_deadline is None
         )
 
-    def _role(self, record: _ModelRecord, report: EngineReport) -> Role:
+    def _role(self, record: _ModelRecord, report: Heartbeat) -> Role:
         return record.roles.get(report.device, report.stats.role)
 
-    def _peers(self, record: _ModelRecord, now: float) -> tuple[Peer, ...]:
+    def _peers(self, record: _ModelRecord, now: float) -> tuple[LiveReplica, ...]:
         return tuple(
-            Peer(
+            LiveReplica(
                 id=replica.report.replica_id,
                 address=replica.report.address,
                 # As they will be told with their next report.

@@ -69,7 +69,7 @@ class EngineSpec(_Message):
     lending: LendingOptions | None = Field(description="None: it neither lends nor borrows.")
 
 
-class EngineReport(_Message):
+class Heartbeat(_Message):
     """What a replica tells the controller every two seconds."""
 
     model: Model
@@ -91,7 +91,7 @@ class EngineReport(_Message):
         return self.borrowing.loans if self.borrowing else ()
 
 
-class Peer(_Message):
+class LiveReplica(_Message):
     """A live replica, as another of its model needs to know it."""
 
     id: str
@@ -112,7 +112,7 @@ class ModelEngines(_Message):
 
     max_model_len: int | None
     predictor: str | None = Field(description="What predicts its answers' lengths, if any.")
-    replicas: tuple[Peer, ...]
+    replicas: tuple[LiveReplica, ...]
 
 
 class ServedEngines(_Message):
@@ -138,13 +138,13 @@ class LoanRequest(_Message):
     guest: dict[str, Any] = Field(description="What the borrower's engine says of itself.")
 
 
-class EngineOrders(_Message):
+class DesiredState(_Message):
     """The controller's answer to a report."""
 
     draining: bool = Field(description="Take no new requests.")
     stop_timeout_s: float = Field(description="When stopped, wait this long for open requests.")
     role: Role
-    peers: tuple[Peer, ...] = Field(
+    peers: tuple[LiveReplica, ...] = Field(
         description="All live replicas of the model; only decode replicas are told."
     )
     lenders: tuple[LenderReplica, ...] = Field(
@@ -157,7 +157,7 @@ class EngineOrders(_Message):
         default_factory=dict,
         description="Bytes of KV that it may have with a lender's model, at most; 0: no loan.",
     )
-    parts: dict[str, dict[str, Any]] = Field(
+    shards: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
         description="Heads or layers that a lender's model is to compute for all requests.",
     )

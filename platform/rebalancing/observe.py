@@ -12,7 +12,7 @@ from datetime import datetime
 from loomserve.platform.config import Device as ConfiguredDevice
 from loomserve.platform.devices.memory import least_replicas
 from loomserve.platform.fleet.fleet import EngineRecord
-from loomserve.platform.fleet.messages import EngineReport
+from loomserve.platform.fleet.messages import Heartbeat
 from loomserve.platform.placement.policy.device_times import DeviceProfile
 from loomserve.platform.rebalancing.policy.rates import Rates
 from loomserve.platform.rebalancing.policy.snapshot import (
@@ -48,11 +48,11 @@ class _Complete:
     rates: Mapping[str, float]
 
     @property
-    def report(self) -> EngineReport:
+    def report(self) -> Heartbeat:
         return self.record.report
 
 
-def sums_of(report: EngineReport) -> tuple[float, dict[str, float]] | None:
+def sums_of(report: Heartbeat) -> tuple[float, dict[str, float]] | None:
     """When the engine measured itself, and what it has done since it started, for ``Rates``."""
     load = report.stats.load
     if load is None or load.work is None:
@@ -137,7 +137,7 @@ def _complete(record: EngineRecord, rates: Rates) -> _Complete | None:
     return _Complete(record, load, footprint, footprint.memory_bytes, grown)
 
 
-def _shares(report: EngineReport) -> dict[str, float]:
+def _shares(report: Heartbeat) -> dict[str, float]:
     """Of the replica's work and memory, by device: a pipeline's by layers."""
     if not report.stages:
         return {report.device: 1.0}
@@ -187,7 +187,7 @@ def _engines(
         borrowed=tuple(
             (loan.lender_replica, loan.usable_blocks * facts.block_bytes)
             for loan in report.loans
-            if loan.part is None
+            if loan.shard is None
         ),
         layers=facts.layers - layers_away,
         layer_bytes=facts.layer_bytes,
@@ -197,7 +197,7 @@ def _engines(
         drain_s=load.pace.request_s if load.pace else 0.0,
         movable=frozenset(part for part, ids in movable.items() if report.replica_id in ids),
         lenders=_lenders(each.record),
-        part_lenders=each.record.part_lenders,
+        shard_lenders=each.record.shard_lenders,
         newest=facts.ready_at == max(x.footprint.ready_at for x in _of(report.model.name, whole)),
         measured_at_s=load.measured_at,
     )
@@ -237,9 +237,9 @@ def _lenders(record: EngineRecord) -> frozenset[str]:
     return frozenset(lender.id for lender in record.lenders if lender.model in record.limits)
 
 
-def _away(report: EngineReport) -> tuple[int, int]:
+def _away(report: Heartbeat) -> tuple[int, int]:
     """KV heads and layers that are not at home."""
-    away = [loan.part for loan in report.loans if loan.part is not None and loan.part.is_away]
+    away = [loan.shard for loan in report.loans if loan.shard is not None and loan.shard.is_away]
     heads = sum(part.heads for part in away)
     return heads, sum(part.layers[1] - part.layers[0] for part in away if part.layers)
 
@@ -263,7 +263,7 @@ def _share_away(each: _Complete) -> float:
 
 def _loans(each: _Complete) -> Iterator[Loan]:
     for loan in each.report.loans:
-        if loan.part is not None:
+        if loan.shard is not None:
             yield from _part(each, loan)
             continue
         used = kv_at(loan, each.footprint)

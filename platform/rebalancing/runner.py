@@ -19,7 +19,7 @@ from loomserve.platform.base.errors import ConfigError, NotFound, RequestError
 from loomserve.platform.config import Config
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.fleet.fleet import EngineRecord, Fleet
-from loomserve.platform.fleet.messages import EngineReport
+from loomserve.platform.fleet.messages import Heartbeat
 from loomserve.platform.placement import device_profile
 from loomserve.platform.placement.configured import profile_path
 from loomserve.platform.placement.policy.device_times import DeviceProfile
@@ -78,7 +78,7 @@ class RebalancingPart:
             options, PlanStore(plans_folder(config, base)), self._observe, self._movers, time.time
         )
 
-    def learn(self, report: EngineReport) -> None:
+    def learn(self, report: Heartbeat) -> None:
         sums = sums_of(report)
         if sums is not None:
             self._rates.take(report.replica_id, *sums)

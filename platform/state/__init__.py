@@ -9,8 +9,8 @@ from loomserve.platform.state.lending import (
     LendingState,
     LentState,
     LoanState,
-    PartState,
-    SplitState,
+    ShardState,
+    SlicingState,
 )
 from loomserve.platform.state.load import (
     FootprintState,
@@ -23,10 +23,10 @@ from loomserve.platform.state.platform import (
     DeviceState,
     ModelState,
     ModelStatus,
+    PlatformState,
     ReplicaState,
+    SoftwareVersions,
     StageState,
-    State,
-    Versions,
 )
 
 __all__ = [
@@ -45,14 +45,14 @@ __all__ = [
     "ModelState",
     "ModelStatus",
     "Pace",
-    "PartState",
+    "PlatformState",
     "ReplicaLoad",
     "ReplicaState",
     "SchedulingState",
-    "SplitState",
+    "ShardState",
+    "SlicingState",
+    "SoftwareVersions",
     "StageState",
-    "State",
     "StaticModelState",
-    "Versions",
     "WorkState",
 ]

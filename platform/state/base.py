@@ -5,5 +5,5 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict
 
 
-class Snapshot(BaseModel):
+class StateModel(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")

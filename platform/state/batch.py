@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from loomserve.platform.state.base import Snapshot
+from loomserve.platform.state.base import StateModel
 
 
-class BatchState(Snapshot):
+class BatchState(StateModel):
     """A batch as operators see it; times are Unix seconds."""
 
     id: str
@@ -26,7 +26,7 @@ class BatchState(Snapshot):
     late: bool = Field(description="True: it is about to miss the end of its window.")
 
 
-class StaticModelState(Snapshot):
+class StaticModelState(StateModel):
     """A model for batches only; counts are since the lane started."""
 
     name: str
@@ -36,7 +36,7 @@ class StaticModelState(Snapshot):
     splits: int = Field(description="Static batches that ran out of KV memory.")
 
 
-class BatchLaneState(Snapshot):
+class BatchLaneState(StateModel):
     """What the batch lane does: behind ``GET /admin/v1/batches`` and ``loomserve batch``."""
 
     batches: tuple[BatchState, ...] = Field(description="Those that have not ended.")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from loomserve.platform.state.base import Snapshot
+from loomserve.platform.state.base import StateModel
 
 
-class KvModelState(Snapshot):
+class KvModelState(StateModel):
     """What a model holds in the KV store; hits, misses and evictions since the store started."""
 
     model: str
@@ -20,7 +20,7 @@ class KvModelState(Snapshot):
     evicted_blocks: int = Field(description="Blocks that left memory to make room.")
 
 
-class KvState(Snapshot):
+class KvState(StateModel):
     """What the KV store holds: the snapshot behind ``GET /admin/v1/kv`` and ``loomserve kv``."""
 
     capacity_bytes: int = Field(description="Shared memory for blocks.")

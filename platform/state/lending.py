@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from loomserve.platform.state.base import Snapshot
+from loomserve.platform.state.base import StateModel
 
 
-class PartState(Snapshot):
+class ShardState(StateModel):
     """Heads or layers of a replica that a lender computes for all its requests."""
 
     heads: int = Field(0, description="KV heads of every layer that move.")
@@ -27,7 +27,7 @@ class PartState(Snapshot):
         return self.phase in ("away", "returning")
 
 
-class LoanState(Snapshot):
+class LoanState(StateModel):
     """What a replica keeps with a lender, as the borrower measured it; blocks are its own."""
 
     name: str
@@ -50,10 +50,10 @@ class LoanState(Snapshot):
     wait_max_us: float
     wait_share: float = Field(description="Share of the loan's time that the borrower waited.")
     service_share: float = Field(description="Share of it that the lender computed for it.")
-    part: PartState | None = Field(None, description="None where whole requests lie.")
+    shard: ShardState | None = Field(None, description="None where whole requests lie.")
 
 
-class BorrowingState(Snapshot):
+class BorrowingState(StateModel):
     """What a replica of a hot model borrows."""
 
     own_blocks: int = Field(description="KV blocks in its own memory.")
@@ -68,20 +68,20 @@ class BorrowingState(Snapshot):
     limits: dict[str, int] = Field(
         {}, description="Bytes of KV that a plan lets it have, at most, by the lender's model."
     )
-    parts: dict[str, dict[str, int | list[int]]] = Field(
+    shards: dict[str, dict[str, int | list[int]]] = Field(
         {}, description="Heads or layers that a plan gives a lender's model to compute."
     )
 
 
-class SplitState(Snapshot):
+class SlicingState(StateModel):
     """How a lender's operators are cut in one kind of step, so that guests' tasks wait little."""
 
-    parts: dict[str, int] = Field(description="By operator, where there is more than one.")
+    slices: dict[str, int] = Field(description="By operator, where there is more than one.")
     wait_whole_us: float = Field(description="Predicted mean wait of a task were none cut.")
     wait_us: float = Field(description="Predicted mean wait of a task.")
 
 
-class LentState(Snapshot):
+class LentState(StateModel):
     """What a replica of a cold model lends to one borrower; blocks are the lender's own."""
 
     name: str = Field(description="The loan's.")
@@ -94,12 +94,12 @@ class LentState(Snapshot):
     tasks: int = Field(0, description="Layers' attention computed for the borrower.")
     wait_us: float = Field(0.0, description="Measured mean wait of a task until it was begun.")
     service_us: float = Field(0.0, description="Measured mean time that a task itself took.")
-    splits: dict[str, SplitState] = Field(
+    slicing: dict[str, SlicingState] = Field(
         default_factory=dict, description="For steps that decode, and for those that prefill."
     )
 
 
-class LendingModelState(Snapshot):
+class LendingModelState(StateModel):
     """What the configuration allows a model that lends or borrows; bytes of each replica."""
 
     model: str
@@ -110,7 +110,7 @@ class LendingModelState(Snapshot):
     )
 
 
-class LendingPairState(Snapshot):
+class LendingPairState(StateModel):
     """A borrower and a lender that it may borrow from."""
 
     borrower: str
@@ -123,7 +123,7 @@ class LendingPairState(Snapshot):
     )
 
 
-class LendingState(Snapshot):
+class LendingState(StateModel):
     """Who lends to whom: behind ``GET /admin/v1/lending`` and ``loomserve admin lending``."""
 
     models: tuple[LendingModelState, ...]

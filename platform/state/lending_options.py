@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 LENDING_CONFIG = "loomserve_lending"
 """The key of ``additional_config`` under which an engine finds its :class:`LendingOptions`."""
 
-Part = dict[str, Any]
+ShardSpec = dict[str, Any]
 """What of all of an engine's requests a lender computes: ``{"heads": 1}``, so many KV heads of each
 layer, the last ones; or ``{"layers": [10, 20]}``, these decoder layers but for the last named."""
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from loomserve.platform.state.base import Snapshot
+from loomserve.platform.state.base import StateModel
 
 
-class SchedulingState(Snapshot):
+class SchedulingState(StateModel):
     """What an engine's scheduler did with its memory since it started."""
 
     queue: str = Field(description="The policy of who is served first.")
@@ -23,7 +23,7 @@ class SchedulingState(Snapshot):
     swap_time_error: float | None = Field(description="The same of predicted swap times.")
 
 
-class Pace(Snapshot):
+class Pace(StateModel):
     """How fast an engine served the requests that ended lately, as its load then was."""
 
     prefill_token_s: float = Field(description="Time for each prompt token that was computed.")
@@ -31,7 +31,7 @@ class Pace(Snapshot):
     request_s: float = Field(description="Mean time from a request's start to its end.")
 
 
-class WorkState(Snapshot):
+class WorkState(StateModel):
     """What an engine has done since it started; two of them tell what a while took."""
 
     prefill_s: float = Field(description="Seconds that prompts took.")
@@ -40,7 +40,7 @@ class WorkState(Snapshot):
     tokens: int = Field(description="Whose KV was written, of prompts and generated.")
 
 
-class FootprintState(Snapshot):
+class FootprintState(StateModel):
     """What an engine is made of, and what it takes."""
 
     layers: int
@@ -56,7 +56,7 @@ class FootprintState(Snapshot):
     ready_at: float = Field(description="When that was: Unix time, seconds.")
 
 
-class ReplicaLoad(Snapshot):
+class ReplicaLoad(StateModel):
     """What an engine measured about itself."""
 
     running: int = Field(description="Requests in the running batch.")

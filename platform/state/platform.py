@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from pydantic import Field
 
-from loomserve.platform.state.base import Snapshot
+from loomserve.platform.state.base import StateModel
 from loomserve.platform.state.lending import BorrowingState
 from loomserve.platform.state.load import ReplicaLoad
 from loomserve.platform.state.roles import Role
@@ -20,14 +20,14 @@ class ModelStatus(StrEnum):
     FAILED = "failed"
 
 
-class StageState(Snapshot):
+class StageState(StateModel):
     """A part of a replica that is a pipeline."""
 
     device: str
     layers: int
 
 
-class ReplicaState(Snapshot):
+class ReplicaState(StateModel):
     id: str = Field(description="Ray Serve's replica id.")
     device: str = Field(description="The device its engine is bound to; of a pipeline, the first.")
     stages: tuple[StageState, ...] = Field(
@@ -42,7 +42,7 @@ class ReplicaState(Snapshot):
     borrowing: BorrowingState | None = Field(None, description="None: its model borrows nothing.")
 
 
-class ModelState(Snapshot):
+class ModelState(StateModel):
     name: str
     source: str
     status: ModelStatus
@@ -53,22 +53,22 @@ class ModelState(Snapshot):
     replicas: tuple[ReplicaState, ...] = ()
 
 
-class DeviceState(Snapshot):
+class DeviceState(StateModel):
     name: str
     kind: str
     place: str = Field(description="cores 0,1 or gpu 0.")
     models: tuple[str, ...] = Field((), description="Models with a replica on it.")
 
 
-class Versions(Snapshot):
+class SoftwareVersions(StateModel):
     loomserve: str
     vllm: str
     ray: str
     python: str
 
 
-class State(Snapshot):
-    versions: Versions
+class PlatformState(StateModel):
+    versions: SoftwareVersions
     uptime_s: float
     devices: tuple[DeviceState, ...]
     models: tuple[ModelState, ...]

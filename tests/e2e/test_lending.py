@@ -386,7 +386,7 @@ def carry_out(platform: Platform, action: dict[str, Any]) -> str:
 
 def parts(platform: Platform) -> list[str]:
     """The phases of the parts that are with a lender."""
-    return [loan["part"]["phase"] for loan in loans(platform) if loan["part"] is not None]
+    return [loan["shard"]["phase"] for loan in loans(platform) if loan["shard"] is not None]
 
 
 def test_the_controller_is_switched_and_remembers_over_its_restart(measured: Platform) -> None:

@@ -9,7 +9,7 @@ from functools import partial
 
 import aiohttp
 
-from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, PREFILL_PATH, Peer
+from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, PREFILL_PATH, LiveReplica
 from loomserve.platform.state.roles import PrefillAwayError, Role
 from loomserve.routers.decision import decide
 from loomserve.routers.in_flight import IN_FLIGHT, Booking
@@ -24,7 +24,7 @@ class PrefillReplicas:
 
     def __init__(self, internal_token: str, load_limit: float) -> None:
         self._pick = partial(load_aware.pick, load_limit=load_limit)
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[str, LiveReplica] = {}
         self._failed: set[str] = set()
         self._open: dict[asyncio.Task[bytes], str] = {}
         self._session = aiohttp.ClientSession(
@@ -33,7 +33,7 @@ class PrefillReplicas:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
         )
 
-    def learn(self, peers: Iterable[Peer]) -> None:
+    def learn(self, peers: Iterable[LiveReplica]) -> None:
         """All live replicas of the model; what waits for any other fails now."""
         self._peers = {peer.id: peer for peer in peers}
         self._failed.clear()
@@ -63,7 +63,7 @@ class PrefillReplicas:
         finally:
             IN_FLIGHT.finished(booking, time.time())
 
-    async def _ask(self, peer: Peer, message: bytes) -> bytes:
+    async def _ask(self, peer: LiveReplica, message: bytes) -> bytes:
         task = asyncio.ensure_future(self._post(peer, message))
         self._open[task] = peer.id
         try:
@@ -75,7 +75,7 @@ class PrefillReplicas:
             task.cancel()
             del self._open[task]
 
-    async def _post(self, peer: Peer, message: bytes) -> bytes:
+    async def _post(self, peer: LiveReplica, message: bytes) -> bytes:
         url = f"http://{peer.address}{PREFILL_PATH}"
         try:
             async with self._session.post(url, data=message) as response:

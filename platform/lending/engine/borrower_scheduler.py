@@ -41,7 +41,7 @@ from loomserve.platform.lending.policy.partition_choice import (
 )
 from loomserve.platform.lending.policy.partition_costs import SideCosts
 from loomserve.platform.lending.ring.ring import Closed, Ring, RingStats
-from loomserve.platform.state.lending_options import LENDING_CONFIG, LendingOptions, Part
+from loomserve.platform.state.lending_options import LENDING_CONFIG, LendingOptions, ShardSpec
 
 _PROBE_BLOCKS = 8
 """Of context, with which a lender that nothing is known of is tried."""
@@ -112,11 +112,13 @@ class BorrowingScheduler(AdaptiveScheduler):
 
     # Calls
 
-    def borrowing(self, workers: WorkerCall, part: Part | None = None) -> dict[str, Any]:
+    def borrowing(self, workers: WorkerCall, part: ShardSpec | None = None) -> dict[str, Any]:
         """What a lender must know of this engine, or of part of it."""
         return dict(workers("borrowing", part))
 
-    def borrow(self, workers: WorkerCall, name: str, path: str, part: Part | None = None) -> int:
+    def borrow(
+        self, workers: WorkerCall, name: str, path: str, part: ShardSpec | None = None
+    ) -> int:
         """Use a loan that its lender has opened.
 
         Args:
@@ -508,7 +510,7 @@ class BorrowingScheduler(AdaptiveScheduler):
         more = sum(loan.part.usable for loan in self.loans.values() if loan.part is not None)
         return len(self._sides.ranges[OWN]) + more
 
-    def _check(self, part: Part | None) -> None:
+    def _check(self, part: ShardSpec | None) -> None:
         """Whether it may leave beside the loans that are open; ``ValueError`` if not."""
         if any(loan.part is not None and (part or loan.layers) for loan in self.loans.values()):
             raise ValueError("part of this engine is with a lender already: let it come home first")

@@ -24,7 +24,7 @@ from loomserve.platform.lending.policy.layout import Layout, guest_blocks, lende
 from loomserve.platform.lending.policy.limits import Observation, Phase, Rules, State, after
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import Closed, Ring, RingStats
-from loomserve.platform.state.lending_options import LendingOptions, Part
+from loomserve.platform.state.lending_options import LendingOptions, ShardSpec
 
 _JUDGE_EVERY_S = 0.5
 GIVE_BACK_S = 1.0
@@ -117,7 +117,9 @@ class LendingScheduler(BorrowingScheduler):
         self._grant(self.lent[name])
         return places
 
-    def borrow(self, workers: WorkerCall, name: str, path: str, part: Part | None = None) -> int:
+    def borrow(
+        self, workers: WorkerCall, name: str, path: str, part: ShardSpec | None = None
+    ) -> int:
         if self.lent:
             raise ValueError("it lends just now, and its guests would wait for its own lender")
         return super().borrow(workers, name, path, part)

@@ -43,7 +43,7 @@ from loomserve.platform.lending.ring.attention_server import Desk
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import Ring
-from loomserve.platform.state.lending_options import LENDING_CONFIG, LendingOptions, Part
+from loomserve.platform.state.lending_options import LENDING_CONFIG, LendingOptions, ShardSpec
 
 _BEARABLE_WAIT_S = 1e-4
 """The mean delay of a guest's task: some 5 % of a small model's step, over its layers."""
@@ -134,7 +134,7 @@ class WovenWorker(PatientWorker):
 
     # The borrower's part
 
-    def borrowing(self, part: Part | None = None) -> dict[str, Any]:
+    def borrowing(self, part: ShardSpec | None = None) -> dict[str, Any]:
         """What a lender must know: the attention's geometry, and how large a step may be.
 
         Args:
@@ -219,7 +219,7 @@ class WovenWorker(PatientWorker):
 
     # Parts of all requests' attention that move to a lender, and back
 
-    def begin_part(self, side: int, path: str, part: Part) -> int:
+    def begin_part(self, side: int, path: str, part: ShardSpec) -> int:
         """Get ready to move it there; how many own blocks there are once it is away.
 
         Args:
@@ -230,7 +230,7 @@ class WovenWorker(PatientWorker):
         self._moving[side] = moved = self._moved(Borrower(Ring.attach(Path(path))), part)
         return moved.blocks
 
-    def _moved(self, borrower: Borrower, part: Part) -> MovedPart:
+    def _moved(self, borrower: Borrower, part: ShardSpec) -> MovedPart:
         assert LOANS.sides is not None
         here = (
             self._attention_layers(),

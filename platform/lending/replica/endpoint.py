@@ -16,10 +16,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from loomserve.platform.base.errors import Conflict
-from loomserve.platform.fleet.messages import LOANS_PATH, EngineOrders, LoanRequest
+from loomserve.platform.fleet.messages import LOANS_PATH, DesiredState, LoanRequest
 from loomserve.platform.lending.metrics import LendingMetrics
 from loomserve.platform.lending.replica.reconciler import Call
-from loomserve.platform.state import LentState, SplitState
+from loomserve.platform.state import LentState, SlicingState
 
 _OPEN = "OPEN"
 _MISSES = 6
@@ -53,20 +53,20 @@ class LoanEndpoint:
             Route(LOANS_PATH + "/{name}", self._end, methods=["DELETE"]),
         ]
 
-    def learn(self, orders: EngineOrders) -> None:
-        self._draining = orders.draining
+    def apply(self, desired: DesiredState) -> None:
+        self._draining = desired.draining
         self._missed = Counter(
-            {name: self._missed[name] + 1 for name in self._borrowers if name not in orders.loans}
+            {name: self._missed[name] + 1 for name in self._borrowers if name not in desired.loans}
         )
 
-    async def keep(self) -> None:
+    async def reconcile(self) -> None:
         """Take back what nobody uses any more, and look at the rest."""
         async with self._one_at_a_time:
             await self._call("rest")
             for lent in await self._call("lent_state"):
                 if lent["closed"] != _OPEN or self._missed[lent["name"]] >= _MISSES:
                     await self._take_back(lent["name"])
-            await self._look()
+            await self._publish_metrics()
 
     async def close(self) -> None:
         """Take all back and lend no more; borrowers compute elsewhere what they have here."""
@@ -85,7 +85,7 @@ class LoanEndpoint:
             except Exception as error:  # vLLM raises no other where an engine's own call failed
                 return _refusal(str(error))
             self._borrowers[asked.name] = asked.borrower
-            await self._look()
+            await self._publish_metrics()
         return JSONResponse({"blocks": blocks})
 
     async def _end(self, request: Request) -> Response:
@@ -93,14 +93,14 @@ class LoanEndpoint:
             known = request.path_params["name"] in self._borrowers
             if known:
                 await self._take_back(request.path_params["name"])
-                await self._look()
+                await self._publish_metrics()
         return JSONResponse({"ended": known})
 
     async def _take_back(self, name: str) -> None:
         self._borrowers.pop(name, None)
         await self._call("end_lending", name)
 
-    async def _look(self) -> None:
+    async def _publish_metrics(self) -> None:
         lent_state = {lent["name"]: lent for lent in await self._call("lent_state")}
         # The engine ends by itself what it sees to be closed.
         for name in self._borrowers.keys() - lent_state.keys():
@@ -122,14 +122,14 @@ class LoanEndpoint:
             tasks=tasks,
             wait_us=lent["pickup_ns"] / 1000 / max(1, tasks),
             service_us=lent["service_ns"] / 1000 / max(1, tasks),
-            splits={kind: _split(plan) for kind, plan in lent["plans"].items()},
+            slicing={kind: _split(plan) for kind, plan in lent["plans"].items()},
         )
 
 
-def _split(plan: Mapping[str, Any]) -> SplitState:
-    return SplitState(
+def _split(plan: Mapping[str, Any]) -> SlicingState:
+    return SlicingState(
         # All layers' operators of a name are alike, so they are cut alike.
-        parts={
+        slices={
             name.rpartition(".")[2]: parts for name, parts in plan["parts"].items() if parts > 1
         },
         wait_whole_us=1e6 * plan["wait_before_s"],

@@ -25,13 +25,13 @@ import psutil
 from loomserve.platform.fleet.messages import (
     INTERNAL_TOKEN_HEADER,
     LOANS_PATH,
-    EngineOrders,
+    DesiredState,
     LenderReplica,
     LoanRequest,
 )
 from loomserve.platform.lending.metrics import LendingMetrics
-from loomserve.platform.state import BorrowingState, LoanState, PartState
-from loomserve.platform.state.lending_options import Part
+from loomserve.platform.state import BorrowingState, LoanState, ShardState
+from loomserve.platform.state.lending_options import ShardSpec
 
 _log = logging.getLogger("ray.serve")
 
@@ -46,7 +46,7 @@ _LEAST_BACKOFF_S, _MOST_BACKOFF_S = 1.0, 60.0
 _LIVED_LONG_S = 60.0
 """A loan that broke after so long makes its lender none the worse."""
 _MISSES = 3
-"""A controller that was started anew learns of all replicas within two periods of orders."""
+"""A controller that was started anew learns of all replicas within two heartbeats."""
 
 
 class LenderError(Exception):
@@ -62,7 +62,7 @@ class _Loan:
     opened_at: float
     most_bytes: int | None = None
     """Of KV that may lie there, as the engine knows it; None: as much as the lender grants."""
-    part: Part | None = None
+    shard: ShardSpec | None = None
     """What of all requests is to be there; None: some requests, as a whole."""
     drained_by: float | None = None
     """While it drains: when it is ended whatever lies there."""
@@ -74,7 +74,7 @@ class _Backoff:
     until: float
 
 
-class LoanKeeper:
+class LoanReconciler:
     """The loans of one borrower's replica; times are monotonic seconds of the caller's clock."""
 
     def __init__(
@@ -104,7 +104,7 @@ class LoanKeeper:
         self._most = most
         self._drain_timeout_s = drain_timeout_s
         self._folder = folder
-        self._orders: EngineOrders | None = None
+        self._desired: DesiredState | None = None
         self._missed: Counter[str] = Counter()
         self._loans: dict[str, _Loan] = {}
         self._backoffs: dict[str, _Backoff] = {}
@@ -116,31 +116,33 @@ class LoanKeeper:
         )
         remove_left_rings(folder)
 
-    def learn(self, orders: EngineOrders) -> None:
-        self._orders = orders
-        named = {lender.id for lender in orders.lenders}
+    def apply(self, desired: DesiredState) -> None:
+        self._desired = desired
+        named = {lender.id for lender in desired.lenders}
         for loan in self._loans.values():
             self._missed[loan.lender.id] += 1
         for lender_id in named:
             self._missed[lender_id] = 0
 
-    async def keep(self, now: float) -> None:
-        """Make the loans what the orders say, and look at them."""
-        if self._orders is None:
+    async def reconcile(self, now: float) -> None:
+        """Open, limit, drain and end loans until they are the desired ones."""
+        if self._desired is None:
             return
         there = {loan["name"]: loan for loan in (await self._call("loan_state"))["loans"]}
         for loan in list(self._loans.values()):
             if loan.name not in there:
-                await self._bury(loan, now)
+                await self._on_loan_ended(loan, now)
             elif loan.drained_by is None and _is_home(there[loan.name]):
-                await self._bury(loan, now, f"came home, since {there[loan.name]['part']['why']},")
-            elif loan.drained_by is not None or not self._allowed(loan, self._orders):
+                await self._on_loan_ended(
+                    loan, now, f"came home, since {there[loan.name]['part']['why']},"
+                )
+            elif loan.drained_by is not None or not self._allowed(loan, self._desired):
                 await self._drain(loan, now)
             else:
-                await self._limit(loan, self._orders)
-        for lender in self._missing(self._orders, now):
-            await self._open(lender, self._orders.parts.get(lender.model), now)
-        self._look(await self._call("loan_state"), self._orders, now)
+                await self._limit(loan, self._desired)
+        for lender in self._missing(self._desired, now):
+            await self._open(lender, self._desired.shards.get(lender.model), now)
+        self._publish_metrics(await self._call("loan_state"), self._desired, now)
 
     async def close(self) -> None:
         """End all loans at once; the engine computes elsewhere what lies there."""
@@ -148,28 +150,28 @@ class LoanKeeper:
             await self._end(loan)
         await self._session.close()
 
-    def _allowed(self, loan: _Loan, orders: EngineOrders) -> bool:
+    def _allowed(self, loan: _Loan, desired: DesiredState) -> bool:
         return (
             self._missed[loan.lender.id] < _MISSES
-            and loan.lender.model not in orders.lenders_off
-            and orders.lender_limits.get(loan.lender.model) != 0
-            and loan.name not in orders.drain_loans
-            and loan.part == orders.parts.get(loan.lender.model)
+            and loan.lender.model not in desired.lenders_off
+            and desired.lender_limits.get(loan.lender.model) != 0
+            and loan.name not in desired.drain_loans
+            and loan.shard == desired.shards.get(loan.lender.model)
         )
 
-    def _missing(self, orders: EngineOrders, now: float) -> list[LenderReplica]:
+    def _missing(self, desired: DesiredState, now: float) -> list[LenderReplica]:
         """Lenders to ask now, as many as the engine has room for."""
         has = {loan.lender.model for loan in self._loans.values()}
         missing = [
             lender
-            for lender in orders.lenders
+            for lender in desired.lenders
             if lender.model not in has
-            and orders.lender_limits.get(lender.model) != 0
+            and desired.lender_limits.get(lender.model) != 0
             and (lender.id not in self._backoffs or self._backoffs[lender.id].until <= now)
         ]
         return missing[: self._most - len(self._loans)]
 
-    async def _open(self, lender: LenderReplica, part: Part | None, now: float) -> None:
+    async def _open(self, lender: LenderReplica, shard: ShardSpec | None, now: float) -> None:
         token = secrets.token_hex(4)
         name, ring = f"loan-{token}", self._folder / f"loomserve-ring-{os.getpid()}-{token}"
         try:
@@ -177,22 +179,22 @@ class LoanKeeper:
                 name=name,
                 ring=str(ring),
                 borrower=self._model,
-                guest=await self._call("borrowing", part),
+                guest=await self._call("borrowing", shard),
             )
             await self._ask(lender, "POST", LOANS_PATH, request.model_dump())
-            side = await self._call("borrow", name, str(ring), part)
+            side = await self._call("borrow", name, str(ring), shard)
         except Exception as error:  # vLLM raises no other where an engine's own call failed
             self._problems[lender.model] = str(error) or repr(error)
             self._back_off(lender, now)
             await self._give_back(lender, name, ring)
         else:
-            loan = self._loans[name] = _Loan(name, side, lender, ring, now, part=part)
-            if self._orders is not None:
-                await self._limit(loan, self._orders)
+            loan = self._loans[name] = _Loan(name, side, lender, ring, now, shard=shard)
+            if self._desired is not None:
+                await self._limit(loan, self._desired)
             self._problems.pop(lender.model, None)
 
-    async def _limit(self, loan: _Loan, orders: EngineOrders) -> None:
-        most = orders.lender_limits.get(loan.lender.model)
+    async def _limit(self, loan: _Loan, desired: DesiredState) -> None:
+        most = desired.lender_limits.get(loan.lender.model)
         if loan.most_bytes != most:
             await self._call("limit_loan", loan.side, most)
             loan.most_bytes = most
@@ -202,11 +204,11 @@ class LoanKeeper:
             loan.drained_by = now + self._drain_timeout_s
         if await self._call("drain_loan", loan.side) or now >= loan.drained_by:
             await self._end(loan)
-            if self._orders is not None and loan.name in self._orders.drain_loans:
+            if self._desired is not None and loan.name in self._desired.drain_loans:
                 # The operator wants it to be gone for a while.
                 self._backoffs[loan.lender.id] = _Backoff(_MOST_BACKOFF_S, now + _MOST_BACKOFF_S)
 
-    async def _bury(self, loan: _Loan, now: float, how: str = "ended by itself") -> None:
+    async def _on_loan_ended(self, loan: _Loan, now: float, how: str = "ended by itself") -> None:
         """The engine has given the loan up."""
         lived_s = now - loan.opened_at
         _log.warning("the loan of %s at %s %s", self._model, loan.lender.id, how)
@@ -240,7 +242,7 @@ class LoanKeeper:
                 error = (await response.json()).get("error", {})
                 raise LenderError(error.get("message", f"{url} answered {response.status}"))
 
-    def _look(self, said: Mapping[str, Any], orders: EngineOrders, now: float) -> None:
+    def _publish_metrics(self, said: Mapping[str, Any], desired: DesiredState, now: float) -> None:
         known = [
             (self._loans[loan["name"]], loan)
             for loan in said["loans"]
@@ -259,12 +261,12 @@ class LoanKeeper:
             moved=said["moved"],
             problems={
                 lender.model: self._problems[lender.model]
-                for lender in orders.lenders
+                for lender in desired.lenders
                 if lender.model in self._problems
             },
-            switched_off=orders.lenders_off,
-            limits=orders.lender_limits,
-            parts=orders.parts,
+            switched_off=desired.lenders_off,
+            limits=desired.lender_limits,
+            shards=desired.shards,
         )
 
     def _state(self, loan: _Loan, figures: Mapping[str, Any], now: float) -> LoanState:
@@ -288,7 +290,7 @@ class LoanKeeper:
             wait_max_us=figures["wait_max_ns"] / 1000,
             wait_share=figures["wait_ns"] * share,
             service_share=figures["service_ns"] * share,
-            part=_part(loan, figures["part"]),
+            shard=_shard(loan, figures["part"]),
         )
 
 
@@ -298,10 +300,10 @@ def _is_home(figures: Mapping[str, Any]) -> bool:
     return figures["part"] is not None and figures["part"]["phase"] == "home"
 
 
-def _part(loan: _Loan, figures: Mapping[str, Any] | None) -> PartState | None:
-    if figures is None or loan.part is None:
+def _shard(loan: _Loan, figures: Mapping[str, Any] | None) -> ShardState | None:
+    if figures is None or loan.shard is None:
         return None
-    return PartState(**loan.part, **figures)
+    return ShardState(**loan.shard, **figures)
 
 
 def remove_left_rings(folder: Path) -> None:

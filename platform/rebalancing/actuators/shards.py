@@ -16,7 +16,7 @@ from loomserve.platform.rebalancing.actuators.replicas import record_of
 from loomserve.platform.rebalancing.policy.actions import Action, Move
 from loomserve.platform.rebalancing.policy.snapshot import Part
 from loomserve.platform.state import LoanState
-from loomserve.platform.state.lending_options import Part as MovedPart
+from loomserve.platform.state.lending_options import ShardSpec as MovedPart
 
 
 class PartMover:
@@ -37,7 +37,7 @@ class PartMover:
         assert isinstance(action, Move)
         there = record_of(self._fleet, action.lender).report
         lender = there.model.name
-        away = self._fleet.parts(action.engine)
+        away = self._fleet.shards(action.engine)
         if action.back:
             if _amount(away.get(lender)) != action.amount:
                 raise Conflict(
@@ -69,22 +69,22 @@ class PartMover:
         return {"layers": [footprint.layers - action.amount, footprint.layers]}
 
     async def begin(self, order: Order) -> None:
-        self._fleet.move_part(order["engine"], order["lender"], order["part"], order["device"])
+        self._fleet.move_shard(order["engine"], order["lender"], order["part"], order["device"])
 
     async def abort(self, order: Order) -> None:
         before = order["part_before"]
-        self._fleet.move_part(order["engine"], order["lender"], before, order["device"])
+        self._fleet.move_shard(order["engine"], order["lender"], before, order["device"])
 
     async def progress(self, order: Order) -> Progress:
         lender, part = order["lender"], order["part"]
         said = record_of(self._fleet, order["engine"]).report.borrowing
         if said is None:
             return Progress()
-        aborted = self._fleet.parts(order["engine"]).get(lender) != part
+        aborted = self._fleet.shards(order["engine"]).get(lender) != part
         wanted = order["part_before"] if aborted else part
-        if said.parts.get(lender) != wanted:
+        if said.shards.get(lender) != wanted:
             return Progress()  # it learns of it with its next report
-        there = [each for each in said.loans if each.lender == lender and each.part is not None]
+        there = [each for each in said.loans if each.lender == lender and each.shard is not None]
         if any(each.draining for each in there):
             return _moving(there, "what is there comes home")
         if _settled(there, wanted):
@@ -108,11 +108,11 @@ def _amount(part: MovedPart | None) -> int:
 def _settled(there: list[LoanState], wanted: MovedPart | None) -> bool:
     if wanted is None:
         return not there
-    return any(each.part is not None and each.part.phase == "away" for each in there)
+    return any(each.shard is not None and each.shard.phase == "away" for each in there)
 
 
 def _moving(there: list[LoanState], message: str) -> Progress:
-    parts = [each.part for each in there if each.part is not None]
+    parts = [each.shard for each in there if each.shard is not None]
     return Progress(
         moved_bytes=sum(part.copied_bytes for part in parts),
         paused_s=max((part.pause_s for part in parts), default=0.0),

@@ -95,7 +95,7 @@ def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Ref
             return Refusal(
                 Reason.NOT_MOVABLE, f"{engine.id} has no limit with {lender.id} to be raised"
             )
-        if move.part is not Part.REQUESTS and not _among(engine.part_lenders, lender):
+        if move.part is not Part.REQUESTS and not _among(engine.shard_lenders, lender):
             return Refusal(
                 Reason.NOT_MOVABLE, f"{engine.id} may not have {move.part} with {lender.id}"
             )

@@ -68,7 +68,7 @@ class Engine:
         drain_s: Until what it has begun is done: the mean time of a request.
         movable: What its mechanisms can move; none until there are any.
         lenders: Engines to which its requests can be moved; None: any.
-        part_lenders: Those to which its heads and layers can; None: any.
+        shard_lenders: Those to which its heads and layers can; None: any.
         newest: Whether it is its model's last, which is the first to go where there are fewer.
     """
 
@@ -94,7 +94,7 @@ class Engine:
     drain_s: float = 0.0
     movable: frozenset[Part] = frozenset()
     lenders: frozenset[str] | None = None
-    part_lenders: frozenset[str] | None = None
+    shard_lenders: frozenset[str] | None = None
     newest: bool = True
     measured_at_s: float
 

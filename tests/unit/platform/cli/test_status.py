@@ -22,12 +22,12 @@ from loomserve.platform.state import (
     LoanState,
     ModelState,
     ModelStatus,
-    PartState,
+    PlatformState,
     ReplicaLoad,
     ReplicaState,
     SchedulingState,
-    State,
-    Versions,
+    ShardState,
+    SoftwareVersions,
 )
 from loomserve.platform.state.roles import Role
 from tests.unit import shown_tables
@@ -43,8 +43,8 @@ MODEL = ModelState(
     name="chat", source="demo", status=ModelStatus.READY, target_replicas=2, router="load_aware",
     replicas=(REPLICA, REPLICA.model_copy(update={"device": "core1", "draining": True})),
 )  # fmt: skip
-STATE = State(
-    versions=Versions(loomserve="1.2.3", vllm="4.5.6", ray="7.8.9", python="3.11.0"),
+STATE = PlatformState(
+    versions=SoftwareVersions(loomserve="1.2.3", vllm="4.5.6", ray="7.8.9", python="3.11.0"),
     uptime_s=3725,
     devices=(DeviceState(name="core0", kind="cpu", place="core 0", models=("chat",)),),
     models=(MODEL,),
@@ -98,7 +98,7 @@ def run(*arguments: str, token: str | None = None) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def printed(state: State, width: int = 160) -> str:
+def printed(state: PlatformState, width: int = 160) -> str:
     return shown_tables.printed(render(state), width)
 
 
@@ -163,12 +163,12 @@ def test_loans_show_where_there_are_any() -> None:
     [({"heads": 2}, "2 heads away"), ({"layers": (20, 30)}, "layers 20 to 29 away")],
 )
 def test_a_part_that_is_with_a_lender_is_named(part: dict[str, Any], shown: str) -> None:
-    away = PartState(**part, phase="away", pause_s=0.1, copied_bytes=5)
+    away = ShardState(**part, phase="away", pause_s=0.1, copied_bytes=5)
     loan = LoanState(
         name="loan-1", borrower="chat", borrower_replica="r1", lender="cold", lender_replica="c1",
         draining=False, phase="open", most_tokens=9, age_s=9, usable_blocks=0, free_blocks=0,
         requests=0, tasks=600, wait_mean_us=12.4, wait_max_us=900, wait_share=0.034,
-        service_share=0.2, part=away,
+        service_share=0.2, shard=away,
     )  # fmt: skip
     assert row(shown_tables.printed(loan_table([loan])), "20.0", shown)
 
@@ -224,8 +224,8 @@ def test_a_platform_without_models_says_so() -> None:
 
 
 @settings(deadline=None, max_examples=30)
-@given(st.builds(State, uptime_s=st.floats(0, 1e9)))
-def test_every_state_can_be_rendered_and_names_its_models(state: State) -> None:
+@given(st.builds(PlatformState, uptime_s=st.floats(0, 1e9)))
+def test_every_state_can_be_rendered_and_names_its_models(state: PlatformState) -> None:
     assert "Models" in printed(state)
 
 
@@ -239,7 +239,7 @@ def test_the_table_is_printed_for_people(url: str, answer: Answer) -> None:
 def test_json_is_the_state_and_nothing_else(url: str) -> None:
     code, out, err = run("--url", url, "--json")
     assert (code, err) == (0, "")
-    assert State.model_validate(json.loads(out)) == STATE
+    assert PlatformState.model_validate(json.loads(out)) == STATE
 
 
 @pytest.mark.parametrize("way", ["option", "environment"])

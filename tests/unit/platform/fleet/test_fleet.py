@@ -7,7 +7,7 @@ import pytest
 from loomserve.platform.base.errors import Conflict, NotFound, UnknownModel
 from loomserve.platform.config import Device, Lending, Lengths, Model
 from loomserve.platform.fleet.fleet import REPORT_EXPIRES_S, SILENCE_ENDS_S, Fleet
-from loomserve.platform.fleet.messages import EngineReport
+from loomserve.platform.fleet.messages import Heartbeat
 from loomserve.platform.state import (
     BorrowingState,
     LentState,
@@ -29,7 +29,7 @@ def fleet(target: int = 2) -> Fleet:
     return made
 
 
-def report(replica: str = "r0", device: str = "core0", **changes: object) -> EngineReport:
+def report(replica: str = "r0", device: str = "core0", **changes: object) -> Heartbeat:
     load = ReplicaLoad(running=0, waiting=0, kv_cache_usage=0, step_time_s=0, measured_at=0)
     values = {
         "model": MODEL, "replica_id": replica, "device": device, "address": "127.0.0.1:1",
@@ -38,7 +38,7 @@ def report(replica: str = "r0", device: str = "core0", **changes: object) -> Eng
     stats = {"load": load, "max_running": 8, "kv_capacity_tokens": 64, "draining": False,
              "role": Role.UNIFIED}  # fmt: skip
     stats |= {name: changes.pop(name) for name in ("draining", "role") if name in changes}
-    return EngineReport(**{**values, **changes}, stats=RoutingStats(**stats))
+    return Heartbeat(**{**values, **changes}, stats=RoutingStats(**stats))
 
 
 def status(of: Fleet, now: float) -> ModelStatus:
@@ -129,8 +129,8 @@ def test_unload_waits_for_what_runs_but_not_beyond_its_deadline() -> None:
     some.report(report(in_flight=1), 0)
     some.begin_unload("org/m", deadline=10)
     assert status(some, 0) is ModelStatus.UNLOADING
-    orders = some.report(report(in_flight=1), 4)
-    assert (orders.draining, orders.stop_timeout_s) == (True, 6)
+    desired = some.report(report(in_flight=1), 4)
+    assert (desired.draining, desired.stop_timeout_s) == (True, 6)
     assert not some.unload_may_finish("org/m", 4)
     assert some.unload_may_finish("org/m", 10)
     some.report(report(in_flight=0), 5)
@@ -198,7 +198,7 @@ def loan(lender_replica: str, name: str = "loan-1", borrower_replica: str = "h0"
     )  # fmt: skip
 
 
-def borrowing(*loans: LoanState, **changes: object) -> EngineReport:
+def borrowing(*loans: LoanState, **changes: object) -> Heartbeat:
     values: dict[str, object] = {"own_blocks": 8, "own_free_blocks": 1, "broken": {},
                                  "problems": {}, "switched_off": ()}  # fmt: skip
     state = BorrowingState.model_validate({**values, **changes, "loans": loans})
@@ -265,21 +265,21 @@ def test_replicas_of_one_model_have_parts_of_one_another_and_only_if_ordered() -
         some.report(report(f"h{number}", f"core{number}", model=model), 0)
     me = borrowing().model_copy(update={"model": model})
     assert not some.report(me, 0).lenders
-    records = {each.report.replica_id: each.part_lenders for each in some.engine_records(0)}
+    records = {each.report.replica_id: each.shard_lenders for each in some.engine_records(0)}
     assert records == {"h0": {"h1", "h2"}, "h1": {"h0", "h2"}, "h2": {"h0", "h1"}}
-    some.move_part("h0", model.name, {"heads": 1}, "core2")
-    orders = some.report(me, 0)
-    assert [lender.id for lender in orders.lenders] == ["h2"]
-    assert orders.parts == {model.name: {"heads": 1}}
-    some.move_part("h0", model.name, None)
+    some.move_shard("h0", model.name, {"heads": 1}, "core2")
+    desired = some.report(me, 0)
+    assert [lender.id for lender in desired.lenders] == ["h2"]
+    assert desired.shards == {model.name: {"heads": 1}}
+    some.move_shard("h0", model.name, None)
     assert not some.report(me, 0).lenders
 
 
 def test_a_pair_that_is_switched_off_has_no_lender_until_it_is_switched_on() -> None:
     some = lending_fleet()
     some.set_pair("org/hot/org/cold", False)
-    orders = some.report(borrowing(), 1)
-    assert (orders.lenders, orders.lenders_off) == ((), ("org/cold",))
+    desired = some.report(borrowing(), 1)
+    assert (desired.lenders, desired.lenders_off) == ((), ("org/cold",))
     # A replica that is started anew hears the same.
     anew = borrowing().model_copy(update={"replica_id": "h1"})
     assert some.report(anew, 1).lenders_off == ("org/cold",)
@@ -292,8 +292,8 @@ def test_a_pair_that_is_switched_off_has_no_lender_until_it_is_switched_on() -> 
 
 def test_a_new_controller_learns_from_a_borrower_which_pairs_are_off() -> None:
     restarted = lending_fleet()
-    orders = restarted.report(borrowing(switched_off=("org/cold",)), 1)
-    assert orders.lenders_off == ("org/cold",)
+    desired = restarted.report(borrowing(switched_off=("org/cold",)), 1)
+    assert desired.lenders_off == ("org/cold",)
     restarted.set_pair("org/hot/org/cold", True)
     # The borrower has not heard of it yet.
     assert not restarted.report(borrowing(switched_off=("org/cold",)), 2).lenders_off
@@ -387,7 +387,7 @@ def test_those_who_move_work_see_live_engines_with_lenders_and_limits() -> None:
     some.limit_loans("h0", "org/cold", 300)
     records = {each.report.replica_id: each for each in some.engine_records(1)}
     assert [lender.id for lender in records["h0"].lenders] == ["c1"]
-    assert records["h0"].part_lenders == {"c1"}
+    assert records["h0"].shard_lenders == {"c1"}
     assert records["h0"].limits == {"org/cold": 300}
     assert not records["c1"].lenders
     some.begin_unload("org/cold", deadline=9)

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from loomserve.platform.config import Device
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.fleet.messages import EngineReport
+from loomserve.platform.fleet.messages import Heartbeat
 from loomserve.platform.placement.policy.device_times import DeviceFacts, DeviceProfile, LinkFacts
 from loomserve.platform.rebalancing.observe import PROFILE, measured_snapshot, sums_of
 from loomserve.platform.rebalancing.policy.rates import Rates
 from loomserve.platform.rebalancing.policy.snapshot import Measured, Part, Snapshot, Unfit, flaws
 from loomserve.platform.state import (
     FootprintState,
-    PartState,
     ReplicaLoad,
+    ShardState,
     StageState,
     WorkState,
 )
@@ -62,13 +62,13 @@ def footprint(**changes: object) -> FootprintState:
     return FootprintState.model_validate({**values, **changes})
 
 
-def with_(of: EngineReport, measured: ReplicaLoad, made: FootprintState | None) -> EngineReport:
+def with_(of: Heartbeat, measured: ReplicaLoad, made: FootprintState | None) -> Heartbeat:
     stats = of.stats.model_copy(update={"load": measured})
     return of.model_copy(update={"stats": stats, "footprint": made})
 
 
 def seen(
-    *reports: EngineReport,
+    *reports: Heartbeat,
     profile: DeviceProfile | None = PROFILED,
     made: FootprintState | None = None,
     devices: tuple[Device, ...] = DEVICES,
@@ -143,8 +143,8 @@ def test_a_loan_is_what_lies_there_and_what_the_lender_computed_for_it() -> None
 def test_of_blocks_in_use_each_side_has_its_share_while_a_part_is_away(
     part: dict[str, Any], away: float, weights: int
 ) -> None:
-    state = PartState(**part, phase="away", pause_s=0.1, copied_bytes=0)
-    hot = borrowing(loan("c1").model_copy(update={"part": state}))
+    state = ShardState(**part, phase="away", pause_s=0.1, copied_bytes=0)
+    hot = borrowing(loan("c1").model_copy(update={"shard": state}))
     whole = snapshot(seen(hot, report("c1", "core1", model=COLD)))
     (lent,), used = whole.loans, 7 * MIB
     assert (lent.kv_bytes, lent.weights_bytes) == (int(used * away), weights)

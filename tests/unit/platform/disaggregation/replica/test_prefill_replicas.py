@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from loomserve.platform.disaggregation.replica.prefill_replicas import PrefillReplicas
-from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, PREFILL_PATH, Peer
+from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, PREFILL_PATH, LiveReplica
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import PrefillAwayError, Role
 from loomserve.routers.in_flight import IN_FLIGHT
@@ -24,12 +24,12 @@ def peer(
     running: int = 0,
     role: Role = Role.PREFILL,
     draining: bool = False,
-) -> Peer:
+) -> LiveReplica:
     load = ReplicaLoad(running=running, waiting=0, kv_cache_usage=0, step_time_s=0, measured_at=0)
     stats = RoutingStats(
         load=load, max_running=8, kv_capacity_tokens=1000, draining=draining, role=role
     )
-    return Peer(id=name, address=address, stats=stats)
+    return LiveReplica(id=name, address=address, stats=stats)
 
 
 @asynccontextmanager

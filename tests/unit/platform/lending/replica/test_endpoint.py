@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from loomserve.platform.fleet.messages import LOANS_PATH, EngineOrders, LoanRequest
+from loomserve.platform.fleet.messages import LOANS_PATH, DesiredState, LoanRequest
 from loomserve.platform.lending.replica.endpoint import LoanEndpoint
 from loomserve.platform.state.roles import Role
 
@@ -71,8 +71,8 @@ async def client(endpoint: LoanEndpoint) -> AsyncIterator[httpx.AsyncClient]:
         yield made
 
 
-def orders(*loans: str, draining: bool = False) -> EngineOrders:
-    return EngineOrders(
+def desired(*loans: str, draining: bool = False) -> DesiredState:
+    return DesiredState(
         draining=draining, stop_timeout_s=60, role=Role.UNIFIED, peers=(), loans=loans
     )
 
@@ -92,11 +92,11 @@ async def test_a_loan_is_shown_from_its_opening_to_its_end(
     )  # fmt: skip
     assert (lent.blocks, lent.most_blocks, lent.taken_back_blocks) == (3, 6, 1)
     assert (lent.tasks, lent.wait_us, lent.service_us) == (10, 7, 5)
-    decode = lent.splits["decode"]
-    assert decode.parts == {"lm_head": 8}
+    decode = lent.slicing["decode"]
+    assert decode.slices == {"lm_head": 8}
     assert (decode.wait_whole_us, decode.wait_us) == pytest.approx((1000, 100))
     cold.loans["loan-1"]["blocks"] = 5
-    await endpoint.keep()
+    await endpoint.reconcile()
     assert endpoint.lent[0].blocks == 5
     assert (await client.delete(f"{LOANS_PATH}/loan-1")).json() == {"ended": True}
     assert not cold.loans
@@ -114,7 +114,7 @@ async def test_what_the_engine_refuses_is_told_in_its_words(client: httpx.AsyncC
 async def test_a_replica_that_drains_lends_nothing_more(
     cold: Cold, endpoint: LoanEndpoint, client: httpx.AsyncClient
 ) -> None:
-    endpoint.learn(orders(draining=True))
+    endpoint.apply(desired(draining=True))
     refused = await client.post(LOANS_PATH, json=loan())
     assert refused.status_code == 409
     assert "c0 drains" in refused.json()["error"]["message"]
@@ -127,7 +127,7 @@ async def test_a_loan_that_a_side_gave_up_is_taken_back(
 ) -> None:
     await client.post(LOANS_PATH, json=loan())
     cold.loans["loan-1"]["closed"] = reason
-    await endpoint.keep()
+    await endpoint.reconcile()
     assert not cold.loans
     assert not endpoint.lent
 
@@ -137,7 +137,7 @@ async def test_a_loan_that_the_engine_ended_by_itself_is_forgotten(
 ) -> None:
     await client.post(LOANS_PATH, json=loan())
     cold.loans.clear()
-    await endpoint.keep()
+    await endpoint.reconcile()
     assert not endpoint.lent
     assert (await client.delete(f"{LOANS_PATH}/loan-1")).json() == {"ended": False}
 
@@ -146,12 +146,12 @@ async def test_a_loan_that_no_live_borrower_knows_is_taken_back_but_not_at_once(
     cold: Cold, endpoint: LoanEndpoint, client: httpx.AsyncClient
 ) -> None:
     await client.post(LOANS_PATH, json=loan())
-    for told in [orders()] * 5 + [orders("loan-1")] + [orders()] * 5:
-        endpoint.learn(told)
-        await endpoint.keep()
+    for told in [desired()] * 5 + [desired("loan-1")] + [desired()] * 5:
+        endpoint.apply(told)
+        await endpoint.reconcile()
         assert cold.loans
-    endpoint.learn(orders("loan-2"))
-    await endpoint.keep()
+    endpoint.apply(desired("loan-2"))
+    await endpoint.reconcile()
     assert not cold.loans
 
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 from loomserve.platform.fleet.messages import (
     INTERNAL_TOKEN_HEADER,
     LOANS_PATH,
-    EngineOrders,
+    DesiredState,
     LenderReplica,
     LoanRequest,
 )
-from loomserve.platform.lending.replica.reconciler import LoanKeeper, remove_left_rings
+from loomserve.platform.lending.replica.reconciler import LoanReconciler, remove_left_rings
 from loomserve.platform.state.roles import Role
 
 pytestmark = pytest.mark.anyio
@@ -133,28 +133,28 @@ async def listening(cold: Cold) -> AsyncIterator[Cold]:
 
 
 @asynccontextmanager
-async def keeping(hot: Hot, folder: Path, most: int = 1) -> AsyncIterator[LoanKeeper]:
-    keeper = LoanKeeper(
+async def reconciling(hot: Hot, folder: Path, most: int = 1) -> AsyncIterator[LoanReconciler]:
+    reconciler = LoanReconciler(
         hot.call, model="hot", replica_id="h0", most=most, internal_token="secret",
         drain_timeout_s=30, folder=folder,
     )  # fmt: skip
     try:
-        yield keeper
+        yield reconciler
     finally:
-        await keeper.close()
+        await reconciler.close()
 
 
-def orders(
+def desired(
     *lenders: LenderReplica,
     off: Iterable[str] = (),
     drain: Iterable[str] = (),
     limits: dict[str, int] | None = None,
-    parts: dict[str, dict[str, Any]] | None = None,
-) -> EngineOrders:
-    return EngineOrders(
+    shards: dict[str, dict[str, Any]] | None = None,
+) -> DesiredState:
+    return DesiredState(
         draining=False, stop_timeout_s=60, role=Role.UNIFIED, peers=(), lenders=lenders,
         lenders_off=tuple(off), drain_loans=tuple(drain), lender_limits=limits or {},
-        parts=parts or {},
+        shards=shards or {},
     )  # fmt: skip
 
 
@@ -168,17 +168,17 @@ def rings(folder: Path) -> list[Path]:
 
 async def test_a_loan_is_opened_once_and_shown(tmp_path: Path) -> None:
     hot = Hot()
-    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
-        await keeper.keep(0)
+    async with listening(Cold()) as cold, reconciling(hot, tmp_path) as reconciler:
+        await reconciler.reconcile(0)
         assert not hot.called
-        keeper.learn(orders(lender(cold)))
-        await keeper.keep(0)
-        await keeper.keep(10)
+        reconciler.apply(desired(lender(cold)))
+        await reconciler.reconcile(0)
+        await reconciler.reconcile(10)
         assert cold.opened == 1
         (asked,) = cold.lent.values()
         assert (asked.borrower, asked.guest["blocks"]) == ("hot", 8)
-        assert keeper.state is not None
-        (loan,) = keeper.state.loans
+        assert reconciler.state is not None
+        (loan,) = reconciler.state.loans
         assert (loan.name, loan.lender, loan.lender_replica) == (asked.name, "cold", "cold-0")
         assert (loan.borrower, loan.borrower_replica, loan.age_s) == ("hot", "h0", 10)
         assert (loan.wait_mean_us, loan.wait_max_us) == (200, 900)
@@ -193,31 +193,31 @@ async def test_a_loan_with_a_lender_that_is_switched_off_ends_when_no_request_is
     tmp_path: Path,
 ) -> None:
     hot = Hot()
-    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
-        keeper.learn(orders(lender(cold)))
-        await keeper.keep(0)
-        keeper.learn(orders(off=["cold"]))
-        await keeper.keep(1)
-        assert keeper.state is not None
-        assert [loan.draining for loan in keeper.state.loans] == [True]
-        assert keeper.state.switched_off == ("cold",)
+    async with listening(Cold()) as cold, reconciling(hot, tmp_path) as reconciler:
+        reconciler.apply(desired(lender(cold)))
+        await reconciler.reconcile(0)
+        reconciler.apply(desired(off=["cold"]))
+        await reconciler.reconcile(1)
+        assert reconciler.state is not None
+        assert [loan.draining for loan in reconciler.state.loans] == [True]
+        assert reconciler.state.switched_off == ("cold",)
         assert "end_loan" not in hot.called
         next(iter(hot.loans.values()))["requests"] = 0
-        await keeper.keep(2)
+        await reconciler.reconcile(2)
         assert not hot.loans
         assert not cold.lent
         assert not rings(tmp_path)
-        keeper.learn(orders(lender(cold)))
-        await keeper.keep(3)
+        reconciler.apply(desired(lender(cold)))
+        await reconciler.reconcile(3)
         assert cold.opened == 2
 
 
 async def test_the_engine_is_told_a_limit_once_and_at_the_opening_of_a_loan(tmp_path: Path) -> None:
     hot = Hot()
-    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
+    async with listening(Cold()) as cold, reconciling(hot, tmp_path) as reconciler:
         for limit in (300, 300, None):
-            keeper.learn(orders(lender(cold), limits={"cold": limit} if limit else None))
-            await keeper.keep(0)
+            reconciler.apply(desired(lender(cold), limits={"cold": limit} if limit else None))
+            await reconciler.reconcile(0)
             assert [loan.get("most_bytes") for loan in hot.loans.values()] == [limit]
         assert hot.called.count("limit_loan") == 2
         assert hot.called.index("limit_loan") == hot.called.index("borrow") + 1
@@ -225,18 +225,18 @@ async def test_the_engine_is_told_a_limit_once_and_at_the_opening_of_a_loan(tmp_
 
 async def test_a_limit_of_nothing_drains_the_loan_and_opens_none(tmp_path: Path) -> None:
     hot = Hot()
-    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
-        keeper.learn(orders(lender(cold)))
-        await keeper.keep(0)
-        keeper.learn(orders(lender(cold), limits={"cold": 0}))
-        await keeper.keep(1)
-        assert keeper.state is not None
-        assert [loan.draining for loan in keeper.state.loans] == [True]
+    async with listening(Cold()) as cold, reconciling(hot, tmp_path) as reconciler:
+        reconciler.apply(desired(lender(cold)))
+        await reconciler.reconcile(0)
+        reconciler.apply(desired(lender(cold), limits={"cold": 0}))
+        await reconciler.reconcile(1)
+        assert reconciler.state is not None
+        assert [loan.draining for loan in reconciler.state.loans] == [True]
         next(iter(hot.loans.values()))["requests"] = 0
         for now in (2, 200):
-            await keeper.keep(now)
+            await reconciler.reconcile(now)
             assert not hot.loans
-        assert keeper.state.limits == {"cold": 0}
+        assert reconciler.state.limits == {"cold": 0}
         assert cold.opened == 1
 
 
@@ -244,25 +244,25 @@ async def test_a_part_is_lent_in_place_of_requests_and_comes_home_before_they_ar
     tmp_path: Path,
 ) -> None:
     hot, heads = Hot(), {"cold": {"heads": 1}}
-    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
+    async with listening(Cold()) as cold, reconciling(hot, tmp_path) as reconciler:
         lender = LenderReplica(model="cold", id="c0", address=cold.address)
-        keeper.learn(orders(lender))
-        await keeper.keep(0)
+        reconciler.apply(desired(lender))
+        await reconciler.reconcile(0)
         (whole,) = hot.loans.values()
         whole["requests"] = 0
-        keeper.learn(orders(lender, parts=heads))
-        await keeper.keep(1)
+        reconciler.apply(desired(lender, shards=heads))
+        await reconciler.reconcile(1)
         assert [asked.guest["of"] for asked in cold.lent.values()] == [heads["cold"]]
-        assert keeper.state is not None
-        (loan,) = keeper.state.loans
-        assert loan.part is not None
-        assert (loan.part.heads, loan.part.phase) == (1, "leaving")
-        assert keeper.state.parts == heads
+        assert reconciler.state is not None
+        (loan,) = reconciler.state.loans
+        assert loan.shard is not None
+        assert (loan.shard.heads, loan.shard.phase) == (1, "leaving")
+        assert reconciler.state.shards == heads
 
-        keeper.learn(orders(lender))
-        await keeper.keep(2)
+        reconciler.apply(desired(lender))
+        await reconciler.reconcile(2)
         assert [loan["part"]["phase"] for loan in hot.loans.values()] == ["returning"]
-        await keeper.keep(3)
+        await reconciler.reconcile(3)
         assert [asked.guest["of"] for asked in cold.lent.values()] == [None]
         assert [loan["part"] for loan in hot.loans.values()] == [None]
 
@@ -271,67 +271,67 @@ async def test_a_part_that_came_home_by_itself_is_lent_again_after_a_backoff(
     tmp_path: Path,
 ) -> None:
     hot = Hot()
-    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
+    async with listening(Cold()) as cold, reconciling(hot, tmp_path) as reconciler:
         lender = LenderReplica(model="cold", id="c0", address=cold.address)
-        keeper.learn(orders(lender, parts={"cold": {"layers": [1, 2]}}))
-        await keeper.keep(0)
+        reconciler.apply(desired(lender, shards={"cold": {"layers": [1, 2]}}))
+        await reconciler.reconcile(0)
         (loan,) = hot.loans.values()
         loan["part"] |= {"phase": "home", "why": "its lender was too slow"}
-        await keeper.keep(0.5)
+        await reconciler.reconcile(0.5)
         assert not hot.loans
         assert not cold.lent
-        assert keeper.state is not None
-        assert "came home, since its lender was too slow" in keeper.state.problems["cold"]
-        await keeper.keep(5)
+        assert reconciler.state is not None
+        assert "came home, since its lender was too slow" in reconciler.state.problems["cold"]
+        await reconciler.reconcile(5)
         assert len(cold.lent) == 1
 
 
 async def test_a_loan_that_does_not_empty_is_ended_after_the_timeout(tmp_path: Path) -> None:
     hot = Hot()
-    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
-        keeper.learn(orders(lender(cold)))
-        await keeper.keep(0)
-        keeper.learn(orders(off=["cold"]))
-        await keeper.keep(1)
-        await keeper.keep(30)
+    async with listening(Cold()) as cold, reconciling(hot, tmp_path) as reconciler:
+        reconciler.apply(desired(lender(cold)))
+        await reconciler.reconcile(0)
+        reconciler.apply(desired(off=["cold"]))
+        await reconciler.reconcile(1)
+        await reconciler.reconcile(30)
         assert hot.loans
-        await keeper.keep(31)
+        await reconciler.reconcile(31)
         assert not hot.loans
 
 
 async def test_a_controller_that_has_not_heard_of_a_lender_yet_ends_no_loan(tmp_path: Path) -> None:
     hot = Hot()
-    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
-        keeper.learn(orders(lender(cold)))
-        await keeper.keep(0)
+    async with listening(Cold()) as cold, reconciling(hot, tmp_path) as reconciler:
+        reconciler.apply(desired(lender(cold)))
+        await reconciler.reconcile(0)
         for _ in range(2):
-            keeper.learn(orders())
-            await keeper.keep(1)
+            reconciler.apply(desired())
+            await reconciler.reconcile(1)
         assert "drain_loan" not in hot.called
-        keeper.learn(orders(lender(cold)))
-        keeper.learn(orders())
-        await keeper.keep(2)
+        reconciler.apply(desired(lender(cold)))
+        reconciler.apply(desired())
+        await reconciler.reconcile(2)
         assert "drain_loan" not in hot.called
         for _ in range(2):
-            keeper.learn(orders())
-        await keeper.keep(3)
+            reconciler.apply(desired())
+        await reconciler.reconcile(3)
         assert "drain_loan" in hot.called
 
 
 async def test_an_operator_that_drains_a_loan_has_a_minute_without_it(tmp_path: Path) -> None:
     hot = Hot()
-    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
-        keeper.learn(orders(lender(cold)))
-        await keeper.keep(0)
+    async with listening(Cold()) as cold, reconciling(hot, tmp_path) as reconciler:
+        reconciler.apply(desired(lender(cold)))
+        await reconciler.reconcile(0)
         (name,) = cold.lent
         next(iter(hot.loans.values()))["requests"] = 0
-        keeper.learn(orders(lender(cold), drain=[name]))
-        await keeper.keep(1)
+        reconciler.apply(desired(lender(cold), drain=[name]))
+        await reconciler.reconcile(1)
         assert not hot.loans
-        keeper.learn(orders(lender(cold)))
-        await keeper.keep(60)
+        reconciler.apply(desired(lender(cold)))
+        await reconciler.reconcile(60)
         assert cold.opened == 1
-        await keeper.keep(61)
+        await reconciler.reconcile(61)
         assert cold.opened == 2
 
 
@@ -339,31 +339,31 @@ async def test_a_loan_that_broke_is_given_back_and_opened_anew_under_another_nam
     tmp_path: Path,
 ) -> None:
     hot = Hot()
-    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
-        keeper.learn(orders(lender(cold)))
-        await keeper.keep(0)
+    async with listening(Cold()) as cold, reconciling(hot, tmp_path) as reconciler:
+        reconciler.apply(desired(lender(cold)))
+        await reconciler.reconcile(0)
         (first,), (ring,) = cold.lent, rings(tmp_path)
         hot.breaks()
-        await keeper.keep(5)
+        await reconciler.reconcile(5)
         assert not cold.lent
         assert not ring.exists()
         assert hot.called.count("end_loan") == 1
-        assert keeper.state is not None
-        assert keeper.state.broken == {"TIMED_OUT": 1}
-        assert "after 5 s" in keeper.state.problems["cold"]
-        await keeper.keep(6)
+        assert reconciler.state is not None
+        assert reconciler.state.broken == {"TIMED_OUT": 1}
+        assert "after 5 s" in reconciler.state.problems["cold"]
+        await reconciler.reconcile(6)
         (second,) = cold.lent
         assert second != first
         assert rings(tmp_path) != [ring]
-        assert not keeper.state.problems
+        assert not reconciler.state.problems
 
 
-async def opening_times(hot: Hot, cold: Cold, keeper: LoanKeeper, until: int) -> list[int]:
+async def opening_times(hot: Hot, cold: Cold, reconciler: LoanReconciler, until: int) -> list[int]:
     """The seconds at which the lender was asked, if loans break within a second."""
     times = []
     for now in range(until):
         before = cold.opened
-        await keeper.keep(now)
+        await reconciler.reconcile(now)
         if cold.opened > before:
             times.append(now)
             hot.breaks()
@@ -374,17 +374,17 @@ async def test_the_backoff_doubles_to_a_minute_and_is_forgotten_after_a_long_loa
     tmp_path: Path,
 ) -> None:
     hot = Hot()
-    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
-        keeper.learn(orders(lender(cold)))
-        times = await opening_times(hot, cold, keeper, 300)
+    async with listening(Cold()) as cold, reconciling(hot, tmp_path) as reconciler:
+        reconciler.apply(desired(lender(cold)))
+        times = await opening_times(hot, cold, reconciler, 300)
         # Each loan is seen to be broken a second after it was opened.
         gaps = [after - before for before, after in itertools.pairwise(times)]
         assert gaps == [2, 3, 5, 9, 17, 33, 61, 61, 61]
         while not hot.loans:
-            await keeper.keep(times[-1] + 100)
+            await reconciler.reconcile(times[-1] + 100)
         hot.breaks()
-        await keeper.keep(times[-1] + 170)
-        await keeper.keep(times[-1] + 171)
+        await reconciler.reconcile(times[-1] + 170)
+        await reconciler.reconcile(times[-1] + 171)
         assert cold.lent
 
 
@@ -393,47 +393,47 @@ async def test_a_lender_that_refuses_is_asked_again_later_and_its_reason_shown(
 ) -> None:
     hot = Hot()
     cold = Cold(refusal="nothing is left to lend")
-    async with listening(cold), keeping(hot, tmp_path) as keeper:
-        keeper.learn(orders(lender(cold)))
-        await keeper.keep(0)
-        assert keeper.state is not None
-        assert keeper.state.problems == {"cold": "nothing is left to lend"}
+    async with listening(cold), reconciling(hot, tmp_path) as reconciler:
+        reconciler.apply(desired(lender(cold)))
+        await reconciler.reconcile(0)
+        assert reconciler.state is not None
+        assert reconciler.state.problems == {"cold": "nothing is left to lend"}
         cold.refusal = None
-        await keeper.keep(0.9)
+        await reconciler.reconcile(0.9)
         assert not cold.lent
-        await keeper.keep(1)
+        await reconciler.reconcile(1)
         assert cold.lent
 
 
 async def test_what_the_borrowers_engine_refuses_is_given_back(tmp_path: Path) -> None:
     hot = Hot(full=True)
-    async with listening(Cold()) as cold, keeping(hot, tmp_path) as keeper:
-        keeper.learn(orders(lender(cold)))
-        await keeper.keep(0)
+    async with listening(Cold()) as cold, reconciling(hot, tmp_path) as reconciler:
+        reconciler.apply(desired(lender(cold)))
+        await reconciler.reconcile(0)
         assert cold.opened == 1
         assert not cold.lent
         assert not rings(tmp_path)
-        assert keeper.state is not None
-        assert keeper.state.problems == {"cold": "no side is free"}
+        assert reconciler.state is not None
+        assert reconciler.state.problems == {"cold": "no side is free"}
 
 
 async def test_a_lender_that_is_away_does_not_keep_others_from_lending(tmp_path: Path) -> None:
     hot = Hot()
-    async with listening(Cold()) as cold, keeping(hot, tmp_path, most=2) as keeper:
+    async with listening(Cold()) as cold, reconciling(hot, tmp_path, most=2) as reconciler:
         away = LenderReplica(model="away", id="away-0", address=NOWHERE)
-        keeper.learn(orders(away, lender(cold)))
-        await keeper.keep(0)
+        reconciler.apply(desired(away, lender(cold)))
+        await reconciler.reconcile(0)
         assert len(cold.lent) == 1
 
 
 async def test_no_more_loans_are_opened_than_the_engine_has_room_for(tmp_path: Path) -> None:
     hot = Hot()
-    async with listening(Cold()) as cold, keeping(hot, tmp_path, most=2) as keeper:
-        keeper.learn(orders(*(lender(cold, name) for name in ("a", "b", "c"))))
-        await keeper.keep(0)
-        await keeper.keep(1)
-        assert keeper.state is not None
-        assert [loan.lender for loan in keeper.state.loans] == ["a", "b"]
+    async with listening(Cold()) as cold, reconciling(hot, tmp_path, most=2) as reconciler:
+        reconciler.apply(desired(*(lender(cold, name) for name in ("a", "b", "c"))))
+        await reconciler.reconcile(0)
+        await reconciler.reconcile(1)
+        assert reconciler.state is not None
+        assert [loan.lender for loan in reconciler.state.loans] == ["a", "b"]
 
 
 @settings(deadline=None, max_examples=30)
@@ -442,8 +442,8 @@ async def test_whatever_happens_both_sides_know_of_the_same_loans(
     tmp_path_factory: pytest.TempPathFactory, events: list[str]
 ) -> None:
     hot, folder = Hot(), tmp_path_factory.mktemp("rings")
-    async with listening(Cold()) as cold, keeping(hot, folder) as keeper:
-        told = orders(lender(cold))
+    async with listening(Cold()) as cold, reconciling(hot, folder) as reconciler:
+        told = desired(lender(cold))
         for now, event in enumerate(events):
             if event == "break":
                 hot.breaks()
@@ -451,14 +451,14 @@ async def test_whatever_happens_both_sides_know_of_the_same_loans(
                 for loan in hot.loans.values():
                     loan["requests"] = 0
             elif event in {"on", "off"}:
-                told = orders(lender(cold)) if event == "on" else orders(off=["cold"])
+                told = desired(lender(cold)) if event == "on" else desired(off=["cold"])
             else:
                 cold.refusal = "no" if event == "refuse" else None
-            keeper.learn(told)
-            await keeper.keep(now)
+            reconciler.apply(told)
+            await reconciler.reconcile(now)
             names = {loan["name"] for loan in hot.loans.values()}
-            assert keeper.state is not None
-            assert names == set(cold.lent) == {loan.name for loan in keeper.state.loans}
+            assert reconciler.state is not None
+            assert names == set(cold.lent) == {loan.name for loan in reconciler.state.loans}
             assert len(rings(folder)) == len(names) <= 1
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from loomserve.platform.base.errors import NotFound
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.fleet.messages import EngineReport
+from loomserve.platform.fleet.messages import Heartbeat
 from loomserve.platform.rebalancing.actuators.base import Mover, Order, Outcome
 from loomserve.platform.rebalancing.actuators.replicas import (
     ReplicasMover,
@@ -58,9 +58,9 @@ class Borrower:
 
     def reports(self) -> None:
         loans = [loan("c1").model_copy(update={"free_blocks": 4 - self.used})] if self.loan else []
-        said: EngineReport = borrowing(*loans, limits=self.limits)
-        orders = self.fleet.report(said.model_copy(update={"footprint": footprint()}), now())
-        self.limits = orders.lender_limits
+        said: Heartbeat = borrowing(*loans, limits=self.limits)
+        desired = self.fleet.report(said.model_copy(update={"footprint": footprint()}), now())
+        self.limits = desired.lender_limits
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from loomserve.platform.rebalancing.actuators.base import Order, Outcome
 from loomserve.platform.rebalancing.actuators.shards import PartMover
 from loomserve.platform.rebalancing.policy.actions import Move
 from loomserve.platform.rebalancing.policy.snapshot import Part
-from loomserve.platform.state import LoanState, PartState
-from loomserve.platform.state.lending_options import Part as MovedPart
+from loomserve.platform.state import LoanState, ShardState
+from loomserve.platform.state.lending_options import ShardSpec as MovedPart
 from tests.unit.platform.fleet.test_fleet import COLD, borrowing, lending_fleet, loan, report
 from tests.unit.platform.rebalancing.test_observe import footprint
 
@@ -38,16 +38,16 @@ class Borrower:
     def reports(self, phase: str | None = None) -> None:
         self.phase = phase
         problems = {"org/cold": self.problem} if self.problem else {}
-        said = borrowing(*self._loans(), parts=self.told, problems=problems)
+        said = borrowing(*self._loans(), shards=self.told, problems=problems)
         said = said.model_copy(update={"footprint": footprint()})
-        self.told = self.fleet.report(said, time.monotonic()).parts
+        self.told = self.fleet.report(said, time.monotonic()).shards
 
     def _loans(self) -> list[LoanState]:
         if self.phase is None:
             return []
-        part = PartState(heads=1, phase=self.phase, pause_s=0.02, copied_bytes=4096)
+        part = ShardState(heads=1, phase=self.phase, pause_s=0.02, copied_bytes=4096)
         coming_home = self.phase == "returning"
-        return [loan("c1").model_copy(update={"part": part, "draining": coming_home})]
+        return [loan("c1").model_copy(update={"shard": part, "draining": coming_home})]
 
 
 @pytest.fixture
@@ -72,9 +72,9 @@ async def test_heads_are_away_once_the_engine_says_so_and_home_once_the_loan_is_
 ) -> None:
     mover = PartMover(borrower.fleet)
     order = mover.order("p/0", move(Part.HEADS, 1))
-    assert not borrower.fleet.parts("h0")
+    assert not borrower.fleet.shards("h0")
     await mover.begin(order)
-    assert borrower.fleet.parts("h0") == {"org/cold": {"heads": 1}}
+    assert borrower.fleet.shards("h0") == {"org/cold": {"heads": 1}}
     for phase in (None, None, "leaving"):
         borrower.reports(phase)
         assert await outcome(mover, order) is Outcome.RUNNING
@@ -124,7 +124,7 @@ async def test_what_the_engine_refuses_has_failed_with_its_reason_and_is_not_ask
     borrower.reports()
     failed = await mover.progress(order)
     assert (failed.outcome, failed.message) == (Outcome.FAILED, borrower.problem)
-    assert not borrower.fleet.parts("h0")
+    assert not borrower.fleet.shards("h0")
 
 
 async def test_one_thing_is_away_at_a_time_and_comes_home_whole(borrower: Borrower) -> None:
@@ -150,7 +150,7 @@ async def test_a_part_that_came_home_by_itself_is_not_sent_again(borrower: Borro
 
 
 def test_a_new_controller_learns_what_is_away(borrower: Borrower) -> None:
-    borrower.fleet.move_part("h0", "org/cold", {"heads": 1})
+    borrower.fleet.move_shard("h0", "org/cold", {"heads": 1})
     borrower.reports()
     borrower.reports("away")
     borrower.fleet = lending_fleet()

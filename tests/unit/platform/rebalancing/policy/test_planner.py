@@ -260,7 +260,7 @@ def test_requests_go_only_where_their_engine_has_a_limit_to_be_raised() -> None:
 def test_heads_and_layers_go_only_to_engines_that_may_have_them() -> None:
     move = Move(part=Part.HEADS, engine="m0", lender="m1", amount=1)
     for may, refused in ((None, False), (frozenset({"m1"}), False), (frozenset({"m2"}), True)):
-        refusal = unable(edited(part_lenders=may), move, OPTIONS)
+        refusal = unable(edited(shard_lenders=may), move, OPTIONS)
         assert (refusal is not None) is refused
         assert refusal is None or refusal.reason is Reason.NOT_MOVABLE
 
