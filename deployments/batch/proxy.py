@@ -161,7 +161,7 @@ class BatchProxy:
                 return
 
     def _check_length(self, length: bytes) -> None:
-        # The front door has seen that shorter bodies are within their own bound.
+        # The ingress middleware has seen that shorter bodies are within their own bound.
         if length.isdigit() and (len(length) > 18 or int(length) > self._max_bytes):
             raise self._too_large()
 

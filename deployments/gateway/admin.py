@@ -1,4 +1,4 @@
-"""The admin REST API under ``/admin/v1``; the front door checks the operator's token before it."""
+"""The admin REST API under ``/admin/v1``; the middleware has checked the operator's token."""
 
 from __future__ import annotations
 

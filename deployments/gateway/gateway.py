@@ -1,4 +1,4 @@
-"""The gateway: the platform's front door and multi-model ingress.
+"""The gateway: the platform's HTTP server and multi-model ingress.
 
 It listens on the server's address itself. A request crosses two processes, this one and the
 engine's; docs/performance.md says why no proxy stands before it.
@@ -53,7 +53,7 @@ from loomserve.platform.fleet.messages import (
     ModelRoute,
     Routes,
 )
-from loomserve.platform.http.ingress import exception_handlers, front_door
+from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
 from loomserve.platform.http.protocol import bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
 from loomserve.platform.lengths.service import LengthPredictions, Predicted, counts_once
@@ -80,7 +80,7 @@ _NO_VERSION = -1
 
 
 class Gateway:
-    """Serve's deployment class of the front door.
+    """Serve deployment that listens for HTTP and has engines, store and batch lane answer.
 
     It is not a subclass of Ray Serve LLM's ``OpenAiIngress``, of which only the list of models
     would be left once bytes are forwarded; importing that class costs 10 s and 500 MB, for it
@@ -123,7 +123,7 @@ class Gateway:
             kv=self._kv,
             batches=self._batches if batch else None,
         )
-        app = front_door(
+        app = ingress_middleware(
             self._build_app(),
             self._server,
             rejected=self._metrics.rejected,

@@ -19,7 +19,7 @@ from loomserve.platform.models import catalog
 
 if TYPE_CHECKING:
     from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
-    from loomserve.platform.lengths.training.evaluation import Score
+    from loomserve.platform.lengths.training.evaluation import PredictorScore
 
 lengths = typer.Typer(no_args_is_help=True, help="Predict how long answers will be.")
 
@@ -60,11 +60,11 @@ def train(
     samples = read_all(files, table.tokens, model)
     # Only here: scikit-learn takes seconds to import.
     from loomserve.platform.lengths.training import fit, split
-    from loomserve.platform.lengths.training.versions import Versions
+    from loomserve.platform.lengths.training.versions import PredictorVersions
 
     folds = [split.fold(g, 5) for g in split.groups([sample.query for sample in samples])]
     fitted, learnt = fit.train(kind, samples, folds, table, calibrate_on=0)
-    version = Versions(folder).publish(fitted, learnt)
+    version = PredictorVersions(folder).publish(fitted, learnt)
     remember_embeddings(folder, model_folder)
     _say(
         f"{len(samples)} samples, of which {len(samples) - len(learnt.rows)} calibrated the "
@@ -94,7 +94,7 @@ def evaluate(
             raise ConfigError(f"--save {save}: cannot be written ({error.strerror})") from None
 
 
-def tables(scores: Sequence[Score]) -> Iterator[Table]:
+def tables(scores: Sequence[PredictorScore]) -> Iterator[Table]:
     """One a task, one row a predictor; shares in percent."""
     for task in sorted({score.task for score in scores}):
         of_task = [score for score in scores if score.task == task]

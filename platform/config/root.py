@@ -30,7 +30,7 @@ class Config(Node):
     batch: Batch | None = Field(
         None, description="The batch lane; without it there are no files and no batches."
     )
-    server: Server = Field(default_factory=Server, description="The front door.")
+    server: Server = Field(default_factory=Server, description="The HTTP server.")
     rebalancing: Rebalancing = Field(
         default_factory=Rebalancing, description="What moves from hot devices to cold ones."
     )

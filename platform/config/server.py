@@ -38,7 +38,7 @@ class ApiKey(Node):
 
 
 class Server(Node):
-    """The front door."""
+    """The HTTP server: where it listens, who may ask, and within which limits."""
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")

@@ -13,7 +13,7 @@ from loomserve.platform.config import Model, StaticModel
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
 from loomserve.platform.lengths.training.learner import Learner
-from loomserve.platform.lengths.training.versions import Versions
+from loomserve.platform.lengths.training.versions import PredictorVersions
 
 _EMBEDDINGS = "embeddings"
 
@@ -74,7 +74,7 @@ def open_predictor(name: str) -> StoredPredictor:
     """
     folder = folder_of(name)
     again = f"run loomserve lengths train FILES --name {name}"
-    versions = Versions(folder)
+    versions = PredictorVersions(folder)
     version = versions.current()
     if version is None:
         raise ConfigError(f"there is no length predictor {name!r} in {folder.parent}: {again}")

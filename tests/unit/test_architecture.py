@@ -54,7 +54,6 @@ SHARED_NAMES: dict[str, str] = {
     "Batch": "to be renamed",
     "Device": "to be renamed",
     "Model": "to be renamed",
-    "Score": "to be renamed",
     "StepTimes": "to be renamed",
     "Swapped": "to be renamed",
     "Loan": "to be renamed",

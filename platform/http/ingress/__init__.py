@@ -1,4 +1,4 @@
-"""The front door: what every HTTP request passes before the platform works on it.
+"""The ingress middleware: what every HTTP request passes before the platform works on it.
 
 Plain ASGI around the application::
 
@@ -15,7 +15,7 @@ What the application finds in ``scope["state"]`` (``request.state``):
 =============  ==========================================================================
 """
 
-from loomserve.platform.http.ingress.middleware import front_door
+from loomserve.platform.http.ingress.middleware import ingress_middleware
 from loomserve.platform.http.ingress.responses import exception_handlers
 
-__all__ = ["exception_handlers", "front_door"]
+__all__ = ["exception_handlers", "ingress_middleware"]

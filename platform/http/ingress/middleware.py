@@ -1,4 +1,4 @@
-"""The front door's middleware: one ASGI application around the platform's."""
+"""The ingress middleware: one ASGI application around the platform's."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from loomserve.platform.http.ingress.responses import (
 )
 from loomserve.platform.http.ingress.slo import parse_slo_ms
 
-_log = logging.getLogger("loomserve.front_door")
+_log = logging.getLogger("loomserve.ingress")
 _EXCHANGE = "loomserve.exchange"
 
 
-def front_door(
+def ingress_middleware(
     app: ASGIApp,
     server: Server,
     *,

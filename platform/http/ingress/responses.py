@@ -73,7 +73,7 @@ async def _respond(_: Request, error: Exception) -> Response:
 
 
 # For Starlette(exception_handlers=...) and FastAPI's, so that all errors have one shape. Starlette
-# answers with what the handler of Exception returns and raises the error on, so the front door
+# answers with what the handler of Exception returns and raises the error on, so the middleware
 # sees, logs and counts it too.
 exception_handlers: dict[
     int | type[Exception], Callable[[Request, Any], Coroutine[Any, Any, Response]]

@@ -23,7 +23,7 @@ _WARM = 20
 
 
 @dataclass(frozen=True)
-class Score:
+class PredictorScore:
     """Of a predictor on one task's test requests, each predicted by a model that has not seen it.
 
     Attributes:
@@ -82,7 +82,7 @@ def trained_without(
     return TrainedPredictor(fitted, embeddings)
 
 
-def evaluate(samples: Sequence[Sample], embeddings: TokenEmbeddings) -> list[Score]:
+def evaluate(samples: Sequence[Sample], embeddings: TokenEmbeddings) -> list[PredictorScore]:
     """Every predictor on every task, and on all together.
 
     Cross-validation over five clean folds (``split.py``): of a round, one fold is the test, the
@@ -128,14 +128,14 @@ def _round(
     return tested
 
 
-def _score(kind: str, task: str, tested: Sequence[_Tested]) -> Score:
+def _score(kind: str, task: str, tested: Sequence[_Tested]) -> PredictorScore:
     actual = np.array([t.tokens for t in tested])
     predicted = np.array([t.prediction.tokens for t in tested])
     low = np.array([t.prediction.low for t in tested])
     high = np.array([t.prediction.high for t in tested])
     off = np.abs(np.array([t.bucket for t in tested]) - bucket_of(actual))
     varies = len(tested) > 2 and np.ptp(actual) > 0 and np.ptp(predicted) > 1e-9
-    return Score(
+    return PredictorScore(
         predictor=kind,
         task=task,
         requests=len(tested),

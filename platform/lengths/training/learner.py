@@ -17,9 +17,9 @@ from loomserve.platform.lengths.predict.head import Head
 from loomserve.platform.lengths.predict.prediction import COVERAGE, LengthQuery, Prediction
 from loomserve.platform.lengths.predict.predictor import TrainedPredictor
 from loomserve.platform.lengths.training import learning, retrain
-from loomserve.platform.lengths.training.learning import Lessons, Outcome
+from loomserve.platform.lengths.training.learning import Lessons, ObservedLength
 from loomserve.platform.lengths.training.split import normalised
-from loomserve.platform.lengths.training.versions import TrainingSet, Version, Versions
+from loomserve.platform.lengths.training.versions import PredictorVersions, TrainingSet, Version
 
 _logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Learner:
 
     def __init__(
         self,
-        versions: Versions,
+        versions: PredictorVersions,
         version: Version,
         embeddings: TokenEmbeddings,
         *,
@@ -116,7 +116,7 @@ class Learner:
             text = normalised(f"{query.instruction} {query.user_input}")
             digest = hashlib.sha256(text.encode()).hexdigest()
             features = self._predictor.features(query)
-            self._lessons.add(Outcome(features, predicted, tokens, digest))
+            self._lessons.add(ObservedLength(features, predicted, tokens, digest))
 
     def _promote(self, candidate: Head, training: TrainingSet) -> None:
         old = self._version.fitted
@@ -152,7 +152,7 @@ class Learner:
         self._lessons.changed()
 
 
-def _parent(versions: Versions, version: Version) -> Head | None:
+def _parent(versions: PredictorVersions, version: Version) -> Head | None:
     """What may take a version's place if it proves worse: one that sees requests as it does."""
     if version.parent is None:
         return None

@@ -35,7 +35,7 @@ _WORSE = 1.05
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ObservedLength:
     """A request that has ended.
 
     Attributes:
@@ -63,11 +63,11 @@ class Lessons:
     def __init__(self, now: float) -> None:
         self._last = now
         self._new = False
-        self._off: deque[Outcome] = deque(maxlen=_CAPACITY)
-        self._held_out: deque[Outcome] = deque(maxlen=_RECENT)
-        self._since: deque[Outcome] = deque(maxlen=_RECENT)
+        self._off: deque[ObservedLength] = deque(maxlen=_CAPACITY)
+        self._held_out: deque[ObservedLength] = deque(maxlen=_RECENT)
+        self._since: deque[ObservedLength] = deque(maxlen=_RECENT)
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: ObservedLength) -> None:
         self._since.append(outcome)
         if fold(outcome.text, _HELD_OUT) == 0:
             self._held_out.append(outcome)
@@ -76,12 +76,12 @@ class Lessons:
             self._new = True
 
     @property
-    def held_out(self) -> Collection[Outcome]:
+    def held_out(self) -> Collection[ObservedLength]:
         """The latest outcomes that are never learnt from."""
         return self._held_out
 
     @property
-    def since(self) -> Collection[Outcome]:
+    def since(self) -> Collection[ObservedLength]:
         """The latest outcomes since the current version serves; it was trained on none."""
         return self._since
 
@@ -111,22 +111,22 @@ class Lessons:
         self._new = False
 
 
-def better(candidate: Head, current: Head, outcomes: Collection[Outcome]) -> bool:
+def better(candidate: Head, current: Head, outcomes: Collection[ObservedLength]) -> bool:
     """Whether a candidate may replace the current head, by both's error on held-out requests."""
     return len(outcomes) >= FEWEST and error(candidate, outcomes) < error(current, outcomes)
 
 
-def worse(current: Head, parent: Head, since: Collection[Outcome]) -> bool:
+def worse(current: Head, parent: Head, since: Collection[ObservedLength]) -> bool:
     """Whether the current head must go back to its parent: on traffic that came after both."""
     return len(since) >= FEWEST and error(current, since) > _WORSE * error(parent, since)
 
 
-def error(head: Head, outcomes: Collection[Outcome]) -> float:
+def error(head: Head, outcomes: Collection[ObservedLength]) -> float:
     """Mean absolute error in tokens."""
     return float(np.mean([abs(head.guess(o.features).tokens - o.tokens) for o in outcomes]))
 
 
-def _joined(training: TrainingSet, lessons: list[Outcome]) -> TrainingSet:
+def _joined(training: TrainingSet, lessons: list[ObservedLength]) -> TrainingSet:
     """The newest at weight 1, earlier ones at less; the oldest beyond the capacity are dropped."""
     faded = np.maximum(training.weights * _FADE, _LEAST)
     weights = np.concatenate((faded, np.ones(len(lessons))))

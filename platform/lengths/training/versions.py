@@ -40,7 +40,7 @@ class Version:
     training: TrainingSet
 
 
-class Versions:
+class PredictorVersions:
     """A folder of them, which one process at a time may write. Each step is one rename: a reader,
     or a crash, sees the state before or after it."""
 

@@ -14,7 +14,7 @@ from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.prediction import LengthQuery
 from loomserve.platform.lengths.predict.predictor import TrainedPredictor
 from loomserve.platform.lengths.stored import folder_of
-from loomserve.platform.lengths.training.versions import Versions
+from loomserve.platform.lengths.training.versions import PredictorVersions
 from tests.unit.platform.lengths import lengths_folder
 
 
@@ -61,7 +61,7 @@ def test_what_is_trained_predicts(
         options = ("--name", "chat", "--embeddings", str(model))
         assert run(monkeypatch, "train", str(data), *options) == 0
         assert f"version {number} is current in {folder_of('chat')}" in capsys.readouterr().out
-    version = Versions(folder_of("chat")).current()
+    version = PredictorVersions(folder_of("chat")).current()
     assert version is not None
     assert (version.number, version.parent) == (2, 1)
     predictor = TrainedPredictor(version.fitted, TokenEmbeddings(model))

@@ -1,4 +1,4 @@
-"""The front door driven as ASGI, message by message, around small real applications."""
+"""The ingress middleware driven as ASGI, message by message, around small real applications."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.base.errors import EngineGone, TooManyRequests
 from loomserve.platform.config import Server
-from loomserve.platform.http.ingress import exception_handlers, front_door
+from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
 from loomserve.platform.http.ingress.body import read_body
 
 Headers = dict[str, str]
@@ -68,7 +68,7 @@ class Reply:
 
 @dataclass
 class Door:
-    """A front door, a clock that stands still, and what it rejected."""
+    """The middleware, a clock that stands still, and what it rejected."""
 
     app: ASGIApp
     server: Server = field(default_factory=Server)
@@ -77,7 +77,7 @@ class Door:
     streamed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        self.asgi = front_door(
+        self.asgi = ingress_middleware(
             self.app,
             self.server,
             rejected=self.rejected.append,
@@ -267,7 +267,7 @@ def test_every_response_has_the_request_id(
 def test_an_unforeseen_error_is_a_500_without_its_cause_and_logged_under_the_id(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    with caplog.at_level(logging.ERROR, "loomserve.front_door"):
+    with caplog.at_level(logging.ERROR, "loomserve.ingress"):
         reply = _door(_raising(KeyError("secret"))).ask(headers={"X-Request-Id": "mine"})
     assert (reply.status, reply.error["code"], reply.rejected) == (
         500,

@@ -23,7 +23,7 @@ from loomserve.platform.lengths.stored import (
     open_predictor,
     remember_embeddings,
 )
-from loomserve.platform.lengths.training.versions import Versions
+from loomserve.platform.lengths.training.versions import PredictorVersions
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.scheduling.policy.expected import Expected
 from tests.unit.platform.lengths import lengths_folder
@@ -177,7 +177,7 @@ def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     embeddings = TokenEmbeddings(model)
     fitted, learnt = fit.train("magnus", samples, folds, embeddings, calibrate_on=0)
     folder = folder_of("chat-v1")
-    Versions(folder).publish(fitted, learnt)
+    PredictorVersions(folder).publish(fitted, learnt)
     remember_embeddings(folder, model)
     return folder
 

@@ -15,10 +15,10 @@ from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.head import Guess, Head
 from loomserve.platform.lengths.training import fit, learning, split
 from loomserve.platform.lengths.training.learner import Learner, Trainer
-from loomserve.platform.lengths.training.learning import PERIOD_S, Lessons, Outcome, is_off
+from loomserve.platform.lengths.training.learning import PERIOD_S, Lessons, ObservedLength, is_off
 from loomserve.platform.lengths.training.retrain import TrainingError
 from loomserve.platform.lengths.training.samples import Sample
-from loomserve.platform.lengths.training.versions import TrainingSet, Versions
+from loomserve.platform.lengths.training.versions import PredictorVersions, TrainingSet
 from tests.unit.platform.lengths import lengths_folder
 
 LEARNT, HELD_OUT = "000000000001", "000000000004"
@@ -58,8 +58,8 @@ class Always:
         raise NotImplementedError
 
 
-def outcome(tokens: int, predicted: float = 50, text: str = LEARNT) -> Outcome:
-    return Outcome(np.zeros(3, np.float32), predicted, tokens, text)
+def outcome(tokens: int, predicted: float = 50, text: str = LEARNT) -> ObservedLength:
+    return ObservedLength(np.zeros(3, np.float32), predicted, tokens, text)
 
 
 def nothing() -> TrainingSet:
@@ -161,10 +161,10 @@ def embeddings(tmp_path_factory: pytest.TempPathFactory) -> TokenEmbeddings:
 
 
 @pytest.fixture
-def versions(tmp_path: Path, embeddings: TokenEmbeddings) -> Versions:
+def versions(tmp_path: Path, embeddings: TokenEmbeddings) -> PredictorVersions:
     samples = lengths_folder.samples(300)
     folds = [split.fold(group, 5) for group in split.groups([s.query for s in samples])]
-    versions = Versions(tmp_path / "smollm2")
+    versions = PredictorVersions(tmp_path / "smollm2")
     versions.publish(*fit.train("magnus", samples, folds, embeddings, calibrate_on=0))
     return versions
 
@@ -181,7 +181,7 @@ class Served:
     """A learner and its traffic."""
 
     def __init__(
-        self, versions: Versions, embeddings: TokenEmbeddings, train: Trainer = forest
+        self, versions: PredictorVersions, embeddings: TokenEmbeddings, train: Trainer = forest
     ) -> None:
         version = versions.current()
         assert version is not None
@@ -202,7 +202,7 @@ class Served:
 
 
 def test_nothing_happens_before_a_period_is_over(
-    versions: Versions, embeddings: TokenEmbeddings
+    versions: PredictorVersions, embeddings: TokenEmbeddings
 ) -> None:
     served = Served(versions, embeddings)
     for sample in lengths_folder.samples(100, factor=4, seed=1):
@@ -216,7 +216,7 @@ def test_nothing_happens_before_a_period_is_over(
 
 
 def test_when_all_answers_become_three_times_as_long_the_error_recovers(
-    versions: Versions, embeddings: TokenEmbeddings
+    versions: PredictorVersions, embeddings: TokenEmbeddings
 ) -> None:
     served = Served(versions, embeddings)
     before, covered = served.period(lengths_folder.samples(150, seed=100))
@@ -236,7 +236,7 @@ def test_when_all_answers_become_three_times_as_long_the_error_recovers(
 
 
 def test_a_candidate_that_is_no_better_is_dropped_and_what_serves_goes_on(
-    versions: Versions, embeddings: TokenEmbeddings
+    versions: PredictorVersions, embeddings: TokenEmbeddings
 ) -> None:
     served = Served(versions, embeddings, lambda kind, given: forest(kind, shuffled(given)))
     served.period(lengths_folder.samples(150, seed=1))
@@ -252,7 +252,7 @@ def shuffled(given: TrainingSet) -> TrainingSet:
 
 
 def test_a_version_that_proves_worse_than_its_parent_goes_back(
-    versions: Versions, embeddings: TokenEmbeddings
+    versions: PredictorVersions, embeddings: TokenEmbeddings
 ) -> None:
     served = Served(versions, embeddings)
     served.period(lengths_folder.samples(150, factor=3, seed=1))
@@ -265,7 +265,7 @@ def test_a_version_that_proves_worse_than_its_parent_goes_back(
 
 
 def test_a_learner_that_starts_anew_still_knows_what_it_may_go_back_to(
-    versions: Versions, embeddings: TokenEmbeddings
+    versions: PredictorVersions, embeddings: TokenEmbeddings
 ) -> None:
     Served(versions, embeddings).period(lengths_folder.samples(150, factor=3, seed=1))
     again = Served(versions, embeddings)
@@ -277,7 +277,7 @@ def test_a_learner_that_starts_anew_still_knows_what_it_may_go_back_to(
 
 
 def test_training_that_fails_leaves_what_serves(
-    versions: Versions, embeddings: TokenEmbeddings
+    versions: PredictorVersions, embeddings: TokenEmbeddings
 ) -> None:
     def fails(kind: str, given: TrainingSet) -> Head:
         raise TrainingError("no memory")
@@ -290,7 +290,7 @@ def test_training_that_fails_leaves_what_serves(
 
 
 def test_its_thread_outlives_failures_and_ends_when_it_is_closed(
-    versions: Versions, embeddings: TokenEmbeddings, monkeypatch: pytest.MonkeyPatch
+    versions: PredictorVersions, embeddings: TokenEmbeddings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served = Served(versions, embeddings)
     tried = []
@@ -312,19 +312,19 @@ def test_its_thread_outlives_failures_and_ends_when_it_is_closed(
 # Versions
 
 
-def test_a_version_reads_as_it_was_written(versions: Versions) -> None:
+def test_a_version_reads_as_it_was_written(versions: PredictorVersions) -> None:
     current = versions.current()
     assert current is not None
-    again = Versions(versions.folder).read(1)
+    again = PredictorVersions(versions.folder).read(1)
     assert (again.number, again.parent, again.fitted.kind) == (1, None, "magnus")
     assert again.fitted.margin == current.fitted.margin
     row = again.training.rows[0]
     assert again.fitted.head.guess(row) == current.fitted.head.guess(row)
-    assert Versions(versions.folder / "other").current() is None
+    assert PredictorVersions(versions.folder / "other").current() is None
 
 
 def test_a_crash_while_writing_leaves_the_current_version(
-    versions: Versions, monkeypatch: pytest.MonkeyPatch
+    versions: PredictorVersions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     current = versions.current()
     assert current is not None
@@ -342,7 +342,7 @@ def test_a_crash_while_writing_leaves_the_current_version(
     assert versions.publish(current.fitted, current.training).number == 2
 
 
-def test_five_versions_are_kept(versions: Versions) -> None:
+def test_five_versions_are_kept(versions: PredictorVersions) -> None:
     current = versions.current()
     assert current is not None
     for _ in range(7):
@@ -356,14 +356,14 @@ def test_five_versions_are_kept(versions: Versions) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"PK\x03\x04 cut short", None])
-def test_a_damaged_version_is_named(versions: Versions, damage: bytes | None) -> None:
+def test_a_damaged_version_is_named(versions: PredictorVersions, damage: bytes | None) -> None:
     path = versions.folder / "000001.npz"
     path.write_bytes(path.read_bytes()[:-500] if damage is None else damage)
     with pytest.raises(ConfigError, match=r"000001\.npz is no length predictor.* lengths train"):
         versions.current()
 
 
-def test_the_first_version_has_nothing_to_go_back_to(versions: Versions) -> None:
+def test_the_first_version_has_nothing_to_go_back_to(versions: PredictorVersions) -> None:
     current = versions.current()
     assert current is not None
     with pytest.raises(ConfigError, match="train again"):
