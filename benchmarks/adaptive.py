@@ -54,8 +54,9 @@ from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, offline_engine
 from benchmarks.pipeline import put_link
 from benchmarks.report import Spread, machine, publish
 from benchmarks.workload import Likeness
-from loomserve.kvstore.server.actor import StorePlan, open_store
 from loomserve.kvstore.server.client import StoreClient
+from loomserve.kvstore.server.opening import open_store
+from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import Done, Flush
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
@@ -451,7 +452,7 @@ class Arms:
 
     def __init__(self, folder: Path, places: int, swap_tokens: int, stack: ExitStack) -> None:
         swap_bytes = kv_bytes(swap_tokens)
-        plan = StorePlan(
+        store_options = StoreOptions(
             folder=folder,
             arena=Path(f"/dev/shm/loomserve-kv-adaptive-{os.getpid()}"),
             # Half of it is swap space, as in the platform unless it is told otherwise, and no less
@@ -462,16 +463,16 @@ class Arms:
             eviction="cost",
             quotas={},
         )
-        self._address = plan.address
+        self._address = store_options.address
         # Where modules are loaded that read it, before an engine is.
         os.environ["OMP_NUM_THREADS"] = "1"
-        server = StoreServer(open_store(plan), plan.address)
-        stack.callback(plan.arena.unlink, missing_ok=True)
+        server = StoreServer(open_store(store_options), store_options.address)
+        stack.callback(store_options.arena.unlink, missing_ok=True)
         server.start()
         stack.callback(server.stop)
         self.vllm = EngineProcess(None, places, swap_bytes)
         stack.callback(self.vllm.close)
-        self.ours = EngineProcess(plan.kv_transfer_config("demo"), places, swap_bytes)
+        self.ours = EngineProcess(store_options.kv_transfer_config("demo"), places, swap_bytes)
         stack.callback(self.ours.close)
 
     def serve(

@@ -32,9 +32,10 @@ from benchmarks.engine import BLOCK_TOKENS, offline_engine
 from benchmarks.load import Target, new_session
 from benchmarks.report import machine, publish
 from benchmarks.servers import configured_arm, running
-from loomserve.kvstore.server.actor import StorePlan, open_store
 from loomserve.kvstore.server.client import StoreClient
-from loomserve.kvstore.server.protocol import Inspect, Usage
+from loomserve.kvstore.server.opening import open_store
+from loomserve.kvstore.server.options import StoreOptions
+from loomserve.kvstore.server.protocol import Inspect, StoreUsage
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.engine.precision import cpu_dtype
 from loomserve.platform.models import catalog
@@ -165,7 +166,7 @@ def metric(page: str, name: str, **labels: str) -> float:
 
 
 def passes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    plan = StorePlan(
+    store_options = StoreOptions(
         folder=folder,
         arena=Path(f"/dev/shm/loomserve-kv-exact-{os.getpid()}"),
         memory=options.memory_mib * 2**20,
@@ -180,10 +181,10 @@ def passes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     batches = [pieces[at : at + BATCH] for at in range(0, len(pieces), BATCH)]
     off, _ = answers(llm, batches, options.answer)
     del llm
-    server = StoreServer(open_store(plan), plan.address)
+    server = StoreServer(open_store(store_options), store_options.address)
     server.start()
     try:
-        llm = engine(plan.kv_transfer_config(MODEL))
+        llm = engine(store_options.kv_transfer_config(MODEL))
         found: dict[str, Any] = {}
         # Each batch right after its first pass comes from memory; a whole second round of all
         # batches finds most of them on SSD, since memory holds a few batches only.
@@ -197,8 +198,8 @@ def passes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             cached += hit
             llm.reset_prefix_cache()
         promoted, promoted_tokens = answers(llm, batches, options.answer)
-        with closing(StoreClient(plan.address, timeout_ms=5000)) as client:
-            usage = client.ask(Inspect(), Usage)
+        with closing(StoreClient(store_options.address, timeout_ms=5000)) as client:
+            usage = client.ask(Inspect(), StoreUsage)
         del llm
         apart, handed_over, from_store = separated(batches, options.answer, folder)
         rounds = {"on_empty": cold, "from_memory": warm, "from_ssd": promoted,
@@ -226,7 +227,7 @@ def passes(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         }
     finally:
         server.stop()
-        plan.arena.unlink(missing_ok=True)
+        store_options.arena.unlink(missing_ok=True)
 
 
 def main() -> int:

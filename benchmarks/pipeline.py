@@ -39,7 +39,7 @@ from benchmarks.report import Spread, machine, publish
 from benchmarks.store import LAYER_BYTES, LAYERS, memory_run, running_store
 from loomserve.kvstore.engine.memory import Bytes, KvMemory
 from loomserve.kvstore.engine.transfer import Copied, TransferTime
-from loomserve.kvstore.server.actor import StorePlan
+from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"
@@ -98,12 +98,12 @@ class Link:
 class Engine:
     """A real engine with the store, and prompts that the store has a part of."""
 
-    def __init__(self, plan: StorePlan) -> None:
+    def __init__(self, store_options: StoreOptions) -> None:
         # For the functions that travel to the worker.
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
         self._llm = offline_engine(
             str(catalog.resolve("demo", Path.cwd())),
-            plan.kv_transfer_config("demo"),
+            store_options.kv_transfer_config("demo"),
             max_model_len=max(LENGTHS) + BLOCK_TOKENS,
             max_num_seqs=4,
             max_num_batched_tokens=max(LENGTHS) + BLOCK_TOKENS,
@@ -297,21 +297,21 @@ def hidden_share(points: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, flo
     return {lane: {"median": statistics.median(of), "min": min(of)} for lane, of in shares.items()}
 
 
-def measured_hidden_share(plan: StorePlan) -> dict[str, dict[str, float]]:
+def measured_hidden_share(store_options: StoreOptions) -> dict[str, dict[str, float]]:
     """In one sweep of a real engine."""
-    engine = Engine(plan)
+    engine = Engine(store_options)
     engine.step(engine.tokens(LINK_LENGTH))
     _, points = sweep_run(engine)
     return hidden_share(points)
 
 
-def benchmark(plan: StorePlan, runs: int) -> dict[str, Any]:
-    memory = [memory_run(plan, run) for run in range(runs)]
+def benchmark(store_options: StoreOptions, runs: int) -> dict[str, Any]:
+    memory = [memory_run(store_options, run) for run in range(runs)]
     memory_bps = {
         lane: 1e9 * statistics.median(run[f"{what}_gbps"] for run in memory)
         for lane, what in (("load", "get"), ("save", "put"))
     }
-    engine = Engine(plan)
+    engine = Engine(store_options)
     engine.step(engine.tokens(LINK_LENGTH))
     sweeps, links = [], []
     for _ in range(runs):
@@ -429,9 +429,9 @@ def main() -> int:
     facts = machine()
     with (
         tempfile.TemporaryDirectory() as folder,
-        running_store(Path(folder)) as plan,
+        running_store(Path(folder)) as store_options,
     ):
-        figures = benchmark(plan, options.runs)
+        figures = benchmark(store_options, options.runs)
     print(table(figures["memory"]), table(figures["links"]), sep="\n\n")
     if options.plot:
         plot(figures, options.plot)

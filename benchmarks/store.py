@@ -34,8 +34,9 @@ from benchmarks.engine import BLOCK_TOKENS
 from benchmarks.report import Spread, machine, publish
 from loomserve.kvstore.engine.memory import KvMemory, stream_for
 from loomserve.kvstore.engine.transfer import Load, Loader, Save, Saver
-from loomserve.kvstore.server.actor import StorePlan, open_store
 from loomserve.kvstore.server.client import StoreClient
+from loomserve.kvstore.server.opening import open_store
+from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import (
     Commit,
     Done,
@@ -64,20 +65,20 @@ REPEATS = 5
 
 
 @contextmanager
-def running_store(folder: Path) -> Iterator[StorePlan]:
+def running_store(folder: Path) -> Iterator[StoreOptions]:
     """A store of 768 MiB in this process, with its socket in ``folder``."""
-    plan = StorePlan(
+    store_options = StoreOptions(
         folder=folder,
         arena=Path(f"/dev/shm/loomserve-kv-bench-{os.getpid()}"),
         memory=768 * 2**20,
     )
-    server = StoreServer(open_store(plan), plan.address)
+    server = StoreServer(open_store(store_options), store_options.address)
     server.start()
     try:
-        yield plan
+        yield store_options
     finally:
         server.stop()
-        plan.arena.unlink()
+        store_options.arena.unlink()
 
 
 def chain(seed: int, blocks: int) -> bytes:
@@ -93,17 +94,19 @@ def gigabytes_per_s(size: int, work: Callable[[], object]) -> float:
 class Engine:
     """A worker's side of the store, with a KV cache and no model."""
 
-    def __init__(self, plan: StorePlan) -> None:
+    def __init__(self, store_options: StoreOptions) -> None:
         cache = torch.randint(
             0, 255, (LAYERS, BLOCKS, KV_HEADS, BLOCK_TOKENS, HEAD_BYTES), dtype=torch.uint8
         )
         self.caches = {f"layer{i}": cache[i] for i in range(LAYERS)}
         self.memory = KvMemory(self.caches)
-        self.arena = Arena.attach(plan.arena)
+        self.arena = Arena.attach(store_options.arena)
         stream = stream_for(self.memory.device)
-        self.loader = Loader(self.memory, self.arena, stream, StoreClient(plan.address))
-        self.saver = Saver(self.memory, self.arena, stream, StoreClient(plan.address), "bench")
-        self.client = StoreClient(plan.address, timeout_ms=10_000)
+        self.loader = Loader(self.memory, self.arena, stream, StoreClient(store_options.address))
+        self.saver = Saver(
+            self.memory, self.arena, stream, StoreClient(store_options.address), "bench"
+        )
+        self.client = StoreClient(store_options.address, timeout_ms=10_000)
 
     def put(self, keys: bytes) -> None:
         self.saver.start([Save(SPACE, keys, list(range(BLOCKS)), 0.03)])
@@ -132,9 +135,9 @@ class Engine:
                 np.copyto(rows[layer][block], layout.piece(view, layer))
 
 
-def memory_run(plan: StorePlan, run: int) -> dict[str, float]:
+def memory_run(store_options: StoreOptions, run: int) -> dict[str, float]:
     """Put, plain copies and get of the same blocks, in turn."""
-    engine = Engine(plan)
+    engine = Engine(store_options)
     size = BLOCKS * LAYERS * LAYER_BYTES
     source, target = (np.empty(size, np.uint8) for _ in range(2))
     source[:] = 1
@@ -212,12 +215,12 @@ def in_threads(threads: int, work: Callable[[int], None]) -> None:
         list(pool.map(work, range(BLOCKS)))
 
 
-def lookup_us(plan: StorePlan, blocks: int, times: int = 200) -> float:
+def lookup_us(store_options: StoreOptions, blocks: int, times: int = 200) -> float:
     """Median time of a lookup through the socket that finds and leases so many blocks.
 
     The blocks are of a page each, since 10,000 of the demo model's would need 15 GB.
     """
-    client = StoreClient(plan.address, timeout_ms=10_000)
+    client = StoreClient(store_options.address, timeout_ms=10_000)
     keys = chain(0, blocks)
     room = client.ask(Reserve(SMALL, keys, "small", 1, 1024), Reserved)
     if room.writer:
@@ -238,10 +241,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     return asdict(Spread.of(values))
 
 
-def benchmark(plan: StorePlan, disk: Path, runs: int) -> dict[str, Any]:
-    in_memory = [memory_run(plan, run) for run in range(runs)]
+def benchmark(store_options: StoreOptions, disk: Path, runs: int) -> dict[str, Any]:
+    in_memory = [memory_run(store_options, run) for run in range(runs)]
     on_ssd = {threads: [ssd_run(disk, threads) for _ in range(runs)] for threads in CONCURRENCY}
-    lookups = {blocks: [lookup_us(plan, blocks) for _ in range(runs)] for blocks in LOOKUPS}
+    lookups = {
+        blocks: [lookup_us(store_options, blocks) for _ in range(runs)] for blocks in LOOKUPS
+    }
     best = {threads: statistics.median(r["ssd_get_gbps"] for r in of)
             for threads, of in on_ssd.items()}  # fmt: skip
     threads = max(best, key=lambda threads: best[threads])
@@ -281,14 +286,14 @@ def main() -> int:
     facts = machine()
     with (
         tempfile.TemporaryDirectory(dir=options.disk or Path.home()) as folder,
-        running_store(Path(folder)) as plan,
+        running_store(Path(folder)) as store_options,
     ):
-        figures = benchmark(plan, Path(folder), options.runs)
+        figures = benchmark(store_options, Path(folder), options.runs)
     # That benchmark takes its parts from this one.
     from benchmarks.pipeline import measured_hidden_share
 
-    with tempfile.TemporaryDirectory() as folder, running_store(Path(folder)) as plan:
-        figures["hidden_share"] = measured_hidden_share(plan)
+    with tempfile.TemporaryDirectory() as folder, running_store(Path(folder)) as store_options:
+        figures["hidden_share"] = measured_hidden_share(store_options)
     publish("store", {"benchmark": "store", **figures, "machine": facts}, RESULTS)
     return 0
 

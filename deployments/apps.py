@@ -12,7 +12,7 @@ from loomserve.deployments.batch.lane import BatchLane
 from loomserve.deployments.controller.controller import Controller
 from loomserve.deployments.gateway.gateway import Gateway
 from loomserve.deployments.serve_logging import QUIET
-from loomserve.kvstore.server.actor import StorePlan
+from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.batch.folder import batch_folder
 from loomserve.platform.config import Config
 from loomserve.platform.fleet.messages import (
@@ -33,7 +33,7 @@ def run_platform(
     replicas: dict[str, int],
     internal_token: str,
     base: str,
-    store: StorePlan | None,
+    store: StoreOptions | None,
 ) -> DeploymentHandle:
     """Hand all applications to Serve and return the controller's handle; engines start later."""
     targets = [
@@ -57,7 +57,7 @@ def _controller_app(
     replicas: dict[str, int],
     internal_token: str,
     base: str,
-    store: StorePlan | None,
+    store: StoreOptions | None,
 ) -> Any:
     deployment = serve.deployment(
         Controller,
@@ -76,7 +76,7 @@ def _controller_app(
     )
 
 
-def _gateway_app(config: Config, internal_token: str, store: StorePlan | None) -> Any:
+def _gateway_app(config: Config, internal_token: str, store: StoreOptions | None) -> Any:
     deployment = serve.deployment(
         Gateway,
         name=GATEWAY_DEPLOYMENT,
@@ -125,7 +125,7 @@ def _batch_app(config: Config, internal_token: str, base: str) -> Any:
     )
 
 
-def _kv_access(config: Config, store: StorePlan | None) -> KvAccess | None:
+def _kv_access(config: Config, store: StoreOptions | None) -> KvAccess | None:
     if store is None or config.kvstore is None:
         return None
     apart = config.server.api_keys if config.kvstore.isolate_tenants else ()

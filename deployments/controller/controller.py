@@ -20,7 +20,7 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.context import _get_global_client
 
 from loomserve.deployments.engine.deploy import deploy_model
-from loomserve.kvstore.server.actor import StorePlan
+from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.base.errors import BadRequest, ConfigError, Conflict, RequestError
 from loomserve.platform.config import Config, Model
 from loomserve.platform.devices.memory import least_replicas
@@ -60,7 +60,7 @@ class Controller:
         self._replicas = replicas
         self._internal_token = internal_token
         self._base = base
-        self._store = StorePlan.model_validate(store) if store else None
+        self._store = StoreOptions.model_validate(store) if store else None
         self._started_at = time.monotonic()
         self._fleet = Fleet(self._config.devices, self._config.server.drain_timeout_s)
         # After a restart the models are on Serve already; those an operator unloaded are not.

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from loomserve.kvstore.server.actor import ACTOR_NAME, Store, StorePlan, arena_path
+from loomserve.kvstore.server.actor import ACTOR_NAME, StoreActor
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
-from loomserve.kvstore.server.protocol import Done, Flush, Inspect, Request, Usage
+from loomserve.kvstore.server.options import StoreOptions, arena_path
+from loomserve.kvstore.server.protocol import Done, Flush, Inspect, Request, StoreUsage
 from loomserve.platform.base.errors import StartError, Unavailable
 from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config import Config
@@ -26,8 +27,8 @@ _ANSWER_TIMEOUT_MS = 1000
 R = TypeVar("R")
 
 
-def plan_store(config: Config, base: Path) -> StorePlan | None:
-    """The store that a configuration in folder ``base`` asks for."""
+def store_options(config: Config, base: Path) -> StoreOptions | None:
+    """Options of the store that a configuration in folder ``base`` asks for; None: no store."""
     wanted = config.kvstore
     if wanted is None:
         return None
@@ -36,7 +37,7 @@ def plan_store(config: Config, base: Path) -> StorePlan | None:
     if wanted.ssd is not None:
         chosen = Path(wanted.ssd_path).expanduser() if wanted.ssd_path else cache_folder() / "kv"
         ssd_folder = (base / chosen).absolute()
-    return StorePlan(
+    return StoreOptions(
         folder=arena.parent,
         arena=arena,
         memory=wanted.memory,
@@ -47,7 +48,7 @@ def plan_store(config: Config, base: Path) -> StorePlan | None:
     )
 
 
-def start_store(plan: StorePlan) -> Any:
+def start_store(options: StoreOptions) -> Any:
     """Start the store's actor and return its handle; Ray starts it again when it dies.
 
     Raises:
@@ -55,7 +56,7 @@ def start_store(plan: StorePlan) -> Any:
     """
     import ray  # the command sets Ray's environment before it imports Ray
 
-    options = {
+    actor_options = {
         "name": ACTOR_NAME,
         "namespace": _NAMESPACE,
         "lifetime": "detached",
@@ -63,7 +64,8 @@ def start_store(plan: StorePlan) -> Any:
         "max_restarts": -1,
         "max_task_retries": -1,
     }
-    actor = ray.remote(Store).options(**options).remote(plan.model_dump(mode="json"))
+    store = ray.remote(StoreActor).options(**actor_options)
+    actor = store.remote(options.model_dump(mode="json"))
     problem = ray.get(actor.problem.remote(), timeout=_START_TIMEOUT_S)
     if problem is not None:
         ray.kill(actor)
@@ -85,7 +87,7 @@ async def read_usage(address: str) -> KvState:
     Raises:
         Unavailable: it does not answer.
     """
-    usage = await _ask(address, Inspect(), Usage)
+    usage = await _ask(address, Inspect(), StoreUsage)
     return KvState.model_validate(msgspec.to_builtins(usage))
 
 

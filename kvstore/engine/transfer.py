@@ -78,7 +78,7 @@ class Save:
 
 
 @dataclass(frozen=True)
-class Run:
+class BlockRun:
     """Blocks that follow each other in the engine's memory, from ``first`` on, and in the arena.
 
     In their slots lie ``pieces``, ``[blocks, layers, layer_bytes]``, and ``checksums``,
@@ -120,7 +120,7 @@ class TransferTime:
         return 1.0 - min(1.0, self.waited_s / busy_s) if busy_s else 1.0
 
 
-class Lane:
+class TransferThread:
     """What loading and saving share: a thread, the store, and the time they took."""
 
     def __init__(
@@ -147,7 +147,7 @@ class Lane:
 
     def _runs(
         self, namespace: bytes, keys: bytes, slots: Sequence[int], blocks: Sequence[int]
-    ) -> Iterator[Run]:
+    ) -> Iterator[BlockRun]:
         """The copies between ``slots`` and ``blocks``, as few as their places allow."""
         pages = self._layout.slot_bytes // PAGE
         most = max(1, _CACHED_BYTES // self.memory.layer_bytes)
@@ -162,7 +162,7 @@ class Lane:
             view = self._arena.view(slot, len(places) * self._layout.slot_bytes)
             view = view.reshape(len(places), self._layout.slot_bytes)
             seeds = [seed(namespace, keys[n * KEY_BYTES :][:KEY_BYTES]) for n in numbers]
-            yield Run(block, self._layout.pieces(view), self._layout.checksums(view), seeds)
+            yield BlockRun(block, self._layout.pieces(view), self._layout.checksums(view), seeds)
 
     def _tell(self, message: Release | Abandon | Commit | Corrupt) -> None:
         try:
@@ -189,7 +189,7 @@ class LoadStep:
     failed: set[int] = field(default_factory=set)
 
 
-class Loader(Lane):
+class Loader(TransferThread):
     """Fills an engine's blocks, layer by layer, ahead of the forward pass."""
 
     _step: LoadStep | None = None
@@ -223,7 +223,7 @@ class Loader(Lane):
 
     def _run(self, loads: Sequence[Load], step: LoadStep) -> set[int]:
         try:
-            ahead: list[Run] = []
+            ahead: list[BlockRun] = []
             runs = [run for load in loads for run in self._split(load, ahead)]
             with self._stream:
                 self._stream.wait(step.mark)
@@ -242,14 +242,14 @@ class Loader(Lane):
         self._report(loads, step.failed)
         return step.failed
 
-    def _split(self, load: Load, ahead: list[Run]) -> Iterator[Run]:
+    def _split(self, load: Load, ahead: list[BlockRun]) -> Iterator[BlockRun]:
         keys = load.keys[load.first * KEY_BYTES :]
         rest = len(load.slots) - load.ahead
         yield from self._runs(load.namespace, keys, load.slots[:rest], load.blocks[:rest])
         keys = keys[rest * KEY_BYTES :]
         ahead += self._runs(load.namespace, keys, load.slots[rest:], load.blocks[rest:])
 
-    def _load_layer(self, layer: int, runs: Sequence[Run]) -> list[int]:
+    def _load_layer(self, layer: int, runs: Sequence[BlockRun]) -> list[int]:
         """The blocks of which the layer is wrong."""
         begin = time.perf_counter()
         failed: list[int] = []
@@ -260,7 +260,7 @@ class Loader(Lane):
         self.time.add(_layer_bytes(layer, runs), time.perf_counter() - begin)
         return failed
 
-    def _wrong(self, layer: int, run: Run) -> Iterator[int]:
+    def _wrong(self, layer: int, run: BlockRun) -> Iterator[int]:
         """The blocks of which the engine has not got what was sealed as this layer of theirs.
 
         Checked after the copy: a slot that changed hands before or meanwhile is found out. And
@@ -304,7 +304,7 @@ class SaveStep:
         return event.wait(self.give_up_at - time.monotonic())
 
 
-class Saver(Lane):
+class Saver(TransferThread):
     """Copies the blocks that a step fills, layer by layer, behind the forward pass.
 
     ``model`` is the name that the store's figures and quotas know.
@@ -390,7 +390,9 @@ class Saver(Lane):
             commit = Commit(writer, save.recompute_s, save.keep_s)
             self._tell(commit if kept else Abandon(writer))
 
-    def _reserve(self, saves: Sequence[Save], writers: list[tuple[int, Save]]) -> Iterator[Run]:
+    def _reserve(
+        self, saves: Sequence[Save], writers: list[tuple[int, Save]]
+    ) -> Iterator[BlockRun]:
         for save in saves:
             try:
                 room = self._store.ask(
@@ -423,7 +425,7 @@ class Saver(Lane):
             self._refused.add(refusal)
             _logger.warning("nothing of this model is saved: %s", refusal)
 
-    def _save_layer(self, layer: int, runs: Sequence[Run], step: SaveStep) -> bool:
+    def _save_layer(self, layer: int, runs: Sequence[BlockRun], step: SaveStep) -> bool:
         """Whether the layer's pieces are whole in their slots."""
         if not runs:
             return True
@@ -439,7 +441,7 @@ class Saver(Lane):
         self.time.add(_layer_bytes(layer, runs), time.perf_counter() - begin)
         return whole
 
-    def _seal(self, layer: int, run: Run) -> bool:
+    def _seal(self, layer: int, run: BlockRun) -> bool:
         """Whether the slots have got the engine's bytes under their checksums.
 
         A writer that the store gave up may still write here, after the copy too. So the checksum is
@@ -454,5 +456,5 @@ class Saver(Lane):
         return own is not None or self.memory.equals_host(layer, run.first, pieces)
 
 
-def _layer_bytes(layer: int, runs: Sequence[Run]) -> int:
+def _layer_bytes(layer: int, runs: Sequence[BlockRun]) -> int:
     return sum(run.pieces[:, layer].nbytes for run in runs)

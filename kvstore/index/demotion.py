@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import count, groupby
 from typing import NamedTuple
 
-from loomserve.kvstore.index.radix import KEY_BYTES, NOWHERE, Node, Tree
+from loomserve.kvstore.index.radix import KEY_BYTES, NOWHERE, RadixNode, RadixTree
 
 
 class Demotion(NamedTuple):
@@ -19,7 +19,7 @@ class Demotion(NamedTuple):
     slots: array[int]
 
 
-def demotions(order: Iterable[tuple[float, Tree, Node]], blocks: int) -> list[Demotion]:
+def demotions(order: Iterable[tuple[float, RadixTree, RadixNode]], blocks: int) -> list[Demotion]:
     """The first ``blocks`` blocks in the order of eviction that are in memory alone."""
     found: list[Demotion] = []
     for _, tree, node in order:
@@ -32,7 +32,7 @@ def demotions(order: Iterable[tuple[float, Tree, Node]], blocks: int) -> list[De
     return found
 
 
-def _runs(tree: Tree, node: Node, positions: list[int]) -> list[Demotion]:
+def _runs(tree: RadixTree, node: RadixNode, positions: list[int]) -> list[Demotion]:
     """One for each run of consecutive ``positions`` of ``node``, the last run first."""
     chain = node.chain()
     start = len(chain) // KEY_BYTES - len(node)

@@ -1,7 +1,7 @@
 """Which blocks leave memory first: pure value functions, chosen by name, and the order they give.
 
-A policy maps a :class:`Candidate` to a value; the lowest value is evicted first. Values of one
-policy compare with each other, across models too; values of different policies do not.
+A policy maps an :class:`EvictionCandidate` to a value; the lowest value is evicted first. Values of
+one policy compare with each other, across models too; values of different policies do not.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
-from loomserve.kvstore.index.radix import Node, Tree
+from loomserve.kvstore.index.radix import RadixNode, RadixTree
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class EvictionCandidate:
     """A run of blocks of one model that were used together; all fields are of one block.
 
     Attributes:
@@ -34,15 +34,15 @@ class Candidate:
     floor: float = 0.0
 
 
-Policy = Callable[[Candidate], float]
+Policy = Callable[[EvictionCandidate], float]
 
 
-def lru(candidate: Candidate) -> float:
+def lru(candidate: EvictionCandidate) -> float:
     """Least recently used goes first: ``-age``, in seconds."""
     return -candidate.age_s
 
 
-def cost(candidate: Candidate) -> float:
+def cost(candidate: EvictionCandidate) -> float:
     """Predicted recompute seconds saved per byte kept: Greedy-Dual-Size-Frequency.
 
     ``value = floor + (1 + uses) * recompute_s / block_bytes``. The floor rises with what is
@@ -59,23 +59,25 @@ POLICIES: Mapping[str, Policy] = {"lru": lru, "cost": cost}
 
 
 def eviction_order(
-    trees: Iterable[Tree], policy: Policy, now: float
-) -> Iterator[tuple[float, Tree, Node]]:
+    trees: Iterable[RadixTree], policy: Policy, now: float
+) -> Iterator[tuple[float, RadixTree, RadixNode]]:
     """Unlocked nodes in memory and their value: each after all below it, else the least first.
 
     Of equal ones the least recently used comes first. Between two of them, the caller may take
     the slots of the one it was given.
     """
-    heap: list[tuple[float, float, int, Tree, Node]] = []
+    heap: list[tuple[float, float, int, RadixTree, RadixNode]] = []
     # In turn of their discovery where all else is equal.
     turn = count()
-    followers: dict[Node, int] = {}
+    followers: dict[RadixNode, int] = {}
 
-    def consider(tree: Tree, node: Node) -> None:
+    def consider(tree: RadixTree, node: RadixNode) -> None:
         if followers[node] or node.locks:
             return
         age_s = now - node.last_used
-        value = policy(Candidate(node.recompute_s, tree.block_bytes, node.uses, age_s, node.floor))
+        value = policy(
+            EvictionCandidate(node.recompute_s, tree.block_bytes, node.uses, age_s, node.floor)
+        )
         heappush(heap, (value, node.last_used, next(turn), tree, node))
 
     for tree in trees:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 from loomserve.kvstore.index.demotion import Demotion, demotions
 from loomserve.kvstore.index.eviction import Policy, eviction_order
-from loomserve.kvstore.index.radix import KEY_BYTES, NOWHERE, Freed, Node, Tree
+from loomserve.kvstore.index.radix import KEY_BYTES, NOWHERE, Freed, RadixNode, RadixTree
 
 
 class Match(NamedTuple):
@@ -59,9 +59,9 @@ class Stats(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _Namespace:
-    tree: Tree
+    tree: RadixTree
     # The last node of each pinned path, by the path's last key.
-    pins: dict[bytes, Node] = field(default_factory=dict)
+    pins: dict[bytes, RadixNode] = field(default_factory=dict)
     hits: int = 0
     misses: int = 0
     evictions: int = 0
@@ -70,7 +70,7 @@ class _Namespace:
 @dataclass(slots=True)
 class _Held:
     namespace: _Namespace
-    last: Node
+    last: RadixNode
     expires_at: float
 
 
@@ -94,7 +94,9 @@ class Index:
         Raises:
             ValueError: It is known with another block size.
         """
-        known = self._namespaces.setdefault(namespace, _Namespace(Tree(namespace, block_bytes)))
+        known = self._namespaces.setdefault(
+            namespace, _Namespace(RadixTree(namespace, block_bytes))
+        )
         known_bytes = known.tree.block_bytes
         if known_bytes != block_bytes:
             raise ValueError(
@@ -209,7 +211,7 @@ class Index:
             tree.fill(node, slots[at : at + missing])
             at += missing
         if at < len(slots):
-            run = Node(
+            run = RadixNode(
                 keys[resident * KEY_BYTES : (first + len(slots)) * KEY_BYTES],
                 slots=array("q", slots[at:]),
                 locations=array("q", [NOWHERE]) * (len(slots) - at),
@@ -260,7 +262,7 @@ class Index:
             start += len(node)
         rest = array("q", given)
         if rest:
-            run = Node(
+            run = RadixNode(
                 keys[resident * KEY_BYTES : (first + len(locations)) * KEY_BYTES],
                 locations=rest,
                 last_used=now,
@@ -459,16 +461,16 @@ class Index:
         located = [at for known in self._namespaces.values() for at in known.tree.by_location]
         assert len(located) == len(set(located))
 
-    def _touch(self, node: Node, now: float) -> None:
+    def _touch(self, node: RadixNode, now: float) -> None:
         node.last_used = now
         node.floor = self._floor
 
-    def _trees(self, within: Set[bytes] | None) -> list[Tree]:
+    def _trees(self, within: Set[bytes] | None) -> list[RadixTree]:
         chosen = self._namespaces if within is None else within
         return [self._namespaces[namespace].tree for namespace in chosen]
 
 
-def _in_memory(path: list[Node]) -> int:
+def _in_memory(path: list[RadixNode]) -> int:
     return sum(len(node.slots) for node in path)
 
 
@@ -478,7 +480,7 @@ def _until(keys: bytes, blocks: int) -> bytes:
     return keys[: blocks * KEY_BYTES]
 
 
-def _path_in_memory(tree: Tree, keys: bytes, blocks: int) -> list[Node] | None:
+def _path_in_memory(tree: RadixTree, keys: bytes, blocks: int) -> list[RadixNode] | None:
     """The path of exactly the first ``blocks`` blocks, unless one is not in memory."""
     path = tree.walk(keys[: blocks * KEY_BYTES])
     return path if _in_memory(path) == blocks else None
@@ -491,7 +493,7 @@ def _pin(keys: bytes, blocks: int) -> bytes:
     return _until(keys, blocks)[-KEY_BYTES:]
 
 
-def _blocks_from(tree: Tree) -> dict[Node, int]:
+def _blocks_from(tree: RadixTree) -> dict[RadixNode, int]:
     """How many blocks in memory each node and all below it have; parents first."""
     blocks = {node: len(node.slots) for node in tree.nodes()}
     for node in reversed(blocks):
@@ -500,7 +502,7 @@ def _blocks_from(tree: Tree) -> dict[Node, int]:
     return blocks
 
 
-def _drop(tree: Tree, node: Node, dropped: set[int]) -> list[int]:
+def _drop(tree: RadixTree, node: RadixNode, dropped: set[int]) -> list[int]:
     """The locations, dropped ones among them, that go with blocks that were only on SSD."""
     for at, location in enumerate(node.locations):
         if location in dropped:

@@ -1,6 +1,6 @@
 """A radix tree over sequences of block keys, whose nodes are runs of consecutive blocks.
 
-What holds in every tree, and what :meth:`Tree.check` verifies:
+What holds in every tree, and what :meth:`RadixTree.check` verifies:
 
 * The blocks in memory are closed under prefixes: the first ``len(node.slots)`` blocks of a node
   have a slot, and where one of its blocks has none, neither has any block below the node.
@@ -37,7 +37,7 @@ def _integers() -> array[int]:
 
 
 @dataclass(eq=False, slots=True)
-class Node:
+class RadixNode:
     """A run of consecutive blocks that share their statistics.
 
     Attributes:
@@ -56,8 +56,8 @@ class Node:
     keys: bytes = b""
     slots: array[int] = field(default_factory=_integers)
     locations: array[int] = field(default_factory=_integers)
-    parent: Node | None = None
-    children: dict[bytes, Node] = field(default_factory=dict)
+    parent: RadixNode | None = None
+    children: dict[bytes, RadixNode] = field(default_factory=dict)
     locks: int = 0
     uses: int = 0
     last_used: float = 0.0
@@ -68,7 +68,7 @@ class Node:
     def __len__(self) -> int:
         return len(self.locations)
 
-    def path(self) -> Iterator[Node]:
+    def path(self) -> Iterator[RadixNode]:
         """This node and its ancestors, without the root."""
         node = self
         while node.parent is not None:
@@ -79,7 +79,7 @@ class Node:
         """The keys of all blocks from the root to the end of this node."""
         return b"".join([node.keys for node in self.path()][::-1])
 
-    def subtree(self) -> Iterator[Node]:
+    def subtree(self) -> Iterator[RadixNode]:
         """This node and its descendants, parents first."""
         stack = [self]
         while stack:
@@ -88,7 +88,7 @@ class Node:
             stack.extend(node.children.values())
 
 
-class Tree:
+class RadixTree:
     """The blocks of one namespace.
 
     Attributes:
@@ -100,18 +100,18 @@ class Tree:
     def __init__(self, namespace: bytes, block_bytes: int) -> None:
         self.namespace = namespace
         self.block_bytes = block_bytes
-        self.root = Node()
+        self.root = RadixNode()
         self.in_memory = 0
-        self.by_location: dict[int, Node] = {}
+        self.by_location: dict[int, RadixNode] = {}
 
-    def nodes(self) -> Iterator[Node]:
+    def nodes(self) -> Iterator[RadixNode]:
         """All nodes but the root, parents first."""
         for child in self.root.children.values():
             yield from child.subtree()
 
-    def walk(self, keys: bytes) -> list[Node]:
+    def walk(self, keys: bytes) -> list[RadixNode]:
         """The path of the longest prefix of ``keys`` in the tree; splits its last node there."""
-        path: list[Node] = []
+        path: list[RadixNode] = []
         node, at = self.root, 0
         while (child := node.children.get(keys[at : at + KEY_BYTES])) is not None:
             if not keys.startswith(child.keys, at):
@@ -121,7 +121,7 @@ class Tree:
             node, at = child, at + len(child.keys)
         return path
 
-    def split(self, node: Node, blocks: int) -> Node:
+    def split(self, node: RadixNode, blocks: int) -> RadixNode:
         """Moves the first ``blocks`` blocks, some but not all, to a new parent; returns that."""
         head = replace(
             node,
@@ -137,7 +137,7 @@ class Tree:
         self._locate(head, head.locations)
         return head
 
-    def join(self, node: Node) -> None:
+    def join(self, node: RadixNode) -> None:
         """Undoes a split behind ``node`` that nothing needs any longer."""
         if node.detached or len(node.children) != 1:
             return
@@ -155,7 +155,7 @@ class Tree:
         self._link(child, node.parent)
         self._locate(child, node.locations)
 
-    def grow(self, node: Node, run: Node) -> None:
+    def grow(self, node: RadixNode, run: RadixNode) -> None:
         """Puts ``run``, which is not in a tree yet, behind ``node``, a node or the root.
 
         ``node`` has no child that starts with the same key, and is in memory as a whole if ``run``
@@ -175,12 +175,12 @@ class Tree:
             self._link(run, node)
         self._locate(run, run.locations)
 
-    def fill(self, node: Node, slots: Sequence[int]) -> None:
+    def fill(self, node: RadixNode, slots: Sequence[int]) -> None:
         """Gives the first blocks of ``node`` that are only on SSD these slots."""
         node.slots.extend(slots)
         self.in_memory += len(slots)
 
-    def cut(self, node: Node, at: int) -> Freed:
+    def cut(self, node: RadixNode, at: int) -> Freed:
         """Takes the blocks of ``node`` from its ``at``-th on, and all below, out of the tree.
 
         Locations are free at once, slots of locked nodes when :meth:`unlock` returns them.
@@ -200,7 +200,7 @@ class Tree:
             del self.by_location[location]
         return freed
 
-    def evict(self, node: Node, blocks: int) -> Freed:
+    def evict(self, node: RadixNode, blocks: int) -> Freed:
         """Takes the last ``blocks`` slots from ``node``, the last first.
 
         ``node`` is not locked, and nothing below it is in memory. The first of these blocks that
@@ -216,12 +216,12 @@ class Tree:
             freed.locations.extend(self.cut(node, lost).locations)
         return freed
 
-    def lock(self, node: Node) -> None:
+    def lock(self, node: RadixNode) -> None:
         """Keeps the slots of the path to ``node``, which is in memory, until :meth:`unlock`."""
         for locked in node.path():
             locked.locks += 1
 
-    def unlock(self, node: Node) -> list[int]:
+    def unlock(self, node: RadixNode) -> list[int]:
         """Returns the slots of nodes of the path that were cut while locked and no longer are."""
         freed: list[int] = []
         for locked in node.path():
@@ -233,7 +233,7 @@ class Tree:
 
     def check(self) -> None:
         """Raises ``AssertionError`` if the tree is not what this module says."""
-        located: dict[int, Node] = {}
+        located: dict[int, RadixNode] = {}
         for node in self.nodes():
             assert len(node.keys) == len(node) * KEY_BYTES > 0
             assert not node.detached
@@ -250,18 +250,18 @@ class Tree:
         assert located == self.by_location
         assert self.in_memory == sum(len(node.slots) for node in self.nodes())
 
-    def _link(self, node: Node, parent: Node | None) -> None:
+    def _link(self, node: RadixNode, parent: RadixNode | None) -> None:
         assert parent is not None
         node.parent = parent
         parent.children[node.keys[:KEY_BYTES]] = node
 
-    def _locate(self, node: Node, locations: Sequence[int]) -> None:
+    def _locate(self, node: RadixNode, locations: Sequence[int]) -> None:
         for location in locations:
             if location != NOWHERE:
                 self.by_location[location] = node
 
 
-def _extensible(node: Node, run: Node) -> bool:
+def _extensible(node: RadixNode, run: RadixNode) -> bool:
     alone = not (node.children or node.locks)
     return alone and (node.uses, node.last_used) == (run.uses, run.last_used)
 

@@ -14,7 +14,7 @@ BlockId = tuple[bytes, bytes]
 """Namespace and key."""
 
 
-class Run(NamedTuple):
+class ChainRun(NamedTuple):
     """Consecutive blocks ``[first, first + len(places))`` of the chain ``keys``."""
 
     namespace: bytes
@@ -23,7 +23,9 @@ class Run(NamedTuple):
     places: list[int]
 
 
-def runs(places: Mapping[BlockHeader, int], known: Iterable[BlockHeader]) -> Iterator[Run]:
+def chain_runs(
+    places: Mapping[BlockHeader, int], known: Iterable[BlockHeader]
+) -> Iterator[ChainRun]:
     """Every block of ``places`` whose ancestors are all ``known``, in runs, ancestors first.
 
     ``known`` holds the headers of ``places`` too. A header whose depth is not its parent's plus
@@ -39,7 +41,7 @@ def runs(places: Mapping[BlockHeader, int], known: Iterable[BlockHeader]) -> Ite
     stack = [(root, b"") for root in roots]
     while stack:
         header, above = stack.pop()
-        run = Run(header.namespace, above, header.depth, [])
+        run = ChainRun(header.namespace, above, header.depth, [])
         keys = [above]
         while True:
             keys.append(header.key)

@@ -158,7 +158,7 @@ class ModelUsage(msgspec.Struct, frozen=True):
     evicted_blocks: int
 
 
-class Usage(msgspec.Struct, tag=True, frozen=True):
+class StoreUsage(msgspec.Struct, tag=True, frozen=True):
     """What the store holds; bytes, seconds."""
 
     capacity_bytes: int
@@ -172,4 +172,4 @@ class Usage(msgspec.Struct, tag=True, frozen=True):
 
 
 Request = Lookup | Reserve | Commit | Abandon | Release | Corrupt | Pin | Flush | Inspect
-Reply = Found | Reserved | Done | Refused | Usage
+Reply = Found | Reserved | Done | Refused | StoreUsage

@@ -24,7 +24,7 @@ import msgspec
 from loomserve.kvstore.index.demotion import Demotion
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.kvstore.index.recovery import runs
+from loomserve.kvstore.index.recovery import chain_runs
 from loomserve.kvstore.server.protocol import (
     WRITE_S,
     Abandon,
@@ -43,7 +43,7 @@ from loomserve.kvstore.server.protocol import (
     Request,
     Reserve,
     Reserved,
-    Usage,
+    StoreUsage,
 )
 from loomserve.kvstore.server.slots import encode_slots
 from loomserve.kvstore.storage.arena import ArenaOwner
@@ -369,7 +369,7 @@ class BlockStore:
                 so_far.missed_blocks + stats.misses,
                 so_far.evicted_blocks + stats.evictions,
             )
-        return Usage(
+        return StoreUsage(
             capacity_bytes=self._arena.capacity_bytes,
             used_bytes=self._used_bytes(),
             ssd_capacity_bytes=self._ssd.capacity_bytes if self._ssd else 0,
@@ -631,11 +631,11 @@ class BlockStore:
         }
         everywhere = [*in_memory, *on_ssd]
         reached: set[int] = set()
-        for run in runs(in_memory, in_memory):
+        for run in chain_runs(in_memory, in_memory):
             self._arena.free(self._index.insert(*run, now, _UNKNOWN_RECOMPUTE_S))
             reached.update(run.places)
         self._arena.free(set(in_memory.values()) - reached)
-        for run in runs(on_ssd, everywhere):
+        for run in chain_runs(on_ssd, everywhere):
             self._index.insert_ssd(*run, now, _UNKNOWN_RECOMPUTE_S)
 
     def _keep_spaces(self) -> None:

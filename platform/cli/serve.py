@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 
-from loomserve.deployments.kvstore.kv_store import plan_store, start_store, stop_store
-from loomserve.kvstore.server.actor import arena_path
+from loomserve.deployments.kvstore.kv_store import start_store, stop_store, store_options
+from loomserve.kvstore.server.options import arena_path
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.batch.folder import BatchFolder, batch_folder
 from loomserve.platform.batch.offline.models import check_static_models
@@ -180,7 +180,7 @@ class Platform:
     def __init__(self, config: Config, base: Path) -> None:
         self._config = config
         self._base = base
-        self._store_plan = plan_store(config, base)
+        self._store_options = store_options(config, base)
         self._store: Any = None
 
     def start(self, replicas: dict[str, int]) -> None:
@@ -202,15 +202,15 @@ class Platform:
             object_store_memory=_OBJECT_STORE_BYTES,
             _node_ip_address=_node_address(self._config),
         )
-        if self._store_plan is not None:
-            self._store = start_store(self._store_plan)
+        if self._store_options is not None:
+            self._store = start_store(self._store_options)
         serve.start(proxy_location="Disabled")
         self._controller = run_platform(
             self._config,
             replicas,
             secrets.token_urlsafe(32),
             str(self._base.resolve()),
-            self._store_plan,
+            self._store_options,
         )
 
     def state(self) -> PlatformState:
@@ -285,8 +285,8 @@ class Platform:
 
     def _give_memory_back(self) -> None:
         # Shared memory outlives all processes.
-        if self._store_plan is not None and self._store is not None:
-            self._store_plan.arena.unlink(missing_ok=True)
+        if self._store_options is not None and self._store is not None:
+            self._store_options.arena.unlink(missing_ok=True)
 
 
 def run(config: Config, base: Path, say: Say) -> None:

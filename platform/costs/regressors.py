@@ -232,7 +232,7 @@ def held_out(
 
 
 @dataclass(frozen=True)
-class Score:
+class RegressorScore:
     """``mape`` is a share and known to ``standard_error``; ``predict_s`` a prediction's time."""
 
     regressor: str
@@ -243,7 +243,7 @@ class Score:
     predict_s: float
 
 
-def compare(samples: Sequence[TimedStep]) -> list[Score]:
+def compare(samples: Sequence[TimedStep]) -> list[RegressorScore]:
     """Every regressor and degree on a fifth of the steps, fitted to the others."""
     known, unknown = held_out(samples, 0.2, seed=1)
     scores = []
@@ -256,11 +256,13 @@ def compare(samples: Sequence[TimedStep]) -> list[Score]:
             each = (time.perf_counter() - fitted) / len(unknown)
             errors = _errors(np.array(predicted), unknown)
             doubt = float(errors.std() / len(errors) ** 0.5)
-            scores.append(Score(name, degree, float(errors.mean()), doubt, fitted - begin, each))
+            scores.append(
+                RegressorScore(name, degree, float(errors.mean()), doubt, fitted - begin, each)
+            )
     return scores
 
 
-def winner(scores: Sequence[Score]) -> Score:
+def winner(scores: Sequence[RegressorScore]) -> RegressorScore:
     """The simplest that may be as good as the best: of the lowest degree, then quickest to predict.
 
     May be: within one standard error (Breiman et al., "Classification and Regression Trees", 1984).

@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import pytest
 
 from benchmarks.engine import EXACT_BLOCK_BYTES, end, offline_engine
-from loomserve.kvstore.server.actor import StorePlan, open_store
 from loomserve.kvstore.server.client import StoreClient
-from loomserve.kvstore.server.protocol import Done, Flush, Inspect, Usage
+from loomserve.kvstore.server.opening import open_store
+from loomserve.kvstore.server.options import StoreOptions
+from loomserve.kvstore.server.protocol import Done, Flush, Inspect, StoreUsage
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.models import catalog
 from tests.integration.lending_pair import (
@@ -32,11 +33,11 @@ class StoredEngine:
     """The engine, and the store, which a test may stop and start again."""
 
     llm: Any
-    plan: StorePlan
+    options: StoreOptions
     server: StoreServer | None = None
 
     def start_store(self) -> None:
-        self.server = StoreServer(open_store(self.plan), self.plan.address)
+        self.server = StoreServer(open_store(self.options), self.options.address)
         self.server.start()
 
     def stop_store(self) -> None:
@@ -44,14 +45,14 @@ class StoredEngine:
             self.server.stop()
             self.server = None
 
-    def usage(self) -> Usage:
-        return self.ask_store(Inspect(), Usage)
+    def usage(self) -> StoreUsage:
+        return self.ask_store(Inspect(), StoreUsage)
 
     def flush_store(self) -> None:
         self.ask_store(Flush(""), Done)
 
     def ask_store(self, request: Any, expected: type[Any]) -> Any:
-        with closing(StoreClient(self.plan.address, timeout_ms=5000)) as client:
+        with closing(StoreClient(self.options.address, timeout_ms=5000)) as client:
             return client.ask(request, expected)
 
     def forget(self) -> None:
@@ -99,13 +100,13 @@ def with_store(engine: _Stored) -> Iterator[_Stored]:
     yield engine
     end(engine.llm)
     engine.stop_store()
-    engine.plan.arena.unlink(missing_ok=True)
+    engine.options.arena.unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="package")
 def stored_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
     folder = tmp_path_factory.mktemp("kv")
-    plan = StorePlan(
+    options = StoreOptions(
         folder=folder,
         arena=Path(f"/dev/shm/loomserve-kv-test-{os.getpid()}"),
         # 40 blocks of the demo model in float32: few enough that a dozen prompts overflow to SSD.
@@ -113,10 +114,10 @@ def stored_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEn
         ssd_folder=folder / "ssd",
         ssd=1024 * 2**20,
     )
-    with with_store(StoredEngine(None, plan)) as engine:
+    with with_store(StoredEngine(None, options)) as engine:
         engine.llm = offline_engine(
             str(catalog.resolve("demo", folder)),
-            plan.kv_transfer_config("demo"),
+            options.kv_transfer_config("demo"),
             # On every machine, so that a block has one size, and an answer the same tokens.
             dtype="float32",
             max_model_len=1024,
@@ -156,15 +157,15 @@ def _pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def stored_hot(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEngine]:
     """Borrows from the pair's cold engine, may lend too, and has a KV store."""
     folder = tmp_path_factory.mktemp("kv")
-    plan = StorePlan(
+    options = StoreOptions(
         folder=folder,
         arena=Path(f"/dev/shm/loomserve-kv-hot-{os.getpid()}"),
         memory=256 * 2**20,
     )
-    with with_store(StoredEngine(None, plan)) as engine:
+    with with_store(StoredEngine(None, options)) as engine:
         engine.llm = lending_engine(
             str(catalog.resolve("demo", folder)),
-            kv_transfer_config=plan.kv_transfer_config("demo"),
+            kv_transfer_config=options.kv_transfer_config("demo"),
             kv_cache_memory_bytes=OWN_BLOCKS * EXACT_BLOCK_BYTES,
             lending={
                 "borrow_bytes": 3 * OWN_BLOCKS * EXACT_BLOCK_BYTES,

@@ -112,7 +112,7 @@ def test_a_damaged_block_is_computed_again_and_forgotten(engine: StoredEngine) -
     first = engine.answer([text])[0]
     within(5, lambda: blocks_in_memory(engine) == 6)
     before = engine.usage().corrupt_blocks
-    arena = Arena.attach(engine.plan.arena)
+    arena = Arena.attach(engine.options.arena)
     # Every byte of the first extents but their headers, in the middle of layers too.
     everything = arena.view(0, arena.capacity_bytes)
     everything[2**16 :: 4096] ^= np.uint8(255)
@@ -200,7 +200,7 @@ def test_a_damaged_tail_is_computed_again(engine: StoredEngine) -> None:
     engine.forget()
     (first,) = engine.answer([text], tokens=1, kv_transfer={HANDS_OVER: True})[0].tokens
     within(5, lambda: blocks_in_memory(engine) == 7)
-    everything = Arena.attach(engine.plan.arena)
+    everything = Arena.attach(engine.options.arena)
     damaged = everything.view(0, everything.capacity_bytes)
     damaged[2**16 :: 4096] ^= np.uint8(255)
     engine.forget()

@@ -21,9 +21,10 @@ import torch
 from loomserve.kvstore.engine.memory import HostStream, KvMemory
 from loomserve.kvstore.engine.transfer import Save, Saver
 from loomserve.kvstore.server import store as store_module
-from loomserve.kvstore.server.actor import StorePlan, open_store
 from loomserve.kvstore.server.client import StoreClient
-from loomserve.kvstore.server.protocol import Done, Found, Inspect, Lookup, Release, Usage
+from loomserve.kvstore.server.opening import open_store
+from loomserve.kvstore.server.options import StoreOptions
+from loomserve.kvstore.server.protocol import Done, Found, Inspect, Lookup, Release, StoreUsage
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.kvstore.storage.arena import Arena
 from tests.integration.conftest import StoredEngine
@@ -35,8 +36,8 @@ SPACE = b"n" * 16
 LAYERS, BLOCKS = 3, 8
 
 
-def plan_in(folder: Path) -> StorePlan:
-    return StorePlan(
+def options_in(folder: Path) -> StoreOptions:
+    return StoreOptions(
         folder=folder,
         arena=folder / "arena",
         memory=2**24,
@@ -61,12 +62,12 @@ def keys_of(name: int) -> bytes:
     return np.random.default_rng(name).bytes(16 * BLOCKS)
 
 
-def worker(plan: StorePlan) -> Saver:
+def worker(options: StoreOptions) -> Saver:
     """What copies in an engine's worker."""
     caches = torch.randn((LAYERS, BLOCKS, 2, 4, 16), generator=torch.Generator().manual_seed(1))
     memory = KvMemory({f"layer {i}": caches[i] for i in range(LAYERS)})
-    client = StoreClient(plan.address, timeout_ms=5000)
-    return Saver(memory, Arena.attach(plan.arena), HostStream(), client, "model")
+    client = StoreClient(options.address, timeout_ms=5000)
+    return Saver(memory, Arena.attach(options.arena), HostStream(), client, "model")
 
 
 def save(saver: Saver, name: int, layers: int = LAYERS) -> None:
@@ -78,8 +79,8 @@ def save(saver: Saver, name: int, layers: int = LAYERS) -> None:
         saver.finish(sound=True)
 
 
-def save_until_killed(plan: StorePlan, pipe: Connection) -> None:
-    saver = worker(plan)
+def save_until_killed(options: StoreOptions, pipe: Connection) -> None:
+    saver = worker(options)
     save(saver, 1)
     save(saver, 2, layers=LAYERS - 1)
     pipe.send("in the middle")
@@ -90,14 +91,14 @@ def test_an_engine_killed_in_the_middle_of_a_save_leaves_what_it_had_saved_and_n
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "WRITE_S", 1.0)
-    plan = plan_in(tmp_path)
-    server = StoreServer(open_store(plan), plan.address)
+    options = options_in(tmp_path)
+    server = StoreServer(open_store(options), options.address)
     server.start()
     here, there = SPAWN.Pipe()
-    process = SPAWN.Process(target=save_until_killed, args=(plan, there))
+    process = SPAWN.Process(target=save_until_killed, args=(options, there))
     process.start()
     assert here.recv() == "in the middle"
-    client = StoreClient(plan.address, timeout_ms=5000)
+    client = StoreClient(options.address, timeout_ms=5000)
 
     def found(name: int) -> int:
         found = client.ask(Lookup(SPACE, keys_of(name), 0, 10.0, False), Found)
@@ -107,11 +108,11 @@ def test_an_engine_killed_in_the_middle_of_a_save_leaves_what_it_had_saved_and_n
     within(10, lambda: found(1) == BLOCKS)
     kill(process)
     assert found(2) == 0
-    within(10, lambda: client.ask(Inspect(), Usage).writers == 0)
+    within(10, lambda: client.ask(Inspect(), StoreUsage).writers == 0)
     assert (found(1), found(2)) == (BLOCKS, 0)
-    usage = client.ask(Inspect(), Usage)
+    usage = client.ask(Inspect(), StoreUsage)
     assert usage.used_bytes == usage.models[0].blocks_in_memory * 4096
-    with closing(worker(plan)) as other:
+    with closing(worker(options)) as other:
         save(other, 2)
         within(10, lambda: found(2) == BLOCKS)
     server.stop()
@@ -125,16 +126,16 @@ def kill(process: BaseProcess) -> None:
 # A store, while an engine runs.
 
 
-def serve_until_killed(plan: StorePlan, pipe: Connection) -> None:
-    StoreServer(open_store(plan), plan.address).start()
+def serve_until_killed(options: StoreOptions, pipe: Connection) -> None:
+    StoreServer(open_store(options), options.address).start()
     pipe.send("up")
     signal.pause()
 
 
 @contextmanager
-def running_store(plan: StorePlan) -> Iterator[BaseProcess]:
+def running_store(options: StoreOptions) -> Iterator[BaseProcess]:
     here, there = SPAWN.Pipe()
-    process = SPAWN.Process(target=serve_until_killed, args=(plan, there))
+    process = SPAWN.Process(target=serve_until_killed, args=(options, there))
     process.start()
     try:
         assert here.recv() == "up"
@@ -170,7 +171,7 @@ def test_while_the_store_hangs_or_is_dead_engines_compute_and_use_it_again_after
         assert time.monotonic() - begin < 3 * took + 5
         assert [(answer.cached, answer.tokens) for answer in away] == [(0, of) for of in first]
 
-    with running_store(engine.plan) as process:
+    with running_store(engine.options) as process:
         time.sleep(1.1)  # until engines ask a store again that was away
         engine.forget()
         begin = time.monotonic()
@@ -181,7 +182,7 @@ def test_while_the_store_hangs_or_is_dead_engines_compute_and_use_it_again_after
         os.kill(process.pid or 0, signal.SIGCONT)
         comes_back(engine, texts, first)
         answers_as_before(signal.SIGKILL, process)
-    with running_store(engine.plan):
+    with running_store(engine.options):
         comes_back(engine, texts, first)
 
 

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import yaml
 
-from loomserve.kvstore.server.actor import arena_path
+from loomserve.kvstore.server.options import arena_path
 from loomserve.kvstore.storage.arena import ArenaOwner
 from loomserve.platform.access.keys import new_key
 from tests.e2e.conftest import Platform, free_port, wait_ready

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import BLOCK_TOKENS, offline_engine
-from loomserve.kvstore.server.actor import StorePlan
-from loomserve.kvstore.server.protocol import Done, Flush, Inspect, Usage
+from loomserve.kvstore.server.options import StoreOptions
+from loomserve.kvstore.server.protocol import Done, Flush, Inspect, StoreUsage
 from loomserve.platform.costs.transfer_time import TransferTimes
 from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.options import SchedulerOptions
@@ -86,18 +86,18 @@ class SchedulingEngine(StoredEngine):
 @pytest.fixture(scope="module", name="engine")
 def _engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SchedulingEngine]:
     folder = tmp_path_factory.mktemp("kv")
-    plan = StorePlan(
+    store_options = StoreOptions(
         folder=folder,
         arena=Path(f"/dev/shm/loomserve-scheduler-test-{os.getpid()}"),
         memory=256 * 2**20,
         eviction="cost",
     )
-    with with_store(SchedulingEngine(None, plan)) as engine:
+    with with_store(SchedulingEngine(None, store_options)) as engine:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
             engine.llm = offline_engine(
                 str(catalog.resolve("demo", folder)),
-                plan.kv_transfer_config("demo"),
+                store_options.kv_transfer_config("demo"),
                 dtype="float32",
                 max_model_len=1024,
                 max_num_seqs=16,
@@ -211,7 +211,7 @@ def test_no_more_blocks_are_saved_as_they_fill_than_are_copied_beside_a_step(
         engine.add(f"link-{bytes_per_s}", long, max_tokens=4)
         engine.finish()
         time.sleep(1.0)  # blocks are committed beside the next step
-        used = engine.ask_store(Inspect(), Usage).used_bytes
+        used = engine.ask_store(Inspect(), StoreUsage).used_bytes
         # The store's own lines of a block take less than one block in all.
         assert used // scheduler._block_bytes == saved
     scheduler.transfer_times = measured
@@ -220,7 +220,7 @@ def test_no_more_blocks_are_saved_as_they_fill_than_are_copied_beside_a_step(
 def test_nothing_stays_leased_once_all_have_come_back(engine: SchedulingEngine) -> None:
     # What was swapped out is kept for ten seconds, for whoever comes back.
     until = time.monotonic() + 15
-    while engine.ask_store(Inspect(), Usage).leases:
+    while engine.ask_store(Inspect(), StoreUsage).leases:
         assert time.monotonic() < until
         time.sleep(0.1)
 

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from benchmarks.engine import BLOCK_TOKENS, offline_engine
-from loomserve.kvstore.server.actor import StorePlan, open_store
+from loomserve.kvstore.server.opening import open_store
+from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.policy.deadline import DEADLINE, deadline_of
@@ -274,19 +275,21 @@ def in_a_process(function: Callable[..., Any], *args: Any) -> Any:
 @pytest.fixture(scope="module")
 def recorded_by_ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
     folder = tmp_path_factory.mktemp("kv")
-    plan = StorePlan(
+    store_options = StoreOptions(
         folder=folder,
         arena=Path(f"/dev/shm/loomserve-kv-swap-{os.getpid()}"),
         memory=256 * 2**20,
     )
-    server = StoreServer(open_store(plan), plan.address)
+    server = StoreServer(open_store(store_options), store_options.address)
     server.start()
     try:
-        found: dict[str, Recorded] = in_a_process(served_by_ours, plan.kv_transfer_config("demo"))
+        found: dict[str, Recorded] = in_a_process(
+            served_by_ours, store_options.kv_transfer_config("demo")
+        )
         return found
     finally:
         server.stop()
-        plan.arena.unlink(missing_ok=True)
+        store_options.arena.unlink(missing_ok=True)
 
 
 def assert_agreement(recorded: Recorded, policies: Policies) -> None:

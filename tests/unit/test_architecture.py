@@ -39,9 +39,7 @@ LONG_CLASSES: dict[str, str] = {
     "kvstore/server/store.py:BlockStore": "to be divided",
 }
 SHARED_NAMES: dict[str, str] = {
-    "Usage": "to be renamed",
     "Outcome": "to be renamed",
-    "Lane": "to be renamed",
     "Work": "to be renamed",
     "InFlight": "to be renamed",
     "Engine": "to be renamed",
@@ -49,8 +47,6 @@ SHARED_NAMES: dict[str, str] = {
     "Start": "to be renamed",
     "Line": "to be renamed",
     "Pace": "to be renamed",
-    "Store": "to be renamed",
-    "Node": "to be renamed",
     "Batch": "to be renamed",
     "Device": "to be renamed",
     "Model": "to be renamed",
@@ -62,7 +58,6 @@ SHARED_NAMES: dict[str, str] = {
     "Plan": "to be renamed",
     "Part": "to be renamed",
     "KvMemory": "to be renamed",
-    "Run": "to be renamed",
 }
 
 

@@ -18,8 +18,9 @@ import torch
 from loomserve.kvstore.engine.memory import KvMemory, pin, stream_for
 from loomserve.kvstore.engine.transfer import Load, Loader, Save, Saver
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.kvstore.server.actor import StorePlan, open_store
 from loomserve.kvstore.server.client import StoreClient
+from loomserve.kvstore.server.opening import open_store
+from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import Done, Flush, Found, Lookup, Release
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.kvstore.server.slots import decode_slots
@@ -31,7 +32,7 @@ from loomserve.platform.costs import transfer_time
 from loomserve.platform.costs.profile import EngineFacts, Profile, Transfer
 from loomserve.platform.costs.regressors import (
     FittedModel,
-    Score,
+    RegressorScore,
     compare,
     held_out,
     mape,
@@ -62,7 +63,7 @@ class Findings:
     """
 
     profile: Profile
-    scores: Sequence[Score]
+    scores: Sequence[RegressorScore]
     corrected: float
     learnt: float
 
@@ -178,8 +179,8 @@ def time_transfers(
     random = np.random.default_rng(0)
     out: list[TimedTransfer] = []
     into: list[TimedTransfer] = []
-    with _running_store(6 * blocks * layout.slot_bytes) as plan, on_cores(device):
-        worker = _Worker(plan, layout, blocks, device)
+    with _running_store(6 * blocks * layout.slot_bytes) as store_options, on_cores(device):
+        worker = _Worker(store_options, layout, blocks, device)
         for number in range(-4, _TRANSFERS):
             # The first ones map the arena's memory, as an engine does once.
             size = blocks if number < 0 else int(np.exp(random.uniform(0, np.log(blocks + 1))))
@@ -196,36 +197,38 @@ def time_transfers(
 
 
 @contextmanager
-def _running_store(memory: int) -> Iterator[StorePlan]:
+def _running_store(memory: int) -> Iterator[StoreOptions]:
     with tempfile.TemporaryDirectory() as folder:
-        plan = StorePlan(
+        store_options = StoreOptions(
             folder=Path(folder),
             arena=Path(f"/dev/shm/loomserve-profile-{os.getpid()}"),
             memory=memory,
         )
-        server = StoreServer(open_store(plan), plan.address)
+        server = StoreServer(open_store(store_options), store_options.address)
         server.start()
         try:
-            yield plan
+            yield store_options
         finally:
             server.stop()
-            plan.arena.unlink(missing_ok=True)
+            store_options.arena.unlink(missing_ok=True)
 
 
 class _Worker:
     """An engine's worker as the store knows it, with a KV cache and no model."""
 
-    def __init__(self, plan: StorePlan, layout: BlockLayout, blocks: int, device: Device) -> None:
+    def __init__(
+        self, store_options: StoreOptions, layout: BlockLayout, blocks: int, device: Device
+    ) -> None:
         place = torch.device(device.kind)
         shape = (layout.layers, blocks, layout.layer_bytes)
         cache = torch.randint(0, 255, shape, dtype=torch.uint8, device=place)
         memory = KvMemory({str(layer): cache[layer] for layer in range(layout.layers)})
-        arena = Arena.attach(plan.arena)
+        arena = Arena.attach(store_options.arena)
         pin(place, arena.base_address, arena.nbytes)
         stream = stream_for(place)
-        self._loader = Loader(memory, arena, stream, StoreClient(plan.address))
-        self._saver = Saver(memory, arena, stream, StoreClient(plan.address), "profile")
-        self._client = StoreClient(plan.address, timeout_ms=10_000)
+        self._loader = Loader(memory, arena, stream, StoreClient(store_options.address))
+        self._saver = Saver(memory, arena, stream, StoreClient(store_options.address), "profile")
+        self._client = StoreClient(store_options.address, timeout_ms=10_000)
         self._layers = range(layout.layers)
 
     def swap_out(self, keys: bytes, blocks: list[int]) -> float:

@@ -36,7 +36,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Node:
+class DeviceNode:
     """A device, as one model finds it: bytes, and seconds of a step of the planned batch."""
 
     name: str
@@ -57,7 +57,7 @@ class Node:
 class Graph:
     """Devices, and ``links[i][j]``: seconds that a step's activations take from i to j."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[DeviceNode, ...]
     links: tuple[tuple[float, ...], ...]
 
     def __post_init__(self) -> None:

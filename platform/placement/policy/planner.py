@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from loomserve.platform.devices.memory import ENGINE_BYTES, STAGE_BYTES
 from loomserve.platform.placement.policy.device_times import DeviceProfile, stage_times
-from loomserve.platform.placement.policy.graph import Demand, Graph, Node
+from loomserve.platform.placement.policy.graph import Demand, DeviceNode, Graph
 from loomserve.platform.placement.policy.helr import DoesNotFitError, Mode, Placement, place
 from loomserve.platform.placement.policy.model_shape import ModelShape
 
@@ -125,7 +125,7 @@ def problem(
         times = stage_times(device, model.source, shape, model.batch)
         slower = 1 / max(0.05, 1 - busy.get(device.name, 0.0))
         nodes.append(
-            Node(
+            DeviceNode(
                 device.name,
                 memory=max(0.0, device.memory - memory_taken.get(device.name, 0.0)),
                 layer_s=times.layer_s * slower,

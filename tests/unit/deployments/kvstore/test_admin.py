@@ -14,9 +14,10 @@ from starlette.testclient import TestClient
 from starlette.types import Receive
 
 from loomserve.deployments.kvstore.admin import build_kv_router
-from loomserve.deployments.kvstore.kv_store import plan_store
-from loomserve.kvstore.server.actor import Store, StorePlan
+from loomserve.deployments.kvstore.kv_store import store_options
+from loomserve.kvstore.server.actor import StoreActor
 from loomserve.kvstore.server.client import StoreClient
+from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import Commit, Done, Found, Lookup, Reserve, Reserved
 from loomserve.platform.cli.kv import render
 from loomserve.platform.config import parse
@@ -31,17 +32,17 @@ BLOCK = {"layers": 2, "layer_bytes": 4096}
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> StorePlan:
+def options(tmp_path: Path) -> StoreOptions:
     folder = tmp_path / "store"
-    return StorePlan(
+    return StoreOptions(
         folder=folder, arena=folder / "arena", memory=64 * 2**20, ssd_folder=None, ssd=0,
         eviction="cost", quotas={},
     )  # fmt: skip
 
 
 @pytest.fixture
-def store(plan: StorePlan) -> Iterator[Store]:
-    running = Store(plan.model_dump(mode="json"))
+def store(options: StoreOptions) -> Iterator[StoreActor]:
+    running = StoreActor(options.model_dump(mode="json"))
     assert running.problem() is None
     yield running
     running.stop()
@@ -75,8 +76,8 @@ def api(engine: Engine, address: str | None, *isolated: str) -> TestClient:
     return TestClient(app, raise_server_exceptions=False)
 
 
-def write(plan: StorePlan, model: str) -> None:
-    client = StoreClient(plan.address, 2000)
+def write(options: StoreOptions, model: str) -> None:
+    client = StoreClient(options.address, 2000)
     room = client.ask(Reserve(NAMESPACE, CHAIN, model, **BLOCK), Reserved)
     client.ask(Commit(room.writer, 0.1), Done)
     client.ask(Lookup(NAMESPACE, CHAIN + bytes(16), 4, 1.0, False), Found)
@@ -84,9 +85,9 @@ def write(plan: StorePlan, model: str) -> None:
 
 
 @pytest.mark.usefixtures("store")
-def test_what_a_model_holds_is_told_and_flushed(plan: StorePlan, engine: Engine) -> None:
-    write(plan, "chat")
-    client = api(engine, plan.address)
+def test_what_a_model_holds_is_told_and_flushed(options: StoreOptions, engine: Engine) -> None:
+    write(options, "chat")
+    client = api(engine, options.address)
     state = KvState.model_validate(client.get("/kv").json())
     assert state.capacity_bytes == 64 * 2**20
     (model,) = state.models
@@ -107,8 +108,10 @@ def test_without_a_store_there_is_a_404_that_says_how_to_get_one(engine: Engine)
         assert "add a kvstore section" in answer.json()["error"]["message"]
 
 
-def test_a_store_that_is_away_is_a_503_to_be_tried_again(plan: StorePlan, engine: Engine) -> None:
-    client = api(engine, plan.address)
+def test_a_store_that_is_away_is_a_503_to_be_tried_again(
+    options: StoreOptions, engine: Engine
+) -> None:
+    client = api(engine, options.address)
     for answer in (client.get("/kv"), client.post("/kv/flush", json={})):
         assert answer.status_code == 503
         assert "requests are served without it" in answer.json()["error"]["message"]
@@ -168,10 +171,10 @@ def test_where_tenants_are_isolated_a_pin_must_say_whose(engine: Engine) -> None
 
 @pytest.mark.usefixtures("store")
 def test_the_table_shows_the_tiers_that_are_there_and_every_model(
-    plan: StorePlan, engine: Engine
+    options: StoreOptions, engine: Engine
 ) -> None:
-    write(plan, "chat")
-    state = KvState.model_validate(api(engine, plan.address).get("/kv").json())
+    write(options, "chat")
+    state = KvState.model_validate(api(engine, options.address).get("/kv").json())
     shown = rows(printed(render(state)))
     assert [row[0] for row in shown if row[0] in {"memory", "ssd", "chat"}] == ["memory", "chat"]
     (chat,) = [row for row in shown if row[0] == "chat"]
@@ -179,42 +182,42 @@ def test_the_table_shows_the_tiers_that_are_there_and_every_model(
 
 
 def test_a_store_takes_over_what_a_killed_one_left_and_removes_it_when_stopped(
-    plan: StorePlan, engine: Engine
+    options: StoreOptions, engine: Engine
 ) -> None:
     program = (
-        "import os, sys; from loomserve.kvstore.server.actor import Store; import json;"
-        "Store(json.loads(sys.argv[1])); print('up', flush=True); sys.stdin.read()"
+        "import os, sys; from loomserve.kvstore.server.actor import StoreActor; import json;"
+        "StoreActor(json.loads(sys.argv[1])); print('up', flush=True); sys.stdin.read()"
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", program, plan.model_dump_json()],
+        [sys.executable, "-c", program, options.model_dump_json()],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE,
     )  # fmt: skip
     with child:
         assert child.stdout is not None
         assert child.stdout.readline() == b"up\n"
-        write(plan, "chat")
+        write(options, "chat")
         child.kill()
-    again = Store(plan.model_dump(mode="json"))
+    again = StoreActor(options.model_dump(mode="json"))
     assert again.problem() is None
-    (model,) = api(engine, plan.address).get("/kv").json()["models"]
+    (model,) = api(engine, options.address).get("/kv").json()["models"]
     assert model["blocks_in_memory"] == 4
     again.stop()
-    assert not plan.folder.exists()
+    assert not options.folder.exists()
 
 
 def test_a_store_in_a_folder_that_others_can_enter_says_so_and_leaves_its_process(
-    plan: StorePlan,
+    options: StoreOptions,
 ) -> None:
-    plan.folder.mkdir(mode=0o755)
+    options.folder.mkdir(mode=0o755)
     program = (
         "import json, sys, time; from loomserve.kvstore.server import actor; actor._RETRY_S = 0.5;"
-        "print(actor.Store(json.loads(sys.argv[1])).problem(), flush=True); time.sleep(60)"
+        "print(actor.StoreActor(json.loads(sys.argv[1])).problem(), flush=True); time.sleep(60)"
     )
     child = subprocess.run(
-        [sys.executable, "-c", program, plan.model_dump_json()], capture_output=True, timeout=30
+        [sys.executable, "-c", program, options.model_dump_json()], capture_output=True, timeout=30
     )
     assert child.returncode == 1
-    assert f"{plan.folder} must be a folder of nobody but you" in child.stdout.decode()
+    assert f"{options.folder} must be a folder of nobody but you" in child.stdout.decode()
 
 
 @pytest.mark.parametrize(
@@ -238,12 +241,12 @@ def test_a_store_is_planned_as_configured_and_its_socket_has_a_short_name(
         "  - {name: b, source: demo, devices: [c]}\n"
         f"kvstore: {section}\n"
     )
-    plan = plan_store(config, tmp_path)
-    assert plan is not None
-    assert plan.quotas == {"a": 10 * 2**20}
-    assert len(plan.address) < 100
+    options = store_options(config, tmp_path)
+    assert options is not None
+    assert options.quotas == {"a": 10 * 2**20}
+    assert len(options.address) < 100
     places = {"HOME": str(tmp_path / "home"), "BASE": str(tmp_path)}
     expected = ssd_folder
     for name, place in places.items():
         expected = expected.replace(name, place) if expected else None
-    assert (str(plan.ssd_folder) if plan.ssd_folder else None) == expected
+    assert (str(options.ssd_folder) if options.ssd_folder else None) == expected

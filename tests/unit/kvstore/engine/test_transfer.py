@@ -29,7 +29,7 @@ from loomserve.kvstore.server.protocol import (
     Release,
     Reserve,
     Reserved,
-    Usage,
+    StoreUsage,
 )
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.kvstore.server.slots import decode_slots
@@ -141,8 +141,8 @@ class Store:
         self.client.ask(Release([found.lease]), Done)
         return found.in_memory
 
-    def usage(self) -> Usage:
-        return self.client.ask(Inspect(), Usage)
+    def usage(self) -> StoreUsage:
+        return self.client.ask(Inspect(), StoreUsage)
 
     def load(self, keys: bytes, blocks: Sequence[int]) -> Load:
         found = self.look(keys)

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.kvstore.index.eviction import POLICIES, Candidate, Policy, cost, lru
+from loomserve.kvstore.index.eviction import POLICIES, EvictionCandidate, Policy, cost, lru
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.radix import KEY_BYTES
 
-BASE = Candidate(recompute_s=0.5, block_bytes=1_000, uses=0, age_s=0.0)
+BASE = EvictionCandidate(recompute_s=0.5, block_bytes=1_000, uses=0, age_s=0.0)
 
 seconds = st.floats(0, 1e6)
 candidates = st.builds(
-    Candidate,
+    EvictionCandidate,
     recompute_s=seconds,
     block_bytes=st.integers(1, 2**32),
     uses=st.integers(0, 1_000),
@@ -44,20 +44,22 @@ def test_cost_is_recompute_time_times_uses_per_byte_above_what_was_evicted(
 
 
 @given(candidates, candidates)
-def test_lru_looks_at_age_alone(one: Candidate, other: Candidate) -> None:
+def test_lru_looks_at_age_alone(one: EvictionCandidate, other: EvictionCandidate) -> None:
     assert (lru(one) < lru(other)) == (one.age_s > other.age_s)
 
 
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
 @given(candidate=candidates, older=seconds)
-def test_no_block_gains_by_ageing(policy: Policy, candidate: Candidate, older: float) -> None:
+def test_no_block_gains_by_ageing(
+    policy: Policy, candidate: EvictionCandidate, older: float
+) -> None:
     aged = replace(candidate, age_s=candidate.age_s + older)
     assert policy(aged) <= policy(candidate)
 
 
 @given(candidates, st.integers(1, 100), st.floats(1, 100))
 def test_cost_keeps_what_is_used_more_or_slower_to_compute_or_smaller(
-    candidate: Candidate, more: int, slower: float
+    candidate: EvictionCandidate, more: int, slower: float
 ) -> None:
     value = cost(candidate)
     assert cost(replace(candidate, uses=candidate.uses + more)) >= value

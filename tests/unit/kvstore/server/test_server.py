@@ -21,8 +21,9 @@ import pytest
 import zmq
 
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.kvstore.server.actor import StorePlan, open_store
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
+from loomserve.kvstore.server.opening import open_store
+from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import (
     Commit,
     Done,
@@ -34,7 +35,7 @@ from loomserve.kvstore.server.protocol import (
     Request,
     Reserve,
     Reserved,
-    Usage,
+    StoreUsage,
 )
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.kvstore.server.slots import decode_slots
@@ -48,8 +49,8 @@ LAYOUT = BlockLayout(2, 30_000)
 MEMORY = 2**24
 
 
-def plan_in(folder: Path, *, ssd: int = 0) -> StorePlan:
-    return StorePlan(
+def options_in(folder: Path, *, ssd: int = 0) -> StoreOptions:
+    return StoreOptions(
         folder=folder,
         arena=folder / "arena",
         memory=MEMORY,
@@ -60,14 +61,14 @@ def plan_in(folder: Path, *, ssd: int = 0) -> StorePlan:
     )
 
 
-def started(plan: StorePlan) -> StoreServer:
-    server = StoreServer(open_store(plan), plan.address)
+def started(options: StoreOptions) -> StoreServer:
+    server = StoreServer(open_store(options), options.address)
     server.start()
     return server
 
 
-def serve_until_killed(plan: StorePlan, pipe: Connection) -> None:
-    started(plan)
+def serve_until_killed(options: StoreOptions, pipe: Connection) -> None:
+    started(options)
     pipe.send("up")
     signal.pause()
 
@@ -90,8 +91,8 @@ class Engine:
     arena: Arena
 
     @classmethod
-    def of(cls, plan: StorePlan) -> Engine:
-        return cls(StoreClient(plan.address, timeout_ms=5000), Arena.attach(plan.arena))
+    def of(cls, options: StoreOptions) -> Engine:
+        return cls(StoreClient(options.address, timeout_ms=5000), Arena.attach(options.arena))
 
     def reserve(self, keys: bytes) -> Reserved:
         request = Reserve(SPACE, keys, "model", LAYOUT.layers, LAYOUT.layer_bytes)
@@ -122,8 +123,8 @@ class Engine:
         self.client.ask(Release([found.lease]), Done)
         return len(slots)
 
-    def usage(self) -> Usage:
-        return self.client.ask(Inspect(), Usage)
+    def usage(self) -> StoreUsage:
+        return self.client.ask(Inspect(), StoreUsage)
 
     def wait_for_ssd(self, blocks: int) -> None:
         deadline = time.monotonic() + 10
@@ -139,19 +140,21 @@ class Engine:
 
 
 @pytest.fixture
-def plan(tmp_path: Path) -> StorePlan:
-    return plan_in(tmp_path)
+def options(tmp_path: Path) -> StoreOptions:
+    return options_in(tmp_path)
 
 
 @pytest.fixture
-def server(plan: StorePlan) -> Iterator[StoreServer]:
-    server = started(plan)
+def server(options: StoreOptions) -> Iterator[StoreServer]:
+    server = started(options)
     yield server
     server.stop()
 
 
-def test_two_engines_share_what_one_of_them_saved(plan: StorePlan, server: StoreServer) -> None:
-    one, other = Engine.of(plan), Engine.of(plan)
+def test_two_engines_share_what_one_of_them_saved(
+    options: StoreOptions, server: StoreServer
+) -> None:
+    one, other = Engine.of(options), Engine.of(options)
     keys = chain("a", 20)
     assert one.read(keys) == 0
     one.save(keys)
@@ -161,12 +164,12 @@ def test_two_engines_share_what_one_of_them_saved(plan: StorePlan, server: Store
 
 
 def test_many_engines_at_once_each_get_their_own_answers(
-    plan: StorePlan, server: StoreServer
+    options: StoreOptions, server: StoreServer
 ) -> None:
     wrong: list[int] = []
 
     def engine(number: int) -> None:
-        own = Engine.of(plan)
+        own = Engine.of(options)
         keys = chain(str(number), number + 1)
         own.save(keys)
         wrong.extend(number for _ in range(50) if own.read(keys) != number + 1)
@@ -202,14 +205,14 @@ def test_many_engines_at_once_each_get_their_own_answers(
     ids=range(16),
 )
 def test_garbage_is_refused_or_dropped_and_others_are_served(
-    plan: StorePlan, server: StoreServer, frames: list[bytes]
+    options: StoreOptions, server: StoreServer, frames: list[bytes]
 ) -> None:
-    engine = Engine.of(plan)
+    engine = Engine.of(options)
     engine.save(chain("a", 3))
     stranger: zmq.Socket[bytes]
     with zmq.Context.instance().socket(zmq.DEALER) as stranger:
         stranger.setsockopt(zmq.LINGER, 1000)
-        stranger.connect(plan.address)
+        stranger.connect(options.address)
         stranger.send_multipart(frames)
         if len(frames) == 2:
             assert stranger.poll(5000)
@@ -220,53 +223,53 @@ def test_garbage_is_refused_or_dropped_and_others_are_served(
 
 
 def test_a_client_that_dies_before_its_answer_disturbs_nobody(
-    plan: StorePlan, server: StoreServer
+    options: StoreOptions, server: StoreServer
 ) -> None:
-    engine = Engine.of(plan)
+    engine = Engine.of(options)
     engine.save(chain("a", 3))
     dying: zmq.Socket[bytes]
     for _ in range(20):
         with zmq.Context.instance().socket(zmq.REQ) as dying:
             dying.setsockopt(zmq.LINGER, 0)
-            dying.connect(plan.address)
+            dying.connect(options.address)
             dying.send(msgspec.msgpack.encode(Lookup(SPACE, chain("a", 3), 0, 10.0, False)))
     assert engine.read(chain("a", 3)) == 3
     assert server.alive
 
 
-def test_a_store_that_is_away_costs_one_short_wait_a_second(plan: StorePlan) -> None:
-    client = StoreClient(plan.address, timeout_ms=50)
+def test_a_store_that_is_away_costs_one_short_wait_a_second(options: StoreOptions) -> None:
+    client = StoreClient(options.address, timeout_ms=50)
     begin = time.monotonic()
     with pytest.raises(StoreAwayError, match="does not answer"):
-        client.ask(Inspect(), Usage)
+        client.ask(Inspect(), StoreUsage)
     waited = time.monotonic() - begin
     assert 0.04 < waited < 0.5
     begin = time.monotonic()
     for _ in range(100):
         with pytest.raises(StoreAwayError, match="is away"):
-            client.ask(Inspect(), Usage)
+            client.ask(Inspect(), StoreUsage)
     assert time.monotonic() - begin < 0.1
 
 
-def test_a_client_finds_the_store_that_came_back_and_what_it_kept(plan: StorePlan) -> None:
-    first = started(plan)
-    engine = Engine.of(plan)
+def test_a_client_finds_the_store_that_came_back_and_what_it_kept(options: StoreOptions) -> None:
+    first = started(options)
+    engine = Engine.of(options)
     engine.save(chain("a", 3))
     first.stop()
     engine.client._timeout_ms = 50
     with pytest.raises(StoreAwayError):
         engine.look(chain("a", 3))
-    second = started(plan)
+    second = started(options)
     time.sleep(1.0)
     engine.client._timeout_ms = 5000
     assert engine.read(chain("a", 3)) == 3
     second.stop()
 
 
-def test_a_late_answer_is_not_taken_for_the_next_questions(plan: StorePlan) -> None:
+def test_a_late_answer_is_not_taken_for_the_next_questions(options: StoreOptions) -> None:
     slow: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
-    slow.bind(plan.address)
-    client = StoreClient(plan.address, timeout_ms=50)
+    slow.bind(options.address)
+    client = StoreClient(options.address, timeout_ms=50)
     with pytest.raises(StoreAwayError, match="does not answer"):
         client.ask(Release([1]), Done)
     late, empty, _ = slow.recv_multipart()
@@ -286,12 +289,14 @@ def test_a_late_answer_is_not_taken_for_the_next_questions(plan: StorePlan) -> N
     slow.close(linger=0)
 
 
-def test_room_and_leases_of_an_answer_that_came_too_late_are_given_back(plan: StorePlan) -> None:
-    process = start_child(plan)
+def test_room_and_leases_of_an_answer_that_came_too_late_are_given_back(
+    options: StoreOptions,
+) -> None:
+    process = start_child(options)
     assert process.pid is not None
-    engine = Engine.of(plan)
+    engine = Engine.of(options)
     engine.save(chain("a", 3))
-    impatient = [StoreClient(plan.address, timeout_ms=50) for _ in range(2)]
+    impatient = [StoreClient(options.address, timeout_ms=50) for _ in range(2)]
     os.kill(process.pid, signal.SIGSTOP)
     requests: list[tuple[Request, type[Reply]]] = [
         (Reserve(SPACE, chain("b", 2), "model", LAYOUT.layers, LAYOUT.layer_bytes), Reserved),
@@ -314,19 +319,19 @@ def test_room_and_leases_of_an_answer_that_came_too_late_are_given_back(plan: St
 
 
 def test_a_refusal_or_a_wrong_answer_does_not_silence_the_client(
-    plan: StorePlan, server: StoreServer
+    options: StoreOptions, server: StoreServer
 ) -> None:
-    client = StoreClient(plan.address, timeout_ms=5000)
+    client = StoreClient(options.address, timeout_ms=5000)
     with pytest.raises(StoreAwayError, match="too long"):
         client.ask(Commit(1, 0.0), Done)
-    with pytest.raises(StoreAwayError, match="answered Usage"):
+    with pytest.raises(StoreAwayError, match="answered StoreUsage"):
         client.ask(Inspect(), Done)
     assert client.ask(Release([]), Done) == Done(0)
 
 
-def test_an_answer_that_cannot_be_read_counts_as_none(plan: StorePlan) -> None:
+def test_an_answer_that_cannot_be_read_counts_as_none(options: StoreOptions) -> None:
     broken: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.REP)
-    broken.bind(plan.address)
+    broken.bind(options.address)
 
     def answer() -> None:
         broken.recv()
@@ -334,17 +339,17 @@ def test_an_answer_that_cannot_be_read_counts_as_none(plan: StorePlan) -> None:
 
     answering = threading.Thread(target=answer)
     answering.start()
-    client = StoreClient(plan.address, timeout_ms=5000)
+    client = StoreClient(options.address, timeout_ms=5000)
     with pytest.raises(StoreAwayError, match="does not answer"):
-        client.ask(Inspect(), Usage)
+        client.ask(Inspect(), StoreUsage)
     answering.join()
     broken.close(linger=0)
 
 
-def test_a_store_that_hangs_costs_short_waits_and_is_used_again(plan: StorePlan) -> None:
-    process = start_child(plan)
+def test_a_store_that_hangs_costs_short_waits_and_is_used_again(options: StoreOptions) -> None:
+    process = start_child(options)
     assert process.pid is not None
-    engine = Engine.of(plan)
+    engine = Engine.of(options)
     engine.save(chain("a", 3))
     engine.client._timeout_ms = 100
     os.kill(process.pid, signal.SIGSTOP)
@@ -357,9 +362,9 @@ def test_a_store_that_hangs_costs_short_waits_and_is_used_again(plan: StorePlan)
                 engine.look(chain("a", 3))
         # More than the kernel queues for one that accepts none.
         for _ in range(200):
-            another = StoreClient(plan.address, timeout_ms=1)
+            another = StoreClient(options.address, timeout_ms=1)
             with pytest.raises(StoreAwayError), closing(another):
-                another.ask(Inspect(), Usage)
+                another.ask(Inspect(), StoreUsage)
         assert time.monotonic() - begin < 5
     finally:
         os.kill(process.pid, signal.SIGCONT)
@@ -375,10 +380,10 @@ def killed(process: multiprocessing.process.BaseProcess) -> None:
     process.join()
 
 
-def start_child(plan: StorePlan) -> multiprocessing.process.BaseProcess:
+def start_child(options: StoreOptions) -> multiprocessing.process.BaseProcess:
     here, there = SPAWN.Pipe()
     # A daemon: a test that fails must not keep its store, for whose end pytest would wait.
-    process = SPAWN.Process(target=serve_until_killed, args=(plan, there), daemon=True)
+    process = SPAWN.Process(target=serve_until_killed, args=(options, there), daemon=True)
     process.start()
     assert here.recv() == "up"
     return process
@@ -396,9 +401,9 @@ def save_more(engine: Engine, committed: list[bytes]) -> None:
 def test_a_killed_stores_successor_has_all_that_was_committed_and_nothing_else(
     tmp_path: Path,
 ) -> None:
-    plan = plan_in(tmp_path, ssd=2**26)
-    process = start_child(plan)
-    engine = Engine.of(plan)
+    options = options_in(tmp_path, ssd=2**26)
+    process = start_child(options)
+    engine = Engine.of(options)
     # More than half of memory, so that blocks are being written to SSD too.
     committed = [chain(str(number), 5) for number in range(30)]
     for keys in committed:
@@ -414,8 +419,8 @@ def test_a_killed_stores_successor_has_all_that_was_committed_and_nothing_else(
     with pytest.raises(StoreAwayError):
         save_more(engine, committed)
     killer.join()
-    server = started(plan)
-    after = Engine.of(plan)
+    server = started(options)
+    after = Engine.of(options)
     assert [after.read(keys) for keys in committed] == [
         len(keys) // KEY_BYTES for keys in committed
     ]
@@ -428,18 +433,18 @@ def test_a_killed_stores_successor_has_all_that_was_committed_and_nothing_else(
 def test_what_a_store_killed_while_it_writes_to_ssd_has_there_outlives_shared_memory(
     tmp_path: Path,
 ) -> None:
-    plan = plan_in(tmp_path, ssd=2**26)
-    process = start_child(plan)
-    engine = Engine.of(plan)
+    options = options_in(tmp_path, ssd=2**26)
+    process = start_child(options)
+    engine = Engine.of(options)
     chains = [chain(str(number), 5) for number in range(30)]
     for keys in chains:
         engine.save(keys)
     engine.wait_for_ssd(30)
     told = engine.usage().models[0].blocks_on_ssd
     killed(process)
-    plan.arena.unlink()
-    server = started(plan)
-    after = Engine.of(plan)
+    options.arena.unlink()
+    server = started(options)
+    after = Engine.of(options)
     there = {keys: after.look(keys).resident for keys in chains}
     # Of one chain the end may have been written and the beginning not.
     assert sum(there.values()) > told - 5
@@ -450,17 +455,17 @@ def test_what_a_store_killed_while_it_writes_to_ssd_has_there_outlives_shared_me
 
 
 def test_blocks_on_ssd_outlive_the_loss_of_shared_memory(tmp_path: Path) -> None:
-    plan = plan_in(tmp_path, ssd=2**26)
-    process = start_child(plan)
-    engine = Engine.of(plan)
+    options = options_in(tmp_path, ssd=2**26)
+    process = start_child(options)
+    engine = Engine.of(options)
     chains = [chain(str(number), 5) for number in range(30)]
     for keys in chains:
         engine.save(keys)
     engine.wait_for_ssd(150)
     killed(process)
-    plan.arena.unlink()
-    server = started(plan)
-    after = Engine.of(plan)
+    options.arena.unlink()
+    server = started(options)
+    after = Engine.of(options)
     for keys in chains:
         after.wait_for_memory(keys, 5)
         assert after.read(keys) == 5

@@ -32,7 +32,7 @@ from hypothesis.stateful import (
 
 from loomserve.kvstore.index.eviction import lru
 from loomserve.kvstore.index.index import Index
-from loomserve.kvstore.index.radix import KEY_BYTES, Node
+from loomserve.kvstore.index.radix import KEY_BYTES, RadixNode
 from loomserve.kvstore.server.protocol import (
     WRITE_S,
     Abandon,
@@ -50,7 +50,7 @@ from loomserve.kvstore.server.protocol import (
     Request,
     Reserve,
     Reserved,
-    Usage,
+    StoreUsage,
 )
 from loomserve.kvstore.server.slots import decode_slots
 from loomserve.kvstore.server.store import BlockStore
@@ -289,8 +289,8 @@ class Home:
     def damage(self, slot: int) -> None:
         self.engine.view(slot, SMALL.slot_bytes)[100] ^= 255
 
-    def usage(self) -> Usage:
-        return self.ask(Inspect(), Usage)
+    def usage(self) -> StoreUsage:
+        return self.ask(Inspect(), StoreUsage)
 
     def segments(self) -> list[Path]:
         return sorted((self.folder / "ssd").glob("segment-*"))
@@ -308,7 +308,7 @@ class Home:
         ]
         assert sorted(held) == sorted(arena)
 
-    def nodes(self) -> set[Node]:
+    def nodes(self) -> set[RadixNode]:
         """Of the trees, and what leases keep of removed ones."""
         nodes = {node for held in self.index._leases.values() for node in held.last.path()}
         for known in self.index._namespaces.values():

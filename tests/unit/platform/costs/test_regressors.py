@@ -11,7 +11,7 @@ from loomserve.platform.costs.regressors import (
     DEGREES,
     REGRESSORS,
     FittedModel,
-    Score,
+    RegressorScore,
     compare,
     held_out,
     mape,
@@ -89,9 +89,9 @@ def test_every_regressor_is_compared_at_every_degree() -> None:
 
 
 def test_the_winner_is_the_simplest_that_may_be_the_best() -> None:
-    best = Score("linear", 3, 0.100, 0.01, 1, 1e-5)
-    slow = Score("random forest", 1, 0.105, 0.01, 1, 1e-3)
-    quick = Score("ridge", 1, 0.109, 0.01, 1, 1e-5)
-    worse = Score("lasso", 1, 0.2, 0.01, 1, 1e-6)
+    best = RegressorScore("linear", 3, 0.100, 0.01, 1, 1e-5)
+    slow = RegressorScore("random forest", 1, 0.105, 0.01, 1, 1e-3)
+    quick = RegressorScore("ridge", 1, 0.109, 0.01, 1, 1e-5)
+    worse = RegressorScore("lasso", 1, 0.2, 0.01, 1, 1e-6)
     assert winner([best, slow, quick, worse]) == quick
     assert winner([best, worse]) == best

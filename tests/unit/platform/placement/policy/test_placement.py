@@ -11,8 +11,8 @@ import pytest
 from loomserve.platform.placement.policy import beam, exact
 from loomserve.platform.placement.policy.graph import (
     Demand,
+    DeviceNode,
     Graph,
-    Node,
     Pipeline,
     Stage,
     even,
@@ -65,7 +65,7 @@ def problem(seed: int, nodes: int | None = None, layers: int | None = None) -> t
     speeds = random.choice([0.5, 1.0, 3.0], size=2) if alike else random.uniform(0.3, 4, size=nodes)
     graph = Graph(
         tuple(
-            Node(
+            DeviceNode(
                 f"d{i}",
                 memory=float(needed * random.choice([0.3, 0.6, 1.2])),
                 layer_s=float(random.choice(speeds)),
@@ -140,7 +140,7 @@ def cluster(seed: int, nodes: int, layers: int, hosts: int) -> tuple[Demand, Gra
     links = np.where(host[:, None] == host, 0.05, between[host][:, host])
     return demand, Graph(
         tuple(
-            Node(f"d{i}", *map(float, types[of_host[host[i]]]), 0.05, 0.2, 0.8)
+            DeviceNode(f"d{i}", *map(float, types[of_host[host[i]]]), 0.05, 0.2, 0.8)
             for i in range(nodes)
         ),
         tuple(tuple(map(float, row)) for row in links),
@@ -183,7 +183,7 @@ def test_a_model_over_64_devices_is_near_what_nothing_can_beat(hosts: int) -> No
 
 
 def test_64_devices_of_few_kinds_are_placed_exactly() -> None:
-    nodes = tuple(Node(f"d{i}", 10.0 + 5 * (i % 2), 1.0 + i % 2) for i in range(64))
+    nodes = tuple(DeviceNode(f"d{i}", 10.0 + 5 * (i % 2), 1.0 + i % 2) for i in range(64))
     links = tuple((0.1,) * 64 for _ in range(64))
     found = place(Demand(40, 1.0), Graph(nodes, links), "balanced")
     assert found.exact
@@ -200,7 +200,7 @@ def test_layers_are_divided_evenly_as_vllm_does() -> None:
 
 def test_a_stage_without_layers_and_a_device_used_twice_are_no_maps() -> None:
     demand = Demand(2, 1.0)
-    graph = Graph((Node("a", 9, 1), Node("b", 9, 1)), ((0, 0), (0, 0)))
+    graph = Graph((DeviceNode("a", 9, 1), DeviceNode("b", 9, 1)), ((0, 0), (0, 0)))
     assert fits(demand, graph, (Stage(0, 1), Stage(1, 1)))
     assert not fits(demand, graph, (Stage(0, 1), Stage(0, 1)))
     assert not fits(demand, graph, (Stage(0, 2), Stage(1, 0)))
@@ -210,7 +210,7 @@ def test_a_stage_without_layers_and_a_device_used_twice_are_no_maps() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_device_of_a_third_of_the_speed_gets_a_third_of_the_work(mode: Mode) -> None:
     # As measured of a small model: the output head is worth eight layers.
-    nodes = (Node("quick", 100, 1.0, last_s=8.0), Node("slow", 100, 3.0, last_s=24.0))
+    nodes = (DeviceNode("quick", 100, 1.0, last_s=8.0), DeviceNode("slow", 100, 3.0, last_s=24.0))
     found = place(Demand(30, 1.0), Graph(nodes, ((0, 0.1), (0.1, 0))), mode)
     if mode == "balanced":
         # The slow one first: 9 layers of 3 s, against 21 of 1 s and the head.
