@@ -85,9 +85,9 @@ def lending_engine(
     return offline_engine(
         model,
         kv_transfer_config,
-        worker_cls="loomserve.platform.lending.engine.worker.WovenWorker",
+        worker_cls="loomserve.platform.lending.engine.worker.RemoteAttentionWorker",
         scheduler_cls="loomserve.platform.lending.engine.lender_scheduler.make_scheduler",
-        distributed_executor_backend="loomserve.platform.engine.executor.PatientExecutor",
+        distributed_executor_backend="loomserve.platform.engine.executor.NonSpinningExecutor",
         additional_config={ADDITIONAL_CONFIG: scheduling, LENDING_CONFIG: lending},
         **options,
     )

@@ -56,7 +56,7 @@ class Engine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from loomserve.platform.engine.executor import PatientExecutor
+        from loomserve.platform.engine.executor import NonSpinningExecutor
         from loomserve.platform.engine.precision import cpu_dtype
 
         self._requests = len(layers) * batch
@@ -74,8 +74,8 @@ class Engine:
                 enable_chunked_prefill=True,
                 kv_cache_memory_bytes=256 * 2**20,
                 pipeline_parallel_size=len(layers),
-                distributed_executor_backend=PatientExecutor,
-                worker_cls="loomserve.platform.engine.worker.PatientWorker",
+                distributed_executor_backend=NonSpinningExecutor,
+                worker_cls="loomserve.platform.engine.worker.NonSpinningWorker",
             )
         )
         self._names = itertools.count()

@@ -33,7 +33,7 @@ import torch
 from vllm import _custom_ops as ops
 
 from benchmarks.report import Spread, machine, publish
-from loomserve.platform.lending.ring.attention_server import Desk
+from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import Ring, native
@@ -138,13 +138,13 @@ def lend(path: Path, how: str, lender: str, requests: int, ready: Connection) ->
     """The lender's process, until it is killed."""
     on_core(LENDER_CORE)
     with implemented(how):
-        desk = Desk()
-    desk.open(Ring.attach(path), caches(requests))
+        server = AttentionServer()
+    server.open(Ring.attach(path), caches(requests))
     if lender == "polling":
-        desk.busy()
+        server.busy()
     ready.send(None)
     while lender == "polling":
-        desk.poll()
+        server.poll()
     time.sleep(3600)
 
 
@@ -174,16 +174,16 @@ def measure(how: str, lender: str, requests: int, runs: int) -> dict[str, object
 def empty_poll_ns(runs: int) -> Spread:
     """With one ring open."""
     path = Path(f"/dev/shm/loomserve-bench-ring-{os.getpid()}")
-    ring, desk, calls = Ring.create(path, SHAPE, 1, 1, 1), Desk(), 100_000
-    desk.open(ring, caches(1))
-    desk.busy()
+    ring, server, calls = Ring.create(path, SHAPE, 1, 1, 1), AttentionServer(), 100_000
+    server.open(ring, caches(1))
+    server.busy()
     taken = []
     for _ in range(runs):
         begin = time.perf_counter_ns()
         for _ in range(calls):
-            desk.poll()
+            server.poll()
         taken.append((time.perf_counter_ns() - begin) / calls)
-    desk.stop()
+    server.stop()
     ring.unlink()
     return Spread.of(taken)
 

@@ -93,7 +93,7 @@ class Engine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        from loomserve.platform.engine.executor import PatientExecutor
+        from loomserve.platform.engine.executor import NonSpinningExecutor
 
         self._llm = AsyncLLM.from_engine_args(
             AsyncEngineArgs(
@@ -107,7 +107,7 @@ class Engine:
                 kv_cache_memory_bytes=blocks * BLOCK_BYTES,
                 pipeline_parallel_size=len(cores),
                 # vLLM takes no name of a class for more than one stage.
-                distributed_executor_backend=PatientExecutor,
+                distributed_executor_backend=NonSpinningExecutor,
                 **options,
             )
         )
@@ -147,14 +147,14 @@ def woven(core: int, blocks: int, places: int, **lending: Any) -> Engine:
         [core],
         blocks,
         places,
-        worker_cls="loomserve.platform.lending.engine.worker.WovenWorker",
+        worker_cls="loomserve.platform.lending.engine.worker.RemoteAttentionWorker",
         scheduler_cls="loomserve.platform.lending.engine.lender_scheduler.make_scheduler",
         additional_config={"loomserve": {"queue": "fcfs"}, LENDING_CONFIG: lending},
     )
 
 
 def plain(cores: Sequence[int], blocks: int, places: int) -> Engine:
-    worker = "loomserve.platform.engine.worker.PatientWorker"
+    worker = "loomserve.platform.engine.worker.NonSpinningWorker"
     return Engine(cores, blocks, places, worker_cls=worker)
 
 

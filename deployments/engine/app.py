@@ -62,13 +62,13 @@ def run_model(spec: EngineSpec, app: Any) -> None:
 def _cpu_options() -> dict[str, str]:
     return {
         "dtype": cpu_dtype(),
-        "worker_cls": "loomserve.platform.engine.worker.PatientWorker",
+        "worker_cls": "loomserve.platform.engine.worker.NonSpinningWorker",
     }
 
 
 def _lending_options() -> dict[str, Any]:
     return {
-        "worker_cls": "loomserve.platform.lending.engine.worker.WovenWorker",
+        "worker_cls": "loomserve.platform.lending.engine.worker.RemoteAttentionWorker",
         "scheduler_cls": "loomserve.platform.lending.engine.lender_scheduler.make_scheduler",
         # A lender looks for tasks between its model's operators.
         "enforce_eager": True,

@@ -17,11 +17,11 @@ def executor_class(config: VllmConfig) -> type[Executor]:
     """The executor that vLLM would take, or its patient kind where devices are cores."""
     chosen: type[Executor] = Executor.get_class(config)
     if chosen is MultiprocExecutor and current_platform.is_cpu():
-        return PatientExecutor
+        return NonSpinningExecutor
     return chosen
 
 
-class PatientExecutor(MultiprocExecutor):  # type: ignore[misc]
+class NonSpinningExecutor(MultiprocExecutor):  # type: ignore[misc]
     """EngineCore's side: asleep while its workers compute.
 
     Calls that open and end loans concern EngineCore's scheduler too, and vLLM's way to EngineCore

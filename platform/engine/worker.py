@@ -12,7 +12,7 @@ from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 from loomserve.platform.engine.pipeline_stage import StageModelRunner
 
 
-class PatientWorker(CPUWorker):  # type: ignore[misc]
+class NonSpinningWorker(CPUWorker):  # type: ignore[misc]
     """Its core is another engine's, or the gateway's, while it has nothing to do."""
 
     runner_class = StageModelRunner

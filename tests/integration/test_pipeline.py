@@ -9,7 +9,7 @@ import pytest
 from benchmarks.engine import end, offline_engine
 from loomserve.platform.config import Device
 from loomserve.platform.devices.claims import pipeline_environment
-from loomserve.platform.engine.executor import PatientExecutor
+from loomserve.platform.engine.executor import NonSpinningExecutor
 from loomserve.platform.models import catalog
 
 pytestmark = pytest.mark.engine
@@ -21,7 +21,7 @@ OPTIONS = {
     "max_num_batched_tokens": 64,
     "kv_cache_memory_bytes": 64 * 2**20,
     "dtype": "float32",
-    "worker_cls": "loomserve.platform.engine.worker.PatientWorker",
+    "worker_cls": "loomserve.platform.engine.worker.NonSpinningWorker",
 }
 
 
@@ -52,7 +52,7 @@ def test_an_uneven_pipeline_answers_as_a_single_engine_does(
         None,
         core=environment["VLLM_CPU_OMP_THREADS_BIND"],
         pipeline_parallel_size=2,
-        distributed_executor_backend=PatientExecutor,
+        distributed_executor_backend=NonSpinningExecutor,
         **OPTIONS,
     )
     assert greedy(pipeline) == alone

@@ -104,7 +104,7 @@ def _engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SchedulingEngi
                 max_num_batched_tokens=256,
                 kv_cache_memory_bytes=48 * 2**20,
                 disable_log_stats=False,
-                worker_cls="loomserve.platform.engine.worker.PatientWorker",
+                worker_cls="loomserve.platform.engine.worker.NonSpinningWorker",
                 scheduler_cls="loomserve.platform.engine.scheduler.make_scheduler",
                 additional_config={"loomserve": ADAPTIVE.model_dump()},
             )

@@ -15,7 +15,7 @@ from vllm.model_executor.models.utils import PPMissingLayer
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Device
 from loomserve.platform.engine.profiling.step_timing import ProfiledEngine
-from loomserve.platform.engine.worker import PatientWorker
+from loomserve.platform.engine.worker import NonSpinningWorker
 from loomserve.platform.placement.policy.device_times import StageTimes
 
 _PROMPT, _OUTPUTS, _WARM_UP = 64, 24, 4
@@ -33,7 +33,7 @@ class StageStep(NamedTuple):
     """Last norm, output head, sampling."""
 
 
-class StageTimingWorker(PatientWorker):
+class StageTimingWorker(NonSpinningWorker):
     """vLLM's CPU worker with a clock at the seams of its model, which must not be compiled."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:

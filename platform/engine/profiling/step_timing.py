@@ -120,7 +120,7 @@ class ProfiledEngine:
             sleep_instead_of_spinning()
             on_cpu = {
                 "dtype": cpu_dtype(),
-                "worker_cls": "loomserve.platform.engine.worker.PatientWorker",
+                "worker_cls": "loomserve.platform.engine.worker.NonSpinningWorker",
             }
         with ExitStack() as bound:
             bound.enter_context(on_cores(device))

@@ -24,35 +24,35 @@ from vllm.v1.attention.backends.cpu_attn import (
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from loomserve.platform.lending.engine.block_partitions import OWN, Sides
-from loomserve.platform.lending.engine.shards.heads import MovedHeads
-from loomserve.platform.lending.engine.shards.shard import MovedPart
+from loomserve.platform.lending.engine.shards.heads import RemoteHeads
+from loomserve.platform.lending.engine.shards.shard import RemoteShard
 from loomserve.platform.lending.ring.borrower import Borrower
 
 
-def use_woven_attention() -> None:
+def use_remote_attention() -> None:
     """Let this process's engine take the backend below; vLLM's CPU platform knows one only."""
-    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.WovenBackend")
+    register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.RemoteAttentionBackend")
 
 
 @dataclass
-class Loans:
+class LendingContext:
     """The worker's view of what its engine borrows; ``sides`` is None until it has KV memory."""
 
     sides: Sides | None = None
     borrowers: dict[int, Borrower] = field(default_factory=dict)
-    part: MovedPart | None = None
+    part: RemoteShard | None = None
     """Heads or layers of the own rows that a lender computes, while they are away."""
     patience_s: float = 0.1
     poll: Callable[[], Any] | None = None
     """Looks for guests' tasks before this engine's own attention."""
 
 
-LOANS = Loans()
+LENDING = LendingContext()
 """Of the one engine whose worker this process is: vLLM hands its backends nothing of ours."""
 
 
 @dataclass(frozen=True)
-class Borrowed:
+class RemoteRows:
     """The rows of a batch that one lender computes."""
 
     borrower: Borrower
@@ -60,33 +60,33 @@ class Borrowed:
 
 
 @dataclass(frozen=True)
-class WovenMetadata:
+class RemoteAttentionMetadata:
     """Of a batch with borrowed rows or heads: vLLM's own metadata for the own rows, if there are
     any, and for those heads of theirs that stay."""
 
     own: CPUAttentionMetadata | None
     own_tokens: int
-    heads: MovedHeads | None
-    borrowed: list[Borrowed]
+    heads: RemoteHeads | None
+    borrowed: list[RemoteRows]
     layers: dict[str, int]
 
 
-class WovenBackend(CPUAttentionBackend):  # type: ignore[misc]
+class RemoteAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
     """Named as vLLM's, which it replaces."""
 
     # So that query, key and value come together, and are posted before own rows are computed.
     forward_includes_kv_cache_update = True
 
     @staticmethod
-    def get_impl_cls() -> type[WovenImpl]:
-        return WovenImpl
+    def get_impl_cls() -> type[RemoteAttentionImpl]:
+        return RemoteAttentionImpl
 
     @staticmethod
-    def get_builder_cls() -> type[WovenBuilder]:
-        return WovenBuilder
+    def get_builder_cls() -> type[RemoteAttentionBuilder]:
+        return RemoteAttentionBuilder
 
 
-class WovenBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
+class RemoteAttentionBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
     """Divides a batch by sides, once a step."""
 
     layer_names: list[str]
@@ -98,10 +98,10 @@ class WovenBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
-    ) -> CPUAttentionMetadata | WovenMetadata:
+    ) -> CPUAttentionMetadata | RemoteAttentionMetadata:
         common = common_attn_metadata
         ends = _ends_of_sides(common)
-        if LOANS.part is None and set(ends) <= {OWN}:
+        if LENDING.part is None and set(ends) <= {OWN}:
             return super().build(common_prefix_len, common, fast_build)
         own_requests = ends.pop(OWN, 0)
         own_tokens = int(common.query_start_loc[own_requests])
@@ -115,21 +115,21 @@ class WovenBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         for side, end in ends.items():
             borrowed.append(self._post_metadata(common, side, first, end))
             first = end
-        return WovenMetadata(
+        return RemoteAttentionMetadata(
             own, own_tokens, heads, borrowed, {name: i for i, name in enumerate(self.layer_names)}
         )
 
-    def _begin_part(self, own: CommonAttentionMetadata) -> MovedHeads | None:
+    def _begin_part(self, own: CommonAttentionMetadata) -> RemoteHeads | None:
         """Tell the lender of a part that is away what the step's rows are; the heads, if so."""
-        part = LOANS.part
+        part = LENDING.part
         if part is not None:
             part.borrower.begin_step(
                 own.query_start_loc, own.seq_lens, own.block_table_tensor, own.slot_mapping
             )
-        return part if isinstance(part, MovedHeads) else None
+        return part if isinstance(part, RemoteHeads) else None
 
     @contextmanager
-    def _only(self, heads: MovedHeads | None) -> Iterator[None]:
+    def _only(self, heads: RemoteHeads | None) -> Iterator[None]:
         """Within, the attention has only those heads that stay."""
         before = self.num_heads, self.num_kv_heads
         if heads is not None:
@@ -141,12 +141,12 @@ class WovenBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
 
     def _post_metadata(
         self, common: CommonAttentionMetadata, side: int, first: int, end: int
-    ) -> Borrowed:
-        assert LOANS.sides is not None
+    ) -> RemoteRows:
+        assert LENDING.sides is not None
         starts = common.query_start_loc[first : end + 1]
         tokens = slice(int(starts[0]), int(starts[-1]))
-        base = LOANS.sides.ranges[side].start
-        borrower = LOANS.borrowers[side]
+        base = LENDING.sides.ranges[side].start
+        borrower = LENDING.borrowers[side]
         borrower.begin_step(
             starts - starts[0],
             common.seq_lens[first:end],
@@ -154,14 +154,14 @@ class WovenBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
             (common.block_table_tensor[first:end] - base).clamp_(min=0),
             common.slot_mapping[tokens] - base * self.block_size,
         )
-        return Borrowed(borrower, tokens)
+        return RemoteRows(borrower, tokens)
 
 
 def _ends_of_sides(common: CommonAttentionMetadata) -> dict[int, int]:
     """By side, the request behind its last one; the sides are in order."""
-    if not LOANS.borrowers or LOANS.sides is None:
+    if not LENDING.borrowers or LENDING.sides is None:
         return {OWN: common.num_reqs}
-    of = LOANS.sides.of
+    of = LENDING.sides.of
     return {
         of(block): i + 1
         for i, block in enumerate(common.block_table_tensor[: common.num_reqs, 0].tolist())
@@ -183,7 +183,7 @@ def _first_requests(
     )
 
 
-class WovenImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
+class RemoteAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
     """One layer's attention: posts borrowed rows, computes own ones, fetches the borrowed."""
 
     def forward(
@@ -193,16 +193,16 @@ class WovenImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        attn_metadata: CPUAttentionMetadata | WovenMetadata | None,
+        attn_metadata: CPUAttentionMetadata | RemoteAttentionMetadata | None,
         output: torch.Tensor,
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if attn_metadata is None:
             return output
-        if LOANS.poll is not None:
-            LOANS.poll()
-        if not isinstance(attn_metadata, WovenMetadata):
+        if LENDING.poll is not None:
+            LENDING.poll()
+        if not isinstance(attn_metadata, RemoteAttentionMetadata):
             self._own(layer, query, key, value, kv_cache, attn_metadata, output)
             return output
         number = attn_metadata.layers[layer.layer_name]
@@ -215,7 +215,7 @@ class WovenImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
                 layer, query[rows], key[rows], value[rows], kv_cache, attn_metadata, output[rows]
             )
         for part in attn_metadata.borrowed:
-            if not part.borrower.wait(output[part.tokens], LOANS.patience_s):
+            if not part.borrower.wait(output[part.tokens], LENDING.patience_s):
                 # The scheduler drops what comes of these rows; they must only not be poison.
                 output[part.tokens].zero_()
         return output
@@ -227,7 +227,7 @@ class WovenImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         key: torch.Tensor,
         value: torch.Tensor,
         kv_cache: torch.Tensor,
-        metadata: WovenMetadata,
+        metadata: RemoteAttentionMetadata,
         output: torch.Tensor,
     ) -> None:
         own, heads = metadata.own, metadata.heads
@@ -242,7 +242,7 @@ class WovenImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         stay = torch.empty_like(output[:, :q], memory_format=torch.contiguous_format)
         self._own(layer, query[:, :q], key[:, :kv], value[:, :kv], kv_cache, own, stay)
         output[:, :q] = stay
-        if not heads.borrower.wait(output[:, q:], LOANS.patience_s):
+        if not heads.borrower.wait(output[:, q:], LENDING.patience_s):
             output[:, q:].zero_()
 
     def _own(

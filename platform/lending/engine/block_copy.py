@@ -9,7 +9,7 @@ import torch
 from loomserve.platform.lending.engine.block_partitions import OWN, Sides
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
-from loomserve.platform.lending.ring.ring import Work
+from loomserve.platform.lending.ring.ring import RingTask
 
 Rows = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, each [blocks, kv_heads, block_size, head_size]."""
@@ -57,15 +57,15 @@ class BlockMover:
         return all(self._move_some(source, target, part) for part in parts)
 
     def _move_some(self, source: int, target: int, pairs: Sequence[tuple[int, int]]) -> bool:
-        taken = self._begin(source, [pair[0] for pair in pairs], Work.READ)
-        given = self._begin(target, [pair[1] for pair in pairs], Work.WRITE)
+        taken = self._begin(source, [pair[0] for pair in pairs], RingTask.READ)
+        given = self._begin(target, [pair[1] for pair in pairs], RingTask.WRITE)
         for layer in range(len(self._own)):
             rows = self._read(source, taken, layer)
             if rows is None or not self._write(target, given, layer, rows):
                 return False
         return True
 
-    def _begin(self, side: int, blocks: Sequence[int], work: Work) -> list[int]:
+    def _begin(self, side: int, blocks: Sequence[int], work: RingTask) -> list[int]:
         here = [block - self._sides.ranges[side].start for block in blocks]
         if side != OWN:
             self._borrowers[side].begin_copy(here, work)

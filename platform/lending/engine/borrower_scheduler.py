@@ -31,15 +31,22 @@ from loomserve.platform.lending.engine.block_partitions import (
 )
 from loomserve.platform.lending.engine.shards.migration import PartLoan
 from loomserve.platform.lending.engine.shards.migration import Phase as PartPhase
-from loomserve.platform.lending.policy.limits import Observation, Phase, Rules, State, after, first
+from loomserve.platform.lending.policy.limits import (
+    LoanLimit,
+    LoanPhase,
+    Observation,
+    Rules,
+    after,
+    first,
+)
 from loomserve.platform.lending.policy.partition_choice import (
     PLACEMENTS,
     Arrival,
+    Partition,
     Resident,
-    Side,
     move,
 )
-from loomserve.platform.lending.policy.partition_costs import SideCosts
+from loomserve.platform.lending.policy.partition_costs import PartitionCosts
 from loomserve.platform.lending.ring.ring import Closed, Ring, RingStats
 from loomserve.platform.state.lending_options import LENDING_CONFIG, LendingOptions, ShardSpec
 
@@ -62,7 +69,7 @@ class Loan:
     ring: Ring
     blocks: range
     seen: RingStats
-    use: State
+    use: LoanLimit
     usual_delay_s: float = 0.0
     part: PartLoan | None = None
     """If part of all requests' attention lies there, and no request as a whole."""
@@ -91,7 +98,7 @@ class BorrowingScheduler(AdaptiveScheduler):
         self.broken: Counter[Closed] = Counter()
         """Loans that ended by themselves, by reason."""
         self._sides = borrowed_sides(self.kv_cache_config, self.lending)
-        self._costs = SideCosts()
+        self._costs = PartitionCosts()
         self._step_began = 0.0
         self._moving: Request | None = None
         self._moved: dict[str, int] = {}
@@ -248,7 +255,7 @@ class BorrowingScheduler(AdaptiveScheduler):
         if loan.part is not None:
             self._follow_part(loan, loan.part)
             return
-        if loan.use.phase is Phase.EJECT:
+        if loan.use.phase is LoanPhase.EJECT:
             for request in self._running_on(loan.side):
                 self._preempt(request)
         granted = min(loan.ring.granted, loan.ring.wanted, len(loan.blocks))
@@ -264,7 +271,7 @@ class BorrowingScheduler(AdaptiveScheduler):
         granted = min(loan.ring.granted, loan.ring.wanted)
         if not loan.open:
             part.come_home("it was told to")
-        elif loan.use.phase is Phase.EJECT:
+        elif loan.use.phase is LoanPhase.EJECT:
             part.come_home("its lender was too slow")
         elif not part.fits(loan.ring.wanted):  # else it waits for what its lender still uses
             part.come_home("its lender wanted memory or time back")
@@ -468,7 +475,7 @@ class BorrowingScheduler(AdaptiveScheduler):
         place = PLACEMENTS[self.lending.placement](arrival, self.lending.lent_share)
         return OWN if place is None and waits_alone else place
 
-    def _side(self, side: int, request: Request | None) -> Side:
+    def _side(self, side: int, request: Request | None) -> Partition:
         """With what the request needs there, if one arrives."""
         loan = self.loans.get(side)
         here = self._running_on(side)
@@ -482,7 +489,7 @@ class BorrowingScheduler(AdaptiveScheduler):
             needed = self._blocks_for(tokens - cached)
         blocks = self._own_blocks - 1 if side == OWN else loan.usable if loan else 0
         growth = [self._most_blocks(each) - self._blocks_for(each.num_tokens) for each in here]
-        return Side(
+        return Partition(
             blocks=blocks,
             free_blocks=self._pool.free_block_queue.free_on(side),
             needed_blocks=needed,

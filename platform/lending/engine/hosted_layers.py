@@ -19,15 +19,15 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-from loomserve.platform.lending.engine.attention import LOANS
+from loomserve.platform.lending.engine.attention import LENDING
 from loomserve.platform.lending.engine.freed_memory import give_back
 from loomserve.platform.lending.engine.shards.layers import decoder_layers
 from loomserve.platform.lending.engine.shards.weights import weights_of
 from loomserve.platform.lending.ring.attention_server import Caches
 
 
-class GuestLayers:
-    """Computes them for one batch of the guest's, as :class:`Desk` asks for.
+class HostedLayers:
+    """Computes them for one batch of the guest's, as :class:`AttentionServer` asks for.
 
     While their weights are read, the lender's own steps wait.
 
@@ -117,8 +117,8 @@ def _together(key: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _no_other_guests() -> Iterator[None]:
     """While one guest is served, its attention looks for no other's tasks."""
-    poll, LOANS.poll = LOANS.poll, None
+    poll, LENDING.poll = LENDING.poll, None
     try:
         yield
     finally:
-        LOANS.poll = poll
+        LENDING.poll = poll

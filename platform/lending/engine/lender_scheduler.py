@@ -19,9 +19,9 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from loomserve.platform.lending.engine.block_partitions import OWN
 from loomserve.platform.lending.engine.borrower_scheduler import BorrowingScheduler, WorkerCall
 from loomserve.platform.lending.policy.boundary import Memory, tail
-from loomserve.platform.lending.policy.budget import IDLE, GuestTime, StepTimes
-from loomserve.platform.lending.policy.layout import Layout, guest_blocks, lender_blocks
-from loomserve.platform.lending.policy.limits import Observation, Phase, Rules, State, after
+from loomserve.platform.lending.policy.budget import IDLE, LenderStepTimes, ServedTime
+from loomserve.platform.lending.policy.layout import Layout, borrower_blocks, lender_blocks
+from loomserve.platform.lending.policy.limits import LoanLimit, LoanPhase, Observation, Rules, after
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import Closed, Ring, RingStats
 from loomserve.platform.state.lending_options import LendingOptions, ShardSpec
@@ -68,7 +68,7 @@ class LendingScheduler(BorrowingScheduler):
 
     def _forget_guests(self) -> None:
         """What was learnt of those that have left says nothing of the next."""
-        self._guest_time = GuestTime()
+        self._guest_time = ServedTime()
         self._tasks = 0
         most = self.lending.lend_bytes // self._block_bytes * self.block_size
         rules = Rules(
@@ -76,7 +76,7 @@ class LendingScheduler(BorrowingScheduler):
             step_tokens=max(1, most // 8),
             tpot_ratio=self.lending.tpot_budget,
         )
-        self._limit = State(rules, Phase.OPEN, most, 0.0, 0.0)
+        self._limit = LoanLimit(rules, LoanPhase.OPEN, most, 0.0, 0.0)
 
     # Calls
 
@@ -101,7 +101,7 @@ class LendingScheduler(BorrowingScheduler):
         first = min((lent.blocks.start for lent in self.lent.values()), default=self._own_end)
         left = self.lending.lend_bytes // self._block_bytes - (self._own_end - first)
         count = min(left, lender_blocks(self._layout, layout, guest["blocks"]))
-        places = guest_blocks(self._layout, layout, count) if count > 0 else 0
+        places = borrower_blocks(self._layout, layout, count) if count > 0 else 0
         if places < (least := guest["least"]):
             raise ValueError(
                 f"there is room for {places} of the guest's blocks, which are {least} at least: "
@@ -199,7 +199,7 @@ class LendingScheduler(BorrowingScheduler):
         if now >= self._judge_at and (times := self._guest_time.p99()) is not None:
             self._judge(times, now)
 
-    def _judge(self, times: StepTimes, now: float) -> None:
+    def _judge(self, times: LenderStepTimes, now: float) -> None:
         self._judge_at = now + _JUDGE_EVERY_S
         before = self._limit.tokens
         held = sum(lent.held for lent in self.lent.values()) * self.block_size
@@ -220,7 +220,7 @@ class LendingScheduler(BorrowingScheduler):
         self._tasks = 0
         if self._limit.tokens < before:
             # What the guests of before took shall not count against those that are left.
-            self._guest_time = GuestTime()
+            self._guest_time = ServedTime()
 
     @property
     def _own_end(self) -> int:
@@ -270,7 +270,7 @@ class LendingScheduler(BorrowingScheduler):
     def _take_back(self, lent: Lent, now: float) -> None:
         if lent.asked_at is None:
             return
-        kept = guest_blocks(self._layout, lent.guest, lent.target)
+        kept = borrower_blocks(self._layout, lent.guest, lent.target)
         lent.ring.wanted = kept
         if lent.ring.vacated > kept and lent.ring.closed is Closed.OPEN:
             if now - lent.asked_at < GIVE_BACK_S:
@@ -291,8 +291,8 @@ class LendingScheduler(BorrowingScheduler):
             (i for i, block in enumerate(lent.blocks[: lent.target]) if not queue.is_kept(block)),
             lent.target,
         )
-        lent.ring.wanted = guest_blocks(self._layout, lent.guest, lent.target)
-        lent.ring.granted = guest_blocks(self._layout, lent.guest, lent.held)
+        lent.ring.wanted = borrower_blocks(self._layout, lent.guest, lent.target)
+        lent.ring.granted = borrower_blocks(self._layout, lent.guest, lent.held)
 
 
 def _served_in_steps_s(before: RingStats, now: RingStats) -> float:

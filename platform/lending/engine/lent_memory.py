@@ -16,7 +16,7 @@ from loomserve.platform.lending.ring.geometry import Geometry
 Caches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-def guest_caches(
+def borrower_caches(
     kv_caches: Sequence[torch.Tensor], first_block: int, blocks: int, guest: Geometry
 ) -> tuple[Caches, Rows]:
     """Key and value cache of each guest layer, and which of their rows are the guest's blocks.

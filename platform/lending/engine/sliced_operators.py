@@ -21,7 +21,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
     VocabParallelEmbedding,
 )
 
-from loomserve.platform.lending.policy.slicing import Operator, Plan, split
+from loomserve.platform.lending.policy.slicing import Operator, SlicingPlan, split
 
 Poll = Callable[[], Any]
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
@@ -34,7 +34,7 @@ _MOST_OVERHEAD = 0.03
 """Of the lender's own step, that cutting may cost."""
 
 
-class OperatorParts:
+class SlicedOperators:
     """The linear operators of one model, as they are cut now.
 
     Args:
@@ -53,7 +53,7 @@ class OperatorParts:
             name: layer.cpu_linear for name, layer in self._layers.items()
         }
         self._woven = self._whole
-        self.plans: dict[str, Plan] = {}
+        self.plans: dict[str, SlicingPlan] = {}
         """``decode`` and ``prefill``: what was planned for steps of either kind."""
 
     def use(self, woven: bool) -> None:

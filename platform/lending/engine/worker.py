@@ -20,26 +20,30 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from loomserve.kvstore.engine.connector import StoreConnector, StoreCopier
 from loomserve.kvstore.engine.memory import KvMemory
 from loomserve.platform.engine.seeds import SeedKeepingModelRunner
-from loomserve.platform.engine.worker import PatientWorker
-from loomserve.platform.lending.engine.attention import LOANS, use_woven_attention
+from loomserve.platform.engine.worker import NonSpinningWorker
+from loomserve.platform.lending.engine.attention import LENDING, use_remote_attention
 from loomserve.platform.lending.engine.block_copy import BlockMover
 from loomserve.platform.lending.engine.block_partitions import OWN, borrowed_sides
 from loomserve.platform.lending.engine.freed_memory import give_back
-from loomserve.platform.lending.engine.hosted_layers import GuestLayers
-from loomserve.platform.lending.engine.lent_memory import guest_caches
+from loomserve.platform.lending.engine.hosted_layers import HostedLayers
+from loomserve.platform.lending.engine.lent_memory import borrower_caches
 from loomserve.platform.lending.engine.mapped_memory import MappedMemory
-from loomserve.platform.lending.engine.shards.heads import MovedHeads, part_of, room_without_heads
+from loomserve.platform.lending.engine.shards.heads import (
+    RemoteHeads,
+    geometry_of_heads,
+    room_without_heads,
+)
 from loomserve.platform.lending.engine.shards.layers import (
-    MovedLayers,
+    RemoteLayers,
     check_layers,
     decoder_layers,
     room_without,
 )
-from loomserve.platform.lending.engine.shards.shard import MovedPart
-from loomserve.platform.lending.engine.shards.store_memory import PartedMemory
+from loomserve.platform.lending.engine.shards.shard import RemoteShard
+from loomserve.platform.lending.engine.shards.store_memory import ShardedMemory
 from loomserve.platform.lending.engine.shards.weights import LayerWeights
-from loomserve.platform.lending.engine.sliced_operators import OperatorParts
-from loomserve.platform.lending.ring.attention_server import Desk
+from loomserve.platform.lending.engine.sliced_operators import SlicedOperators
+from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import Ring
@@ -49,7 +53,7 @@ _BEARABLE_WAIT_S = 1e-4
 """The mean delay of a guest's task: some 5 % of a small model's step, over its layers."""
 
 
-class WovenModelRunner(SeedKeepingModelRunner):
+class RemoteAttentionModelRunner(SeedKeepingModelRunner):
     """Puts the requests of a batch in order of their sides, own ones first.
 
     Its KV memory has address space for all block numbers, and memory for its own blocks.
@@ -71,10 +75,10 @@ class WovenModelRunner(SeedKeepingModelRunner):
 
     def _may_reorder_batch(self, scheduler_output: Any) -> None:
         super()._may_reorder_batch(scheduler_output)
-        if LOANS.borrowers and LOANS.sides is not None:
+        if LENDING.borrowers and LENDING.sides is not None:
             batch = self.input_batch
             first = batch.block_table[0].block_table.np[: batch.num_reqs, 0]
-            _sort_rows(batch, [LOANS.sides.of(block) for block in first.tolist()])
+            _sort_rows(batch, [LENDING.sides.of(block) for block in first.tolist()])
 
 
 def _sort_rows(batch: Any, sides: list[int]) -> None:
@@ -86,22 +90,22 @@ def _sort_rows(batch: Any, sides: list[int]) -> None:
             sides[place], sides[other] = sides[other], sides[place]
 
 
-class WovenWorker(PatientWorker):
+class RemoteAttentionWorker(NonSpinningWorker):
     """One device's worker, whose attention may be computed elsewhere, and others' here."""
 
-    runner_class = WovenModelRunner
+    runner_class = RemoteAttentionModelRunner
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._lending = LendingOptions.model_validate(
             self.vllm_config.additional_config[LENDING_CONFIG]
         )
-        use_woven_attention()
-        LOANS.patience_s = self._lending.patience_ms / 1000
-        self._desk = Desk(split_kv=envs.VLLM_CPU_ATTN_SPLIT_KV)
+        use_remote_attention()
+        LENDING.patience_s = self._lending.patience_ms / 1000
+        self._server = AttentionServer(split_kv=envs.VLLM_CPU_ATTN_SPLIT_KV)
         self._lent: dict[str, Ring] = {}
-        self._moving: dict[int, MovedPart] = {}
-        self._parts: OperatorParts | None = None
+        self._moving: dict[int, RemoteShard] = {}
+        self._parts: SlicedOperators | None = None
         self._poll: Callable[[], Any] | None = None
 
     # Memory
@@ -111,8 +115,8 @@ class WovenWorker(PatientWorker):
         return int(super().determine_available_memory()) + self._lending.borrow_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        LOANS.sides = borrowed_sides(kv_cache_config, self._lending)
-        self._allocate_own_only(kv_cache_config, len(LOANS.sides.ranges[OWN]))
+        LENDING.sides = borrowed_sides(kv_cache_config, self._lending)
+        self._allocate_own_only(kv_cache_config, len(LENDING.sides.ranges[OWN]))
         super().initialize_from_config(kv_cache_config)
 
     def _allocate_own_only(self, config: KVCacheConfig, own: int) -> None:
@@ -145,9 +149,9 @@ class WovenWorker(PatientWorker):
         """
         limits = self.vllm_config.scheduler_config
         table = self.model_runner.input_batch.block_table[0].block_table.np
-        assert LOANS.sides is not None
-        own = len(LOANS.sides.ranges[OWN])
-        extra = sum(len(each) for each in LOANS.sides.ranges[1:2])
+        assert LENDING.sides is not None
+        own = len(LENDING.sides.ranges[OWN])
+        extra = sum(len(each) for each in LENDING.sides.ranges[1:2])
         guest: dict[str, Any] = {
             "max_tokens": limits.max_num_batched_tokens,
             "max_requests": limits.max_num_seqs,
@@ -156,7 +160,7 @@ class WovenWorker(PatientWorker):
         geometry, blocks, least = self._geometry(), extra, own if part else 1
         # Of a part there is a share of each block, and there are more blocks for it.
         if part and "heads" in part:
-            every, geometry = geometry, part_of(geometry, part["heads"])
+            every, geometry = geometry, geometry_of_heads(geometry, part["heads"])
             blocks = min(room_without_heads(own, every, geometry.kv_heads), own + extra)
         elif part:
             layers = range(*part["layers"])
@@ -199,22 +203,22 @@ class WovenWorker(PatientWorker):
 
     def move_blocks(self, source: int, target: int, pairs: list[tuple[int, int]]) -> bool:
         """Copy blocks from one side to another (:meth:`BlockMover.move`)."""
-        assert LOANS.sides is not None
+        assert LENDING.sides is not None
         mover = BlockMover(
             self.model_runner.kv_caches,
             self._geometry(),
-            LOANS.sides,
-            LOANS.borrowers,
-            LOANS.patience_s,
+            LENDING.sides,
+            LENDING.borrowers,
+            LENDING.patience_s,
         )
         return mover.move(source, target, pairs)
 
     def borrow(self, side: int, path: str) -> None:
-        LOANS.borrowers[side] = Borrower(Ring.attach(Path(path)))
+        LENDING.borrowers[side] = Borrower(Ring.attach(Path(path)))
 
     def end_loan(self, side: int) -> None:
         part = self._moving.pop(side, None)
-        borrower = part.borrower if part is not None else LOANS.borrowers.pop(side)
+        borrower = part.borrower if part is not None else LENDING.borrowers.pop(side)
         borrower.ring.close()
 
     # Parts of all requests' attention that move to a lender, and back
@@ -230,24 +234,24 @@ class WovenWorker(PatientWorker):
         self._moving[side] = moved = self._moved(Borrower(Ring.attach(Path(path))), part)
         return moved.blocks
 
-    def _moved(self, borrower: Borrower, part: ShardSpec) -> MovedPart:
-        assert LOANS.sides is not None
+    def _moved(self, borrower: Borrower, part: ShardSpec) -> RemoteShard:
+        assert LENDING.sides is not None
         here = (
             self._attention_layers(),
             self.model_runner.kv_caches,
             self.model_runner.kv_memory.release,
-            LOANS.sides.ranges[-1].stop,
+            LENDING.sides.ranges[-1].stop,
         )
         if "heads" in part:
-            return MovedHeads(*here, self._geometry(), borrower, LOANS.patience_s)
-        return MovedLayers(
+            return RemoteHeads(*here, self._geometry(), borrower, LENDING.patience_s)
+        return RemoteLayers(
             decoder_layers(self.model_runner.get_model()),
             range(*part["layers"]),
             self._geometry(),
             self._weights(),
             *here,
             borrower,
-            LOANS.patience_s,
+            LENDING.patience_s,
         )
 
     def _weights(self) -> LayerWeights:
@@ -268,17 +272,17 @@ class WovenWorker(PatientWorker):
 
     def leave_part(self, side: int, rest: list[int]) -> bool:
         """Copy the rest, and have it computed there from now on."""
-        assert LOANS.sides is not None
+        assert LENDING.sides is not None
         part, store = self._moving[side], self._store()
         if store is not None:
             store.settle()
         if rest and not part.send(rest):
             return False
         part.leave()
-        LOANS.sides.join(side)
-        LOANS.part = part
+        LENDING.sides.join(side)
+        LENDING.part = part
         if store is not None:
-            store.use(PartedMemory(part, store.memory, self._geometry()))
+            store.use(ShardedMemory(part, store.memory, self._geometry()))
         return True
 
     def let_go_of_part(self, side: int) -> bool:
@@ -286,13 +290,13 @@ class WovenWorker(PatientWorker):
 
     def bring_part(self, side: int, rest: list[int]) -> bool:
         """Copy the rest back, and compute all of it here from now on."""
-        assert LOANS.sides is not None
+        assert LENDING.sides is not None
         part = self._moving[side]
         if rest and not part.fetch(rest):
             return False
         part.come_home()
-        LOANS.sides.separate(side)
-        LOANS.part = None
+        LENDING.sides.separate(side)
+        LENDING.part = None
         if (store := self._store()) is not None:
             caches = self.model_runner.kv_caches
             store.use(KvMemory(dict(zip(self._layer_names, caches, strict=True))))
@@ -308,14 +312,14 @@ class WovenWorker(PatientWorker):
     def look_for_tasks(self, polling: str) -> dict[str, Any]:
         """Look for guests' tasks there while any are; returns how operators are cut, if so."""
         if self._parts is None:
-            self._parts = OperatorParts(self.model_runner.get_model(), self._desk.poll)
+            self._parts = SlicedOperators(self.model_runner.get_model(), self._server.poll)
         if polling == "steps":
             self._parts.poll_never()
         elif polling == "operators":
             self._parts.poll_only()
         else:
             self._parts.cut(0.0, 0.0, _BEARABLE_WAIT_S)
-        self._poll = None if polling == "steps" else self._desk.poll
+        self._poll = None if polling == "steps" else self._server.poll
         self._weave()
         return self.operator_plans()
 
@@ -328,7 +332,7 @@ class WovenWorker(PatientWorker):
         """Steps look for tasks while there are guests, and only then."""
         assert self._parts is not None
         self._parts.use(bool(self._lent))
-        LOANS.poll = self._poll if self._lent else None
+        LENDING.poll = self._poll if self._lent else None
 
     def lend(self, path: str, first_block: int, blocks: int, guest: dict[str, Any]) -> None:
         """Serve a borrower from these blocks of this engine's KV."""
@@ -340,19 +344,19 @@ class WovenWorker(PatientWorker):
         ring = Ring.create(
             Path(path), geometry, guest["max_tokens"], guest["max_requests"], guest["max_blocks"]
         )
-        caches, rows = guest_caches(self.model_runner.kv_caches, first_block, blocks, geometry)
+        caches, rows = borrower_caches(self.model_runner.kv_caches, first_block, blocks, geometry)
         layers = None
         if given := guest.get("layers"):
             of = range(*given["of"])
-            layers = GuestLayers(given["model"], given["options"], of, geometry.isa, caches)
-        self._desk.open(ring, caches, layers, rows)
+            layers = HostedLayers(given["model"], given["options"], of, geometry.isa, caches)
+        self._server.open(ring, caches, layers, rows)
         self._lent[path] = ring
         self._weave()
 
     def end_lending(self, path: str) -> None:
         ring = self._lent.pop(path)
         self._weave()
-        if self._desk.close(ring):
+        if self._server.close(ring):
             give_back()
         ring.close()
         ring.unlink()
@@ -363,19 +367,19 @@ class WovenWorker(PatientWorker):
     # A step
 
     def execute_model(self, scheduler_output: Any) -> Any:
-        self._desk.busy()
+        self._server.busy()
         output = super().execute_model(scheduler_output)
         if output is not None:
             # Nothing to sample, so sample_tokens is not called.
-            self._desk.idle()
+            self._server.idle()
         return output
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         try:
             return super().sample_tokens(grammar_output)
         finally:
-            self._desk.idle()
+            self._server.idle()
 
     def shutdown(self) -> None:
-        self._desk.stop()
+        self._server.stop()
         super().shutdown()

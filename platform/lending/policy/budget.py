@@ -13,18 +13,18 @@ _ANSWER = 32
 step in it does not make slow."""
 
 
-class StepTimes(NamedTuple):
+class LenderStepTimes(NamedTuple):
     """Seconds for each output token of recent answers, p99: as they were, and without guests."""
 
     disturbed_s: float
     undisturbed_s: float
 
 
-IDLE = StepTimes(1.0, 1.0)
+IDLE = LenderStepTimes(1.0, 1.0)
 """Of a lender without requests: guests disturb nobody."""
 
 
-class GuestTime:
+class ServedTime:
     """What guests' tasks took of the lender's recent steps.
 
     A step's own time is what it took without the tasks served within it, since these are all that a
@@ -38,12 +38,12 @@ class GuestTime:
         """A step of so many seconds, so many of which were guests'."""
         self._steps.append((step_s, max(0.0, step_s - served_s)))
 
-    def p99(self) -> StepTimes | None:
+    def p99(self) -> LenderStepTimes | None:
         """None until there are enough steps to tell."""
         if len(self._steps) < _STEPS // 2:
             return None
         disturbed_s, own_s = zip(*self._steps, strict=True)
-        return StepTimes(_slowest_answer(disturbed_s), _slowest_answer(own_s))
+        return LenderStepTimes(_slowest_answer(disturbed_s), _slowest_answer(own_s))
 
 
 def _slowest_answer(steps_s: Iterable[float]) -> float:

@@ -60,7 +60,7 @@ PLAIN = Rows()
 """One behind the other."""
 
 
-def guest_blocks(lender: Layout, guest: Layout, blocks: int) -> int:
+def borrower_blocks(lender: Layout, guest: Layout, blocks: int) -> int:
     """Of the guest's, in so many of the lender's."""
     places = blocks * lender.block_bytes // (stacked(lender, guest) * guest.block_bytes)
     return places * abreast(lender, guest)

@@ -20,7 +20,7 @@ _CALM_PERIODS = 3
 _FORGIVEN = 10
 
 
-class Phase(StrEnum):
+class LoanPhase(StrEnum):
     """What a borrower does with a lender."""
 
     OPEN = "open"
@@ -90,7 +90,7 @@ class Observation:
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class LoanLimit:
     """Of one lender, for one borrower.
 
     Attributes:
@@ -104,7 +104,7 @@ class State:
     """
 
     rules: Rules
-    phase: Phase
+    phase: LoanPhase
     tokens: int
     since_s: float
     changed_s: float
@@ -112,20 +112,20 @@ class State:
     calm_periods: int = 0
 
 
-def first(rules: Rules, now_s: float) -> State:
+def first(rules: Rules, now_s: float) -> LoanLimit:
     """Of a lender that nothing is known of: it is probed."""
-    return _probed(State(rules, Phase.PROBING, 0, now_s, now_s), now_s)
+    return _probed(LoanLimit(rules, LoanPhase.PROBING, 0, now_s, now_s), now_s)
 
 
-def after(state: State, seen: Observation, now_s: float) -> State:
+def after(state: LoanLimit, seen: Observation, now_s: float) -> LoanLimit:
     """The state once ``seen`` is known, at ``now_s`` of a clock that does not go back."""
     rules = state.rules
     if seen.timed_out or (seen.tasks and seen.worst_wait_s >= rules.stall_s):
         return _stalled(state, seen.timed_out, now_s)
-    if state.phase in (Phase.STOPPED, Phase.EJECT):
+    if state.phase in (LoanPhase.STOPPED, LoanPhase.EJECT):
         waited = now_s - state.since_s >= state.backoff_s
         return _probed(state, now_s) if waited else state
-    if state.phase is Phase.OPEN and now_s - state.since_s >= _FORGIVEN * state.backoff_s:
+    if state.phase is LoanPhase.OPEN and now_s - state.since_s >= _FORGIVEN * state.backoff_s:
         state = replace(state, backoff_s=0.0)
     strain = pressure(rules, seen)
     if strain is None:
@@ -153,49 +153,54 @@ def pressure(rules: Rules, seen: Observation) -> float | None:
     return max(strains, default=None)
 
 
-def _stalled(state: State, timed_out: bool, now_s: float) -> State:
-    if state.phase in (Phase.OPEN, Phase.PROBING):
-        return _stopped(state, Phase.EJECT if timed_out else Phase.STOPPED, now_s)
+def _stalled(state: LoanLimit, timed_out: bool, now_s: float) -> LoanLimit:
+    if state.phase in (LoanPhase.OPEN, LoanPhase.PROBING):
+        return _stopped(state, LoanPhase.EJECT if timed_out else LoanPhase.STOPPED, now_s)
     lasts = now_s - state.since_s >= state.rules.eject_s
-    if state.phase is Phase.STOPPED and (timed_out or lasts):
-        return replace(state, phase=Phase.EJECT, since_s=now_s)
+    if state.phase is LoanPhase.STOPPED and (timed_out or lasts):
+        return replace(state, phase=LoanPhase.EJECT, since_s=now_s)
     return state
 
 
-def _stopped(state: State, phase: Phase, now_s: float) -> State:
+def _stopped(state: LoanLimit, phase: LoanPhase, now_s: float) -> LoanLimit:
     rules = state.rules
     backoff_s = min(max(2 * state.backoff_s, rules.least_backoff_s), rules.most_backoff_s)
     return replace(state, phase=phase, tokens=0, since_s=now_s, backoff_s=backoff_s, calm_periods=0)
 
 
-def _probed(state: State, now_s: float) -> State:
+def _probed(state: LoanLimit, now_s: float) -> LoanLimit:
     tokens = min(state.rules.step_tokens, state.rules.most_tokens)
     return replace(
-        state, phase=Phase.PROBING, tokens=tokens, since_s=now_s, changed_s=now_s, calm_periods=0
+        state,
+        phase=LoanPhase.PROBING,
+        tokens=tokens,
+        since_s=now_s,
+        changed_s=now_s,
+        calm_periods=0,
     )
 
 
-def _decreased(state: State, seen: Observation, now_s: float) -> State:
+def _decreased(state: LoanLimit, seen: Observation, now_s: float) -> LoanLimit:
     """Half of what is used; none at all if the lender is strained by the fewest guests already."""
     state = replace(state, calm_periods=0)
     if now_s - state.changed_s < state.rules.settle_s:
         return state
     least = min(state.rules.step_tokens, state.rules.most_tokens)
     if state.tokens <= least:
-        return _stopped(state, Phase.STOPPED, now_s)
+        return _stopped(state, LoanPhase.STOPPED, now_s)
     tokens = max(min(state.tokens, seen.used_tokens) // 2, least)
     return replace(state, tokens=tokens, changed_s=now_s)
 
 
-def _calmer(state: State, seen: Observation, now_s: float) -> State:
+def _calmer(state: LoanLimit, seen: Observation, now_s: float) -> LoanLimit:
     """Open, or a step more, after enough calm periods; more only where the limit was in the way."""
     if not seen.tasks:
         return state
     if state.calm_periods + 1 < _CALM_PERIODS:
         return replace(state, calm_periods=state.calm_periods + 1)
     state = replace(state, calm_periods=0)
-    if state.phase is Phase.PROBING:
-        return replace(state, phase=Phase.OPEN, since_s=now_s)
+    if state.phase is LoanPhase.PROBING:
+        return replace(state, phase=LoanPhase.OPEN, since_s=now_s)
     if 2 * seen.used_tokens < state.tokens:
         return state
     tokens = min(state.tokens + state.rules.step_tokens, state.rules.most_tokens)

@@ -13,7 +13,7 @@ from itertools import takewhile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class Partition:
     """A memory that may hold requests' KV, in the borrower's blocks, with what it costs to attend.
 
     Attributes:
@@ -52,7 +52,7 @@ class Arrival:
         rest_s: Seconds of a step of the borrower beside attention.
     """
 
-    sides: Sequence[Side]
+    sides: Sequence[Partition]
     tokens: int
     rest_s: float
 
@@ -121,7 +121,7 @@ class Resident:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class RequestMove:
     """A request, by its place in the sequence it was given in, goes to a side."""
 
     request: int
@@ -129,8 +129,8 @@ class Move:
 
 
 def move(
-    sides: Sequence[Side], requests: Sequence[Resident], exhausted: int, missing_blocks: int
-) -> Move | None:
+    sides: Sequence[Partition], requests: Sequence[Resident], exhausted: int, missing_blocks: int
+) -> RequestMove | None:
     """The cheapest move that makes the preemptions unnecessary which a side would else need.
 
     Args:
@@ -151,7 +151,11 @@ def move(
     )
     recompute_s = sum(requests[at].recompute_s for at in victims)
     moves = [
-        (request.copy_s, _attention_s(sides, request.tokens, to=to, leaves=exhausted), Move(at, to))
+        (
+            request.copy_s,
+            _attention_s(sides, request.tokens, to=to, leaves=exhausted),
+            RequestMove(at, to),
+        )
         for at, request in enumerate(requests)
         for to, side in enumerate(sides)
         if to != exhausted
@@ -162,7 +166,7 @@ def move(
     return min(moves, key=lambda each: each[:2])[2] if moves else None
 
 
-def headroom_blocks(side: Side, blocks: int) -> float:
+def headroom_blocks(side: Partition, blocks: int) -> float:
     """What must stay free for the requests of a side to grow, once one more holds ``blocks``.
 
     Of n requests that hold h blocks each and will grow by g each, in the mean, the first to end
@@ -183,20 +187,20 @@ def headroom_blocks(side: Side, blocks: int) -> float:
     return requests * lacking**2 / (8 * side.growth_blocks)
 
 
-def _fits(side: Side, blocks: int) -> bool:
+def _fits(side: Partition, blocks: int) -> bool:
     return side.allowed and blocks <= side.free_blocks
 
 
-def _has_room(side: Side, blocks: int) -> bool:
+def _has_room(side: Partition, blocks: int) -> bool:
     return _fits(side, blocks) and headroom_blocks(side, blocks) <= side.free_blocks - blocks
 
 
-def _side_s(side: Side, tokens: int) -> float:
+def _side_s(side: Partition, tokens: int) -> float:
     return side.handoff_s + tokens * side.token_s if tokens else 0.0
 
 
 def _attention_s(
-    sides: Sequence[Side], tokens: int, *, to: int | None = None, leaves: int | None = None
+    sides: Sequence[Partition], tokens: int, *, to: int | None = None, leaves: int | None = None
 ) -> float:
     """Of a step, in seconds, with a context of ``tokens`` on ``to`` that may leave ``leaves``."""
     return max(

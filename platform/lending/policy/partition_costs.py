@@ -12,7 +12,7 @@ _FIRST_STEP_S = 0.03
 _FIRST_BLOCK_COPY_S = 0.01
 
 
-class SideCosts:
+class PartitionCosts:
     """Moving averages, in seconds a step, and of copies.
 
     A token of context costs its reading wherever it lies, so what lenders' service shows is taken

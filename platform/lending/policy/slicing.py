@@ -50,7 +50,7 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SlicingPlan:
     """How the operators of a step are cut.
 
     Attributes:
@@ -106,7 +106,7 @@ def split(
     service_s: float,
     threshold_s: float,
     most_overhead_s: float = math.inf,
-) -> Plan:
+) -> SlicingPlan:
     """Weaver's algorithm 1: halves the operator of the longest parts until tasks wait little.
 
     It goes on while the mean delay that the operators cause exceeds ``threshold_s`` and their
@@ -143,7 +143,7 @@ def split(
             heapq.heappush(longest, (-operator.part_s(parts[operator.name]), at))
         else:
             parts[operator.name] //= 2
-    return Plan(parts, before_s, after_s, overhead_s())
+    return SlicingPlan(parts, before_s, after_s, overhead_s())
 
 
 def _part_seconds(operators: Sequence[Operator], parts: Mapping[str, int]) -> Iterator[float]:

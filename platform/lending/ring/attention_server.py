@@ -16,7 +16,14 @@ from torch import Tensor
 from loomserve.platform.lending.policy.layout import PLAIN, Rows
 from loomserve.platform.lending.ring import native
 from loomserve.platform.lending.ring.geometry import Geometry
-from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, Line, Peer, Ring, Work
+from loomserve.platform.lending.ring.ring import (
+    LINE_WORDS,
+    Closed,
+    ControlLine,
+    Ring,
+    RingPeer,
+    RingTask,
+)
 
 log = logging.getLogger(__name__)
 
@@ -26,21 +33,21 @@ IDLE_SLEEP_S = 100e-6
 """The fallback does not sleep until it is woken, but so long between two looks."""
 
 Caches = Sequence[tuple[Tensor, Tensor]]
-Layers = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
+ComputeLayers = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
 """Computes whole layers of a guest's batch, whose hidden states and residual it is given in the
 ring's ``query`` and ``output`` and leaves in ``output`` and ``query``; then query_start_loc,
 seq_lens, block_table, slot_mapping and the metadata of vLLM's kernel."""
 
 
-class Desk:
+class AttentionServer:
     """All rings that one worker serves, one task at a time.
 
     While the engine runs a step (:meth:`busy`) tasks are served by :meth:`poll`, which the model's
-    forward calls between its operators; in between (:meth:`idle`) by a thread of the desk's own,
+    forward calls between its operators; in between (:meth:`idle`) by a thread of its own,
     which spins for ``spin_s`` after its last task and then sleeps until a borrower wakes it. It
     takes as many cores as the thread that opens the first ring computes with. vLLM's CPU kernels
     share one scratch pad a process, so the two never serve at once, and no other thread may run
-    those kernels while the desk is idle.
+    those kernels while the server is idle.
 
     A task is served only if its layer, its rows and all its blocks are the borrower's to use; else
     the ring is closed as REFUSED, before any memory is touched. An error of the kernel closes it
@@ -60,17 +67,19 @@ class Desk:
         module = native.extension()
         self._split_kv = split_kv
         self._module = module
-        self._desk: Any = module.Desk(int(spin_s * 1e9)) if module else _Fallback(spin_s)
+        self._server: Any = (
+            module.AttentionServer(int(spin_s * 1e9)) if module else _Fallback(spin_s)
+        )
         # Called so often that a call of Python's own in between would double what it costs.
-        self.poll = self._desk.poll
-        # Each ring as that desk knows it.
+        self.poll = self._server.poll
+        # Each ring as that server knows it.
         self._mapped: dict[Ring, Any] = {}
-        self._layers: dict[Ring, Layers | None] = {}
+        self._layers: dict[Ring, ComputeLayers | None] = {}
         # A thread of the module's must not outlive Python.
-        self._end = weakref.finalize(self, self._desk.stop)
+        self._end = weakref.finalize(self, self._server.stop)
 
     def open(
-        self, ring: Ring, caches: Caches, layers: Layers | None = None, rows: Rows = PLAIN
+        self, ring: Ring, caches: Caches, layers: ComputeLayers | None = None, rows: Rows = PLAIN
     ) -> None:
         """Serve this ring from now on.
 
@@ -92,13 +101,13 @@ class Desk:
         """
         geometry = ring.geometry
         _check(caches, geometry)
-        ring.words[Line.LENDER * LINE_WORDS] = os.getpid()
+        ring.words[ControlLine.LENDER * LINE_WORDS] = os.getpid()
         if self._module is None:
-            self._desk.open(ring, self._split_kv, caches, layers, rows)
+            self._server.open(ring, self._split_kv, caches, layers, rows)
             self._mapped[ring] = ring
             return
         mapped = native.mapped(self._module, ring)
-        self._desk.open(
+        self._server.open(
             mapped,
             geometry.query_heads,
             geometry.scale,
@@ -122,21 +131,21 @@ class Desk:
         Returns:
             Whether it had layers, which are let go.
         """
-        self._desk.close(self._mapped.pop(ring))
+        self._server.close(self._mapped.pop(ring))
         return self._layers.pop(ring, None) is not None
 
     def busy(self) -> None:
         """The engine begins a step. Waits for a task that the idle thread serves just now."""
-        self._desk.busy()
+        self._server.busy()
 
     def idle(self) -> None:
-        """The engine has ended its step. A new desk is idle."""
-        self._desk.idle()
+        """The engine has ended its step. A new server starts idle."""
+        self._server.idle()
 
     def dead(self) -> list[Ring]:
         """The open rings that are closed for whatever reason, be it that the borrower died.
 
-        That is seen within 0.1 s while the desk is idle, else when the next step begins.
+        That is seen within 0.1 s while the server is idle, else when the next step begins.
         """
         return [ring for ring in self._mapped if ring.closed is not Closed.OPEN]
 
@@ -174,7 +183,7 @@ class _Fallback:
 
     def __init__(self, spin_s: float) -> None:
         self._spin_s = spin_s
-        self._guests: dict[Ring, _Guest] = {}
+        self._guests: dict[Ring, _ServedRing] = {}
         self._lock = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
@@ -183,10 +192,10 @@ class _Fallback:
         self._looked = 0
 
     def open(
-        self, ring: Ring, split_kv: bool, caches: Caches, layers: Layers | None, rows: Rows
+        self, ring: Ring, split_kv: bool, caches: Caches, layers: ComputeLayers | None, rows: Rows
     ) -> None:
         with self._lock:
-            self._guests[ring] = _Guest(ring, split_kv, caches, layers, rows)
+            self._guests[ring] = _ServedRing(ring, split_kv, caches, layers, rows)
             if self._thread is None:
                 threads = torch.get_num_threads()
                 self._thread = threading.Thread(target=self._serve_while_idle, args=(threads,))
@@ -199,7 +208,7 @@ class _Fallback:
 
     def poll(self) -> int:
         with self._lock:
-            return self._serve_all(Line.LENDER_STATS * LINE_WORDS)
+            return self._serve_all(ControlLine.LENDER_STATS * LINE_WORDS)
 
     def busy(self) -> None:
         self._idle.clear()
@@ -219,7 +228,7 @@ class _Fallback:
     def _serve_all(self, counter: int) -> int:
         now, served = time.monotonic_ns(), 0
         for ring, guest in self._guests.items():
-            ring.words[Line.LENDER * LINE_WORDS + 1] = now
+            ring.words[ControlLine.LENDER * LINE_WORDS + 1] = now
             try:
                 served += guest.serve(counter)
             except Exception:
@@ -243,7 +252,7 @@ class _Fallback:
             with self._lock:
                 served = 0
                 if self._idle.is_set() and not self._stopped:
-                    served = self._serve_all(Line.LENDER_STATS * LINE_WORDS + 1)
+                    served = self._serve_all(ControlLine.LENDER_STATS * LINE_WORDS + 1)
                     self._look_for_dead(time.monotonic_ns())
             if served:
                 last = time.monotonic()
@@ -251,28 +260,28 @@ class _Fallback:
                 time.sleep(IDLE_SLEEP_S)
 
 
-class _Guest:
+class _ServedRing:
     """One ring, and what is known of the step that its borrower is in."""
 
     def __init__(
-        self, ring: Ring, split_kv: bool, caches: Caches, layers: Layers | None, rows: Rows
+        self, ring: Ring, split_kv: bool, caches: Caches, layers: ComputeLayers | None, rows: Rows
     ) -> None:
         self._layers = layers
         self._rows = rows
-        self.borrower = Peer(ring, Line.BORROWER)
+        self.borrower = RingPeer(ring, ControlLine.BORROWER)
         self._ring = ring
         self._split_kv = split_kv
         self._caches = caches
-        self._done = ring.words[Line.DONE * LINE_WORDS]
+        self._done = ring.words[ControlLine.DONE * LINE_WORDS]
         self._step = 0
         self._end = 0
-        self._work = Work.ATTEND
+        self._work = RingTask.ATTEND
         self._blocks: list[int] = []
         self._metadata: Tensor | None = None
 
     def serve(self, counter: int) -> bool:
         """At most one task; False where there is none to serve."""
-        ring, words, posted = self._ring, self._ring.words, Line.POSTED * LINE_WORDS
+        ring, words, posted = self._ring, self._ring.words, ControlLine.POSTED * LINE_WORDS
         number = words[posted]
         if number == self._done or ring.closed is not Closed.OPEN:
             return False
@@ -284,19 +293,19 @@ class _Guest:
         ):
             ring.shut(Closed.REFUSED)
             return False
-        if self._work is Work.ATTEND:
+        if self._work is RingTask.ATTEND:
             self._attend(*self._caches[layer])
-            stats = Line.LENDER_STATS * LINE_WORDS
+            stats = ControlLine.LENDER_STATS * LINE_WORDS
             words[counter] += 1
             words[stats + 2] += time.monotonic_ns() - begin
             words[stats + 3] += begin - words[posted + 2]
         else:
             self._copy(self._caches[layer])
-        self._done = words[Line.DONE * LINE_WORDS] = number
+        self._done = words[ControlLine.DONE * LINE_WORDS] = number
         return True
 
     def _step_is_valid(self) -> bool:
-        step = self._ring.words[Line.STEP * LINE_WORDS]
+        step = self._ring.words[ControlLine.STEP * LINE_WORDS]
         if step != self._step:
             self._step = 0
             if not self._take_step():
@@ -307,11 +316,13 @@ class _Guest:
     def _take_step(self) -> bool:
         """Copy the step's metadata, so that it stays as it was when it was looked at."""
         ring, areas, block_size = self._ring, self._ring.areas, self._ring.geometry.block_size
-        requests, tokens, work = ring.words[Line.STEP * LINE_WORDS + 1 : Line.STEP * LINE_WORDS + 4]
-        if work in (Work.WRITE, Work.READ):
-            return self._take_copy(requests, Work(work))
-        self._work = Work.ATTEND
-        if work != Work.ATTEND or not (
+        requests, tokens, work = ring.words[
+            ControlLine.STEP * LINE_WORDS + 1 : ControlLine.STEP * LINE_WORDS + 4
+        ]
+        if work in (RingTask.WRITE, RingTask.READ):
+            return self._take_copy(requests, RingTask(work))
+        self._work = RingTask.ATTEND
+        if work != RingTask.ATTEND or not (
             1 <= requests <= ring.max_requests and 1 <= tokens <= ring.max_tokens
         ):
             return False
@@ -356,7 +367,7 @@ class _Guest:
         )
         return True
 
-    def _take_copy(self, blocks: int, work: Work) -> bool:
+    def _take_copy(self, blocks: int, work: RingTask) -> bool:
         if not 1 <= blocks <= self._ring.most_copied:
             return False
         self._work = work
@@ -371,7 +382,7 @@ class _Guest:
         for rows, cache in zip(self._ring.copied(len(self._blocks)), caches, strict=True):
             for row, block in zip(rows, self._blocks, strict=True):
                 into, out_of = (
-                    (cache[block], row) if self._work is Work.WRITE else (row, cache[block])
+                    (cache[block], row) if self._work is RingTask.WRITE else (row, cache[block])
                 )
                 into.copy_(out_of)
 

@@ -11,7 +11,14 @@ from collections.abc import Sequence
 import torch
 
 from loomserve.platform.lending.ring import native
-from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, Line, Peer, Ring, Work
+from loomserve.platform.lending.ring.ring import (
+    LINE_WORDS,
+    Closed,
+    ControlLine,
+    Ring,
+    RingPeer,
+    RingTask,
+)
 
 YIELD_NS = 200_000
 """A wait that lasts so long lets others have the core between its looks."""
@@ -36,7 +43,7 @@ class Borrower:
         self._in_flight = False
         # Of the step, what copies of blocks write over.
         self._step: tuple[int, int, torch.Tensor] | None = None
-        ring.words[Line.BORROWER * LINE_WORDS] = os.getpid()
+        ring.words[ControlLine.BORROWER * LINE_WORDS] = os.getpid()
         module = native.extension()
         self._end = module.Borrower(native.mapped(module, ring)) if module else _Fallback(ring)
 
@@ -74,23 +81,23 @@ class Borrower:
         ring.areas.block_table[:requests, :width] = block_table
         ring.areas.slot_mapping[:tokens] = slot_mapping
         self._step = requests, tokens, block_table[0]
-        self._begin(requests, tokens, Work.ATTEND)
+        self._begin(requests, tokens, RingTask.ATTEND)
 
     def resume_step(self) -> None:
         """The next tasks are the step's again: blocks were copied between its begin and them."""
         if self._step is not None:
             requests, tokens, first_row = self._step
             self.ring.areas.block_table[0, : len(first_row)] = first_row
-            self._begin(requests, tokens, Work.ATTEND)
+            self._begin(requests, tokens, RingTask.ATTEND)
 
-    def _begin(self, requests: int, tokens: int, work: Work) -> None:
-        step = Line.STEP * LINE_WORDS
+    def _begin(self, requests: int, tokens: int, work: RingTask) -> None:
+        step = ControlLine.STEP * LINE_WORDS
         self.ring.words[step] += 1
         self.ring.words[step + 1] = requests
         self.ring.words[step + 2] = tokens
         self.ring.words[step + 3] = work
 
-    def begin_copy(self, blocks: Sequence[int], work: Work) -> None:
+    def begin_copy(self, blocks: Sequence[int], work: RingTask) -> None:
         """Say which guest blocks the next calls of :meth:`write` or :meth:`read` copy.
 
         Raises:
@@ -166,7 +173,7 @@ class Borrower:
         begin = time.monotonic_ns()
         if not self._end.copy(0, timeout_s):
             return None
-        stats = Line.BORROWER_STATS * LINE_WORDS
+        stats = ControlLine.BORROWER_STATS * LINE_WORDS
         self.ring.words[stats] += 1
         self.ring.words[stats + 2] += time.monotonic_ns() - begin
         return output.clone(), query.clone()
@@ -191,15 +198,15 @@ class _Fallback:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._posted = ring.words[Line.POSTED * LINE_WORDS]
-        self._lender = Peer(ring, Line.LENDER)
+        self._posted = ring.words[ControlLine.POSTED * LINE_WORDS]
+        self._lender = RingPeer(ring, ControlLine.LENDER)
         self._fence = threading.Lock()
 
     def post(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         ring, words = self._ring, self._ring.words
         if ring.closed is not Closed.OPEN:
             return
-        begin, tokens = time.monotonic_ns(), words[Line.STEP * LINE_WORDS + 2]
+        begin, tokens = time.monotonic_ns(), words[ControlLine.STEP * LINE_WORDS + 2]
         if not len(query) == len(key) == len(value) == tokens:
             raise RuntimeError(f"a task of {len(query)} tokens in a step of {tokens}")
         ring.areas.query[:tokens] = query
@@ -207,21 +214,21 @@ class _Fallback:
         ring.areas.value[:tokens] = value
         self._lender.meet()
         self._announce(layer)
-        words[Line.BORROWER_STATS * LINE_WORDS] += 1
-        words[Line.BORROWER_STATS * LINE_WORDS + 1] += time.monotonic_ns() - begin
+        words[ControlLine.BORROWER_STATS * LINE_WORDS] += 1
+        words[ControlLine.BORROWER_STATS * LINE_WORDS + 1] += time.monotonic_ns() - begin
 
     def _announce(self, layer: int) -> None:
-        words, posted, now = self._ring.words, Line.POSTED * LINE_WORDS, time.monotonic_ns()
+        words, posted, now = self._ring.words, ControlLine.POSTED * LINE_WORDS, time.monotonic_ns()
         words[posted + 1] = layer
         words[posted + 2] = now
         self._posted += 1
         words[posted] = self._posted
         # A lock's atomic instruction is a full fence on the machines that this runs on.
         with self._fence:
-            sleeps = words[Line.SLEEPING * LINE_WORDS]
+            sleeps = words[ControlLine.SLEEPING * LINE_WORDS]
         if sleeps:
-            _wake(self._ring.areas.control[Line.POSTED].data_ptr())
-        words[Line.BORROWER * LINE_WORDS + 1] = now
+            _wake(self._ring.areas.control[ControlLine.POSTED].data_ptr())
+        words[ControlLine.BORROWER * LINE_WORDS + 1] = now
 
     def copy(self, layer: int, timeout_s: float) -> bool:
         if self._ring.closed is not Closed.OPEN:
@@ -236,14 +243,14 @@ class _Fallback:
         if not self._done(begin, int(timeout_s * 1e9)):
             return False
         output.copy_(ring.areas.output[: len(output)].view(output.shape))
-        waited, stats = time.monotonic_ns() - begin, Line.BORROWER_STATS * LINE_WORDS
-        words[Line.BORROWER * LINE_WORDS + 1] = begin + waited
+        waited, stats = time.monotonic_ns() - begin, ControlLine.BORROWER_STATS * LINE_WORDS
+        words[ControlLine.BORROWER * LINE_WORDS + 1] = begin + waited
         words[stats + 2] += waited
         words[stats + 3] = max(waited, words[stats + 3])
         return True
 
     def _done(self, begin: int, timeout: int) -> bool:
-        ring, words, done = self._ring, self._ring.words, Line.DONE * LINE_WORDS
+        ring, words, done = self._ring, self._ring.words, ControlLine.DONE * LINE_WORDS
         looked = begin
         while ring.closed is Closed.OPEN:
             # Before it looks for the result, lest a halt of this process pass for the lender's.

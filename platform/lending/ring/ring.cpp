@@ -1,7 +1,8 @@
 // The hot path of the task ring: posting, waiting and serving without Python in between.
 //
 // The layout of the shared memory and the argument for its ordering stand in ring.py, the meaning
-// of each call in borrower.py and lender.py. vLLM's operators are looked up by name at run time.
+// of each call in borrower.py and attention_server.py. vLLM's operators are looked up by name at
+// run time.
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -40,11 +41,11 @@ using Word = std::atomic<int64_t>;
 static_assert(Word::is_always_lock_free && sizeof(Word) == 8);
 
 // As in ring.py.
-enum Line {
+enum ControlLine {
   kGranted, kWanted, kVacated, kClosed, kBorrower, kLender, kStep, kPosted, kDone, kSleeping,
   kBorrowerStats, kLenderStats
 };
-enum Work { kAttend, kWrite, kRead };
+enum RingTask { kAttend, kWrite, kRead };
 enum Closed { kOpen, kDrained, kRevoked, kTimedOut, kDied, kRefused, kFailed };
 constexpr int kLineWords = 16;
 
@@ -85,18 +86,20 @@ class Ring {
         output(std::move(output)), control_(std::move(control)),
         words_(reinterpret_cast<Word*>(control_.data_ptr<int64_t>())) {}
 
-  Word& word(Line line, int place = 0) { return words_[line * kLineWords + place]; }
+  Word& word(ControlLine line, int place = 0) { return words_[line * kLineWords + place]; }
 
-  int64_t load(Line line, int place = 0) {
+  int64_t load(ControlLine line, int place = 0) {
     return word(line, place).load(std::memory_order_relaxed);
   }
 
-  void store(Line line, int place, int64_t value) {
+  void store(ControlLine line, int place, int64_t value) {
     word(line, place).store(value, std::memory_order_relaxed);
   }
 
   // To a word that this side alone writes.
-  void add(Line line, int place, int64_t value) { store(line, place, load(line, place) + value); }
+  void add(ControlLine line, int place, int64_t value) {
+    store(line, place, load(line, place) + value);
+  }
 
   bool closed() { return load(kClosed) != kOpen; }
 
@@ -123,11 +126,11 @@ class Ring {
 };
 
 // Whether the other worker's process is gone; a process that nobody has reaped is, too.
-class Peer {
+class RingPeer {
  public:
-  Peer(std::shared_ptr<Ring> ring, Line side) : ring_(std::move(ring)), side_(side) {}
-  Peer(const Peer&) = delete;
-  ~Peer() {
+  RingPeer(std::shared_ptr<Ring> ring, ControlLine side) : ring_(std::move(ring)), side_(side) {}
+  RingPeer(const RingPeer&) = delete;
+  ~RingPeer() {
     if (descriptor_ >= 0) close(descriptor_);
   }
 
@@ -151,7 +154,7 @@ class Peer {
 
  private:
   std::shared_ptr<Ring> ring_;
-  Line side_;
+  ControlLine side_;
   int descriptor_ = -1;
   bool gone_ = false;
 };
@@ -259,7 +262,7 @@ class Borrower {
   }
 
   std::shared_ptr<Ring> ring_;
-  Peer lender_;
+  RingPeer lender_;
   int64_t posted_;
 };
 
@@ -326,17 +329,17 @@ class Attention {
 
 using Caches = std::vector<std::pair<at::Tensor, at::Tensor>>;
 
-// In which row of its layers' caches a guest's block is (layout.py).
+// In which row of its layers' caches a borrower's block is (layout.py).
 struct Rows {
   int64_t abreast, apart;
   int64_t of(int64_t block) const { return block % abreast * apart + block / abreast; }
   int64_t blocks(int64_t rows) const { return (rows - (abreast - 1) * apart) * abreast; }
 };
 
-// One ring at the lender, with the guest's KV in the lender's memory.
-class Guest {
+// One ring at the lender, with the borrower's KV in the lender's memory.
+class ServedRing {
  public:
-  Guest(std::shared_ptr<Ring> of, Attention::Shape shape, Caches caches, py::handle layers,
+  ServedRing(std::shared_ptr<Ring> of, Attention::Shape shape, Caches caches, py::handle layers,
         Rows rows)
       : ring(of), borrower(of, kBorrower), shape_(std::move(shape)), caches_(std::move(caches)),
         layers_(layers), rows_(rows),
@@ -380,7 +383,7 @@ class Guest {
   }
 
   std::shared_ptr<Ring> ring;
-  Peer borrower;
+  RingPeer borrower;
 
  private:
   // What is looked at once is a copy that the borrower cannot change afterwards.
@@ -486,12 +489,12 @@ class Guest {
   at::Tensor starts_, lens_, table_, slots_, query_, key_, value_, output_, metadata_;
 };
 
-using Guests = std::vector<std::shared_ptr<Guest>>;
+using ServedRings = std::vector<std::shared_ptr<ServedRing>>;
 
-class Desk {
+class AttentionServer {
  public:
-  explicit Desk(int64_t spin_ns) : spin_ns_(spin_ns) {}
-  ~Desk() { stop(); }
+  explicit AttentionServer(int64_t spin_ns) : spin_ns_(spin_ns) {}
+  ~AttentionServer() { stop(); }
 
   void open(std::shared_ptr<Ring> ring, int64_t query_heads, double scale, const std::string& isa,
             int64_t sliding_window, double softcap, bool split_kv, Caches caches,
@@ -500,13 +503,13 @@ class Desk {
     Attention::Shape shape{query_heads,    cache.size(1), cache.size(3), sliding_window,
                            scale,          softcap,       split_kv,      cache.scalar_type(),
                            c10::IValue(isa)};
-    auto guest = std::make_shared<Guest>(std::move(ring), std::move(shape), std::move(caches),
-                                         layers, Rows{abreast, apart});
-    guest->ring->store(kLender, 1, now_ns());
+    auto each = std::make_shared<ServedRing>(std::move(ring), std::move(shape), std::move(caches),
+                                             layers, Rows{abreast, apart});
+    each->ring->store(kLender, 1, now_ns());
     py::gil_scoped_release no_python;
     std::unique_lock lock(mutex_);
     if (!attention_) attention_.emplace();
-    guests_.push_back(std::move(guest));
+    rings_.push_back(std::move(each));
     if (!thread_.joinable()) start_thread();
     rouse();
   }
@@ -515,7 +518,7 @@ class Desk {
     py::gil_scoped_release no_python;
     std::unique_lock lock(mutex_);
     ring->store(kSleeping, 0, 0);
-    std::erase_if(guests_, [&](const auto& guest) { return guest->ring == ring; });
+    std::erase_if(rings_, [&](const auto& each) { return each->ring == ring; });
   }
 
   int64_t poll() {
@@ -526,9 +529,9 @@ class Desk {
     }
     const int64_t now = now_ns();
     bool posted = false;
-    for (const auto& guest : guests_) {
-      guest->ring->store(kLender, 1, now);
-      posted |= guest->posted();
+    for (const auto& each : rings_) {
+      each->ring->store(kLender, 1, now);
+      posted |= each->posted();
     }
     if (!posted) return 0;
     py::gil_scoped_release no_python;
@@ -542,7 +545,7 @@ class Desk {
     py::gil_scoped_release no_python;
     idle_.store(false);
     std::unique_lock lock(mutex_);
-    for (const auto& guest : guests_) guest->ring->store(kSleeping, 0, 0);
+    for (const auto& each : rings_) each->ring->store(kSleeping, 0, 0);
     look_for_dead(now_ns());
   }
 
@@ -562,7 +565,7 @@ class Desk {
       lock.unlock();
       if (thread_.joinable()) thread_.join();
     }
-    guests_.clear();
+    rings_.clear();
   }
 
  private:
@@ -572,12 +575,12 @@ class Desk {
   int64_t serve_all(Place place) {
     c10::InferenceMode no_autograd;
     int64_t served = 0;
-    for (const auto& guest : guests_) {
+    for (const auto& each : rings_) {
       try {
-        served += guest->serve(*attention_, place);
+        served += each->serve(*attention_, place);
       } catch (const std::exception& error) {
-        guest->ring->shut(kFailed);
-        TORCH_WARN("a guest's attention failed: ", error.what());
+        each->ring->shut(kFailed);
+        TORCH_WARN("a borrower's attention failed: ", error.what());
       }
     }
     return served;
@@ -586,8 +589,8 @@ class Desk {
   void look_for_dead(int64_t now) {
     if (now - looked_ < kLenderLooks) return;
     looked_ = now;
-    for (const auto& guest : guests_)
-      if (guest->borrower.gone()) guest->ring->shut(kDied);
+    for (const auto& each : rings_)
+      if (each->borrower.gone()) each->ring->shut(kDied);
   }
 
   // Have the idle thread look at everything anew. As it may be about to sleep on what it saw
@@ -595,9 +598,9 @@ class Desk {
   void rouse() {
     awake_.notify_one();
     if (!asleep_) return;
-    for (const auto& guest : guests_) {
-      guest->ring->word(kSleeping).store(1);
-      guest->ring->wake();
+    for (const auto& each : rings_) {
+      each->ring->word(kSleeping).store(1);
+      each->ring->wake();
     }
   }
 
@@ -626,14 +629,14 @@ class Desk {
     std::unique_lock lock(mutex_);
     int64_t last = now_ns();
     while (!stopped_) {
-      if (!idle_.load() || guests_.empty()) {
+      if (!idle_.load() || rings_.empty()) {
         awake_.wait(lock);
         last = now_ns();
         continue;
       }
       const int64_t served = serve_all(kByIdleThread);
       const int64_t now = now_ns();
-      for (const auto& guest : guests_) guest->ring->store(kLender, 1, now);
+      for (const auto& each : rings_) each->ring->store(kLender, 1, now);
       look_for_dead(now);
       if (served) {
         last = now;
@@ -651,39 +654,39 @@ class Desk {
   // Until something is posted or somebody rouses it, but no longer than until it must look who
   // is dead.
   void sleep(std::unique_lock<std::mutex>& lock) {
-    const Guests guests = guests_;
+    const ServedRings rings = rings_;
     std::vector<uint32_t> seen;
-    for (const auto& guest : guests) {
-      guest->ring->word(kSleeping).store(1);
-      seen.push_back(__atomic_load_n(guest->ring->futex(), __ATOMIC_SEQ_CST));
+    for (const auto& each : rings) {
+      each->ring->word(kSleeping).store(1);
+      seen.push_back(__atomic_load_n(each->ring->futex(), __ATOMIC_SEQ_CST));
     }
     std::atomic_thread_fence(std::memory_order_seq_cst);
-    const bool posted = std::any_of(guests.begin(), guests.end(),
-                                    [](const auto& guest) { return guest->posted(); });
+    const bool posted = std::any_of(rings.begin(), rings.end(),
+                                    [](const auto& each) { return each->posted(); });
     if (!posted) {
       asleep_ = true;
       lock.unlock();
-      wait_for_change(guests, seen);
+      wait_for_change(rings, seen);
       lock.lock();
       asleep_ = false;
     }
-    for (const auto& guest : guests) guest->ring->store(kSleeping, 0, 0);
+    for (const auto& each : rings) each->ring->store(kSleeping, 0, 0);
   }
 
-  static void wait_for_change(const Guests& guests, const std::vector<uint32_t>& seen) {
-    if (guests.size() > 1 && wait_for_any(guests, seen)) return;
-    const timespec limit{0, guests.size() > 1 ? kSeveralLooks : kLenderLooks};
-    syscall(SYS_futex, guests[0]->ring->futex(), FUTEX_WAIT, seen[0], &limit, nullptr, 0);
+  static void wait_for_change(const ServedRings& rings, const std::vector<uint32_t>& seen) {
+    if (rings.size() > 1 && wait_for_any(rings, seen)) return;
+    const timespec limit{0, rings.size() > 1 ? kSeveralLooks : kLenderLooks};
+    syscall(SYS_futex, rings[0]->ring->futex(), FUTEX_WAIT, seen[0], &limit, nullptr, 0);
   }
 
   // False where the kernel, older than 5.16, does not have it or a sandbox forbids it.
-  static bool wait_for_any(const Guests& guests, const std::vector<uint32_t>& seen) {
+  static bool wait_for_any(const ServedRings& rings, const std::vector<uint32_t>& seen) {
 #if defined(SYS_futex_waitv) && defined(FUTEX_32)
-    std::vector<futex_waitv> waiters(std::min<size_t>(guests.size(), FUTEX_WAITV_MAX));
+    std::vector<futex_waitv> waiters(std::min<size_t>(rings.size(), FUTEX_WAITV_MAX));
     for (size_t i = 0; i < waiters.size(); ++i) {
       waiters[i] = {};
       waiters[i].val = seen[i];
-      waiters[i].uaddr = reinterpret_cast<uintptr_t>(guests[i]->ring->futex());
+      waiters[i].uaddr = reinterpret_cast<uintptr_t>(rings[i]->ring->futex());
       waiters[i].flags = FUTEX_32;
     }
     timespec until;
@@ -706,7 +709,7 @@ class Desk {
   std::mutex mutex_;
   std::condition_variable awake_;
   std::optional<Attention> attention_;
-  Guests guests_;
+  ServedRings rings_;
   int64_t looked_ = 0;
   bool asleep_ = false, stopped_ = false;
   // Written without the mutex, too, lest busy() wait for more than one service.
@@ -725,12 +728,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def("post", &Borrower::post)
       .def("copy", &Borrower::copy)
       .def("wait", &Borrower::wait);
-  py::class_<Desk>(module, "Desk")
+  py::class_<AttentionServer>(module, "AttentionServer")
       .def(py::init<int64_t>())
-      .def("open", &Desk::open)
-      .def("close", &Desk::close)
-      .def("poll", &Desk::poll)
-      .def("busy", &Desk::busy)
-      .def("idle", &Desk::idle)
-      .def("stop", &Desk::stop);
+      .def("open", &AttentionServer::open)
+      .def("close", &AttentionServer::close)
+      .def("poll", &AttentionServer::poll)
+      .def("busy", &AttentionServer::busy)
+      .def("idle", &AttentionServer::idle)
+      .def("stop", &AttentionServer::stop);
 }

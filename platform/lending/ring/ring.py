@@ -5,7 +5,7 @@ blocks of one layer into the lender's memory or out of it. One is in flight at a
 with the borrower's layers, so every area below holds one task::
 
     page 0          superblock: magic, version, sizes, the borrower's geometry
-    page 1          control lines of 128 bytes, in words of 8 bytes (:class:`Line`)
+    page 1          control lines of 128 bytes, in words of 8 bytes (:class:`ControlLine`)
     then, each from a page of its own:
     query_start_loc int32 [max_requests + 1]            a step's metadata, in the numbering
     seq_lens        int32 [max_requests]                of the guest's own blocks
@@ -86,7 +86,7 @@ class Closed(enum.IntEnum):
     """The lender's attention raised an error; its log has it."""
 
 
-class Line(enum.IntEnum):
+class ControlLine(enum.IntEnum):
     """The control lines, and in brackets what their words hold besides the first."""
 
     GRANTED = 0
@@ -98,7 +98,7 @@ class Line(enum.IntEnum):
     LENDER = 5
     """pid [time of the last beat, ns]"""
     STEP = 6
-    """number of the step [requests, tokens, what is to be done (:class:`Work`)]"""
+    """number of the step [requests, tokens, what is to be done (:class:`RingTask`)]"""
     POSTED = 7
     """number of the last task posted [layer, time of the post, ns]"""
     DONE = 8
@@ -109,7 +109,7 @@ class Line(enum.IntEnum):
     LENDER_STATS = 11
 
 
-class Work(enum.IntEnum):
+class RingTask(enum.IntEnum):
     """What the tasks of a step are; of copies, its ``requests`` are the blocks."""
 
     ATTEND = 0
@@ -155,8 +155,8 @@ class Ring:
 
     The two workers post and serve through
     :class:`~loomserve.platform.lending.ring.borrower.Borrower` and
-    :class:`~loomserve.platform.lending.ring.attention_server.Desk`; their schedulers map it for its
-    control words.
+    :class:`~loomserve.platform.lending.ring.attention_server.AttentionServer`; their schedulers
+    map the ring for its control words.
     """
 
     areas: Areas
@@ -171,7 +171,7 @@ class Ring:
         self.max_requests = superblock.max_requests
         self.max_blocks = superblock.max_blocks
         self._mapping = mmap.mmap(file.fileno(), superblock.nbytes)
-        lines = memoryview(self._mapping)[_PAGE : _PAGE + len(Line) * LINE_WORDS * 8]
+        lines = memoryview(self._mapping)[_PAGE : _PAGE + len(ControlLine) * LINE_WORDS * 8]
         self.words = lines.cast("q")
         self.areas = Areas(*(self._tensor(*area) for area in superblock.areas()))
 
@@ -224,50 +224,53 @@ class Ring:
     @property
     def granted(self) -> int:
         """Guest blocks that the borrower may use now; the lender's scheduler writes it."""
-        return self.words[Line.GRANTED * LINE_WORDS]
+        return self.words[ControlLine.GRANTED * LINE_WORDS]
 
     @granted.setter
     def granted(self, blocks: int) -> None:
-        self.words[Line.GRANTED * LINE_WORDS] = blocks
+        self.words[ControlLine.GRANTED * LINE_WORDS] = blocks
 
     @property
     def wanted(self) -> int:
         """Guest blocks that the borrower shall shrink to; the lender's scheduler writes it."""
-        return self.words[Line.WANTED * LINE_WORDS]
+        return self.words[ControlLine.WANTED * LINE_WORDS]
 
     @wanted.setter
     def wanted(self, blocks: int) -> None:
-        self.words[Line.WANTED * LINE_WORDS] = blocks
+        self.words[ControlLine.WANTED * LINE_WORDS] = blocks
 
     @property
     def vacated(self) -> int:
         """The borrower uses no block from this one on; its scheduler writes it."""
-        return self.words[Line.VACATED * LINE_WORDS]
+        return self.words[ControlLine.VACATED * LINE_WORDS]
 
     @vacated.setter
     def vacated(self, blocks: int) -> None:
-        self.words[Line.VACATED * LINE_WORDS] = blocks
+        self.words[ControlLine.VACATED * LINE_WORDS] = blocks
 
     @property
     def closed(self) -> Closed:
-        return Closed(self.words[Line.CLOSED * LINE_WORDS])
+        return Closed(self.words[ControlLine.CLOSED * LINE_WORDS])
 
     def shut(self, reason: Closed) -> None:
         """Close the ring for both sides, for good; nothing if it is closed already."""
         if self.closed is Closed.OPEN:
-            self.words[Line.CLOSED * LINE_WORDS] = reason
+            self.words[ControlLine.CLOSED * LINE_WORDS] = reason
 
-    def pid(self, side: Line) -> int:
-        """Of the worker on ``Line.BORROWER`` or ``Line.LENDER``; 0 while it is not there."""
+    def pid(self, side: ControlLine) -> int:
+        """Process id of the worker at ``side``, BORROWER or LENDER; 0 while it is not there."""
         return self.words[side * LINE_WORDS]
 
-    def beat_ns(self, side: Line) -> int:
+    def beat_ns(self, side: ControlLine) -> int:
         """When, by CLOCK_MONOTONIC, the side was last seen to run: a lender beats with every poll
         and some ten times a second while it sleeps, a borrower with every task."""
         return self.words[side * LINE_WORDS + 1]
 
     def stats(self) -> RingStats:
-        borrower, lender = Line.BORROWER_STATS * LINE_WORDS, Line.LENDER_STATS * LINE_WORDS
+        borrower, lender = (
+            ControlLine.BORROWER_STATS * LINE_WORDS,
+            ControlLine.LENDER_STATS * LINE_WORDS,
+        )
         return RingStats(*self.words[borrower : borrower + 4], *self.words[lender : lender + 4])
 
     @property
@@ -291,10 +294,10 @@ class Ring:
         return flat.view(shape)
 
 
-class Peer:
+class RingPeer:
     """The worker on one side of a ring, as the other sees it; both share a PID namespace."""
 
-    def __init__(self, ring: Ring, side: Line) -> None:
+    def __init__(self, ring: Ring, side: ControlLine) -> None:
         self._ring = ring
         self._side = side
         self._process: FileIO | None = None
@@ -334,7 +337,7 @@ class _Superblock(NamedTuple):
         placed: list[tuple[int, torch.dtype, tuple[int, ...]]] = []
         offset = _PAGE
         for kind, shape in (
-            (torch.int64, (len(Line), LINE_WORDS)),
+            (torch.int64, (len(ControlLine), LINE_WORDS)),
             (torch.int32, (requests + 1,)),
             (torch.int32, (requests,)),
             (torch.int32, (requests, self.max_blocks)),

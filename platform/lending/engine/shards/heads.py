@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from loomserve.platform.lending.engine.shards.shard import MovedPart, room
+from loomserve.platform.lending.engine.shards.shard import RemoteShard, room
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
 
 PAGE_BYTES = mmap.PAGESIZE
 
 
-def part_of(geometry: Geometry, heads: int) -> Geometry:
+def geometry_of_heads(geometry: Geometry, heads: int) -> Geometry:
     """The attention of so many KV heads and of those query heads that attend to them.
 
     Raises:
@@ -49,10 +49,10 @@ def _shares_of(geometry: Geometry, heads: int) -> tuple[int, int, int]:
     return (1, 0, 0) if together else (geometry.kv_heads, heads, 0)
 
 
-class MovedHeads(MovedPart):
+class RemoteHeads(RemoteShard):
     """
     Args:
-        attention, kv_caches, release, numbers, patience_s: as of any :class:`MovedPart`.
+        attention, kv_caches, release, numbers, patience_s: as of any :class:`RemoteShard`.
         geometry: of all heads.
         borrower: of the heads that move.
     """
@@ -68,7 +68,7 @@ class MovedHeads(MovedPart):
         patience_s: float,
     ) -> None:
         super().__init__(attention, kv_caches, release, numbers, borrower, patience_s)
-        self.kept = part_of(geometry, geometry.kv_heads - borrower.ring.geometry.kv_heads)
+        self.kept = geometry_of_heads(geometry, geometry.kv_heads - borrower.ring.geometry.kv_heads)
         """The attention that stays."""
         self._of_block = _shares_of(geometry, borrower.ring.geometry.kv_heads)
         self._held = list(range(len(kv_caches)))

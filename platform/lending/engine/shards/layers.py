@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from loomserve.platform.lending.engine.freed_memory import give_back
-from loomserve.platform.lending.engine.shards.shard import MovedPart, room
+from loomserve.platform.lending.engine.shards.shard import RemoteShard, room
 from loomserve.platform.lending.engine.shards.weights import LayerWeights
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
@@ -68,14 +68,14 @@ def _shares_of(layers: range, geometry: Geometry, weights: LayerWeights) -> tupl
     return geometry.layers, len(layers), freed
 
 
-class MovedLayers(MovedPart):
+class RemoteLayers(RemoteShard):
     """
     Args:
         modules: the model's decoder layers, of which some are replaced while they are away.
         layers: those that move.
         geometry: of all layers.
         weights: of the model.
-        attention, kv_caches, release, numbers: as of any :class:`MovedPart`.
+        attention, kv_caches, release, numbers: as of any :class:`RemoteShard`.
         borrower: of the layers that move.
         patience_s: for one layer's attention.
     """

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from loomserve.platform.lending.ring.borrower import Borrower
-from loomserve.platform.lending.ring.ring import Work
+from loomserve.platform.lending.ring.ring import RingTask
 
 
 def room(blocks: int, shares: int, moved: int, freed: int = 0) -> int:
@@ -18,7 +18,7 @@ def room(blocks: int, shares: int, moved: int, freed: int = 0) -> int:
     return (blocks * shares + freed) // (shares - moved)
 
 
-class MovedPart(ABC):
+class RemoteShard(ABC):
     """Of one worker and one lender. Until :meth:`leave` nothing is computed elsewhere.
 
     Args:
@@ -123,13 +123,13 @@ class MovedPart(ABC):
     def _write_there(self, number: int, blocks: range, rows: torch.Tensor) -> bool:
         """One of the borrower's layers."""
         key, value = rows.chunk(2, dim=2)
-        self.borrower.begin_copy(blocks, Work.WRITE)
+        self.borrower.begin_copy(blocks, RingTask.WRITE)
         done = self.borrower.write(number, key, value, self._patience_s)
         self.borrower.resume_step()
         return done
 
     def _read_there(self, number: int, blocks: range, rows: torch.Tensor) -> bool:
-        self.borrower.begin_copy(blocks, Work.READ)
+        self.borrower.begin_copy(blocks, RingTask.READ)
         found = self.borrower.read(number, self._patience_s)
         if found is not None:
             torch.cat(found, dim=2, out=rows)
@@ -142,7 +142,7 @@ class MovedPart(ABC):
         kv_heads, 2 * block_size, head_size]."""
 
     def _send(self, blocks: list[int]) -> bool:
-        self.borrower.begin_copy(blocks, Work.WRITE)
+        self.borrower.begin_copy(blocks, RingTask.WRITE)
         for number in range(self.borrower.ring.geometry.layers):
             key, value = self._moved(number)[blocks].chunk(2, dim=2)
             if not self.borrower.write(number, key, value, self._patience_s):
@@ -150,7 +150,7 @@ class MovedPart(ABC):
         return True
 
     def _fetch(self, blocks: list[int]) -> bool:
-        self.borrower.begin_copy(blocks, Work.READ)
+        self.borrower.begin_copy(blocks, RingTask.READ)
         for number in range(self.borrower.ring.geometry.layers):
             rows = self.borrower.read(number, self._patience_s)
             if rows is None:
@@ -166,14 +166,14 @@ class MovedPart(ABC):
     def _copy_there(self, sources: list[int], targets: list[int]) -> bool:
         borrower, layers = self.borrower, range(self.borrower.ring.geometry.layers)
         # The ring's areas hold one task, so what is read leaves it before it is written.
-        borrower.begin_copy(sources, Work.READ)
+        borrower.begin_copy(sources, RingTask.READ)
         read = []
         for layer in layers:
             rows = borrower.read(layer, self._patience_s)
             if rows is None:
                 return False
             read.append((rows[0].clone(), rows[1].clone()))
-        borrower.begin_copy(targets, Work.WRITE)
+        borrower.begin_copy(targets, RingTask.WRITE)
         return all(borrower.write(layer, *read[layer], self._patience_s) for layer in layers)
 
     def _longer(self, layer: int) -> torch.Tensor:

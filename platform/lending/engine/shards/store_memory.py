@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from loomserve.kvstore.engine.memory import BlockMemory, Bytes
-from loomserve.platform.lending.engine.shards.shard import MovedPart
+from loomserve.platform.lending.engine.shards.shard import RemoteShard
 from loomserve.platform.lending.ring.geometry import Geometry
 
 WholeBlocks = Callable[[int, range, torch.Tensor], bool]
@@ -23,7 +23,7 @@ class LenderGoneError(Exception):
     """The ring has closed, and what the lender had of the blocks is lost."""
 
 
-class PartedMemory(BlockMemory):
+class ShardedMemory(BlockMemory):
     """
     Args:
         part: that is away.
@@ -33,7 +33,7 @@ class PartedMemory(BlockMemory):
 
     beside_steps = False
 
-    def __init__(self, part: MovedPart, whole: BlockMemory, geometry: Geometry) -> None:
+    def __init__(self, part: RemoteShard, whole: BlockMemory, geometry: Geometry) -> None:
         self.layers, self.layer_bytes = whole.layers, whole.layer_bytes
         self.layer_of, self.layers_here = whole.layer_of, part.layers_here
         self._part = part

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loomserve.platform.lending.engine.lent_memory import guest_caches
-from loomserve.platform.lending.policy.layout import Layout, guest_blocks, lender_blocks
+from loomserve.platform.lending.engine.lent_memory import borrower_caches
+from loomserve.platform.lending.policy.layout import Layout, borrower_blocks, lender_blocks
 from loomserve.platform.lending.ring.geometry import Geometry
 
 BLOCKS = 12
@@ -46,8 +46,8 @@ def test_guests_write_into_the_range_only_and_nowhere_twice(
         block_size=guest_block, dtype=dtype, scale=1.0, isa="vec",
     )  # fmt: skip
     shapes = (Layout(layers, caches[0][0].nbytes), Layout(guest_layers, guest.layer_block_bytes))
-    views, rows = guest_caches(caches, first, BLOCKS - first, guest)
-    places = guest_blocks(*shapes, BLOCKS - first)
+    views, rows = borrower_caches(caches, first, BLOCKS - first, guest)
+    places = borrower_blocks(*shapes, BLOCKS - first)
     assert [rows.blocks(len(key)) for key, _ in views] == [places] * guest_layers
     at = [rows.of(block) for block in range(places)]
     marks = {(layer, block): layer + 100 * block + 1 for layer in range(guest_layers)
@@ -71,9 +71,9 @@ def test_blocks_of_some_layers_lie_abreast_and_leave_from_the_end(away: int, abr
     )  # fmt: skip
     guest, shape = replace(whole, layers=away), Layout(5, whole.layer_block_bytes)
     part = Layout(away, guest.layer_block_bytes)
-    assert guest_blocks(shape, part, 4) == 4 * abreast
+    assert borrower_blocks(shape, part, 4) == 4 * abreast
     caches = lender_caches(5, 2, 32, 32)
-    views, rows = guest_caches(caches, 0, BLOCKS, guest)
+    views, rows = borrower_caches(caches, 0, BLOCKS, guest)
     for key, _ in views:
         for block in range(4 * abreast):
             key[rows.of(block)] = 1
@@ -86,7 +86,7 @@ def test_blocks_lie_abreast_only_where_layers_are_evenly_spaced_in_memory() -> N
         scale=1.0, isa="vec",
     )  # fmt: skip
     with pytest.raises(ValueError, match="evenly spaced"):
-        guest_caches(lender_caches(2, 1, 32, 32)[::-1], 0, 3, guest)
+        borrower_caches(lender_caches(2, 1, 32, 32)[::-1], 0, 3, guest)
 
 
 @given(
@@ -97,11 +97,11 @@ def test_so_many_blocks_hold_what_they_are_said_to_hold(
 ) -> None:
     lender, guest = Layout(layers, 64 * size), Layout(guest_layers, 64 * guest_size)
     needed = lender_blocks(lender, guest, blocks)
-    assert guest_blocks(lender, guest, needed) >= blocks
+    assert borrower_blocks(lender, guest, needed) >= blocks
     if needed:
-        assert guest_blocks(lender, guest, needed - 1) < blocks
+        assert borrower_blocks(lender, guest, needed - 1) < blocks
 
 
 def test_a_guest_like_the_lender_loses_nothing() -> None:
     same = Layout(30, 49152)
-    assert guest_blocks(same, same, 17) == lender_blocks(same, same, 17) == 17
+    assert borrower_blocks(same, same, 17) == lender_blocks(same, same, 17) == 17

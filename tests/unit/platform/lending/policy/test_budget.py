@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.lending.policy.budget import GuestTime
+from loomserve.platform.lending.policy.budget import ServedTime
 
 seconds = st.floats(0.001, 1.0)
 
 
-def after(steps: Iterable[tuple[float, float]]) -> GuestTime:
-    times = GuestTime()
+def after(steps: Iterable[tuple[float, float]]) -> ServedTime:
+    times = ServedTime()
     for step_s, served_s in steps:
         times.add(step_s, served_s)
     return times

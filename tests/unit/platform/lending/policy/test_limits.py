@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loomserve.platform.lending.policy.limits import (
+    LoanLimit,
+    LoanPhase,
     Observation,
-    Phase,
     Rules,
-    State,
     after,
     first,
     pressure,
@@ -48,10 +48,10 @@ NOTHING = Observation(
     timed_out=False,
     used_tokens=0,
 )
-OPEN = State(RULES, Phase.OPEN, 32_000, since_s=0.0, changed_s=0.0)
-STOPPED = State(RULES, Phase.STOPPED, 0, since_s=99.8, changed_s=0.0, backoff_s=1.0)
-EJECT = replace(STOPPED, phase=Phase.EJECT)
-PROBING = State(RULES, Phase.PROBING, 4_000, since_s=90.0, changed_s=90.0, backoff_s=1.0)
+OPEN = LoanLimit(RULES, LoanPhase.OPEN, 32_000, since_s=0.0, changed_s=0.0)
+STOPPED = LoanLimit(RULES, LoanPhase.STOPPED, 0, since_s=99.8, changed_s=0.0, backoff_s=1.0)
+EJECT = replace(STOPPED, phase=LoanPhase.EJECT)
+PROBING = LoanLimit(RULES, LoanPhase.PROBING, 4_000, since_s=90.0, changed_s=90.0, backoff_s=1.0)
 
 observations = st.builds(
     Observation,
@@ -67,7 +67,7 @@ observations = st.builds(
 histories = st.lists(st.tuples(st.floats(0.01, 2.0), observations), max_size=40)
 
 
-def states(history: Iterable[tuple[float, Observation]], rules: Rules = RULES) -> list[State]:
+def states(history: Iterable[tuple[float, Observation]], rules: Rules = RULES) -> list[LoanLimit]:
     now_s = 0.0
     reached = [first(rules, now_s)]
     for passed_s, seen in history:
@@ -76,49 +76,54 @@ def states(history: Iterable[tuple[float, Observation]], rules: Rules = RULES) -
     return reached
 
 
-def stops(reached: list[State]) -> int:
-    away = (Phase.STOPPED, Phase.EJECT)
+def stops(reached: list[LoanLimit]) -> int:
+    away = (LoanPhase.STOPPED, LoanPhase.EJECT)
     return sum(was.phase not in away and now.phase in away for was, now in pairwise(reached))
 
 
 @pytest.mark.parametrize(
     ("state", "seen", "phase", "tokens"),
     [
-        (OPEN, STALLED, Phase.STOPPED, 0),
-        (OPEN, TIMED_OUT, Phase.EJECT, 0),
-        (OPEN, NOTHING, Phase.OPEN, 32_000),
-        (replace(OPEN, calm_periods=2), NEAR, Phase.OPEN, 32_000),
-        (OPEN, HEALTHY, Phase.OPEN, 32_000),
-        (replace(OPEN, calm_periods=2), HEALTHY, Phase.OPEN, 36_000),
-        (replace(OPEN, calm_periods=2, tokens=62_000), HEALTHY, Phase.OPEN, 64_000),
+        (OPEN, STALLED, LoanPhase.STOPPED, 0),
+        (OPEN, TIMED_OUT, LoanPhase.EJECT, 0),
+        (OPEN, NOTHING, LoanPhase.OPEN, 32_000),
+        (replace(OPEN, calm_periods=2), NEAR, LoanPhase.OPEN, 32_000),
+        (OPEN, HEALTHY, LoanPhase.OPEN, 32_000),
+        (replace(OPEN, calm_periods=2), HEALTHY, LoanPhase.OPEN, 36_000),
+        (replace(OPEN, calm_periods=2, tokens=62_000), HEALTHY, LoanPhase.OPEN, 64_000),
         # What nobody uses says nothing of what could be borne.
-        (replace(OPEN, calm_periods=2), replace(HEALTHY, used_tokens=9_000), Phase.OPEN, 32_000),
-        (replace(OPEN, calm_periods=2), replace(HEALTHY, tasks=0), Phase.OPEN, 32_000),
-        (OPEN, OVER_BUDGET, Phase.OPEN, 16_000),
-        (OPEN, replace(OVER_BUDGET, used_tokens=20_000), Phase.OPEN, 10_000),
-        (OPEN, replace(OVER_BUDGET, used_tokens=0), Phase.OPEN, 4_000),
-        (OPEN, SLOW, Phase.OPEN, 16_000),
+        (
+            replace(OPEN, calm_periods=2),
+            replace(HEALTHY, used_tokens=9_000),
+            LoanPhase.OPEN,
+            32_000,
+        ),
+        (replace(OPEN, calm_periods=2), replace(HEALTHY, tasks=0), LoanPhase.OPEN, 32_000),
+        (OPEN, OVER_BUDGET, LoanPhase.OPEN, 16_000),
+        (OPEN, replace(OVER_BUDGET, used_tokens=20_000), LoanPhase.OPEN, 10_000),
+        (OPEN, replace(OVER_BUDGET, used_tokens=0), LoanPhase.OPEN, 4_000),
+        (OPEN, SLOW, LoanPhase.OPEN, 16_000),
         # The last decrease shall show its effect first.
-        (replace(OPEN, changed_s=99.5), SLOW, Phase.OPEN, 32_000),
+        (replace(OPEN, changed_s=99.5), SLOW, LoanPhase.OPEN, 32_000),
         # It cannot even bear the fewest guests.
-        (replace(OPEN, tokens=4_000), OVER_BUDGET, Phase.STOPPED, 0),
-        (PROBING, OVER_BUDGET, Phase.STOPPED, 0),
-        (PROBING, STALLED, Phase.STOPPED, 0),
-        (PROBING, TIMED_OUT, Phase.EJECT, 0),
-        (PROBING, NOTHING, Phase.PROBING, 4_000),
-        (replace(PROBING, calm_periods=2), HEALTHY, Phase.OPEN, 4_000),
-        (STOPPED, STALLED, Phase.STOPPED, 0),
-        (STOPPED, HEALTHY, Phase.STOPPED, 0),
-        (STOPPED, TIMED_OUT, Phase.EJECT, 0),
-        (replace(STOPPED, since_s=99.4), STALLED, Phase.EJECT, 0),
-        (replace(STOPPED, since_s=99.0), HEALTHY, Phase.PROBING, 4_000),
-        (EJECT, NOTHING, Phase.EJECT, 0),
-        (replace(EJECT, since_s=99.0), STALLED, Phase.EJECT, 0),
-        (replace(EJECT, since_s=99.0), NOTHING, Phase.PROBING, 4_000),
+        (replace(OPEN, tokens=4_000), OVER_BUDGET, LoanPhase.STOPPED, 0),
+        (PROBING, OVER_BUDGET, LoanPhase.STOPPED, 0),
+        (PROBING, STALLED, LoanPhase.STOPPED, 0),
+        (PROBING, TIMED_OUT, LoanPhase.EJECT, 0),
+        (PROBING, NOTHING, LoanPhase.PROBING, 4_000),
+        (replace(PROBING, calm_periods=2), HEALTHY, LoanPhase.OPEN, 4_000),
+        (STOPPED, STALLED, LoanPhase.STOPPED, 0),
+        (STOPPED, HEALTHY, LoanPhase.STOPPED, 0),
+        (STOPPED, TIMED_OUT, LoanPhase.EJECT, 0),
+        (replace(STOPPED, since_s=99.4), STALLED, LoanPhase.EJECT, 0),
+        (replace(STOPPED, since_s=99.0), HEALTHY, LoanPhase.PROBING, 4_000),
+        (EJECT, NOTHING, LoanPhase.EJECT, 0),
+        (replace(EJECT, since_s=99.0), STALLED, LoanPhase.EJECT, 0),
+        (replace(EJECT, since_s=99.0), NOTHING, LoanPhase.PROBING, 4_000),
     ],
 )
 def test_transitions_at_the_hundredth_second(
-    state: State, seen: Observation, phase: Phase, tokens: int
+    state: LoanLimit, seen: Observation, phase: LoanPhase, tokens: int
 ) -> None:
     state = after(state, seen, 100.0)
     assert (state.phase, state.tokens) == (phase, tokens)
@@ -151,8 +156,8 @@ def test_each_stop_waits_twice_as_long_as_the_one_before_up_to_the_most(
 ) -> None:
     stopped = after(replace(PROBING, backoff_s=held_s), STALLED, 100.0)
     assert stopped.backoff_s == backoff_s
-    assert after(stopped, HEALTHY, 100.0 + backoff_s - 0.01).phase is Phase.STOPPED
-    assert after(stopped, HEALTHY, 100.0 + backoff_s).phase is Phase.PROBING
+    assert after(stopped, HEALTHY, 100.0 + backoff_s - 0.01).phase is LoanPhase.STOPPED
+    assert after(stopped, HEALTHY, 100.0 + backoff_s).phase is LoanPhase.PROBING
 
 
 @pytest.mark.parametrize(("opened_s", "held_s"), [(59.9, 0.0), (60.1, 4.0)])
@@ -167,7 +172,7 @@ def test_the_limit_is_within_the_memory_and_nothing_is_placed_on_a_stopped_lende
     history: list[tuple[float, Observation]], most: int, step: int
 ) -> None:
     for state in states(history, Rules(most_tokens=most, step_tokens=step)):
-        if state.phase in (Phase.STOPPED, Phase.EJECT):
+        if state.phase in (LoanPhase.STOPPED, LoanPhase.EJECT):
             assert state.tokens == 0
         else:
             assert 0 < state.tokens <= most
@@ -185,7 +190,7 @@ def test_a_lender_that_never_answers_has_no_guests_soon(
     history: list[tuple[float, Observation]],
 ) -> None:
     periods = math.ceil(RULES.eject_s / PERIOD_S) + 2
-    assert states([*history, *[(PERIOD_S, STALLED)] * periods])[-1].phase is Phase.EJECT
+    assert states([*history, *[(PERIOD_S, STALLED)] * periods])[-1].phase is LoanPhase.EJECT
 
 
 @given(histories)
@@ -196,7 +201,7 @@ def test_a_healthy_lender_comes_back_to_all_of_its_memory(
     growth = 3 * (1 + RULES.most_tokens // RULES.step_tokens)
     healthy = [(1.0, HEALTHY)] * (backoff + 3 + growth)
     last = states([*history, *healthy])[-1]
-    assert (last.phase, last.tokens) == (Phase.OPEN, RULES.most_tokens)
+    assert (last.phase, last.tokens) == (LoanPhase.OPEN, RULES.most_tokens)
 
 
 @given(st.lists(st.sampled_from([HEALTHY, STALLED, TIMED_OUT, NOTHING]), max_size=190))

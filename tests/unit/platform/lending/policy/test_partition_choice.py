@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from loomserve.platform.lending.policy.partition_choice import (
     PLACEMENTS,
     Arrival,
-    Move,
+    Partition,
     Placement,
+    RequestMove,
     Resident,
-    Side,
     headroom_blocks,
     move,
 )
@@ -23,7 +23,7 @@ from loomserve.platform.lending.policy.partition_choice import (
 LOCAL, RATIO, ADAPTIVE = PLACEMENTS["local"], PLACEMENTS["ratio"], PLACEMENTS["adaptive"]
 
 # Ten requests of 200 tokens in 5 of 64 blocks each; attention takes 4 of a step's 24 ms.
-OWN = Side(
+OWN = Partition(
     blocks=64,
     free_blocks=14,
     needed_blocks=4,
@@ -32,7 +32,7 @@ OWN = Side(
     token_s=2e-6,
     growth_blocks=2.0,
 )
-LENDER = Side(
+LENDER = Partition(
     blocks=128,
     free_blocks=128,
     needed_blocks=4,
@@ -47,10 +47,10 @@ REST_S = 20e-3
 
 
 @st.composite
-def memories(draw: st.DrawFn) -> Side:
+def memories(draw: st.DrawFn) -> Partition:
     blocks = draw(st.integers(1, 500))
     requests = draw(st.integers(0, 40))
-    return Side(
+    return Partition(
         blocks=blocks,
         free_blocks=draw(st.integers(0, blocks)),
         needed_blocks=draw(st.integers(1, 60)),
@@ -74,7 +74,7 @@ shares = st.floats(0, 1)
 policies = st.sampled_from(list(PLACEMENTS.values()))
 
 
-def arrival(*sides: Side, tokens: int = 150, rest_s: float = REST_S) -> Arrival:
+def arrival(*sides: Partition, tokens: int = 150, rest_s: float = REST_S) -> Arrival:
     return Arrival(sides, tokens, rest_s)
 
 
@@ -177,7 +177,7 @@ def test_requests_start_where_there_is_room_and_attention_takes_least(
 
 @given(arrivals, memories(), st.floats(1.0, 10.0))
 def test_a_lender_that_has_no_guest_yet_is_not_chosen_for_being_slower(
-    given_: Arrival, lender: Side, slower: float
+    given_: Arrival, lender: Partition, slower: float
 ) -> None:
     # With guests of its own it makes every step longer, which hides more work of other sides.
     lender = replace(lender, allowed=True, requests=0, tokens=0)
@@ -228,32 +228,35 @@ TINY = Resident(blocks=1, tokens=40, copy_s=0.001, recompute_s=0.05)
 @pytest.mark.parametrize(
     ("sides", "requests", "missing_blocks", "moved"),
     [
-        ((FULL, LENDER), (LONG, SHORT, TINY), 1, Move(2, 1)),
+        ((FULL, LENDER), (LONG, SHORT, TINY), 1, RequestMove(2, 1)),
         # What moves must make room for the whole step.
-        ((FULL, LENDER), (LONG, SHORT, TINY), 2, Move(1, 1)),
+        ((FULL, LENDER), (LONG, SHORT, TINY), 2, RequestMove(1, 1)),
         ((FULL, LENDER), (SHORT, TINY), 3, None),
         # The side on which attention then takes least, and which has room.
-        ((FULL, replace(LENDER, tokens=9_000), LENDER), (SHORT,), 1, Move(0, 2)),
-        ((FULL, LENDER, replace(LENDER, free_blocks=1)), (SHORT,), 1, Move(0, 1)),
+        ((FULL, replace(LENDER, tokens=9_000), LENDER), (SHORT,), 1, RequestMove(0, 2)),
+        ((FULL, LENDER, replace(LENDER, free_blocks=1)), (SHORT,), 1, RequestMove(0, 1)),
         # The exhausted side would hide how slow the first lender is, but for what leaves it.
-        ((replace(FULL, tokens=400), SLOWER, FASTER), (SHORT,), 1, Move(0, 2)),
+        ((replace(FULL, tokens=400), SLOWER, FASTER), (SHORT,), 1, RequestMove(0, 2)),
         ((FULL, replace(LENDER, allowed=False)), (SHORT,), 1, None),
         # A copy that takes longer than computing again what would be preempted.
         ((FULL, LENDER), (replace(TINY, recompute_s=0.0005),), 1, None),
         ((FULL, LENDER), (replace(TINY, recompute_s=0.0005), SHORT), 1, None),
         # Two would be preempted for these two blocks.
-        ((FULL, LENDER), (TINY, SHORT), 2, Move(1, 1)),
+        ((FULL, LENDER), (TINY, SHORT), 2, RequestMove(1, 1)),
         ((FULL, LENDER), (), 1, None),
     ],
 )
 def test_the_cheapest_copy_that_spares_a_preemption_moves(
-    sides: tuple[Side, ...], requests: tuple[Resident, ...], missing_blocks: int, moved: Move | None
+    sides: tuple[Partition, ...],
+    requests: tuple[Resident, ...],
+    missing_blocks: int,
+    moved: RequestMove | None,
 ) -> None:
     assert move(sides, requests, 0, missing_blocks) == moved
 
 
 def test_a_request_comes_home_from_a_lender_that_has_no_room_left() -> None:
-    assert move((OWN, replace(LENDER, free_blocks=0)), (SHORT,), 1, 1) == Move(0, 0)
+    assert move((OWN, replace(LENDER, free_blocks=0)), (SHORT,), 1, 1) == RequestMove(0, 0)
 
 
 residents = st.builds(

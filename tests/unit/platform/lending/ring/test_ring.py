@@ -28,10 +28,10 @@ from vllm import _custom_ops as ops
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.policy.layout import PLAIN, Rows
 from loomserve.platform.lending.ring import native, ring
-from loomserve.platform.lending.ring.attention_server import Desk
+from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import ITEM_BYTES, Geometry
-from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, Line, Ring, Work
+from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine, Ring, RingTask
 
 IMPLEMENTATIONS = ("native", "python")
 BLOCK = 32
@@ -148,15 +148,15 @@ class Pair:
     """Both ends of one ring in one process, the lender busy, so that it serves when polled."""
 
     def __init__(
-        self, folder: Path, of: Geometry, desk: Desk | None = None, rows: Rows = PLAIN
+        self, folder: Path, of: Geometry, server: AttentionServer | None = None, rows: Rows = PLAIN
     ) -> None:
         self.geometry = of
         self.memory = Memory(of)
         self.ring = Ring.create(folder / f"ring{id(self)}", of, 256, 4, 3)
         self.ring.granted = BLOCKS
-        self.desk = desk or Desk()
-        self.desk.open(self.ring, self.memory.caches, rows=rows)
-        self.desk.busy()
+        self.server = server or AttentionServer()
+        self.server.open(self.ring, self.memory.caches, rows=rows)
+        self.server.busy()
         self.borrower = Borrower(Ring.attach(self.ring.path))
 
     def begin(self, one: Step) -> None:
@@ -174,7 +174,7 @@ class Pair:
 
     def attend(self, layer: int, one: Step) -> Tensor:
         self.post(one, layer)
-        assert self.desk.poll() == 1
+        assert self.server.poll() == 1
         output = self.output(one)
         assert self.borrower.wait(output, PATIENCE_S)
         return output.view(len(output), -1, self.geometry.head_size)
@@ -334,7 +334,7 @@ def test_a_lender_computes_bit_for_bit_what_the_borrower_would(
         assert torch.equal(found, local.cache[layer])
     assert (pair.memory.bytes[:, of.layers] == 7).all()
     assert pair.ring.stats().tasks == pair.ring.stats().polled == len(plan) * of.layers
-    pair.desk.stop()
+    pair.server.stop()
 
 
 # Copies
@@ -352,10 +352,10 @@ def test_blocks_are_copied_as_they_are_into_a_lender_and_back(
     tmp_path: Path, implementation: None, of: Geometry, rows_of: Rows
 ) -> None:
     pair = Pair(tmp_path, of, rows=rows_of)
-    pair.desk.idle()
+    pair.server.idle()
     there = [rows_of.of(block) for block in (7, 2, 11)]
     rows = [blocks_of(of, 3) for _ in range(of.layers)]
-    pair.borrower.begin_copy([7, 2, 11], Work.WRITE)
+    pair.borrower.begin_copy([7, 2, 11], RingTask.WRITE)
     for layer in range(of.layers):
         assert pair.borrower.write(layer, *rows[layer], PATIENCE_S)
     for (key, value), cache in zip(rows, pair.memory.caches, strict=True):
@@ -363,14 +363,14 @@ def test_blocks_are_copied_as_they_are_into_a_lender_and_back(
         assert torch.equal(cache[1][there], value)
     untouched = [row for row in range(BLOCKS) if row not in there]
     assert not pair.memory.bytes[untouched, : of.layers].any()
-    pair.borrower.begin_copy([11, 7], Work.READ)
+    pair.borrower.begin_copy([11, 7], RingTask.READ)
     for layer, (key, value) in enumerate(rows):
         copied = pair.borrower.read(layer, PATIENCE_S)
         assert copied is not None
         assert torch.equal(copied[0], key[[2, 0]])
         assert torch.equal(copied[1], value[[2, 0]])
     assert pair.ring.stats() == (0,) * 8
-    pair.desk.stop()
+    pair.server.stop()
 
 
 def test_attention_goes_on_after_a_copy(tmp_path: Path, implementation: None) -> None:
@@ -378,14 +378,14 @@ def test_attention_goes_on_after_a_copy(tmp_path: Path, implementation: None) ->
     one = step(GQA, [0], [40])
     pair.begin(one)
     assert torch.equal(pair.attend(0, one), local.attend(0, one))
-    pair.desk.idle()
-    pair.borrower.begin_copy([0, 1], Work.READ)
+    pair.server.idle()
+    pair.borrower.begin_copy([0, 1], RingTask.READ)
     copied = pair.borrower.read(0, PATIENCE_S)
     assert copied is not None
     rows = [each.clone() for each in copied]
-    pair.borrower.begin_copy([5, 6], Work.WRITE)
+    pair.borrower.begin_copy([5, 6], RingTask.WRITE)
     assert pair.borrower.write(0, *rows, PATIENCE_S)
-    pair.desk.busy()
+    pair.server.busy()
     two = step(GQA, [40], [3], seed=1)
     expected = local.attend(0, two)
     two.block_table[0, :2] = torch.tensor([5, 6])
@@ -399,9 +399,9 @@ def test_an_impossible_copy_is_refused(
     tmp_path: Path, implementation: None, word: int, value: int
 ) -> None:
     pair = Pair(tmp_path, GQA)
-    pair.borrower.begin_copy([0, 1, 2], Work.WRITE)
-    pair.ring.words[Line.STEP * LINE_WORDS + word] = value
-    pair.desk.idle()
+    pair.borrower.begin_copy([0, 1, 2], RingTask.WRITE)
+    pair.ring.words[ControlLine.STEP * LINE_WORDS + word] = value
+    pair.server.idle()
     assert not pair.borrower.write(0, *blocks_of(GQA, 3), PATIENCE_S)
     assert pair.ring.closed is Closed.REFUSED
     assert not pair.memory.bytes[:, : GQA.layers].any()
@@ -413,8 +413,8 @@ def test_a_copy_of_blocks_that_are_not_granted_is_refused(
 ) -> None:
     pair = Pair(tmp_path, GQA)
     pair.ring.granted = 4
-    pair.borrower.begin_copy([0, block], Work.READ)
-    pair.desk.idle()
+    pair.borrower.begin_copy([0, block], RingTask.READ)
+    pair.server.idle()
     assert pair.borrower.read(0, PATIENCE_S) is None
     assert pair.ring.closed is Closed.REFUSED
 
@@ -425,7 +425,7 @@ def test_more_blocks_than_a_ring_holds_are_not_copied_at_once(
     pair = Pair(tmp_path, GQA)
     for blocks in ([], [0, 1, 2, 3]):
         with pytest.raises(ValueError, match="are not 1 to 3"):
-            pair.borrower.begin_copy(blocks, Work.READ)
+            pair.borrower.begin_copy(blocks, RingTask.READ)
 
 
 def test_rows_come_and_go_in_whatever_strides(tmp_path: Path, implementation: None) -> None:
@@ -438,7 +438,7 @@ def test_rows_come_and_go_in_whatever_strides(tmp_path: Path, implementation: No
     expected = local.attend(0, one)
     assert torch.equal(pair.attend(0, apart), expected)
     pair.post(one, 1)
-    pair.desk.poll()
+    pair.server.poll()
     output = torch.zeros(8, 12, 80)[:, 1:10, 4:68]
     assert pair.borrower.wait(output, PATIENCE_S)
     assert torch.equal(output, local.attend(1, one))
@@ -458,19 +458,19 @@ def test_what_stands_behind_a_sequences_last_block_is_not_looked_at(
 def test_a_desk_serves_several_rings_of_different_geometries(
     tmp_path: Path, implementation: None
 ) -> None:
-    desk = Desk()
-    pairs = [Pair(tmp_path, of, desk) for of in (GQA, MHA)]
+    server = AttentionServer()
+    pairs = [Pair(tmp_path, of, server) for of in (GQA, MHA)]
     one = [step(pair.geometry, [0, 0], [4, 9]) for pair in pairs]
     for pair, its in zip(pairs, one, strict=True):
         pair.begin(its)
         pair.post(its)
-    assert desk.poll() == 2
-    assert desk.poll() == 0
+    assert server.poll() == 2
+    assert server.poll() == 0
     for pair, its in zip(pairs, one, strict=True):
         output = pair.output(its)
         assert pair.borrower.wait(output, PATIENCE_S)
         assert torch.equal(output.view(13, -1, 64), Local(pair.geometry).attend(0, its))
-    assert desk.dead() == []
+    assert server.dead() == []
 
 
 def corrupt(name: str, at: int | tuple[int, int], value: int) -> Callable[[Step], None]:
@@ -511,13 +511,13 @@ def test_a_task_on_what_is_not_the_borrowers_is_refused_before_memory_is_touched
     spoil(one)
     pair.begin(one)
     pair.post(one)
-    assert pair.desk.poll() == 0
+    assert pair.server.poll() == 0
     output = pair.output(one)
     assert not pair.borrower.wait(output, PATIENCE_S)
     assert (output == 5).all()
     assert pair.ring.closed is Closed.REFUSED
     assert torch.equal(pair.memory.bytes, before)
-    assert pair.desk.dead() == [pair.ring]
+    assert pair.server.dead() == [pair.ring]
 
 
 @pytest.mark.parametrize("layer", [-1, 2, 2**62])
@@ -528,7 +528,7 @@ def test_a_layer_that_the_guest_does_not_have_is_refused(
     one = step(GQA, [0], [4])
     pair.begin(one)
     pair.borrower.post(layer, *one.of_layer(0, GQA))
-    assert pair.desk.poll() == 0
+    assert pair.server.poll() == 0
     assert pair.ring.closed is Closed.REFUSED
 
 
@@ -540,8 +540,8 @@ def test_a_step_of_impossible_size_is_refused(
     one = step(GQA, [0], [4])
     pair.begin(one)
     pair.post(one)
-    pair.ring.words[Line.STEP * LINE_WORDS + word] = value
-    assert pair.desk.poll() == 0
+    pair.ring.words[ControlLine.STEP * LINE_WORDS + word] = value
+    assert pair.server.poll() == 0
     assert pair.ring.closed is Closed.REFUSED
 
 
@@ -550,8 +550,8 @@ def test_a_task_out_of_turn_is_refused(tmp_path: Path, implementation: None) -> 
     one = step(GQA, [0], [4])
     pair.begin(one)
     pair.post(one)
-    pair.ring.words[Line.POSTED * LINE_WORDS] += 1
-    assert pair.desk.poll() == 0
+    pair.ring.words[ControlLine.POSTED * LINE_WORDS] += 1
+    assert pair.server.poll() == 0
     assert pair.ring.closed is Closed.REFUSED
 
 
@@ -564,7 +564,7 @@ def test_a_grant_that_shrinks_counts_from_the_next_layer_on(
     pair.attend(0, one)
     pair.ring.granted = 4
     pair.post(one, 1)
-    assert pair.desk.poll() == 0
+    assert pair.server.poll() == 0
     assert pair.ring.closed is Closed.REFUSED
 
 
@@ -573,7 +573,7 @@ def test_an_error_of_the_kernel_closes_the_ring(tmp_path: Path, implementation: 
     one = step(GQA, [0], [4])
     pair.begin(one)
     pair.post(one)
-    assert pair.desk.poll() == 0
+    assert pair.server.poll() == 0
     assert not pair.borrower.wait(pair.output(one), PATIENCE_S)
     assert pair.ring.closed is Closed.FAILED
 
@@ -586,7 +586,7 @@ def test_a_closed_ring_takes_no_task_and_its_lender_serves_none(
     pair.begin(one)
     pair.post(one)
     pair.ring.shut(Closed.REVOKED)
-    assert pair.desk.poll() == 0
+    assert pair.server.poll() == 0
     for _ in range(2):
         assert not pair.borrower.wait(pair.output(one), PATIENCE_S)
         pair.begin(one)
@@ -602,9 +602,9 @@ def test_a_desk_that_gave_a_ring_up_does_not_touch_memory_for_it(
     one = step(GQA, [0], [4])
     pair.begin(one)
     pair.post(one)
-    pair.desk.close(pair.ring)
-    assert pair.desk.poll() == 0
-    pair.desk.idle()
+    pair.server.close(pair.ring)
+    assert pair.server.poll() == 0
+    pair.server.idle()
     assert not pair.borrower.wait(pair.output(one), 0.05)
     assert pair.ring.closed is Closed.TIMED_OUT
     assert not pair.memory.bytes[:, : GQA.layers].any()
@@ -623,12 +623,12 @@ def test_a_borrower_keeps_to_the_protocol(tmp_path: Path, implementation: None) 
         pair.post(one)
     with pytest.raises(RuntimeError, match="in flight"):
         pair.begin(one)
-    assert pair.desk.poll() == 1
+    assert pair.server.poll() == 1
     assert pair.borrower.wait(pair.output(one), PATIENCE_S)
 
 
 def test_caches_of_another_geometry_are_refused(tmp_path: Path, implementation: None) -> None:
-    made, desk = Ring.create(tmp_path / "ring", GQA, 1, 1, 1), Desk()
+    made, server = Ring.create(tmp_path / "ring", GQA, 1, 1, 1), AttentionServer()
     fitting = Memory(GQA).caches
     for caches in (
         fitting[:1],
@@ -638,8 +638,8 @@ def test_caches_of_another_geometry_are_refused(tmp_path: Path, implementation: 
         [fitting[0], (fitting[1][0][1:], fitting[1][1][1:])],
     ):
         with pytest.raises(ValueError, match="KV caches of"):
-            desk.open(made, caches)
-    assert made.pid(Line.LENDER) == 0
+            server.open(made, caches)
+    assert made.pid(ControlLine.LENDER) == 0
 
 
 def test_all_that_happens_is_counted(tmp_path: Path, implementation: None) -> None:
@@ -655,7 +655,7 @@ def test_all_that_happens_is_counted(tmp_path: Path, implementation: None) -> No
     assert stats.post_ns + stats.wait_ns + stats.service_ns + stats.pickup_ns < took
     assert min(stats[1:4]) > 0
     assert min(stats[6:]) > 0
-    for side in (Line.BORROWER, Line.LENDER):
+    for side in (ControlLine.BORROWER, ControlLine.LENDER):
         assert pair.ring.pid(side) == os.getpid()
         assert begin < pair.ring.beat_ns(side) < begin + took
 
@@ -673,13 +673,13 @@ def test_while_no_step_runs_the_desk_serves_by_itself(tmp_path: Path, implementa
     pair, local = Pair(tmp_path, GQA), Local(GQA)
     one = step(GQA, [0, 0], [4, 9])
     pair.begin(one)
-    pair.desk.idle()
+    pair.server.idle()
     pair.post(one)
     output = pair.output(one)
     assert pair.borrower.wait(output, PATIENCE_S)
     assert torch.equal(output.view(13, -1, 64), local.attend(0, one))
     assert (pair.ring.stats().polled, pair.ring.stats().idled) == (0, 1)
-    pair.desk.stop()
+    pair.server.stop()
     pair.post(one)
     assert not pair.borrower.wait(output, 0.05)
 
@@ -689,12 +689,12 @@ def test_while_a_step_runs_tasks_wait_for_its_polls(tmp_path: Path, implementati
     one = step(GQA, [0], [4])
     pair.begin(one)
     for _ in range(3):
-        pair.desk.idle()
+        pair.server.idle()
         in_turn(pair, one, 2)
-        pair.desk.busy()
+        pair.server.busy()
         pair.post(one)
         time.sleep(0.02)
-        assert pair.desk.poll() == 1
+        assert pair.server.poll() == 1
         assert pair.borrower.wait(pair.output(one), PATIENCE_S)
     assert (pair.ring.stats().polled, pair.ring.stats().idled) == (3, 6)
 
@@ -706,13 +706,13 @@ def test_a_post_wakes_a_desk_that_sleeps(
     tmp_path: Path, lender: str, borrower: str, rings: int
 ) -> None:
     with implemented(lender):
-        desk = Desk(spin_s=0)
-        pairs = [Pair(tmp_path, GQA, desk) for _ in range(rings)]
+        server = AttentionServer(spin_s=0)
+        pairs = [Pair(tmp_path, GQA, server) for _ in range(rings)]
     with implemented(borrower):
         for pair in pairs:
             pair.borrower = Borrower(Ring.attach(pair.ring.path))
     one = step(GQA, [0], [4])
-    desk.idle()
+    server.idle()
     for pair in pairs:
         pair.begin(one)
     waits = []
@@ -723,11 +723,11 @@ def test_a_post_wakes_a_desk_that_sleeps(
             in_turn(pair, one, 1)
             waits.append(time.monotonic() - begin)
         # And after a step, before which it slept.
-        desk.busy()
-        desk.idle()
+        server.busy()
+        server.idle()
     # A sleep lasts 0.1 s where nothing ends it.
     assert statistics.median(waits) < 0.05
-    desk.stop()
+    server.stop()
 
 
 def test_the_desk_serves_whatever_its_engine_does_meanwhile(
@@ -740,10 +740,10 @@ def test_the_desk_serves_whatever_its_engine_does_meanwhile(
 
     def engine() -> None:
         while not over.is_set():
-            pair.desk.busy()
+            pair.server.busy()
             for _ in range(3):
-                pair.desk.poll()
-            pair.desk.idle()
+                pair.server.poll()
+            pair.server.idle()
             time.sleep(0)
 
     thread = threading.Thread(target=engine)
@@ -809,13 +809,13 @@ def serve(path: Path, how: str, idle: bool, ready: Connection) -> None:
     """A lender's process: by its idle thread, or polling without end."""
     torch.set_num_threads(1)
     with implemented(how):
-        mine, desk = Ring.attach(path), Desk()
-    desk.open(mine, Memory(mine.geometry).caches)
+        mine, server = Ring.attach(path), AttentionServer()
+    server.open(mine, Memory(mine.geometry).caches)
     if not idle:
-        desk.busy()
+        server.busy()
     ready.send(None)
     while not idle:
-        desk.poll()
+        server.poll()
     time.sleep(3600)
 
 
@@ -907,21 +907,21 @@ def test_a_lender_notices_that_its_borrower_died(shm: Path, how: str, idle: bool
     made = Ring.create(shm / "ring", GQA, 256, 4, 3)
     made.granted = BLOCKS
     with implemented(how):
-        desk = Desk()
-    desk.open(made, Memory(GQA).caches)
+        server = AttentionServer()
+    server.open(made, Memory(GQA).caches)
     with started(borrow, made.path, how) as borrower:
         while made.stats().idled < 50:
             time.sleep(0.01)
         if not idle:
-            desk.busy()
-        assert desk.dead() == []
+            server.busy()
+        assert server.dead() == []
         borrower.kill()
         borrower.join()
         until = time.monotonic() + 10
-        while not desk.dead() and time.monotonic() < until:
+        while not server.dead() and time.monotonic() < until:
             time.sleep(0.01)
             if not idle:
-                desk.busy()
-    assert desk.dead() == [made]
+                server.busy()
+    assert server.dead() == [made]
     assert made.closed is Closed.DIED
-    desk.stop()
+    server.stop()

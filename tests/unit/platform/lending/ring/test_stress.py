@@ -17,7 +17,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from loomserve.platform.lending.ring.attention_server import Desk
+from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import Closed, Ring
@@ -90,16 +90,16 @@ def tiny_lender(path: Path, how: str, ready: Connection) -> None:
     """Lives as an engine does: some polls, then idle for a while, now and then long."""
     torch.set_num_threads(1)
     with implemented(how):
-        ring, desk = Ring.attach(path), Desk()
+        ring, server = Ring.attach(path), AttentionServer()
     key, value = torch.zeros(LAYERS, REQUESTS, 1, 2 * BLOCK, HEAD).chunk(2, dim=3)
-    desk.open(ring, [(key[layer], value[layer]) for layer in range(LAYERS)])
+    server.open(ring, [(key[layer], value[layer]) for layer in range(LAYERS)])
     ready.send(None)
     engine = random.Random(0)
     while True:
-        desk.busy()
+        server.busy()
         for _ in range(engine.randrange(2000)):
-            desk.poll()
-        desk.idle()
+            server.poll()
+        server.idle()
         time.sleep(engine.choice((0, 1e-5, 1e-4, 1e-3)))
 
 
@@ -151,24 +151,24 @@ def test_a_desk_takes_up_the_successors_of_borrowers_killed_at_any_moment(
 ) -> None:
     moments = random.Random(2)
     with implemented(how):
-        desk = Desk()
+        server = AttentionServer()
     memory = torch.zeros(LAYERS, REQUESTS, 1, 2 * BLOCK, HEAD)
     key, value = memory.chunk(2, dim=3)
     for _ in range(KILLS):
         made = tiny_ring(shm)
-        desk.open(made, [(key[layer], value[layer]) for layer in range(LAYERS)])
+        server.open(made, [(key[layer], value[layer]) for layer in range(LAYERS)])
         with started(tiny_borrower, made.path, how) as borrower:
             time.sleep(moments.uniform(0, 0.2))
             # It ends by itself only if a result was wrong.
             assert borrower.is_alive()
             borrower.kill()
             until = time.monotonic() + PATIENCE_S
-            while not desk.dead() and time.monotonic() < until:
+            while not server.dead() and time.monotonic() < until:
                 time.sleep(0.01)
-        assert desk.dead() == [made]
+        assert server.dead() == [made]
         assert made.closed is Closed.DIED
-        desk.close(made)
+        server.close(made)
         untouched = memory.clone()
         time.sleep(0.02)
         assert torch.equal(memory, untouched)
-    desk.stop()
+    server.stop()

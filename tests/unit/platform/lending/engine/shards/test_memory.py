@@ -15,14 +15,18 @@ from hypothesis import strategies as st
 from torch import nn
 
 from loomserve.platform.lending.engine.shards import heads as moved_heads
-from loomserve.platform.lending.engine.shards.heads import MovedHeads, part_of, room_without_heads
+from loomserve.platform.lending.engine.shards.heads import (
+    RemoteHeads,
+    geometry_of_heads,
+    room_without_heads,
+)
 from loomserve.platform.lending.engine.shards.layers import (
-    MovedLayers,
+    RemoteLayers,
     check_layers,
     decoder_layers,
 )
 from loomserve.platform.lending.ring.geometry import Geometry
-from loomserve.platform.lending.ring.ring import Work
+from loomserve.platform.lending.ring.ring import RingTask
 
 LAYERS, SIZE, HEAD, GROUP = 3, 4, 2, 2
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -43,7 +47,7 @@ class LenderMemory:
     def ring(self) -> Any:
         return SimpleNamespace(geometry=self.geometry, most_copied=self.most_copied)
 
-    def begin_copy(self, blocks: list[int], work: Work) -> None:
+    def begin_copy(self, blocks: list[int], work: RingTask) -> None:
         assert 0 < len(blocks) <= self.most_copied
         self.blocks = list(blocks)
 
@@ -78,9 +82,9 @@ def zero(rows: torch.Tensor) -> None:
 
 def heads_of(
     layers: list[Any], own: list[torch.Tensor], of: Geometry, lender: LenderMemory
-) -> MovedHeads:
+) -> RemoteHeads:
     numbers = own[0].untyped_storage().nbytes() // own[0][0].nbytes
-    return MovedHeads(layers, own, zero, numbers, of, lender, 1.0)  # type: ignore[arg-type]
+    return RemoteHeads(layers, own, zero, numbers, of, lender, 1.0)  # type: ignore[arg-type]
 
 
 def attention() -> list[Any]:
@@ -121,7 +125,7 @@ def test_heads_that_leave_and_come_home_are_as_they_were(
     heads, moved, blocks, used = case
     own, layers = caches(blocks, heads, heads * blocks), attention()
     before = [each.clone() for each in own]
-    lender = LenderMemory(part_of(geometry(heads), moved))
+    lender = LenderMemory(geometry_of_heads(geometry(heads), moved))
     part = heads_of(layers, own, geometry(heads), lender)
 
     assert part.send(used)
@@ -173,7 +177,7 @@ def test_layers_that_leave_and_come_home_are_as_they_were(
     lender = LenderMemory(geometry(heads, count))
     away = range(1, 1 + count)
     weights = Weights(freed, heads)
-    part = MovedLayers(
+    part = RemoteLayers(
         modules,
         away,
         geometry(heads),
@@ -220,7 +224,7 @@ def test_blocks_are_copied_here_and_there_while_heads_are_away(
     heads, moved, blocks, used = case
     own = caches(blocks, heads, heads * blocks)
     before = [each.clone() for each in own]
-    lender = LenderMemory(part_of(geometry(heads), moved))
+    lender = LenderMemory(geometry_of_heads(geometry(heads), moved))
     part = heads_of(attention(), own, geometry(heads), lender)
     assert part.send(used)
     part.leave()
@@ -237,7 +241,7 @@ def test_blocks_are_copied_here_and_there_while_heads_are_away(
 def test_a_lender_that_is_lost_while_it_is_sent_to_leaves_all_as_it_is() -> None:
     own = caches(4, 3, 4)
     before = [each.clone() for each in own]
-    lender = LenderMemory(part_of(geometry(3), 1), closed_after=2)
+    lender = LenderMemory(geometry_of_heads(geometry(3), 1), closed_after=2)
     part = heads_of(attention(), own, geometry(3), lender)
     assert not part.send([0, 1, 2])
     assert all(torch.equal(now, then) for now, then in zip(own, before, strict=True))
@@ -246,7 +250,7 @@ def test_a_lender_that_is_lost_while_it_is_sent_to_leaves_all_as_it_is() -> None
 @pytest.mark.parametrize("heads", [0, 3, 4])
 def test_neither_none_nor_all_heads_move(heads: int) -> None:
     with pytest.raises(ValueError, match=f"{heads} of 3 KV heads cannot move"):
-        part_of(geometry(3), heads)
+        geometry_of_heads(geometry(3), heads)
 
 
 @pytest.mark.parametrize("layers", [range(0, 3), range(2, 2), range(1, 4), range(-1, 1)])
