@@ -93,8 +93,8 @@ class Day:
     @property
     def script(self) -> list[tuple[float, str, Callable[[], None]]]:
         """When (a share of the day), what it is called, and the deed."""
-        heads = {"part": "heads", "amount": 1}
-        layers = {"part": "layers", "amount": LAYERS_AWAY}
+        heads = {"kind": "heads", "amount": 1}
+        layers = {"kind": "layers", "amount": LAYERS_AWAY}
         return [
             (0.03, "operator orders heads away", lambda: self.move(heads)),
             (0.07, "operator orders them home", self.bring_home),
@@ -142,16 +142,16 @@ class Day:
 
     # Deeds
 
-    def move(self, part: Mapping[str, Any]) -> None:
+    def move(self, shard: Mapping[str, Any]) -> None:
         """Order it away, and see it go; from now on the controller only advises."""
         self.fleet.mode("advise")
         self.fleet.bring_home()
-        self.fleet.carry_out({"back": False, **part})
+        self.fleet.carry_out({"back": False, **shard})
 
     def change_of_mind(self) -> None:
         """Order heads away, and take the order back as soon as it is under way."""
         self.fleet.mode("advise")
-        plan = self.fleet.plan({"back": False, "part": "heads", "amount": 1})
+        plan = self.fleet.plan({"back": False, "kind": "heads", "amount": 1})
         self.fleet.apply(plan)
         self.fleet.post(f"plans/{plan}/abort").raise_for_status()
         self.fleet.ended(plan, "cancelled")
@@ -201,7 +201,7 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Day
         **compared(undisturbed, answers),
         "what_was_not_done": day.failed,
         "actions": Counter(
-            f"{event['action'].get('part', event['action']['action'])} {event['kind']}"
+            f"{event['action'].get('kind', event['action']['action'])} {event['kind']}"
             for event in events
             if event["action"] is not None and event["kind"] != "begun"
         ),

@@ -268,7 +268,7 @@ class Fleet:
         if (part := self.part_away()) is not None:
             first, end = part["layers"] or (0, 0)
             kind, amount = ("heads", part["heads"]) if part["heads"] else ("layers", end - first)
-            self.carry_out({"part": kind, "amount": amount, "back": True})
+            self.carry_out({"kind": kind, "amount": amount, "back": True})
 
     def mode(self, mode: str) -> None:
         self.put("rebalancing", {"mode": mode})

@@ -151,7 +151,7 @@ def oscillations(moves: Sequence[Mapping[str, Any]], edges: Sequence[float]) -> 
         action = move["action"]
         if action["action"] != "move":
             continue
-        of = (phase, action["part"], action["engine"], action["lender"])
+        of = (phase, action["kind"], action["engine"], action["lender"])
         undone += (*of, not action["back"]) in done
         done.add((*of, action["back"]))
     return undone

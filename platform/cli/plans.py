@@ -26,7 +26,7 @@ from loomserve.platform.rebalancing.policy.actions import (
     RemoveReplica,
     SetRole,
 )
-from loomserve.platform.rebalancing.policy.snapshot import Part
+from loomserve.platform.rebalancing.policy.snapshot import MoveKind
 from loomserve.platform.state.roles import Role
 
 plans = typer.Typer(invoke_without_command=True, help="What moves between devices.")
@@ -62,7 +62,7 @@ def make(url: Url = DEFAULT_URL, token: Token = None) -> None:
 
 @plans.command()
 def move(
-    part: Annotated[Part, typer.Argument(help="What of the engine.")],
+    kind: Annotated[MoveKind, typer.Argument(help="What of the engine.")],
     engine: Annotated[str, typer.Argument(help="The replica whose work it is.")],
     lender: Annotated[str, typer.Argument(help="The replica that does it, or shall.")],
     amount: Annotated[int, typer.Argument(min=1, help="Bytes of KV, KV heads or layers.")],
@@ -73,7 +73,7 @@ def move(
 ) -> None:
     """Make a plan that moves part of a replica's work."""
     _make_of(
-        Move(part=part, engine=engine, lender=lender, amount=amount, back=back), force, url, token
+        Move(kind=kind, engine=engine, lender=lender, amount=amount, back=back), force, url, token
     )
 
 
@@ -206,7 +206,7 @@ def render(state: RebalancingState, latest: PlanList) -> RenderableType:
             *figures,
             f"{1000 * predicted.pause_s:.1f}",
         )
-    missing = [Text(f"missing: {flaw.part} ({flaw.why})") for flaw in state.flaws]
+    missing = [Text(f"missing: {flaw.subject} ({flaw.why})") for flaw in state.flaws]
     return stacked(title, devices, *missing, table)
 
 
@@ -237,7 +237,7 @@ def render_made(made: MadePlan) -> RenderableType:
     parts: list[RenderableType] = [
         Text("nothing would be moved") if made.plan is None else render_plan(made.plan)
     ]
-    parts += [Text(f"missing: {flaw.part} ({flaw.why})") for flaw in made.flaws]
+    parts += [Text(f"missing: {flaw.subject} ({flaw.why})") for flaw in made.flaws]
     if made.rejected:
         table = new_table("not chosen", "reason", "", whole=0)
         for each in made.rejected:
@@ -254,8 +254,8 @@ def said(action: Action) -> str:
         case Move():
             size = (
                 f"{action.amount / 2**20:.1f} MiB of requests"
-                if action.part is Part.REQUESTS
-                else f"{action.amount} {action.part}"
+                if action.kind is MoveKind.REQUESTS
+                else f"{action.amount} {action.kind}"
             )
             way = "home from" if action.back else "to"
             return f"{size} of {action.engine} {way} {action.lender}"

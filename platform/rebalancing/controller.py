@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 
 from loomserve.platform.base.errors import Conflict, Unavailable
 from loomserve.platform.config.rebalancing import Rebalancing
-from loomserve.platform.rebalancing.actuators.base import Mover
+from loomserve.platform.rebalancing.actuators.base import Actuator
 from loomserve.platform.rebalancing.execution import Execution
 from loomserve.platform.rebalancing.plans.history import History
 from loomserve.platform.rebalancing.plans.plans import Origin, Plan, alike, plan_of, rejected_of
@@ -47,7 +47,7 @@ class Rebalancer:
         options: Rebalancing,
         store: PlanStore,
         observe: Callable[[float], Measured],
-        movers: Mapping[ActionKind, Mover],
+        movers: Mapping[ActionKind, Actuator],
         clock: Callable[[], float],
     ) -> None:
         """
@@ -299,6 +299,6 @@ def _of(kind: EventKind, plan: Plan, now_s: float) -> Event:
 
 
 def _unfit(found: Sequence[Flaw], *, can_be_forced: bool) -> str:
-    parts = ", ".join(f"{flaw.part} ({flaw.why})" for flaw in found)
+    subjects = ", ".join(f"{flaw.subject} ({flaw.why})" for flaw in found)
     advice = "wait, or force it" if can_be_forced else "it cannot be decided without"
-    return f"what is measured does not suffice: {parts}; {advice}"
+    return f"what is measured does not suffice: {subjects}; {advice}"

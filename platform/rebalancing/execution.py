@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.config.rebalancing import Rebalancing
-from loomserve.platform.rebalancing.actuators.base import Mover, Outcome, Progress
+from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Actuator, Progress
 from loomserve.platform.rebalancing.plans.history import History
 from loomserve.platform.rebalancing.plans.plans import Plan, PlanStatus, PlanStep, StepStatus
 from loomserve.platform.rebalancing.plans.reports import Event, EventKind
@@ -38,7 +38,7 @@ class Execution:
     def __init__(
         self,
         options: Rebalancing,
-        movers: Mapping[ActionKind, Mover],
+        movers: Mapping[ActionKind, Actuator],
         observe: Callable[[], Measured],
         commit: Commit,
     ) -> None:
@@ -135,15 +135,15 @@ class Execution:
             moved = self._event(EventKind.BEGUN, history, plan, at, now_s, said.message)
             await self._commit(history, moved, None)
         match said.outcome:
-            case Outcome.DONE:
+            case ActionOutcome.DONE:
                 history = history.step_acted(plan.id, now_s, said.moved_bytes, said.paused_s)
                 message = said.message or "carried out; its gain is about to be measured"
                 event = self._event(EventKind.BEGUN, history, plan, at, now_s, message)
                 await self._commit(history, event, now_s)
-            case Outcome.FAILED | Outcome.ABORTED:
+            case ActionOutcome.FAILED | ActionOutcome.ABORTED:
                 message = "it took too long" if overdue else said.message
                 await self._fail(history, plan, at, now_s, message)
-            case Outcome.RUNNING:
+            case ActionOutcome.RUNNING:
                 pass
 
     async def _measure(self, history: History, plan: Plan, at: int, now_s: float) -> None:
@@ -234,5 +234,5 @@ def _name(plan: Plan, at: int) -> str:
 
 
 def _said(flaws: tuple[Flaw, ...]) -> str:
-    parts = ", ".join(f"{flaw.part} ({flaw.why})" for flaw in flaws)
-    return f"it could not be measured: {parts}"
+    subjects = ", ".join(f"{flaw.subject} ({flaw.why})" for flaw in flaws)
+    return f"it could not be measured: {subjects}"

@@ -16,14 +16,14 @@ from loomserve.platform.fleet.messages import Heartbeat
 from loomserve.platform.placement.policy.device_times import DeviceProfile
 from loomserve.platform.rebalancing.policy.rates import Rates
 from loomserve.platform.rebalancing.policy.snapshot import (
-    Device,
-    Engine,
+    DeviceSnapshot,
+    EngineSnapshot,
     Flaw,
     Link,
-    Loan,
+    LoanSnapshot,
     Measured,
-    Model,
-    Part,
+    ModelSnapshot,
+    MoveKind,
     Snapshot,
     Unfit,
 )
@@ -39,7 +39,7 @@ _LEAST_TPOT_S = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class _Complete:
-    """A report of which no part is missing."""
+    """A report that lacks nothing."""
 
     record: EngineRecord
     load: ReplicaLoad
@@ -77,7 +77,7 @@ def measured_snapshot(
     records: Sequence[EngineRecord],
     rates: Rates,
     profile: DeviceProfile | None,
-    movable: Mapping[Part, frozenset[str]],
+    movable: Mapping[MoveKind, frozenset[str]],
 ) -> Measured:
     """
     Args:
@@ -88,7 +88,7 @@ def measured_snapshot(
         records: Live replicas.
         rates: Of their sums.
         profile: What was measured of the devices; None: nothing.
-        movable: Replicas whose parts the mechanisms that there are can move.
+        movable: By kind of move, the replicas that an actuator can move.
     """
     missing = list(_not_profiled(devices, profile))
     whole = []
@@ -145,10 +145,12 @@ def _shares(report: Heartbeat) -> dict[str, float]:
     return {stage.device: stage.layers / layers for stage in report.stages}
 
 
-def _device(name: str, whole: Sequence[_Complete], profile: DeviceProfile, at_s: float) -> Device:
+def _device(
+    name: str, whole: Sequence[_Complete], profile: DeviceProfile, at_s: float
+) -> DeviceSnapshot:
     facts = profile.device(name)
     there = [(each, share) for each in whole if (share := _shares(each.report).get(name))]
-    return Device(
+    return DeviceSnapshot(
         name=name,
         node=_NODE,
         memory_bytes=facts.memory,
@@ -160,8 +162,8 @@ def _device(name: str, whole: Sequence[_Complete], profile: DeviceProfile, at_s:
 
 
 def _engines(
-    each: _Complete, whole: Sequence[_Complete], movable: Mapping[Part, frozenset[str]]
-) -> Iterator[Engine]:
+    each: _Complete, whole: Sequence[_Complete], movable: Mapping[MoveKind, frozenset[str]]
+) -> Iterator[EngineSnapshot]:
     """The replica; of a pipeline one for each stage, of which nothing moves."""
     report, load, facts, rates = each.report, each.load, each.footprint, each.rates
     # What waits asks for as much as what runs is given.
@@ -170,7 +172,7 @@ def _engines(
     lending = report.model.lending
     token_bytes = facts.block_bytes / facts.block_tokens
     heads_away, layers_away = _away(report)
-    engine = Engine(
+    engine = EngineSnapshot(
         id=report.replica_id,
         model=report.model.name,
         device=report.device,
@@ -195,7 +197,7 @@ def _engines(
         tpot_s=max(load.pace.output_token_s if load.pace else load.step_time_s, _LEAST_TPOT_S),
         sync_s=load.step_time_s,
         drain_s=load.pace.request_s if load.pace else 0.0,
-        movable=frozenset(part for part, ids in movable.items() if report.replica_id in ids),
+        movable=frozenset(kind for kind, ids in movable.items() if report.replica_id in ids),
         lenders=_lenders(each.record),
         shard_lenders=each.record.shard_lenders,
         newest=facts.ready_at == max(x.footprint.ready_at for x in _of(report.model.name, whole)),
@@ -261,15 +263,15 @@ def _share_away(each: _Complete) -> float:
     return heads / each.footprint.kv_heads + layers / each.footprint.layers
 
 
-def _loans(each: _Complete) -> Iterator[Loan]:
+def _loans(each: _Complete) -> Iterator[LoanSnapshot]:
     for loan in each.report.loans:
         if loan.shard is not None:
-            yield from _part(each, loan)
+            yield from _shard(each, loan)
             continue
         used = kv_at(loan, each.footprint)
         if used > 0:
-            yield Loan(
-                part=Part.REQUESTS,
+            yield LoanSnapshot(
+                kind=MoveKind.REQUESTS,
                 engine=each.report.replica_id,
                 lender=loan.lender_replica,
                 amount=used,
@@ -279,14 +281,14 @@ def _loans(each: _Complete) -> Iterator[Loan]:
             )
 
 
-def _part(each: _Complete, loan: LoanState) -> Iterator[Loan]:
+def _shard(each: _Complete, loan: LoanState) -> Iterator[LoanSnapshot]:
     """Heads or layers: a share of each block that is in use."""
     heads, layers = _away(each.report)
     assert each.report.borrowing is not None
     if not heads and not layers:
         return
-    yield Loan(
-        part=Part.HEADS if heads else Part.LAYERS,
+    yield LoanSnapshot(
+        kind=MoveKind.HEADS if heads else MoveKind.LAYERS,
         engine=each.report.replica_id,
         lender=loan.lender_replica,
         amount=heads or layers,
@@ -302,15 +304,17 @@ def kv_at(loan: LoanState, footprint: FootprintState) -> int:
     return (loan.usable_blocks - loan.free_blocks) * footprint.block_bytes
 
 
-def _model(name: str, count: int, whole: Sequence[_Complete], engines: Sequence[Engine]) -> Model:
+def _model(
+    name: str, count: int, whole: Sequence[_Complete], engines: Sequence[EngineSnapshot]
+) -> ModelSnapshot:
     of = _of(name, whole)
     if not of:
         # Its replicas are missing, which is for the snapshot's flaws to say.
-        return Model(name=name, devices=(), replicas=count, replica_bytes=0)
+        return ModelSnapshot(name=name, devices=(), replicas=count, replica_bytes=0)
     configured, stages = of[0].report.model, max(1, len(of[0].report.stages))
     like = next(engine for engine in engines if engine.model == name)
     comes_and_goes = stages == 1 and configured.replicas == "auto"
-    return Model(
+    return ModelSnapshot(
         name=name,
         devices=configured.devices,
         replicas=count * stages,
@@ -322,7 +326,7 @@ def _model(name: str, count: int, whole: Sequence[_Complete], engines: Sequence[
     )
 
 
-def _without_work(like: Engine) -> Engine:
+def _without_work(like: EngineSnapshot) -> EngineSnapshot:
     nothing = {"prefill": 0.0, "attention": 0.0, "linear": 0.0, "kv_growth": 0.0}
     return replace(like, **nothing, queue=0, kv_used_bytes=0)  # type: ignore[arg-type]
 

@@ -23,15 +23,15 @@ from loomserve.platform.fleet.messages import Heartbeat
 from loomserve.platform.placement import device_profile
 from loomserve.platform.placement.configured import profile_path
 from loomserve.platform.placement.policy.device_times import DeviceProfile
-from loomserve.platform.rebalancing.actuators.base import Mover
+from loomserve.platform.rebalancing.actuators.base import Actuator
 from loomserve.platform.rebalancing.actuators.replicas import (
-    ReplicasMover,
-    RequestsMover,
-    RoleMover,
+    ReplicasActuator,
+    RequestsActuator,
+    RoleActuator,
     Scale,
     SetRoleOf,
 )
-from loomserve.platform.rebalancing.actuators.shards import PartMover
+from loomserve.platform.rebalancing.actuators.shards import ShardActuator
 from loomserve.platform.rebalancing.controller import Rebalancer
 from loomserve.platform.rebalancing.observe import measured_snapshot, sums_of
 from loomserve.platform.rebalancing.plans.plans import Plan
@@ -45,7 +45,7 @@ from loomserve.platform.rebalancing.plans.reports import (
 from loomserve.platform.rebalancing.plans.store import PlanStore, plans_folder
 from loomserve.platform.rebalancing.policy.actions import Action, ActionKind
 from loomserve.platform.rebalancing.policy.rates import Rates
-from loomserve.platform.rebalancing.policy.snapshot import Measured, Part
+from loomserve.platform.rebalancing.policy.snapshot import Measured, MoveKind
 
 _log = logging.getLogger("ray.serve")
 
@@ -66,16 +66,20 @@ class RebalancingPart:
         self._rates = Rates(_window_s(options))
         written = options.profile
         self._profile = _ProfileFile(base / written if written else profile_path(config, base))
-        parts = PartMover(fleet)
-        self._movers: dict[ActionKind, Mover] = {
-            ActionKind.REQUESTS: RequestsMover(fleet),
-            ActionKind.HEADS: parts,
-            ActionKind.LAYERS: parts,
-            ActionKind.ROLE: RoleMover(fleet, set_role),
-            ActionKind.REPLICAS: ReplicasMover(fleet, scale),
+        shards = ShardActuator(fleet)
+        self._actuators: dict[ActionKind, Actuator] = {
+            ActionKind.REQUESTS: RequestsActuator(fleet),
+            ActionKind.HEADS: shards,
+            ActionKind.LAYERS: shards,
+            ActionKind.ROLE: RoleActuator(fleet, set_role),
+            ActionKind.REPLICAS: ReplicasActuator(fleet, scale),
         }
         self._rebalancer = Rebalancer(
-            options, PlanStore(plans_folder(config, base)), self._observe, self._movers, time.time
+            options,
+            PlanStore(plans_folder(config, base)),
+            self._observe,
+            self._actuators,
+            time.time,
         )
 
     def learn(self, report: Heartbeat) -> None:
@@ -139,13 +143,13 @@ class RebalancingPart:
             records,
             self._rates,
             self._profile.read(),
-            {part: self._movable(part, records) for part in Part},
+            {kind: self._movable(kind, records) for kind in MoveKind},
         )
 
-    def _movable(self, part: Part, records: Sequence[EngineRecord]) -> frozenset[str]:
-        mover = self._movers[ActionKind(part.value)]
+    def _movable(self, kind: MoveKind, records: Sequence[EngineRecord]) -> frozenset[str]:
+        actuator = self._actuators[ActionKind(kind.value)]
         ids = (each.report.replica_id for each in records)
-        return frozenset(id_ for id_ in ids if _may(mover.movable, id_))
+        return frozenset(id_ for id_ in ids if _may(actuator.movable, id_))
 
 
 def _may(movable: Callable[[str], bool], engine: str) -> bool:

@@ -256,7 +256,7 @@ def post(platform: Platform, path: str, body: object = None) -> httpx.Response:
 
 
 def requests_move(platform: Platform, amount: int, **more: object) -> dict[str, Any]:
-    return a_move(platform, part="requests", amount=amount, **more)
+    return a_move(platform, kind="requests", amount=amount, **more)
 
 
 def a_move(platform: Platform, **of: object) -> dict[str, Any]:
@@ -352,21 +352,21 @@ def test_heads_go_and_come_home_by_plans_while_streams_go_on(
     own = own_blocks(measured)
     wait_for_loan(measured)
     with streaming(measured) as answers:
-        plan = carry_out(measured, a_move(measured, part="heads", amount=1))
+        plan = carry_out(measured, a_move(measured, kind="heads", amount=1))
         wait_for(lambda: parts(measured) == ["away"], 60)
         assert answers() == alone
     more = own_blocks(measured)
     # One plan at a time, and this one is measured yet.
     wait_for(lambda: plan_status(measured, plan)[0] == "done", 120)
     with asking(measured) as answers:
-        plan = carry_out(measured, a_move(measured, part="heads", amount=1, back=True))
+        plan = carry_out(measured, a_move(measured, kind="heads", amount=1, back=True))
         assert answers() == alone
     wait_for(lambda: not parts(measured), 60)
     wait_for(lambda: plan_status(measured, plan)[0] == "done", 120)
     assert own_blocks(measured) == own < more
     events = get(measured, "rebalancing/events")["events"]
     done = [each["action"] for each in events if each["kind"] == "done"]
-    assert sum(action.get("part") == "heads" for action in done) == 2
+    assert sum(action.get("kind") == "heads" for action in done) == 2
 
 
 def own_blocks(platform: Platform) -> int:

@@ -77,21 +77,21 @@ def a_move(platform: Platform, **of: object) -> dict[str, Any]:
 
 def test_replicas_borrow_nothing_of_one_another_by_themselves(apart: Platform) -> None:
     assert not loans(apart)
-    refused = post(apart, "plans", {"actions": [a_move(apart, part="requests", amount=1)],
+    refused = post(apart, "plans", {"actions": [a_move(apart, kind="requests", amount=1)],
                                     "force": True})  # fmt: skip
     assert refused.status_code == 409
     assert refused.json()["error"]["code"] == "not_movable"
 
 
-@pytest.mark.parametrize(("part", "amount"), [("heads", 2), ("layers", 10)])
+@pytest.mark.parametrize(("kind", "amount"), [("heads", 2), ("layers", 10)])
 def test_a_part_goes_to_the_prefill_replica_and_home_while_prompts_are_handed_over(
-    apart: Platform, part: str, amount: int
+    apart: Platform, kind: str, amount: int
 ) -> None:
     before, meanwhile = tales("An old"), tales("A new")
     with ThreadPoolExecutor(6) as pool:
         expected = list(pool.map(lambda each: answer(apart, each, APART), before))
     with asking(apart, before, APART) as answers:
-        plan = carry_out(apart, a_move(apart, part=part, amount=amount))
+        plan = carry_out(apart, a_move(apart, kind=kind, amount=amount))
         assert answers() == expected
     wait_for(lambda: parts(apart) == ["away"], 60)
     (loan,) = loans(apart)
@@ -105,7 +105,7 @@ def test_a_part_goes_to_the_prefill_replica_and_home_while_prompts_are_handed_ov
     # At least the full blocks of each prompt came through the store, to both replicas.
     assert from_store(apart) - told[1] >= len(meanwhile) * 64
     with asking(apart, before, APART) as answers:
-        plan = carry_out(apart, a_move(apart, part=part, amount=amount, back=True))
+        plan = carry_out(apart, a_move(apart, kind=kind, amount=amount, back=True))
         assert answers() == expected
     wait_for(lambda: not parts(apart), 60)
     wait_for(lambda: plan_status(apart, plan)[0] == "done", 120)

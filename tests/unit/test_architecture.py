@@ -39,18 +39,12 @@ LONG_CLASSES: dict[str, str] = {
     "kvstore/server/store.py:BlockStore": "to be divided",
 }
 SHARED_NAMES: dict[str, str] = {
-    "Outcome": "to be renamed",
     "InFlight": "to be renamed",
-    "Engine": "to be renamed",
     "Candidate": "to be renamed",
     "Start": "to be renamed",
     "Pace": "to be renamed",
     "Batch": "to be renamed",
-    "Device": "to be renamed",
-    "Model": "to be renamed",
     "Swapped": "to be renamed",
-    "Loan": "to be renamed",
-    "Part": "to be renamed",
     "KvMemory": "to be renamed",
 }
 

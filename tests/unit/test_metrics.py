@@ -76,7 +76,7 @@ BATCH_STATE = BatchLaneState(
 REBALANCING_STATE = RebalancingState(
     mode="auto", paused=False, problem=None, running=None,
     devices=(DeviceLoad(device="core0", compute=0.9, memory=0.4, level=Level.HOT),),
-    flaws=(FlawState(why="stale", part="r1"), FlawState(why="partial", part="chat")),
+    flaws=(FlawState(why="stale", subject="r1"), FlawState(why="partial", subject="chat")),
     actions=(ActionCount(kind="requests", outcome="done", count=3),),
     rejected={"no_gain": 7}, moved_bytes={"requests": 4096}, paused_s=0.5,
 )  # fmt: skip

@@ -19,7 +19,7 @@ Order = Mapping[str, Any]
 """Of JSON values."""
 
 
-class Outcome(StrEnum):
+class ActionOutcome(StrEnum):
     RUNNING = "running"
     DONE = "done"
     FAILED = "failed"  # all is as it was before
@@ -37,14 +37,14 @@ class Progress(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    outcome: Outcome = Outcome.RUNNING
+    outcome: ActionOutcome = ActionOutcome.RUNNING
     order: dict[str, Any] | None = None
     moved_bytes: int = Field(0, ge=0)
     paused_s: float = Field(0.0, ge=0)
     message: str = ""
 
 
-class Mover(Protocol):
+class Actuator(Protocol):
     """Carries out actions of one kind, one at a time."""
 
     def movable(self, engine: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 from loomserve.platform.base.errors import Conflict, NotFound
 from loomserve.platform.fleet.fleet import EngineRecord, Fleet
-from loomserve.platform.rebalancing.actuators.base import Order, Outcome, Progress
+from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Order, Progress
 from loomserve.platform.rebalancing.observe import kv_at
 from loomserve.platform.rebalancing.policy.actions import (
     Action,
@@ -35,7 +35,7 @@ def record_of(fleet: Fleet, replica_id: str) -> EngineRecord:
     return fleet.engine_record(replica_id, time.monotonic())
 
 
-class RequestsMover:
+class RequestsActuator:
     """Raises and lowers how much a borrower's replica may have with a lender.
 
     Above the limit, requests move home where there is room, and are computed again where there is
@@ -77,10 +77,12 @@ class RequestsMover:
         moved = abs(there - order["bytes_before"])
         if borrower.limits.get(lender) != limit:
             back = reported == order["limit_before"]
-            return Progress(outcome=Outcome.ABORTED if back else Outcome.RUNNING)
+            return Progress(outcome=ActionOutcome.ABORTED if back else ActionOutcome.RUNNING)
         loans = [loan for loan in said.loans if loan.lender == lender] if said else []
         done = reported == limit and there <= limit and (limit > 0 or not loans)
-        return Progress(outcome=Outcome.DONE if done else Outcome.RUNNING, moved_bytes=moved)
+        return Progress(
+            outcome=ActionOutcome.DONE if done else ActionOutcome.RUNNING, moved_bytes=moved
+        )
 
 
 def _kv_there(borrower: EngineRecord, lender: str) -> int:
@@ -90,7 +92,7 @@ def _kv_there(borrower: EngineRecord, lender: str) -> int:
     return sum(kv_at(loan, footprint) for loan in said.loans if loan.lender == lender)
 
 
-class RoleMover:
+class RoleActuator:
     """Changes what is sent to a replica."""
 
     def __init__(self, fleet: Fleet, set_role: SetRoleOf) -> None:
@@ -115,10 +117,10 @@ class RoleMover:
         if record.report.stats.role != record.role:
             return Progress()  # it learns of it with its next report
         done = record.role == order["role"]
-        return Progress(outcome=Outcome.DONE if done else Outcome.ABORTED)
+        return Progress(outcome=ActionOutcome.DONE if done else ActionOutcome.ABORTED)
 
 
-class ReplicasMover:
+class ReplicasActuator:
     """Starts a replica more, which takes the first free device, or ends the newest."""
 
     def __init__(self, fleet: Fleet, scale: Scale) -> None:
@@ -155,7 +157,7 @@ class ReplicasMover:
         there, before = self._live(order["model"]), set(order["there_before"])
         if self._target(order["model"]) == order["replicas_before"]:
             back = len(there) == order["replicas_before"]
-            return Progress(outcome=Outcome.ABORTED if back else Outcome.RUNNING)
+            return Progress(outcome=ActionOutcome.ABORTED if back else ActionOutcome.RUNNING)
         if len(there) != order["replicas"]:
             return Progress()
         gone = before - there
@@ -163,10 +165,10 @@ class ReplicasMover:
             await self.abort(order)
             went = ", ".join(sorted(gone)) or "none"
             return Progress(
-                outcome=Outcome.FAILED,
+                outcome=ActionOutcome.FAILED,
                 message=f"Serve ended {went} instead; as many replicas as before are started",
             )
-        return Progress(outcome=Outcome.DONE)
+        return Progress(outcome=ActionOutcome.DONE)
 
     def _target(self, model: str) -> int:
         targets = self._fleet.model_targets()

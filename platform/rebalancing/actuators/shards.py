@@ -11,15 +11,15 @@ from typing import Any
 
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.rebalancing.actuators.base import Order, Outcome, Progress
+from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Order, Progress
 from loomserve.platform.rebalancing.actuators.replicas import record_of
 from loomserve.platform.rebalancing.policy.actions import Action, Move
-from loomserve.platform.rebalancing.policy.snapshot import Part
+from loomserve.platform.rebalancing.policy.snapshot import MoveKind
 from loomserve.platform.state import LoanState
 from loomserve.platform.state.lending_options import ShardSpec as MovedPart
 
 
-class PartMover:
+class ShardActuator:
     """Of the fleet that is told."""
 
     def __init__(self, fleet: Fleet) -> None:
@@ -41,7 +41,7 @@ class PartMover:
         if action.back:
             if _amount(away.get(lender)) != action.amount:
                 raise Conflict(
-                    f"{_amount(away.get(lender))} {action.part} are with {lender!r}, which come "
+                    f"{_amount(away.get(lender))} {action.kind} are with {lender!r}, which come "
                     "home together or not at all"
                 )
         elif away:
@@ -60,7 +60,7 @@ class PartMover:
         }
 
     def _part(self, action: Move) -> MovedPart:
-        if action.part is Part.HEADS:
+        if action.kind is MoveKind.HEADS:
             return {"heads": action.amount}
         footprint = record_of(self._fleet, action.engine).report.footprint
         if footprint is None:
@@ -88,11 +88,11 @@ class PartMover:
         if any(each.draining for each in there):
             return _moving(there, "what is there comes home")
         if _settled(there, wanted):
-            outcome = Outcome.ABORTED if aborted else Outcome.DONE
+            outcome = ActionOutcome.ABORTED if aborted else ActionOutcome.DONE
             return _moving(there, "").model_copy(update={"outcome": outcome})
         if lender in said.problems and not there:
             await self.abort(order)
-            return Progress(outcome=Outcome.FAILED, message=said.problems[lender])
+            return Progress(outcome=ActionOutcome.FAILED, message=said.problems[lender])
         return _moving(there, "full blocks are copied")
 
 

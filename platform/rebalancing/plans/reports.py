@@ -61,7 +61,7 @@ class Event(_Object):
 
 class FlawState(_Object):
     why: str = Field(description="empty, partial, stale or settling.")
-    part: str
+    subject: str
 
 
 class DeviceLoad(_Object):
@@ -128,7 +128,7 @@ class Events(_Object):
 
 
 def flaw_states(found: Sequence[Flaw]) -> tuple[FlawState, ...]:
-    return tuple(FlawState(why=str(flaw.why), part=flaw.part) for flaw in found)
+    return tuple(FlawState(why=str(flaw.why), subject=flaw.subject) for flaw in found)
 
 
 def device_loads(measured: Measured, heat: Mapping[str, Heat]) -> tuple[DeviceLoad, ...]:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from loomserve.platform.rebalancing.policy.snapshot import Part
+from loomserve.platform.rebalancing.policy.snapshot import MoveKind
 from loomserve.platform.state.roles import Role
 
 
@@ -29,10 +29,10 @@ class Move(_Action):
     """Part of an engine's work goes to another engine's device, or comes back."""
 
     action: Literal["move"] = "move"
-    part: Part
+    kind: MoveKind
     engine: str = Field(description="The borrower, which keeps scheduling the requests.")
     lender: str
-    amount: int = Field(gt=0, description="Bytes of KV, KV heads or layers, by part.")
+    amount: int = Field(gt=0, description="Bytes of KV, KV heads or layers, by kind.")
     back: bool = Field(False, description="True: home again; the last of it closes the loan.")
 
 
@@ -59,7 +59,7 @@ Action = Annotated[Move | SetRole | AddReplica | RemoveReplica, Field(discrimina
 def kind_of(action: Action) -> ActionKind:
     match action:
         case Move():
-            return ActionKind(action.part.value)
+            return ActionKind(action.kind.value)
         case SetRole():
             return ActionKind.ROLE
         case _:

@@ -16,11 +16,11 @@ from loomserve.platform.rebalancing.policy.effects import apply, loan_between, w
 from loomserve.platform.rebalancing.policy.forecast import guest_share
 from loomserve.platform.rebalancing.policy.limits import unable
 from loomserve.platform.rebalancing.policy.snapshot import (
-    Engine,
-    Part,
+    EngineSnapshot,
+    MoveKind,
     Snapshot,
     compute_share,
-    part_room,
+    shard_room,
     utilisations,
 )
 from loomserve.platform.state.roles import Role
@@ -46,14 +46,14 @@ def candidates(
     yield from _replicas(snapshot, source, target)
 
 
-def _moves(snapshot: Snapshot, hot: Engine, cold: Engine) -> Iterator[Move]:
+def _moves(snapshot: Snapshot, hot: EngineSnapshot, cold: EngineSnapshot) -> Iterator[Move]:
     """What the cold engine has moved to the hot one, and what could leave the hot one: all."""
-    for part in Part:
-        loan = loan_between(snapshot, part, cold.id, hot.id)
+    for kind in MoveKind:
+        loan = loan_between(snapshot, kind, cold.id, hot.id)
         if loan is not None:
-            yield Move(part=part, engine=cold.id, lender=hot.id, amount=loan.amount, back=True)
-        most = whole(hot, part) - (part is not Part.REQUESTS)
-        yield Move(part=part, engine=hot.id, lender=cold.id, amount=max(most, 1))
+            yield Move(kind=kind, engine=cold.id, lender=hot.id, amount=loan.amount, back=True)
+        most = whole(hot, kind) - (kind is not MoveKind.REQUESTS)
+        yield Move(kind=kind, engine=hot.id, lender=cold.id, amount=max(most, 1))
 
 
 def _sized(
@@ -65,7 +65,7 @@ def _sized(
     Neither device crosses the mean of all, or a cold one would become the next hot one while
     others are colder. Utilisations are linear in the amount, so two points tell all.
     """
-    whole_only = most.back and most.part is not Part.REQUESTS
+    whole_only = most.back and most.kind is not MoveKind.REQUESTS
     if whole_only or unable(now, most, options):
         return most
     after = apply(now, most)
@@ -76,22 +76,22 @@ def _sized(
     if not most.back:
         free = min(free, _guest_limit(start, target, options) - guest_share(now, target))
     wanted = min(
-        _part(
+        _fraction(
             loads[source] - loads[target],
             loads[source] - loads[target] - later[source] + later[target],
         ),
-        _part(loads[source] - mean, loads[source] - later[source]),
-        _part(mean - loads[target], later[target] - loads[target]),
+        _fraction(loads[source] - mean, loads[source] - later[source]),
+        _fraction(mean - loads[target], later[target] - loads[target]),
     )
     amount = min(
         round(most.amount * wanted),
-        int(most.amount * _part(free, grown)),
+        int(most.amount * _fraction(free, grown)),
         _room(now, most, options),
     )
     return most.model_copy(update={"amount": max(amount, 1)})
 
 
-def _part(wanted: float, whole_: float) -> float:
+def _fraction(wanted: float, whole_: float) -> float:
     """Of what changes by ``whole_`` with all of it: as much as makes ``wanted``, in [0, 1]."""
     return min(max(wanted, 0.0) / whole_, 1.0) if whole_ > 0 else 1.0
 
@@ -106,7 +106,7 @@ def _room(snapshot: Snapshot, most: Move, options: Rebalancing) -> int:
     """How much of it the memory holds that it goes to."""
     engine, lender = snapshot.engine(most.engine), snapshot.engine(most.lender)
     if most.back:
-        loan = loan_between(snapshot, most.part, engine.id, lender.id)
+        loan = loan_between(snapshot, most.kind, engine.id, lender.id)
         assert loan is not None
         free = snapshot.idle_kv(engine) - options.headroom * engine.kv_bytes
         size = (loan.kv_bytes + loan.weights_bytes) / loan.amount
@@ -117,15 +117,15 @@ def _room(snapshot: Snapshot, most: Move, options: Rebalancing) -> int:
         there,
         engine.borrow_bytes - snapshot.borrows(engine),
     )
-    every = whole(engine, most.part)
+    every = whole(engine, most.kind)
     size = engine.kv_used_bytes / every
     amount = min(int(free / size) if size else most.amount, most.amount)
-    if most.part is not Part.REQUESTS:
+    if most.kind is not MoveKind.REQUESTS:
         amounts = range(amount, 0, -1)
         amount = next(
-            (n for n in amounts if part_room(engine, lender, most.part, n, every) <= there), 0
+            (n for n in amounts if shard_room(engine, lender, most.kind, n, every) <= there), 0
         )
-    if most.part is Part.LAYERS and engine.layer_bytes:
+    if most.kind is MoveKind.LAYERS and engine.layer_bytes:
         device = snapshot.device(lender.device)
         free = device.memory_bytes * (1 - options.headroom) - device.allocated_bytes
         amount = min(amount, int(free / engine.layer_bytes))

@@ -14,7 +14,13 @@ from loomserve.platform.rebalancing.policy.actions import (
     RemoveReplica,
     SetRole,
 )
-from loomserve.platform.rebalancing.policy.snapshot import Device, Engine, Loan, Part, Snapshot
+from loomserve.platform.rebalancing.policy.snapshot import (
+    DeviceSnapshot,
+    EngineSnapshot,
+    LoanSnapshot,
+    MoveKind,
+    Snapshot,
+)
 from loomserve.platform.state.roles import Role
 
 
@@ -40,30 +46,32 @@ def apply(snapshot: Snapshot, action: Action) -> Snapshot:
             return _removed(snapshot, action)
 
 
-def whole(engine: Engine, part: Part) -> int:
-    """How much of the part is at home, in its unit."""
+def whole(engine: EngineSnapshot, kind: MoveKind) -> int:
+    """Amount of ``kind`` that is at home, in its unit."""
     return {
-        Part.REQUESTS: engine.kv_used_bytes,
-        Part.HEADS: engine.heads,
-        Part.LAYERS: engine.layers,
-    }[part]
+        MoveKind.REQUESTS: engine.kv_used_bytes,
+        MoveKind.HEADS: engine.heads,
+        MoveKind.LAYERS: engine.layers,
+    }[kind]
 
 
-def loan_between(snapshot: Snapshot, part: Part, engine: str, lender: str) -> Loan | None:
-    wanted = (part, engine, lender)
-    return next((x for x in snapshot.loans if (x.part, x.engine, x.lender) == wanted), None)
+def loan_between(
+    snapshot: Snapshot, kind: MoveKind, engine: str, lender: str
+) -> LoanSnapshot | None:
+    wanted = (kind, engine, lender)
+    return next((x for x in snapshot.loans if (x.kind, x.engine, x.lender) == wanted), None)
 
 
 def _moved(snapshot: Snapshot, move: Move) -> Snapshot:
     """Heads and requests take their attention and KV along, layers all of their work."""
     engine, lender = snapshot.engine(move.engine), snapshot.engine(move.lender)
-    share = move.amount / whole(engine, move.part)
+    share = move.amount / whole(engine, move.kind)
     slower = _speed(snapshot, engine) / _speed(snapshot, lender)
-    layers = move.part is Part.LAYERS
+    layers = move.kind is MoveKind.LAYERS
     kv_bytes = int(share * engine.kv_used_bytes)
     weights_bytes = move.amount * engine.layer_bytes if layers else 0
-    before = loan_between(snapshot, move.part, engine.id, lender.id) or Loan(
-        part=move.part,
+    before = loan_between(snapshot, move.kind, engine.id, lender.id) or LoanSnapshot(
+        kind=move.kind,
         engine=engine.id,
         lender=lender.id,
         amount=0,
@@ -89,16 +97,16 @@ def _moved(snapshot: Snapshot, move: Move) -> Snapshot:
         kv_used_bytes=engine.kv_used_bytes - kv_bytes,
         borrowed=_still_borrowed(engine, move),
         layers=engine.layers - move.amount * layers,
-        heads=engine.heads - move.amount * (move.part is Part.HEADS),
+        heads=engine.heads - move.amount * (move.kind is MoveKind.HEADS),
     )
     return _with(snapshot, home, before, loan, lender.device, weights_bytes)
 
 
 def _moved_back(snapshot: Snapshot, move: Move) -> Snapshot:
     engine, lender = snapshot.engine(move.engine), snapshot.engine(move.lender)
-    before = loan_between(snapshot, move.part, engine.id, lender.id)
+    before = loan_between(snapshot, move.kind, engine.id, lender.id)
     if before is None:
-        raise LookupError(f"{engine.id} has no {move.part} at {lender.id}")
+        raise LookupError(f"{engine.id} has no {move.kind} at {lender.id}")
     share = min(move.amount / before.amount, 1.0)
     faster = _speed(snapshot, lender) / _speed(snapshot, engine)
     kv_bytes = int(share * before.kv_bytes)
@@ -118,25 +126,30 @@ def _moved_back(snapshot: Snapshot, move: Move) -> Snapshot:
         prefill=engine.prefill + faster * share * before.prefill,
         linear=engine.linear + faster * share * before.linear,
         kv_used_bytes=engine.kv_used_bytes + kv_bytes,
-        layers=engine.layers + move.amount * (move.part is Part.LAYERS),
-        heads=engine.heads + move.amount * (move.part is Part.HEADS),
+        layers=engine.layers + move.amount * (move.kind is MoveKind.LAYERS),
+        heads=engine.heads + move.amount * (move.kind is MoveKind.HEADS),
     )
     return _with(snapshot, home, before, loan, lender.device, -weights_bytes)
 
 
-def _still_borrowed(engine: Engine, move: Move) -> tuple[tuple[str, int], ...]:
+def _still_borrowed(engine: EngineSnapshot, move: Move) -> tuple[tuple[str, int], ...]:
     """Layers end all loans of whole requests, heads that with their lender."""
-    match move.part:
-        case Part.REQUESTS:
+    match move.kind:
+        case MoveKind.REQUESTS:
             return engine.borrowed
-        case Part.HEADS:
+        case MoveKind.HEADS:
             return tuple(each for each in engine.borrowed if each[0] != move.lender)
-        case Part.LAYERS:
+        case MoveKind.LAYERS:
             return ()
 
 
 def _with(
-    snapshot: Snapshot, home: Engine, before: Loan, loan: Loan, device: str, allocated: int
+    snapshot: Snapshot,
+    home: EngineSnapshot,
+    before: LoanSnapshot,
+    loan: LoanSnapshot,
+    device: str,
+    allocated: int,
 ) -> Snapshot:
     loans = [each for each in snapshot.loans if each is not before]
     return replace(
@@ -178,14 +191,14 @@ def _counted(snapshot: Snapshot, model: str, more: int) -> Snapshot:
     return replace(snapshot, models=tuple(models))
 
 
-def _allocated(snapshot: Snapshot, device: str, size: int) -> tuple[Device, ...]:
+def _allocated(snapshot: Snapshot, device: str, size: int) -> tuple[DeviceSnapshot, ...]:
     return tuple(
         replace(each, allocated_bytes=each.allocated_bytes + size) if each.name == device else each
         for each in snapshot.devices
     )
 
 
-def _spread(snapshot: Snapshot, model: str, engines: list[Engine]) -> Snapshot:
+def _spread(snapshot: Snapshot, model: str, engines: list[EngineSnapshot]) -> Snapshot:
     """The model's work over ``engines``: each device busy with it for the same time.
 
     That is what a load-aware router comes to among replicas that are alone on their devices.
@@ -199,7 +212,7 @@ def _spread(snapshot: Snapshot, model: str, engines: list[Engine]) -> Snapshot:
     prefill_speed = sum(speeds[each.id] for each in new if each.id in prefilling)
     decode_speed = sum(speeds[each.id] for each in new if each.id in decoding)
 
-    def spread(engine: Engine) -> Engine:
+    def spread(engine: EngineSnapshot) -> EngineSnapshot:
         if engine.model != model:
             return engine
         prefills = (engine.id in prefilling) / prefill_speed
@@ -218,5 +231,5 @@ def _spread(snapshot: Snapshot, model: str, engines: list[Engine]) -> Snapshot:
     return replace(snapshot, engines=tuple(spread(each) for each in engines))
 
 
-def _speed(snapshot: Snapshot, engine: Engine) -> float:
+def _speed(snapshot: Snapshot, engine: EngineSnapshot) -> float:
     return snapshot.device(engine.device).speed

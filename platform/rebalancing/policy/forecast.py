@@ -16,8 +16,8 @@ from loomserve.platform.rebalancing.policy.actions import (
 from loomserve.platform.rebalancing.policy.effects import loan_between, whole
 from loomserve.platform.rebalancing.policy.snapshot import (
     Link,
-    Loan,
-    Part,
+    LoanSnapshot,
+    MoveKind,
     Snapshot,
     compute_share,
     utilisations,
@@ -89,7 +89,7 @@ def _move_s(snapshot: Snapshot, move: Move) -> tuple[float, float, float]:
         raise LookupError(f"no link measured between {move.engine} and {move.lender}")
     engine, lender = snapshot.engine(move.engine), snapshot.engine(move.lender)
     # Requests go one by one, between steps.
-    halted = () if move.part is Part.REQUESTS else (engine, lender)
+    halted = () if move.kind is MoveKind.REQUESTS else (engine, lender)
     halt_s = sum(each.sync_s for each in halted)
     size, growth = _bytes(snapshot, move)
     left, copying_s = float(size), 0.0
@@ -106,14 +106,14 @@ def _bytes(snapshot: Snapshot, move: Move) -> tuple[int, float]:
     """KV and weights that move, and bytes a second by which their KV grows meanwhile."""
     engine = snapshot.engine(move.engine)
     if move.back:
-        loan = loan_between(snapshot, move.part, move.engine, move.lender)
+        loan = loan_between(snapshot, move.kind, move.engine, move.lender)
         assert loan is not None
         share = min(move.amount / loan.amount, 1.0)
         # Growth is measured at home, and is in proportion to what lies where.
         growth = engine.kv_growth * share * loan.kv_bytes / max(engine.kv_used_bytes, 1)
         return int(share * (loan.kv_bytes + loan.weights_bytes)), growth
-    share = move.amount / whole(engine, move.part)
-    weights = move.amount * engine.layer_bytes if move.part is Part.LAYERS else 0
+    share = move.amount / whole(engine, move.kind)
+    weights = move.amount * engine.layer_bytes if move.kind is MoveKind.LAYERS else 0
     return int(share * engine.kv_used_bytes) + weights, engine.kv_growth * share
 
 
@@ -157,10 +157,10 @@ def _stretch(snapshot: Snapshot, engine: str) -> float:
 
 
 def _trips_s(snapshot: Snapshot, engine: str) -> float:
-    def trip_s(loan: Loan) -> float:
+    def trip_s(loan: LoanSnapshot) -> float:
         home = snapshot.engine(engine)
         link = snapshot.link(home.device, snapshot.engine(loan.lender).device)
-        trips = 1 if loan.part is Part.LAYERS else home.layers
+        trips = 1 if loan.kind is MoveKind.LAYERS else home.layers
         return 2 * trips * link.latency_s if link else 0.0
 
     return sum(map(trip_s, snapshot.lent(engine)))

@@ -17,9 +17,9 @@ from loomserve.platform.rebalancing.policy.actions import (
 from loomserve.platform.rebalancing.policy.effects import loan_between, whole
 from loomserve.platform.rebalancing.policy.forecast import Forecast, route, tpot_ratio
 from loomserve.platform.rebalancing.policy.snapshot import (
-    Engine,
-    Loan,
-    Part,
+    EngineSnapshot,
+    LoanSnapshot,
+    MoveKind,
     Snapshot,
     compute_share,
 )
@@ -76,31 +76,31 @@ def unable(snapshot: Snapshot, action: Action, options: Rebalancing) -> Refusal 
 
 def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Refusal | None:
     engine, lender = snapshot.engine(move.engine), snapshot.engine(move.lender)
-    if move.part not in engine.movable or move.part not in lender.movable:
-        return Refusal(Reason.NOT_MOVABLE, f"{move.part} of {engine.id} to {lender.id}")
+    if move.kind not in engine.movable or move.kind not in lender.movable:
+        return Refusal(Reason.NOT_MOVABLE, f"{move.kind} of {engine.id} to {lender.id}")
     if not (engine.borrow_bytes and lender.lend_bytes):
         return Refusal(Reason.NOT_MOVABLE, f"{engine.id} does not borrow from {lender.id}")
     if move.back:
-        loan = loan_between(snapshot, move.part, engine.id, lender.id)
+        loan = loan_between(snapshot, move.kind, engine.id, lender.id)
         if loan is None or move.amount > loan.amount:
             return Refusal(Reason.NOT_MOVABLE, f"{lender.id} has less of {engine.id}")
-        if move.part is not Part.REQUESTS and move.amount < loan.amount:
-            return Refusal(Reason.NOT_MOVABLE, f"all {loan.amount} {move.part} come home together")
+        if move.kind is not MoveKind.REQUESTS and move.amount < loan.amount:
+            return Refusal(Reason.NOT_MOVABLE, f"all {loan.amount} {move.kind} come home together")
     else:
         # Whole heads and layers: an engine keeps one of each, or it would be no engine.
-        most = whole(engine, move.part) - (move.part is not Part.REQUESTS)
+        most = whole(engine, move.kind) - (move.kind is not MoveKind.REQUESTS)
         if move.amount > most or engine.device == lender.device:
-            return Refusal(Reason.NOT_MOVABLE, f"{engine.id} has {most} {move.part} to move")
-        if move.part is Part.REQUESTS and not _among(engine.lenders, lender):
+            return Refusal(Reason.NOT_MOVABLE, f"{engine.id} has {most} {move.kind} to move")
+        if move.kind is MoveKind.REQUESTS and not _among(engine.lenders, lender):
             return Refusal(
                 Reason.NOT_MOVABLE, f"{engine.id} has no limit with {lender.id} to be raised"
             )
-        if move.part is not Part.REQUESTS and not _among(engine.shard_lenders, lender):
+        if move.kind is not MoveKind.REQUESTS and not _among(engine.shard_lenders, lender):
             return Refusal(
-                Reason.NOT_MOVABLE, f"{engine.id} may not have {move.part} with {lender.id}"
+                Reason.NOT_MOVABLE, f"{engine.id} may not have {move.kind} with {lender.id}"
             )
-        if move.part is not Part.REQUESTS and (there := _part_away(snapshot, engine)):
-            return Refusal(Reason.HAS_LOANS, f"{there.part} of {engine.id} are with {there.lender}")
+        if move.kind is not MoveKind.REQUESTS and (there := _shard_away(snapshot, engine)):
+            return Refusal(Reason.HAS_LOANS, f"{there.kind} of {engine.id} are with {there.lender}")
         if snapshot.lent(lender.id) or snapshot.guests(engine.id):
             return Refusal(Reason.HAS_LOANS, f"{lender.id} borrows or {engine.id} lends")
     nodes = {snapshot.device(each.device).node for each in (engine, lender)}
@@ -112,11 +112,11 @@ def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Ref
     return None
 
 
-def _part_away(snapshot: Snapshot, engine: Engine) -> Loan | None:
-    return next((x for x in snapshot.lent(engine.id) if x.part is not Part.REQUESTS), None)
+def _shard_away(snapshot: Snapshot, engine: EngineSnapshot) -> LoanSnapshot | None:
+    return next((x for x in snapshot.lent(engine.id) if x.kind is not MoveKind.REQUESTS), None)
 
 
-def _among(lenders: frozenset[str] | None, lender: Engine) -> bool:
+def _among(lenders: frozenset[str] | None, lender: EngineSnapshot) -> bool:
     return lenders is None or lender.id in lenders
 
 

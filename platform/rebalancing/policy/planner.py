@@ -217,7 +217,7 @@ def _touches(snapshot: Snapshot, action: Action) -> tuple[str, ...]:
     """What must not be changed twice by one plan."""
     match action:
         case Move():
-            return ("move", action.part, action.engine, action.lender)
+            return ("move", action.kind, action.engine, action.lender)
         case AddReplica():
             return ("model", action.model)
         case SetRole() | RemoveReplica():

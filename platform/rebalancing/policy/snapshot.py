@@ -19,7 +19,7 @@ from loomserve.platform.state.roles import Role
 _T = TypeVar("_T")
 
 
-class Part(StrEnum):
+class MoveKind(StrEnum):
     """What of an engine may be on another device."""
 
     REQUESTS = "requests"  # some requests' KV and attention (Weaver); counted in bytes of KV
@@ -28,7 +28,7 @@ class Part(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Device:
+class DeviceSnapshot:
     """
     Attributes:
         memory_bytes: All of it.
@@ -45,7 +45,7 @@ class Device:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class EngineSnapshot:
     """A replica.
 
     Attributes:
@@ -92,7 +92,7 @@ class Engine:
     tpot_s: float
     sync_s: float
     drain_s: float = 0.0
-    movable: frozenset[Part] = frozenset()
+    movable: frozenset[MoveKind] = frozenset()
     lenders: frozenset[str] | None = None
     shard_lenders: frozenset[str] | None = None
     newest: bool = True
@@ -104,11 +104,11 @@ class Engine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Loan:
+class LoanSnapshot:
     """A part of an engine's work that another engine's device does.
 
     Attributes:
-        amount: Bytes of KV, heads or layers, by ``part``.
+        amount: Bytes of KV, heads or layers, by ``kind``.
         compute: Device seconds a second on the lender's device.
         prefill: Of them, for prompts.
         attention: Of them, for decoding's attention.
@@ -116,7 +116,7 @@ class Loan:
         weights_bytes: There, beside it.
     """
 
-    part: Part
+    kind: MoveKind
     engine: str
     lender: str
     amount: int
@@ -133,7 +133,7 @@ class Loan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class ModelSnapshot:
     """
     Attributes:
         devices: Where replicas may run, in the order in which they are used.
@@ -150,7 +150,7 @@ class Model:
     replicas: int
     replica_bytes: int
     least: int = 1
-    replica: Engine | None = None
+    replica: EngineSnapshot | None = None
     start_s: float = 0.0
     roles: bool = False
 
@@ -174,21 +174,21 @@ class Snapshot:
     """
 
     at_s: float
-    devices: tuple[Device, ...]
-    models: tuple[Model, ...]
-    engines: tuple[Engine, ...]
+    devices: tuple[DeviceSnapshot, ...]
+    models: tuple[ModelSnapshot, ...]
+    engines: tuple[EngineSnapshot, ...]
     links: tuple[Link, ...] = ()
-    loans: tuple[Loan, ...] = ()
+    loans: tuple[LoanSnapshot, ...] = ()
     changed_at_s: float = float("-inf")
     """When the last action ended."""
 
-    def device(self, name: str) -> Device:
+    def device(self, name: str) -> DeviceSnapshot:
         return _one((each for each in self.devices if each.name == name), "device", name)
 
-    def engine(self, id_: str) -> Engine:
+    def engine(self, id_: str) -> EngineSnapshot:
         return _one((each for each in self.engines if each.id == id_), "engine", id_)
 
-    def model(self, name: str) -> Model:
+    def model(self, name: str) -> ModelSnapshot:
         return _one((each for each in self.models if each.name == name), "model", name)
 
     def link(self, source: str, target: str) -> Link | None:
@@ -196,16 +196,16 @@ class Snapshot:
             (each for each in self.links if (each.source, each.target) == (source, target)), None
         )
 
-    def on(self, device: str) -> list[Engine]:
+    def on(self, device: str) -> list[EngineSnapshot]:
         return [each for each in self.engines if each.device == device]
 
-    def of(self, model: str) -> list[Engine]:
+    def of(self, model: str) -> list[EngineSnapshot]:
         return [each for each in self.engines if each.model == model]
 
-    def guests(self, lender: str) -> list[Loan]:
+    def guests(self, lender: str) -> list[LoanSnapshot]:
         return [each for each in self.loans if each.lender == lender]
 
-    def lent(self, engine: str) -> list[Loan]:
+    def lent(self, engine: str) -> list[LoanSnapshot]:
         """What of the engine is elsewhere."""
         return [each for each in self.loans if each.engine == engine]
 
@@ -214,37 +214,37 @@ class Snapshot:
         taken = {each.device for each in self.of(model)}
         return next((each for each in self.model(model).devices if each not in taken), None)
 
-    def idle_kv(self, engine: Engine) -> int:
+    def idle_kv(self, engine: EngineSnapshot) -> int:
         """Bytes of its KV memory that neither its requests nor guests use."""
         guests = sum(loan.kv_bytes for loan in self.guests(engine.id))
         return engine.kv_bytes + self._freed(engine) - engine.kv_used_bytes - guests
 
-    def lends(self, engine: Engine) -> float:
+    def lends(self, engine: EngineSnapshot) -> float:
         """Bytes of its KV memory that its guests keep."""
         return sum(map(self.kept_for, self.guests(engine.id)))
 
-    def borrows(self, engine: Engine) -> int:
+    def borrows(self, engine: EngineSnapshot) -> int:
         """Bytes of its KV that are elsewhere."""
         return sum(loan.kv_bytes for loan in self.lent(engine.id))
 
-    def kept_for(self, loan: Loan) -> float:
+    def kept_for(self, loan: LoanSnapshot) -> float:
         """Bytes of its lender's KV memory that nobody else can have, in use or not."""
-        if loan.part is Part.REQUESTS:
+        if loan.kind is MoveKind.REQUESTS:
             return loan.kv_bytes
         engine = self.engine(loan.engine)
-        home = engine.heads if loan.part is Part.HEADS else engine.layers
-        return part_room(
-            engine, self.engine(loan.lender), loan.part, loan.amount, home + loan.amount
+        home = engine.heads if loan.kind is MoveKind.HEADS else engine.layers
+        return shard_room(
+            engine, self.engine(loan.lender), loan.kind, loan.amount, home + loan.amount
         )
 
-    def kv_room(self, engine: Engine) -> float:
+    def kv_room(self, engine: EngineSnapshot) -> float:
         """Bytes of whole KV that its requests can have: where a part of each block is elsewhere,
         more of them fit at home."""
-        away = dict.fromkeys(Part, 0)
+        away = dict.fromkeys(MoveKind, 0)
         for loan in self.lent(engine.id):
-            away[loan.part] += loan.amount
-        heads = (engine.heads + away[Part.HEADS]) / engine.heads
-        layers = (engine.layers + away[Part.LAYERS]) / engine.layers
+            away[loan.kind] += loan.amount
+        heads = (engine.heads + away[MoveKind.HEADS]) / engine.heads
+        layers = (engine.layers + away[MoveKind.LAYERS]) / engine.layers
         # There are no more blocks than the engine has numbers for.
         home = min(
             (engine.kv_bytes * heads + self._freed(engine)) * layers,
@@ -252,7 +252,7 @@ class Snapshot:
         )
         return home + sum(size for _, size in engine.borrowed)
 
-    def _freed(self, engine: Engine) -> int:
+    def _freed(self, engine: EngineSnapshot) -> int:
         """Bytes of weights that left, and so are KV memory."""
         return sum(loan.weights_bytes for loan in self.lent(engine.id))
 
@@ -263,10 +263,12 @@ def _one(found: Iterator[_T], what: str, name: str) -> _T:
     raise LookupError(f"there is no {what} {name!r} in the snapshot")
 
 
-def part_room(engine: Engine, lender: Engine, part: Part, amount: int, whole: int) -> float:
+def shard_room(
+    engine: EngineSnapshot, lender: EngineSnapshot, kind: MoveKind, amount: int, whole: int
+) -> float:
     """Bytes of the lender's KV memory that heads or layers take: a share of each of the engine's
     blocks, and what of the lender's blocks stays empty beside those of fewer layers."""
-    layers = amount if part is Part.LAYERS else engine.layers
+    layers = amount if kind is MoveKind.LAYERS else engine.layers
     guest, there = Layout(layers, 1), Layout(lender.layers, 1)
     taken = there.layers * stacked(there, guest) / (layers * abreast(there, guest))
     return engine.kv_bytes * amount / whole * taken
@@ -311,10 +313,10 @@ class Unfit(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Flaw:
-    """``part`` names a device, engine or model."""
+    """Something missing or unfit; ``subject`` names a device, engine or model."""
 
     why: Unfit
-    part: str
+    subject: str
 
 
 @dataclass(frozen=True, slots=True)

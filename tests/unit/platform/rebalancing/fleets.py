@@ -10,11 +10,11 @@ from loomserve.platform.rebalancing.policy.correction import Corrections
 from loomserve.platform.rebalancing.policy.heat import Heat, classify
 from loomserve.platform.rebalancing.policy.planner import Proposal, propose
 from loomserve.platform.rebalancing.policy.snapshot import (
-    Device,
-    Engine,
+    DeviceSnapshot,
+    EngineSnapshot,
     Link,
-    Model,
-    Part,
+    ModelSnapshot,
+    MoveKind,
     Snapshot,
     utilisations,
 )
@@ -25,9 +25,9 @@ OPTIONS = Rebalancing(confirm_periods=1, settle_s=0.0)
 PERIOD_S = 10.0
 
 
-def engine(name: str, device: str, compute: float, used: float) -> Engine:
+def engine(name: str, device: str, compute: float, used: float) -> EngineSnapshot:
     """Of 30 layers; ``used`` is the share of its GiB of KV."""
-    return Engine(
+    return EngineSnapshot(
         id=name,
         model=name,
         device=device,
@@ -45,13 +45,13 @@ def engine(name: str, device: str, compute: float, used: float) -> Engine:
         tpot_s=0.05,
         sync_s=0.002,
         drain_s=5.0,
-        movable=frozenset(Part),
+        movable=frozenset(MoveKind),
         measured_at_s=0.0,
     )
 
 
 def fleet(
-    loads: Sequence[tuple[float, float]], parts: frozenset[Part] = frozenset(Part)
+    loads: Sequence[tuple[float, float]], parts: frozenset[MoveKind] = frozenset(MoveKind)
 ) -> Snapshot:
     """A device of 4 GiB with a model of its own for each (compute, share of KV used)."""
     names = [f"d{at}" for at in range(len(loads))]
@@ -61,7 +61,7 @@ def fleet(
     return Snapshot(
         at_s=0.0,
         devices=tuple(
-            Device(
+            DeviceSnapshot(
                 name=name,
                 node="n",
                 memory_bytes=4 * GIB,
@@ -71,7 +71,7 @@ def fleet(
             for name in names
         ),
         models=tuple(
-            Model(
+            ModelSnapshot(
                 name=each.model,
                 devices=tuple(names),
                 replicas=1,

@@ -102,7 +102,7 @@ def url(app: FastAPI, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def move(amount: int = made_up.MIB, **changes: object) -> dict[str, object]:
     ends = {"engine": "h0", "lender": "c1", "amount": amount, "back": True}
-    return {"action": "move", "part": "requests", **ends, **changes}
+    return {"action": "move", "kind": "requests", **ends, **changes}
 
 
 def command(url: str, *words: str) -> tuple[object, str]:
@@ -150,7 +150,7 @@ def test_a_dry_run_of_an_even_load_moves_nothing(client: TestClient) -> None:
         ("GET", "plans/plan-9", None, 404, "plan-9"),
         ("POST", "plans/plan-9/apply", None, 404, "list the plans"),
         ("POST", "plans", {"actions": [move(engine="h9")]}, 404, "h9"),
-        ("POST", "plans", {"actions": [move(part="heads")], "force": True}, 409, "not_movable"),
+        ("POST", "plans", {"actions": [move(kind="heads")], "force": True}, 409, "not_movable"),
         ("POST", "plans", {"actions": [move(9 * made_up.MIB)]}, 409, "not_movable"),
         ("POST", "plans", {"actions": [move(0)]}, 400, "amount"),
         ("POST", "plans", {"actions": [{"action": "explode"}]}, 400, "explode"),

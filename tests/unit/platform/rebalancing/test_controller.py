@@ -11,7 +11,7 @@ import pytest
 
 from loomserve.platform.base.errors import Conflict, NotFound, Unavailable
 from loomserve.platform.config.rebalancing import Rebalancing
-from loomserve.platform.rebalancing.actuators.base import Mover, Outcome
+from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Actuator
 from loomserve.platform.rebalancing.controller import Rebalancer
 from loomserve.platform.rebalancing.plans.history import History
 from loomserve.platform.rebalancing.plans.plans import Origin, PlanStatus, StepStatus
@@ -19,7 +19,7 @@ from loomserve.platform.rebalancing.plans.reports import EventKind, Kept
 from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError, SupersededError
 from loomserve.platform.rebalancing.policy.actions import Action, ActionKind, AddReplica, Move
 from loomserve.platform.rebalancing.policy.limits import Reason
-from loomserve.platform.rebalancing.policy.snapshot import Part, Unfit, utilisations
+from loomserve.platform.rebalancing.policy.snapshot import MoveKind, Unfit, utilisations
 from tests.unit.platform.rebalancing.actuators.written import Platform, WrittenMover
 from tests.unit.platform.rebalancing.fleets import MIB, fleet
 
@@ -41,7 +41,7 @@ class Bench:
     mover: WrittenMover
 
     def new(self, options: Rebalancing = AUTO) -> Rebalancer:
-        movers: dict[ActionKind, Mover] = dict.fromkeys(ActionKind, self.mover)
+        movers: dict[ActionKind, Actuator] = dict.fromkeys(ActionKind, self.mover)
         return Rebalancer(
             options, PlanStore(self.folder), self.platform.observe, movers, self.platform.clock
         )
@@ -73,7 +73,7 @@ def bench(tmp_path: Path) -> Bench:
 
 
 def move(amount: int = 64 * MIB, engine: str = HOT, lender: str = COLD) -> Move:
-    return Move(part=Part.REQUESTS, engine=engine, lender=lender, amount=amount)
+    return Move(kind=MoveKind.REQUESTS, engine=engine, lender=lender, amount=amount)
 
 
 async def applied(bench: Bench, controller: Rebalancer, *actions: Action) -> str:
@@ -138,7 +138,7 @@ async def test_advise_keeps_one_plan_for_a_person_until_the_loads_ask_for_anothe
 
 
 async def test_off_looks_at_nothing_and_a_dry_run_tells_all_the_same(bench: Bench) -> None:
-    bench.platform.snapshot = fleet([(0.9, 0.8), (0.1, 0.1)], frozenset({Part.REQUESTS}))
+    bench.platform.snapshot = fleet([(0.9, 0.8), (0.1, 0.1)], frozenset({MoveKind.REQUESTS}))
     async with bench.running(OFF) as controller:
         for _ in range(50):
             bench.platform.now_s += 1
@@ -156,17 +156,17 @@ async def test_off_looks_at_nothing_and_a_dry_run_tells_all_the_same(bench: Benc
 async def test_a_controller_that_is_started_anew_goes_on_in_the_middle_of_a_plan(
     bench: Bench, at: str
 ) -> None:
-    bench.mover.outcome = Outcome.RUNNING
+    bench.mover.outcome = ActionOutcome.RUNNING
     async with bench.running(OFF) as first:
         id_ = await applied(bench, first)
         await bench.until(first, lambda: bool(bench.mover.told))
         if at == "settling":
-            bench.mover.outcome = Outcome.DONE
+            bench.mover.outcome = ActionOutcome.DONE
             await bench.until(first, lambda: first.plan(id_).steps[0].status is StepStatus.SETTLING)
     told = len(bench.mover.told)
     async with bench.running(OFF) as second:
         assert second.plan(id_).status is PlanStatus.RUNNING
-        bench.mover.outcome = Outcome.DONE
+        bench.mover.outcome = ActionOutcome.DONE
         await bench.until(second, lambda: second.plan(id_).status is PlanStatus.DONE)
         # A mover is told again what it may not have heard, and nothing that it has done.
         assert len(bench.mover.told) - told == (at == "begun")
@@ -252,7 +252,7 @@ async def test_what_cannot_be_measured_after_an_action_teaches_nothing(bench: Be
 
 
 async def test_an_abort_takes_back_what_is_under_way_and_leaves_the_rest(bench: Bench) -> None:
-    bench.mover.outcome = Outcome.RUNNING
+    bench.mover.outcome = ActionOutcome.RUNNING
     async with bench.running(OFF) as controller:
         id_ = await applied(bench, controller, move(), move(engine=HOT, amount=MIB))
         await bench.until(controller, lambda: bool(bench.mover.told))
@@ -272,7 +272,7 @@ async def test_an_abort_takes_back_what_is_under_way_and_leaves_the_rest(bench: 
 
 
 async def test_an_abort_goes_on_after_a_restart(bench: Bench) -> None:
-    bench.mover.outcome = Outcome.RUNNING
+    bench.mover.outcome = ActionOutcome.RUNNING
     async with bench.running(OFF) as first:
         id_ = await applied(bench, first)
         await bench.until(first, lambda: bool(bench.mover.told))
@@ -285,12 +285,12 @@ async def test_an_abort_goes_on_after_a_restart(bench: Bench) -> None:
 async def test_an_abort_that_comes_too_late_lets_the_action_stand_and_measures_it(
     bench: Bench,
 ) -> None:
-    bench.mover.outcome, bench.mover.too_late = Outcome.RUNNING, True
+    bench.mover.outcome, bench.mover.too_late = ActionOutcome.RUNNING, True
     async with bench.running(OFF) as controller:
         id_ = await applied(bench, controller, move(), move(amount=MIB))
         await bench.until(controller, lambda: bool(bench.mover.told))
         await controller.abort(id_)
-        bench.mover.outcome = Outcome.DONE
+        bench.mover.outcome = ActionOutcome.DONE
         await bench.until(controller, lambda: controller.plan(id_).status is PlanStatus.CANCELLED)
         first, second = controller.plan(id_).steps
         assert (first.status, second.status) == (StepStatus.DONE, StepStatus.LEFT)
@@ -315,7 +315,7 @@ async def test_a_mover_that_refuses_breaks_or_fails_ends_the_plan_and_says_why(
         for changes, said in (
             ({"refuses": "no store"}, "no store"),
             ({"breaks": True}, "the engine is gone"),
-            ({"outcome": Outcome.FAILED}, "as told"),
+            ({"outcome": ActionOutcome.FAILED}, "as told"),
         ):
             mover = replace(bench.mover, told=[], **changes)  # type: ignore[arg-type]
             controller._execution._movers = dict.fromkeys(ActionKind, mover)
@@ -327,7 +327,7 @@ async def test_a_mover_that_refuses_breaks_or_fails_ends_the_plan_and_says_why(
 
 
 async def test_an_action_that_takes_far_too_long_is_taken_back(bench: Bench) -> None:
-    bench.mover.outcome = Outcome.RUNNING
+    bench.mover.outcome = ActionOutcome.RUNNING
     async with bench.running(OFF) as controller:
         id_ = await applied(bench, controller)
         await bench.until(
@@ -364,11 +364,11 @@ async def test_a_wish_is_held_to_the_limits_unless_it_is_forced(bench: Bench) ->
 
 async def test_what_has_no_mechanism_or_no_name_cannot_be_forced(bench: Bench) -> None:
     parts = tuple(
-        replace(each, movable=frozenset({Part.REQUESTS}))
+        replace(each, movable=frozenset({MoveKind.REQUESTS}))
         for each in bench.platform.snapshot.engines
     )
     bench.platform.snapshot = replace(bench.platform.snapshot, engines=parts)
-    heads = Move(part=Part.HEADS, engine=HOT, lender=COLD, amount=1)
+    heads = Move(kind=MoveKind.HEADS, engine=HOT, lender=COLD, amount=1)
     async with bench.running(OFF) as controller:
         for action in (heads, AddReplica(model=HOT, device="d1")):
             with pytest.raises(Conflict, match="not_movable"):

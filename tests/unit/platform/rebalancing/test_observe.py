@@ -16,7 +16,13 @@ from loomserve.platform.fleet.messages import Heartbeat
 from loomserve.platform.placement.policy.device_times import DeviceFacts, DeviceProfile, LinkFacts
 from loomserve.platform.rebalancing.observe import PROFILE, measured_snapshot, sums_of
 from loomserve.platform.rebalancing.policy.rates import Rates
-from loomserve.platform.rebalancing.policy.snapshot import Measured, Part, Snapshot, Unfit, flaws
+from loomserve.platform.rebalancing.policy.snapshot import (
+    Measured,
+    MoveKind,
+    Snapshot,
+    Unfit,
+    flaws,
+)
 from loomserve.platform.state import (
     FootprintState,
     ReplicaLoad,
@@ -95,7 +101,7 @@ def seen(
         fleet.engine_records(seconds),
         rates,
         profile,
-        {Part.REQUESTS: frozenset({"h0", "c1"})},
+        {MoveKind.REQUESTS: frozenset({"h0", "c1"})},
     )
 
 
@@ -130,7 +136,7 @@ def test_a_loan_is_what_lies_there_and_what_the_lender_computed_for_it() -> None
     hot = borrowing(loan("c1"))
     whole = snapshot(seen(hot, report("c1", "core1", model=COLD)))
     (lent,) = whole.loans
-    assert (lent.engine, lent.lender, lent.part) == ("h0", "c1", Part.REQUESTS)
+    assert (lent.engine, lent.lender, lent.kind) == ("h0", "c1", MoveKind.REQUESTS)
     assert lent.amount == lent.kv_bytes == 3 * MIB
     assert whole.engine("h0").kv_used_bytes == 7 * MIB
     assert whole.engine("h0").borrow_bytes == HOT.lending.borrow_memory  # type: ignore[union-attr]
@@ -204,7 +210,7 @@ def test_where_anything_would_have_to_be_made_up_there_is_no_snapshot(
     assert measured.snapshot is None
     (flaw,) = measured.missing
     assert flaw.why is Unfit.PARTIAL
-    assert part in flaw.part
+    assert part in flaw.subject
 
 
 def test_an_engine_without_measurements_has_no_sums() -> None:

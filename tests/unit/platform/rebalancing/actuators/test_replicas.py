@@ -11,14 +11,14 @@ import pytest
 from loomserve.platform.base.errors import NotFound
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import Heartbeat
-from loomserve.platform.rebalancing.actuators.base import Mover, Order, Outcome
+from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Actuator, Order
 from loomserve.platform.rebalancing.actuators.replicas import (
-    ReplicasMover,
-    RequestsMover,
-    RoleMover,
+    ReplicasActuator,
+    RequestsActuator,
+    RoleActuator,
 )
 from loomserve.platform.rebalancing.policy.actions import AddReplica, Move, RemoveReplica, SetRole
-from loomserve.platform.rebalancing.policy.snapshot import Part
+from loomserve.platform.rebalancing.policy.snapshot import MoveKind
 from loomserve.platform.state.roles import Role
 from tests.unit.platform.fleet.test_fleet import (
     COLD,
@@ -43,7 +43,7 @@ def now() -> float:
     return time.monotonic()
 
 
-async def outcome(mover: Mover, order: Order) -> Outcome:
+async def outcome(mover: Actuator, order: Order) -> ActionOutcome:
     return (await mover.progress(order)).outcome
 
 
@@ -73,13 +73,13 @@ def borrower() -> Borrower:
 
 
 def move(amount: int, *, back: bool) -> Move:
-    return Move(part=Part.REQUESTS, engine="h0", lender="c1", amount=amount, back=back)
+    return Move(kind=MoveKind.REQUESTS, engine="h0", lender="c1", amount=amount, back=back)
 
 
 async def test_requests_come_home_once_the_borrower_knows_and_keeps_the_limit(
     borrower: Borrower,
 ) -> None:
-    mover = RequestsMover(borrower.fleet)
+    mover = RequestsActuator(borrower.fleet)
     assert mover.movable("h0")
     order = mover.order("p/0", move(MIB, back=True))
     assert borrower.fleet.loan_limits("h0") == {}
@@ -87,27 +87,27 @@ async def test_requests_come_home_once_the_borrower_knows_and_keeps_the_limit(
     await mover.begin(order)
     assert borrower.fleet.loan_limits("h0") == {"org/cold": 2 * MIB}
     for used, done in ((3, False), (3, False), (2, True)):
-        assert (await outcome(mover, order) is Outcome.DONE) is False
+        assert (await outcome(mover, order) is ActionOutcome.DONE) is False
         borrower.used = used
         borrower.reports()
         borrower.reports()
-        assert (await outcome(mover, order) is Outcome.DONE) is done
+        assert (await outcome(mover, order) is ActionOutcome.DONE) is done
         if done:
             break
     assert (await mover.progress(order)).moved_bytes == MIB
 
 
 async def test_the_last_of_a_loan_goes_with_the_loan(borrower: Borrower) -> None:
-    mover = RequestsMover(borrower.fleet)
+    mover = RequestsActuator(borrower.fleet)
     order = mover.order("p/0", move(3 * MIB, back=True))
     await mover.begin(order)
     borrower.used = 0
     borrower.reports()
     borrower.reports()
-    assert await outcome(mover, order) is Outcome.RUNNING
+    assert await outcome(mover, order) is ActionOutcome.RUNNING
     borrower.loan = False
     borrower.reports()
-    assert await outcome(mover, order) is Outcome.DONE
+    assert await outcome(mover, order) is ActionOutcome.DONE
 
 
 async def test_a_raised_limit_is_done_when_it_is_known_and_an_abort_restores_the_one_before(
@@ -116,25 +116,25 @@ async def test_a_raised_limit_is_done_when_it_is_known_and_an_abort_restores_the
     borrower.fleet.limit_loans("h0", "org/cold", 3 * MIB)
     for _ in range(2):
         borrower.reports()
-    mover = RequestsMover(borrower.fleet)
+    mover = RequestsActuator(borrower.fleet)
     order = mover.order("p/0", move(MIB, back=False))
     await mover.begin(order)
     borrower.reports()
-    assert await outcome(mover, order) is Outcome.RUNNING
+    assert await outcome(mover, order) is ActionOutcome.RUNNING
     await mover.abort(order)
     borrower.reports()
-    assert await outcome(mover, order) is Outcome.RUNNING
+    assert await outcome(mover, order) is ActionOutcome.RUNNING
     borrower.reports()
-    assert await outcome(mover, order) is Outcome.ABORTED
+    assert await outcome(mover, order) is ActionOutcome.ABORTED
     await mover.begin(order)
     for _ in range(2):
         borrower.reports()
-    assert await outcome(mover, order) is Outcome.DONE
+    assert await outcome(mover, order) is ActionOutcome.DONE
     assert borrower.limits == {"org/cold": 4 * MIB}
 
 
 async def test_a_replica_that_is_gone_cannot_be_told_anything(borrower: Borrower) -> None:
-    mover = RequestsMover(borrower.fleet)
+    mover = RequestsActuator(borrower.fleet)
     order = {**mover.order("p/0", move(MIB, back=True)), "borrower": "h9"}
     with pytest.raises(NotFound):
         await mover.begin(order)
@@ -156,22 +156,22 @@ async def test_a_role_is_changed_once_the_replica_reports_it_and_changed_back() 
     async def set_role(replica: str, role: Role) -> None:
         fleet.set_role(replica, role)
 
-    mover = RoleMover(fleet, set_role)
+    mover = RoleActuator(fleet, set_role)
     order = mover.order("p/0", SetRole(engine="r0", role=Role.PREFILL))
     await mover.begin(order)
-    assert await outcome(mover, order) is Outcome.RUNNING
+    assert await outcome(mover, order) is ActionOutcome.RUNNING
     fleet.report(report("r0", "core0", role=Role.PREFILL), now())
-    assert await outcome(mover, order) is Outcome.DONE
+    assert await outcome(mover, order) is ActionOutcome.DONE
     await mover.abort(order)
     fleet.report(report("r0", "core0", role=Role.UNIFIED), now())
-    assert await outcome(mover, order) is Outcome.ABORTED
+    assert await outcome(mover, order) is ActionOutcome.ABORTED
 
 
-def scaling(fleet: Fleet) -> ReplicasMover:
+def scaling(fleet: Fleet) -> ReplicasActuator:
     async def scale(model: str, replicas: int) -> None:
         fleet.set_target(model, replicas)
 
-    return ReplicasMover(fleet, scale)
+    return ReplicasActuator(fleet, scale)
 
 
 async def test_a_replica_more_is_done_when_it_reports() -> None:
@@ -181,9 +181,9 @@ async def test_a_replica_more_is_done_when_it_reports() -> None:
     for _ in range(2):
         await mover.begin(order)
         assert fleet.model_targets() == {"org/m": 2}
-        assert await outcome(mover, order) is Outcome.RUNNING
+        assert await outcome(mover, order) is ActionOutcome.RUNNING
     fleet.report(report("r1", "core1"), now())
-    assert await outcome(mover, order) is Outcome.DONE
+    assert await outcome(mover, order) is ActionOutcome.DONE
 
 
 async def test_a_replica_that_is_not_wanted_any_more_is_not_started() -> None:
@@ -193,22 +193,24 @@ async def test_a_replica_that_is_not_wanted_any_more_is_not_started() -> None:
     await mover.begin(order)
     await mover.abort(order)
     assert fleet.model_targets() == {"org/m": 1}
-    assert await outcome(mover, order) is Outcome.ABORTED
+    assert await outcome(mover, order) is ActionOutcome.ABORTED
 
 
-@pytest.mark.parametrize(("goes", "ends"), [("r1", Outcome.DONE), ("r0", Outcome.FAILED)])
+@pytest.mark.parametrize(
+    ("goes", "ends"), [("r1", ActionOutcome.DONE), ("r0", ActionOutcome.FAILED)]
+)
 async def test_the_replica_that_was_meant_must_be_the_one_that_went(
-    goes: str, ends: Outcome
+    goes: str, ends: ActionOutcome
 ) -> None:
     fleet = serving(("r0", "core0"), ("r1", "core1"))
     mover = scaling(fleet)
     order: dict[str, Any] = mover.order("p/0", RemoveReplica(engine="r1"))
     await mover.begin(order)
     assert fleet.model_targets() == {"org/m": 1}
-    assert await outcome(mover, order) is Outcome.RUNNING
+    assert await outcome(mover, order) is ActionOutcome.RUNNING
     del fleet._replicas[goes]
     progress = await mover.progress(order)
     assert progress.outcome is ends
-    if ends is Outcome.FAILED:
+    if ends is ActionOutcome.FAILED:
         assert "r0" in progress.message
         assert fleet.model_targets() == {"org/m": 2}

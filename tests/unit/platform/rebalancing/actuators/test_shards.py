@@ -9,10 +9,10 @@ import pytest
 
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.rebalancing.actuators.base import Order, Outcome
-from loomserve.platform.rebalancing.actuators.shards import PartMover
+from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Order
+from loomserve.platform.rebalancing.actuators.shards import ShardActuator
 from loomserve.platform.rebalancing.policy.actions import Move
-from loomserve.platform.rebalancing.policy.snapshot import Part
+from loomserve.platform.rebalancing.policy.snapshot import MoveKind
 from loomserve.platform.state import LoanState, ShardState
 from loomserve.platform.state.lending_options import ShardSpec as MovedPart
 from tests.unit.platform.fleet.test_fleet import COLD, borrowing, lending_fleet, loan, report
@@ -59,94 +59,94 @@ def borrower() -> Borrower:
     return some
 
 
-def move(part: Part, amount: int, *, back: bool = False) -> Move:
-    return Move(part=part, engine="h0", lender="c1", amount=amount, back=back)
+def move(kind: MoveKind, amount: int, *, back: bool = False) -> Move:
+    return Move(kind=kind, engine="h0", lender="c1", amount=amount, back=back)
 
 
-async def outcome(mover: PartMover, order: Order) -> Outcome:
+async def outcome(mover: ShardActuator, order: Order) -> ActionOutcome:
     return (await mover.progress(order)).outcome
 
 
 async def test_heads_are_away_once_the_engine_says_so_and_home_once_the_loan_is_gone(
     borrower: Borrower,
 ) -> None:
-    mover = PartMover(borrower.fleet)
-    order = mover.order("p/0", move(Part.HEADS, 1))
+    mover = ShardActuator(borrower.fleet)
+    order = mover.order("p/0", move(MoveKind.HEADS, 1))
     assert not borrower.fleet.shards("h0")
     await mover.begin(order)
     assert borrower.fleet.shards("h0") == {"org/cold": {"heads": 1}}
     for phase in (None, None, "leaving"):
         borrower.reports(phase)
-        assert await outcome(mover, order) is Outcome.RUNNING
+        assert await outcome(mover, order) is ActionOutcome.RUNNING
     borrower.reports("away")
     done = await mover.progress(order)
-    assert (done.outcome, done.moved_bytes, done.paused_s) == (Outcome.DONE, 4096, 0.02)
+    assert (done.outcome, done.moved_bytes, done.paused_s) == (ActionOutcome.DONE, 4096, 0.02)
 
-    home = mover.order("p/1", move(Part.HEADS, 1, back=True))
+    home = mover.order("p/1", move(MoveKind.HEADS, 1, back=True))
     await mover.begin(home)
     for phase in ("away", "away", "returning"):
         borrower.reports(phase)
-        assert await outcome(mover, home) is Outcome.RUNNING
+        assert await outcome(mover, home) is ActionOutcome.RUNNING
     borrower.reports(None)
-    assert await outcome(mover, home) is Outcome.DONE
+    assert await outcome(mover, home) is ActionOutcome.DONE
 
 
 async def test_layers_that_move_are_the_last_ones(borrower: Borrower) -> None:
-    mover = PartMover(borrower.fleet)
+    mover = ShardActuator(borrower.fleet)
     every = footprint().layers
-    order = mover.order("p/0", move(Part.LAYERS, 2))
+    order = mover.order("p/0", move(MoveKind.LAYERS, 2))
     assert order["part"] == {"layers": [every - 2, every]}
 
 
 async def test_an_abort_is_done_when_nothing_is_there_any_more(borrower: Borrower) -> None:
-    mover = PartMover(borrower.fleet)
-    order = mover.order("p/0", move(Part.HEADS, 1))
+    mover = ShardActuator(borrower.fleet)
+    order = mover.order("p/0", move(MoveKind.HEADS, 1))
     await mover.begin(order)
     borrower.reports()
     borrower.reports("leaving")
     await mover.abort(order)
     borrower.reports("leaving")
-    assert await outcome(mover, order) is Outcome.RUNNING
+    assert await outcome(mover, order) is ActionOutcome.RUNNING
     borrower.reports("returning")
-    assert await outcome(mover, order) is Outcome.RUNNING
+    assert await outcome(mover, order) is ActionOutcome.RUNNING
     borrower.reports(None)
-    assert await outcome(mover, order) is Outcome.ABORTED
+    assert await outcome(mover, order) is ActionOutcome.ABORTED
 
 
 async def test_what_the_engine_refuses_has_failed_with_its_reason_and_is_not_asked_again(
     borrower: Borrower,
 ) -> None:
-    mover = PartMover(borrower.fleet)
-    order = mover.order("p/0", move(Part.LAYERS, 2))
+    mover = ShardActuator(borrower.fleet)
+    order = mover.order("p/0", move(MoveKind.LAYERS, 2))
     await mover.begin(order)
     borrower.reports()
     borrower.problem = "layers of this model cannot move"
     borrower.reports()
     failed = await mover.progress(order)
-    assert (failed.outcome, failed.message) == (Outcome.FAILED, borrower.problem)
+    assert (failed.outcome, failed.message) == (ActionOutcome.FAILED, borrower.problem)
     assert not borrower.fleet.shards("h0")
 
 
 async def test_one_thing_is_away_at_a_time_and_comes_home_whole(borrower: Borrower) -> None:
-    mover = PartMover(borrower.fleet)
+    mover = ShardActuator(borrower.fleet)
     with pytest.raises(Conflict, match="0 heads are with 'org/cold'"):
-        mover.order("p/0", move(Part.HEADS, 1, back=True))
-    await mover.begin(mover.order("p/0", move(Part.HEADS, 2)))
+        mover.order("p/0", move(MoveKind.HEADS, 1, back=True))
+    await mover.begin(mover.order("p/0", move(MoveKind.HEADS, 2)))
     with pytest.raises(Conflict, match="let it come home first"):
-        mover.order("p/1", move(Part.HEADS, 1))
+        mover.order("p/1", move(MoveKind.HEADS, 1))
     with pytest.raises(Conflict, match="come home together"):
-        mover.order("p/1", move(Part.HEADS, 1, back=True))
+        mover.order("p/1", move(MoveKind.HEADS, 1, back=True))
 
 
 async def test_a_part_that_came_home_by_itself_is_not_sent_again(borrower: Borrower) -> None:
-    mover = PartMover(borrower.fleet)
-    await mover.begin(mover.order("p/0", move(Part.HEADS, 1)))
+    mover = ShardActuator(borrower.fleet)
+    await mover.begin(mover.order("p/0", move(MoveKind.HEADS, 1)))
     for phase in (None, "leaving", "away", "returning"):
         borrower.reports(phase)
         assert borrower.told
     borrower.reports(None)
     assert not borrower.told
-    assert mover.order("p/1", move(Part.HEADS, 2))["part"] == {"heads": 2}
+    assert mover.order("p/1", move(MoveKind.HEADS, 2))["part"] == {"heads": 2}
 
 
 def test_a_new_controller_learns_what_is_away(borrower: Borrower) -> None:

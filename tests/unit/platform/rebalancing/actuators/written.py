@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from loomserve.platform.base.errors import Conflict
-from loomserve.platform.rebalancing.actuators.base import Order, Outcome, Progress
+from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Order, Progress
 from loomserve.platform.rebalancing.policy.actions import Action
 from loomserve.platform.rebalancing.policy.effects import apply
 from loomserve.platform.rebalancing.policy.snapshot import Measured, Snapshot
@@ -40,7 +40,7 @@ class WrittenMover:
 
     platform: Platform
     told: list[str] = field(default_factory=list)
-    outcome: Outcome = Outcome.DONE
+    outcome: ActionOutcome = ActionOutcome.DONE
     refuses: str | None = None
     breaks: bool = False
     too_late: bool = False
@@ -67,8 +67,8 @@ class WrittenMover:
 
     async def progress(self, order: Order) -> Progress:
         if self._aborted:
-            return Progress(outcome=Outcome.ABORTED, message="taken back")
-        if self.outcome is Outcome.DONE and order["name"] not in self._done:
+            return Progress(outcome=ActionOutcome.ABORTED, message="taken back")
+        if self.outcome is ActionOutcome.DONE and order["name"] not in self._done:
             self._done.add(order["name"])
             action = order["action"]
             self.platform.snapshot = apply(self.platform.snapshot, _ACTION.validate_python(action))

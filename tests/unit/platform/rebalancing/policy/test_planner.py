@@ -28,8 +28,8 @@ from loomserve.platform.rebalancing.policy.limits import Reason, unable
 from loomserve.platform.rebalancing.policy.planner import propose
 from loomserve.platform.rebalancing.policy.snapshot import (
     Flaw,
-    Model,
-    Part,
+    ModelSnapshot,
+    MoveKind,
     Snapshot,
     Unfit,
     memory_share,
@@ -50,7 +50,7 @@ from tests.unit.platform.rebalancing.fleets import (
 
 LOADS = st.tuples(st.floats(0.02, 1.2), st.floats(0.0, 0.85))
 FLEETS = st.lists(LOADS, min_size=2, max_size=4)
-PARTS = st.sets(st.sampled_from(Part)).map(frozenset)
+PARTS = st.sets(st.sampled_from(MoveKind)).map(frozenset)
 SKEWED = fleet([(0.9, 0.8), (0.1, 0.1)])
 
 
@@ -67,16 +67,16 @@ def test_a_skewed_load_is_evened_out_by_the_cheapest_actions_first() -> None:
     assert (first.source, first.target) == ("d0", "d1")
     # Layers take all of their work along, so they move more with a byte, unless they are large.
     assert isinstance(first.action, Move)
-    assert first.action.part is Part.LAYERS
+    assert first.action.kind is MoveKind.LAYERS
     large = proposed(edited(layer_bytes=64 * MIB)).chosen[0].action
     assert isinstance(large, Move)
-    assert large.part is not Part.LAYERS
+    assert large.kind is not MoveKind.LAYERS
 
 
 def test_layers_move_where_nothing_else_can() -> None:
-    proposal = proposed(fleet([(0.9, 0.8), (0.1, 0.1)], frozenset({Part.LAYERS})))
-    assert [each.action.part for each in proposal.chosen if isinstance(each.action, Move)] == [
-        Part.LAYERS
+    proposal = proposed(fleet([(0.9, 0.8), (0.1, 0.1)], frozenset({MoveKind.LAYERS})))
+    assert [each.action.kind for each in proposal.chosen if isinstance(each.action, Move)] == [
+        MoveKind.LAYERS
     ]
     assert spread(proposal.after) < OPTIONS.falling
 
@@ -85,7 +85,9 @@ def test_layers_move_where_nothing_else_can() -> None:
 def test_no_part_moves_where_its_engine_would_lose_as_much_memory_with_the_lender(
     lent: int, moves: bool
 ) -> None:
-    hot, cold = fleet([(0.9, 0.8), (0.1, 0.1)], frozenset({Part.HEADS, Part.LAYERS})).engines
+    hot, cold = fleet(
+        [(0.9, 0.8), (0.1, 0.1)], frozenset({MoveKind.HEADS, MoveKind.LAYERS})
+    ).engines
     borrows = replace(hot, borrowed=((cold.id, lent),))
     proposal = proposed(replace(SKEWED, engines=(borrows, cold)))
     assert bool(proposal.chosen) is moves
@@ -96,7 +98,7 @@ def test_no_part_moves_where_its_engine_would_lose_as_much_memory_with_the_lende
 @settings(max_examples=40, deadline=None)
 @given(st.lists(st.floats(0, 0.19), min_size=2, max_size=5), LOADS, PARTS)
 def test_balanced_loads_are_let_alone(
-    off: list[float], load: tuple[float, float], parts: frozenset[Part]
+    off: list[float], load: tuple[float, float], parts: frozenset[MoveKind]
 ) -> None:
     snapshot = fleet([(load[0] + 2 * each, load[1]) for each in off], parts)
     proposal = proposed(snapshot)
@@ -111,7 +113,7 @@ def squares(snapshot: Snapshot) -> float:
 @settings(max_examples=20, deadline=None)
 @given(FLEETS, PARTS)
 def test_on_a_steady_load_plans_come_to_an_end_and_never_lead_back(
-    loads: list[tuple[float, float]], parts: frozenset[Part]
+    loads: list[tuple[float, float]], parts: frozenset[MoveKind]
 ) -> None:
     history = carried_on(fleet(loads, parts), 8)
     for before, proposal in history:
@@ -127,7 +129,7 @@ def test_on_a_steady_load_plans_come_to_an_end_and_never_lead_back(
 @settings(max_examples=20, deadline=None)
 @given(FLEETS, PARTS)
 def test_plans_exceed_neither_memory_nor_the_pause_budget(
-    loads: list[tuple[float, float]], parts: frozenset[Part]
+    loads: list[tuple[float, float]], parts: frozenset[MoveKind]
 ) -> None:
     start = fleet(loads, parts)
     for before, proposal in carried_on(start, 4):
@@ -149,7 +151,7 @@ def test_plans_exceed_neither_memory_nor_the_pause_budget(
             )
             assert 1000 * sum(pauses) <= OPTIONS.pause_budget_ms
     total = sum(each.layers for each in start.engines)
-    lent = sum(loan.amount for loan in after.loans if loan.part is Part.LAYERS)
+    lent = sum(loan.amount for loan in after.loans if loan.kind is MoveKind.LAYERS)
     assert total == sum(each.layers for each in after.engines) + lent
 
 
@@ -239,8 +241,8 @@ def test_every_candidate_that_is_not_taken_has_its_reason(
 
 def test_heads_and_layers_halt_their_engines_and_requests_do_not() -> None:
     slow = proposed(edited(sync_s=1.0))
-    assert {each.action.part for each in slow.chosen if isinstance(each.action, Move)} == {
-        Part.REQUESTS
+    assert {each.action.kind for each in slow.chosen if isinstance(each.action, Move)} == {
+        MoveKind.REQUESTS
     }
     refused = {
         each.refusal.reason for each in proposed(edited(sync_s=1.0, kv_used_bytes=0)).rejected
@@ -250,15 +252,15 @@ def test_heads_and_layers_halt_their_engines_and_requests_do_not() -> None:
 
 def test_requests_go_only_where_their_engine_has_a_limit_to_be_raised() -> None:
     assert set(
-        reasons(edited(movable=frozenset({Part.REQUESTS}), lenders=frozenset()), OPTIONS)
+        reasons(edited(movable=frozenset({MoveKind.REQUESTS}), lenders=frozenset()), OPTIONS)
     ) == {Reason.NOT_MOVABLE}
     lenders = frozenset({"m1", "m2", "m3"})
-    proposal = proposed(edited(movable=frozenset({Part.REQUESTS}), lenders=lenders))
+    proposal = proposed(edited(movable=frozenset({MoveKind.REQUESTS}), lenders=lenders))
     assert proposal.chosen
 
 
 def test_heads_and_layers_go_only_to_engines_that_may_have_them() -> None:
-    move = Move(part=Part.HEADS, engine="m0", lender="m1", amount=1)
+    move = Move(kind=MoveKind.HEADS, engine="m0", lender="m1", amount=1)
     for may, refused in ((None, False), (frozenset({"m1"}), False), (frozenset({"m2"}), True)):
         refusal = unable(edited(shard_lenders=may), move, OPTIONS)
         assert (refusal is not None) is refused
@@ -270,7 +272,9 @@ def test_of_a_models_replicas_the_newest_goes_and_the_last_ones_stay() -> None:
     first, second = (
         replace(each, model="m", newest=at == 1) for at, each in enumerate(base.engines)
     )
-    model = Model(name="m", devices=("d0", "d1"), replicas=2, replica_bytes=GIB, replica=first)
+    model = ModelSnapshot(
+        name="m", devices=("d0", "d1"), replicas=2, replica_bytes=GIB, replica=first
+    )
     both = replace(base, engines=(first, second), models=(model,))
     assert unable(both, RemoveReplica(engine="m1"), OPTIONS) is None
     for action, now in (
@@ -285,11 +289,11 @@ def test_of_a_models_replicas_the_newest_goes_and_the_last_ones_stay() -> None:
 
 def test_of_an_engine_one_part_is_away_and_comes_home_as_a_whole() -> None:
     three = fleet([(0.9, 0.8), (0.05, 0.1), (0.05, 0.1)])
-    out = Move(part=Part.LAYERS, engine="m0", lender="m1", amount=6)
+    out = Move(kind=MoveKind.LAYERS, engine="m0", lender="m1", amount=6)
     away = apply(three, out)
     for action, reason in (
         (out, Reason.HAS_LOANS),
-        (Move(part=Part.HEADS, engine="m0", lender="m2", amount=1), Reason.HAS_LOANS),
+        (Move(kind=MoveKind.HEADS, engine="m0", lender="m2", amount=1), Reason.HAS_LOANS),
         (out.model_copy(update={"amount": 3, "back": True}), Reason.NOT_MOVABLE),
     ):
         refusal = unable(away, action, OPTIONS)
@@ -308,32 +312,32 @@ def test_a_full_plan_and_a_lender_that_borrows_are_reasons_too() -> None:
     one_hot = fleet([(0.9, 0.8), (0.05, 0.1), (0.05, 0.1)])
     assert reasons(one_hot, options(most_actions=1))[Reason.PLAN_FULL]
     three = fleet([(0.9, 0.8), (0.05, 0.1), (0.1, 0.7)])
-    loan = Move(part=Part.HEADS, engine="m1", lender="m2", amount=2)
+    loan = Move(kind=MoveKind.HEADS, engine="m1", lender="m2", amount=2)
     borrowing = apply(three, loan)
     assert reasons(borrowing)[Reason.HAS_LOANS]
 
 
 @pytest.mark.parametrize(
-    ("part", "amount", "share"),
+    ("kind", "amount", "share"),
     [
-        (Part.HEADS, 1, 1 / 4),
-        (Part.LAYERS, 6, 6 / 30),
-        (Part.LAYERS, 12, 15 / 30),  # two blocks abreast, and 6 layers empty
-        (Part.LAYERS, 16, 1.0),
+        (MoveKind.HEADS, 1, 1 / 4),
+        (MoveKind.LAYERS, 6, 6 / 30),
+        (MoveKind.LAYERS, 12, 15 / 30),  # two blocks abreast, and 6 layers empty
+        (MoveKind.LAYERS, 16, 1.0),
     ],
 )
 def test_a_part_has_room_for_all_blocks_of_its_engine(
-    part: Part, amount: int, share: float
+    kind: MoveKind, amount: int, share: float
 ) -> None:
-    away = apply(SKEWED, Move(part=part, engine="m0", lender="m1", amount=amount))
+    away = apply(SKEWED, Move(kind=kind, engine="m0", lender="m1", amount=amount))
     (loan,) = away.guests("m1")
     assert away.kept_for(loan) == pytest.approx(share * GIB)
     assert loan.kv_bytes < away.kept_for(loan)
 
 
-@pytest.mark.parametrize(("part", "most"), [(Part.HEADS, 1), (Part.LAYERS, 7)])
-def test_no_more_of_a_part_moves_than_its_lender_has_room_for(part: Part, most: int) -> None:
-    small = edited(lend_bytes=GIB // 4, movable=frozenset({part}))
+@pytest.mark.parametrize(("kind", "most"), [(MoveKind.HEADS, 1), (MoveKind.LAYERS, 7)])
+def test_no_more_of_a_part_moves_than_its_lender_has_room_for(kind: MoveKind, most: int) -> None:
+    small = edited(lend_bytes=GIB // 4, movable=frozenset({kind}))
     moves = [each.action for each in proposed(small).chosen]
     assert moves
     assert all(isinstance(move, Move) and move.amount <= most for move in moves)
@@ -362,7 +366,7 @@ def test_each_action_is_checked_against_the_state_after_those_before_it() -> Non
         (lambda s: replace(s, changed_at_s=5.0), Flaw(Unfit.SETTLING, "d0")),
         (
             lambda s: replace(
-                apply(s, Move(part=Part.HEADS, engine="m0", lender="m1", amount=1)),
+                apply(s, Move(kind=MoveKind.HEADS, engine="m0", lender="m1", amount=1)),
                 engines=s.engines[:1],
             ),
             Flaw(Unfit.PARTIAL, "m1"),
@@ -432,7 +436,7 @@ def test_corrections_decide_what_is_cheapest_and_what_fits_the_budget() -> None:
     heat = classify({}, utilisations(SKEWED), OPTIONS)
     cheapest = propose(SKEWED, heat, Corrections(), OPTIONS).chosen[0]
     assert isinstance(cheapest.action, Move)
-    kind = ActionKind(cheapest.action.part.value)
+    kind = ActionKind(cheapest.action.kind.value)
     predicted = Forecast(gain=1, cost_s=1, pause_s=0.001, duration_s=1)
     slow = Forecast(gain=1, cost_s=1, pause_s=1, duration_s=1)
     corrections = Corrections()
@@ -442,13 +446,13 @@ def test_corrections_decide_what_is_cheapest_and_what_fits_the_budget() -> None:
     tight = options(pause_budget_ms=3000 * cheapest.forecast.pause_s)
     again = propose(SKEWED, heat, corrections, tight)
     assert all(
-        each.action.part is not cheapest.action.part
+        each.action.kind is not cheapest.action.kind
         for each in again.chosen
         if isinstance(each.action, Move)
     )
-    alone = edited(movable=frozenset({cheapest.action.part}))
+    alone = edited(movable=frozenset({cheapest.action.kind}))
     assert any(
         each.refusal.reason is Reason.PAUSE_BUDGET
         for each in propose(alone, heat, corrections, tight).rejected
-        if isinstance(each.action, Move) and each.action.part is cheapest.action.part
+        if isinstance(each.action, Move) and each.action.kind is cheapest.action.kind
     )

@@ -25,7 +25,7 @@ from loomserve.platform.rebalancing.policy.correction import MOST, Corrections
 from loomserve.platform.rebalancing.policy.effects import apply
 from loomserve.platform.rebalancing.policy.forecast import Forecast, forecast, tpot_ratio
 from loomserve.platform.rebalancing.policy.heat import Heat, Level, classify
-from loomserve.platform.rebalancing.policy.snapshot import Part, Snapshot, utilisations
+from loomserve.platform.rebalancing.policy.snapshot import MoveKind, Snapshot, utilisations
 from tests.unit.platform.rebalancing.fleets import GIB, MIB, OPTIONS, fleet, proposed
 
 TWO = fleet([(0.9, 0.75), (0.1, 0.25)])
@@ -37,8 +37,8 @@ def test_utilisation_is_compute_asked_for_and_memory_in_use() -> None:
 
 
 def test_what_leaves_a_device_arrives_on_the_other_and_comes_back_the_same() -> None:
-    for part, amount in ((Part.REQUESTS, 100 * MIB), (Part.HEADS, 1), (Part.LAYERS, 3)):
-        out = Move(part=part, engine="m0", lender="m1", amount=amount)
+    for kind, amount in ((MoveKind.REQUESTS, 100 * MIB), (MoveKind.HEADS, 1), (MoveKind.LAYERS, 3)):
+        out = Move(kind=kind, engine="m0", lender="m1", amount=amount)
         there = apply(TWO, out)
         assert sum(utilisations(there).values()) == pytest.approx(sum(utilisations(TWO).values()))
         assert utilisations(there)["d0"] < utilisations(TWO)["d0"]
@@ -53,14 +53,14 @@ def test_what_leaves_a_device_arrives_on_the_other_and_comes_back_the_same() -> 
 
 def test_a_device_of_half_the_speed_is_busy_twice_as_long() -> None:
     slow = replace(TWO, devices=(TWO.devices[0], replace(TWO.devices[1], speed=0.5)))
-    after = apply(slow, Move(part=Part.LAYERS, engine="m0", lender="m1", amount=10))
+    after = apply(slow, Move(kind=MoveKind.LAYERS, engine="m0", lender="m1", amount=10))
     assert after.engine("m0").compute == pytest.approx(0.6)
     assert after.loans[0].compute == pytest.approx(0.6)
 
 
 def test_what_leaves_makes_room_for_more_blocks_which_are_smaller() -> None:
     assert TWO.kv_room(TWO.engine("m0")) == GIB
-    after = apply(TWO, Move(part=Part.LAYERS, engine="m0", lender="m1", amount=10))
+    after = apply(TWO, Move(kind=MoveKind.LAYERS, engine="m0", lender="m1", amount=10))
     # The memory of the weights is KV memory now.
     assert after.kv_room(after.engine("m0")) == pytest.approx(1.5 * (GIB + 80 * MIB))
     assert after.idle_kv(after.engine("m0")) - TWO.idle_kv(TWO.engine("m0")) == pytest.approx(
@@ -68,12 +68,12 @@ def test_what_leaves_makes_room_for_more_blocks_which_are_smaller() -> None:
     )
     assert after.device("d1").allocated_bytes == 2 * GIB + 80 * MIB
     assert after.device("d0").allocated_bytes == 2 * GIB
-    after = apply(TWO, Move(part=Part.HEADS, engine="m0", lender="m1", amount=2))
+    after = apply(TWO, Move(kind=MoveKind.HEADS, engine="m0", lender="m1", amount=2))
     assert after.kv_room(after.engine("m0")) == pytest.approx(2 * GIB)
 
 
 def test_there_are_no_more_blocks_than_the_engine_has_numbers_for() -> None:
-    after = apply(TWO, Move(part=Part.HEADS, engine="m0", lender="m1", amount=3))
+    after = apply(TWO, Move(kind=MoveKind.HEADS, engine="m0", lender="m1", amount=3))
     # Four times as many would fit.
     assert after.kv_room(after.engine("m0")) == GIB + TWO.engine("m0").borrow_bytes
 
@@ -82,25 +82,25 @@ def test_parts_take_the_place_of_loans_of_whole_requests() -> None:
     borrows = replace(TWO.engine("m0"), borrowed=(("m1", GIB), ("m2", GIB // 2)))
     with_loans = replace(TWO, engines=(borrows, TWO.engine("m1")))
 
-    def room(part: Part, amount: int) -> float:
-        move = Move(part=part, engine="m0", lender="m1", amount=amount)
+    def room(kind: MoveKind, amount: int) -> float:
+        move = Move(kind=kind, engine="m0", lender="m1", amount=amount)
         after = apply(with_loans, move)
         return after.kv_room(after.engine("m0"))
 
     assert with_loans.kv_room(borrows) == 2.5 * GIB
-    assert room(Part.REQUESTS, MIB) == 2.5 * GIB
-    assert room(Part.HEADS, 2) == pytest.approx(2.5 * GIB)
-    assert room(Part.LAYERS, 10) == pytest.approx(1.5 * (GIB + 80 * MIB))
+    assert room(MoveKind.REQUESTS, MIB) == 2.5 * GIB
+    assert room(MoveKind.HEADS, 2) == pytest.approx(2.5 * GIB)
+    assert room(MoveKind.LAYERS, 10) == pytest.approx(1.5 * (GIB + 80 * MIB))
 
 
-def moved(part: Part, amount: int, snapshot: Snapshot = TWO) -> Forecast:
-    move = Move(part=part, engine="m0", lender="m1", amount=amount)
+def moved(kind: MoveKind, amount: int, snapshot: Snapshot = TWO) -> Forecast:
+    move = Move(kind=kind, engine="m0", lender="m1", amount=amount)
     return forecast(snapshot, apply(snapshot, move), move, "d0", "d1")
 
 
 def test_a_move_costs_its_bytes_over_the_bandwidth_and_the_halt() -> None:
     halt_s, latency_s = 0.004, 1e-5
-    heads, layers = moved(Part.HEADS, 1), moved(Part.LAYERS, 10)
+    heads, layers = moved(MoveKind.HEADS, 1), moved(MoveKind.LAYERS, 10)
     assert heads.cost_s == pytest.approx(0.1875 * GIB / 2e9 + halt_s + latency_s)
     assert layers.cost_s == pytest.approx((0.25 * GIB + 80 * MIB) / 2e9 + halt_s + latency_s)
     # Copied beforehand, but for what grows meanwhile.
@@ -110,23 +110,23 @@ def test_a_move_costs_its_bytes_over_the_bandwidth_and_the_halt() -> None:
 
 def test_kv_that_grows_as_fast_as_it_is_copied_makes_the_pause_long() -> None:
     engines = tuple(replace(each, kv_growth=8e9) for each in TWO.engines)
-    assert moved(Part.HEADS, 1, replace(TWO, engines=engines)).pause_s > 0.1
+    assert moved(MoveKind.HEADS, 1, replace(TWO, engines=engines)).pause_s > 0.1
 
 
 def test_gain_counts_how_far_apart_they_are_whichever_is_ahead() -> None:
     even = fleet([(0.5, 0.5), (0.5, 0.5)])
-    assert moved(Part.LAYERS, 20, even).gain < 0
+    assert moved(MoveKind.LAYERS, 20, even).gain < 0
 
 
 def test_time_per_token_grows_by_round_trips_and_by_what_guests_take() -> None:
-    after = apply(TWO, Move(part=Part.LAYERS, engine="m0", lender="m1", amount=15))
+    after = apply(TWO, Move(kind=MoveKind.LAYERS, engine="m0", lender="m1", amount=15))
     guests = 0.45
     assert tpot_ratio(TWO, after, "m1") == pytest.approx(1 / (1 - guests))
     home, there = TWO.engine("m0"), TWO.engine("m1").compute
     # The lender's own work is in the way of half of the step, and of a quarter of its attention.
     waits = 1 / (1 - there) - 1
     assert tpot_ratio(TWO, after, "m0") == pytest.approx(1 + waits / 2 + 2e-5 / 0.05)
-    after = apply(TWO, Move(part=Part.HEADS, engine="m0", lender="m1", amount=1))
+    after = apply(TWO, Move(kind=MoveKind.HEADS, engine="m0", lender="m1", amount=1))
     share = home.attention / 4 / home.compute
     assert tpot_ratio(TWO, after, "m0") == pytest.approx(1 + waits * share + 30 * 2e-5 / 0.05)
 
@@ -135,7 +135,7 @@ def test_a_lender_whose_device_is_taken_is_never_done() -> None:
     busy = replace(TWO, engines=tuple(
         replace(each, linear=1.0) if each.id == "m1" else each for each in TWO.engines
     ))  # fmt: skip
-    after = apply(busy, Move(part=Part.LAYERS, engine="m0", lender="m1", amount=1))
+    after = apply(busy, Move(kind=MoveKind.LAYERS, engine="m0", lender="m1", amount=1))
     assert tpot_ratio(busy, after, "m0") == math.inf
 
 
