@@ -35,6 +35,7 @@ from loomserve.platform.disaggregation.replica.endpoint import PrefillEndpoint
 from loomserve.platform.disaggregation.replica.prefill_replicas import PrefillReplicas
 from loomserve.platform.engine.executor import executor_class
 from loomserve.platform.engine.footprint import Footprint, layer_bytes
+from loomserve.platform.engine.hooks import verify
 from loomserve.platform.engine.load import LoadMeter
 from loomserve.platform.fleet.messages import (
     CONTROLLER_APP,
@@ -68,6 +69,7 @@ class MeteredEngine(VLLMEngine):  # type: ignore[misc]
     def _start_async_llm_engine(
         self, vllm_engine_args: Any, vllm_engine_config: Any, placement_group: Any
     ) -> PrefillDecodeLLM:
+        verify("vllm")
         vllm_engine_config.parallel_config.placement_group = placement_group
         return PrefillDecodeLLM(
             vllm_config=vllm_engine_config,

@@ -27,6 +27,7 @@ from loomserve.platform.batch.folder import BatchFolder, batch_folder
 from loomserve.platform.batch.offline.models import check_static_models
 from loomserve.platform.config import Config
 from loomserve.platform.devices.memory import plan_replicas
+from loomserve.platform.engine.hooks import verify
 from loomserve.platform.http.server import listen
 from loomserve.platform.lengths.stored import check_predictor
 from loomserve.platform.models import catalog
@@ -62,8 +63,11 @@ def check_machine(config: Config, base: Path) -> None:
     """Fail now rather than at the first request.
 
     Raises:
-        StartError: a busy port, a core, a compiler or a folder that is not there; says what to do.
+        StartError: a busy port, a core, a compiler or a folder that is not there, or a vLLM or Ray
+            that lacks what Loomserve builds on; says what to do.
     """
+    verify("vllm")
+    verify("ray")
     server = config.server
     try:
         listen(server.host, server.port).close()

@@ -29,7 +29,7 @@ from loomserve.kvstore.engine.connector import StoreConnector, StoreReader, Tran
 from loomserve.kvstore.engine.scheduling_stats import SchedulingStats
 from loomserve.platform.costs import profile
 from loomserve.platform.engine.kv_blocks import block_bytes
-from loomserve.platform.engine.profile_key import engine_facts, weights_digest
+from loomserve.platform.engine.profiling.profile_key import engine_facts, weights_digest
 from loomserve.platform.engine.profiling.step_timing import StepClock
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG, SchedulerOptions
 from loomserve.platform.scheduling.policy.admission import Candidate, never_computed_twice, start

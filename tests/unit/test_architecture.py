@@ -19,6 +19,7 @@ MOST_CLASS_LINES = 250
 # Exceptions, with the reason that each stands for.
 LARGE_FOLDERS = {"platform/config": "one section of the configuration a file"}
 LONG_FILES: dict[str, str] = {
+    "platform/engine/hook_table.py": "one table",
     "platform/engine/scheduler.py": "to be divided",
     "platform/fleet/fleet.py": "to be divided",
     "platform/lending/engine/borrower_scheduler.py": "to be divided",

@@ -42,7 +42,7 @@ from loomserve.platform.costs.regressors import (
 from loomserve.platform.costs.step_time import StepTimes, TimedStep
 from loomserve.platform.costs.transfer_time import TimedTransfer
 from loomserve.platform.devices.claims import on_cores
-from loomserve.platform.engine.profile_key import engine_facts, weights_digest
+from loomserve.platform.engine.profiling.profile_key import engine_facts, weights_digest
 from loomserve.platform.engine.profiling.step_timing import ProfiledEngine, Workload
 
 Say = Callable[[str], None]
