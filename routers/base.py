@@ -33,6 +33,8 @@ class RoutingPayload:
     """The tokens that the request is expected to generate; the most it may, if nobody predicts."""
     exclude: frozenset[str] = frozenset()
     """Ids of replicas that just failed this request."""
+    pinned_to: str | None = None
+    """Id of the only replica that may take it; None: any may."""
     chosen: list[Replica] = field(default_factory=list, compare=False)
     """The router appends what it knew of the replica that it chose, without this request."""
 

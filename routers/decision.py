@@ -10,7 +10,12 @@ from loomserve.routers.base import Decision, Pick, Replica
 
 
 def candidates(
-    replicas: Sequence[Replica], *, exclude: frozenset[str], now: float, stale_after_s: float
+    replicas: Sequence[Replica],
+    *,
+    exclude: frozenset[str],
+    pinned_to: str | None = None,
+    now: float,
+    stale_after_s: float,
 ) -> list[Replica]:
     """The replicas that may take a request, without loads that are out of date.
 
@@ -22,7 +27,7 @@ def candidates(
     willing = [
         _forget_stale_load(replica, now, stale_after_s)
         for replica in replicas
-        if not replica.draining and replica.id not in exclude
+        if not replica.draining and replica.id not in exclude and pinned_to in (None, replica.id)
     ]
     return [replica for replica in willing if replica.role is not Role.PREFILL] or willing
 

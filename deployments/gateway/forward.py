@@ -11,9 +11,7 @@ import asyncio
 import json
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import aiohttp
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
@@ -25,6 +23,7 @@ from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER
 from loomserve.platform.http.client_gone import ClientGoneError, while_connected
 from loomserve.platform.http.engine_errors import normalise
 from loomserve.platform.lengths.predict.request import longest
+from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.routers.base import RoutingPayload
 from loomserve.routers.in_flight import IN_FLIGHT, Booking
@@ -34,7 +33,8 @@ from loomserve.routers.lateness import finish
 _CONNECT_TIMEOUT_S = 2.0
 # How long a request waits for any replica before it is told to come back.
 _ROUTE_TIMEOUT_S = 30.0
-# A retry looks for another replica; one that is only just starting is not worth the wait.
+# A retry looks for another replica, as does whoever pinned the request; one that is only just
+# starting is not worth the wait.
 _REROUTE_TIMEOUT_S = 1.0
 _MAX_ATTEMPTS = 3
 _RETRY_AFTER_S = 5.0
@@ -55,21 +55,35 @@ class ReplicaFailedError(Exception):
 
 @dataclass(frozen=True)
 class ForwardRequest:
-    """One request on its way to an engine."""
+    """A request to an engine of ``model``, and what its routing depends on."""
 
     model: str
-    policy: str
-    path: str
-    body: bytes
-    parsed: Mapping[str, Any]
+    request: EngineRequest
     request_id: str
-    content_type: str
-    exclude: frozenset[str] = frozenset()
-    """Replicas that shall not take it."""
+    pinned_to: str | None = None
+    """Id of the only replica that may take it; None: any may."""
     expected_tokens: float | None = None
-    """Of its answer, as predicted."""
+    """Predicted length of the answer."""
     refuse_after: float | None = None
-    """Unix time: if it is predicted to end later, it is refused."""
+    """Unix time; a request that is predicted to end later is refused."""
+
+
+class CollectedAnswer:
+    """A ``send`` that keeps the whole answer, for a request of the platform's own."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = bytearray()
+
+    async def send(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
+        self.body += message.get("body", b"")
+
+
+async def never_gone() -> Message:
+    """A ``receive`` of a client that stays: who waits for the answer may cancel instead."""
+    never: Message = await asyncio.get_running_loop().create_future()
+    return never
 
 
 class Forwarder:
@@ -103,10 +117,21 @@ class Forwarder:
         except ClientGoneError:
             self._metrics.client_disconnected(request.model)
 
+    async def collect(
+        self, request: ForwardRequest, handle: DeploymentHandle, receive: Receive = never_gone
+    ) -> tuple[int, bytes]:
+        """The status and body of the answer to a request of the platform's own.
+
+        Raises what :meth:`forward` raises.
+        """
+        answer = CollectedAnswer()
+        await self.forward(request, handle, receive, answer.send)
+        return answer.status, bytes(answer.body)
+
     async def _with_retries(
         self, request: ForwardRequest, handle: DeploymentHandle, send: Send
     ) -> None:
-        excluded = request.exclude
+        excluded: frozenset[str] = frozenset()
         last_failure = ""
         for _ in range(_MAX_ATTEMPTS):
             booking = Booking()
@@ -138,12 +163,14 @@ class Forwarder:
         booking: Booking,
         excluded: frozenset[str],
     ) -> tuple[str, str]:
+        fields = request.request.fields
         payload = RoutingPayload(
             booking=booking,
-            prompt=request.parsed.get("messages") or request.parsed.get("prompt") or "",
-            prompt_tokens=len(request.body) // _BYTES_PER_TOKEN,
+            prompt=fields.get("messages") or fields.get("prompt") or "",
+            prompt_tokens=len(request.request.encoded) // _BYTES_PER_TOKEN,
             output_tokens=_output_tokens(request),
             exclude=excluded,
+            pinned_to=request.pinned_to,
         )
         chosen = await self._chosen(request, handle, payload, excluded)
         if not excluded:
@@ -157,9 +184,10 @@ class Forwarder:
         payload: RoutingPayload,
         excluded: frozenset[str],
     ) -> tuple[str, str]:
+        no_wait = bool(excluded) or request.pinned_to is not None
         with self._metrics.queued(request.model):
             try:
-                async with asyncio.timeout(_REROUTE_TIMEOUT_S if excluded else _ROUTE_TIMEOUT_S):
+                async with asyncio.timeout(_REROUTE_TIMEOUT_S if no_wait else _ROUTE_TIMEOUT_S):
                     async with handle.choose_replica(payload, _reserve=False) as selection:
                         return selection.replica_id, selection.replica_metadata["address"]
             except (TimeoutError, DeploymentUnavailableError, RayServeException):
@@ -192,7 +220,7 @@ class Forwarder:
     ) -> None:
         started = time.monotonic()
         headers = {
-            "Content-Type": request.content_type,
+            "Content-Type": "application/json",
             "X-Request-Id": request.request_id,
             INTERNAL_TOKEN_HEADER: self._internal_token,
         }
@@ -200,7 +228,9 @@ class Forwarder:
         with self._metrics.in_flight(request.model, replica_id):
             try:
                 async with self.session.post(
-                    f"http://{address}{request.path}", data=request.body, headers=headers
+                    f"http://{address}{request.request.engine_path}",
+                    data=request.request.encoded,
+                    headers=headers,
                 ) as response:
                     if response.status >= 500:
                         raise ReplicaFailedError(replica_id, await _engine_says(response))
@@ -241,28 +271,10 @@ class Forwarder:
             )  # fmt: skip
 
 
-class CollectedAnswer:
-    """The ``send`` of a request of the platform's own."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.body = bytearray()
-
-    async def send(self, message: Message) -> None:
-        self.status = message.get("status", self.status)
-        self.body += message.get("body", b"")
-
-
-async def never_gone() -> Message:
-    """The ``receive`` of such a request: whoever waits for its answer can cancel it."""
-    never: Message = await asyncio.get_running_loop().create_future()
-    return never
-
-
 def _output_tokens(request: ForwardRequest) -> int:
     if request.expected_tokens is not None:
         return math.ceil(request.expected_tokens)
-    return longest(request.parsed) or _ANSWER_TOKENS
+    return longest(request.request.fields) or _ANSWER_TOKENS
 
 
 async def _engine_says(response: aiohttp.ClientResponse) -> str:

@@ -7,12 +7,8 @@ engine's; docs/performance.md says why no proxy stands before it.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import time
 import uuid
-from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI
@@ -22,27 +18,19 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import Receive
 
 from loomserve.deployments.batch.proxy import BATCHES, FILES, BatchProxy
 from loomserve.deployments.gateway.admin import build_admin_api
-from loomserve.deployments.gateway.forward import (
-    CollectedAnswer,
-    Forwarder,
-    ForwardRequest,
-    never_gone,
-)
+from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
+from loomserve.deployments.gateway.forward import Forwarder, ForwardRequest
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.deployments.gateway.metrics_page import MetricsPage
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.deployments.kvstore.admin import build_kv_router
-from loomserve.platform.base.errors import (
-    Conflict,
-    RequestError,
-    TooManyRequests,
-)
+from loomserve.platform.base.errors import Conflict
 from loomserve.platform.batch.admin import build_batch_router
-from loomserve.platform.config import ApiKey, Batch, Server
+from loomserve.platform.config import Batch, Server
 from loomserve.platform.fleet.messages import (
     BATCH_APP,
     BATCH_DEPLOYMENT,
@@ -50,32 +38,17 @@ from loomserve.platform.fleet.messages import (
     CONTROLLER_DEPLOYMENT,
     BatchLine,
     KvAccess,
-    ModelRoute,
     Routes,
 )
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
 from loomserve.platform.http.protocol import bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
-from loomserve.platform.lengths.service import LengthPredictions, Predicted, counts_once
-from loomserve.platform.requests.answer_length import AnswerLength
-from loomserve.platform.requests.client_request import parse, refuse_own_channels
-from loomserve.platform.requests.kv_request import isolate
+from loomserve.platform.lengths.service import LengthPredictions
+from loomserve.platform.requests.engine_request import FORWARDED, EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
-from loomserve.platform.requests.scheduler_fields import ENDPOINTS, with_deadline, with_expected
 
 _log = logging.getLogger("ray.serve")
 
-# vLLM's endpoints that take one request and keep nothing between requests.
-FORWARDED = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/embeddings",
-    "/v1/tokenize",
-    "/v1/detokenize",
-)
-_ENGINE_PATHS = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
 _NO_VERSION = -1
 
 
@@ -97,7 +70,6 @@ class Gateway:
         self._server = Server.model_validate(server)
         self._kv = KvAccess.model_validate(kv) if kv else None
         self._internal_token = internal_token
-        self._open: Counter[str] = Counter()
         registry = CollectorRegistry()
         self._metrics = GatewayMetrics(registry)
         self._lengths = LengthPredictions(self._metrics)
@@ -105,7 +77,13 @@ class Gateway:
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
         options = Batch.model_validate(batch) if batch else None
         self._routes = ModelRoutes([one.name for one in options.static_models] if options else ())
-        self._lines = LineEndpoint(self._server, self._routes.find, self._isolated, self._collect)
+        self._isolated_tenants = frozenset(self._kv.isolated_tenants if self._kv else ())
+        self._clients = ClientEndpoint(
+            self._routes, self._forwarder, self._lengths, self._metrics, self._isolated_tenants
+        )
+        self._lines = LineEndpoint(
+            self._server, self._routes, self._forwarder, self._isolated_tenants
+        )
         self._batches = BatchProxy(
             serve.get_deployment_handle(BATCH_DEPLOYMENT, BATCH_APP) if batch else None,
             self._forwarder.session,
@@ -151,7 +129,7 @@ class Gateway:
     def _build_app(self) -> Starlette:
         return Starlette(
             routes=[
-                *(Route(path, self._endpoint(path), methods=["POST"]) for path in FORWARDED),
+                *(Route(path, self._clients.at(path), methods=["POST"]) for path in FORWARDED),
                 *(Route(root, self._batches) for root in (FILES, BATCHES)),
                 *(Route(root + "/{rest:path}", self._batches) for root in (FILES, BATCHES)),
                 Route("/v1/models", self._routes.list_models),
@@ -193,106 +171,9 @@ class Gateway:
         )
         return routes.version
 
-    def _refuse_beyond_limit(self, route: ModelRoute) -> None:
-        if self._open[route.name] >= route.max_concurrent_requests:
-            raise TooManyRequests(
-                f"model {route.name!r} already has {self._open[route.name]} requests; "
-                "try again shortly",
-                reason="model_overloaded",
-                retry_after_s=1,
-            )
-
-    # The endpoints
-
-    def _endpoint(self, path: str) -> Any:
-        # Starlette treats an object that is not a function as an ASGI app, which may stream.
-        return _AsgiEndpoint(self, path)
-
-    async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
-        state = scope["state"]
-        parsed = parse(state["body"])
-        refuse_own_channels(parsed)
-        route = self._routes.find(parsed.get("model"), state.get("api_key"))
-        self._refuse_beyond_limit(route)
-        handle = self._routes.handle(route.name)
-        started, slo_ms = time.monotonic(), state.get("slo_ms")
-        deadline = time.time() + slo_ms / 1000 if slo_ms is not None and path in ENDPOINTS else None
-        self._open[route.name] += 1
-        status = 499  # as nginx says it: the client went away before there was an answer
-        length = AnswerLength() if route.predictor and counts_once(parsed) else None
-
-        async def watched_send(message: Any) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            elif length is not None:
-                length.feed(message.get("body", b""))
-            await send(message)
-
-        try:
-            predicted = (
-                await self._lengths.predict(route.name, parsed) if path in ENDPOINTS else None
-            )
-            request = self._request(route, path, parsed, state, deadline, predicted)
-            await self._forwarder.forward(request, handle, receive, watched_send)
-            if predicted and length and (tokens := length.tokens):
-                self._lengths.ended(route.name, predicted, tokens)
-        except RequestError as error:
-            status = error.status
-            raise
-        finally:
-            self._open[route.name] -= 1
-            took_s = time.monotonic() - started
-            self._metrics.finished(route.name, path, status, took_s, slo_ms)
-
-    def _request(
-        self,
-        route: ModelRoute,
-        path: str,
-        sent: dict[str, Any],
-        state: Mapping[str, Any],
-        deadline: float | None,
-        predicted: Predicted | None,
-    ) -> ForwardRequest:
-        """A client's request with all that the platform adds to it."""
-        key = state.get("api_key")
-        parsed = self._isolated(sent, key, path)
-        if deadline is not None:
-            parsed = with_deadline(parsed, deadline)
-        if predicted is not None:
-            parsed = with_expected(parsed, predicted.expected)
-        return ForwardRequest(
-            model=route.name,
-            policy=route.policy,
-            path=_ENGINE_PATHS.get(path, path),
-            body=state["body"] if parsed is sent else json.dumps(parsed).encode(),
-            parsed=parsed,
-            request_id=state["request_id"],
-            content_type="application/json",
-            expected_tokens=predicted.prediction.tokens if predicted else None,
-            refuse_after=deadline if key is not None and key.refuse_late else None,
-        )
-
-    def _isolates(self, tenant: str) -> bool:
-        return self._kv is not None and tenant in self._kv.isolated_tenants
-
-    def _isolated(self, request: dict[str, Any], key: ApiKey | None, path: str) -> dict[str, Any]:
-        if key is not None and self._isolates(key.name) and path not in _ENGINE_PATHS:
-            return isolate(request, key.name)
-        return request
-
     async def complete_line(self, line: dict[str, Any]) -> tuple[int, bytes]:
         """Have a batch's line computed; its answer's status and body. The batch lane calls it."""
         return await self._lines.complete(BatchLine.model_validate(line))
-
-    async def _collect(
-        self, request: ForwardRequest, receive: Receive = never_gone
-    ) -> tuple[int, bytes]:
-        """The answer to a request of the platform's own, which no client follows."""
-        answer = CollectedAnswer()
-        handle = self._routes.handle(request.model)
-        await self._forwarder.forward(request, handle, receive, answer.send)
-        return answer.status, bytes(answer.body)
 
     async def pin(
         self, path: str, body: dict[str, Any], tenant: str | None, receive: Receive
@@ -301,26 +182,14 @@ class Gateway:
         route = self._routes.find(body["model"], None)
         if not route.kvstore:
             raise Conflict(f"model {route.name!r} keeps nothing in the KV store", param="model")
-        if tenant is not None and self._isolates(tenant):
-            body = isolate(body, tenant)
-        request = ForwardRequest(
-            model=route.name,
-            policy=route.policy,
-            path=path,
-            body=json.dumps(body).encode(),
-            parsed=body,
-            request_id=uuid.uuid4().hex,
-            content_type="application/json",
+        request = EngineRequest(path, body)
+        if tenant is not None and tenant in self._isolated_tenants:
+            request = request.isolated(tenant)
+        return await self._forwarder.collect(
+            ForwardRequest(route.name, request, request_id=uuid.uuid4().hex),
+            self._routes.handle(route.name),
+            receive,
         )
-        return await self._collect(request, receive)
-
-
-class _AsgiEndpoint:
-    def __init__(self, gateway: Gateway, path: str) -> None:
-        self._gateway, self._path = gateway, path
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._gateway.answer(self._path, scope, receive, send)
 
 
 async def _health(request: Request) -> Response:

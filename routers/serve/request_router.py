@@ -93,6 +93,7 @@ def eligible_replicas(
             for replica in running
         ],
         exclude=frozenset() if payload is None else payload.exclude,
+        pinned_to=None if payload is None else payload.pinned_to,
         now=time.time(),
         stale_after_s=stale_after_s,
     )

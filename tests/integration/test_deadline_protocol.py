@@ -22,8 +22,7 @@ from vllm.entrypoints.serve.tokenize.protocol import (
     TokenizeCompletionRequest,
 )
 
-from loomserve.deployments.gateway.gateway import FORWARDED
-from loomserve.platform.requests.scheduler_fields import ENDPOINTS, with_deadline
+from loomserve.platform.requests.engine_request import FORWARDED, HINTED, EngineRequest
 from loomserve.platform.scheduling.policy.deadline import deadline_of
 
 AT = 1_800_000_000.25
@@ -53,7 +52,7 @@ def test_exactly_the_endpoints_that_have_a_place_for_a_deadline_are_given_one() 
         for path, protocols in PROTOCOLS.items()
         if all("vllm_xargs" in protocol.model_fields for protocol in protocols)
     }
-    assert has_place == ENDPOINTS
+    assert has_place == HINTED
 
 
 @pytest.mark.parametrize(
@@ -68,6 +67,7 @@ def test_exactly_the_endpoints_that_have_a_place_for_a_deadline_are_given_one() 
 def test_the_scheduler_sees_the_deadline_to_the_bit(path: str, content: dict[str, Any]) -> None:
     body = {"model": "chat", "vllm_xargs": {"own": "x"}, **content}
     assert deadline_of(sampling_params(path, body).extra_args) is None
-    seen = sampling_params(path, with_deadline(body, AT)).extra_args
+    told = EngineRequest(path, body).with_hints(deadline=AT)
+    seen = sampling_params(path, dict(told.fields)).extra_args
     assert deadline_of(seen) == AT
     assert seen["own"] == "x"

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.deployments.gateway.forward import CollectedAnswer, ForwardRequest, never_gone
-from loomserve.deployments.gateway.gateway import Gateway
 from loomserve.platform.base.errors import BadRequest
 from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
@@ -74,28 +73,27 @@ def asked(
     answer: bytes = ANSWER,
     **state: Any,
 ) -> tuple[ForwardRequest, Lengths, bytes]:
-    """One request through a gateway that has nothing else; it, the predictor, the answer's body."""
-    gateway: Any = Gateway.__new__(Gateway)
+    """One request through the endpoint; it, the predictor, the answer's body."""
     replicas = (ReplicaRoute(id="r1", device="d", address="a"),)
     route = ModelRoute(
         name="chat", app="model:chat", status=ModelStatus.READY, policy="load_aware",
         max_concurrent_requests=1, max_model_len=10, kvstore=False, predictor=predictor,
         replicas=replicas,
     )  # fmt: skip
-    gateway._routes = SimpleNamespace(find=lambda model, key: route, handle=lambda model: None)
-    gateway._open, gateway._kv = Counter[str](), None
-    gateway._metrics = GatewayMetrics(CollectorRegistry())
-    gateway._lengths, gateway._forwarder = Lengths(predicts=predicts), Engines(answer)
+    routes: Any = SimpleNamespace(find=lambda model, key: route, handle=lambda model: None)
+    lengths: Any = Lengths(predicts=predicts)
+    engines: Any = Engines(answer)
+    endpoint = ClientEndpoint(routes, engines, lengths, GatewayMetrics(CollectorRegistry()), ())
     collected = CollectedAnswer()
     given = {"body": json.dumps(body).encode(), "request_id": "1", **state}
-    asyncio.run(gateway.answer(path, {"state": given}, never_gone, collected.send))
-    assert not gateway._open["chat"]
-    return gateway._forwarder.requests[0], gateway._lengths, bytes(collected.body)
+    asyncio.run(endpoint.answer(path, {"state": given}, never_gone, collected.send))
+    assert not endpoint._open["chat"]
+    return engines.requests[0], lengths, bytes(collected.body)
 
 
 def test_the_engine_and_the_router_are_told_and_the_predictor_learns_the_real_length() -> None:
     request, lengths, body = asked()
-    assert expected_of(json.loads(request.body)["vllm_xargs"]) == Expected(20.0, 45.0)
+    assert expected_of(json.loads(request.request.encoded)["vllm_xargs"]) == Expected(20.0, 45.0)
     assert request.expected_tokens == 20.0
     assert lengths.ended_with == [26]
     assert body == ANSWER
@@ -103,7 +101,7 @@ def test_the_engine_and_the_router_are_told_and_the_predictor_learns_the_real_le
 
 def test_without_a_prediction_the_request_goes_on_as_it_came() -> None:
     request, lengths, _ = asked(predicts=False)
-    assert request.body == json.dumps(BODY).encode()
+    assert request.request.encoded == json.dumps(BODY).encode()
     assert request.expected_tokens is None
     assert lengths.ended_with == []
 
@@ -128,7 +126,7 @@ def test_an_answer_without_a_length_of_its_own_teaches_nothing(
 def test_late_requests_are_refused_for_keys_that_say_so(key: ApiKey | None, refused: bool) -> None:
     before = time.time()
     request, _, _ = asked(api_key=key, slo_ms=5000.0)
-    deadline = deadline_of(json.loads(request.body)["vllm_xargs"])
+    deadline = deadline_of(json.loads(request.request.encoded)["vllm_xargs"])
     assert deadline is not None
     assert before + 5 <= deadline <= time.time() + 5
     assert request.refuse_after == (deadline if refused else None)

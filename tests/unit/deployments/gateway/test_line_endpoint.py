@@ -13,6 +13,7 @@ from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.base.errors import Forbidden
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import BatchLine, ModelRoute, ReplicaRoute
+from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.scheduling.policy.background import is_background
 from loomserve.platform.scheduling.policy.deadline import DEADLINE
 from loomserve.platform.state import ModelStatus
@@ -30,45 +31,54 @@ ROUTE = ModelRoute(
 )
 
 
-def complete(
-    body: dict[str, Any], owner: str = "alice", engine: str | None = "r2", keys: Any = KEYS
-) -> tuple[int, Any, list[ForwardRequest]]:
-    forwarded: list[ForwardRequest] = []
+class Models:
+    """The routes, of one model that keys may ask for."""
 
-    def find_route(model: object, key: ApiKey | None) -> ModelRoute:
+    def find(self, model: object, key: ApiKey | None) -> ModelRoute:
         if key is not None and model != "m":
             raise Forbidden("not yours")
         return ROUTE
 
-    async def collect(request: ForwardRequest) -> tuple[int, bytes]:
-        forwarded.append(request)
+    def handle(self, model: str) -> None:
+        return None
+
+
+class Engines:
+    """The forwarder, which answers everything."""
+
+    def __init__(self) -> None:
+        self.requests: list[ForwardRequest] = []
+
+    async def collect(self, request: ForwardRequest, handle: object) -> tuple[int, bytes]:
+        self.requests.append(request)
         return 200, b"{}"
 
-    def isolate(request: dict[str, Any], key: ApiKey | None, path: str) -> dict[str, Any]:
-        return {**request, "cache_salt": key.name if key else ""}
 
-    endpoint = LineEndpoint(
-        Server(api_keys=keys, max_body="1KiB"),  # type: ignore[arg-type]
-        find_route,
-        isolate,
-        collect,
-    )
+def complete(
+    body: dict[str, Any], owner: str = "alice", engine: str | None = "r2", keys: Any = KEYS
+) -> tuple[int, Any, list[ForwardRequest]]:
+    models: Any = Models()
+    engines: Any = Engines()
+    server = Server(api_keys=keys, max_body="1KiB")  # type: ignore[arg-type]
+    endpoint = LineEndpoint(server, models, engines, {"alice"})
     line = BatchLine(owner=owner, path="/v1/completions", body=body, request_id="q", engine=engine)
     status, answer = asyncio.run(endpoint.complete(line))
-    return status, json.loads(answer), forwarded
+    return status, json.loads(answer), engines.requests
 
 
 def test_a_line_goes_to_the_engine_with_room_as_work_that_may_wait() -> None:
     status, _, (request,) = complete({"model": "m", "prompt": "x"})
     assert status == 200
-    assert request.exclude == {"r1", "r3"}
-    assert is_background(request.parsed["vllm_xargs"])
-    assert json.loads(request.body) == request.parsed
-    assert (request.parsed["cache_salt"], request.request_id) == ("alice", "q")
+    assert request.pinned_to == "r2"
+    sent = request.request.fields
+    assert is_background(sent["vllm_xargs"])
+    assert json.loads(request.request.encoded) == sent
+    isolated = EngineRequest("/v1/completions", {}).isolated("alice").fields
+    assert (sent["cache_salt"], request.request_id) == (isolated["cache_salt"], "q")
 
 
 def test_without_a_known_engine_any_may_take_it() -> None:
-    assert complete({"model": "m"}, engine=None)[2][0].exclude == frozenset()
+    assert complete({"model": "m"}, engine=None)[2][0].pinned_to is None
 
 
 @pytest.mark.parametrize(

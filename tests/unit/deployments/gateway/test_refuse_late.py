@@ -19,6 +19,7 @@ from loomserve.deployments.gateway.forward import (
     never_gone,
 )
 from loomserve.platform.base.errors import TooManyRequests, Unavailable
+from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import Pace, ReplicaLoad
 from loomserve.routers.base import Replica, RoutingPayload
@@ -34,6 +35,8 @@ LOAD = ReplicaLoad(
 )
 # 5 of 4 places have to become free, one every 2 s; then an answer of 30 tokens takes 3 s.
 BUSY = Replica("r1", LOAD, max_running=4)
+# Its two bytes count as no token of a prompt.
+REQUEST = EngineRequest("/v1/completions", {"max_tokens": 500}, b"{}")
 
 
 class Handle:
@@ -64,12 +67,8 @@ def forward(replica: Replica, within_s: float | None, expected: float | None = 3
         forwarder = Forwarder("token", metrics)
         request = ForwardRequest(
             model="chat",
-            policy="load_aware",
-            path="/v1/completions",
-            body=b"{}",
-            parsed={"max_tokens": 500},
+            request=REQUEST,
             request_id="1",
-            content_type="application/json",
             expected_tokens=expected,
             refuse_after=None if within_s is None else time.time() + within_s,
         )
@@ -125,10 +124,8 @@ def _forward_through(handle: Any, expected: float | None) -> None:
     async def run() -> None:
         forwarder = Forwarder("token", GatewayMetrics(CollectorRegistry()))
         request = ForwardRequest(
-            model="chat", policy="p", path="/v1/completions", body=b"{}",
-            parsed={"max_tokens": 500}, request_id="1", content_type="application/json",
-            expected_tokens=expected,
-        )  # fmt: skip
+            model="chat", request=REQUEST, request_id="1", expected_tokens=expected
+        )
         try:
             await forwarder.forward(request, handle, never_gone, CollectedAnswer().send)
         finally:

@@ -216,6 +216,15 @@ def test_a_load_report_counts_until_it_is_too_old(age_s: float, known: bool) -> 
     assert seen.queue_length == (5 if known else 0)
 
 
+def test_a_pinned_request_goes_to_its_replica_or_nowhere() -> None:
+    fleet = [replica("a"), replica("b", running=9)]
+    for pin, exclude, allowed in (("b", NOBODY, ["b"]), ("b", {"b"}, []), ("c", NOBODY, [])):
+        seen = candidates(
+            fleet, exclude=frozenset(exclude), pinned_to=pin, now=NOW, stale_after_s=10
+        )
+        assert [one.id for one in seen] == allowed
+
+
 def test_a_replica_that_went_silent_takes_nothing_while_another_has_room() -> None:
     silent = Replica("a", load(age_s=60), max_running=10)
     fleet = candidates([silent, replica("b", running=9)], exclude=NOBODY, now=NOW, stale_after_s=10)

@@ -23,7 +23,7 @@ from loomserve.platform.batch.http.api import BatchApi
 from loomserve.platform.batch.http.upload import Upload, expiry_seconds
 from loomserve.platform.batch.policy.lines import check
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, OWNER_HEADER
-from loomserve.platform.requests.scheduler_fields import as_background, refuse_scheduler_fields
+from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.scheduling.policy.background import is_background
 from tests.unit.platform.batch.test_lane import Bench, Engines, request
 
@@ -277,10 +277,12 @@ def test_an_answer_that_cannot_be_read_is_an_engines_failure() -> None:
 
 
 def test_a_line_tells_the_engine_that_it_may_wait_and_clients_cannot() -> None:
-    line = as_background({"prompt": "x", "vllm_xargs": {"own": 1}}, ENDPOINT)
+    own = EngineRequest(ENDPOINT, {"prompt": "x", "vllm_xargs": {"own": 1}})
+    line = own.with_hints(background=True).fields
     assert is_background(line["vllm_xargs"])
     assert line["vllm_xargs"]["own"] == 1
-    assert as_background({"input": "x"}, "/v1/embeddings") == {"input": "x"}
+    embedded = EngineRequest("/v1/embeddings", {"input": "x"})
+    assert embedded.with_hints(background=True).fields == {"input": "x"}
     assert not is_background(None)
     with pytest.raises(BadRequest, match="the platform's own"):
-        refuse_scheduler_fields(line)
+        EngineRequest.of_fields(ENDPOINT, line)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loomserve.platform.base.errors import BadRequest
-from loomserve.platform.requests.scheduler_fields import refuse_scheduler_fields, with_expected
+from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected, expected_of
 from loomserve.platform.scheduling.simulator import (
     Costs,
@@ -21,6 +21,7 @@ from loomserve.platform.scheduling.simulator import (
     simulate,
 )
 
+CHAT = "/v1/chat/completions"
 predictions = st.builds(
     lambda tokens, more: Expected(tokens, tokens + more), st.floats(0, 1e4), st.floats(0, 1e4)
 )
@@ -31,7 +32,7 @@ def test_a_prediction_reaches_the_engine_as_it_left(
     expected: Expected, own: dict[str, Any] | None
 ) -> None:
     request = {"model": "chat", "vllm_xargs": own}
-    sent = json.loads(json.dumps(with_expected(request, expected)))
+    sent = json.loads(EngineRequest(CHAT, request).with_hints(expected=expected).encoded)
     assert expected_of(sent["vllm_xargs"]) == expected
     assert set(sent["vllm_xargs"]) == {*(own or {}), EXPECTED}
 
@@ -50,10 +51,10 @@ def test_nonsense_is_no_prediction(value: object) -> None:
 
 def test_a_client_that_sets_the_platforms_own_field_is_refused() -> None:
     with pytest.raises(BadRequest, match=r"models\[\]\.lengths") as refused:
-        refuse_scheduler_fields({"vllm_xargs": {EXPECTED: [1, 2]}})
+        EngineRequest.of_fields(CHAT, {"vllm_xargs": {EXPECTED: [1, 2]}})
     assert refused.value.body()["error"]["param"] == EXPECTED
     for extra in (None, "odd", {"other": 1}):
-        refuse_scheduler_fields({"vllm_xargs": extra})
+        EngineRequest.of_fields(CHAT, {"vllm_xargs": extra})
 
 
 @pytest.mark.parametrize(

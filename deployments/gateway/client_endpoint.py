@@ -1,0 +1,128 @@
+"""The endpoints that clients ask: one request in, an engine's answer out."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from loomserve.deployments.gateway.forward import Forwarder, ForwardRequest
+from loomserve.deployments.gateway.routes import ModelRoutes
+from loomserve.platform.base.errors import RequestError, TooManyRequests
+from loomserve.platform.config import ApiKey
+from loomserve.platform.fleet.messages import ModelRoute
+from loomserve.platform.lengths.service import LengthPredictions, counts_once
+from loomserve.platform.requests.answer_length import AnswerLength
+from loomserve.platform.requests.engine_request import EngineRequest
+from loomserve.platform.requests.metrics import GatewayMetrics
+
+# As nginx says it: the client went away before there was an answer.
+_CLIENT_CLOSED_REQUEST = 499
+
+
+class ClientEndpoint:
+    """Answers clients' requests to all of vLLM's endpoints, within each model's limit."""
+
+    def __init__(
+        self,
+        routes: ModelRoutes,
+        forwarder: Forwarder,
+        lengths: LengthPredictions,
+        metrics: GatewayMetrics,
+        isolated_tenants: Collection[str],
+    ) -> None:
+        """``isolated_tenants`` names the API keys whose KV blocks are kept apart."""
+        self._routes = routes
+        self._forwarder = forwarder
+        self._lengths = lengths
+        self._metrics = metrics
+        self._isolated_tenants = isolated_tenants
+        self._open: Counter[str] = Counter()
+
+    def at(self, path: str) -> ASGIApp:
+        """The ASGI application of one endpoint; behind the ingress middleware, it may stream."""
+        return _AsgiEndpoint(self, path)
+
+    async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        state = scope["state"]
+        request = EngineRequest.of(path, state["body"])
+        route = self._routes.find(request.fields.get("model"), state.get("api_key"))
+        self._refuse_beyond_limit(route)
+        answer = _WatchedAnswer(send, route.predictor is not None and counts_once(request.fields))
+        started = time.monotonic()
+        self._open[route.name] += 1
+        try:
+            await self._forward(route, request, state, receive, answer)
+        except RequestError as error:
+            answer.status = error.status
+            raise
+        finally:
+            self._open[route.name] -= 1
+            took_s = time.monotonic() - started
+            self._metrics.finished(route.name, path, answer.status, took_s, state.get("slo_ms"))
+
+    def _refuse_beyond_limit(self, route: ModelRoute) -> None:
+        if self._open[route.name] >= route.max_concurrent_requests:
+            raise TooManyRequests(
+                f"model {route.name!r} already has {self._open[route.name]} requests; "
+                "try again shortly",
+                reason="model_overloaded",
+                retry_after_s=1,
+            )
+
+    async def _forward(
+        self,
+        route: ModelRoute,
+        request: EngineRequest,
+        state: Mapping[str, Any],
+        receive: Receive,
+        answer: _WatchedAnswer,
+    ) -> None:
+        handle = self._routes.handle(route.name)
+        key: ApiKey | None = state.get("api_key")
+        slo_ms: float | None = state.get("slo_ms")
+        deadline = predicted = expected = None
+        if request.takes_hints:
+            deadline = time.time() + slo_ms / 1000 if slo_ms is not None else None
+            predicted = await self._lengths.predict(route.name, request.fields)
+            expected = predicted.expected if predicted else None
+        if key is not None and key.name in self._isolated_tenants:
+            request = request.isolated(key.name)
+        forwarded = ForwardRequest(
+            model=route.name,
+            request=request.with_hints(deadline=deadline, expected=expected),
+            request_id=state["request_id"],
+            expected_tokens=expected.tokens if expected else None,
+            refuse_after=deadline if key is not None and key.refuse_late else None,
+        )
+        await self._forwarder.forward(forwarded, handle, receive, answer.send)
+        if predicted and answer.length and (tokens := answer.length.tokens):
+            self._lengths.ended(route.name, predicted, tokens)
+
+
+class _WatchedAnswer:
+    """A client's ``send`` that keeps the answer's status and, if asked for, its length."""
+
+    def __init__(self, send: Send, counts_tokens: bool) -> None:
+        self._send = send
+        self.status = _CLIENT_CLOSED_REQUEST
+        self.length = AnswerLength() if counts_tokens else None
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+        elif self.length is not None:
+            self.length.feed(message.get("body", b""))
+        await self._send(message)
+
+
+class _AsgiEndpoint:
+    # Starlette takes an object that is no function for an ASGI application.
+    def __init__(self, endpoint: ClientEndpoint, path: str) -> None:
+        self._endpoint, self._path = endpoint, path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._endpoint.answer(self._path, scope, receive, send)
