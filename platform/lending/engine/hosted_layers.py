@@ -20,7 +20,7 @@ from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
 from loomserve.platform.lending.engine.attention import LENDING
-from loomserve.platform.lending.engine.freed_memory import give_back
+from loomserve.platform.lending.engine.memory.freed import give_back
 from loomserve.platform.lending.engine.shards.layers import decoder_layers
 from loomserve.platform.lending.engine.shards.weights import weights_of
 from loomserve.platform.lending.ring.attention_server import Caches

@@ -22,12 +22,12 @@ from loomserve.kvstore.engine.memory import KvMemory
 from loomserve.platform.engine.seeds import SeedKeepingModelRunner
 from loomserve.platform.engine.worker import NonSpinningWorker
 from loomserve.platform.lending.engine.attention import LENDING, use_remote_attention
-from loomserve.platform.lending.engine.block_copy import BlockMover
 from loomserve.platform.lending.engine.block_partitions import OWN, borrowed_sides
-from loomserve.platform.lending.engine.freed_memory import give_back
 from loomserve.platform.lending.engine.hosted_layers import HostedLayers
-from loomserve.platform.lending.engine.lent_memory import borrower_caches
-from loomserve.platform.lending.engine.mapped_memory import MappedMemory
+from loomserve.platform.lending.engine.memory.block_copy import BlockMover
+from loomserve.platform.lending.engine.memory.freed import give_back
+from loomserve.platform.lending.engine.memory.lent import borrower_caches
+from loomserve.platform.lending.engine.memory.mapped import MappedMemory
 from loomserve.platform.lending.engine.shards.heads import (
     RemoteHeads,
     geometry_of_heads,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from loomserve.platform.lending.engine.freed_memory import give_back
+from loomserve.platform.lending.engine.memory.freed import give_back
 from loomserve.platform.lending.engine.shards.shard import RemoteShard, room
 from loomserve.platform.lending.engine.shards.weights import LayerWeights
 from loomserve.platform.lending.ring.borrower import Borrower

@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from loomserve.platform.lending.engine.freed_memory import give_back
+from loomserve.platform.lending.engine.memory.freed import give_back
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loomserve.platform.lending.engine.lent_memory import borrower_caches
+from loomserve.platform.lending.engine.memory.lent import borrower_caches
 from loomserve.platform.lending.policy.layout import Layout, borrower_blocks, lender_blocks
 from loomserve.platform.lending.ring.geometry import Geometry
 

@@ -7,7 +7,7 @@ import mmap
 import psutil
 import torch
 
-from loomserve.platform.lending.engine.mapped_memory import MappedMemory
+from loomserve.platform.lending.engine.memory.mapped import MappedMemory
 
 PAGES = 4096
 
