@@ -8,6 +8,7 @@ share of core 1. Each arm holds two engines, of which one is idle: several model
 Loomserve is for, and a user without it would run two servers.
 
 ``--arms bare,bare`` compares bare vLLM with itself: the noise floor of the method.
+``--arms loomserve:FOLDER,loomserve`` compares this checkout with another one, installed in FOLDER.
 
 The last line of the output is one JSON object, also written to ``benchmarks/results``. Exit codes:
 0 measured; 1 a request failed or a server went away; 2 wrong arguments or machine.
@@ -45,6 +46,7 @@ from benchmarks.report import (
 from benchmarks.servers import (
     ENGINE_CORE,
     OTHER_CORE,
+    PROGRAMS,
     Arm,
     EngineFlags,
     ServerFailedError,
@@ -206,13 +208,18 @@ def benchmark(arms: Sequence[Arm], plan: Plan) -> dict[str, Any]:
 
 
 def make_arms(kinds: Sequence[str], model: str, flags: EngineFlags, logs: Path) -> list[Arm]:
-    makers = {"bare": bare_arm, "loomserve": loomserve_arm}
-    first, second = kinds
+    first, second = ("loomserve-there" if ":" in kind else kind for kind in kinds)
     names = (first, f"{second}-again" if first == second else second)
-    return [
-        makers[kind](name, model, flags, FIRST_PORT + 10 * number, logs)
-        for number, (kind, name) in enumerate(zip(kinds, names, strict=True))
-    ]
+    arms = []
+    for number, (kind, name) in enumerate(zip(kinds, names, strict=True)):
+        port = FIRST_PORT + 10 * number
+        if kind == "bare":
+            arms.append(bare_arm(name, model, flags, port, logs))
+        else:
+            checkout = kind.partition(":")[2]
+            programs = Path(checkout, ".venv/bin").absolute() if checkout else PROGRAMS
+            arms.append(loomserve_arm(name, model, flags, port, logs, programs))
+    return arms
 
 
 def check_machine(arms: int) -> None:
@@ -240,7 +247,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         "--arms",
         default="bare,loomserve",
         type=_arms,
-        help="baseline and compared: bare,loomserve, or bare,bare for the noise floor",
+        help="baseline and compared: bare,loomserve; bare,bare for the noise floor; "
+        "loomserve:FOLDER,loomserve for another checkout",
     )
     parser.add_argument("--runs", type=int, default=5, help="pairs of each load")
     parser.add_argument("--seconds", type=float, default=8, help="measured time a load and arm")
@@ -261,8 +269,12 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _arms(text: str) -> list[str]:
     kinds = text.split(",")
-    if len(kinds) != 2 or not set(kinds) <= {"bare", "loomserve"}:
+    if len(kinds) != 2 or not {kind.partition(":")[0] for kind in kinds} <= {"bare", "loomserve"}:
         raise argparse.ArgumentTypeError("give two of bare and loomserve, such as bare,loomserve")
+    for kind in kinds:
+        checkout = kind.partition(":")[2]
+        if checkout and not Path(checkout, ".venv/bin/loomserve").exists():
+            raise argparse.ArgumentTypeError(f"{checkout} is not installed: run make install there")
     return kinds
 
 

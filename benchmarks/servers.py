@@ -302,21 +302,37 @@ def _bare(name: str, model: str, flags: EngineFlags, port: int, core: int, logs:
     return Server(name, command, environment, port, "/health", logs / f"{name}.log")
 
 
-def loomserve_arm(name: str, model: str, flags: EngineFlags, port: int, logs: Path) -> Arm:
+PROGRAMS = Path(sys.executable).parent
+"""Where this checkout's ``loomserve`` is."""
+
+
+def loomserve_arm(
+    name: str, model: str, flags: EngineFlags, port: int, logs: Path, programs: Path = PROGRAMS
+) -> Arm:
     """Loomserve with two models: the measured one on one core, an idle one on the other."""
-    return configured_arm(name, loomserve_config(model, flags, port), "measured", port, logs)
+    config = loomserve_config(model, flags, port)
+    return configured_arm(name, config, "measured", port, logs, programs)
 
 
 def configured_arm(
-    name: str, config: Mapping[str, object], model: str, port: int, logs: Path
+    name: str,
+    config: Mapping[str, object],
+    model: str,
+    port: int,
+    logs: Path,
+    programs: Path = PROGRAMS,
 ) -> Arm:
     """Loomserve with a configuration, which listens on ``port``; the load goes to ``model``."""
     logs.mkdir(parents=True, exist_ok=True)
     path = logs / f"{name}.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
-    executable = Path(sys.executable).parent / "loomserve"
     server = Server(
-        name, [str(executable), "serve", str(path)], {}, port, "/ready", logs / f"{name}.log"
+        name,
+        [str(programs / "loomserve"), "serve", str(path)],
+        {},
+        port,
+        "/ready",
+        logs / f"{name}.log",
     )
     return Arm(name, [server], Target(f"http://127.0.0.1:{port}", model))
 
