@@ -26,10 +26,14 @@ NOWHERE = -1
 
 
 class Freed(NamedTuple):
-    """What the index no longer refers to, for the caller to give to other blocks."""
+    """Slots and locations that the index no longer refers to; the caller may use them again."""
 
     slots: list[int]
     locations: list[int]
+
+    def add(self, other: Freed) -> None:
+        self.slots.extend(other.slots)
+        self.locations.extend(other.locations)
 
 
 def _integers() -> array[int]:
@@ -67,6 +71,11 @@ class RadixNode:
 
     def __len__(self) -> int:
         return len(self.locations)
+
+    def touch(self, now: float, floor: float) -> None:
+        """The blocks are used now, while the index's floor is ``floor``."""
+        self.last_used = now
+        self.floor = floor
 
     def path(self) -> Iterator[RadixNode]:
         """This node and its ancestors, without the root."""
@@ -120,6 +129,11 @@ class RadixTree:
             path.append(child)
             node, at = child, at + len(child.keys)
         return path
+
+    def path_in_memory(self, keys: bytes, blocks: int) -> list[RadixNode] | None:
+        """The path of exactly the first ``blocks`` blocks, unless one is not in memory."""
+        path = self.walk(keys[: blocks * KEY_BYTES])
+        return path if blocks_in_memory(path) == blocks else None
 
     def split(self, node: RadixNode, blocks: int) -> RadixNode:
         """Moves the first ``blocks`` blocks, some but not all, to a new parent; returns that."""
@@ -200,6 +214,19 @@ class RadixTree:
             del self.by_location[location]
         return freed
 
+    def cut_from(self, keys: bytes, position: int) -> Freed:
+        """Cuts the block at ``position`` of ``keys``, if it is in the tree, and all below it.
+
+        Raises:
+            ValueError: ``keys`` is too short.
+        """
+        path = self.walk(first_keys(keys, position))
+        above = path[-1] if path else self.root
+        key = first_keys(keys, position + 1)[-KEY_BYTES:]
+        if sum(map(len, path)) < position or key not in above.children:
+            return Freed([], [])
+        return self.cut(above.children[key], 0)
+
     def evict(self, node: RadixNode, blocks: int) -> Freed:
         """Takes the last ``blocks`` slots from ``node``, the last first.
 
@@ -259,6 +286,21 @@ class RadixTree:
         for location in locations:
             if location != NOWHERE:
                 self.by_location[location] = node
+
+
+def blocks_in_memory(path: Sequence[RadixNode]) -> int:
+    return sum(len(node.slots) for node in path)
+
+
+def first_keys(keys: bytes, blocks: int) -> bytes:
+    """The keys of the first ``blocks`` blocks of a chain.
+
+    Raises:
+        ValueError: the chain is shorter.
+    """
+    if len(keys) < blocks * KEY_BYTES:
+        raise ValueError(f"{len(keys)} bytes of keys for {blocks} blocks of {KEY_BYTES}")
+    return keys[: blocks * KEY_BYTES]
 
 
 def _extensible(node: RadixNode, run: RadixNode) -> bool:

@@ -24,7 +24,6 @@ LONG_FILES: dict[str, str] = {
     "platform/fleet/fleet.py": "to be divided",
     "platform/lending/engine/borrower_scheduler.py": "to be divided",
     "kvstore/engine/connector.py": "to be divided",
-    "kvstore/index/index.py": "to be divided",
     "kvstore/server/store.py": "to be divided",
 }
 LONG_CLASSES: dict[str, str] = {
@@ -36,7 +35,6 @@ LONG_CLASSES: dict[str, str] = {
     "platform/lending/engine/worker.py:RemoteAttentionWorker": "to be divided",
     "deployments/controller/controller.py:Controller": "to be divided",
     "kvstore/engine/connector.py:StoreReader": "to be divided",
-    "kvstore/index/index.py:Index": "to be divided",
     "kvstore/server/store.py:BlockStore": "to be divided",
 }
 SHARED_NAMES: dict[str, str] = {

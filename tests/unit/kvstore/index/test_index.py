@@ -230,13 +230,6 @@ class IndexAgainstModel(RuleBasedStateMachine):
             self.leases[lease.id] = Held(namespace, tokens, now + TTL)
 
     @rule(data=st.data())
-    def renew(self, data: st.DataObject) -> None:
-        id_ = data.draw(st.sampled_from([*self.leases, 0]))
-        assert self.index.renew(id_, self.now, TTL) == (id_ in self.leases)
-        if id_ in self.leases:
-            self.leases[id_].expires_at = self.now + TTL
-
-    @rule(data=st.data())
     def release(self, data: st.DataObject) -> None:
         id_ = data.draw(st.sampled_from([*self.leases, 0]))
         expected = self.end(id_) if id_ in self.leases else set()
