@@ -80,11 +80,11 @@ class Pair:
             yield lambda: int(call_loans(self.hot, "borrow", name, path, part))
         finally:
             for loan in call_loans(self.hot, "loan_state")["loans"]:
-                call_loans(self.hot, "end_loan", loan["side"])
+                call_loans(self.hot, "end_loan", loan["partition"])
             call_loans(self.cold, "end_lending", name)
 
     def part(self) -> dict[str, Any]:
-        found: dict[str, Any] = call_loans(self.hot, "loan_state")["loans"][0]["part"]
+        found: dict[str, Any] = call_loans(self.hot, "loan_state")["loans"][0]["shard"]
         return found
 
 

@@ -236,7 +236,7 @@ async def served_woven(
     async with loan(hot, cold) as side:
         run = await served(hot, cold, rate, load, seed)
         state = await hot.call("loan_state")
-    of_loan = next((each for each in state["loans"] if each["side"] == side), None)
+    of_loan = next((each for each in state["loans"] if each["partition"] == side), None)
     if of_loan is None:
         # Its requests were computed without the lender, which counts; its figures are gone.
         print(f"the loan broke; broken so far: {state['broken']}")

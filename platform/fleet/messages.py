@@ -129,15 +129,6 @@ class LenderReplica(_Message):
     address: str
 
 
-class LoanRequest(_Message):
-    """What a borrower's replica asks of a lender's."""
-
-    name: str
-    ring: str = Field(description="Where in shared memory the lender shall make the task ring.")
-    borrower: str = Field(description="The model that borrows.")
-    guest: dict[str, Any] = Field(description="What the borrower's engine says of itself.")
-
-
 class DesiredState(_Message):
     """The controller's answer to a report."""
 

@@ -6,10 +6,11 @@ the labels ``model``, ``replica`` and ``device``.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import Counter, Gauge
+
+from loomserve.platform.lending.messages import LentReport, LoanReport
 
 BORROWED_BLOCKS = Gauge(
     "loomserve_lending_borrowed_blocks", "KV blocks that a lender grants.", ["lender"]
@@ -66,68 +67,62 @@ SERVICE_SECONDS = Counter(
     "loomserve_lending_service_seconds", "Time a lender computed for a borrower.", ["borrower"]
 )
 
-_OF_BORROWERS = {
-    "tasks": (TASKS, 1),
-    "post_ns": (POST_SECONDS, 1e-9),
-    "wait_ns": (WAIT_SECONDS, 1e-9),
-}
-_OF_LENDERS = {"pickup_ns": (PICKUP_SECONDS, 1e-9), "service_ns": (SERVICE_SECONDS, 1e-9)}
-
-Loans = Iterable[tuple[str, Mapping[str, Any]]]
-"""The other side's model, and what the engine says of the loan: names of its ring's statistics."""
-
 
 class LendingMetrics:
-    """Loans come and go; counters go on from one to the next."""
+    """Metrics of one replica's loans; counters go on from one loan to the next."""
 
     def __init__(self) -> None:
         self._counted: dict[tuple[str, str], int] = {}
 
-    def borrowed(self, loans: Loans, broken: Mapping[str, int], moved: int) -> None:
-        """What a borrower's engine says of all its loans, how many ended by themselves, and how
-        many requests moved."""
-        gauges = {
-            "usable_blocks": (BORROWED_BLOCKS, 1),
-            "free_blocks": (BORROWED_FREE_BLOCKS, 1),
-            "requests": (REQUESTS, 1),
-            "wait_max_ns": (LONGEST_WAIT, 1e-9),
-        }
-        loans = list(loans)
-        self._show(loans, gauges, _OF_BORROWERS)
-        self._show_parts(loans)
+    def borrowed(
+        self, loans: Sequence[tuple[str, LoanReport]], broken: Mapping[str, int], moved: int
+    ) -> None:
+        """
+        Args:
+            loans: all that are open, with the lender's model.
+            broken: loans that ended by themselves, by reason.
+            moved: requests whose KV was copied to another partition.
+        """
+        for gauge in (BORROWED_BLOCKS, BORROWED_FREE_BLOCKS, REQUESTS, LONGEST_WAIT):
+            gauge.clear()
+        for lender, loan in loans:
+            BORROWED_BLOCKS.labels(lender).inc(loan.usable_blocks)
+            BORROWED_FREE_BLOCKS.labels(lender).inc(loan.free_blocks)
+            REQUESTS.labels(lender).inc(loan.requests)
+            LONGEST_WAIT.labels(lender).inc(loan.wait_max_ns * 1e-9)
+            TASKS.labels(lender).inc(self._growth(loan.name, "tasks", loan.tasks))
+            POST_SECONDS.labels(lender).inc(1e-9 * self._growth(loan.name, "post", loan.post_ns))
+            WAIT_SECONDS.labels(lender).inc(1e-9 * self._growth(loan.name, "wait", loan.wait_ns))
+        self._show_shards(loans)
         for reason, count in broken.items():
-            BROKEN_LOANS.labels(reason).inc(self._growth(("", reason), count))
-        MOVED_REQUESTS.inc(self._growth(("", "moved"), moved))
+            BROKEN_LOANS.labels(reason).inc(self._growth("", reason, count))
+        MOVED_REQUESTS.inc(self._growth("", "moved", moved))
 
-    def _show_parts(self, loans: Loans) -> None:
+    def _show_shards(self, loans: Sequence[tuple[str, LoanReport]]) -> None:
         PART_AWAY.clear()
         PART_PAUSE.clear()
-        for other, loan in loans:
-            if (part := loan["part"]) is not None:
-                PART_AWAY.labels(other).set(part["phase"] in ("away", "returning"))
-                PART_PAUSE.labels(other).set(part["pause_s"])
-                copied = self._growth((loan["name"], "part"), part["copied_bytes"])
-                PART_BYTES.labels(other).inc(copied)
+        for lender, loan in loans:
+            if (shard := loan.shard) is not None:
+                PART_AWAY.labels(lender).set(shard.phase in ("away", "returning"))
+                PART_PAUSE.labels(lender).set(shard.pause_s)
+                copied = self._growth(loan.name, "shard", shard.copied_bytes)
+                PART_BYTES.labels(lender).inc(copied)
 
-    def lent(self, loans: Loans) -> None:
-        """What a lender's engine says of all that it lends."""
-        self._show(loans, {"blocks": (LENT_BLOCKS, 1)}, _OF_LENDERS)
+    def lent(self, loans: Sequence[tuple[str, LentReport]]) -> None:
+        """
+        Args:
+            loans: all that are open, with the borrower's model.
+        """
+        LENT_BLOCKS.clear()
+        for borrower, lent in loans:
+            LENT_BLOCKS.labels(borrower).inc(lent.blocks)
+            pickup = self._growth(lent.name, "pickup", lent.pickup_ns)
+            PICKUP_SECONDS.labels(borrower).inc(1e-9 * pickup)
+            service = self._growth(lent.name, "service", lent.service_ns)
+            SERVICE_SECONDS.labels(borrower).inc(1e-9 * service)
 
-    def _show(
-        self,
-        loans: Loans,
-        gauges: Mapping[str, tuple[Gauge, float]],
-        counters: Mapping[str, tuple[Counter, float]],
-    ) -> None:
-        for gauge, _ in gauges.values():
-            gauge.clear()
-        for other, loan in loans:
-            for name, (gauge, unit) in gauges.items():
-                gauge.labels(other).inc(loan[name] * unit)
-            for name, (counter, unit) in counters.items():
-                counter.labels(other).inc(self._growth((loan["name"], name), loan[name]) * unit)
-
-    def _growth(self, of: tuple[str, str], total: int) -> int:
-        before = self._counted.get(of, 0)
-        self._counted[of] = total
+    def _growth(self, loan: str, figure: str, total: int) -> int:
+        """How much a loan's figure has grown since it was last counted."""
+        before = self._counted.get((loan, figure), 0)
+        self._counted[loan, figure] = total
         return total - before

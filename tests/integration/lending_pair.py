@@ -85,7 +85,7 @@ class PartLoan:
     def phase(self) -> str:
         """Where nothing runs, to look moves it on."""
         (loan,) = self._pair.loans()
-        return str(loan["part"]["phase"])
+        return str(loan["shard"]["phase"])
 
     def come_home(self) -> bool:
         return bool(self._pair.call(self._pair.hot, "drain_loan", self._side))

@@ -78,7 +78,7 @@ def test_running_requests_move_home_and_back_and_answer_as_ever(
             step()
         assert not ended
         # The own memory has room for them, so nothing is left with the lender.
-        assert pair.call(pair.hot, "drain_loan", pair.loans()[0]["side"])
+        assert pair.call(pair.hot, "drain_loan", pair.loans()[0]["partition"])
         while engine.has_unfinished_requests():
             step()
         assert [ended[f"moved-{at}"] for at in range(4)] == alone[:4]
@@ -128,7 +128,7 @@ def test_a_lender_that_needs_its_memory_gets_it_back_and_nothing_is_lost(
             assert answers(pair.hot, prompts(1, 16)) == alone
             assert theirs.result() == undisturbed
         # By and by from a borrower that leaves in time, else the whole loan.
-        taken_back = sum(one["taken_back"] for one in pair.call(pair.cold, "lent_state"))
+        taken_back = sum(one["taken_back_blocks"] for one in pair.call(pair.cold, "lent_state"))
         assert taken_back or not pair.loans()
         # Without requests it lends everything again, once it is asked: it does nothing by itself.
         for _ in range(30):

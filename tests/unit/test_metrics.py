@@ -26,6 +26,7 @@ from loomserve.platform.batch.metrics import BatchMetrics
 from loomserve.platform.disaggregation import metrics as handoff
 from loomserve.platform.http.exposition import merge
 from loomserve.platform.lending import metrics as lending
+from loomserve.platform.lending.messages import LentReport, LoanReport, ShardReport
 from loomserve.platform.lending.metrics import LendingMetrics
 from loomserve.platform.rebalancing.metrics import RebalancingMetrics
 from loomserve.platform.rebalancing.plans.reports import (
@@ -354,7 +355,7 @@ def test_the_catalog_lists_every_metric_with_its_labels(
     engine = {"model": "chat", "replica": "r1", "device": "core0"}
     handoff.HANDOFFS.labels(outcome="local").inc()
     handoff.HANDOFF_TOKENS.labels(source="store").inc()
-    LendingMetrics().borrowed([("cold", borrowed(part=part("away", 1)))], {"DIED": 1}, 0)
+    LendingMetrics().borrowed([("cold", borrowed(shard=shard("away", 1)))], {"DIED": 1}, 0)
     LendingMetrics().lent([("hot", lent())])
     of_engine = CollectorRegistry()
     for module in (handoff, lending, scheduling):
@@ -389,28 +390,34 @@ def test_totals_of_an_engine_are_counted_once() -> None:
     assert registry.get_sample_value("loomserve_swap_used_bytes", {"engine": "0"}) == 0
 
 
-def borrowed(name: str = "loan-1", **changes: Any) -> dict[str, Any]:
-    figures = {"usable_blocks": 8, "free_blocks": 5, "requests": 2, "tasks": 10,
-               "post_ns": 10**9, "wait_ns": 2 * 10**9, "wait_max_ns": 5 * 10**8}  # fmt: skip
-    return {"name": name, "part": None, **figures, **changes}
+def borrowed(name: str = "loan-1", **changes: Any) -> LoanReport:
+    loan = LoanReport(
+        name=name, partition=1, usable_blocks=8, free_blocks=5, requests=2, open=True,
+        phase="open", shard=None, most_tokens=99, tasks=10, post_ns=10**9, wait_ns=2 * 10**9,
+        wait_max_ns=5 * 10**8, pickup_ns=0, service_ns=10**9,
+    )  # fmt: skip
+    return loan.model_copy(update=changes)
 
 
-def part(phase: str, copied_bytes: int) -> Any:
-    return {"phase": phase, "pause_s": 0.25, "copied_bytes": copied_bytes}
+def shard(phase: str, copied_bytes: int) -> ShardReport:
+    return ShardReport(phase=phase, pause_s=0.25, copied_bytes=copied_bytes)
 
 
-def lent(name: str = "loan-1", **changes: int) -> dict[str, Any]:
-    return {"name": name, "blocks": 3, "service_ns": 10**9, "pickup_ns": 10**8, **changes}
+def lent(name: str = "loan-1") -> LentReport:
+    return LentReport(
+        name=name, blocks=3, most_blocks=6, taken_back_blocks=0, closed="OPEN", slicing={},
+        polled=6, idled=4, service_ns=10**9, pickup_ns=10**8,
+    )  # fmt: skip
 
 
 def of_lending(name: str, **labels: str) -> float | None:
     return REGISTRY.get_sample_value(f"loomserve_lending_{name}", labels)
 
 
-def test_a_part_is_shown_while_its_loan_is_open_and_its_bytes_are_counted() -> None:
+def test_a_shard_is_shown_while_its_loan_is_open_and_its_bytes_are_counted() -> None:
     metrics = LendingMetrics()
     for phase, copied, away in (("leaving", 100, 0), ("away", 400, 1), ("returning", 500, 1)):
-        metrics.borrowed([("of-part", borrowed(part=part(phase, copied)))], {}, 0)
+        metrics.borrowed([("of-part", borrowed(shard=shard(phase, copied)))], {}, 0)
         assert of_lending("part_away", lender="of-part") == away
         assert of_lending("part_pause_seconds", lender="of-part") == 0.25
         assert of_lending("part_copied_bytes_total", lender="of-part") == copied

@@ -31,6 +31,7 @@ from loomserve.platform.lending.engine.block_partitions import (
 )
 from loomserve.platform.lending.engine.shards.migration import PartLoan
 from loomserve.platform.lending.engine.shards.migration import Phase as PartPhase
+from loomserve.platform.lending.messages import BorrowerReport, LoanReport, ShardReport
 from loomserve.platform.lending.policy.limits import (
     LoanLimit,
     LoanPhase,
@@ -201,31 +202,37 @@ class BorrowingScheduler(AdaptiveScheduler):
         workers("end_loan", side)
 
     def loan_state(self, workers: WorkerCall) -> dict[str, Any]:
-        """Of all that is borrowed."""
+        """A :class:`BorrowerReport` as JSON."""
         if not self.running:  # and so no step that would do it
             for loan in [each for each in self.loans.values() if each.part is not None]:
                 self._follow(loan)
-        return {
-            "own_blocks": self._own_blocks,
-            "own_free": self._pool.free_block_queue.free_on(OWN),
-            "moved": self._moves,
-            "broken": {reason.name: count for reason, count in self.broken.items()},
-            "loans": [
-                {
-                    "name": loan.name,
-                    "side": loan.side,
-                    "usable_blocks": loan.usable,
-                    "free_blocks": self._pool.free_block_queue.free_on(loan.side),
-                    "requests": len(self._running_on(loan.side)),
-                    "open": loan.open,
-                    "phase": str(loan.use.phase),
-                    "part": loan.part.state() if loan.part is not None else None,
-                    "most_tokens": loan.use.tokens,
-                    **loan.ring.stats()._asdict(),
-                }
-                for loan in self.loans.values()
-            ],
-        }
+        return BorrowerReport(
+            own_blocks=self._own_blocks,
+            own_free_blocks=self._pool.free_block_queue.free_on(OWN),
+            moved=self._moves,
+            broken={reason.name: count for reason, count in self.broken.items()},
+            loans=tuple(map(self._report, self.loans.values())),
+        ).model_dump()
+
+    def _report(self, loan: Loan) -> LoanReport:
+        stats = loan.ring.stats()
+        return LoanReport(
+            name=loan.name,
+            partition=loan.side,
+            usable_blocks=loan.usable,
+            free_blocks=self._pool.free_block_queue.free_on(loan.side),
+            requests=len(self._running_on(loan.side)),
+            open=loan.open,
+            phase=str(loan.use.phase),
+            shard=ShardReport(**loan.part.state()) if loan.part is not None else None,
+            most_tokens=loan.use.tokens,
+            tasks=stats.tasks,
+            post_ns=stats.post_ns,
+            wait_ns=stats.wait_ns,
+            wait_max_ns=stats.wait_max_ns,
+            pickup_ns=stats.pickup_ns,
+            service_ns=stats.service_ns,
+        )
 
     # One step
 

@@ -18,10 +18,12 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from loomserve.platform.lending.engine.block_partitions import OWN
 from loomserve.platform.lending.engine.borrower_scheduler import BorrowingScheduler, WorkerCall
+from loomserve.platform.lending.messages import LentReport, SlicingReport
 from loomserve.platform.lending.policy.boundary import Memory, tail
 from loomserve.platform.lending.policy.budget import IDLE, LenderStepTimes, ServedTime
 from loomserve.platform.lending.policy.layout import Layout, borrower_blocks, lender_blocks
 from loomserve.platform.lending.policy.limits import LoanLimit, LoanPhase, Observation, Rules, after
+from loomserve.platform.lending.policy.slicing import SlicingPlan
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import Closed, Ring, RingStats
 from loomserve.platform.state.lending_options import LendingOptions, ShardSpec
@@ -154,19 +156,23 @@ class LendingScheduler(BorrowingScheduler):
         return self._plans
 
     def lent_state(self, workers: WorkerCall) -> list[dict[str, Any]]:
-        """Of all that is lent."""
-        return [
-            {
-                "name": lent.name,
-                "blocks": lent.held,
-                "most_blocks": len(lent.blocks),
-                "taken_back": lent.taken_back,
-                "closed": lent.ring.closed.name,
-                "plans": self._plans,
-                **lent.ring.stats()._asdict(),
-            }
-            for lent in self.lent.values()
-        ]
+        """A :class:`LentReport` of each loan, as JSON."""
+        return [self._lent_report(lent).model_dump() for lent in self.lent.values()]
+
+    def _lent_report(self, lent: Lent) -> LentReport:
+        stats = lent.ring.stats()
+        return LentReport(
+            name=lent.name,
+            blocks=lent.held,
+            most_blocks=len(lent.blocks),
+            taken_back_blocks=lent.taken_back,
+            closed=lent.ring.closed.name,
+            slicing={kind: _slicing(SlicingPlan(**plan)) for kind, plan in self._plans.items()},
+            polled=stats.polled,
+            idled=stats.idled,
+            service_ns=stats.service_ns,
+            pickup_ns=stats.pickup_ns,
+        )
 
     # One step
 
@@ -293,6 +299,14 @@ class LendingScheduler(BorrowingScheduler):
         )
         lent.ring.wanted = borrower_blocks(self._layout, lent.guest, lent.target)
         lent.ring.granted = borrower_blocks(self._layout, lent.guest, lent.held)
+
+
+def _slicing(plan: SlicingPlan) -> SlicingReport:
+    return SlicingReport(
+        slices=dict(plan.parts),
+        wait_before_s=plan.wait_before_s,
+        wait_after_s=plan.wait_after_s,
+    )
 
 
 def _served_in_steps_s(before: RingStats, now: RingStats) -> float:

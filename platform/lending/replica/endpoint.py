@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from loomserve.platform.base.errors import Conflict
-from loomserve.platform.fleet.messages import LOANS_PATH, DesiredState, LoanRequest
+from loomserve.platform.fleet.messages import LOANS_PATH, DesiredState
+from loomserve.platform.lending.messages import LendAnswer, LendRequest, LentReport, SlicingReport
 from loomserve.platform.lending.metrics import LendingMetrics
-from loomserve.platform.lending.replica.reconciler import Call
+from loomserve.platform.lending.replica.engine_calls import EngineRpc, LenderCalls
 from loomserve.platform.state import LentState, SlicingState
 
-_OPEN = "OPEN"
 _MISSES = 6
 """Orders in a row without a loan: time enough for a new loan, or controller, to be told of."""
 
@@ -29,15 +27,15 @@ _MISSES = 6
 class LoanEndpoint:
     """All that one lender's replica lends."""
 
-    def __init__(self, call: Call, *, model: str, replica_id: str) -> None:
+    def __init__(self, rpc: EngineRpc, *, model: str, replica_id: str) -> None:
         """
         Args:
-            call: to the engine that lends.
+            rpc: to the engine that lends.
             model: whose engine that is.
             replica_id: the replica's.
         """
         self.lent: tuple[LentState, ...] = ()
-        self._call = call
+        self._engine = LenderCalls(rpc)
         self._model, self._replica_id = model, replica_id
         self._borrowers: dict[str, str] = {}
         self._missed: Counter[str] = Counter()
@@ -62,10 +60,10 @@ class LoanEndpoint:
     async def reconcile(self) -> None:
         """Take back what nobody uses any more, and look at the rest."""
         async with self._one_at_a_time:
-            await self._call("rest")
-            for lent in await self._call("lent_state"):
-                if lent["closed"] != _OPEN or self._missed[lent["name"]] >= _MISSES:
-                    await self._take_back(lent["name"])
+            await self._engine.rest()
+            for lent in await self._engine.lent_state():
+                if not lent.is_open or self._missed[lent.name] >= _MISSES:
+                    await self._take_back(lent.name)
             await self._publish_metrics()
 
     async def close(self) -> None:
@@ -76,17 +74,17 @@ class LoanEndpoint:
                 await self._take_back(name)
 
     async def _lend(self, request: Request) -> Response:
-        asked = LoanRequest.model_validate_json(await request.body())
+        asked = LendRequest.model_validate_json(await request.body())
         async with self._one_at_a_time:
             if self._draining:
                 return _refusal(f"replica {self._replica_id} drains")
             try:
-                blocks = await self._call("lend", asked.name, asked.ring, asked.guest)
+                blocks = await self._engine.lend(asked)
             except Exception as error:  # vLLM raises no other where an engine's own call failed
                 return _refusal(str(error))
             self._borrowers[asked.name] = asked.borrower
             await self._publish_metrics()
-        return JSONResponse({"blocks": blocks})
+        return JSONResponse(LendAnswer(blocks=blocks).model_dump())
 
     async def _end(self, request: Request) -> Response:
         async with self._one_at_a_time:
@@ -98,42 +96,41 @@ class LoanEndpoint:
 
     async def _take_back(self, name: str) -> None:
         self._borrowers.pop(name, None)
-        await self._call("end_lending", name)
+        await self._engine.end_lending(name)
 
     async def _publish_metrics(self) -> None:
-        lent_state = {lent["name"]: lent for lent in await self._call("lent_state")}
+        reports = {lent.name: lent for lent in await self._engine.lent_state()}
         # The engine ends by itself what it sees to be closed.
-        for name in self._borrowers.keys() - lent_state.keys():
+        for name in self._borrowers.keys() - reports.keys():
             del self._borrowers[name]
-        said = [(self._borrowers.get(name, ""), lent) for name, lent in lent_state.items()]
-        self._metrics.lent(said)
-        self.lent = tuple(self._state(borrower, lent) for borrower, lent in said)
+        known = [(self._borrowers.get(name, ""), lent) for name, lent in reports.items()]
+        self._metrics.lent(known)
+        self.lent = tuple(self._state(borrower, lent) for borrower, lent in known)
 
-    def _state(self, borrower: str, lent: Mapping[str, Any]) -> LentState:
-        tasks = lent["polled"] + lent["idled"]
+    def _state(self, borrower: str, lent: LentReport) -> LentState:
         return LentState(
-            name=lent["name"],
+            name=lent.name,
             lender=self._model,
             lender_replica=self._replica_id,
             borrower=borrower,
-            blocks=lent["blocks"],
-            most_blocks=lent["most_blocks"],
-            taken_back_blocks=lent["taken_back"],
-            tasks=tasks,
-            wait_us=lent["pickup_ns"] / 1000 / max(1, tasks),
-            service_us=lent["service_ns"] / 1000 / max(1, tasks),
-            slicing={kind: _split(plan) for kind, plan in lent["plans"].items()},
+            blocks=lent.blocks,
+            most_blocks=lent.most_blocks,
+            taken_back_blocks=lent.taken_back_blocks,
+            tasks=lent.tasks,
+            wait_us=lent.pickup_ns / 1000 / max(1, lent.tasks),
+            service_us=lent.service_ns / 1000 / max(1, lent.tasks),
+            slicing={kind: _slicing(report) for kind, report in lent.slicing.items()},
         )
 
 
-def _split(plan: Mapping[str, Any]) -> SlicingState:
+def _slicing(report: SlicingReport) -> SlicingState:
     return SlicingState(
-        # All layers' operators of a name are alike, so they are cut alike.
+        # All layers' operators of a name are alike, so they are sliced alike.
         slices={
-            name.rpartition(".")[2]: parts for name, parts in plan["parts"].items() if parts > 1
+            name.rpartition(".")[2]: count for name, count in report.slices.items() if count > 1
         },
-        wait_whole_us=1e6 * plan["wait_before_s"],
-        wait_us=1e6 * plan["wait_after_s"],
+        wait_whole_us=1e6 * report.wait_before_s,
+        wait_us=1e6 * report.wait_after_s,
     )
 
 

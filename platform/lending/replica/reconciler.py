@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,16 +26,19 @@ from loomserve.platform.fleet.messages import (
     LOANS_PATH,
     DesiredState,
     LenderReplica,
-    LoanRequest,
+)
+from loomserve.platform.lending.messages import (
+    BorrowerReport,
+    LendRequest,
+    LoanReport,
+    ShardReport,
 )
 from loomserve.platform.lending.metrics import LendingMetrics
+from loomserve.platform.lending.replica.engine_calls import BorrowerCalls, EngineRpc
 from loomserve.platform.state import BorrowingState, LoanState, ShardState
 from loomserve.platform.state.lending_options import ShardSpec
 
 _log = logging.getLogger("ray.serve")
-
-Call = Callable[..., Awaitable[Any]]
-"""Asks the replica's own engine: the name of a call (``lend``, ``borrow``, …), what it is given."""
 
 SHARED_MEMORY = Path("/dev/shm")
 _RING_NAME = re.compile(r"loomserve-ring-(\d+)-")
@@ -56,7 +58,7 @@ class LenderError(Exception):
 @dataclass
 class _Loan:
     name: str
-    side: int
+    partition: int
     lender: LenderReplica
     ring: Path
     opened_at: float
@@ -79,7 +81,7 @@ class LoanReconciler:
 
     def __init__(
         self,
-        call: Call,
+        rpc: EngineRpc,
         *,
         model: str,
         replica_id: str,
@@ -90,7 +92,7 @@ class LoanReconciler:
     ) -> None:
         """
         Args:
-            call: to the engine that borrows.
+            rpc: to the engine that borrows.
             model: whose engine that is.
             replica_id: the replica's.
             most: how many loans the engine can have at a time.
@@ -99,7 +101,7 @@ class LoanReconciler:
             folder: in shared memory, for the rings.
         """
         self.state: BorrowingState | None = None
-        self._call = call
+        self._engine = BorrowerCalls(rpc)
         self._model, self._replica_id = model, replica_id
         self._most = most
         self._drain_timeout_s = drain_timeout_s
@@ -128,21 +130,19 @@ class LoanReconciler:
         """Open, limit, drain and end loans until they are the desired ones."""
         if self._desired is None:
             return
-        there = {loan["name"]: loan for loan in (await self._call("loan_state"))["loans"]}
+        there = {loan.name: loan for loan in (await self._engine.loan_state()).loans}
         for loan in list(self._loans.values()):
             if loan.name not in there:
                 await self._on_loan_ended(loan, now)
-            elif loan.drained_by is None and _is_home(there[loan.name]):
-                await self._on_loan_ended(
-                    loan, now, f"came home, since {there[loan.name]['part']['why']},"
-                )
+            elif loan.drained_by is None and (home := _home(there[loan.name])) is not None:
+                await self._on_loan_ended(loan, now, f"came home, since {home.why},")
             elif loan.drained_by is not None or not self._allowed(loan, self._desired):
                 await self._drain(loan, now)
             else:
                 await self._limit(loan, self._desired)
         for lender in self._missing(self._desired, now):
             await self._open(lender, self._desired.shards.get(lender.model), now)
-        self._publish_metrics(await self._call("loan_state"), self._desired, now)
+        self._publish_metrics(await self._engine.loan_state(), self._desired, now)
 
     async def close(self) -> None:
         """End all loans at once; the engine computes elsewhere what lies there."""
@@ -175,20 +175,20 @@ class LoanReconciler:
         token = secrets.token_hex(4)
         name, ring = f"loan-{token}", self._folder / f"loomserve-ring-{os.getpid()}-{token}"
         try:
-            request = LoanRequest(
+            request = LendRequest(
                 name=name,
                 ring=str(ring),
                 borrower=self._model,
-                guest=await self._call("borrowing", shard),
+                engine=await self._engine.borrowing(shard),
             )
             await self._ask(lender, "POST", LOANS_PATH, request.model_dump())
-            side = await self._call("borrow", name, str(ring), shard)
+            partition = await self._engine.borrow(name, str(ring), shard)
         except Exception as error:  # vLLM raises no other where an engine's own call failed
             self._problems[lender.model] = str(error) or repr(error)
             self._back_off(lender, now)
             await self._give_back(lender, name, ring)
         else:
-            loan = self._loans[name] = _Loan(name, side, lender, ring, now, shard=shard)
+            loan = self._loans[name] = _Loan(name, partition, lender, ring, now, shard=shard)
             if self._desired is not None:
                 await self._limit(loan, self._desired)
             self._problems.pop(lender.model, None)
@@ -196,13 +196,13 @@ class LoanReconciler:
     async def _limit(self, loan: _Loan, desired: DesiredState) -> None:
         most = desired.lender_limits.get(loan.lender.model)
         if loan.most_bytes != most:
-            await self._call("limit_loan", loan.side, most)
+            await self._engine.limit_loan(loan.partition, most)
             loan.most_bytes = most
 
     async def _drain(self, loan: _Loan, now: float) -> None:
         if loan.drained_by is None:
             loan.drained_by = now + self._drain_timeout_s
-        if await self._call("drain_loan", loan.side) or now >= loan.drained_by:
+        if await self._engine.drain_loan(loan.partition) or now >= loan.drained_by:
             await self._end(loan)
             if self._desired is not None and loan.name in self._desired.drain_loans:
                 # The operator wants it to be gone for a while.
@@ -226,7 +226,7 @@ class LoanReconciler:
     async def _end(self, loan: _Loan) -> None:
         del self._loans[loan.name]
         with contextlib.suppress(Exception):  # as above; the engine may be dead
-            await self._call("end_loan", loan.side)
+            await self._engine.end_loan(loan.partition)
         await self._give_back(loan.lender, loan.name, loan.ring)
 
     async def _give_back(self, lender: LenderReplica, name: str, ring: Path) -> None:
@@ -242,23 +242,19 @@ class LoanReconciler:
                 error = (await response.json()).get("error", {})
                 raise LenderError(error.get("message", f"{url} answered {response.status}"))
 
-    def _publish_metrics(self, said: Mapping[str, Any], desired: DesiredState, now: float) -> None:
+    def _publish_metrics(self, report: BorrowerReport, desired: DesiredState, now: float) -> None:
         known = [
-            (self._loans[loan["name"]], loan)
-            for loan in said["loans"]
-            if loan["name"] in self._loans
+            (self._loans[loan.name], loan) for loan in report.loans if loan.name in self._loans
         ]
         self._metrics.borrowed(
-            ((loan.lender.model, figures) for loan, figures in known),
-            said["broken"],
-            said["moved"],
+            [(loan.lender.model, counted) for loan, counted in known], report.broken, report.moved
         )
         self.state = BorrowingState(
-            own_blocks=said["own_blocks"],
-            own_free_blocks=said["own_free"],
-            loans=tuple(self._state(loan, figures, now) for loan, figures in known),
-            broken=said["broken"],
-            moved=said["moved"],
+            own_blocks=report.own_blocks,
+            own_free_blocks=report.own_free_blocks,
+            loans=tuple(self._state(loan, counted, now) for loan, counted in known),
+            broken=report.broken,
+            moved=report.moved,
             problems={
                 lender.model: self._problems[lender.model]
                 for lender in desired.lenders
@@ -269,7 +265,7 @@ class LoanReconciler:
             shards=desired.shards,
         )
 
-    def _state(self, loan: _Loan, figures: Mapping[str, Any], now: float) -> LoanState:
+    def _state(self, loan: _Loan, counted: LoanReport, now: float) -> LoanState:
         age_s = now - loan.opened_at
         share = 1e-9 / age_s if age_s > 0 else 0.0
         return LoanState(
@@ -278,32 +274,32 @@ class LoanReconciler:
             borrower_replica=self._replica_id,
             lender=loan.lender.model,
             lender_replica=loan.lender.id,
-            draining=not figures["open"],
-            phase=figures["phase"],
-            most_tokens=figures["most_tokens"],
+            draining=not counted.open,
+            phase=counted.phase,
+            most_tokens=counted.most_tokens,
             age_s=age_s,
-            usable_blocks=figures["usable_blocks"],
-            free_blocks=figures["free_blocks"],
-            requests=figures["requests"],
-            tasks=figures["tasks"],
-            wait_mean_us=figures["wait_ns"] / 1000 / max(1, figures["tasks"]),
-            wait_max_us=figures["wait_max_ns"] / 1000,
-            wait_share=figures["wait_ns"] * share,
-            service_share=figures["service_ns"] * share,
-            shard=_shard(loan, figures["part"]),
+            usable_blocks=counted.usable_blocks,
+            free_blocks=counted.free_blocks,
+            requests=counted.requests,
+            tasks=counted.tasks,
+            wait_mean_us=counted.wait_ns / 1000 / max(1, counted.tasks),
+            wait_max_us=counted.wait_max_ns / 1000,
+            wait_share=counted.wait_ns * share,
+            service_share=counted.service_ns * share,
+            shard=_shard(loan, counted.shard),
         )
 
 
-def _is_home(figures: Mapping[str, Any]) -> bool:
-    """Whether a part is there no more, though nobody asked for it: the lender had no room for it,
+def _home(loan: LoanReport) -> ShardReport | None:
+    """The loan's shard if it came home though nobody asked for it: its lender had no room for it,
     or was slow."""
-    return figures["part"] is not None and figures["part"]["phase"] == "home"
+    return loan.shard if loan.shard is not None and loan.shard.phase == "home" else None
 
 
-def _shard(loan: _Loan, figures: Mapping[str, Any] | None) -> ShardState | None:
-    if figures is None or loan.shard is None:
+def _shard(loan: _Loan, report: ShardReport | None) -> ShardState | None:
+    if report is None or loan.shard is None:
         return None
-    return ShardState(**loan.shard, **figures)
+    return ShardState(**loan.shard, **report.model_dump())
 
 
 def remove_left_rings(folder: Path) -> None:

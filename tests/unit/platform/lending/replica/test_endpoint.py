@@ -10,7 +10,8 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
-from loomserve.platform.fleet.messages import LOANS_PATH, DesiredState, LoanRequest
+from loomserve.platform.fleet.messages import LOANS_PATH, DesiredState
+from loomserve.platform.lending.messages import BorrowerEngine, LendRequest
 from loomserve.platform.lending.replica.endpoint import LoanEndpoint
 from loomserve.platform.state.roles import Role
 
@@ -31,18 +32,19 @@ class Cold:
     async def call(self, name: str, *given: Any) -> Any:
         return getattr(self, name)(*given)
 
-    def lend(self, name: str, ring: str, guest: dict[str, Any]) -> int:
+    def lend(self, name: str, ring: str, borrower: dict[str, Any]) -> int:
         if self.loans:
             raise Exception("nothing is left to lend")  # as vLLM does
         self.loans[name] = {
-            "name": name, "blocks": 3, "most_blocks": 6, "closed": "OPEN", "taken_back": 1,
+            "name": name, "blocks": 3, "most_blocks": 6, "closed": "OPEN",
+            "taken_back_blocks": 1,
             "service_ns": 50_000, "pickup_ns": 70_000, "polled": 6, "idled": 4,
-            "plans": {"decode": {
-                "parts": {"layers.0.o_proj": 1, "lm_head": 8}, "wait_before_s": 1e-3,
-                "wait_after_s": 1e-4, "overhead_s": 0.0,
+            "slicing": {"decode": {
+                "slices": {"layers.0.o_proj": 1, "lm_head": 8}, "wait_before_s": 1e-3,
+                "wait_after_s": 1e-4,
             }},
         }  # fmt: skip
-        return int(guest["blocks"])
+        return int(borrower["blocks"])
 
     def end_lending(self, name: str) -> None:
         self.loans.pop(name, None)
@@ -78,7 +80,10 @@ def desired(*loans: str, draining: bool = False) -> DesiredState:
 
 
 def loan(name: str = "loan-1") -> dict[str, Any]:
-    request = LoanRequest(name=name, ring="/dev/shm/x", borrower="hot", guest={"blocks": 8})
+    engine = BorrowerEngine(
+        geometry="{}", blocks=8, least=1, max_tokens=64, max_requests=4, max_blocks=16
+    )
+    request = LendRequest(name=name, ring="/dev/shm/x", borrower="hot", engine=engine)
     return request.model_dump()
 
 

@@ -20,8 +20,8 @@ from loomserve.platform.fleet.messages import (
     LOANS_PATH,
     DesiredState,
     LenderReplica,
-    LoanRequest,
 )
+from loomserve.platform.lending.messages import LendRequest
 from loomserve.platform.lending.replica.reconciler import LoanReconciler, remove_left_rings
 from loomserve.platform.state.roles import Role
 
@@ -39,6 +39,7 @@ class Hot:
     """Answers as a borrower's engine does."""
 
     loans: dict[int, dict[str, Any]] = field(default_factory=dict)
+    limits: dict[int, int | None] = field(default_factory=dict)
     called: list[str] = field(default_factory=list)
     full: bool = False
     broken: dict[str, int] = field(default_factory=dict)
@@ -47,41 +48,42 @@ class Hot:
         self.called.append(name)
         return getattr(self, name)(*given)
 
-    def borrowing(self, part: dict[str, Any] | None) -> dict[str, Any]:
-        return {"geometry": "{}", "blocks": 8, "of": part}
+    def borrowing(self, shard: dict[str, Any] | None) -> dict[str, Any]:
+        return {
+            "geometry": str(shard), "blocks": 8, "least": 1, "max_tokens": 64, "max_requests": 4,
+            "max_blocks": 16,
+        }  # fmt: skip
 
-    def borrow(self, name: str, ring: str, part: dict[str, Any] | None) -> int:
+    def borrow(self, name: str, ring: str, shard: dict[str, Any] | None) -> int:
         if self.full:
             raise Exception("no side is free")  # as vLLM does
-        side = len(self.called)
-        self.loans[side] = {
-            "name": name, "side": side, "usable_blocks": 8, "free_blocks": 5, "requests": 2,
-            "open": True, "phase": "open", "most_tokens": 99, "tasks": 10,
+        partition = len(self.called)
+        self.loans[partition] = {
+            "name": name, "partition": partition, "usable_blocks": 8, "free_blocks": 5,
+            "requests": 2, "open": True, "phase": "open", "most_tokens": 99, "tasks": 10,
             "post_ns": 100, "wait_ns": 2_000_000, "wait_max_ns": 900_000,
-            "service_ns": 4_000_000, "ring": ring,
-            "part": {"phase": "leaving", "pause_s": 0.0, "copied_bytes": 0} if part else None,
+            "pickup_ns": 50_000, "service_ns": 4_000_000,
+            "shard": {"phase": "leaving", "pause_s": 0.0, "copied_bytes": 0} if shard else None,
         }  # fmt: skip
-        return side
+        return partition
 
-    def drain_loan(self, side: int) -> bool:
-        self.loans[side]["open"] = False
-        if part := self.loans[side]["part"]:
-            was, part["phase"] = (
-                part["phase"],
-                "home" if part["phase"] == "returning" else "returning",
-            )
+    def drain_loan(self, partition: int) -> bool:
+        self.loans[partition]["open"] = False
+        if shard := self.loans[partition]["shard"]:
+            was = shard["phase"]
+            shard["phase"] = "home" if was == "returning" else "returning"
             return bool(was == "returning")
-        return not self.loans[side]["requests"]
+        return not self.loans[partition]["requests"]
 
-    def limit_loan(self, side: int, most_bytes: int | None) -> None:
-        self.loans[side]["most_bytes"] = most_bytes
+    def limit_loan(self, partition: int, most_bytes: int | None) -> None:
+        self.limits[partition] = most_bytes
 
-    def end_loan(self, side: int) -> None:
-        self.loans.pop(side, None)
+    def end_loan(self, partition: int) -> None:
+        self.loans.pop(partition, None)
 
     def loan_state(self) -> dict[str, Any]:
         return {
-            "own_blocks": 20, "own_free": 3, "moved": 0, "broken": self.broken,
+            "own_blocks": 20, "own_free_blocks": 3, "moved": 0, "broken": self.broken,
             "loans": list(self.loans.values()),
         }  # fmt: skip
 
@@ -95,7 +97,7 @@ class Cold:
     """A lender's port."""
 
     address: str = ""
-    lent: dict[str, LoanRequest] = field(default_factory=dict)
+    lent: dict[str, LendRequest] = field(default_factory=dict)
     opened: int = 0
     refusal: str | None = None
 
@@ -103,7 +105,7 @@ class Cold:
         assert request.headers[INTERNAL_TOKEN_HEADER] == "secret"
         if self.refusal is not None:
             return web.json_response({"error": {"message": self.refusal}}, status=409)
-        asked = LoanRequest.model_validate_json(await request.read())
+        asked = LendRequest.model_validate_json(await request.read())
         open(asked.ring, "x").close()  # noqa: ASYNC230
         self.lent[asked.name] = asked
         self.opened += 1
@@ -176,7 +178,7 @@ async def test_a_loan_is_opened_once_and_shown(tmp_path: Path) -> None:
         await reconciler.reconcile(10)
         assert cold.opened == 1
         (asked,) = cold.lent.values()
-        assert (asked.borrower, asked.guest["blocks"]) == ("hot", 8)
+        assert (asked.borrower, asked.engine.blocks) == ("hot", 8)
         assert reconciler.state is not None
         (loan,) = reconciler.state.loans
         assert (loan.name, loan.lender, loan.lender_replica) == (asked.name, "cold", "cold-0")
@@ -218,7 +220,7 @@ async def test_the_engine_is_told_a_limit_once_and_at_the_opening_of_a_loan(tmp_
         for limit in (300, 300, None):
             reconciler.apply(desired(lender(cold), limits={"cold": limit} if limit else None))
             await reconciler.reconcile(0)
-            assert [loan.get("most_bytes") for loan in hot.loans.values()] == [limit]
+            assert [hot.limits[partition] for partition in hot.loans] == [limit]
         assert hot.called.count("limit_loan") == 2
         assert hot.called.index("limit_loan") == hot.called.index("borrow") + 1
 
@@ -252,7 +254,7 @@ async def test_a_part_is_lent_in_place_of_requests_and_comes_home_before_they_ar
         whole["requests"] = 0
         reconciler.apply(desired(lender, shards=heads))
         await reconciler.reconcile(1)
-        assert [asked.guest["of"] for asked in cold.lent.values()] == [heads["cold"]]
+        assert [asked.engine.geometry for asked in cold.lent.values()] == [str(heads["cold"])]
         assert reconciler.state is not None
         (loan,) = reconciler.state.loans
         assert loan.shard is not None
@@ -261,10 +263,10 @@ async def test_a_part_is_lent_in_place_of_requests_and_comes_home_before_they_ar
 
         reconciler.apply(desired(lender))
         await reconciler.reconcile(2)
-        assert [loan["part"]["phase"] for loan in hot.loans.values()] == ["returning"]
+        assert [loan["shard"]["phase"] for loan in hot.loans.values()] == ["returning"]
         await reconciler.reconcile(3)
-        assert [asked.guest["of"] for asked in cold.lent.values()] == [None]
-        assert [loan["part"] for loan in hot.loans.values()] == [None]
+        assert [asked.engine.geometry for asked in cold.lent.values()] == ["None"]
+        assert [loan["shard"] for loan in hot.loans.values()] == [None]
 
 
 async def test_a_part_that_came_home_by_itself_is_lent_again_after_a_backoff(
@@ -276,7 +278,7 @@ async def test_a_part_that_came_home_by_itself_is_lent_again_after_a_backoff(
         reconciler.apply(desired(lender, shards={"cold": {"layers": [1, 2]}}))
         await reconciler.reconcile(0)
         (loan,) = hot.loans.values()
-        loan["part"] |= {"phase": "home", "why": "its lender was too slow"}
+        loan["shard"] |= {"phase": "home", "why": "its lender was too slow"}
         await reconciler.reconcile(0.5)
         assert not hot.loans
         assert not cold.lent

@@ -1,0 +1,119 @@
+"""Messages of loans: what two replicas, and a replica and its own engine, tell each other.
+
+An engine's answers cross vLLM's RPC as JSON: each end makes or reads them by these classes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class HostedModel(_Message):
+    """Layers of a borrower that its lender loads and computes."""
+
+    of: tuple[int, int] = Field(description="Decoder layers: the first, and the one behind.")
+    model: str = Field(description="Folder or hub id of the weights.")
+    options: dict[str, Any] = Field(description="vLLM's, so that the lender computes the same.")
+
+
+class BorrowerEngine(_Message):
+    """A borrower's engine as its lender has to know it."""
+
+    geometry: str = Field(description="JSON of the attention's Geometry that is lent.")
+    blocks: int = Field(description="KV blocks that it would hold with the lender at most.")
+    least: int = Field(description="Fewer blocks are of no use to it.")
+    max_tokens: int = Field(description="Of a step.")
+    max_requests: int = Field(description="Of a step.")
+    max_blocks: int = Field(description="Of a request.")
+    layers: HostedModel | None = None
+
+
+class LendRequest(_Message):
+    """A borrower's replica asks a lender's replica for a loan."""
+
+    name: str
+    ring: str = Field(description="Path in shared memory at which the lender makes the task ring.")
+    borrower: str = Field(description="The model that borrows.")
+    engine: BorrowerEngine
+
+
+class LendAnswer(_Message):
+    """The lender's replica has opened a loan."""
+
+    blocks: int = Field(description="KV blocks of the borrower's that may come to lie there.")
+
+
+class ShardReport(_Message):
+    """How far a shard has moved; see :class:`loomserve.platform.state.ShardState`."""
+
+    phase: str
+    pause_s: float
+    copied_bytes: int
+    why: str = ""
+
+
+class LoanReport(_Message):
+    """One loan, as the borrower's engine counts it: blocks are its own, times in ns."""
+
+    name: str
+    partition: int
+    usable_blocks: int
+    free_blocks: int
+    requests: int
+    open: bool
+    phase: str
+    shard: ShardReport | None
+    most_tokens: int
+    tasks: int
+    post_ns: int
+    wait_ns: int
+    wait_max_ns: int
+    pickup_ns: int
+    service_ns: int
+
+
+class BorrowerReport(_Message):
+    """All that an engine has borrowed."""
+
+    own_blocks: int
+    own_free_blocks: int
+    moved: int = Field(description="Running requests whose KV was copied to another partition.")
+    broken: dict[str, int] = Field(description="Loans that ended by themselves, by reason.")
+    loans: tuple[LoanReport, ...]
+
+
+class SlicingReport(_Message):
+    """How the lender's operators are sliced in one kind of step."""
+
+    slices: dict[str, int] = Field(description="By operator.")
+    wait_before_s: float = Field(description="Predicted mean wait of a task with no slices.")
+    wait_after_s: float
+
+
+class LentReport(_Message):
+    """One loan, as the lender's engine counts it: blocks are its own, times in ns."""
+
+    name: str
+    blocks: int
+    most_blocks: int
+    taken_back_blocks: int
+    closed: str = Field(description="Why the task ring is closed; OPEN while it is not.")
+    slicing: dict[str, SlicingReport] = Field(description="By kind of step.")
+    polled: int = Field(description="Tasks computed within the lender's steps.")
+    idled: int = Field(description="Tasks computed while the lender had nothing to do.")
+    service_ns: int
+    pickup_ns: int
+
+    @property
+    def is_open(self) -> bool:
+        return self.closed == "OPEN"
+
+    @property
+    def tasks(self) -> int:
+        return self.polled + self.idled
