@@ -1,7 +1,7 @@
 """The rebalancing controller: looks once a period, proposes, and in ``auto`` carries out.
 
-It knows neither Ray nor an engine: what it sees comes from ``observe``, and what is to be done goes
-to movers. Of two on one folder only one acts; the other waits until that one is gone.
+It knows neither Ray nor an engine: ``observe`` tells what there is, and actuators do what is to be
+done. Of two controllers with one folder only one acts; the other waits until the first is gone.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Any
 
 from loomserve.platform.base.errors import Conflict, Unavailable
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.rebalancing.actuators.base import Actuator
 from loomserve.platform.rebalancing.execution import Execution
-from loomserve.platform.rebalancing.plans.history import History
+from loomserve.platform.rebalancing.plans.history import History, Transition
 from loomserve.platform.rebalancing.plans.plans import Origin, Plan, alike, plan_of, rejected_of
 from loomserve.platform.rebalancing.plans.reports import (
-    ActionCount,
     Event,
     EventKind,
     Kept,
@@ -30,49 +30,48 @@ from loomserve.platform.rebalancing.plans.reports import (
     flaw_states,
 )
 from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError
-from loomserve.platform.rebalancing.policy.actions import Action, ActionKind, kind_of
+from loomserve.platform.rebalancing.policy.actions import Action, ActionKind
 from loomserve.platform.rebalancing.policy.heat import classify
 from loomserve.platform.rebalancing.policy.manual import manual
-from loomserve.platform.rebalancing.policy.planner import Proposal, propose
+from loomserve.platform.rebalancing.policy.planner import propose
 from loomserve.platform.rebalancing.policy.snapshot import Flaw, Measured, utilisations
-
-_OUTCOMES = frozenset({EventKind.DONE, EventKind.FAILED, EventKind.ABORTED})
+from loomserve.platform.rebalancing.tally import Tally
 
 
 class Rebalancer:
-    """Times are Unix seconds of the caller's clock, and never go back but by a little."""
+    """Makes plans and carries them out, one at a time; only what is saved counts.
+
+    Times are Unix seconds of the caller's clock, which may go back a little, and no more.
+    """
 
     def __init__(
         self,
         options: Rebalancing,
         store: PlanStore,
         observe: Callable[[float], Measured],
-        movers: Mapping[ActionKind, Actuator],
+        actuators: Mapping[ActionKind, Actuator[Any]],
         clock: Callable[[], float],
     ) -> None:
         """
         Args:
-            options: Of the configuration.
-            store: Not yet claimed.
+            options: The configuration's section.
+            store: Where plans are kept; not yet claimed.
             observe: The fleet as it is now, given when the last action ended.
-            movers: Of the kinds of actions that can be carried out.
-            clock: Unix time.
+            actuators: One for each kind of action that can be carried out.
+            clock: Unix time, in seconds.
         """
         self._options, self._store, self._clock = options, store, clock
         self._kept = Kept(mode=options.controller, configured=options.controller)
         self._look_at = observe
         self._history = History()
-        self._execution = Execution(options, movers, self._observe, self._commit)
+        self._execution = Execution(options, actuators, self._observe, self._commit)
         self._problem: str | None = "it has just started"
         self._next_look_s = 0.0
-        self._actions: Counter[tuple[str, str]] = Counter()
-        self._rejected: Counter[str] = Counter()
-        self._moved: Counter[str] = Counter()
-        self._paused_s = 0.0
+        self._tally = Tally()
         self._one_at_a_time = asyncio.Lock()
 
     async def tick(self) -> None:
-        """What there is to do now; to be called about once a second."""
+        """Do what there is to do now; to be called about once a second."""
         async with self._one_at_a_time:
             try:
                 if self._store.claimed or await self._claim():
@@ -117,26 +116,23 @@ class Rebalancer:
         snapshot, origin = measured.snapshot, Origin.CONTROLLER
         heat = classify(self._kept.heat, utilisations(snapshot), self._options)
         proposal = propose(snapshot, heat, self._history.corrections, self._options)
-        self._count(proposal)
+        self._tally.count_rejected(proposal)
         kept = self._kept.model_copy(update={"heat": heat})
         plan = plan_of(_new_id(), now_s, snapshot, proposal)
         waiting = self._history.waiting(origin)
-        same = plan is not None and waiting is not None and alike(plan, waiting)
-        if plan is not None and not same:
-            history, events = self._history.propose(plan), [_of(EventKind.PROPOSED, plan, now_s)]
-        else:
-            # A plan that a person reads keeps its id while it would be made again.
-            history = self._history if same else self._history.withdraw(origin)
-            events = []
+        history, events = self._history, list[Event]()
+        # A plan that a person reads keeps its id while it would be made again.
+        if plan is None:
+            history = history.withdraw(origin)
+        elif waiting is None or not alike(plan, waiting):
+            proposed = history.propose(plan, now_s)
+            history, events = proposed.history, [proposed.event]
         chosen = history.waiting(origin)
         if chosen is not None and kept.mode == "auto" and not kept.paused:
-            history = history.start(chosen.id)
-            events.append(_of(EventKind.STARTED, chosen, now_s))
+            started = history.start(chosen.id, now_s)
+            history, events = started.history, [*events, started.event]
         if (kept, history) != (self._kept, self._history):
             await self._save(kept, history, events)
-
-    def _count(self, proposal: Proposal) -> None:
-        self._rejected.update(str(each.refusal.reason) for each in proposal.rejected)
 
     # What operators ask for
 
@@ -163,11 +159,10 @@ class Rebalancer:
                 at_once = self._options.model_copy(update={"confirm_periods": 1})
                 heat = classify({}, utilisations(snapshot), at_once)
                 proposal = propose(snapshot, heat, corrections, self._options)
-                self._count(proposal)
+                self._tally.count_rejected(proposal)
             plan = plan_of(_new_id(), now_s, snapshot, proposal, Origin.OPERATOR, forced=forced)
             if plan is not None:
-                event = _of(EventKind.PROPOSED, plan, now_s)
-                await self._save(self._kept, self._history.propose(plan), [event])
+                await self._commit(self._history.propose(plan, now_s))
             return MadePlan(
                 plan=plan,
                 flaws=flaw_states(flaws),
@@ -186,10 +181,8 @@ class Rebalancer:
         async with self._acting():
             if self._kept.paused:
                 raise Conflict("actions are paused: resume them first")
-            history = self._history.start(id_)
-            event = _of(EventKind.STARTED, history.plan(id_), self._clock())
-            await self._save(self._kept, history, [event])
-            return history.plan(id_)
+            await self._commit(self._history.start(id_, self._clock()))
+            return self._history.plan(id_)
 
     async def abort(self, id_: str) -> Plan:
         """Leave what a plan has not begun, and take back the action that is under way.
@@ -199,11 +192,8 @@ class Rebalancer:
             Unavailable: this controller does not act.
         """
         async with self._acting():
-            now_s = self._clock()
-            history = self._history.abort(id_, now_s)
-            event = _of(EventKind.ABORTED, history.plan(id_), now_s)
-            await self._save(self._kept, history, [event])
-            return history.plan(id_)
+            await self._commit(self._history.abort(id_, self._clock()))
+            return self._history.plan(id_)
 
     async def switch(self, mode: Mode | None, paused: bool | None) -> None:
         """
@@ -246,13 +236,10 @@ class Rebalancer:
             devices=device_loads(measured, self._kept.heat),
             flaws=flaw_states(measured.flaws(self._options)),
             running=running.id if running else None,
-            actions=tuple(
-                ActionCount(kind=kind, outcome=outcome, count=count)
-                for (kind, outcome), count in sorted(self._actions.items())
-            ),
-            rejected=dict(self._rejected),
-            moved_bytes=dict(self._moved),
-            paused_s=self._paused_s,
+            actions=self._tally.actions,
+            rejected=self._tally.rejected,
+            moved_bytes=self._tally.moved_bytes,
+            paused_s=self._tally.paused_s,
         )
 
     # Saving
@@ -262,15 +249,11 @@ class Rebalancer:
         await asyncio.to_thread(self._store.save, kept, history, events)
         self._kept, self._history = kept, history
 
-    async def _commit(self, history: History, event: Event, changed_at_s: float | None) -> None:
-        changes = {} if changed_at_s is None else {"changed_at_s": changed_at_s}
+    async def _commit(self, transition: Transition) -> None:
+        history, event = transition.history, transition.event
+        changes = {"changed_at_s": event.at} if transition.changes_loads else {}
         await self._save(self._kept.model_copy(update=changes), history, [event])
-        if event.kind in _OUTCOMES and event.action is not None and event.plan is not None:
-            assert event.step is not None
-            kind, step = str(kind_of(event.action)), history.plan(event.plan).steps[event.step]
-            self._actions[kind, str(event.kind)] += 1
-            self._moved[kind] += step.moved_bytes
-            self._paused_s += step.paused_s
+        self._tally.count_event(event, history)
 
     def _observe(self) -> Measured:
         return self._look_at(self._kept.changed_at_s)
@@ -292,10 +275,6 @@ class Rebalancer:
 
 def _new_id() -> str:
     return f"plan-{secrets.token_hex(4)}"
-
-
-def _of(kind: EventKind, plan: Plan, now_s: float) -> Event:
-    return Event(at=now_s, kind=kind, plan=plan.id)
 
 
 def _unfit(found: Sequence[Flaw], *, can_be_forced: bool) -> str:

@@ -67,7 +67,7 @@ class RebalancingPart:
         written = options.profile
         self._profile = _ProfileFile(base / written if written else profile_path(config, base))
         shards = ShardActuator(fleet)
-        self._actuators: dict[ActionKind, Actuator] = {
+        self._actuators: dict[ActionKind, Actuator[Any]] = {
             ActionKind.REQUESTS: RequestsActuator(fleet),
             ActionKind.HEADS: shards,
             ActionKind.LAYERS: shards,

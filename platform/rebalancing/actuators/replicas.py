@@ -1,19 +1,23 @@
-"""What moves requests between lending pairs, changes roles, and starts and ends replicas.
+"""Actuators that move requests between lending pairs, change roles, and start and end replicas.
 
-Each mover only writes down what the fleet is told with its next reports, and looks at what the
-replicas then report; so telling it again changes nothing.
+Each sets what the fleet's replicas are told with their next heartbeats, and looks at what they then
+report; so telling again changes nothing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 from loomserve.platform.base.errors import Conflict, NotFound
 from loomserve.platform.fleet.fleet import EngineRecord, Fleet
-from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Order, Progress
+from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Progress
 from loomserve.platform.rebalancing.observe import kv_at
+from loomserve.platform.rebalancing.plans.records import (
+    ReplicasRecord,
+    RequestsRecord,
+    RoleRecord,
+)
 from loomserve.platform.rebalancing.policy.actions import (
     Action,
     AddReplica,
@@ -36,10 +40,10 @@ def record_of(fleet: Fleet, replica_id: str) -> EngineRecord:
 
 
 class RequestsActuator:
-    """Raises and lowers how much a borrower's replica may have with a lender.
+    """Raises and lowers the limit on the KV that a borrower's replica has with a lender.
 
     Above the limit, requests move home where there is room, and are computed again where there is
-    none. Below it the borrower itself decides what goes there.
+    none. Below the limit, placement is up to the borrower.
     """
 
     def __init__(self, fleet: Fleet) -> None:
@@ -48,35 +52,35 @@ class RequestsActuator:
     def movable(self, engine: str) -> bool:
         return record_of(self._fleet, engine).report.model.lending is not None
 
-    def order(self, name: str, action: Action) -> dict[str, Any]:
+    def prepare(self, name: str, action: Action) -> RequestsRecord:
         assert isinstance(action, Move)
         borrower = record_of(self._fleet, action.engine)
         lender = record_of(self._fleet, action.lender).report.model.name
         there = _kv_there(borrower, lender)
-        most = max(there - action.amount, 0) if action.back else there + action.amount
-        return {
-            "borrower": action.engine,
-            "lender": lender,
-            "limit": most,
-            "limit_before": borrower.limits.get(lender),
-            "bytes_before": there,
-        }
+        return RequestsRecord(
+            name=name,
+            borrower=action.engine,
+            lender=lender,
+            limit=max(there - action.amount, 0) if action.back else there + action.amount,
+            limit_before=borrower.limits.get(lender),
+            bytes_before=there,
+        )
 
-    async def begin(self, order: Order) -> None:
-        self._fleet.limit_loans(order["borrower"], order["lender"], order["limit"])
+    async def begin(self, record: RequestsRecord) -> None:
+        self._fleet.limit_loans(record.borrower, record.lender, record.limit)
 
-    async def abort(self, order: Order) -> None:
-        self._fleet.limit_loans(order["borrower"], order["lender"], order["limit_before"])
+    async def abort(self, record: RequestsRecord) -> None:
+        self._fleet.limit_loans(record.borrower, record.lender, record.limit_before)
 
-    async def progress(self, order: Order) -> Progress:
-        lender, limit = order["lender"], order["limit"]
-        borrower = record_of(self._fleet, order["borrower"])
+    async def progress(self, record: RequestsRecord) -> Progress:
+        lender, limit = record.lender, record.limit
+        borrower = record_of(self._fleet, record.borrower)
         said = borrower.report.borrowing
         reported = said.limits.get(lender) if said else None
         there = _kv_there(borrower, lender)
-        moved = abs(there - order["bytes_before"])
+        moved = abs(there - record.bytes_before)
         if borrower.limits.get(lender) != limit:
-            back = reported == order["limit_before"]
+            back = reported == record.limit_before
             return Progress(outcome=ActionOutcome.ABORTED if back else ActionOutcome.RUNNING)
         loans = [loan for loan in said.loans if loan.lender == lender] if said else []
         done = reported == limit and there <= limit and (limit > 0 or not loans)
@@ -101,27 +105,27 @@ class RoleActuator:
     def movable(self, engine: str) -> bool:
         return False
 
-    def order(self, name: str, action: Action) -> dict[str, Any]:
+    def prepare(self, name: str, action: Action) -> RoleRecord:
         assert isinstance(action, SetRole)
         before = record_of(self._fleet, action.engine).role
-        return {"replica": action.engine, "role": action.role, "role_before": before}
+        return RoleRecord(name=name, replica=action.engine, role=action.role, role_before=before)
 
-    async def begin(self, order: Order) -> None:
-        await self._set_role(order["replica"], Role(order["role"]))
+    async def begin(self, record: RoleRecord) -> None:
+        await self._set_role(record.replica, record.role)
 
-    async def abort(self, order: Order) -> None:
-        await self._set_role(order["replica"], Role(order["role_before"]))
+    async def abort(self, record: RoleRecord) -> None:
+        await self._set_role(record.replica, record.role_before)
 
-    async def progress(self, order: Order) -> Progress:
-        record = record_of(self._fleet, order["replica"])
-        if record.report.stats.role != record.role:
-            return Progress()  # it learns of it with its next report
-        done = record.role == order["role"]
+    async def progress(self, record: RoleRecord) -> Progress:
+        there = record_of(self._fleet, record.replica)
+        if there.report.stats.role != there.role:
+            return Progress()  # the replica learns of it with its next heartbeat
+        done = there.role == record.role
         return Progress(outcome=ActionOutcome.DONE if done else ActionOutcome.ABORTED)
 
 
 class ReplicasActuator:
-    """Starts a replica more, which takes the first free device, or ends the newest."""
+    """Starts one more replica, which takes the first free device, or ends the newest."""
 
     def __init__(self, fleet: Fleet, scale: Scale) -> None:
         self._fleet, self._scale = fleet, scale
@@ -129,7 +133,7 @@ class ReplicasActuator:
     def movable(self, engine: str) -> bool:
         return False
 
-    def order(self, name: str, action: Action) -> dict[str, Any]:
+    def prepare(self, name: str, action: Action) -> ReplicasRecord:
         match action:
             case AddReplica():
                 model, leaving, more = action.model, None, 1
@@ -139,30 +143,31 @@ class ReplicasActuator:
             case _:
                 raise AssertionError(f"{action} is of another kind")
         before = self._target(model)
-        return {
-            "model": model,
-            "replicas": before + more,
-            "replicas_before": before,
-            "there_before": sorted(self._live(model)),
-            "leaving": leaving,
-        }
+        return ReplicasRecord(
+            name=name,
+            model=model,
+            replicas=before + more,
+            replicas_before=before,
+            there_before=tuple(sorted(self._live(model))),
+            leaving=leaving,
+        )
 
-    async def begin(self, order: Order) -> None:
-        await self._scale(order["model"], order["replicas"])
+    async def begin(self, record: ReplicasRecord) -> None:
+        await self._scale(record.model, record.replicas)
 
-    async def abort(self, order: Order) -> None:
-        await self._scale(order["model"], order["replicas_before"])
+    async def abort(self, record: ReplicasRecord) -> None:
+        await self._scale(record.model, record.replicas_before)
 
-    async def progress(self, order: Order) -> Progress:
-        there, before = self._live(order["model"]), set(order["there_before"])
-        if self._target(order["model"]) == order["replicas_before"]:
-            back = len(there) == order["replicas_before"]
+    async def progress(self, record: ReplicasRecord) -> Progress:
+        there, before = self._live(record.model), set(record.there_before)
+        if self._target(record.model) == record.replicas_before:
+            back = len(there) == record.replicas_before
             return Progress(outcome=ActionOutcome.ABORTED if back else ActionOutcome.RUNNING)
-        if len(there) != order["replicas"]:
+        if len(there) != record.replicas:
             return Progress()
         gone = before - there
-        if order["leaving"] is not None and gone != {order["leaving"]}:
-            await self.abort(order)
+        if record.leaving is not None and gone != {record.leaving}:
+            await self.abort(record)
             went = ", ".join(sorted(gone)) or "none"
             return Progress(
                 outcome=ActionOutcome.FAILED,

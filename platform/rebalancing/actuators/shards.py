@@ -6,21 +6,19 @@ again changes nothing.
 
 from __future__ import annotations
 
-import time
-from typing import Any
-
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Order, Progress
+from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Progress
 from loomserve.platform.rebalancing.actuators.replicas import record_of
+from loomserve.platform.rebalancing.plans.records import ShardRecord
 from loomserve.platform.rebalancing.policy.actions import Action, Move
 from loomserve.platform.rebalancing.policy.snapshot import MoveKind
 from loomserve.platform.state import LoanState
-from loomserve.platform.state.lending_options import ShardSpec as MovedPart
+from loomserve.platform.state.lending_options import ShardSpec
 
 
 class ShardActuator:
-    """Of the fleet that is told."""
+    """Moves a shard of an engine to a lender, or home."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -28,10 +26,10 @@ class ShardActuator:
     def movable(self, engine: str) -> bool:
         return record_of(self._fleet, engine).report.model.lending is not None
 
-    def order(self, name: str, action: Action) -> dict[str, Any]:
+    def prepare(self, name: str, action: Action) -> ShardRecord:
         """
         Raises:
-            Conflict: something of the engine is away already, or not all of it comes home.
+            Conflict: a shard of the engine is away already, or not all of it would come home.
             NotFound: one of the replicas does not report any more.
         """
         assert isinstance(action, Move)
@@ -49,17 +47,16 @@ class ShardActuator:
                 f"{action.engine!r} has something with {', '.join(sorted(away))}: let it come home "
                 "first"
             )
-        part = None if action.back else self._part(action)
-        return {
-            "engine": action.engine,
-            "lender": lender,
-            "device": there.device,
-            "part": part,
-            "part_before": away.get(lender),
-            "began_at": time.time(),
-        }
+        return ShardRecord(
+            name=name,
+            engine=action.engine,
+            lender=lender,
+            device=there.device,
+            shard=None if action.back else self._shard(action),
+            shard_before=away.get(lender),
+        )
 
-    def _part(self, action: Move) -> MovedPart:
+    def _shard(self, action: Move) -> ShardSpec:
         if action.kind is MoveKind.HEADS:
             return {"heads": action.amount}
         footprint = record_of(self._fleet, action.engine).report.footprint
@@ -68,22 +65,21 @@ class ShardActuator:
         # The last ones: which they are makes no difference to what moves.
         return {"layers": [footprint.layers - action.amount, footprint.layers]}
 
-    async def begin(self, order: Order) -> None:
-        self._fleet.move_shard(order["engine"], order["lender"], order["part"], order["device"])
+    async def begin(self, record: ShardRecord) -> None:
+        self._fleet.move_shard(record.engine, record.lender, record.shard, record.device)
 
-    async def abort(self, order: Order) -> None:
-        before = order["part_before"]
-        self._fleet.move_shard(order["engine"], order["lender"], before, order["device"])
+    async def abort(self, record: ShardRecord) -> None:
+        self._fleet.move_shard(record.engine, record.lender, record.shard_before, record.device)
 
-    async def progress(self, order: Order) -> Progress:
-        lender, part = order["lender"], order["part"]
-        said = record_of(self._fleet, order["engine"]).report.borrowing
+    async def progress(self, record: ShardRecord) -> Progress:
+        lender = record.lender
+        said = record_of(self._fleet, record.engine).report.borrowing
         if said is None:
             return Progress()
-        aborted = self._fleet.shards(order["engine"]).get(lender) != part
-        wanted = order["part_before"] if aborted else part
+        aborted = self._fleet.shards(record.engine).get(lender) != record.shard
+        wanted = record.shard_before if aborted else record.shard
         if said.shards.get(lender) != wanted:
-            return Progress()  # it learns of it with its next report
+            return Progress()  # the engine learns of it with its next heartbeat
         there = [each for each in said.loans if each.lender == lender and each.shard is not None]
         if any(each.draining for each in there):
             return _moving(there, "what is there comes home")
@@ -91,30 +87,30 @@ class ShardActuator:
             outcome = ActionOutcome.ABORTED if aborted else ActionOutcome.DONE
             return _moving(there, "").model_copy(update={"outcome": outcome})
         if lender in said.problems and not there:
-            await self.abort(order)
+            await self.abort(record)
             return Progress(outcome=ActionOutcome.FAILED, message=said.problems[lender])
         return _moving(there, "full blocks are copied")
 
 
-def _amount(part: MovedPart | None) -> int:
-    if part is None:
+def _amount(shard: ShardSpec | None) -> int:
+    if shard is None:
         return 0
-    if "heads" in part:
-        return int(part["heads"])
-    first, end = part["layers"]
+    if "heads" in shard:
+        return int(shard["heads"])
+    first, end = shard["layers"]
     return int(end - first)
 
 
-def _settled(there: list[LoanState], wanted: MovedPart | None) -> bool:
+def _settled(there: list[LoanState], wanted: ShardSpec | None) -> bool:
     if wanted is None:
         return not there
     return any(each.shard is not None and each.shard.phase == "away" for each in there)
 
 
 def _moving(there: list[LoanState], message: str) -> Progress:
-    parts = [each.shard for each in there if each.shard is not None]
+    shards = [each.shard for each in there if each.shard is not None]
     return Progress(
-        moved_bytes=sum(part.copied_bytes for part in parts),
-        paused_s=max((part.pause_s for part in parts), default=0.0),
+        moved_bytes=sum(shard.copied_bytes for shard in shards),
+        paused_s=max((shard.pause_s for shard in shards), default=0.0),
         message=message,
     )

@@ -1,9 +1,13 @@
-"""What became of the latest plans, and what was learnt from them; values, changed by copies."""
+"""The latest plans and what was learnt from them.
+
+A history is a value. Each transition of a plan is one method, which returns the history after it
+together with the event that tells of it, so that both are saved at once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -17,14 +21,32 @@ from loomserve.platform.rebalancing.plans.plans import (
     StepStatus,
     spread,
 )
+from loomserve.platform.rebalancing.plans.records import AnyRecord
+from loomserve.platform.rebalancing.plans.reports import Event, EventKind
 from loomserve.platform.rebalancing.policy.actions import kind_of
 from loomserve.platform.rebalancing.policy.correction import Corrections
 from loomserve.platform.rebalancing.policy.forecast import Forecast
-from loomserve.platform.rebalancing.policy.snapshot import Snapshot
+from loomserve.platform.rebalancing.policy.snapshot import Snapshot, utilisations
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """One change of a history.
+
+    Attributes:
+        history: The history after it.
+        event: What operators read of it.
+        changes_loads: Whether devices' loads change with it, so that older measurements do not
+            count any more.
+    """
+
+    history: History
+    event: Event
+    changes_loads: bool = False
 
 
 class History(BaseModel):
-    """The latest plans, the newest last, and what was learnt; kept over a restart."""
+    """The latest plans, the newest last, and corrections learnt from them; outlives a restart."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -47,7 +69,7 @@ class History(BaseModel):
         return next((plan for plan in self.plans if plan.status in ACTIVE), None)
 
     def waiting(self, origin: Origin) -> Plan | None:
-        """The newest that was proposed and has not begun."""
+        """The newest plan of this origin that was proposed and has not begun."""
         proposed = (
             plan
             for plan in reversed(self.plans)
@@ -55,18 +77,21 @@ class History(BaseModel):
         )
         return next(proposed, None)
 
-    def propose(self, plan: Plan) -> History:
-        """With a new plan, which replaces those of its origin that have not begun.
+    # Transitions of a plan
+
+    def propose(self, plan: Plan, at_s: float) -> Transition:
+        """Add a new plan, which replaces those of its origin that have not begun.
 
         Raises:
-            Conflict: a plan runs, and what it was made of no longer holds.
+            Conflict: a plan runs, and changes what the new one was made of.
         """
         self._refuse_if_running()
         plans = self.withdraw(plan.origin).plans
-        return self.model_copy(update={"plans": (*plans, plan)[-self.most :]})
+        history = self.model_copy(update={"plans": (*plans, plan)[-self.most :]})
+        return history._told(EventKind.PROPOSED, plan.id, at_s)
 
     def withdraw(self, origin: Origin) -> History:
-        """Without the plans of this origin that have not begun."""
+        """Replace the plans of this origin that have not begun by nothing; no event tells of it."""
         plans = (
             _ended(each, PlanStatus.REPLACED)
             if each.status is PlanStatus.PROPOSED and each.origin is origin
@@ -75,62 +100,88 @@ class History(BaseModel):
         )
         return self.model_copy(update={"plans": tuple(plans)})
 
-    def start(self, id_: str) -> History:
+    def start(self, id_: str, at_s: float) -> Transition:
         """
         Raises:
             NotFound: see :meth:`plan`.
-            Conflict: it has begun or ended already, or another one runs.
+            Conflict: the plan has begun or ended already, or another one runs.
         """
         plan = self.plan(id_)
         if plan.status is not PlanStatus.PROPOSED:
             raise Conflict(f"plan {id_!r} is {plan.status}; only a proposed plan can be started")
         self._refuse_if_running()
-        return self._with(plan.model_copy(update={"status": PlanStatus.RUNNING}))
+        history = self._with(plan.model_copy(update={"status": PlanStatus.RUNNING}))
+        return history._told(EventKind.STARTED, id_, at_s)
+
+    def abort(self, id_: str, at_s: float) -> Transition:
+        """Begin no step of the plan any more; a step that is under way has to end first.
+
+        Raises:
+            NotFound: see :meth:`plan`.
+            Conflict: the plan has ended, or is being aborted already.
+        """
+        plan = self.plan(id_)
+        if plan.status not in (PlanStatus.PROPOSED, PlanStatus.RUNNING):
+            raise Conflict(f"plan {id_!r} is {plan.status} already")
+        at = plan.next_step
+        if at is None or plan.steps[at].status is StepStatus.PENDING:
+            history = self._with(_ended(plan, PlanStatus.CANCELLED, at_s))
+        else:
+            history = self._with(plan.model_copy(update={"status": PlanStatus.ABORTING}))
+        return history._told(EventKind.ABORTED, id_, at_s)
+
+    # Transitions of the running plan's next step
 
     def step_begun(
-        self, id_: str, order: Mapping[str, Any], at_s: float, loads: Mapping[str, float]
-    ) -> History:
-        """The next step is about to be carried out.
+        self, id_: str, at_s: float, record: AnyRecord, loads: Mapping[str, float]
+    ) -> Transition:
+        """The step is about to be carried out; ``loads`` are the devices' just now.
 
         Raises:
             NotFound, Conflict: as :meth:`step_done`.
         """
-        return self._step(
-            id_, status=StepStatus.RUNNING, order=dict(order), began=at_s, loads_before=dict(loads)
+        plan, at = self._at_step(id_)
+        history = self._step(
+            plan, at, status=StepStatus.RUNNING, record=record, began=at_s, loads_before=dict(loads)
         )
+        return history._told(EventKind.BEGUN, id_, at_s, at)
 
-    def step_moves(self, id_: str, order: Mapping[str, Any]) -> History:
-        """Its mechanism has got on, and must not forget how far.
-
-        Raises:
-            NotFound, Conflict: as :meth:`step_done`.
-        """
-        return self._step(id_, order=dict(order))
-
-    def step_acted(self, id_: str, at_s: float, moved_bytes: int, paused_s: float) -> History:
-        """The step was carried out; what it gained is to be measured.
+    def step_acted(
+        self, id_: str, at_s: float, moved_bytes: int, paused_s: float, message: str
+    ) -> Transition:
+        """The step was carried out; its gain is to be measured.
 
         Raises:
             NotFound, Conflict: as :meth:`step_done`.
         """
-        return self._step(
-            id_,
+        plan, at = self._at_step(id_)
+        history = self._step(
+            plan,
+            at,
             status=StepStatus.SETTLING,
             acted=at_s,
             moved_bytes=moved_bytes,
             paused_s=paused_s,
         )
+        told = message or "carried out; its gain is about to be measured"
+        return history._told(EventKind.BEGUN, id_, at_s, at, told, changes_loads=True)
 
     def step_done(
         self,
         id_: str,
+        at_s: float,
         real: Forecast | None,
-        loads: Mapping[str, float] | None = None,
-        at_s: float | None = None,
-    ) -> History:
-        """The running plan's next step was carried out; corrections learn from it.
+        measured: Snapshot | None = None,
+        message: str = "",
+    ) -> Transition:
+        """The step was carried out; corrections learn from it, and the last one ends the plan.
 
-        ``real`` is None if nothing could be measured.
+        Args:
+            id_: The plan's.
+            at_s: Now.
+            real: What the step gained and cost; None: nothing could be measured.
+            measured: The snapshot of after it, if there is one.
+            message: For a person.
 
         Raises:
             NotFound: see :meth:`plan`.
@@ -138,64 +189,68 @@ class History(BaseModel):
         """
         plan, at = self._at_step(id_)
         step = plan.steps[at]
-        after = self._step(
-            id_, status=StepStatus.DONE, real=real, loads_after=dict(loads) if loads else None
-        )
-        changed = after.plan(id_)
-        if plan.status is PlanStatus.ABORTING:
-            after = after._with(_ended(changed, PlanStatus.CANCELLED, at_s))
-        elif at + 1 == len(plan.steps):
-            after = after._with(_ended(changed, PlanStatus.DONE, at_s))
-        if real is None:
-            return after
-        corrections = self.corrections.learn(
-            kind_of(step.action), step.source, step.target, step.raw, real
-        )
-        return after.model_copy(update={"corrections": corrections})
+        loads = None if measured is None else utilisations(measured)
+        history = self._step(plan, at, status=StepStatus.DONE, real=real, loads_after=loads)
+        aborting = plan.status is PlanStatus.ABORTING
+        if aborting or at + 1 == len(plan.steps):
+            status = PlanStatus.CANCELLED if aborting else PlanStatus.DONE
+            ended = _ended(history.plan(id_), status, at_s)
+            if measured is not None:
+                ended = ended.model_copy(update={"real_gain": plan.spread - spread(measured)})
+            history = history._with(ended)
+        if real is not None:
+            corrections = self.corrections.learn(
+                kind_of(step.action), step.source, step.target, step.raw, real
+            )
+            history = history.model_copy(update={"corrections": corrections})
+        return history._told(EventKind.DONE, id_, at_s, at, message)
 
-    def step_failed(self, id_: str, message: str, at_s: float | None = None) -> History:
-        """The running plan's next step was rolled back; the plan ends with it.
+    def step_failed(self, id_: str, at_s: float, why: str) -> Transition:
+        """The step was not begun, or was taken back; the plan ends with it.
 
         Raises:
             NotFound, Conflict: as :meth:`step_done`.
         """
-        aborted = self.plan(id_).status is PlanStatus.ABORTING
-        status = StepStatus.ABORTED if aborted else StepStatus.FAILED
-        after = self._step(id_, status=status, message=message)
-        ended = PlanStatus.CANCELLED if aborted else PlanStatus.FAILED
-        return after._with(_ended(after.plan(id_), ended, at_s))
+        plan, at = self._at_step(id_)
+        aborting = plan.status is PlanStatus.ABORTING
+        status = StepStatus.ABORTED if aborting else StepStatus.FAILED
+        history = self._step(plan, at, status=status, message=why)
+        ended = PlanStatus.CANCELLED if aborting else PlanStatus.FAILED
+        history = history._with(_ended(history.plan(id_), ended, at_s))
+        kind = EventKind.ABORTED if aborting else EventKind.FAILED
+        # What was begun and taken back has changed the loads as well.
+        begun = plan.steps[at].record is not None
+        return history._told(kind, id_, at_s, at, why, changes_loads=begun)
 
-    def abort(self, id_: str, at_s: float | None = None) -> History:
-        """Begin no step of the plan any more; one that is under way has to end first.
-
-        Raises:
-            NotFound: see :meth:`plan`.
-            Conflict: it has ended, or is being aborted already.
-        """
-        plan = self.plan(id_)
-        if plan.status not in (PlanStatus.PROPOSED, PlanStatus.RUNNING):
-            raise Conflict(f"plan {id_!r} is {plan.status} already")
-        at = plan.next_step
-        if at is None or plan.steps[at].status is StepStatus.PENDING:
-            return self._with(_ended(plan, PlanStatus.CANCELLED, at_s))
-        return self._with(plan.model_copy(update={"status": PlanStatus.ABORTING}))
-
-    def settled(self, id_: str, snapshot: Snapshot) -> History:
-        """What the plan has gained, from a snapshot of after it.
-
-        Raises:
-            NotFound: see :meth:`plan`.
-        """
-        plan = self.plan(id_)
-        gain = plan.spread - spread(snapshot)
-        return self._with(plan.model_copy(update={"real_gain": gain}))
+    def _told(
+        self,
+        kind: EventKind,
+        id_: str,
+        at_s: float,
+        at: int | None = None,
+        message: str = "",
+        *,
+        changes_loads: bool = False,
+    ) -> Transition:
+        """This history with the event of a plan, or of its step ``at``."""
+        event = Event(at=at_s, kind=kind, plan=id_, message=message)
+        if at is not None:
+            step = self.plan(id_).steps[at]
+            event = event.model_copy(
+                update={
+                    "step": at,
+                    "action": step.action,
+                    "loads_before": step.loads_before,
+                    "loads_after": step.loads_after,
+                }
+            )
+        return Transition(self, event, changes_loads)
 
     def _refuse_if_running(self) -> None:
         if self.running is not None:
             raise Conflict(f"plan {self.running.id!r} runs; wait until it has ended, or abort it")
 
-    def _step(self, id_: str, **changes: object) -> History:
-        plan, at = self._at_step(id_)
+    def _step(self, plan: Plan, at: int, **changes: object) -> History:
         steps: list[PlanStep] = list(plan.steps)
         steps[at] = steps[at].model_copy(update=changes)
         return self._with(plan.model_copy(update={"steps": tuple(steps)}))

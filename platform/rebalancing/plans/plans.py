@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from loomserve.platform.rebalancing.plans.records import AnyRecord
 from loomserve.platform.rebalancing.policy.actions import Action
 from loomserve.platform.rebalancing.policy.forecast import Forecast
 from loomserve.platform.rebalancing.policy.limits import Reason
@@ -56,9 +56,7 @@ class PlanStep(_Object):
     raw: Forecast = Field(description="As predicted from measurements alone.")
     predicted: Forecast = Field(description="Corrected by actions of its kind before.")
     status: StepStatus = StepStatus.PENDING
-    order: dict[str, Any] | None = Field(
-        None, description="What its mechanism was told, as that writes it."
-    )
+    record: AnyRecord | None = Field(None, description="What its actuator remembers of it.")
     began: float | None = Field(None, description="Unix time, seconds.")
     acted: float | None = Field(None, description="When it was done and not yet measured.")
     loads_before: dict[str, float] | None = Field(None, description="Utilisation by device.")

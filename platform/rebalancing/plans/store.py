@@ -24,7 +24,7 @@ from loomserve.platform.rebalancing.plans.plans import Plan
 from loomserve.platform.rebalancing.plans.reports import Event, Kept
 from loomserve.platform.rebalancing.policy.correction import Corrections
 
-_VERSION = 1
+_VERSION = 2
 _MOST_EVENTS = 1000
 _TABLES = """
 CREATE TABLE controller (
@@ -174,9 +174,10 @@ class PlanStore:
                 )
         except sqlite3.Error as error:
             raise self._unusable(str(error)) from None
-        if version > _VERSION:
+        if version not in (0, _VERSION):
             db.close()
-            raise self._unusable("it was written by a newer Loomserve")
+            age = "a newer" if version > _VERSION else "an older"
+            raise self._unusable(f"{age} Loomserve wrote plans.sqlite there")
         return db
 
     @contextmanager

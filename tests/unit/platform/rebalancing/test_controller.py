@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,7 +21,7 @@ from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError, Su
 from loomserve.platform.rebalancing.policy.actions import Action, ActionKind, AddReplica, Move
 from loomserve.platform.rebalancing.policy.limits import Reason
 from loomserve.platform.rebalancing.policy.snapshot import MoveKind, Unfit, utilisations
-from tests.unit.platform.rebalancing.actuators.written import Platform, WrittenMover
+from tests.unit.platform.rebalancing.actuators.written import Platform, WrittenActuator
 from tests.unit.platform.rebalancing.fleets import MIB, fleet
 
 pytestmark = pytest.mark.anyio
@@ -38,12 +39,12 @@ def anyio_backend() -> str:
 class Bench:
     folder: Path
     platform: Platform
-    mover: WrittenMover
+    actuator: WrittenActuator
 
     def new(self, options: Rebalancing = AUTO) -> Rebalancer:
-        movers: dict[ActionKind, Actuator] = dict.fromkeys(ActionKind, self.mover)
+        actuators: dict[ActionKind, Actuator[Any]] = dict.fromkeys(ActionKind, self.actuator)
         return Rebalancer(
-            options, PlanStore(self.folder), self.platform.observe, movers, self.platform.clock
+            options, PlanStore(self.folder), self.platform.observe, actuators, self.platform.clock
         )
 
     @asynccontextmanager
@@ -69,7 +70,7 @@ class Bench:
 @pytest.fixture
 def bench(tmp_path: Path) -> Bench:
     platform = Platform(fleet([(0.9, 0.8), (0.1, 0.1)]))
-    return Bench(tmp_path / "plans", platform, WrittenMover(platform))
+    return Bench(tmp_path / "plans", platform, WrittenActuator(platform))
 
 
 def move(amount: int = 64 * MIB, engine: str = HOT, lender: str = COLD) -> Move:
@@ -104,11 +105,11 @@ async def test_auto_evens_the_loads_out_measures_what_it_gained_and_then_rests(
             assert step.real.pause_s == step.paused_s == 0.25
         assert plan.steps[0].loads_before == pytest.approx(loads)
         assert plan.steps[-1].loads_after == pytest.approx(after)
-        told = len(bench.mover.told)
+        told = len(bench.actuator.told)
         for _ in range(200):
             bench.platform.now_s += 1
             await controller.tick()
-        assert len(bench.mover.told) == told == len(plan.steps)
+        assert len(bench.actuator.told) == told == len(plan.steps)
         done = [e for e in await controller.events(100) if e.kind is EventKind.DONE]
         assert len(done) == len(plan.steps)
         assert all(event.loads_before and event.loads_after for event in done)
@@ -128,7 +129,7 @@ async def test_advise_keeps_one_plan_for_a_person_until_the_loads_ask_for_anothe
             bench.platform.now_s += 1
             await controller.tick()
         assert [each.id for each in controller.plans()] == [plan.id]
-        assert not bench.mover.told
+        assert not bench.actuator.told
         bench.platform.snapshot = fleet([(0.5, 0.5), (0.5, 0.5)])
         await bench.until(
             controller, lambda: controller.plan(plan.id).status is PlanStatus.REPLACED
@@ -148,7 +149,7 @@ async def test_off_looks_at_nothing_and_a_dry_run_tells_all_the_same(bench: Benc
         assert made.plan is not None
         assert made.plan.predicted.gain > 0
         assert sum(made.rejected_by_reason.values()) == len(made.rejected) > 0
-        assert not bench.mover.told
+        assert not bench.actuator.told
         assert controller.state().rejected == made.rejected_by_reason
 
 
@@ -156,20 +157,20 @@ async def test_off_looks_at_nothing_and_a_dry_run_tells_all_the_same(bench: Benc
 async def test_a_controller_that_is_started_anew_goes_on_in_the_middle_of_a_plan(
     bench: Bench, at: str
 ) -> None:
-    bench.mover.outcome = ActionOutcome.RUNNING
+    bench.actuator.outcome = ActionOutcome.RUNNING
     async with bench.running(OFF) as first:
         id_ = await applied(bench, first)
-        await bench.until(first, lambda: bool(bench.mover.told))
+        await bench.until(first, lambda: bool(bench.actuator.told))
         if at == "settling":
-            bench.mover.outcome = ActionOutcome.DONE
+            bench.actuator.outcome = ActionOutcome.DONE
             await bench.until(first, lambda: first.plan(id_).steps[0].status is StepStatus.SETTLING)
-    told = len(bench.mover.told)
+    told = len(bench.actuator.told)
     async with bench.running(OFF) as second:
         assert second.plan(id_).status is PlanStatus.RUNNING
-        bench.mover.outcome = ActionOutcome.DONE
+        bench.actuator.outcome = ActionOutcome.DONE
         await bench.until(second, lambda: second.plan(id_).status is PlanStatus.DONE)
-        # A mover is told again what it may not have heard, and nothing that it has done.
-        assert len(bench.mover.told) - told == (at == "begun")
+        # A actuator is told again what it may not have heard, and nothing that it has done.
+        assert len(bench.actuator.told) - told == (at == "begun")
         assert second.plan(id_).real_gain is not None
 
 
@@ -181,7 +182,7 @@ async def test_of_two_controllers_one_acts_and_the_other_takes_over_once_it_is_g
     for _ in range(30):
         bench.platform.now_s += 1
         await second.tick()
-    assert not bench.mover.told
+    assert not bench.actuator.told
     assert "another controller" in (second.state().problem or "")
     for wish in (second.make(), second.apply("plan-1"), second.switch("off", None)):
         with pytest.raises(Unavailable, match="another controller"):
@@ -189,7 +190,7 @@ async def test_of_two_controllers_one_acts_and_the_other_takes_over_once_it_is_g
     await first.close()
     await second.tick()
     assert second.state().problem is None
-    await bench.until(second, lambda: bool(bench.mover.told))
+    await bench.until(second, lambda: bool(bench.actuator.told))
     with pytest.raises(Unavailable):
         await first.make()
     await second.close()
@@ -205,7 +206,7 @@ async def test_one_that_was_succeeded_without_noticing_can_save_and_begin_nothin
         store.execute("UPDATE controller SET epoch = epoch + 1")
         bench.platform.now_s += 1
         await controller.tick()
-        assert not bench.mover.told
+        assert not bench.actuator.told
         assert "another controller" in (controller.state().problem or "")
         await controller.tick()
         # It has taken over again, lawfully, and goes on.
@@ -236,14 +237,14 @@ async def test_a_plan_whose_turn_comes_when_nothing_is_known_waits_and_then_fail
         id_ = await applied(bench, controller)
         bench.platform.age_s = 1000.0
         await bench.until(controller, lambda: controller.plan(id_).status is PlanStatus.FAILED)
-        assert not bench.mover.told
+        assert not bench.actuator.told
         assert "stale" in controller.plan(id_).steps[0].message
 
 
 async def test_what_cannot_be_measured_after_an_action_teaches_nothing(bench: Bench) -> None:
     async with bench.running(OFF) as controller:
         id_ = await applied(bench, controller)
-        await bench.until(controller, lambda: bool(bench.mover.told))
+        await bench.until(controller, lambda: bool(bench.actuator.told))
         bench.platform.age_s = 1000.0
         await bench.until(controller, lambda: controller.plan(id_).status is PlanStatus.DONE)
         (step,) = controller.plan(id_).steps
@@ -252,10 +253,10 @@ async def test_what_cannot_be_measured_after_an_action_teaches_nothing(bench: Be
 
 
 async def test_an_abort_takes_back_what_is_under_way_and_leaves_the_rest(bench: Bench) -> None:
-    bench.mover.outcome = ActionOutcome.RUNNING
+    bench.actuator.outcome = ActionOutcome.RUNNING
     async with bench.running(OFF) as controller:
         id_ = await applied(bench, controller, move(), move(engine=HOT, amount=MIB))
-        await bench.until(controller, lambda: bool(bench.mover.told))
+        await bench.until(controller, lambda: bool(bench.actuator.told))
         assert (await controller.abort(id_)).status is PlanStatus.ABORTING
         with pytest.raises(Conflict):
             await controller.abort(id_)
@@ -266,31 +267,31 @@ async def test_an_abort_takes_back_what_is_under_way_and_leaves_the_rest(bench: 
             StepStatus.ABORTED,
             StepStatus.LEFT,
         ]
-        assert bench.mover.told == ["begin move", "abort"]
+        assert bench.actuator.told == ["begin move", "abort"]
         kinds = [event.kind for event in await controller.events(10)]
         assert kinds.count(EventKind.ABORTED) == 2
 
 
 async def test_an_abort_goes_on_after_a_restart(bench: Bench) -> None:
-    bench.mover.outcome = ActionOutcome.RUNNING
+    bench.actuator.outcome = ActionOutcome.RUNNING
     async with bench.running(OFF) as first:
         id_ = await applied(bench, first)
-        await bench.until(first, lambda: bool(bench.mover.told))
+        await bench.until(first, lambda: bool(bench.actuator.told))
         await first.abort(id_)
     async with bench.running(OFF) as second:
         await bench.until(second, lambda: second.plan(id_).status is PlanStatus.CANCELLED)
-        assert bench.mover.told == ["begin move", "abort"]
+        assert bench.actuator.told == ["begin move", "abort"]
 
 
 async def test_an_abort_that_comes_too_late_lets_the_action_stand_and_measures_it(
     bench: Bench,
 ) -> None:
-    bench.mover.outcome, bench.mover.too_late = ActionOutcome.RUNNING, True
+    bench.actuator.outcome, bench.actuator.too_late = ActionOutcome.RUNNING, True
     async with bench.running(OFF) as controller:
         id_ = await applied(bench, controller, move(), move(amount=MIB))
-        await bench.until(controller, lambda: bool(bench.mover.told))
+        await bench.until(controller, lambda: bool(bench.actuator.told))
         await controller.abort(id_)
-        bench.mover.outcome = ActionOutcome.DONE
+        bench.actuator.outcome = ActionOutcome.DONE
         await bench.until(controller, lambda: controller.plan(id_).status is PlanStatus.CANCELLED)
         first, second = controller.plan(id_).steps
         assert (first.status, second.status) == (StepStatus.DONE, StepStatus.LEFT)
@@ -308,7 +309,7 @@ async def test_a_plan_that_has_not_begun_is_aborted_at_once(bench: Bench) -> Non
             await controller.abort("plan-of-nobody")
 
 
-async def test_a_mover_that_refuses_breaks_or_fails_ends_the_plan_and_says_why(
+async def test_an_actuator_that_refuses_breaks_or_fails_ends_the_plan_and_says_why(
     bench: Bench,
 ) -> None:
     async with bench.running(OFF) as controller:
@@ -317,8 +318,8 @@ async def test_a_mover_that_refuses_breaks_or_fails_ends_the_plan_and_says_why(
             ({"breaks": True}, "the engine is gone"),
             ({"outcome": ActionOutcome.FAILED}, "as told"),
         ):
-            mover = replace(bench.mover, told=[], **changes)  # type: ignore[arg-type]
-            controller._execution._movers = dict.fromkeys(ActionKind, mover)
+            actuator = replace(bench.actuator, told=[], **changes)  # type: ignore[arg-type]
+            controller._execution._actuators = dict.fromkeys(ActionKind, actuator)
             id_ = await applied(bench, controller)
             await bench.until(controller, lambda id_=id_: controller.plan(id_).ended is not None)
             plan = controller.plan(id_)
@@ -327,13 +328,13 @@ async def test_a_mover_that_refuses_breaks_or_fails_ends_the_plan_and_says_why(
 
 
 async def test_an_action_that_takes_far_too_long_is_taken_back(bench: Bench) -> None:
-    bench.mover.outcome = ActionOutcome.RUNNING
+    bench.actuator.outcome = ActionOutcome.RUNNING
     async with bench.running(OFF) as controller:
         id_ = await applied(bench, controller)
         await bench.until(
             controller, lambda: controller.plan(id_).status is PlanStatus.FAILED, 1000
         )
-        assert bench.mover.told[-1] == "abort"
+        assert bench.actuator.told[-1] == "abort"
         assert controller.plan(id_).steps[0].message == "it took too long"
 
 
@@ -344,7 +345,7 @@ async def test_what_no_longer_holds_when_its_turn_comes_ends_the_plan(bench: Ben
         bench.platform.snapshot = replace(bench.platform.snapshot, engines=small)
         await bench.until(controller, lambda: controller.plan(id_).status is PlanStatus.FAILED)
         assert str(Reason.NO_MEMORY) in controller.plan(id_).steps[0].message
-        assert not bench.mover.told
+        assert not bench.actuator.told
 
 
 async def test_a_wish_is_held_to_the_limits_unless_it_is_forced(bench: Bench) -> None:
@@ -359,7 +360,7 @@ async def test_a_wish_is_held_to_the_limits_unless_it_is_forced(bench: Bench) ->
         assert made.plan is not None
         assert made.plan.forced
         await controller.apply(made.plan.id)
-        await bench.until(controller, lambda: bool(bench.mover.told))
+        await bench.until(controller, lambda: bool(bench.actuator.told))
 
 
 async def test_what_has_no_mechanism_or_no_name_cannot_be_forced(bench: Bench) -> None:
@@ -390,9 +391,9 @@ async def test_a_pause_begins_nothing_more_and_survives_a_restart(bench: Bench) 
             await controller.apply(controller.plans()[0].id)
     async with bench.running(OFF) as controller:
         assert controller.state().paused
-        assert not bench.mover.told
+        assert not bench.actuator.told
         await controller.switch(None, False)
-        await bench.until(controller, lambda: bool(bench.mover.told))
+        await bench.until(controller, lambda: bool(bench.actuator.told))
 
 
 async def test_a_switched_mode_holds_until_the_configuration_says_another(bench: Bench) -> None:

@@ -1,4 +1,4 @@
-"""The movers over a real fleet, whose replicas report what they are told."""
+"""The actuators over a real fleet, whose replicas report what they are told."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ import pytest
 from loomserve.platform.base.errors import NotFound
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import Heartbeat
-from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Actuator, Order
+from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Actuator
 from loomserve.platform.rebalancing.actuators.replicas import (
     ReplicasActuator,
     RequestsActuator,
     RoleActuator,
 )
+from loomserve.platform.rebalancing.plans.records import ActionRecord
 from loomserve.platform.rebalancing.policy.actions import AddReplica, Move, RemoveReplica, SetRole
 from loomserve.platform.rebalancing.policy.snapshot import MoveKind
 from loomserve.platform.state.roles import Role
@@ -43,8 +44,8 @@ def now() -> float:
     return time.monotonic()
 
 
-async def outcome(mover: Actuator, order: Order) -> ActionOutcome:
-    return (await mover.progress(order)).outcome
+async def outcome(actuator: Actuator[Any], record: ActionRecord) -> ActionOutcome:
+    return (await actuator.progress(record)).outcome
 
 
 @dataclass
@@ -79,35 +80,35 @@ def move(amount: int, *, back: bool) -> Move:
 async def test_requests_come_home_once_the_borrower_knows_and_keeps_the_limit(
     borrower: Borrower,
 ) -> None:
-    mover = RequestsActuator(borrower.fleet)
-    assert mover.movable("h0")
-    order = mover.order("p/0", move(MIB, back=True))
+    actuator = RequestsActuator(borrower.fleet)
+    assert actuator.movable("h0")
+    record = actuator.prepare("p/0", move(MIB, back=True))
     assert borrower.fleet.loan_limits("h0") == {}
-    await mover.begin(order)
-    await mover.begin(order)
+    await actuator.begin(record)
+    await actuator.begin(record)
     assert borrower.fleet.loan_limits("h0") == {"org/cold": 2 * MIB}
     for used, done in ((3, False), (3, False), (2, True)):
-        assert (await outcome(mover, order) is ActionOutcome.DONE) is False
+        assert (await outcome(actuator, record) is ActionOutcome.DONE) is False
         borrower.used = used
         borrower.reports()
         borrower.reports()
-        assert (await outcome(mover, order) is ActionOutcome.DONE) is done
+        assert (await outcome(actuator, record) is ActionOutcome.DONE) is done
         if done:
             break
-    assert (await mover.progress(order)).moved_bytes == MIB
+    assert (await actuator.progress(record)).moved_bytes == MIB
 
 
 async def test_the_last_of_a_loan_goes_with_the_loan(borrower: Borrower) -> None:
-    mover = RequestsActuator(borrower.fleet)
-    order = mover.order("p/0", move(3 * MIB, back=True))
-    await mover.begin(order)
+    actuator = RequestsActuator(borrower.fleet)
+    record = actuator.prepare("p/0", move(3 * MIB, back=True))
+    await actuator.begin(record)
     borrower.used = 0
     borrower.reports()
     borrower.reports()
-    assert await outcome(mover, order) is ActionOutcome.RUNNING
+    assert await outcome(actuator, record) is ActionOutcome.RUNNING
     borrower.loan = False
     borrower.reports()
-    assert await outcome(mover, order) is ActionOutcome.DONE
+    assert await outcome(actuator, record) is ActionOutcome.DONE
 
 
 async def test_a_raised_limit_is_done_when_it_is_known_and_an_abort_restores_the_one_before(
@@ -116,30 +117,30 @@ async def test_a_raised_limit_is_done_when_it_is_known_and_an_abort_restores_the
     borrower.fleet.limit_loans("h0", "org/cold", 3 * MIB)
     for _ in range(2):
         borrower.reports()
-    mover = RequestsActuator(borrower.fleet)
-    order = mover.order("p/0", move(MIB, back=False))
-    await mover.begin(order)
+    actuator = RequestsActuator(borrower.fleet)
+    record = actuator.prepare("p/0", move(MIB, back=False))
+    await actuator.begin(record)
     borrower.reports()
-    assert await outcome(mover, order) is ActionOutcome.RUNNING
-    await mover.abort(order)
+    assert await outcome(actuator, record) is ActionOutcome.RUNNING
+    await actuator.abort(record)
     borrower.reports()
-    assert await outcome(mover, order) is ActionOutcome.RUNNING
+    assert await outcome(actuator, record) is ActionOutcome.RUNNING
     borrower.reports()
-    assert await outcome(mover, order) is ActionOutcome.ABORTED
-    await mover.begin(order)
+    assert await outcome(actuator, record) is ActionOutcome.ABORTED
+    await actuator.begin(record)
     for _ in range(2):
         borrower.reports()
-    assert await outcome(mover, order) is ActionOutcome.DONE
+    assert await outcome(actuator, record) is ActionOutcome.DONE
     assert borrower.limits == {"org/cold": 4 * MIB}
 
 
 async def test_a_replica_that_is_gone_cannot_be_told_anything(borrower: Borrower) -> None:
-    mover = RequestsActuator(borrower.fleet)
-    order = {**mover.order("p/0", move(MIB, back=True)), "borrower": "h9"}
+    actuator = RequestsActuator(borrower.fleet)
+    record = actuator.prepare("p/0", move(MIB, back=True)).model_copy(update={"borrower": "h9"})
     with pytest.raises(NotFound):
-        await mover.begin(order)
+        await actuator.begin(record)
     with pytest.raises(NotFound):
-        await mover.progress(order)
+        await actuator.progress(record)
 
 
 def serving(*replicas: tuple[str, str]) -> Fleet:
@@ -156,15 +157,15 @@ async def test_a_role_is_changed_once_the_replica_reports_it_and_changed_back() 
     async def set_role(replica: str, role: Role) -> None:
         fleet.set_role(replica, role)
 
-    mover = RoleActuator(fleet, set_role)
-    order = mover.order("p/0", SetRole(engine="r0", role=Role.PREFILL))
-    await mover.begin(order)
-    assert await outcome(mover, order) is ActionOutcome.RUNNING
+    actuator = RoleActuator(fleet, set_role)
+    record = actuator.prepare("p/0", SetRole(engine="r0", role=Role.PREFILL))
+    await actuator.begin(record)
+    assert await outcome(actuator, record) is ActionOutcome.RUNNING
     fleet.report(report("r0", "core0", role=Role.PREFILL), now())
-    assert await outcome(mover, order) is ActionOutcome.DONE
-    await mover.abort(order)
+    assert await outcome(actuator, record) is ActionOutcome.DONE
+    await actuator.abort(record)
     fleet.report(report("r0", "core0", role=Role.UNIFIED), now())
-    assert await outcome(mover, order) is ActionOutcome.ABORTED
+    assert await outcome(actuator, record) is ActionOutcome.ABORTED
 
 
 def scaling(fleet: Fleet) -> ReplicasActuator:
@@ -176,24 +177,24 @@ def scaling(fleet: Fleet) -> ReplicasActuator:
 
 async def test_a_replica_more_is_done_when_it_reports() -> None:
     fleet = serving(("r0", "core0"))
-    mover = scaling(fleet)
-    order = mover.order("p/0", AddReplica(model="org/m", device="core1"))
+    actuator = scaling(fleet)
+    record = actuator.prepare("p/0", AddReplica(model="org/m", device="core1"))
     for _ in range(2):
-        await mover.begin(order)
+        await actuator.begin(record)
         assert fleet.model_targets() == {"org/m": 2}
-        assert await outcome(mover, order) is ActionOutcome.RUNNING
+        assert await outcome(actuator, record) is ActionOutcome.RUNNING
     fleet.report(report("r1", "core1"), now())
-    assert await outcome(mover, order) is ActionOutcome.DONE
+    assert await outcome(actuator, record) is ActionOutcome.DONE
 
 
 async def test_a_replica_that_is_not_wanted_any_more_is_not_started() -> None:
     fleet = serving(("r0", "core0"))
-    mover = scaling(fleet)
-    order = mover.order("p/0", AddReplica(model="org/m", device="core1"))
-    await mover.begin(order)
-    await mover.abort(order)
+    actuator = scaling(fleet)
+    record = actuator.prepare("p/0", AddReplica(model="org/m", device="core1"))
+    await actuator.begin(record)
+    await actuator.abort(record)
     assert fleet.model_targets() == {"org/m": 1}
-    assert await outcome(mover, order) is ActionOutcome.ABORTED
+    assert await outcome(actuator, record) is ActionOutcome.ABORTED
 
 
 @pytest.mark.parametrize(
@@ -203,13 +204,13 @@ async def test_the_replica_that_was_meant_must_be_the_one_that_went(
     goes: str, ends: ActionOutcome
 ) -> None:
     fleet = serving(("r0", "core0"), ("r1", "core1"))
-    mover = scaling(fleet)
-    order: dict[str, Any] = mover.order("p/0", RemoveReplica(engine="r1"))
-    await mover.begin(order)
+    actuator = scaling(fleet)
+    record = actuator.prepare("p/0", RemoveReplica(engine="r1"))
+    await actuator.begin(record)
     assert fleet.model_targets() == {"org/m": 1}
-    assert await outcome(mover, order) is ActionOutcome.RUNNING
+    assert await outcome(actuator, record) is ActionOutcome.RUNNING
     del fleet._replicas[goes]
-    progress = await mover.progress(order)
+    progress = await actuator.progress(record)
     assert progress.outcome is ends
     if ends is ActionOutcome.FAILED:
         assert "r0" in progress.message

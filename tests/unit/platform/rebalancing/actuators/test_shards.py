@@ -9,8 +9,9 @@ import pytest
 
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Order
+from loomserve.platform.rebalancing.actuators.base import ActionOutcome
 from loomserve.platform.rebalancing.actuators.shards import ShardActuator
+from loomserve.platform.rebalancing.plans.records import ShardRecord
 from loomserve.platform.rebalancing.policy.actions import Move
 from loomserve.platform.rebalancing.policy.snapshot import MoveKind
 from loomserve.platform.state import LoanState, ShardState
@@ -63,90 +64,90 @@ def move(kind: MoveKind, amount: int, *, back: bool = False) -> Move:
     return Move(kind=kind, engine="h0", lender="c1", amount=amount, back=back)
 
 
-async def outcome(mover: ShardActuator, order: Order) -> ActionOutcome:
-    return (await mover.progress(order)).outcome
+async def outcome(actuator: ShardActuator, record: ShardRecord) -> ActionOutcome:
+    return (await actuator.progress(record)).outcome
 
 
 async def test_heads_are_away_once_the_engine_says_so_and_home_once_the_loan_is_gone(
     borrower: Borrower,
 ) -> None:
-    mover = ShardActuator(borrower.fleet)
-    order = mover.order("p/0", move(MoveKind.HEADS, 1))
+    actuator = ShardActuator(borrower.fleet)
+    record = actuator.prepare("p/0", move(MoveKind.HEADS, 1))
     assert not borrower.fleet.shards("h0")
-    await mover.begin(order)
+    await actuator.begin(record)
     assert borrower.fleet.shards("h0") == {"org/cold": {"heads": 1}}
     for phase in (None, None, "leaving"):
         borrower.reports(phase)
-        assert await outcome(mover, order) is ActionOutcome.RUNNING
+        assert await outcome(actuator, record) is ActionOutcome.RUNNING
     borrower.reports("away")
-    done = await mover.progress(order)
+    done = await actuator.progress(record)
     assert (done.outcome, done.moved_bytes, done.paused_s) == (ActionOutcome.DONE, 4096, 0.02)
 
-    home = mover.order("p/1", move(MoveKind.HEADS, 1, back=True))
-    await mover.begin(home)
+    home = actuator.prepare("p/1", move(MoveKind.HEADS, 1, back=True))
+    await actuator.begin(home)
     for phase in ("away", "away", "returning"):
         borrower.reports(phase)
-        assert await outcome(mover, home) is ActionOutcome.RUNNING
+        assert await outcome(actuator, home) is ActionOutcome.RUNNING
     borrower.reports(None)
-    assert await outcome(mover, home) is ActionOutcome.DONE
+    assert await outcome(actuator, home) is ActionOutcome.DONE
 
 
 async def test_layers_that_move_are_the_last_ones(borrower: Borrower) -> None:
-    mover = ShardActuator(borrower.fleet)
+    actuator = ShardActuator(borrower.fleet)
     every = footprint().layers
-    order = mover.order("p/0", move(MoveKind.LAYERS, 2))
-    assert order["part"] == {"layers": [every - 2, every]}
+    record = actuator.prepare("p/0", move(MoveKind.LAYERS, 2))
+    assert record.shard == {"layers": [every - 2, every]}
 
 
 async def test_an_abort_is_done_when_nothing_is_there_any_more(borrower: Borrower) -> None:
-    mover = ShardActuator(borrower.fleet)
-    order = mover.order("p/0", move(MoveKind.HEADS, 1))
-    await mover.begin(order)
+    actuator = ShardActuator(borrower.fleet)
+    record = actuator.prepare("p/0", move(MoveKind.HEADS, 1))
+    await actuator.begin(record)
     borrower.reports()
     borrower.reports("leaving")
-    await mover.abort(order)
+    await actuator.abort(record)
     borrower.reports("leaving")
-    assert await outcome(mover, order) is ActionOutcome.RUNNING
+    assert await outcome(actuator, record) is ActionOutcome.RUNNING
     borrower.reports("returning")
-    assert await outcome(mover, order) is ActionOutcome.RUNNING
+    assert await outcome(actuator, record) is ActionOutcome.RUNNING
     borrower.reports(None)
-    assert await outcome(mover, order) is ActionOutcome.ABORTED
+    assert await outcome(actuator, record) is ActionOutcome.ABORTED
 
 
 async def test_what_the_engine_refuses_has_failed_with_its_reason_and_is_not_asked_again(
     borrower: Borrower,
 ) -> None:
-    mover = ShardActuator(borrower.fleet)
-    order = mover.order("p/0", move(MoveKind.LAYERS, 2))
-    await mover.begin(order)
+    actuator = ShardActuator(borrower.fleet)
+    record = actuator.prepare("p/0", move(MoveKind.LAYERS, 2))
+    await actuator.begin(record)
     borrower.reports()
     borrower.problem = "layers of this model cannot move"
     borrower.reports()
-    failed = await mover.progress(order)
+    failed = await actuator.progress(record)
     assert (failed.outcome, failed.message) == (ActionOutcome.FAILED, borrower.problem)
     assert not borrower.fleet.shards("h0")
 
 
 async def test_one_thing_is_away_at_a_time_and_comes_home_whole(borrower: Borrower) -> None:
-    mover = ShardActuator(borrower.fleet)
+    actuator = ShardActuator(borrower.fleet)
     with pytest.raises(Conflict, match="0 heads are with 'org/cold'"):
-        mover.order("p/0", move(MoveKind.HEADS, 1, back=True))
-    await mover.begin(mover.order("p/0", move(MoveKind.HEADS, 2)))
+        actuator.prepare("p/0", move(MoveKind.HEADS, 1, back=True))
+    await actuator.begin(actuator.prepare("p/0", move(MoveKind.HEADS, 2)))
     with pytest.raises(Conflict, match="let it come home first"):
-        mover.order("p/1", move(MoveKind.HEADS, 1))
+        actuator.prepare("p/1", move(MoveKind.HEADS, 1))
     with pytest.raises(Conflict, match="come home together"):
-        mover.order("p/1", move(MoveKind.HEADS, 1, back=True))
+        actuator.prepare("p/1", move(MoveKind.HEADS, 1, back=True))
 
 
 async def test_a_part_that_came_home_by_itself_is_not_sent_again(borrower: Borrower) -> None:
-    mover = ShardActuator(borrower.fleet)
-    await mover.begin(mover.order("p/0", move(MoveKind.HEADS, 1)))
+    actuator = ShardActuator(borrower.fleet)
+    await actuator.begin(actuator.prepare("p/0", move(MoveKind.HEADS, 1)))
     for phase in (None, "leaving", "away", "returning"):
         borrower.reports(phase)
         assert borrower.told
     borrower.reports(None)
     assert not borrower.told
-    assert mover.order("p/1", move(MoveKind.HEADS, 2))["part"] == {"heads": 2}
+    assert actuator.prepare("p/1", move(MoveKind.HEADS, 2)).shard == {"heads": 2}
 
 
 def test_a_new_controller_learns_what_is_away(borrower: Borrower) -> None:

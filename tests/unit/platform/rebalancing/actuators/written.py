@@ -1,20 +1,16 @@
-"""Movers that write down what they are told, over a fleet that is only numbers."""
+"""Actuators that write down what they are told, over a fleet that is only numbers."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-from pydantic import TypeAdapter
 
 from loomserve.platform.base.errors import Conflict
-from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Order, Progress
+from loomserve.platform.rebalancing.actuators.base import ActionOutcome, Progress
+from loomserve.platform.rebalancing.plans.records import ActionRecord
 from loomserve.platform.rebalancing.policy.actions import Action
 from loomserve.platform.rebalancing.policy.effects import apply
 from loomserve.platform.rebalancing.policy.snapshot import Measured, Snapshot
 from tests.unit.platform.rebalancing.fleets import measured_at
-
-_ACTION: TypeAdapter[Action] = TypeAdapter(Action)
 
 
 @dataclass
@@ -35,7 +31,7 @@ class Platform:
 
 
 @dataclass
-class WrittenMover:
+class WrittenActuator:
     """Shared by the controllers of a test, as what is moved outlives a controller."""
 
     platform: Platform
@@ -46,30 +42,31 @@ class WrittenMover:
     too_late: bool = False
     """For an abort."""
     _aborted: bool = False
+    _actions: dict[str, Action] = field(default_factory=dict)
     _done: set[str] = field(default_factory=set)
 
     def movable(self, engine: str) -> bool:
         return True
 
-    def order(self, name: str, action: Action) -> dict[str, Any]:
+    def prepare(self, name: str, action: Action) -> ActionRecord:
         if self.refuses:
             raise Conflict(self.refuses)
-        return {"name": name, "action": action.model_dump(mode="json")}
+        self._actions[name] = action
+        return ActionRecord(name=name)
 
-    async def begin(self, order: Order) -> None:
-        self.told.append(f"begin {order['action']['action']}")
+    async def begin(self, record: ActionRecord) -> None:
+        self.told.append(f"begin {self._actions[record.name].action}")
         if self.breaks:
             raise RuntimeError("the engine is gone")
 
-    async def abort(self, order: Order) -> None:
+    async def abort(self, record: ActionRecord) -> None:
         self.told.append("abort")
         self._aborted = not self.too_late
 
-    async def progress(self, order: Order) -> Progress:
+    async def progress(self, record: ActionRecord) -> Progress:
         if self._aborted:
             return Progress(outcome=ActionOutcome.ABORTED, message="taken back")
-        if self.outcome is ActionOutcome.DONE and order["name"] not in self._done:
-            self._done.add(order["name"])
-            action = order["action"]
-            self.platform.snapshot = apply(self.platform.snapshot, _ACTION.validate_python(action))
+        if self.outcome is ActionOutcome.DONE and record.name not in self._done:
+            self._done.add(record.name)
+            self.platform.snapshot = apply(self.platform.snapshot, self._actions[record.name])
         return Progress(outcome=self.outcome, moved_bytes=7, paused_s=0.25, message="as told")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,12 +21,22 @@ from loomserve.platform.rebalancing.plans.plans import (
     plan_of,
     spread,
 )
+from loomserve.platform.rebalancing.plans.records import (
+    ActionRecord,
+    AnyRecord,
+    ReplicasRecord,
+    RequestsRecord,
+    RoleRecord,
+    ShardRecord,
+)
+from loomserve.platform.rebalancing.plans.reports import EventKind
 from loomserve.platform.rebalancing.policy.actions import ActionKind, Move
 from loomserve.platform.rebalancing.policy.correction import MOST, Corrections
 from loomserve.platform.rebalancing.policy.effects import apply
 from loomserve.platform.rebalancing.policy.forecast import Forecast, forecast, tpot_ratio
 from loomserve.platform.rebalancing.policy.heat import Heat, Level, classify
 from loomserve.platform.rebalancing.policy.snapshot import MoveKind, Snapshot, utilisations
+from loomserve.platform.state.roles import Role
 from tests.unit.platform.rebalancing.fleets import GIB, MIB, OPTIONS, fleet, proposed
 
 TWO = fleet([(0.9, 0.75), (0.1, 0.25)])
@@ -228,45 +239,73 @@ def made(id_: str) -> Plan:
 REAL = Forecast(gain=0.5, cost_s=1.0, pause_s=0.01, duration_s=1.0)
 
 
+def started(id_: str) -> History:
+    return History().propose(made(id_), 1.0).history.start(id_, 2.0).history
+
+
 def test_a_plan_is_carried_out_step_by_step_and_its_gain_is_measured() -> None:
-    history = History().propose(made("p1")).start("p1")
+    history, after = started("p1"), proposed(TWO).after
     steps = len(history.plan("p1").steps)
     for at in range(steps):
         assert history.plan("p1").next_step == at
-        history = history.step_done("p1", REAL)
+        done = history.step_done("p1", 3.0, REAL, after)
+        assert (done.event.kind, done.event.step) == (EventKind.DONE, at)
+        history = done.history
     plan = history.plan("p1")
     assert (plan.status, plan.next_step) == (PlanStatus.DONE, None)
     assert all(each.real == REAL for each in plan.steps)
     assert history.corrections != Corrections()
-    history = history.settled("p1", proposed(TWO).after)
     assert history.plan("p1").real_gain == pytest.approx(plan.predicted.gain)
     assert History.model_validate_json(history.model_dump_json()) == history
 
 
+def test_what_actuators_remember_is_read_back_as_it_was_written() -> None:
+    shard: dict[str, Any] = {"layers": [20, 30]}
+    records: list[AnyRecord] = [
+        ActionRecord(name="p1/0"),
+        RequestsRecord(
+            name="p1/0", borrower="a", lender="b", limit=7, limit_before=None, bytes_before=9
+        ),
+        RoleRecord(name="p1/0", replica="a", role=Role.PREFILL, role_before=Role.UNIFIED),
+        ReplicasRecord(
+            name="p1/0", model="m", replicas=2, replicas_before=1, there_before=("a",), leaving=None
+        ),
+        ShardRecord(
+            name="p1/0", engine="a", lender="b", device="d1", shard=shard, shard_before=None
+        ),
+    ]
+    for record in records:
+        history = started("p1").step_begun("p1", 3.0, record, {}).history
+        read = History.model_validate_json(history.model_dump_json())
+        assert read == history
+        assert type(read.plan("p1").steps[0].record) is type(record)
+
+
 def test_a_step_that_fails_ends_its_plan() -> None:
-    history = History().propose(made("p1")).start("p1").step_failed("p1", "the lender died")
-    plan = history.plan("p1")
+    failed = started("p1").step_failed("p1", 3.0, "the lender died")
+    assert (failed.event.kind, failed.changes_loads) == (EventKind.FAILED, False)
+    plan = failed.history.plan("p1")
     assert plan.status is PlanStatus.FAILED
     assert plan.steps[0].status is StepStatus.FAILED
     assert all(each.status is StepStatus.LEFT for each in plan.steps[1:])
     with pytest.raises(Conflict):
-        history.step_done("p1", REAL)
+        failed.history.step_done("p1", 4.0, REAL)
 
 
 def test_a_new_plan_replaces_one_that_waits_and_not_one_that_runs() -> None:
-    history = History(most=2).propose(made("p1")).propose(made("p2"))
+    history = History(most=2).propose(made("p1"), 1.0).history.propose(made("p2"), 2.0).history
     assert history.plan("p1").status is PlanStatus.REPLACED
     with pytest.raises(Conflict):
-        history.start("p1")
-    history = history.start("p2")
+        history.start("p1", 3.0)
+    history = history.start("p2", 3.0).history
     with pytest.raises(Conflict):
-        history.propose(made("p3"))
-    history = history.abort("p2").propose(made("p3"))
+        history.propose(made("p3"), 4.0)
+    history = history.abort("p2", 4.0).history.propose(made("p3"), 5.0).history
     assert [plan.id for plan in history.plans] == ["p2", "p3"]
     with pytest.raises(NotFound):
         history.plan("p1")
     with pytest.raises(Conflict):
-        history.abort("p2")
+        history.abort("p2", 6.0)
 
 
 def test_no_actions_make_no_plan_and_a_plan_tells_what_it_predicts() -> None:

@@ -1,0 +1,52 @@
+"""Counts of what the rebalancing controller has done since it started."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from loomserve.platform.rebalancing.plans.history import History
+from loomserve.platform.rebalancing.plans.reports import ActionCount, Event, EventKind
+from loomserve.platform.rebalancing.policy.actions import kind_of
+from loomserve.platform.rebalancing.policy.planner import Proposal
+
+_ENDS = frozenset({EventKind.DONE, EventKind.FAILED, EventKind.ABORTED})
+
+
+class Tally:
+    """Running sums; a controller that is started anew counts from nothing."""
+
+    def __init__(self) -> None:
+        self.paused_s = 0.0
+        self._actions: Counter[tuple[str, str]] = Counter()
+        self._rejected: Counter[str] = Counter()
+        self._moved_bytes: Counter[str] = Counter()
+
+    def count_rejected(self, proposal: Proposal) -> None:
+        self._rejected.update(str(each.refusal.reason) for each in proposal.rejected)
+
+    def count_event(self, event: Event, history: History) -> None:
+        """Count an action that has ended; other events count nothing."""
+        if event.kind not in _ENDS or event.action is None or event.plan is None:
+            return
+        assert event.step is not None
+        kind, step = str(kind_of(event.action)), history.plan(event.plan).steps[event.step]
+        self._actions[kind, str(event.kind)] += 1
+        self._moved_bytes[kind] += step.moved_bytes
+        self.paused_s += step.paused_s
+
+    @property
+    def actions(self) -> tuple[ActionCount, ...]:
+        return tuple(
+            ActionCount(kind=kind, outcome=outcome, count=count)
+            for (kind, outcome), count in sorted(self._actions.items())
+        )
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        """Candidates that were not chosen, by reason."""
+        return dict(self._rejected)
+
+    @property
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes by kind of action."""
+        return dict(self._moved_bytes)
