@@ -62,7 +62,7 @@ from benchmarks.task_lengths import LONGEST_ANSWER, LONGEST_PROMPT, Length, draw
 from loomserve.platform.costs.batch_time import BatchShape, BatchTimes, TimedBatch
 from loomserve.platform.costs.step_time import OnlineModel
 from loomserve.platform.models import catalog
-from loomserve.routers.static_batching.base import Batch, Batcher, BatchRequest, KvMemory
+from loomserve.routers.static_batching.base import Batcher, BatchRequest, KvBudget, StaticBatch
 from loomserve.routers.static_batching.fifo import Fifo
 from loomserve.routers.static_batching.next_batch import Next, first, hrrn, oldest
 from loomserve.routers.static_batching.queue import BatchQueue
@@ -100,7 +100,7 @@ class Policy:
     choose: Next | None
 
 
-def candidates(memory: KvMemory) -> dict[str, list[Policy]]:
+def candidates(memory: KvBudget) -> dict[str, list[Policy]]:
     """Of each arm, with each setting of its parameters."""
     wmas = [Wma(threshold) for threshold in _THRESHOLDS["wma"]]
     both = {
@@ -196,8 +196,8 @@ def requests_of(
 class Lane:
     """A static engine: its memory, what was measured of it, and what policies plan with."""
 
-    memory: KvMemory
-    planned: KvMemory
+    memory: KvBudget
+    planned: KvBudget
     known: Sequence[TimedBatch]
 
     def serve(self, policy: Policy, requests: Sequence[LaneRequest], run: Run) -> Figures:
@@ -205,7 +205,7 @@ class Lane:
         times = BatchTimes(self.known, 0.0)
         errors: list[float] = []
 
-        def processing_s(batches: Sequence[Batch]) -> Sequence[float]:
+        def processing_s(batches: Sequence[StaticBatch]) -> Sequence[float]:
             shapes = [BatchShape(len(one.requests), one.length, one.generation) for one in batches]
             found: list[float] = times.seconds(shapes).tolist()
             return found
@@ -428,16 +428,16 @@ def attainment(at: Mapping[str, Any]) -> dict[str, float]:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     os.environ["OMP_NUM_THREADS"] = "1"  # of vLLM's process too, which inherits it
-    from loomserve.platform.batch.offline.executor import StaticExecutor
+    from loomserve.platform.batch.offline.executor import OfflineExecutor
     from loomserve.platform.engine.precision import cpu_dtype
 
     model = Path(catalog.resolve("demo", Path.cwd()))
-    executor = StaticExecutor(model, threads=1, kv_bytes=sys.maxsize, dtype=cpu_dtype())
+    executor = OfflineExecutor(model, threads=1, kv_bytes=sys.maxsize, dtype=cpu_dtype())
     clock = CLOCKS[options.clock]
     noise = NOISE if options.data is None and options.noise is None else options.noise
     rows = task_lengths.read(options.data, predict=noise is None) if options.data else None
     token_bytes = executor.token_bytes
-    memory = KvMemory(KV_TOKENS * token_bytes, token_bytes)
+    memory = KvBudget(KV_TOKENS * token_bytes, token_bytes)
     executor.kv_bytes = memory.bytes
     planned = replace(memory, bytes=int(memory.bytes * (1 - options.reserve)))
     samples = sampled(executor, clock)

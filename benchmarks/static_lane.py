@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from sklearn.linear_model import LinearRegression
 
 from loomserve.platform.costs.batch_time import BatchShape, TimedBatch
-from loomserve.routers.static_batching.base import BatchRequest, KvMemory
+from loomserve.routers.static_batching.base import BatchRequest, KvBudget
 from loomserve.routers.static_batching.queue import BatchQueue
 
 if TYPE_CHECKING:
-    from loomserve.platform.batch.offline.executor import StaticExecutor
+    from loomserve.platform.batch.offline.executor import OfflineExecutor
 
 _VOCABULARY = (1000, 40000)
 
@@ -101,14 +101,14 @@ def shape_of(requests: Sequence[LaneRequest]) -> BatchShape:
     )
 
 
-def measured(executor: StaticExecutor, clock: Callable[[], float]) -> Run:
+def measured(executor: OfflineExecutor, clock: Callable[[], float]) -> Run:
     """Batches really computed; each request's tokens follow from its id."""
     # torch takes seconds to import, which who only predicts need not spend.
-    from loomserve.platform.batch.offline.executor import OutOfMemoryError, StaticRequest
+    from loomserve.platform.batch.offline.executor import OfflineRequest, OutOfMemoryError
 
     def run(requests: Sequence[LaneRequest]) -> Ran:
         prompts = [
-            StaticRequest(
+            OfflineRequest(
                 random.Random(one.known.id).choices(range(*_VOCABULARY), k=one.known.input_tokens),
                 one.output_tokens,
                 ignore_eos=True,
@@ -147,7 +147,7 @@ class FittedBatches:
         """``[shapes]``"""
         return np.asarray(_features(shapes) @ self._regression.coef_, dtype=np.float64)
 
-    def run_with(self, memory: KvMemory) -> Run:
+    def run_with(self, memory: KvBudget) -> Run:
         """Batches predicted; one that outgrows memory takes as long as until there."""
 
         def run(requests: Sequence[LaneRequest]) -> Ran:
@@ -158,7 +158,7 @@ class FittedBatches:
 
         return run
 
-    def least_share(self, request: LaneRequest, memory: KvMemory) -> float:
+    def least_share(self, request: LaneRequest, memory: KvBudget) -> float:
         """What a request adds to the time of any batch that fits into memory, at the least.
 
         Its own prompt and steps without padding, and of what a batch costs whatever its size, the
@@ -199,7 +199,7 @@ def fit_error(samples: Sequence[TimedBatch]) -> float:
     return float(np.mean(errors))
 
 
-def attainable(requests: Sequence[LaneRequest], batches: FittedBatches, memory: KvMemory) -> float:
+def attainable(requests: Sequence[LaneRequest], batches: FittedBatches, memory: KvBudget) -> float:
     """The share of deadlines that no order of static batches can exceed, by the fitted model.
 
     Who could not make it even alone and at once is late. The others need at least

@@ -8,7 +8,7 @@ from typing import Any
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from loomserve.deployments.batch.lane import BatchLane
+from loomserve.deployments.batch.lane import BatchLaneDeployment
 from loomserve.deployments.controller.controller import Controller
 from loomserve.deployments.gateway.gateway import Gateway
 from loomserve.deployments.serve_logging import QUIET
@@ -23,7 +23,7 @@ from loomserve.platform.fleet.messages import (
     GATEWAY_APP,
     GATEWAY_DEPLOYMENT,
     KvAccess,
-    StaticSpec,
+    OfflineSpec,
 )
 from loomserve.platform.models import catalog
 
@@ -100,7 +100,7 @@ def _gateway_app(config: Config, internal_token: str, store: StoreOptions | None
 def _batch_app(config: Config, internal_token: str, base: str) -> Any:
     assert config.batch is not None
     deployment = serve.deployment(
-        BatchLane,
+        BatchLaneDeployment,
         name=BATCH_DEPLOYMENT,
         num_replicas=1,
         max_ongoing_requests=1000,
@@ -108,17 +108,17 @@ def _batch_app(config: Config, internal_token: str, base: str) -> Any:
         ray_actor_options={"num_cpus": 0},
         logging_config=QUIET,
     )
-    static = [
-        StaticSpec(
+    offline = [
+        OfflineSpec(
             model=model,
             source=str(catalog.resolve(model.source, Path(base))),
             cores=config.device(model.device).cores,
         )
-        for model in config.batch.static_models
+        for model in config.batch.offline_models
     ]
     return deployment.bind(
         config.batch.model_dump(mode="json"),
-        [spec.model_dump(mode="json") for spec in static],
+        [spec.model_dump(mode="json") for spec in offline],
         str(batch_folder(config, Path(base))),
         config.server.model_dump(mode="json"),
         internal_token,

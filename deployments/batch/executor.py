@@ -13,8 +13,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from loomserve.platform.base.errors import EngineGone, InternalError, TooManyRequests
-from loomserve.platform.batch.executor import LineAnswer, LineCall, Outcome, ServedModel
-from loomserve.platform.fleet.messages import BatchLine, ServedEngines
+from loomserve.platform.batch.executor import LineAnswer, LineCall, LineOutcome, ServedModel
+from loomserve.platform.fleet.messages import LineRequest, ServedEngines
 
 _log = logging.getLogger("ray.serve")
 
@@ -61,7 +61,7 @@ class GatewayExecutor:
         return self._models
 
     async def execute(self, call: LineCall) -> LineAnswer:
-        line = BatchLine(
+        line = LineRequest(
             owner=call.owner,
             path=call.path,
             body=dict(call.body),
@@ -76,21 +76,21 @@ class GatewayExecutor:
             raise
         except RayTaskError as error:
             _log.warning("a gateway has failed on a batch's line: %r", error)
-            return LineAnswer(Outcome.ENGINE_FAILED, 500, _GATEWAY_FAILED)
+            return LineAnswer(LineOutcome.ENGINE_FAILED, 500, _GATEWAY_FAILED)
         except (RayError, RayServeException) as error:
             _log.warning("a gateway has not answered a batch's line: %r", error)
-            return LineAnswer(Outcome.AWAY, 503, _GATEWAY_AWAY)
+            return LineAnswer(LineOutcome.AWAY, 503, _GATEWAY_AWAY)
         return LineAnswer(outcome(status, body), status, body)
 
 
-def outcome(status: int, body: bytes) -> Outcome:
+def outcome(status: int, body: bytes) -> LineOutcome:
     """Whether another attempt may end better, by a gateway's answer."""
     if status == TooManyRequests.status:
-        return Outcome.AWAY
+        return LineOutcome.AWAY
     if status < 500:
-        return Outcome.ANSWERED
+        return LineOutcome.ANSWERED
     try:
         code = json.loads(body)["error"]["code"]
     except (ValueError, KeyError, TypeError):
-        return Outcome.ENGINE_FAILED
-    return Outcome.ENGINE_FAILED if code in _FAILURES or status != 503 else Outcome.AWAY
+        return LineOutcome.ENGINE_FAILED
+    return LineOutcome.ENGINE_FAILED if code in _FAILURES or status != 503 else LineOutcome.AWAY

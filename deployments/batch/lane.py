@@ -13,22 +13,22 @@ from ray import serve
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from loomserve.deployments.batch.executor import GatewayExecutor
-from loomserve.deployments.batch.offline_worker import RayStaticWorker
+from loomserve.deployments.batch.offline_worker import RayOfflineWorker
 from loomserve.platform.access.key_models import KnownKeys
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.batch.executors import SeveralExecutors
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.http.api import BatchApi
-from loomserve.platform.batch.lane import Lane
-from loomserve.platform.batch.offline.queue import StaticQueue
-from loomserve.platform.batch.store.store import Store
+from loomserve.platform.batch.lane import BatchLane
+from loomserve.platform.batch.offline.queue import OfflineQueue
+from loomserve.platform.batch.store.store import BatchStore
 from loomserve.platform.config import Batch, Server
 from loomserve.platform.fleet.messages import (
     CONTROLLER_APP,
     CONTROLLER_DEPLOYMENT,
     GATEWAY_APP,
     GATEWAY_DEPLOYMENT,
-    StaticSpec,
+    OfflineSpec,
 )
 from loomserve.platform.http.server import HttpServer, listen
 
@@ -37,26 +37,26 @@ _CLAIM_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
 
 
-class BatchLane:
+class BatchLaneDeployment:
     """The deployment class: the lane, and its API for gateways on a port of its own."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
         options: dict[str, Any],
-        static: list[dict[str, Any]],
+        offline: list[dict[str, Any]],
         folder: str,
         server: dict[str, Any],
         internal_token: str,
     ) -> None:
         self._folder = BatchFolder(Path(folder))
         await asyncio.to_thread(self._folder.claim, _CLAIM_TIMEOUT_S)
-        self._store = Store(self._folder.database)
+        self._store = BatchStore(self._folder.database)
         self._folder.sweep(self._store.file_ids())
         checked = Batch.model_validate(options)
         front = Server.model_validate(server)
         queues = {
-            spec.model.name: _static_queue(spec, checked.concurrency)
-            for spec in map(StaticSpec.model_validate, static)
+            spec.model.name: _offline_queue(spec, checked.concurrency)
+            for spec in map(OfflineSpec.model_validate, offline)
         }
         self._queues = tuple(queues.values())
         gateway = GatewayExecutor(
@@ -64,7 +64,9 @@ class BatchLane:
             serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP),
         )
         executor = SeveralExecutors(gateway, queues, KnownKeys(front.api_keys))
-        self._lane = Lane(self._store, self._folder, executor, checked, max_body=front.max_body)
+        self._lane = BatchLane(
+            self._store, self._folder, executor, checked, max_body=front.max_body
+        )
         api = BatchApi(self._lane, self._store, self._folder, checked)
         host = ray._private.worker._global_node.node_ip_address
         sock = listen(host, 0)
@@ -85,8 +87,8 @@ class BatchLane:
 
     async def state(self) -> dict[str, Any]:
         state = await self._lane.state()
-        static = tuple(queue.state for queue in self._queues)
-        return state.model_copy(update={"static_models": static}).model_dump(mode="json")
+        offline = tuple(queue.state for queue in self._queues)
+        return state.model_copy(update={"offline_models": offline}).model_dump(mode="json")
 
     async def show(self, batch_id: str) -> dict[str, Any]:
         """Any key's batch. Errors travel as values, for Ray wraps exceptions."""
@@ -119,11 +121,11 @@ class BatchLane:
             self._folder.release()
 
 
-def _static_queue(spec: StaticSpec, places: int) -> StaticQueue:
+def _offline_queue(spec: OfflineSpec, places: int) -> OfflineQueue:
     kv_bytes = spec.model.kv_cache_memory
-    return StaticQueue(
+    return OfflineQueue(
         spec.model.name,
-        partial(RayStaticWorker, spec.source, spec.cores, kv_bytes),
+        partial(RayOfflineWorker, spec.source, spec.cores, kv_bytes),
         kv_bytes,
         places=places,
         predictor=spec.model.lengths.predictor if spec.model.lengths else None,

@@ -1,4 +1,4 @@
-"""The process of a model for batches only: an actor of the batch lane's, which dies with it.
+"""The process of an offline model: an actor of the batch lane's, which dies with it.
 
 Its computing threads are in the kernel's idle class: they run on cores that nothing else wants at
 that moment, so that an engine on the same cores always goes first.
@@ -17,14 +17,14 @@ from ray.exceptions import RayError
 
 from loomserve.platform.base.errors import BadRequest, RequestError
 from loomserve.platform.batch.offline.worker import (
-    StaticAnswer,
-    StaticFacts,
-    StaticLine,
+    OfflineAnswer,
+    OfflineFacts,
+    OfflineLine,
     WorkerGoneError,
 )
 
 
-class StaticProcess:
+class OfflineProcess:
     """The actor's class. Errors travel as values, for Ray wraps exceptions."""
 
     def __init__(self, source: str, cores: Sequence[int], kv_bytes: int) -> None:
@@ -37,30 +37,30 @@ class StaticProcess:
         self._running: dict[str, int] = {}
         self._left: set[int] = set()
 
-    async def load(self) -> StaticFacts:
+    async def load(self) -> OfflineFacts:
         self._lines, facts = await self._in(self._compute, self._load)
-        found: StaticFacts = facts
+        found: OfflineFacts = facts
         return found
 
     def _load(self) -> Any:
         # torch takes seconds to import, and starts threads of its own.
-        from loomserve.platform.batch.offline.executor import StaticExecutor
-        from loomserve.platform.batch.offline.lines import StaticLines
+        from loomserve.platform.batch.offline.executor import OfflineExecutor
+        from loomserve.platform.batch.offline.lines import OfflineLines
         from loomserve.platform.engine.precision import cpu_dtype
 
-        executor = StaticExecutor(
+        executor = OfflineExecutor(
             self._source, threads=len(self._cores), kv_bytes=self._kv_bytes, dtype=cpu_dtype()
         )
-        facts = StaticFacts(executor.context, executor.token_bytes)
-        return StaticLines(self._source, executor), facts
+        facts = OfflineFacts(executor.context, executor.token_bytes)
+        return OfflineLines(self._source, executor), facts
 
-    async def prompt_tokens(self, line: StaticLine) -> int | BadRequest:
+    async def prompt_tokens(self, line: OfflineLine) -> int | BadRequest:
         try:
             return len((await self._in(self._tokenizer, self._lines.read, line)).prompt)
         except BadRequest as error:
             return error
 
-    async def run(self, lines: Sequence[StaticLine]) -> Sequence[StaticAnswer] | None:
+    async def run(self, lines: Sequence[OfflineLine]) -> Sequence[OfflineAnswer] | None:
         from loomserve.platform.batch.offline.executor import OutOfMemoryError
 
         self._running = {line.id: at for at, line in enumerate(lines)}
@@ -94,25 +94,25 @@ def run_last_on(cores: Sequence[int]) -> None:
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
-class RayStaticWorker:
-    """The lane's :class:`~loomserve.platform.batch.offline.worker.StaticWorker`."""
+class RayOfflineWorker:
+    """The lane's :class:`~loomserve.platform.batch.offline.worker.OfflineWorker`."""
 
     def __init__(self, source: str, cores: Sequence[int], kv_bytes: int) -> None:
-        actor = ray.remote(StaticProcess).options(num_cpus=0, max_restarts=0, max_task_retries=0)
+        actor = ray.remote(OfflineProcess).options(num_cpus=0, max_restarts=0, max_task_retries=0)
         self._actor = actor.remote(source, list(cores), kv_bytes)
 
-    async def facts(self) -> StaticFacts:
-        facts: StaticFacts = await self._ask(self._actor.load)
+    async def facts(self) -> OfflineFacts:
+        facts: OfflineFacts = await self._ask(self._actor.load)
         return facts
 
-    async def prompt_tokens(self, line: StaticLine) -> int:
+    async def prompt_tokens(self, line: OfflineLine) -> int:
         tokens: int | RequestError = await self._ask(self._actor.prompt_tokens, line)
         if isinstance(tokens, RequestError):
             raise tokens
         return tokens
 
-    async def run(self, lines: Sequence[StaticLine]) -> Sequence[StaticAnswer] | None:
-        answers: Sequence[StaticAnswer] | None = await self._ask(self._actor.run, lines)
+    async def run(self, lines: Sequence[OfflineLine]) -> Sequence[OfflineAnswer] | None:
+        answers: Sequence[OfflineAnswer] | None = await self._ask(self._actor.run, lines)
         return answers
 
     async def leave(self, line_id: str) -> None:

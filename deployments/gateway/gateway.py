@@ -36,8 +36,8 @@ from loomserve.platform.fleet.messages import (
     BATCH_DEPLOYMENT,
     CONTROLLER_APP,
     CONTROLLER_DEPLOYMENT,
-    BatchLine,
     KvAccess,
+    LineRequest,
     Routes,
 )
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
@@ -76,7 +76,7 @@ class Gateway:
         self._forwarder = Forwarder(internal_token, self._metrics)
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
         options = Batch.model_validate(batch) if batch else None
-        self._routes = ModelRoutes([one.name for one in options.static_models] if options else ())
+        self._routes = ModelRoutes([one.name for one in options.offline_models] if options else ())
         self._isolated_tenants = frozenset(self._kv.isolated_tenants if self._kv else ())
         self._clients = ClientEndpoint(
             self._routes, self._forwarder, self._lengths, self._metrics, self._isolated_tenants
@@ -173,7 +173,7 @@ class Gateway:
 
     async def complete_line(self, line: dict[str, Any]) -> tuple[int, bytes]:
         """Have a batch's line computed; its answer's status and body. The batch lane calls it."""
-        return await self._lines.complete(BatchLine.model_validate(line))
+        return await self._lines.complete(LineRequest.model_validate(line))
 
     async def pin(
         self, path: str, body: dict[str, Any], tenant: str | None, receive: Receive

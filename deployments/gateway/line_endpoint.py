@@ -14,7 +14,7 @@ from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.platform.access.key_models import KnownKeys
 from loomserve.platform.base.errors import BadRequest, BodyTooLarge, RequestError
 from loomserve.platform.config import Server
-from loomserve.platform.fleet.messages import BatchLine
+from loomserve.platform.fleet.messages import LineRequest
 from loomserve.platform.requests.engine_request import EngineRequest
 
 
@@ -35,14 +35,14 @@ class LineEndpoint:
         self._forwarder = forwarder
         self._isolated_tenants = isolated_tenants
 
-    async def complete(self, line: BatchLine) -> tuple[int, bytes]:
+    async def complete(self, line: LineRequest) -> tuple[int, bytes]:
         try:
             request = self._request(line)
             return await self._forwarder.collect(request, self._routes.handle(request.model))
         except RequestError as error:
             return error.status, json.dumps(error.body()).encode()
 
-    def _request(self, line: BatchLine) -> ForwardRequest:
+    def _request(self, line: LineRequest) -> ForwardRequest:
         request = EngineRequest.of_fields(line.path, line.body)
         if line.body.get("stream"):
             raise BadRequest("a batch's requests cannot stream; leave it out", param="stream")

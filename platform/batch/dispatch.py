@@ -8,7 +8,7 @@ from itertools import islice
 
 from loomserve.platform.batch.executor import QueuedModel, ServedModel
 from loomserve.platform.batch.live import LiveBatch, Running
-from loomserve.platform.batch.policy.admission import Queue, Start, admit, in_turn
+from loomserve.platform.batch.policy.admission import LineStart, Queue, admit, in_turn
 from loomserve.platform.batch.policy.fairness import TokenCounters
 from loomserve.platform.batch.policy.objects import BatchRecord
 from loomserve.platform.batch.snapshot import STALE_S, engines
@@ -84,7 +84,7 @@ class Dispatch:
         if most > 0:
             queues = self._queues(model, served, most)
             for batch, line in list(islice(in_turn(queues), most)):
-                yield self._start(model, Start(batch, line.number, served.engine), now)
+                yield self._start(model, LineStart(batch, line.number, served.engine), now)
 
     def _to_engines(
         self, model: str, served: ServedModel | None, most: int, now: float
@@ -106,7 +106,7 @@ class Dispatch:
             batch.learn(model, served.max_model_len)
         return [batch.queue(model, most, self._counters) for batch in batches]
 
-    def _start(self, model: str, start: Start, now: float) -> Started:
+    def _start(self, model: str, start: LineStart, now: float) -> Started:
         batch = self.live[start.batch]
         running = batch.start(model, start.number, start.engine, now)
         self.took(batch, batch.expected(running))

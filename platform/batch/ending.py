@@ -10,11 +10,11 @@ from loomserve.platform.batch.answers import unanswered
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.policy.objects import OUTPUT, BatchRecord, FileRecord, new_id
 from loomserve.platform.batch.policy.status import Status
-from loomserve.platform.batch.store.store import Store
+from loomserve.platform.batch.store.store import BatchStore
 
 
 def end(
-    store: Store, folder: BatchFolder, batch: BatchRecord, retention_s: float, now: float
+    store: BatchStore, folder: BatchFolder, batch: BatchRecord, retention_s: float, now: float
 ) -> BatchRecord:
     """End a batch that is finalizing or cancelling; done again after a crash, it is the same.
 

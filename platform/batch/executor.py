@@ -30,7 +30,7 @@ class LineCall:
     attempts: int
 
 
-class Outcome(Enum):
+class LineOutcome(Enum):
     ANSWERED = "answered"
     """Well or not: another attempt would answer the same."""
     ENGINE_FAILED = "engine_failed"
@@ -43,7 +43,7 @@ class Outcome(Enum):
 class LineAnswer:
     """What became of a call: an HTTP status and a JSON body, one line of text."""
 
-    outcome: Outcome
+    outcome: LineOutcome
     status: int
     body: bytes
 

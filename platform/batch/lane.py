@@ -1,8 +1,8 @@
 """The lane: takes batches from their files to their answers, one transaction after another.
 
-What must not be lost is in the :class:`~loomserve.platform.batch.store.store.Store`. What is only
-here, which lines are with engines and how long they take, is learnt anew after a restart: a line
-that was with an engine is computed again, and answered once.
+What must not be lost is in the :class:`~loomserve.platform.batch.store.store.BatchStore`. Which
+lines are with engines and how long they take is only in memory and learnt anew after a restart: a
+line that was with an engine is computed again, and answered once.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from loomserve.platform.batch.executor import (
     LineAnswer,
     LineCall,
     LineExecutor,
-    Outcome,
+    LineOutcome,
 )
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.length_estimation import Foresight
@@ -31,7 +31,7 @@ from loomserve.platform.batch.live import LiveBatch, Running
 from loomserve.platform.batch.policy import lines
 from loomserve.platform.batch.policy.objects import BatchRecord, new_id
 from loomserve.platform.batch.policy.status import Status
-from loomserve.platform.batch.store.store import Answer, Store
+from loomserve.platform.batch.store.store import Answer, BatchStore
 from loomserve.platform.config import Batch
 from loomserve.platform.state import BatchLaneState, BatchState
 
@@ -52,12 +52,12 @@ R = TypeVar("R")
 _Ended = tuple[LiveBatch, Running, Answer]
 
 
-class Lane:
+class BatchLane:
     """Runs until it is cancelled; all but :meth:`run` is to be called from the same loop."""
 
     def __init__(
         self,
-        store: Store,
+        store: BatchStore,
         folder: BatchFolder,
         executor: LineExecutor,
         options: Batch,
@@ -191,22 +191,22 @@ class Lane:
             if self._live.get(batch.record.id) is not batch:
                 raise
             # Not by us, but by who computed it.
-            said = LineAnswer(Outcome.AWAY, 503, b"{}")
+            said = LineAnswer(LineOutcome.AWAY, 503, b"{}")
         except Exception as error:
             _log.warning("line %d of %s: %r", running.line.number, batch.record.id, error)
             said = _broken(error)
         running.ended_s = self._clock()
         self._dispatcher.ended(running)
         line = running.line
-        if said.outcome is Outcome.ENGINE_FAILED:
+        if said.outcome is LineOutcome.ENGINE_FAILED:
             self._retries += 1
             line = replace(line, attempts=line.attempts + 1)
-        if said.outcome is Outcome.AWAY or (
-            said.outcome is Outcome.ENGINE_FAILED and line.attempts < MOST_ATTEMPTS
+        if said.outcome is LineOutcome.AWAY or (
+            said.outcome is LineOutcome.ENGINE_FAILED and line.attempts < MOST_ATTEMPTS
         ):
             if line is not running.line:
                 await self._keep_attempt(batch.record.id, line.number)
-            pause = _AWAY_S if said.outcome is Outcome.AWAY else _FAILED_S * line.attempts
+            pause = _AWAY_S if said.outcome is LineOutcome.AWAY else _FAILED_S * line.attempts
             batch.put_off(running, line, self._clock() + pause)
             return
         answer = answers.answered(batch.record.id, line.number, line.custom_id, request_id, said)
@@ -344,4 +344,4 @@ def _broken(error: Exception) -> LineAnswer:
     body = b'{"error": {"message": "The batch lane failed on this request. Send it again; if it '
     body += b'fails again, tell the operator.", "type": "server_error", "param": null, '
     body += b'"code": "internal_error"}}'
-    return LineAnswer(Outcome.ENGINE_FAILED, 500, body)
+    return LineAnswer(LineOutcome.ENGINE_FAILED, 500, body)

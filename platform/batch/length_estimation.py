@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.live import LiveBatch
 from loomserve.platform.batch.policy.lengths import Length
-from loomserve.platform.batch.policy.lines import Line, parse
+from loomserve.platform.batch.policy.lines import BatchLine, parse
 from loomserve.platform.batch.policy.objects import BatchRecord
 from loomserve.platform.lengths.predict.request import query_of
 
@@ -70,7 +70,7 @@ class Foresight:
             )
 
     def _predict(
-        self, predictor: StoredPredictor, batch: BatchRecord, lines: Sequence[Line]
+        self, predictor: StoredPredictor, batch: BatchRecord, lines: Sequence[BatchLine]
     ) -> Mapping[int, Length]:
         found: dict[int, Length] = {}
         with self._folder.blob(batch.input_file_id).open("rb") as stream:

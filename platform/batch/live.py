@@ -7,12 +7,12 @@ from bisect import insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from loomserve.platform.batch.policy.admission import Candidate, Queue, Work
+from loomserve.platform.batch.policy.admission import BatchCandidate, LineWork, Queue
 from loomserve.platform.batch.policy.fairness import TokenCounters
 from loomserve.platform.batch.policy.lengths import Length, LineLengths
-from loomserve.platform.batch.policy.lines import Line
+from loomserve.platform.batch.policy.lines import BatchLine
 from loomserve.platform.batch.policy.objects import BatchRecord
-from loomserve.platform.batch.policy.progress import Pace, is_late
+from loomserve.platform.batch.policy.progress import BatchPace, is_late
 
 # What a model may generate that no engine has told of yet.
 _SOME_CONTEXT = 4096
@@ -24,36 +24,36 @@ _FIRST_SORT = 8
 class Running:
     """A line with an engine, or just answered by it; times are Unix seconds."""
 
-    line: Line
+    line: BatchLine
     engine: str | None
     length: Length
     started_s: float
     ended_s: float | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
-    def work(self, now: float, step_s: float) -> Work:
+    def work(self, now: float, step_s: float) -> LineWork:
         """What it holds and may hold yet; a step gives each sequence one token."""
         until = now if self.ended_s is None else min(now, self.ended_s)
         elapsed = max(0.0, until - self.started_s)
         generated = min(self.length.high, elapsed / step_s if step_s > 0 else 0.0)
         # Who is longer than predicted goes on for a while.
         left = max(1.0, self.length.high - generated)
-        return Work(self.length.prompt + generated, left, self.line.sequences)
+        return LineWork(self.length.prompt + generated, left, self.line.sequences)
 
 
 class LiveBatch:
     """The lines of one batch that have no answer yet; ``now`` is Unix seconds."""
 
-    def __init__(self, record: BatchRecord, lines: Iterable[Line], now: float) -> None:
+    def __init__(self, record: BatchRecord, lines: Iterable[BatchLine], now: float) -> None:
         self.record = record
         self.running: dict[int, Running] = {}
         self.late = False
         self.eta_s: float | None = None
         self._lengths = LineLengths()
         self._longest: dict[str, int] = {}
-        self._waiting: dict[str, list[Line]] = {}
-        self._delayed: list[tuple[float, Line]] = []
-        self._pace = Pace(now)
+        self._waiting: dict[str, list[BatchLine]] = {}
+        self._delayed: list[tuple[float, BatchLine]] = []
+        self._pace = BatchPace(now)
         self._finished, self._next_sort = 0, _FIRST_SORT
         for line in lines:
             self._waiting.setdefault(line.model, []).append(line)
@@ -68,7 +68,7 @@ class LiveBatch:
     def waiting(self) -> int:
         return sum(map(len, self._waiting.values())) + len(self._delayed)
 
-    def lines(self, model: str) -> list[Line]:
+    def lines(self, model: str) -> list[BatchLine]:
         """Those that wait for a model, as they are to start."""
         return list(self._waiting.get(model, ()))
 
@@ -115,7 +115,7 @@ class LiveBatch:
         running = self.running[number] = Running(line, engine, self.length(line), now)
         return running
 
-    def put_off(self, running: Running, line: Line, until: float) -> None:
+    def put_off(self, running: Running, line: BatchLine, until: float) -> None:
         """The line, perhaps with one failed attempt more, waits again."""
         del self.running[running.line.number]
         self._delayed.append((until, line))
@@ -141,19 +141,19 @@ class LiveBatch:
         self.eta_s = self._pace.eta_s(left, now)
         self.late = is_late(self.eta_s, self.record.expires_at, now)
 
-    def length(self, line: Line) -> Length:
+    def length(self, line: BatchLine) -> Length:
         return self._lengths.predict(line, self._longest.get(line.model, _SOME_CONTEXT))
 
     def expected(self, running: Running) -> float:
         return running.length.prompt + running.length.tokens * running.line.sequences
 
-    def _candidate(self, line: Line) -> Candidate:
+    def _candidate(self, line: BatchLine) -> BatchCandidate:
         length = self.length(line)
-        return Candidate(
+        return BatchCandidate(
             number=line.number,
             expected=length.prompt + length.tokens * line.sequences,
-            work=Work(length.prompt, length.high, line.sequences),
+            work=LineWork(length.prompt, length.high, line.sequences),
         )
 
-    def _rank(self, line: Line) -> tuple[float, int]:
+    def _rank(self, line: BatchLine) -> tuple[float, int]:
         return self._candidate(line).expected, line.number

@@ -34,8 +34,8 @@ class BatchMetrics(Collector):
         if state is not None:
             yield from _batches(state)
             yield from _lines(state)
-            if state.static_models:
-                yield from _static_models(state)
+            if state.offline_models:
+                yield from _offline_models(state)
 
 
 def _batches(state: BatchLaneState) -> Iterator[Metric]:
@@ -72,14 +72,14 @@ def _lines(state: BatchLaneState) -> Iterator[Metric]:
     )
 
 
-def _static_models(state: BatchLaneState) -> Iterator[Metric]:
+def _offline_models(state: BatchLaneState) -> Iterator[Metric]:
     up = GaugeMetricFamily(
-        "loomserve_batch_static_up", "1: the model's process is ready.", labels=["model"]
+        "loomserve_batch_offline_up", "1: the model's process is ready.", labels=["model"]
     )
     batches = CounterMetricFamily(
-        "loomserve_batch_static_batches", "Static batches that ended.", labels=["model", "outcome"]
+        "loomserve_batch_offline_batches", "Static batches that ended.", labels=["model", "outcome"]
     )
-    for model in state.static_models:
+    for model in state.offline_models:
         up.add_metric([model.name], model.ready)
         batches.add_metric([model.name, "completed"], model.batches)
         batches.add_metric([model.name, "out_of_memory"], model.splits)

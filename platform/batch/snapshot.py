@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from loomserve.platform.batch.live import Running
-from loomserve.platform.batch.policy.admission import Engine, InFlight
+from loomserve.platform.batch.policy.admission import EngineCapacity, InFlightLine
 from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats
 
@@ -15,7 +15,7 @@ STALE_S = 10.0
 
 def engines(
     known: Mapping[str, RoutingStats], running: Iterable[Running], now: float
-) -> list[Engine]:
+) -> list[EngineCapacity]:
     """The engines of a model that may get lines.
 
     Args:
@@ -32,12 +32,14 @@ def engines(
     ]
 
 
-def _engine(name: str, stats: RoutingStats, lines: list[Running], now: float) -> Engine | None:
+def _engine(
+    name: str, stats: RoutingStats, lines: list[Running], now: float
+) -> EngineCapacity | None:
     load, capacity = stats.load, stats.kv_capacity_tokens
     if stats.draining or load is None or not capacity or now - load.measured_at > STALE_S:
         return None
     measured_at = load.measured_at
-    return Engine(
+    return EngineCapacity(
         id=name,
         places=stats.max_running,
         capacity=capacity,
@@ -45,7 +47,7 @@ def _engine(name: str, stats: RoutingStats, lines: list[Running], now: float) ->
         waiting=load.waiting,
         used=load.kv_cache_usage * capacity,
         lines=tuple(
-            InFlight(
+            InFlightLine(
                 run.work(now, load.step_time_s),
                 measured=run.started_s <= measured_at,
                 ended=run.ended_s is not None,

@@ -48,12 +48,12 @@ def render(state: BatchLaneState) -> RenderableType:
         f"{counts or 'no batch'}; since the lane started {state.answered_lines} lines answered, "
         f"{state.failed_lines} failed, {state.retries} attempts failed"
     )
-    static = [
+    offline = [
         Text(f"model {model.name} is not ready: {model.problem or 'it is being loaded'}", "yellow")
-        for model in state.static_models
+        for model in state.offline_models
         if not model.ready
     ]
-    return stacked(_table(state.batches), *static, Text(note, style="dim"))
+    return stacked(_table(state.batches), *offline, Text(note, style="dim"))
 
 
 def _table(batches: Iterable[BatchState]) -> Table:

@@ -24,7 +24,7 @@ from loomserve.deployments.kvstore.kv_store import start_store, stop_store, stor
 from loomserve.kvstore.server.options import arena_path
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.batch.folder import BatchFolder, batch_folder
-from loomserve.platform.batch.offline.models import check_static_models
+from loomserve.platform.batch.offline.models import check_offline_models
 from loomserve.platform.config import Config
 from loomserve.platform.devices.memory import plan_replicas
 from loomserve.platform.engine.hooks import verify
@@ -153,8 +153,8 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
         StartError: a model cannot be fetched, or memory does not suffice.
     """
     weights: dict[str, int] = {}
-    for static in config.static_models:
-        check_predictor(static)
+    for offline in config.offline_models:
+        check_predictor(offline)
     for model in config.models:
         check_predictor(model)
         path = catalog.resolve(model.source, base, progress=say)
@@ -167,7 +167,7 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
         weights,
         psutil.virtual_memory().available + _left_behind(config),
         config.kvstore.memory if config.kvstore else 0,
-        check_static_models(config, base, say),
+        check_offline_models(config, base, say),
     )
     for model in config.models:
         if model.replicas == "auto" and replicas[model.name] < model.most_replicas:

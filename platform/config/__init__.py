@@ -6,7 +6,7 @@ field and the line of the file.
 """
 
 from loomserve.platform.config.base import Bytes, parse_bytes
-from loomserve.platform.config.batch import Batch, StaticModel
+from loomserve.platform.config.batch import Batch, OfflineModel
 from loomserve.platform.config.devices import Device
 from loomserve.platform.config.kvstore import KvStore
 from loomserve.platform.config.lending import Lending
@@ -32,13 +32,13 @@ __all__ = [
     "Lending",
     "Lengths",
     "Model",
+    "OfflineModel",
     "Pipeline",
     "Rebalancing",
     "Roles",
     "Router",
     "Scheduling",
     "Server",
-    "StaticModel",
     "load",
     "parse",
     "parse_bytes",

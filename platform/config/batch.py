@@ -6,11 +6,11 @@ from pydantic import (
     Field,
 )
 
-from loomserve.platform.config.base import Bytes, ModelName, Name, Node
+from loomserve.platform.config.base import Bytes, ModelName, Name, Section
 from loomserve.platform.config.lengths import Lengths
 
 
-class StaticModel(Node):
+class OfflineModel(Section):
     """A model that answers batches only: transformers computes it, in static batches."""
 
     name: ModelName = Field(description="The name that lines of batches ask for.")
@@ -28,7 +28,7 @@ class StaticModel(Node):
     )
 
 
-class Batch(Node):
+class Batch(Section):
     """OpenAI's files and batches, computed while online requests leave room."""
 
     folder: str | None = Field(
@@ -44,13 +44,13 @@ class Batch(Node):
         256,
         ge=1,
         description="Lines that engines have at once, of all batches and models; each of "
-        "static_models takes as many again into its queue.",
+        "offline_models takes as many again into its queue.",
     )
     retention_days: float = Field(
         30.0, gt=0, description="Files and ended batches are removed when they are so old."
     )
-    static_models: tuple[StaticModel, ...] = Field(
+    offline_models: tuple[OfflineModel, ...] = Field(
         (),
-        description="Models for batches only, run by transformers: those that vLLM does not serve, "
+        description="Offline models, run by transformers: those that vLLM does not serve, "
         "or that need not answer online.",
     )

@@ -9,10 +9,10 @@ from pydantic import (
     model_validator,
 )
 
-from loomserve.platform.config.base import FieldError, Name, Node
+from loomserve.platform.config.base import FieldError, Name, Section
 
 
-class Device(Node):
+class Device(Section):
     """A place where an engine runs: some cores of this machine, or one GPU."""
 
     name: Name = Field(description="What models refer to.")

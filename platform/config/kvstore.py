@@ -10,12 +10,12 @@ from pydantic import (
     model_validator,
 )
 
-from loomserve.platform.config.base import Bytes, FieldError, Node
+from loomserve.platform.config.base import Bytes, FieldError, Section
 
 _SMALLEST_KV_STORE = 64 * 2**20
 
 
-class KvStore(Node):
+class KvStore(Section):
     """KV blocks that outlive the engine that made them, shared by all engines of a node."""
 
     memory: Bytes = Field(2**30, description="Shared memory for blocks (/dev/shm).")

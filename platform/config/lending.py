@@ -9,10 +9,10 @@ from pydantic import (
     model_validator,
 )
 
-from loomserve.platform.config.base import Bytes, FieldError, ModelName, Node
+from loomserve.platform.config.base import Bytes, FieldError, ModelName, Section
 
 
-class Lending(Node):
+class Lending(Section):
     """Attention of hot models on cold models' engines, in whose memory their KV lies (Weaver)."""
 
     lend_memory: Bytes | None = Field(

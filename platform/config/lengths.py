@@ -6,10 +6,10 @@ from pydantic import (
     Field,
 )
 
-from loomserve.platform.config.base import Name, Node
+from loomserve.platform.config.base import Name, Section
 
 
-class Lengths(Node):
+class Lengths(Section):
     """Predictions of how long answers will be, for queues, routing and refusals."""
 
     predictor: Name = Field(

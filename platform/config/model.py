@@ -10,7 +10,7 @@ from pydantic import (
     model_validator,
 )
 
-from loomserve.platform.config.base import Bytes, FieldError, ModelName, Name, Node
+from loomserve.platform.config.base import Bytes, FieldError, ModelName, Name, Section
 from loomserve.platform.config.lending import Lending
 from loomserve.platform.config.lengths import Lengths
 from loomserve.platform.config.pipeline import Pipeline
@@ -37,7 +37,7 @@ _PIPELINE_LEAVES = {
 }
 
 
-class Model(Node):
+class Model(Section):
     """One model as users see it: a name, where its weights are, and where it runs."""
 
     name: ModelName = Field(description="The name clients ask for.")

@@ -8,10 +8,10 @@ from pydantic import (
     Field,
 )
 
-from loomserve.platform.config.base import Node
+from loomserve.platform.config.base import Section
 
 
-class Pipeline(Node):
+class Pipeline(Section):
     """One replica over all of the model's devices: consecutive layers on each (HELR)."""
 
     mode: Literal["he", "lr", "balanced"] = Field(

@@ -6,12 +6,12 @@ from pydantic import (
     Field,
 )
 
-from loomserve.platform.config.base import Node
+from loomserve.platform.config.base import Section
 
 LOCAL_PROMPT_TOKENS = 128
 
 
-class Roles(Node):
+class Roles(Section):
     """Prefill and decode on replicas of their own; the KV passes through the store."""
 
     prefill: int = Field(

@@ -7,8 +7,8 @@ from pydantic import (
     model_validator,
 )
 
-from loomserve.platform.config.base import FieldError, Node
-from loomserve.platform.config.batch import Batch, StaticModel
+from loomserve.platform.config.base import FieldError, Section
+from loomserve.platform.config.batch import Batch, OfflineModel
 from loomserve.platform.config.devices import Device
 from loomserve.platform.config.kvstore import KvStore
 from loomserve.platform.config.model import Model
@@ -19,7 +19,7 @@ from loomserve.platform.config.server import Server
 _KV_TRANSFER_OPTIONS = ("kv_transfer_config", "kv_offloading_size")
 
 
-class Config(Node):
+class Config(Section):
     """The whole file."""
 
     devices: tuple[Device, ...] = Field(min_length=1, description="Where engines may run.")
@@ -105,7 +105,7 @@ class Config(Node):
         _refuse_duplicates("models", [model.name.replace("/", "--") for model in self.models])
         for index, model in enumerate(self.models):
             self._check_model_devices(index, model)
-        self._check_static_models()
+        self._check_offline_models()
         self._check_predictors()
         owner: dict[tuple[str, int], str] = {}
         for index, device in enumerate(self.devices):
@@ -122,14 +122,14 @@ class Config(Node):
         return self
 
     @property
-    def static_models(self) -> tuple[StaticModel, ...]:
-        return self.batch.static_models if self.batch is not None else ()
+    def offline_models(self) -> tuple[OfflineModel, ...]:
+        return self.batch.offline_models if self.batch is not None else ()
 
-    def _check_static_models(self) -> None:
+    def _check_offline_models(self) -> None:
         kinds = {device.name: device.kind for device in self.devices}
         taken = [model.name.replace("/", "--") for model in self.models]
-        for index, model in enumerate(self.static_models):
-            place = ("batch", "static_models", index)
+        for index, model in enumerate(self.offline_models):
+            place = ("batch", "offline_models", index)
             name = model.name.replace("/", "--")
             if name in taken:
                 raise FieldError(
@@ -147,11 +147,11 @@ class Config(Node):
 
     def _check_predictors(self) -> None:
         predictors: dict[str, str] = {}
-        models: list[tuple[tuple[str | int, ...], Model | StaticModel]] = [
+        models: list[tuple[tuple[str | int, ...], Model | OfflineModel]] = [
             *((("models", index), model) for index, model in enumerate(self.models)),
             *(
-                (("batch", "static_models", index), model)
-                for index, model in enumerate(self.static_models)
+                (("batch", "offline_models", index), model)
+                for index, model in enumerate(self.offline_models)
             ),
         ]
         for place, model in models:

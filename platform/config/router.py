@@ -8,10 +8,10 @@ from pydantic import (
     Field,
 )
 
-from loomserve.platform.config.base import Node
+from loomserve.platform.config.base import Section
 
 
-class Router(Node):
+class Router(Section):
     """How requests are spread over the replicas of a model."""
 
     policy: Literal["load_aware", "round_robin", "power_of_two", "prefix_aware"] = Field(

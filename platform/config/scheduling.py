@@ -8,10 +8,10 @@ from pydantic import (
     Field,
 )
 
-from loomserve.platform.config.base import Bytes, Node
+from loomserve.platform.config.base import Bytes, Section
 
 
-class Scheduling(Node):
+class Scheduling(Section):
     """How an engine serves more requests than its KV memory holds (AdaptiveLLM)."""
 
     queue: Literal["fair", "fcfs", "deadline", "sjf"] = Field(

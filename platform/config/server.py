@@ -11,10 +11,10 @@ from pydantic import (
     model_validator,
 )
 
-from loomserve.platform.config.base import Bytes, FieldError, ModelName, Name, Node
+from loomserve.platform.config.base import Bytes, FieldError, ModelName, Name, Section
 
 
-class ApiKey(Node):
+class ApiKey(Section):
     """A client's key, of which only the hash is kept (``loomserve key create`` prints both)."""
 
     name: Name = Field(description="Who uses the key; the label in metrics and logs.")
@@ -37,7 +37,7 @@ class ApiKey(Node):
     )
 
 
-class Server(Node):
+class Server(Section):
     """The HTTP server: where it listens, who may ask, and within which limits."""
 
     host: str = Field("127.0.0.1", description="Address to listen on.")

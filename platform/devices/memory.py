@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.config import Model, StaticModel
+from loomserve.platform.config import Model, OfflineModel
 
 # An idle CPU engine of a tiny model (front end, EngineCore, worker) takes about this without
 # weights and KV; measured as proportional set size, rounded up.
@@ -13,7 +13,7 @@ ENGINE_BYTES = 2 * 2**30
 # Each further worker process of an engine that is a pipeline.
 STAGE_BYTES = 0.75 * 2**30
 # A process with torch and transformers, without weights and KV, computing.
-STATIC_BYTES = 1.0 * 2**30
+OFFLINE_BYTES = 1.0 * 2**30
 # Ray's own processes, the gateway and the controller.
 PLATFORM_BYTES = 1.5 * 2**30
 
@@ -24,9 +24,9 @@ def replica_bytes(model: Model, weight_bytes: int) -> float:
     return ENGINE_BYTES + further_stages * STAGE_BYTES + 2 * weight_bytes + model.kv_cache_memory
 
 
-def static_bytes(model: StaticModel, weight_bytes: int) -> float:
-    """Memory of a model for batches only; what it computes in may be twice as wide as its file."""
-    return STATIC_BYTES + 2 * weight_bytes + model.kv_cache_memory
+def offline_bytes(model: OfflineModel, weight_bytes: int) -> float:
+    """Memory of an offline model; what it computes in may be twice as wide as its file."""
+    return OFFLINE_BYTES + 2 * weight_bytes + model.kv_cache_memory
 
 
 def least_replicas(model: Model) -> int:
@@ -41,10 +41,10 @@ def plan_replicas(
     weight_bytes: Mapping[str, int],
     available_bytes: float,
     kvstore_bytes: int = 0,
-    static_bytes: float = 0,
+    offline_bytes: float = 0,
 ) -> dict[str, int]:
     """The number of replicas to start for each model, beside a KV store of so many bytes and
-    models for batches only of so many.
+    offline models of so many.
 
     Every model gets the replicas it insists on (at least one); what is left goes to the models with
     ``replicas: auto``, one each in turn, up to one a device.
@@ -54,7 +54,7 @@ def plan_replicas(
     """
     wanted = {model.name: least_replicas(model) for model in models}
     cost = {model.name: replica_bytes(model, weight_bytes[model.name]) for model in models}
-    left = available_bytes - PLATFORM_BYTES - kvstore_bytes - static_bytes
+    left = available_bytes - PLATFORM_BYTES - kvstore_bytes - offline_bytes
     left -= sum(wanted[model.name] * cost[model.name] for model in models)
     if left < 0:
         to_lower = "kv_cache_memory, kvstore.memory" if kvstore_bytes else "kv_cache_memory"

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from loomserve.platform.config import Device, Model, StaticModel
+from loomserve.platform.config import Device, Model, OfflineModel
 from loomserve.platform.scheduling.options import SchedulerOptions
 from loomserve.platform.state import (
     BorrowingState,
@@ -99,10 +99,10 @@ class LiveReplica(_Message):
     stats: RoutingStats
 
 
-class StaticSpec(_Message):
-    """A model for batches only, as the batch lane starts it."""
+class OfflineSpec(_Message):
+    """An offline model, as the batch lane starts it."""
 
-    model: StaticModel
+    model: OfflineModel
     source: str = Field(description="A folder, or a hub id.")
     cores: tuple[int, ...]
 
@@ -167,7 +167,7 @@ class KvAccess(_Message):
     )
 
 
-class BatchLine(_Message):
+class LineRequest(_Message):
     """A batch's line, which the lane asks a gateway to have computed."""
 
     owner: str = Field(description="The name of the API key; empty where none is needed.")

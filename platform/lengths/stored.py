@@ -9,7 +9,7 @@ from filelock import FileLock, Timeout
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.base.paths import cache_folder
-from loomserve.platform.config import Model, StaticModel
+from loomserve.platform.config import Model, OfflineModel
 from loomserve.platform.lengths.predict.embedding import TokenEmbeddings
 from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
 from loomserve.platform.lengths.training.learner import Learner
@@ -91,7 +91,7 @@ def open_predictor(name: str) -> StoredPredictor:
     return StoredPredictor(Learner(versions, version, embeddings), embeddings, lock)
 
 
-def check_predictor(model: Model | StaticModel) -> None:
+def check_predictor(model: Model | OfflineModel) -> None:
     """
     Raises:
         ConfigError: the model names a predictor that cannot be used.

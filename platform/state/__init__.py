@@ -1,6 +1,6 @@
 """What processes and operators are told of each other: typed, frozen, JSON."""
 
-from loomserve.platform.state.batch import BatchLaneState, BatchState, StaticModelState
+from loomserve.platform.state.batch import BatchLaneState, BatchState, OfflineModelState
 from loomserve.platform.state.kvstore import KvModelState, KvState
 from loomserve.platform.state.lending import (
     BorrowingState,
@@ -44,6 +44,7 @@ __all__ = [
     "LoanState",
     "ModelState",
     "ModelStatus",
+    "OfflineModelState",
     "Pace",
     "PlatformState",
     "ReplicaLoad",
@@ -53,6 +54,5 @@ __all__ = [
     "SlicingState",
     "SoftwareVersions",
     "StageState",
-    "StaticModelState",
     "WorkState",
 ]

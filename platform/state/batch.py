@@ -26,8 +26,8 @@ class BatchState(StateModel):
     late: bool = Field(description="True: it is about to miss the end of its window.")
 
 
-class StaticModelState(StateModel):
-    """A model for batches only; counts are since the lane started."""
+class OfflineModelState(StateModel):
+    """An offline model; counts are since the lane started."""
 
     name: str
     ready: bool = Field(description="False: its process is starting, or starting again.")
@@ -44,4 +44,4 @@ class BatchLaneState(StateModel):
     answered_lines: int = Field(description="Lines answered well since the lane started.")
     failed_lines: int = Field(description="Lines answered with an error since then.")
     retries: int = Field(description="Attempts that engines failed on since then.")
-    static_models: tuple[StaticModelState, ...] = ()
+    offline_models: tuple[OfflineModelState, ...] = ()

@@ -35,7 +35,7 @@ def in_order_of_arrival(requests: Iterable[BatchRequest]) -> list[BatchRequest]:
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class StaticBatch:
     """At least one request; those that run together."""
 
     requests: tuple[BatchRequest, ...]
@@ -57,7 +57,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class KvMemory:
+class KvBudget:
     """The memory that a batch's KV may take.
 
     Attributes:
@@ -81,5 +81,5 @@ class Batcher(Protocol):
     """
 
     def __call__(
-        self, requests: Sequence[BatchRequest], memory: KvMemory, now: float
-    ) -> list[Batch]: ...
+        self, requests: Sequence[BatchRequest], memory: KvBudget, now: float
+    ) -> list[StaticBatch]: ...

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loomserve.routers.static_batching.base import (
-    Batch,
     BatchRequest,
-    KvMemory,
+    KvBudget,
+    StaticBatch,
     in_order_of_arrival,
 )
 
@@ -27,15 +27,16 @@ class Fifo:
             raise ValueError(f"a batch of {self.size} requests serves none: give at least 1")
 
     @classmethod
-    def for_longest(cls, memory: KvMemory, input_tokens: int, output_tokens: int) -> Fifo:
+    def for_longest(cls, memory: KvBudget, input_tokens: int, output_tokens: int) -> Fifo:
         """The largest size that never runs out of memory, whatever the requests up to these
         lengths turn out to be."""
         return cls(memory.bytes // (memory.token_bytes * (input_tokens + output_tokens)))
 
     def __call__(
-        self, requests: Sequence[BatchRequest], memory: KvMemory, now: float
-    ) -> list[Batch]:
+        self, requests: Sequence[BatchRequest], memory: KvBudget, now: float
+    ) -> list[StaticBatch]:
         waiting = in_order_of_arrival(requests)
         return [
-            Batch(tuple(waiting[at : at + self.size])) for at in range(0, len(waiting), self.size)
+            StaticBatch(tuple(waiting[at : at + self.size]))
+            for at in range(0, len(waiting), self.size)
         ]

@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from loomserve.routers.static_batching.base import Batch
+from loomserve.routers.static_batching.base import StaticBatch
 
-Next = Callable[[Sequence[Batch], float], int]
+Next = Callable[[Sequence[StaticBatch], float], int]
 """Of at least one batch and the time: the place of the chosen one, the first of equals."""
 
 
-def first(batches: Sequence[Batch], now: float) -> int:
+def first(batches: Sequence[StaticBatch], now: float) -> int:
     """In the batcher's own order."""
     return 0
 
 
-def oldest(batches: Sequence[Batch], now: float) -> int:
+def oldest(batches: Sequence[StaticBatch], now: float) -> int:
     """The one with the request that has waited the longest."""
     return min(range(len(batches)), key=lambda at: batches[at].arrived_s)
 
 
-def hrrn(processing_s: Callable[[Sequence[Batch]], Sequence[float]]) -> Next:
+def hrrn(processing_s: Callable[[Sequence[StaticBatch]], Sequence[float]]) -> Next:
     """Highest response ratio next: the greatest T_w / T_p (Magnus).
 
     T_w is how long a batch's oldest request has waited, T_p what ``processing_s`` says of each
     batch, above 0. Short batches go first, and whatever waits long enough goes too.
     """
 
-    def highest(batches: Sequence[Batch], now: float) -> int:
+    def highest(batches: Sequence[StaticBatch], now: float) -> int:
         seconds = processing_s(batches)
         return max(range(len(batches)), key=lambda at: (now - batches[at].arrived_s) / seconds[at])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from loomserve.routers.static_batching.base import Batch, Batcher, BatchRequest, KvMemory
+from loomserve.routers.static_batching.base import Batcher, BatchRequest, KvBudget, StaticBatch
 from loomserve.routers.static_batching.next_batch import Next
 from loomserve.routers.static_batching.recovery import halves
 
@@ -16,12 +16,12 @@ class BatchQueue:
     lengths it would have fitted, so that these tell nothing about what else does.
     """
 
-    def __init__(self, batcher: Batcher, choose: Next, memory: KvMemory) -> None:
+    def __init__(self, batcher: Batcher, choose: Next, memory: KvBudget) -> None:
         self._batcher = batcher
         self._choose = choose
         self._memory = memory
         self._waiting: dict[str, BatchRequest] = {}
-        self._apart: list[Batch] = []
+        self._apart: list[StaticBatch] = []
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -35,7 +35,7 @@ class BatchQueue:
 
     def add_alone(self, request: BatchRequest) -> None:
         """One that nothing may join: it is suspected of what became of its batch."""
-        self._apart.append(Batch((request,)))
+        self._apart.append(StaticBatch((request,)))
 
     def predict(self, request_id: str, tokens: int) -> None:
         """Its answer is now predicted to have so many tokens; what nothing joins stays as it is."""
@@ -47,9 +47,9 @@ class BatchQueue:
         """Nobody wants its answer any more; one that does not wait here is passed over."""
         self._waiting.pop(request_id, None)
         left = [[one for one in batch.requests if one.id != request_id] for batch in self._apart]
-        self._apart = [Batch(tuple(requests)) for requests in left if requests]
+        self._apart = [StaticBatch(tuple(requests)) for requests in left if requests]
 
-    def take(self, now: float) -> Batch | None:
+    def take(self, now: float) -> StaticBatch | None:
         """The batch to run now; None if nothing waits."""
         formed = self._batcher(list(self._waiting.values()), self._memory, now)
         batches = [*self._apart, *formed]
@@ -62,7 +62,7 @@ class BatchQueue:
             del self._waiting[request.id]
         return batches[at]
 
-    def out_of_memory(self, batch: Batch) -> BatchRequest | None:
+    def out_of_memory(self, batch: StaticBatch) -> BatchRequest | None:
         """Queue the halves of a batch that was taken; a lone request comes back: it never fits."""
         if len(batch.requests) == 1:
             return batch.requests[0]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from loomserve.routers.static_batching.base import Batch
+from loomserve.routers.static_batching.base import StaticBatch
 
 
-def halves(batch: Batch) -> tuple[Batch, Batch]:
+def halves(batch: StaticBatch) -> tuple[StaticBatch, StaticBatch]:
     """Two batches, of which the first has one request more if the number is odd (Magnus).
 
     The longest by prompt and predicted answer come into one half, so that the other is padded less.
@@ -19,4 +19,4 @@ def halves(batch: Batch) -> tuple[Batch, Batch]:
         batch.requests, key=lambda one: (one.input_tokens + one.predicted_tokens, one.id)
     )
     middle = (len(shortest_first) + 1) // 2
-    return Batch(tuple(shortest_first[:middle])), Batch(tuple(shortest_first[middle:]))
+    return StaticBatch(tuple(shortest_first[:middle])), StaticBatch(tuple(shortest_first[middle:]))

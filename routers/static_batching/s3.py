@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from loomserve.routers.static_batching.base import Batch, BatchRequest, KvMemory
+from loomserve.routers.static_batching.base import BatchRequest, KvBudget, StaticBatch
 
 
-def s3(requests: Sequence[BatchRequest], memory: KvMemory, now: float) -> list[Batch]:
+def s3(requests: Sequence[BatchRequest], memory: KvBudget, now: float) -> list[StaticBatch]:
     """First fit decreasing, with what a padded batch takes as its bin's content."""
     bins: list[_Bin] = []
     for request in sorted(requests, key=_decreasing):
@@ -23,7 +23,7 @@ def s3(requests: Sequence[BatchRequest], memory: KvMemory, now: float) -> list[B
                 break
         else:
             bins.append(_Bin(request))
-    return [Batch(tuple(one.requests)) for one in bins]
+    return [StaticBatch(tuple(one.requests)) for one in bins]
 
 
 def _decreasing(request: BatchRequest) -> tuple[int, int, float, str]:
@@ -38,7 +38,7 @@ class _Bin:
         self._generation = first.predicted_tokens
         self._length = first.input_tokens
 
-    def has_room_for(self, request: BatchRequest, memory: KvMemory) -> bool:
+    def has_room_for(self, request: BatchRequest, memory: KvBudget) -> bool:
         length = max(self._length, request.input_tokens)
         return memory.holds(len(self.requests) + 1, length, self._generation)
 

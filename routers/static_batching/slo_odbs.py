@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from loomserve.routers.static_batching.base import Batch, BatchRequest, KvMemory
+from loomserve.routers.static_batching.base import BatchRequest, KvBudget, StaticBatch
 
 # What a request that names no deadline is taken to have, as in the engines' queues.
 _PATIENCE_S = 600.0
@@ -47,9 +47,9 @@ class SloOdbs:
     output_term: OutputTerm = OutputTerm.DIFFERENCE
 
     def __call__(
-        self, requests: Sequence[BatchRequest], memory: KvMemory, now: float
-    ) -> list[Batch]:
-        batches: list[Batch] = []
+        self, requests: Sequence[BatchRequest], memory: KvBudget, now: float
+    ) -> list[StaticBatch]:
+        batches: list[StaticBatch] = []
         current: list[BatchRequest] = []
         length = generation = 0
         latest = 0.0
@@ -58,14 +58,14 @@ class SloOdbs:
             cost = self._cost(left_s, latest, request.predicted_tokens, generation, len(current))
             longer = max(length, request.input_tokens), max(generation, request.predicted_tokens)
             if current and (cost > self.threshold or not memory.holds(len(current) + 1, *longer)):
-                batches.append(Batch(tuple(current)))
+                batches.append(StaticBatch(tuple(current)))
                 current, latest = [], 0.0
                 longer = request.input_tokens, request.predicted_tokens
             current.append(request)
             length, generation = longer
             latest = max(latest, left_s)
         if current:
-            batches.append(Batch(tuple(current)))
+            batches.append(StaticBatch(tuple(current)))
         return batches
 
     def _cost(self, left_s: float, latest: float, tokens: int, generation: int, size: int) -> float:

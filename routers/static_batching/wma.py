@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from loomserve.routers.static_batching.base import (
-    Batch,
     BatchRequest,
-    KvMemory,
+    KvBudget,
+    StaticBatch,
     in_order_of_arrival,
 )
 
@@ -30,7 +30,7 @@ def wasted(request: BatchRequest, length: int, generation: int) -> int:
     return own * (length - request.input_tokens) + waiting * (own + generation + 2 * length) // 2
 
 
-def wma(batch: Batch) -> int:
+def wma(batch: StaticBatch) -> int:
     """WMA(B): of the member that wastes the most."""
     length, generation = batch.length, batch.generation
     return max(wasted(one, length, generation) for one in batch.requests)
@@ -49,8 +49,8 @@ class Wma:
     threshold: int
 
     def __call__(
-        self, requests: Sequence[BatchRequest], memory: KvMemory, now: float
-    ) -> list[Batch]:
+        self, requests: Sequence[BatchRequest], memory: KvBudget, now: float
+    ) -> list[StaticBatch]:
         forming: list[_Forming] = []
         for request in in_order_of_arrival(requests):
             least, joined = float(self.threshold), None
@@ -62,7 +62,7 @@ class Wma:
                 forming.append(_Forming(request))
             else:
                 joined.add(request)
-        return [Batch(tuple(one.requests)) for one in forming]
+        return [StaticBatch(tuple(one.requests)) for one in forming]
 
 
 class _Forming:
@@ -78,7 +78,7 @@ class _Forming:
         self._generation = first.predicted_tokens
         self._shortest = [first]
 
-    def wma_with(self, request: BatchRequest, memory: KvMemory) -> float:
+    def wma_with(self, request: BatchRequest, memory: KvBudget) -> float:
         """Infinite where it would not fit into memory."""
         length = max(self._length, request.input_tokens)
         generation = max(self._generation, request.predicted_tokens)

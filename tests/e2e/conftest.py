@@ -23,7 +23,7 @@ from loomserve.platform.access.keys import new_key
 START_TIMEOUT_S = 600
 HOT = "smollm2-135m"
 COLD = "smollm2-135m-8k"
-STATIC = "smollm2-135m-static"
+OFFLINE = "smollm2-135m-offline"
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ def write_config(path: Path, port: int, hashes: tuple[str, ...]) -> None:
             "max_file_bytes": "2MiB",
             "max_lines": 1000,
             # Of a token's 46 KB this holds 1,400.
-            "static_models": [
+            "offline_models": [
                 {
-                    "name": STATIC,
+                    "name": OFFLINE,
                     "source": "demo",
                     "device": "core0",
                     "kv_cache_memory": "64MiB",

@@ -14,7 +14,7 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.conftest import COLD, HOT, STATIC, Platform
+from tests.e2e.conftest import COLD, HOT, OFFLINE, Platform
 from tests.e2e.test_admin import wait_for
 from tests.e2e.test_kvstore import command
 
@@ -73,9 +73,9 @@ def lane_process(platform: Platform) -> psutil.Process:
     return lane
 
 
-def static_process(platform: Platform) -> psutil.Process:
-    (static,) = processes(platform, "StaticProcess")
-    return static
+def offline_process(platform: Platform) -> psutil.Process:
+    (offline,) = processes(platform, "OfflineProcess")
+    return offline
 
 
 def test_a_batch_answers_good_lines_and_says_what_is_wrong_with_bad_ones(
@@ -210,7 +210,7 @@ def test_a_killed_lane_goes_on_where_it_was_and_online_requests_do_not_notice(
     lines = [line(f"k-{n}", max_tokens=16, ignore_eos=True) for n in range(40)]
     batch_id = submit(client, lines)
     wait_for(lambda: client.batches.retrieve(batch_id).request_counts.completed > 5, 60)
-    lane, static = lane_process(platform), static_process(platform)
+    lane, offline = lane_process(platform), offline_process(platform)
     lane.kill()
     began = time.monotonic()
     client.chat.completions.create(**line("online")["body"])
@@ -220,9 +220,9 @@ def test_a_killed_lane_goes_on_where_it_was_and_online_requests_do_not_notice(
     assert batch.status == "completed"
     assert set(lines_of(client, batch.output_file_id)) == {one["custom_id"] for one in lines}
     assert batch.id in command(platform, "batch", "show", batch.id)
-    # The process of its model for batches only ends with the lane, and the next lane has its own.
-    wait_for(lambda: not static.is_running(), 30)
-    wait_for(lambda: len(processes(platform, "StaticProcess")) == 1, 60)
+    # The process of its offline model ends with the lane, and the next lane has its own.
+    wait_for(lambda: not offline.is_running(), 30)
+    wait_for(lambda: len(processes(platform, "OfflineProcess")) == 1, 60)
     assert platform.metric("loomserve_batch_up") == 1
     assert platform.metric("loomserve_batch_batches", status="completed") >= 1
 
@@ -231,18 +231,18 @@ def test_a_model_for_batches_only_answers_them_although_its_process_is_killed(
     platform: Platform,
 ) -> None:
     client = platform.client()
-    lines = [line(f"s-{n}", model=STATIC, max_tokens=4 + n) for n in range(12)]
-    lines += [line("other-model"), line("bad", model=STATIC, logprobs=True)]
+    lines = [line(f"s-{n}", model=OFFLINE, max_tokens=4 + n) for n in range(12)]
+    lines += [line("other-model"), line("bad", model=OFFLINE, logprobs=True)]
     batch_id = submit(client, lines)
     wait_for(lambda: shown(platform, batch_id)["completed"] > 0, 120)
-    static_process(platform).kill()
+    offline_process(platform).kill()
     batch = ended(client, batch_id, 240)
     assert (batch.status, batch.request_counts.completed) == ("completed", 13)
     good = lines_of(client, batch.output_file_id)
     assert set(good) == {f"s-{n}" for n in range(12)} | {"other-model"}
     online = client.chat.completions.create(**line("s-1")["body"])
     body = good["s-1"]["response"]["body"]
-    assert (body["object"], body["model"]) == ("chat.completion", STATIC)
+    assert (body["object"], body["model"]) == ("chat.completion", OFFLINE)
     assert body["usage"]["prompt_tokens"] == (online.usage and online.usage.prompt_tokens)
     first_words = [
         text.split()[0]
@@ -256,17 +256,17 @@ def test_a_model_for_batches_only_answers_them_although_its_process_is_killed(
     assert bad["response"]["status_code"] == 400
     assert bad["response"]["body"]["error"]["param"] == "logprobs"
     with pytest.raises(openai.NotFoundError, match="batches only"):
-        client.chat.completions.create(**line("online", model=STATIC)["body"])
+        client.chat.completions.create(**line("online", model=OFFLINE)["body"])
 
 
 def test_a_cancelled_batch_of_such_a_model_makes_way_at_once(platform: Platform) -> None:
     client = platform.client()
-    long = {"model": STATIC, "max_tokens": 600, "ignore_eos": True}
+    long = {"model": OFFLINE, "max_tokens": 600, "ignore_eos": True}
     first = submit(client, [line("long", **long)])
     wait_for(lambda: shown(platform, first)["in_flight"] > 0, 60)
     client.batches.cancel(first)
     assert ended(client, first).status == "cancelled"
-    assert ended(client, submit(client, [line("short", model=STATIC)])).status == "completed"
+    assert ended(client, submit(client, [line("short", model=OFFLINE)])).status == "completed"
 
 
 def again(ask: Callable[[], Any]) -> Any:

@@ -27,8 +27,8 @@ LONG_FILES: dict[str, str] = {
     "kvstore/server/store.py": "to be divided",
 }
 LONG_CLASSES: dict[str, str] = {
-    "platform/batch/lane.py:Lane": "to be divided",
-    "platform/batch/store/store.py:Store": "to be divided",
+    "platform/batch/lane.py:BatchLane": "to be divided",
+    "platform/batch/store/store.py:BatchStore": "to be divided",
     "platform/engine/scheduler.py:AdaptiveScheduler": "to be divided",
     "platform/fleet/fleet.py:Fleet": "to be divided",
     "platform/lending/engine/borrower_scheduler.py:BorrowingScheduler": "to be divided",
@@ -38,13 +38,7 @@ LONG_CLASSES: dict[str, str] = {
     "kvstore/server/store.py:BlockStore": "to be divided",
 }
 SHARED_NAMES: dict[str, str] = {
-    "InFlight": "to be renamed",
-    "Candidate": "to be renamed",
-    "Start": "to be renamed",
-    "Pace": "to be renamed",
-    "Batch": "to be renamed",
     "Swapped": "to be renamed",
-    "KvMemory": "to be renamed",
 }
 
 

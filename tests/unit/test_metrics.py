@@ -44,7 +44,7 @@ from loomserve.platform.state import (
     BatchState,
     KvModelState,
     KvState,
-    StaticModelState,
+    OfflineModelState,
 )
 
 CATALOG = Path(__file__).parents[2] / "docs" / "metrics.md"
@@ -69,8 +69,8 @@ BATCH_STATE = BatchLaneState(
         ),
     ),
     by_status={"in_progress": 1, "completed": 4}, answered_lines=30, failed_lines=3, retries=1,
-    static_models=(
-        StaticModelState(name="old", ready=True, problem=None, batches=7, splits=2),
+    offline_models=(
+        OfflineModelState(name="old", ready=True, problem=None, batches=7, splits=2),
     ),
 )  # fmt: skip
 
@@ -298,9 +298,9 @@ def test_the_kv_stores_figures_are_shown_while_it_answers(
         ("loomserve_batch_retries_total", {}, 1),
         ("loomserve_batch_eta_seconds", {}, 60),
         ("loomserve_batch_late", {}, 1),
-        ("loomserve_batch_static_up", {"model": "old"}, 1),
-        ("loomserve_batch_static_batches_total", {"model": "old", "outcome": "completed"}, 7),
-        ("loomserve_batch_static_batches_total", {"model": "old", "outcome": "out_of_memory"}, 2),
+        ("loomserve_batch_offline_up", {"model": "old"}, 1),
+        ("loomserve_batch_offline_batches_total", {"model": "old", "outcome": "completed"}, 7),
+        ("loomserve_batch_offline_batches_total", {"model": "old", "outcome": "out_of_memory"}, 2),
     ],
 )
 def test_the_batch_lanes_figures_are_shown_while_it_answers(

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from loomserve.platform.base.errors import BadRequest, Forbidden, RequestError, Unavailable
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.http.upload import Upload, expiry_seconds
-from loomserve.platform.batch.lane import Lane
+from loomserve.platform.batch.lane import BatchLane
 from loomserve.platform.batch.policy.objects import (
     ENDPOINTS,
     INPUT,
@@ -30,7 +30,7 @@ from loomserve.platform.batch.policy.objects import (
     new_id,
     window_seconds,
 )
-from loomserve.platform.batch.store.store import Store
+from loomserve.platform.batch.store.store import BatchStore
 from loomserve.platform.config import Batch
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, OWNER_HEADER
 from loomserve.platform.http.ingress import exception_handlers
@@ -54,7 +54,9 @@ class CreateBatch(BaseModel):
 class BatchApi:
     """The endpoints; all that they keep is in the lane's store."""
 
-    def __init__(self, lane: Lane, store: Store, folder: BatchFolder, options: Batch) -> None:
+    def __init__(
+        self, lane: BatchLane, store: BatchStore, folder: BatchFolder, options: Batch
+    ) -> None:
         self._lane = lane
         self._store = store
         self._folder = folder

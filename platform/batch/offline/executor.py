@@ -1,7 +1,7 @@
 """Static batching on transformers: a batch is padded, starts together and ends with its longest.
 
 This is how Magnus and UELLM execute batches (``transformers``). It stands beside vLLM, not in its
-place: it is what batching policies are measured with, and runs the batch lane's static models.
+place: it is what batching policies are measured with, and runs the batch lane's offline models.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OutOfMemoryError(LoomserveError):
 
 
 @dataclass(frozen=True, slots=True)
-class StaticRequest:
+class OfflineRequest:
     """A prompt's token ids, at least one; its answer ends at an end token or its limit.
 
     Attributes:
@@ -52,7 +52,7 @@ class StaticRequest:
     seed: int | None = None
 
 
-class StaticExecutor:
+class OfflineExecutor:
     """A model that computes one batch after the other, on the CPU."""
 
     def __init__(
@@ -81,7 +81,7 @@ class StaticExecutor:
 
     def run(
         self,
-        requests: Sequence[StaticRequest],
+        requests: Sequence[OfflineRequest],
         left: Callable[[], Collection[int]] = frozenset,
     ) -> list[list[int]]:
         """The answers' token ids, an end token included, once the last of them is complete.
@@ -106,7 +106,7 @@ class StaticExecutor:
             return self._run(requests, left) if requests else []
 
     def _run(
-        self, requests: Sequence[StaticRequest], left: Callable[[], Collection[int]]
+        self, requests: Sequence[OfflineRequest], left: Callable[[], Collection[int]]
     ) -> list[list[int]]:
         length = max(len(one.prompt) for one in requests)
         most = max(one.max_tokens for one in requests)
@@ -141,7 +141,7 @@ class StaticExecutor:
                         going.discard(at)
         return answers
 
-    def _ends(self, request: StaticRequest, answer: Sequence[int]) -> bool:
+    def _ends(self, request: OfflineRequest, answer: Sequence[int]) -> bool:
         return len(answer) == request.max_tokens or (
             not request.ignore_eos and answer[-1] in self.end_tokens
         )
@@ -150,7 +150,7 @@ class StaticExecutor:
 class _Draw:
     """Draws a request's tokens, with random numbers of its own."""
 
-    def __init__(self, request: StaticRequest) -> None:
+    def __init__(self, request: OfflineRequest) -> None:
         self._temperature = TemperatureLogitsWarper(float(request.temperature))
         self._top_p = TopPLogitsWarper(request.top_p) if request.top_p < 1 else None
         self._source = torch.Generator()
@@ -168,7 +168,7 @@ class _Draw:
 
 
 def check(model: Path | str) -> None:
-    """Whether the model is one that :class:`StaticExecutor` runs; reads no weights.
+    """Whether the model is one that :class:`OfflineExecutor` runs; reads no weights.
 
     Raises:
         ConfigError: transformers does not know it as a language model, or it does not take or
@@ -221,7 +221,7 @@ def _token_bytes(model: Any) -> int:
 
 
 def _padded(
-    requests: Sequence[StaticRequest], length: int, most: int
+    requests: Sequence[OfflineRequest], length: int, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompts ``[requests, length]``, padded on the left, and which tokens are attended to,
     ``[requests, length + most]``."""

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from transformers import AutoTokenizer
 
 from loomserve.platform.base.errors import BadRequest, ContextTooLong
-from loomserve.platform.batch.offline.executor import StaticExecutor, StaticRequest
-from loomserve.platform.batch.offline.worker import StaticAnswer, StaticLine
+from loomserve.platform.batch.offline.executor import OfflineExecutor, OfflineRequest
+from loomserve.platform.batch.offline.worker import OfflineAnswer, OfflineLine
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -59,14 +59,14 @@ class _Completion(_Request):
     prompt: str | list[int]
 
 
-class StaticLines:
+class OfflineLines:
     """A model's requests, read and answered; one thread at a time may use its tokenizer."""
 
-    def __init__(self, source: str, executor: StaticExecutor) -> None:
+    def __init__(self, source: str, executor: OfflineExecutor) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(source)
         self._executor = executor
 
-    def read(self, line: StaticLine) -> StaticRequest:
+    def read(self, line: OfflineLine) -> OfflineRequest:
         """
         Raises:
             BadRequest: the model does not answer this.
@@ -88,7 +88,7 @@ class StaticLines:
                 f"context of {self._executor.context}, or there is no prompt: shorten either",
                 param="messages" if isinstance(asked, _Chat) else "prompt",
             )
-        return StaticRequest(
+        return OfflineRequest(
             prompt=prompt,
             max_tokens=limit or most,
             ignore_eos=asked.ignore_eos,
@@ -98,14 +98,14 @@ class StaticLines:
         )
 
     def run(
-        self, requests: Sequence[StaticRequest], left: Callable[[], Collection[int]]
+        self, requests: Sequence[OfflineRequest], left: Callable[[], Collection[int]]
     ) -> list[list[int]]:
-        """See :meth:`StaticExecutor.run`; needs no tokenizer."""
+        """See :meth:`OfflineExecutor.run`; needs no tokenizer."""
         return self._executor.run(requests, left)
 
     def answer(
-        self, line: StaticLine, request: StaticRequest, tokens: Sequence[int]
-    ) -> StaticAnswer:
+        self, line: OfflineLine, request: OfflineRequest, tokens: Sequence[int]
+    ) -> OfflineAnswer:
         ended = not request.ignore_eos and bool(tokens) and tokens[-1] in self._executor.end_tokens
         text = self._tokenizer.decode(tokens, skip_special_tokens=True)
         chat = line.path == CHAT
@@ -128,7 +128,7 @@ class StaticLines:
                 "total_tokens": len(request.prompt) + len(tokens),
             },
         }
-        return StaticAnswer(json.dumps(body).encode(), len(tokens))
+        return OfflineAnswer(json.dumps(body).encode(), len(tokens))
 
     def _prompt(self, asked: _Chat | _Completion) -> list[int]:
         if isinstance(asked, _Chat):
@@ -153,7 +153,7 @@ class StaticLines:
         return asked.prompt
 
 
-def _parsed(line: StaticLine) -> _Chat | _Completion:
+def _parsed(line: OfflineLine) -> _Chat | _Completion:
     kinds: Mapping[str, type[_Chat | _Completion]] = {CHAT: _Chat, COMPLETIONS: _Completion}
     kind = kinds.get(line.path)
     if kind is None:

@@ -1,4 +1,4 @@
-"""Models for batches only, before they start: where they are, and that transformers runs them."""
+"""Offline models, before they start: where they are, and that transformers runs them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.config import Config
-from loomserve.platform.devices.memory import static_bytes
+from loomserve.platform.devices.memory import offline_bytes
 from loomserve.platform.models import catalog
 
 
-def check_static_models(config: Config, base: Path, say: Callable[[str], None]) -> float:
+def check_offline_models(config: Config, base: Path, say: Callable[[str], None]) -> float:
     """Fetch and check them; the bytes of memory that they are going to take.
 
     Raises:
@@ -21,15 +21,15 @@ def check_static_models(config: Config, base: Path, say: Callable[[str], None]) 
         StartError: a model cannot be fetched.
     """
     needed = 0.0
-    for model in config.static_models:
+    for model in config.offline_models:
         source = catalog.resolve(model.source, base, progress=say)
         # transformers costs seconds and hundreds of megabytes, which this process need not keep.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
             problem = apart.submit(_problem, str(source)).result()
         if problem is not None:
-            raise problem.__class__(f"batch.static_models, {model.name!r}: {problem}")
+            raise problem.__class__(f"batch.offline_models, {model.name!r}: {problem}")
         weights = catalog.weight_bytes(source) if isinstance(source, Path) else 0
-        needed += static_bytes(model, weights)
+        needed += offline_bytes(model, weights)
     return needed
 
 

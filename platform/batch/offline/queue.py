@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loomserve.platform.base.errors import BadRequest, EngineGone, RequestError
-from loomserve.platform.batch.executor import LineAnswer, LineCall, Outcome, QueuedModel
+from loomserve.platform.batch.executor import LineAnswer, LineCall, LineOutcome, QueuedModel
 from loomserve.platform.batch.offline.worker import (
-    StaticFacts,
-    StaticLine,
-    StaticWorker,
+    OfflineFacts,
+    OfflineLine,
+    OfflineWorker,
     WorkerGoneError,
 )
-from loomserve.platform.state import StaticModelState
-from loomserve.routers.static_batching.base import Batch, BatchRequest, KvMemory
+from loomserve.platform.state import OfflineModelState
+from loomserve.routers.static_batching.base import BatchRequest, KvBudget, StaticBatch
 from loomserve.routers.static_batching.next_batch import hrrn, oldest
 from loomserve.routers.static_batching.queue import BatchQueue
 from loomserve.routers.static_batching.s3 import s3
@@ -51,7 +51,7 @@ _BATCH_TIME = "loomserve.platform.costs.batch_time"
 class _Waiting:
     """A line without an answer, in the queue or in the batch that runs."""
 
-    line: StaticLine
+    line: OfflineLine
     expected_tokens: Callable[[], float]
     future: asyncio.Future[LineAnswer]
 
@@ -60,13 +60,13 @@ class _Waiting:
         return max(1, math.ceil(self.expected_tokens()))
 
 
-class StaticQueue:
+class OfflineQueue:
     """The lines of one model; all methods are for one event loop."""
 
     def __init__(
         self,
         name: str,
-        start: Callable[[], StaticWorker],
+        start: Callable[[], OfflineWorker],
         kv_bytes: int,
         *,
         places: int,
@@ -81,8 +81,8 @@ class StaticQueue:
         self._predictor = predictor
         self._clock = clock
         self._pause = pause
-        self._worker: StaticWorker | None = None
-        self._facts: StaticFacts | None = None
+        self._worker: OfflineWorker | None = None
+        self._facts: OfflineFacts | None = None
         self._queue: BatchQueue | None = None
         self._times: BatchTimes | None = None
         self._reading = 0
@@ -96,15 +96,15 @@ class StaticQueue:
         """As the lane sees it."""
         return QueuedModel(
             max_model_len=self._facts.context if self._facts else None,
-            engine=f"static:{self._name}",
+            engine=f"offline:{self._name}",
             places=self._places if self._worker is not None else 0,
             predictor=self._predictor,
         )
 
     @property
-    def state(self) -> StaticModelState:
+    def state(self) -> OfflineModelState:
         """As operators see it."""
-        return StaticModelState(
+        return OfflineModelState(
             name=self._name,
             ready=self._worker is not None,
             problem=self._problem,
@@ -126,7 +126,7 @@ class StaticQueue:
                 failures += 1
                 self._problem = str(error)
                 _log.warning(
-                    "model %s for batches starts again in %.0f s: %s", self._name, pause_s, error
+                    "offline model %s starts again in %.0f s: %s", self._name, pause_s, error
                 )
             finally:
                 self._worker = None
@@ -137,8 +137,8 @@ class StaticQueue:
         """The line's answer; cancelling withdraws it from its batch."""
         worker = self._worker
         if worker is None:
-            return LineAnswer(Outcome.AWAY, 503, b"{}")
-        line = StaticLine(call.request_id, call.path, call.body)
+            return LineAnswer(LineOutcome.AWAY, 503, b"{}")
+        line = OfflineLine(call.request_id, call.path, call.body)
         self._reading += 1
         try:
             tokens = await worker.prompt_tokens(line)
@@ -146,12 +146,12 @@ class StaticQueue:
             return refused(error)
         except WorkerGoneError:
             self._lose(worker)
-            return LineAnswer(Outcome.AWAY, 503, b"{}")
+            return LineAnswer(LineOutcome.AWAY, 503, b"{}")
         finally:
             self._reading -= 1
         return await self._answered(line, call, tokens)
 
-    async def _answered(self, line: StaticLine, call: LineCall, tokens: int) -> LineAnswer:
+    async def _answered(self, line: OfflineLine, call: LineCall, tokens: int) -> LineAnswer:
         assert self._queue is not None
         future = asyncio.get_running_loop().create_future()
         waiting = self._waiting[line.id] = _Waiting(line, call.expected_tokens, future)
@@ -175,15 +175,15 @@ class StaticQueue:
             except WorkerGoneError:
                 self._lose(self._worker)
 
-    def _lose(self, worker: StaticWorker | None) -> None:
+    def _lose(self, worker: OfflineWorker | None) -> None:
         if self._worker is worker:
             self._worker = None
             self._wake.set()
 
-    async def _serve(self, worker: StaticWorker, facts: StaticFacts) -> None:
+    async def _serve(self, worker: OfflineWorker, facts: OfflineFacts) -> None:
         self._facts = facts
         if self._queue is None:
-            planned = KvMemory(int(self._kv_bytes * (1 - _RESERVE)), facts.token_bytes)
+            planned = KvBudget(int(self._kv_bytes * (1 - _RESERVE)), facts.token_bytes)
             self._queue = BatchQueue(s3, self._next, planned)
         self._worker, self._problem = worker, None
         while True:
@@ -205,7 +205,7 @@ class StaticQueue:
         while self._reading and self._clock() < until:
             await self._pause(_GATHER_S)
 
-    async def _compute(self, worker: StaticWorker, batch: Batch) -> None:
+    async def _compute(self, worker: OfflineWorker, batch: StaticBatch) -> None:
         assert self._queue is not None
         lines = [self._waiting[one.id].line for one in batch.requests]
         began = self._clock()
@@ -220,10 +220,10 @@ class StaticQueue:
             return
         self._completed += 1
         for line, answer in zip(lines, answers, strict=True):
-            self._answer(line.id, LineAnswer(Outcome.ANSWERED, 200, answer.body))
+            self._answer(line.id, LineAnswer(LineOutcome.ANSWERED, 200, answer.body))
         await self._learn(batch, max(answer.tokens for answer in answers), self._clock() - began)
 
-    def _split(self, batch: Batch) -> None:
+    def _split(self, batch: StaticBatch) -> None:
         assert self._queue is not None
         self._splits += 1
         if lone := self._queue.out_of_memory(batch):
@@ -239,18 +239,18 @@ class StaticQueue:
 
     # Which batch is next
 
-    def _next(self, batches: Sequence[Batch], now: float) -> int:
+    def _next(self, batches: Sequence[StaticBatch], now: float) -> int:
         choose = oldest if self._times is None else hrrn(self._seconds)
         return choose(batches, now)
 
-    def _seconds(self, batches: Sequence[Batch]) -> Sequence[float]:
+    def _seconds(self, batches: Sequence[StaticBatch]) -> Sequence[float]:
         assert self._times is not None
         found = self._times.seconds(
             [_shape(len(one.requests), one.length, one.generation) for one in batches]
         )
         return [max(_SHORTEST_BATCH_S, float(seconds)) for seconds in found]
 
-    async def _learn(self, batch: Batch, generated: int, seconds: float) -> None:
+    async def _learn(self, batch: StaticBatch, generated: int, seconds: float) -> None:
         if generated == 0:
             return  # all have left it
         if self._times is None:
@@ -273,14 +273,14 @@ def _shape(size: int, length: int, generation: int) -> BatchShape:
 
 def refused(error: RequestError) -> LineAnswer:
     """The answer to a line that would be refused again."""
-    return LineAnswer(Outcome.ANSWERED, error.status, json.dumps(error.body()).encode())
+    return LineAnswer(LineOutcome.ANSWERED, error.status, json.dumps(error.body()).encode())
 
 
 def _too_large(kv_bytes: int) -> BadRequest:
     return BadRequest(
         f"the request needs more KV memory alone than its model has ({kv_bytes} bytes): shorten "
         "it, lower max_tokens, or ask the operator to raise "
-        "batch.static_models[].kv_cache_memory",
+        "batch.offline_models[].kv_cache_memory",
         param="max_tokens",
         reason="kv_memory_exceeded",
     )
@@ -288,4 +288,4 @@ def _too_large(kv_bytes: int) -> BadRequest:
 
 def _gone(name: str) -> LineAnswer:
     error = EngineGone(f"the process of model {name!r} ended while it computed; send it again")
-    return LineAnswer(Outcome.ENGINE_FAILED, error.status, json.dumps(error.body()).encode())
+    return LineAnswer(LineOutcome.ENGINE_FAILED, error.status, json.dumps(error.body()).encode())

@@ -12,7 +12,7 @@ class WorkerGoneError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class StaticFacts:
+class OfflineFacts:
     """What a model is, once it is loaded: tokens of its context, and bytes of a token's KV."""
 
     context: int
@@ -20,7 +20,7 @@ class StaticFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class StaticLine:
+class OfflineLine:
     """A request on its way to the process, to an endpoint's ``path``."""
 
     id: str
@@ -29,25 +29,25 @@ class StaticLine:
 
 
 @dataclass(frozen=True, slots=True)
-class StaticAnswer:
+class OfflineAnswer:
     """OpenAI's object, and how many tokens were generated for it."""
 
     body: bytes
     tokens: int
 
 
-class StaticWorker(Protocol):
+class OfflineWorker(Protocol):
     """A process that has loaded a model. All methods raise :class:`WorkerGoneError`."""
 
-    async def facts(self) -> StaticFacts:
+    async def facts(self) -> OfflineFacts:
         """Once it is ready."""
         ...
 
-    async def prompt_tokens(self, line: StaticLine) -> int:
+    async def prompt_tokens(self, line: OfflineLine) -> int:
         """Raises :class:`BadRequest` for a line that the model does not answer."""
         ...
 
-    async def run(self, lines: Sequence[StaticLine]) -> Sequence[StaticAnswer] | None:
+    async def run(self, lines: Sequence[OfflineLine]) -> Sequence[OfflineAnswer] | None:
         """The answers, once the last is complete; None: they ran out of KV memory together."""
         ...
 

@@ -20,7 +20,7 @@ _MEMORY_LEFT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class LineWork:
     """A line's sequences, in tokens each; of one that runs, what is predicted to be still to come.
 
     Attributes:
@@ -35,7 +35,7 @@ class Work:
 
 
 @dataclass(frozen=True, slots=True)
-class InFlight:
+class InFlightLine:
     """A line that an engine has, or had when it measured its load.
 
     Attributes:
@@ -43,13 +43,13 @@ class InFlight:
         ended: It has ended since.
     """
 
-    work: Work
+    work: LineWork
     measured: bool
     ended: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineCapacity:
     """An engine as it measured itself, and the lines that it has.
 
     Attributes:
@@ -66,16 +66,16 @@ class Engine:
     running: int
     waiting: int
     used: float
-    lines: tuple[InFlight, ...] = ()
+    lines: tuple[InFlightLine, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class BatchCandidate:
     """A line that may start. ``expected`` orders; ``work`` is what it needs at most."""
 
     number: int
     expected: float
-    work: Work
+    work: LineWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,34 +96,34 @@ class Queue:
     served: float
     deadline_s: float
     late: bool
-    lines: Sequence[Candidate]
+    lines: Sequence[BatchCandidate]
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class LineStart:
     batch: str
     number: int
     engine: str
 
 
-def admit(engines: Sequence[Engine], queues: Sequence[Queue], most: int) -> list[Start]:
+def admit(engines: Sequence[EngineCapacity], queues: Sequence[Queue], most: int) -> list[LineStart]:
     """At most ``most`` lines of one model to start now, and where.
 
     A line that fits nowhere is not overtaken: its turn would never come while shorter ones do.
     """
     rooms = [_Room(engine) for engine in engines if engine.waiting == 0]
-    starts: list[Start] = []
+    starts: list[LineStart] = []
     for batch, line in in_turn(queues):
         fitting = [room for room in rooms if room.fits(line.work)]
         if not fitting or len(starts) == most:
             break
         room = max(fitting, key=lambda r: (r.free_share, r.engine.id))
         room.take(line.work)
-        starts.append(Start(batch, line.number, room.engine.id))
+        starts.append(LineStart(batch, line.number, room.engine.id))
     return starts
 
 
-def in_turn(queues: Sequence[Queue]) -> Iterator[tuple[str, Candidate]]:
+def in_turn(queues: Sequence[Queue]) -> Iterator[tuple[str, BatchCandidate]]:
     """Lines and their batches in the order in which they may start, all of one model."""
     turns = {queue.batch: 0 for queue in queues}
     served = {queue.batch: queue.served for queue in queues}
@@ -137,7 +137,7 @@ def in_turn(queues: Sequence[Queue]) -> Iterator[tuple[str, Candidate]]:
         owners[queue.owner] += line.expected
 
 
-def peak(works: Sequence[Work]) -> float:
+def peak(works: Sequence[LineWork]) -> float:
     """The most KV, in tokens, that sequences hold at once while each generates a token a step.
 
     A sequence that ends frees what it held, so the worst moment is just before one ends: with the
@@ -157,7 +157,7 @@ def peak(works: Sequence[Work]) -> float:
 class _Room:
     """What an engine has free for lines, while they are chosen."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: EngineCapacity) -> None:
         self.engine = engine
         self._works = [line.work for line in engine.lines if not line.ended]
         known = [line.work for line in engine.lines if line.measured]
@@ -168,14 +168,14 @@ class _Room:
         # What online requests have yet to generate is not known: as much again as they hold.
         self._memory = engine.capacity * (1 - _MEMORY_LEFT) - 2 * used
 
-    def fits(self, work: Work) -> bool:
+    def fits(self, work: LineWork) -> bool:
         if self._alone:
             # The engine itself refuses what it can never hold.
             return True
         places = sum(one.sequences for one in self._works) + work.sequences
         return places <= self._places and peak([*self._works, work]) <= self._memory
 
-    def take(self, work: Work) -> None:
+    def take(self, work: LineWork) -> None:
         self._alone = False
         self._works.append(work)
 

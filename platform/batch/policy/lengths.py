@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from loomserve.platform.batch.policy.lines import Line
+from loomserve.platform.batch.policy.lines import BatchLine
 
 # Before anything of a batch is known, its prompts are taken to be long in tokens ...
 _BYTES_PER_TOKEN = 3.0
@@ -45,7 +45,7 @@ class LineLengths:
         """Predictions from their texts, by the lines' numbers."""
         self._foreseen.update(found)
 
-    def predict(self, line: Line, longest: int) -> Length:
+    def predict(self, line: BatchLine, longest: int) -> Length:
         """``longest`` is the model's bound of prompt and answer, where the line gives none."""
         foreseen = self._foreseen.get(line.number)
         prompt = min(longest, foreseen.prompt if foreseen else self._prompt(line))
@@ -58,7 +58,7 @@ class LineLengths:
         high = self._mean + _DEVIATIONS * deviation
         return Length(prompt, min(most, self._mean), min(most, high))
 
-    def finished(self, line: Line, prompt_tokens: int, tokens: float) -> None:
+    def finished(self, line: BatchLine, prompt_tokens: int, tokens: float) -> None:
         """What a line took: its prompt, and one answer of it on average."""
         self._foreseen.pop(line.number, None)
         self._lines += 1
@@ -68,7 +68,7 @@ class LineLengths:
         self._bytes += line.size
         self._prompt_tokens += prompt_tokens
 
-    def _prompt(self, line: Line) -> int:
+    def _prompt(self, line: BatchLine) -> int:
         if self._lines < _ENOUGH or not self._prompt_tokens:
             return math.ceil(line.size / _BYTES_PER_TOKEN)
         return math.ceil(line.size * self._prompt_tokens / self._bytes)

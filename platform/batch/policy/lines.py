@@ -17,7 +17,7 @@ _ENVELOPE_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class BatchLine:
     """A request of a batch, without its body.
 
     Attributes:
@@ -43,7 +43,7 @@ class Line:
 class Checked:
     """What is in a file; the lines are of use only if there are no errors."""
 
-    lines: list[Line] = field(default_factory=list)
+    lines: list[BatchLine] = field(default_factory=list)
     errors: list[LineError] = field(default_factory=list)
 
 
@@ -95,7 +95,7 @@ def parse(text: bytes) -> dict[str, Any]:
     return parsed
 
 
-def _line(text: bytes, number: int, offset: int, endpoint: str, seen: set[str]) -> Line:
+def _line(text: bytes, number: int, offset: int, endpoint: str, seen: set[str]) -> BatchLine:
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):
@@ -126,7 +126,7 @@ def _line(text: bytes, number: int, offset: int, endpoint: str, seen: set[str]) 
         raise _WrongLineError(
             "missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model"
         )
-    return Line(
+    return BatchLine(
         number=number,
         custom_id=custom_id,
         model=model,

@@ -10,7 +10,7 @@ _WINDOW_S = 120.0
 _RESERVE = 0.3
 
 
-class Pace:
+class BatchPace:
     """Tokens of finished lines over the last two minutes; times are seconds of one clock."""
 
     def __init__(self, began_s: float) -> None:

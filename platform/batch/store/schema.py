@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.batch.policy.lines import Line
+from loomserve.platform.batch.policy.lines import BatchLine
 from loomserve.platform.batch.policy.objects import BatchRecord, FileRecord
 
 _VERSION = 1
@@ -131,6 +131,6 @@ def file_of(row: sqlite3.Row) -> FileRecord:
     return FileRecord.model_validate(dict(row))
 
 
-def line_of(row: sqlite3.Row) -> Line:
+def line_of(row: sqlite3.Row) -> BatchLine:
     names = ("number", "custom_id", "model", "offset", "size", "max_tokens", "sequences")
-    return Line(**{name: row[name] for name in names}, attempts=row["attempts"])
+    return BatchLine(**{name: row[name] for name in names}, attempts=row["attempts"])

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from loomserve.platform.base.errors import BadRequest, Conflict, NotFound
-from loomserve.platform.batch.policy.lines import Line
+from loomserve.platform.batch.policy.lines import BatchLine
 from loomserve.platform.batch.policy.objects import INPUT, BatchRecord, FileRecord, LineError
 from loomserve.platform.batch.policy.status import CANCELLABLE, ENDED, TRANSITIONS, Status, stamp
 from loomserve.platform.batch.store import schema
@@ -42,7 +42,7 @@ class Answer:
     output_tokens: int = 0
 
 
-class Store:
+class BatchStore:
     """The lane's database; safe to call from several threads, one after the other."""
 
     def __init__(self, path: Path) -> None:
@@ -188,7 +188,7 @@ class Store:
         rows = self._read("SELECT status, COUNT(*) AS n FROM batches GROUP BY status")
         return {Status(row["status"]): row["n"] for row in rows}
 
-    def begin(self, batch_id: str, lines: Sequence[Line], now: float) -> bool:
+    def begin(self, batch_id: str, lines: Sequence[BatchLine], now: float) -> bool:
         """The file is right: its lines may be answered. False: it was cancelled meanwhile."""
         with self._transaction() as db:
             if not self._move(db, batch_id, Status.VALIDATING, Status.IN_PROGRESS, now):
@@ -276,7 +276,7 @@ class Store:
 
     # Lines
 
-    def unanswered(self, batch_id: str) -> list[Line]:
+    def unanswered(self, batch_id: str) -> list[BatchLine]:
         rows = self._read(
             "SELECT * FROM lines WHERE batch = ? AND ok IS NULL ORDER BY number", batch_id
         )

@@ -20,7 +20,7 @@ from benchmarks.static_lane import (
     shape_of,
 )
 from loomserve.platform.costs.batch_time import BatchShape
-from loomserve.routers.static_batching.base import BatchRequest, KvMemory
+from loomserve.routers.static_batching.base import BatchRequest, KvBudget
 from loomserve.routers.static_batching.fifo import Fifo
 from loomserve.routers.static_batching.next_batch import first, oldest
 from loomserve.routers.static_batching.queue import BatchQueue
@@ -28,7 +28,7 @@ from loomserve.routers.static_batching.s3 import s3
 from loomserve.routers.static_batching.slo_odbs import slo_dbs
 from loomserve.routers.static_batching.wma import Wma
 
-MEMORY = KvMemory(bytes=4000, token_bytes=1)
+MEMORY = KvBudget(bytes=4000, token_bytes=1)
 
 
 def seconds(shape: BatchShape) -> float:
@@ -89,7 +89,7 @@ def test_the_model_recovers_what_it_can_express() -> None:
 
 
 def test_who_outgrows_memory_ends_where_memory_does() -> None:
-    run = MODEL.run_with(KvMemory(bytes=100, token_bytes=1))
+    run = MODEL.run_with(KvBudget(bytes=100, token_bytes=1))
     fits = run([request("a", tokens=20, answer=30), request("b", tokens=20, answer=5)])
     assert fits.fitted
     assert fits.seconds == pytest.approx(seconds(BatchShape(2, 20, 30)))

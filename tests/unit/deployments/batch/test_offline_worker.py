@@ -1,4 +1,4 @@
-"""The process of a model for batches only: behind everything else, and told who has left."""
+"""The process of an offline model: behind everything else, and told who has left."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from loomserve.deployments.batch.offline_worker import StaticProcess, run_last_on
+from loomserve.deployments.batch.offline_worker import OfflineProcess, run_last_on
 from loomserve.platform.base.errors import BadRequest
-from loomserve.platform.batch.offline.worker import StaticAnswer, StaticLine
+from loomserve.platform.batch.offline.worker import OfflineAnswer, OfflineLine
 
 CORE = min(os.sched_getaffinity(0))
 
@@ -43,7 +43,7 @@ class Lines:
         self.may_read = threading.Event()
         self.may_read.set()
 
-    def read(self, line: StaticLine) -> str:
+    def read(self, line: OfflineLine) -> str:
         self.may_read.wait(20)
         if line.id == "bad":
             raise BadRequest("no", param="prompt")
@@ -56,19 +56,19 @@ class Lines:
             time.sleep(0.005)
         return [[at] * (0 if at in left() else 3) for at in range(len(requests))]
 
-    def answer(self, line: StaticLine, request: str, tokens: Sequence[int]) -> StaticAnswer:
+    def answer(self, line: OfflineLine, request: str, tokens: Sequence[int]) -> OfflineAnswer:
         assert line.id == request
-        return StaticAnswer(request.encode(), len(tokens))
+        return OfflineAnswer(request.encode(), len(tokens))
 
 
 def process() -> Any:
-    made: Any = StaticProcess("demo", [CORE], 1)
+    made: Any = OfflineProcess("demo", [CORE], 1)
     made._lines = Lines()
     return made
 
 
-def lines(*names: str) -> list[StaticLine]:
-    return [StaticLine(name, "/v1/completions", {"model": "m"}) for name in names]
+def lines(*names: str) -> list[OfflineLine]:
+    return [OfflineLine(name, "/v1/completions", {"model": "m"}) for name in names]
 
 
 def test_a_batch_is_told_who_leaves_it_even_before_it_computes() -> None:

@@ -12,7 +12,7 @@ from loomserve.deployments.gateway.forward import ForwardRequest
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.base.errors import Forbidden
 from loomserve.platform.config import ApiKey, Server
-from loomserve.platform.fleet.messages import BatchLine, ModelRoute, ReplicaRoute
+from loomserve.platform.fleet.messages import LineRequest, ModelRoute, ReplicaRoute
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.scheduling.policy.background import is_background
 from loomserve.platform.scheduling.policy.deadline import DEADLINE
@@ -61,7 +61,9 @@ def complete(
     engines: Any = Engines()
     server = Server(api_keys=keys, max_body="1KiB")  # type: ignore[arg-type]
     endpoint = LineEndpoint(server, models, engines, {"alice"})
-    line = BatchLine(owner=owner, path="/v1/completions", body=body, request_id="q", engine=engine)
+    line = LineRequest(
+        owner=owner, path="/v1/completions", body=body, request_id="q", engine=engine
+    )
     status, answer = asyncio.run(endpoint.complete(line))
     return status, json.loads(answer), engines.requests
 

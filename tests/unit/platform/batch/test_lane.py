@@ -19,17 +19,17 @@ from loomserve.platform.batch import lane as lane_module
 from loomserve.platform.batch.executor import (
     LineAnswer,
     LineCall,
-    Outcome,
+    LineOutcome,
     QueuedModel,
     ServedModel,
 )
 from loomserve.platform.batch.folder import BatchFolder
-from loomserve.platform.batch.lane import MOST_ATTEMPTS, Lane
+from loomserve.platform.batch.lane import MOST_ATTEMPTS, BatchLane
 from loomserve.platform.batch.length_estimation import Foresight
 from loomserve.platform.batch.live import LiveBatch
 from loomserve.platform.batch.policy.objects import INPUT, BatchRecord, FileRecord, new_id
 from loomserve.platform.batch.policy.status import ENDED, Status
-from loomserve.platform.batch.store.store import Store
+from loomserve.platform.batch.store.store import BatchStore
 from loomserve.platform.config import Batch
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import Role
@@ -41,7 +41,7 @@ Behave = Callable[[LineCall], LineAnswer]
 
 def good(call: LineCall) -> LineAnswer:
     body = {"echo": call.body["prompt"], "usage": {"prompt_tokens": 4, "completion_tokens": 2}}
-    return LineAnswer(Outcome.ANSWERED, 200, json.dumps(body).encode())
+    return LineAnswer(LineOutcome.ANSWERED, 200, json.dumps(body).encode())
 
 
 async def until(true: Callable[[], bool]) -> None:
@@ -101,15 +101,15 @@ class Bench:
     def __init__(self, path: Path, engines: Engines, **options: Any) -> None:
         self.folder = BatchFolder(path)
         self.folder.claim(0)
-        self.store = Store(self.folder.database)
+        self.store = BatchStore(self.folder.database)
         self.engines = engines
         self.options = Batch(**options)
 
-    def make(self) -> Lane:
-        return Lane(self.store, self.folder, self.engines, self.options, max_body=10_000)
+    def make(self) -> BatchLane:
+        return BatchLane(self.store, self.folder, self.engines, self.options, max_body=10_000)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[Lane]:
+    async def running(self) -> AsyncIterator[BatchLane]:
         lane = self.make()
         task = asyncio.create_task(lane.run())
         try:
@@ -187,7 +187,7 @@ def test_every_line_is_answered_in_the_order_of_the_file(tmp_path: Path) -> None
 def test_bad_answers_go_to_the_error_file_and_good_ones_do_not(tmp_path: Path) -> None:
     def behave(call: LineCall) -> LineAnswer:
         if call.body["prompt"] == "p-c1":
-            return LineAnswer(Outcome.ANSWERED, 400, b'{"error": {"message": "no"}}')
+            return LineAnswer(LineOutcome.ANSWERED, 400, b'{"error": {"message": "no"}}')
         return good(call)
 
     async def scenario() -> None:
@@ -211,7 +211,7 @@ def test_an_engine_that_fails_is_asked_again_and_only_so_often(tmp_path: Path) -
         prompt = call.body["prompt"]
         failures[prompt] += 1
         if prompt == "p-c0" or (prompt == "p-c1" and failures[prompt] < MOST_ATTEMPTS):
-            return LineAnswer(Outcome.ENGINE_FAILED, 502, b'{"error": {"message": "gone"}}')
+            return LineAnswer(LineOutcome.ENGINE_FAILED, 502, b'{"error": {"message": "gone"}}')
         return good(call)
 
     async def scenario() -> None:
@@ -230,7 +230,7 @@ def test_lines_wait_while_nobody_takes_them(tmp_path: Path) -> None:
     away = True
 
     def behave(call: LineCall) -> LineAnswer:
-        return LineAnswer(Outcome.AWAY, 503, b"{}") if away else good(call)
+        return LineAnswer(LineOutcome.AWAY, 503, b"{}") if away else good(call)
 
     async def scenario() -> None:
         nonlocal away
@@ -252,7 +252,7 @@ def test_lines_wait_while_nobody_takes_them(tmp_path: Path) -> None:
 def test_lines_for_a_model_that_is_not_there_are_answered_at_once(tmp_path: Path) -> None:
     def behave(call: LineCall) -> LineAnswer:
         if call.engine is None:
-            return LineAnswer(Outcome.ANSWERED, 404, b'{"error": {"code": "model_not_found"}}')
+            return LineAnswer(LineOutcome.ANSWERED, 404, b'{"error": {"code": "model_not_found"}}')
         return good(call)
 
     async def scenario() -> None:
@@ -286,7 +286,7 @@ def test_a_wrong_file_fails_the_whole_batch_before_anything_is_computed(tmp_path
 def test_a_window_that_ends_leaves_what_was_done_and_says_what_was_not(tmp_path: Path) -> None:
     def behave(call: LineCall) -> LineAnswer:
         if call.body["prompt"] == "p-c1":
-            return LineAnswer(Outcome.AWAY, 503, b"{}")
+            return LineAnswer(LineOutcome.AWAY, 503, b"{}")
         return good(call)
 
     async def scenario() -> None:
@@ -411,12 +411,12 @@ def test_lines_of_a_queued_model_are_handed_over_up_to_its_places_and_beside_eng
         async def models(self) -> Any:
             served = await super().models()
             assert served is not None
-            return {**served, "s": QueuedModel(1024, "static:s", 5)}
+            return {**served, "s": QueuedModel(1024, "offline:s", 5)}
 
         async def execute(self, call: LineCall) -> LineAnswer:
             if call.body["model"] != "s":
                 return await super().execute(call)
-            assert (call.engine, call.attempts) == ("static:s", 0)
+            assert (call.engine, call.attempts) == ("offline:s", 0)
             assert 0 < call.expected_tokens() <= 1024
             self.queued += 1
             self.most_queued = max(self.most_queued, self.queued)
@@ -453,7 +453,7 @@ def test_a_models_predictor_is_asked_once_for_each_batch(tmp_path: Path) -> None
     async def scenario() -> None:
         bench = Bench(tmp_path / "b", Predicted(), concurrency=2)
         batches = [bench.submit(requests(6)), bench.submit(requests(6))]
-        lane = Lane(
+        lane = BatchLane(
             *(bench.store, bench.folder, bench.engines, bench.options),
             max_body=10_000,
             foresight=Seen(bench.folder),

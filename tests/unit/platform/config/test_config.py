@@ -407,9 +407,9 @@ def test_only_a_key_that_says_so_has_late_requests_refused() -> None:
     assert [key.refuse_late for key in keys] == [False, True]
 
 
-STATIC = """\
+OFFLINE = """\
 batch:
-  static_models:
+  offline_models:
     - name: old
       source: demo
       device: core1
@@ -419,9 +419,9 @@ batch:
 
 
 def test_models_for_batches_only_are_read_as_written() -> None:
-    (model,) = parse(GOOD + STATIC).static_models
+    (model,) = parse(GOOD + OFFLINE).offline_models
     assert (model.name, model.device, model.kv_cache_memory) == ("old", "core1", 64 * 2**20)
-    assert parse(GOOD).static_models == ()
+    assert parse(GOOD).offline_models == ()
 
 
 @pytest.mark.parametrize(
@@ -439,7 +439,7 @@ def test_a_wrong_model_for_batches_only_is_named_with_its_field(
     old: str, new: str, field: str, words: str
 ) -> None:
     named = GOOD.replace("    replicas: 2", "    lengths: {predictor: hot-v1}\n    replicas: 2")
-    section = STATIC.replace(old, new)
+    section = OFFLINE.replace(old, new)
     line = named.count("\n") + line_of(section, new)
-    place = re.escape(f"my.yaml:{line}: batch.static_models[0].{field}: ")
+    place = re.escape(f"my.yaml:{line}: batch.offline_models[0].{field}: ")
     assert re.search(place + ".*" + words, error_of(named + section))

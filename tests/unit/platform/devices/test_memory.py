@@ -7,12 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.config import Model, Roles, StaticModel
+from loomserve.platform.config import Model, OfflineModel, Roles
 from loomserve.platform.devices.memory import (
     PLATFORM_BYTES,
+    offline_bytes,
     plan_replicas,
     replica_bytes,
-    static_bytes,
 )
 
 GIB = 2**30
@@ -49,14 +49,14 @@ def test_the_kv_store_takes_its_memory_before_replicas_grow() -> None:
 
 def test_models_for_batches_only_take_their_memory_first() -> None:
     one = model("a", "auto", 2)
-    beside = StaticModel(name="s", source="demo", device="d", kv_cache_memory=GIB)
-    needed = static_bytes(beside, GIB)
+    beside = OfflineModel(name="s", source="demo", device="d", kv_cache_memory=GIB)
+    needed = offline_bytes(beside, GIB)
     assert needed > 3 * GIB
     available = PLATFORM_BYTES + 2 * replica_bytes(one, 0)
-    assert plan_replicas([one], {"a": 0}, available + needed, static_bytes=needed) == {"a": 2}
-    assert plan_replicas([one], {"a": 0}, available + needed - 1, static_bytes=needed) == {"a": 1}
+    assert plan_replicas([one], {"a": 0}, available + needed, offline_bytes=needed) == {"a": 2}
+    assert plan_replicas([one], {"a": 0}, available + needed - 1, offline_bytes=needed) == {"a": 1}
     with pytest.raises(StartError):
-        plan_replicas([one], {"a": 0}, available / 2, static_bytes=needed)
+        plan_replicas([one], {"a": 0}, available / 2, offline_bytes=needed)
 
 
 def test_auto_starts_at_least_the_replicas_that_roles_ask_for() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loomserve.routers.static_batching.base import Batch, Batcher, BatchRequest, KvMemory
+from loomserve.routers.static_batching.base import Batcher, BatchRequest, KvBudget, StaticBatch
 from loomserve.routers.static_batching.fifo import Fifo
 from loomserve.routers.static_batching.next_batch import first, hrrn, oldest
 from loomserve.routers.static_batching.queue import BatchQueue
@@ -21,8 +21,8 @@ from loomserve.routers.static_batching.wma import Wma, wasted, wma
 
 NOW = 1000.0
 LONGEST = 64
-MEMORY = KvMemory(bytes=7 * 2 * LONGEST * 10, token_bytes=10)
-AMPLE = KvMemory(bytes=10**12, token_bytes=10)
+MEMORY = KvBudget(bytes=7 * 2 * LONGEST * 10, token_bytes=10)
+AMPLE = KvBudget(bytes=10**12, token_bytes=10)
 
 BATCHERS: dict[str, Batcher] = {
     "fifo": Fifo.for_longest(MEMORY, LONGEST, LONGEST),
@@ -64,7 +64,7 @@ def requests(most: int = LONGEST) -> st.SearchStrategy[list[BatchRequest]]:
     )
 
 
-def ids(batch: Batch) -> list[str]:
+def ids(batch: StaticBatch) -> list[str]:
     return [one.id for one in batch.requests]
 
 
@@ -146,7 +146,7 @@ def test_the_safe_size_is_what_memory_holds_of_the_longest() -> None:
 def test_waste_is_that_of_magnus_formulas() -> None:
     # 4 times 3 tokens of padding; then 4 + 10, 5 + 10 and 6 + 10 tokens read.
     assert wasted(request(tokens=7, answer=4), length=10, generation=6) == 12 + 14 + 15 + 16
-    assert wma(Batch((request("a", 10, 6), request("b", 7, 4)))) == 57
+    assert wma(StaticBatch((request("a", 10, 6), request("b", 7, 4)))) == 57
 
 
 @settings(deadline=None)
@@ -154,7 +154,7 @@ def test_waste_is_that_of_magnus_formulas() -> None:
 def test_a_batchs_waste_is_its_greatest_as_joining_requests_see_it(
     waiting: list[BatchRequest],
 ) -> None:
-    def by_definition(batch: Batch) -> int:
+    def by_definition(batch: StaticBatch) -> int:
         return max(
             one.predicted_tokens * (batch.length - one.input_tokens)
             + sum(g + batch.length for g in range(one.predicted_tokens, batch.generation + 1))
@@ -179,7 +179,7 @@ def test_a_request_joins_the_batch_where_it_wastes_the_least() -> None:
 
 
 def test_bins_are_packed_by_the_longest_answer_first_each_into_the_first_with_room() -> None:
-    memory = KvMemory(bytes=100, token_bytes=1)
+    memory = KvBudget(bytes=100, token_bytes=1)
     waiting = [
         request("a", 10, 10),
         request("b", 10, 40),
@@ -232,8 +232,8 @@ def test_by_the_difference_short_requests_join_any_batch_and_by_the_sum_they_do_
     assert len(slo_dbs(150.0, output_term=OutputTerm.SUM)(waiting, AMPLE, NOW)) > 1
 
 
-def batches(*arrived: float) -> list[Batch]:
-    return [Batch((request(str(at), at_s=at_s),)) for at, at_s in enumerate(arrived)]
+def batches(*arrived: float) -> list[StaticBatch]:
+    return [StaticBatch((request(str(at), at_s=at_s),)) for at, at_s in enumerate(arrived)]
 
 
 def test_the_highest_response_ratio_is_next() -> None:
@@ -260,7 +260,7 @@ def test_batches_of_equal_length_go_in_the_order_of_their_oldest(
 @settings(deadline=None)
 @given(requests().filter(lambda waiting: len(waiting) > 1))
 def test_halves_are_of_equal_size_and_one_holds_the_longest(waiting: list[BatchRequest]) -> None:
-    shorter, longer = halves(Batch(tuple(waiting)))
+    shorter, longer = halves(StaticBatch(tuple(waiting)))
     assert Counter(shorter.requests + longer.requests) == Counter(waiting)
     assert 0 <= len(shorter.requests) - len(longer.requests) <= 1
     lengths = [
@@ -272,7 +272,7 @@ def test_halves_are_of_equal_size_and_one_holds_the_longest(waiting: list[BatchR
 
 def test_a_lone_request_is_not_split() -> None:
     with pytest.raises(ValueError, match="needs more memory"):
-        halves(Batch((request(),)))
+        halves(StaticBatch((request(),)))
 
 
 @settings(deadline=None)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from loomserve.deployments.batch.executor import outcome
 from loomserve.platform.base.errors import BadRequest, BodyTooLarge
-from loomserve.platform.batch.executor import Outcome
+from loomserve.platform.batch.executor import LineOutcome
 from loomserve.platform.batch.http.api import BatchApi
 from loomserve.platform.batch.http.upload import Upload, expiry_seconds
 from loomserve.platform.batch.policy.lines import check
@@ -256,24 +256,24 @@ def test_a_line_counts_the_sequences_it_asks_for(body: dict[str, Any], sequences
 @pytest.mark.parametrize(
     ("status", "code", "expected"),
     [
-        (200, None, Outcome.ANSWERED),
-        (404, "model_not_found", Outcome.ANSWERED),
-        (429, "rate_limit_exceeded", Outcome.AWAY),
-        (503, "model_not_ready", Outcome.AWAY),
-        (503, "no_replica", Outcome.AWAY),
-        (503, "engine_gone", Outcome.ENGINE_FAILED),
-        (502, "engine_gone", Outcome.ENGINE_FAILED),
-        (500, "x", Outcome.ENGINE_FAILED),
+        (200, None, LineOutcome.ANSWERED),
+        (404, "model_not_found", LineOutcome.ANSWERED),
+        (429, "rate_limit_exceeded", LineOutcome.AWAY),
+        (503, "model_not_ready", LineOutcome.AWAY),
+        (503, "no_replica", LineOutcome.AWAY),
+        (503, "engine_gone", LineOutcome.ENGINE_FAILED),
+        (502, "engine_gone", LineOutcome.ENGINE_FAILED),
+        (500, "x", LineOutcome.ENGINE_FAILED),
     ],
 )
 def test_only_what_may_end_better_is_tried_again(
-    status: int, code: str | None, expected: Outcome
+    status: int, code: str | None, expected: LineOutcome
 ) -> None:
     assert outcome(status, json.dumps({"error": {"code": code}}).encode()) is expected
 
 
 def test_an_answer_that_cannot_be_read_is_an_engines_failure() -> None:
-    assert outcome(503, b"<html>") is Outcome.ENGINE_FAILED
+    assert outcome(503, b"<html>") is LineOutcome.ENGINE_FAILED
 
 
 def test_a_line_tells_the_engine_that_it_may_wait_and_clients_cannot() -> None:

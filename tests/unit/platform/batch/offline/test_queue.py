@@ -14,14 +14,14 @@ import pytest
 
 from loomserve.platform.access.key_models import KnownKeys
 from loomserve.platform.base.errors import BadRequest
-from loomserve.platform.batch.executor import LineAnswer, LineCall, Outcome
+from loomserve.platform.batch.executor import LineAnswer, LineCall, LineOutcome
 from loomserve.platform.batch.executors import SeveralExecutors
 from loomserve.platform.batch.offline import queue
-from loomserve.platform.batch.offline.queue import StaticQueue
+from loomserve.platform.batch.offline.queue import OfflineQueue
 from loomserve.platform.batch.offline.worker import (
-    StaticAnswer,
-    StaticFacts,
-    StaticLine,
+    OfflineAnswer,
+    OfflineFacts,
+    OfflineLine,
     WorkerGoneError,
 )
 from loomserve.platform.config import ApiKey
@@ -36,7 +36,7 @@ def call(name: str, expected: float = 10, attempts: int = 0, **body: Any) -> Lin
         path="/v1/completions",
         body={"model": "m", "prompt": name, **body},
         request_id=name,
-        engine="static:m",
+        engine="offline:m",
         expected_tokens=lambda: expected,
         attempts=attempts,
     )
@@ -49,18 +49,18 @@ class Process:
         self._world = world
         self.dead = False
 
-    async def facts(self) -> StaticFacts:
+    async def facts(self) -> OfflineFacts:
         self._check()
-        return StaticFacts(1024, TOKEN_BYTES)
+        return OfflineFacts(1024, TOKEN_BYTES)
 
-    async def prompt_tokens(self, line: StaticLine) -> int:
+    async def prompt_tokens(self, line: OfflineLine) -> int:
         await asyncio.sleep(0)
         self._check()
         if line.body.get("logprobs"):
             raise BadRequest("no logprobs", param="logprobs")
         return 10
 
-    async def run(self, lines: Sequence[StaticLine]) -> Sequence[StaticAnswer] | None:
+    async def run(self, lines: Sequence[OfflineLine]) -> Sequence[OfflineAnswer] | None:
         names = [line.id for line in lines]
         self._world.batches.append(names)
         await self._world.may_end.wait()
@@ -81,13 +81,13 @@ class Process:
             raise WorkerGoneError("killed")
 
 
-def good(process: Process, names: list[str]) -> list[StaticAnswer] | None:
-    return [StaticAnswer(json.dumps({"to": name}).encode(), 5) for name in names]
+def good(process: Process, names: list[str]) -> list[OfflineAnswer] | None:
+    return [OfflineAnswer(json.dumps({"to": name}).encode(), 5) for name in names]
 
 
 class World:
     def __init__(
-        self, behave: Callable[[Process, list[str]], list[StaticAnswer] | None] = good
+        self, behave: Callable[[Process, list[str]], list[OfflineAnswer] | None] = good
     ) -> None:
         self.behave = behave
         self.batches: list[list[str]] = []
@@ -95,7 +95,7 @@ class World:
         self.processes: list[Process] = []
         self.may_end = asyncio.Event()
         self.may_end.set()
-        self.queue = StaticQueue("m", self.start, KV_BYTES, places=50)
+        self.queue = OfflineQueue("m", self.start, KV_BYTES, places=50)
 
     def start(self) -> Process:
         self.processes.append(Process(self))
@@ -137,7 +137,7 @@ def test_lines_that_come_together_run_together_as_far_as_memory_is_planned_for_t
             # 20 tokens of prompt and answer each: 400 hold twenty.
             answers = await world.ask(*(call(f"{n}") for n in range(30)))
         assert [json.loads(one.body)["to"] for one in answers] == [f"{n}" for n in range(30)]
-        assert {(one.outcome, one.status) for one in answers} == {(Outcome.ANSWERED, 200)}
+        assert {(one.outcome, one.status) for one in answers} == {(LineOutcome.ANSWERED, 200)}
         assert sorted(map(len, world.batches)) == [10, 20]
 
     asyncio.run(scenario())
@@ -179,7 +179,7 @@ def test_who_runs_together_follows_what_is_known_of_lengths_by_then() -> None:
 
 
 def test_a_batch_that_runs_out_of_memory_is_split_until_each_line_has_its_answer() -> None:
-    def behave(process: Process, names: list[str]) -> list[StaticAnswer] | None:
+    def behave(process: Process, names: list[str]) -> list[OfflineAnswer] | None:
         return good(process, names) if len(names) < 3 else None
 
     async def scenario() -> None:
@@ -197,14 +197,14 @@ def test_a_batch_that_runs_out_of_memory_is_split_until_each_line_has_its_answer
 
 
 def test_a_line_that_never_fits_is_told_so_and_the_others_go_on() -> None:
-    def behave(process: Process, names: list[str]) -> list[StaticAnswer] | None:
+    def behave(process: Process, names: list[str]) -> list[OfflineAnswer] | None:
         return None if "huge" in names else good(process, names)
 
     async def scenario() -> None:
         world = World(behave)
         async with running(world):
             huge, *others = await world.ask(call("huge"), call("a"), call("b"))
-        assert (huge.outcome, huge.status) == (Outcome.ANSWERED, 400)
+        assert (huge.outcome, huge.status) == (LineOutcome.ANSWERED, 400)
         assert json.loads(huge.body)["error"]["code"] == "kv_memory_exceeded"
         assert all(one.status == 200 for one in others)
 
@@ -216,7 +216,7 @@ def test_what_the_model_does_not_answer_is_refused_before_it_waits() -> None:
         world = World()
         async with running(world):
             [refused] = await world.ask(call("a", logprobs=3))
-        assert (refused.outcome, refused.status) == (Outcome.ANSWERED, 400)
+        assert (refused.outcome, refused.status) == (LineOutcome.ANSWERED, 400)
         assert json.loads(refused.body)["error"]["param"] == "logprobs"
         assert not world.batches
 
@@ -236,7 +236,7 @@ def test_a_killed_process_costs_its_batch_an_attempt_and_those_that_wait_nothing
             answers = dict(
                 zip((f"{n}" for n in range(30)), await asyncio.gather(*asked), strict=True)
             )
-        failed = {name for name, one in answers.items() if one.outcome is Outcome.ENGINE_FAILED}
+        failed = {name for name, one in answers.items() if one.outcome is LineOutcome.ENGINE_FAILED}
         assert failed == set(batch)
         assert len(world.processes) == 2
         assert all(answers[name].status == 200 for name in answers.keys() - failed)
@@ -245,7 +245,7 @@ def test_a_killed_process_costs_its_batch_an_attempt_and_those_that_wait_nothing
 
 
 def test_a_line_that_kills_its_process_takes_others_with_it_once_only() -> None:
-    def behave(process: Process, names: list[str]) -> list[StaticAnswer] | None:
+    def behave(process: Process, names: list[str]) -> list[OfflineAnswer] | None:
         process.dead = "poison" in names
         return good(process, names)
 
@@ -253,8 +253,8 @@ def test_a_line_that_kills_its_process_takes_others_with_it_once_only() -> None:
         attempts = 0
         while attempts < 3:
             said = await world.queue.execute(call(name, attempts=attempts))
-            attempts += said.outcome is Outcome.ENGINE_FAILED
-            if said.outcome is Outcome.ANSWERED:
+            attempts += said.outcome is LineOutcome.ENGINE_FAILED
+            if said.outcome is LineOutcome.ANSWERED:
                 break
             await asyncio.sleep(0.01)
         return name, attempts
@@ -276,7 +276,7 @@ def test_a_process_that_dies_while_it_is_idle_is_started_again() -> None:
         async with running(world):
             world.processes[0].dead = True
             [away] = await world.ask(call("a"))
-            assert away.outcome is Outcome.AWAY
+            assert away.outcome is LineOutcome.AWAY
             await world.until(lambda: world.queue.state.problem is not None)
             assert not world.queue.state.ready
             await world.until(lambda: world.queue.model.places > 0)
@@ -310,7 +310,7 @@ def test_a_cancelled_line_leaves_the_queue_or_its_batch() -> None:
 
 
 def test_a_cancelled_line_of_a_batch_that_ran_out_of_memory_is_in_neither_half() -> None:
-    def behave(process: Process, names: list[str]) -> list[StaticAnswer] | None:
+    def behave(process: Process, names: list[str]) -> list[OfflineAnswer] | None:
         return None if len(names) == 4 else good(process, names)
 
     async def scenario() -> None:
@@ -332,16 +332,16 @@ def test_a_cancelled_line_of_a_batch_that_ran_out_of_memory_is_in_neither_half()
 def test_once_batches_are_measured_a_short_one_overtakes_a_long_one() -> None:
     now = 0.0
 
-    def behave(process: Process, names: list[str]) -> list[StaticAnswer] | None:
+    def behave(process: Process, names: list[str]) -> list[OfflineAnswer] | None:
         nonlocal now
         slow = names[0].startswith("slow")
         now += 100.0 if slow else 1.0
-        return [StaticAnswer(b"{}", 300 if slow else 5) for _ in names]
+        return [OfflineAnswer(b"{}", 300 if slow else 5) for _ in names]
 
     async def scenario() -> None:
         nonlocal now
         world = World(behave)
-        world.queue = StaticQueue("m", world.start, KV_BYTES, places=50, clock=lambda: now)
+        world.queue = OfflineQueue("m", world.start, KV_BYTES, places=50, clock=lambda: now)
         async with running(world):
             for name in ("quick", "slow-1", "slow-2"):
                 await world.ask(call(name))
@@ -360,13 +360,13 @@ def test_once_batches_are_measured_a_short_one_overtakes_a_long_one() -> None:
     asyncio.run(scenario())
 
 
-def test_a_static_models_lines_need_a_key_that_may_use_it_and_others_go_to_engines() -> None:
+def test_a_offline_models_lines_need_a_key_that_may_use_it_and_others_go_to_engines() -> None:
     class Engines:
         async def models(self) -> Any:
             return {"vllm": "its engines"}
 
         async def execute(self, call: LineCall) -> LineAnswer:
-            return LineAnswer(Outcome.ANSWERED, 299, b"{}")
+            return LineAnswer(LineOutcome.ANSWERED, 299, b"{}")
 
     def key(name: str, *models: str) -> ApiKey:
         digest = "sha256:" + f"{len(name):064d}"

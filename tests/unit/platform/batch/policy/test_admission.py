@@ -10,32 +10,32 @@ from hypothesis import strategies as st
 
 from loomserve.platform.batch.live import Running
 from loomserve.platform.batch.policy.admission import (
-    Candidate,
-    Engine,
-    InFlight,
+    BatchCandidate,
+    EngineCapacity,
+    InFlightLine,
+    LineWork,
     Queue,
-    Work,
     admit,
     peak,
 )
 from loomserve.platform.batch.policy.fairness import TokenCounters
 from loomserve.platform.batch.policy.lengths import Length, LineLengths
-from loomserve.platform.batch.policy.lines import Line
-from loomserve.platform.batch.policy.progress import Pace, is_late
+from loomserve.platform.batch.policy.lines import BatchLine
+from loomserve.platform.batch.policy.progress import BatchPace, is_late
 from loomserve.platform.batch.snapshot import STALE_S, engines
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats
 
 WORKS = st.builds(
-    Work,
+    LineWork,
     held=st.integers(1, 200),
     left=st.integers(1, 200),
     sequences=st.integers(1, 3),
 )
-IN_FLIGHT = st.builds(InFlight, work=WORKS, measured=st.booleans(), ended=st.booleans())
+IN_FLIGHT = st.builds(InFlightLine, work=WORKS, measured=st.booleans(), ended=st.booleans())
 ENGINES = st.builds(
-    Engine,
+    EngineCapacity,
     id=st.sampled_from("abcdef"),
     places=st.integers(1, 32),
     capacity=st.integers(100, 5000),
@@ -51,7 +51,7 @@ def queues(draw: st.DrawFn) -> list[Queue]:
     found = []
     for number in range(draw(st.integers(1, 4))):
         lines = [
-            Candidate(at, work.held + work.left, work)
+            BatchCandidate(at, work.held + work.left, work)
             for at, work in enumerate(draw(st.lists(WORKS, max_size=8)))
         ]
         found.append(
@@ -68,18 +68,18 @@ def queues(draw: st.DrawFn) -> list[Queue]:
     return found
 
 
-def idle(**changes: object) -> Engine:
+def idle(**changes: object) -> EngineCapacity:
     given = {"id": "e", "places": 16, "capacity": 1000, "running": 0, "waiting": 0, "used": 0}
-    return Engine(**{**given, **changes})  # type: ignore[arg-type]
+    return EngineCapacity(**{**given, **changes})  # type: ignore[arg-type]
 
 
-def a_queue(*lines: Work, **changes: object) -> Queue:
+def a_queue(*lines: LineWork, **changes: object) -> Queue:
     given = {"owner": "alice", "batch": "b", "owner_served": 0, "served": 0, "deadline_s": 100}
-    candidates = [Candidate(n, w.held + w.left, w) for n, w in enumerate(lines)]
+    candidates = [BatchCandidate(n, w.held + w.left, w) for n, w in enumerate(lines)]
     return Queue(**{**given, "late": False, "lines": candidates, **changes})  # type: ignore[arg-type]
 
 
-def step_by_step(works: list[Work]) -> float:
+def step_by_step(works: list[LineWork]) -> float:
     """The peak by counting: each sequence gets a token a step, and leaves with its last."""
     most = sum(work.held * work.sequences for work in works)
     for step in range(1, int(max((work.left for work in works), default=0)) + 1):
@@ -90,14 +90,14 @@ def step_by_step(works: list[Work]) -> float:
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(WORKS, max_size=8))
-def test_the_peak_is_that_of_counting_step_by_step(works: list[Work]) -> None:
+def test_the_peak_is_that_of_counting_step_by_step(works: list[LineWork]) -> None:
     assert peak(works) == step_by_step(works)
 
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(ENGINES, max_size=3, unique_by=lambda e: e.id), queues(), st.integers(0, 20))
 def test_what_starts_fits_and_starts_once(
-    engines: list[Engine], waiting: list[Queue], most: int
+    engines: list[EngineCapacity], waiting: list[Queue], most: int
 ) -> None:
     starts = admit(engines, waiting, most)
     assert len(starts) <= most
@@ -118,7 +118,7 @@ def test_what_starts_fits_and_starts_once(
 @settings(deadline=None, max_examples=60)
 @given(st.lists(ENGINES, max_size=3, unique_by=lambda e: e.id), queues(), st.integers(0, 20))
 def test_a_batchs_lines_start_in_their_order(
-    engines: list[Engine], waiting: list[Queue], most: int
+    engines: list[EngineCapacity], waiting: list[Queue], most: int
 ) -> None:
     for queue in waiting:
         started = [s.number for s in admit(engines, waiting, most) if s.batch == queue.batch]
@@ -141,33 +141,33 @@ def test_an_engine_with_nothing_to_do_always_takes_a_line(waiting: list[Queue]) 
     ],
     ids=["a queue", "no places", "no memory"],
 )
-def test_nothing_starts_beside_online_requests_that_need_the_room(busy: Engine) -> None:
-    assert admit([busy], [a_queue(Work(20, 20))], 9) == []
+def test_nothing_starts_beside_online_requests_that_need_the_room(busy: EngineCapacity) -> None:
+    assert admit([busy], [a_queue(LineWork(20, 20))], 9) == []
 
 
 def test_places_and_memory_are_left_for_online_requests_to_come() -> None:
-    lines = [Work(1, 1)] * 20
+    lines = [LineWork(1, 1)] * 20
     assert len(admit([idle()], [a_queue(*lines)], 99)) == 12
     assert len(admit([idle(running=2)], [a_queue(*lines)], 99)) == 10
-    assert len(admit([idle()], [a_queue(*[Work(90, 10)] * 20)], 99)) == 9
+    assert len(admit([idle()], [a_queue(*[LineWork(90, 10)] * 20)], 99)) == 9
 
 
 def test_lines_that_have_ended_since_the_measurement_are_not_taken_for_online_requests() -> None:
-    gone = tuple(InFlight(Work(40, 1), measured=True, ended=True) for _ in range(12))
+    gone = tuple(InFlightLine(LineWork(40, 1), measured=True, ended=True) for _ in range(12))
     engine = idle(running=12, used=480, lines=gone)
-    assert len(admit([engine], [a_queue(*[Work(5, 5)] * 20)], 99)) == 12
+    assert len(admit([engine], [a_queue(*[LineWork(5, 5)] * 20)], 99)) == 12
 
 
 def test_a_long_line_is_not_overtaken_by_short_ones_for_ever() -> None:
-    engine = idle(lines=(InFlight(Work(400, 100), measured=True),), running=1, used=400)
-    long = a_queue(Work(500, 100), batch="long")
-    short = a_queue(Work(5, 5), batch="short", served=1)
+    engine = idle(lines=(InFlightLine(LineWork(400, 100), measured=True),), running=1, used=400)
+    long = a_queue(LineWork(500, 100), batch="long")
+    short = a_queue(LineWork(5, 5), batch="short", served=1)
     assert admit([engine], [long, short], 9) == []
     assert [s.batch for s in admit([engine], [short], 9)] == ["short"]
 
 
 def test_keys_share_alike_and_so_do_a_keys_batches() -> None:
-    lines = [Work(10, 10)] * 50
+    lines = [LineWork(10, 10)] * 50
     waiting = [
         a_queue(*lines, owner="alice", batch="a1"),
         a_queue(*lines, owner="alice", batch="a2"),
@@ -178,7 +178,7 @@ def test_keys_share_alike_and_so_do_a_keys_batches() -> None:
 
 
 def test_of_a_keys_batches_those_that_would_be_late_go_first_by_deadline() -> None:
-    lines = [Work(10, 10)] * 5
+    lines = [LineWork(10, 10)] * 5
     waiting = [
         a_queue(*lines, batch="calm", deadline_s=1),
         a_queue(*lines, batch="late", deadline_s=60, late=True),
@@ -190,7 +190,7 @@ def test_of_a_keys_batches_those_that_would_be_late_go_first_by_deadline() -> No
 
 def test_lines_spread_over_engines_by_what_is_free() -> None:
     small, large = idle(id="small", capacity=500), idle(id="large", capacity=4000)
-    starts = admit([small, large], [a_queue(*[Work(50, 50)] * 10)], 99)
+    starts = admit([small, large], [a_queue(*[LineWork(50, 50)] * 10)], 99)
     assert Counter(start.engine for start in starts)["large"] > 6
 
 
@@ -210,7 +210,7 @@ def test_who_comes_late_has_no_claim_to_the_past() -> None:
 
 def test_lengths_are_the_bounds_until_enough_lines_have_finished() -> None:
     lengths = LineLengths()
-    line = Line(1, "c", "m", 0, 400, 100, 1)
+    line = BatchLine(1, "c", "m", 0, 400, 100, 1)
     assert lengths.predict(line, 1000).tokens == 100
     assert lengths.predict(line, 1000).prompt >= 400 / 4
     for tokens in (8, 12) * 4:
@@ -218,7 +218,7 @@ def test_lengths_are_the_bounds_until_enough_lines_have_finished() -> None:
     seen = lengths.predict(line, 1000)
     assert (seen.prompt, seen.tokens) == (50, 10)
     assert 12 < seen.high < 20
-    unbounded = Line(2, "d", "m", 0, 8000, None, 1)
+    unbounded = BatchLine(2, "d", "m", 0, 8000, None, 1)
     assert lengths.predict(unbounded, 1000).prompt == 1000
 
 
@@ -226,7 +226,7 @@ def test_lengths_are_the_bounds_until_enough_lines_have_finished() -> None:
 @given(st.lists(st.integers(0, 500), min_size=8, max_size=40), st.integers(1, 300))
 def test_no_prediction_is_beyond_what_a_line_may_generate(seen: list[int], most: int) -> None:
     lengths = LineLengths()
-    line = Line(1, "c", "m", 0, 40, most, 1)
+    line = BatchLine(1, "c", "m", 0, 40, most, 1)
     for tokens in seen:
         lengths.finished(line, 10, tokens)
     length = lengths.predict(line, 200)
@@ -234,7 +234,7 @@ def test_no_prediction_is_beyond_what_a_line_may_generate(seen: list[int], most:
 
 
 def test_the_pace_of_the_last_minutes_says_when_a_batch_is_done() -> None:
-    pace = Pace(began_s=0)
+    pace = BatchPace(began_s=0)
     assert pace.eta_s(100, 5) is None
     for second in range(1, 11):
         pace.finished(20, second)
@@ -252,7 +252,7 @@ def stats(role: Role = Role.UNIFIED, **changes: object) -> RoutingStats:
 
 
 def a_running(engine: str, started_s: float, ended_s: float | None = None) -> Running:
-    line = Line(1, "c", "m", 0, 40, 8, 1)
+    line = BatchLine(1, "c", "m", 0, 40, 8, 1)
     return Running(line, engine, Length(10, 8, 8), started_s, ended_s)
 
 

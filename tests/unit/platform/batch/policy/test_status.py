@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from loomserve.platform.cli.batch import render
-from loomserve.platform.state import BatchLaneState, BatchState, StaticModelState
+from loomserve.platform.state import BatchLaneState, BatchState, OfflineModelState
 from tests.unit.shown_tables import printed
 
 
@@ -39,8 +39,8 @@ def test_a_row_says_whose_batch_it_is_how_far_and_when_it_is_ready() -> None:
 
 
 def test_a_model_for_batches_only_that_is_not_ready_says_why() -> None:
-    def model(name: str, problem: str | None, *, ready: bool = False) -> StaticModelState:
-        return StaticModelState(name=name, ready=ready, problem=problem, batches=0, splits=0)
+    def model(name: str, problem: str | None, *, ready: bool = False) -> OfflineModelState:
+        return OfflineModelState(name=name, ready=ready, problem=problem, batches=0, splits=0)
 
     state = BatchLaneState(
         batches=(),
@@ -48,7 +48,7 @@ def test_a_model_for_batches_only_that_is_not_ready_says_why() -> None:
         answered_lines=0,
         failed_lines=0,
         retries=0,
-        static_models=(
+        offline_models=(
             model("fine", None, ready=True),
             model("new", None),
             model("old", "it was killed"),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from loomserve.platform.base.errors import BadRequest, Conflict, NotFound, StartError
-from loomserve.platform.batch.policy.lines import Line
+from loomserve.platform.batch.policy.lines import BatchLine
 from loomserve.platform.batch.policy.objects import (
     INPUT,
     BatchRecord,
@@ -27,14 +27,14 @@ from loomserve.platform.batch.policy.objects import (
     window_seconds,
 )
 from loomserve.platform.batch.policy.status import CANCELLABLE, ENDED, TRANSITIONS, Status, stamp
-from loomserve.platform.batch.store.store import Answer, Store, schema
+from loomserve.platform.batch.store.store import Answer, BatchStore, schema
 
 ALICE, BOB = "alice", "bob"
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(tmp_path / "lane.sqlite")
+def store(tmp_path: Path) -> Iterator[BatchStore]:
+    store = BatchStore(tmp_path / "lane.sqlite")
     yield store
     store.close()
 
@@ -50,15 +50,15 @@ def a_batch(name: str = "batch_1", owner: str = ALICE, **changes: object) -> Bat
     return BatchRecord.model_validate({**given, **changes})
 
 
-def some_lines(count: int) -> list[Line]:
-    return [Line(n, f"c{n}", "m", 10 * n, 10, None, 1) for n in range(1, count + 1)]
+def some_lines(count: int) -> list[BatchLine]:
+    return [BatchLine(n, f"c{n}", "m", 10 * n, 10, None, 1) for n in range(1, count + 1)]
 
 
 def an_answer(number: int, ok: bool = True, text: bytes = b"{}") -> Answer:
     return Answer("batch_1", number, ok, text, 3, 1, 2)
 
 
-def begun(store: Store, lines: int = 3) -> None:
+def begun(store: BatchStore, lines: int = 3) -> None:
     store.add_file(a_file())
     store.add_batch(a_batch())
     assert store.begin("batch_1", some_lines(lines), 2)
@@ -76,7 +76,9 @@ def test_every_state_but_the_first_has_a_stamp_and_every_state_can_end() -> None
         assert reached & ENDED
 
 
-def test_a_batch_goes_from_validating_to_completed_and_counts_its_answers(store: Store) -> None:
+def test_a_batch_goes_from_validating_to_completed_and_counts_its_answers(
+    store: BatchStore,
+) -> None:
     begun(store)
     assert store.answer([an_answer(1), an_answer(2, ok=False)]) == [True, True]
     assert [line.number for line in store.unanswered("batch_1")] == [3]
@@ -91,7 +93,7 @@ def test_a_batch_goes_from_validating_to_completed_and_counts_its_answers(store:
     assert list(store.answers("batch_1")) == []
 
 
-def test_a_line_is_answered_once_even_within_one_transaction(store: Store) -> None:
+def test_a_line_is_answered_once_even_within_one_transaction(store: BatchStore) -> None:
     begun(store)
     first, second = an_answer(1, text=b"first"), an_answer(1, ok=False, text=b"second")
     assert store.answer([first, second]) == [True, False]
@@ -100,13 +102,15 @@ def test_a_line_is_answered_once_even_within_one_transaction(store: Store) -> No
     assert store.batch(None, "batch_1").completed == 1
 
 
-def test_a_line_that_does_not_exist_has_no_answer(store: Store) -> None:
+def test_a_line_that_does_not_exist_has_no_answer(store: BatchStore) -> None:
     begun(store)
     assert store.answer([an_answer(99)]) == [False]
     assert store.failed_attempt("batch_1", 99) == 0
 
 
-def test_a_batch_that_ends_takes_no_answers_and_counts_the_rest_as_failed(store: Store) -> None:
+def test_a_batch_that_ends_takes_no_answers_and_counts_the_rest_as_failed(
+    store: BatchStore,
+) -> None:
     begun(store)
     store.answer([an_answer(1)])
     assert store.cancel(ALICE, "batch_1", 3).status is Status.CANCELLING
@@ -115,7 +119,9 @@ def test_a_batch_that_ends_takes_no_answers_and_counts_the_rest_as_failed(store:
     assert (batch.status, batch.completed, batch.failed) == (Status.CANCELLED, 1, 2)
 
 
-def test_what_was_cancelled_is_neither_begun_nor_failed_nor_ended_otherwise(store: Store) -> None:
+def test_what_was_cancelled_is_neither_begun_nor_failed_nor_ended_otherwise(
+    store: BatchStore,
+) -> None:
     store.add_file(a_file())
     store.add_batch(a_batch())
     store.cancel(ALICE, "batch_1", 2)
@@ -126,7 +132,7 @@ def test_what_was_cancelled_is_neither_begun_nor_failed_nor_ended_otherwise(stor
     assert store.unanswered("batch_1") == []
 
 
-def test_what_has_ended_cannot_be_cancelled(store: Store) -> None:
+def test_what_has_ended_cannot_be_cancelled(store: BatchStore) -> None:
     store.add_file(a_file())
     store.add_batch(a_batch())
     store.fail("batch_1", [LineError(code="x", message="y", line=1)], 2)
@@ -136,7 +142,7 @@ def test_what_has_ended_cannot_be_cancelled(store: Store) -> None:
     assert error == {"code": "x", "message": "y", "param": None, "line": 1}
 
 
-def test_a_key_sees_its_own_files_and_batches_only(store: Store) -> None:
+def test_a_key_sees_its_own_files_and_batches_only(store: BatchStore) -> None:
     begun(store)
     store.add_file(a_file("file-9", BOB))
     for ask in (
@@ -156,13 +162,13 @@ def test_a_key_sees_its_own_files_and_batches_only(store: Store) -> None:
     assert store.batches(None, after=None, limit=5)[0][0].owner == ALICE
 
 
-def test_only_input_files_make_batches(store: Store) -> None:
+def test_only_input_files_make_batches(store: BatchStore) -> None:
     store.add_file(a_file(purpose="batch_output"))
     with pytest.raises(BadRequest, match="upload it with purpose=batch"):
         store.add_batch(a_batch())
 
 
-def test_a_file_that_a_batch_reads_stays(store: Store) -> None:
+def test_a_file_that_a_batch_reads_stays(store: BatchStore) -> None:
     store.add_file(a_file(expires_at=10))
     store.add_batch(a_batch())
     with pytest.raises(Conflict, match="cancel the batch"):
@@ -178,7 +184,7 @@ def test_a_file_that_a_batch_reads_stays(store: Store) -> None:
 def test_pages_show_everything_once_and_in_order(
     tmp_path_factory: pytest.TempPathFactory, count: int, limit: int, newest_first: bool
 ) -> None:
-    store = Store(tmp_path_factory.mktemp("pages") / "db")
+    store = BatchStore(tmp_path_factory.mktemp("pages") / "db")
     ids = [f"file-{n}" for n in range(count)]
     for file_id in ids:
         store.add_file(a_file(file_id))
@@ -198,7 +204,7 @@ def test_pages_show_everything_once_and_in_order(
     store.close()
 
 
-def test_old_batches_are_forgotten_once_they_have_ended(store: Store) -> None:
+def test_old_batches_are_forgotten_once_they_have_ended(store: BatchStore) -> None:
     begun(store)
     store.forget_batches(before=10)
     store.batch(ALICE, "batch_1")
@@ -215,12 +221,12 @@ def test_what_is_no_database_or_a_newer_one_is_refused_with_a_way_out(tmp_path: 
     broken = tmp_path / "broken"
     broken.write_bytes(b"not a database at all" * 100)
     with pytest.raises(StartError, match=r"batch\.folder"):
-        Store(broken)
+        BatchStore(broken)
     newer = schema.connect(tmp_path / "newer")
     newer.execute("PRAGMA user_version = 99")
     newer.close()
     with pytest.raises(StartError, match="newer Loomserve"):
-        Store(tmp_path / "newer")
+        BatchStore(tmp_path / "newer")
 
 
 @pytest.mark.parametrize(
@@ -239,7 +245,7 @@ class StoreModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
-        self.store = Store(Path(self.folder.name) / "db")
+        self.store = BatchStore(Path(self.folder.name) / "db")
         self.store.add_file(a_file())
         self.store.add_batch(a_batch())
         self.status = Status.VALIDATING
@@ -250,7 +256,7 @@ class StoreModel(RuleBasedStateMachine):
     @rule()
     def restart(self) -> None:
         self.store.close()
-        self.store = Store(Path(self.folder.name) / "db")
+        self.store = BatchStore(Path(self.folder.name) / "db")
 
     @rule()
     def begin(self) -> None:
@@ -320,9 +326,9 @@ TestStoreModel.settings = settings(max_examples=10, stateful_step_count=20, dead
 WRITER = """
 import sys
 from pathlib import Path
-from loomserve.platform.batch.store.store import Answer, Store
+from loomserve.platform.batch.store.store import Answer, BatchStore
 
-store = Store(Path(sys.argv[1]))
+store = BatchStore(Path(sys.argv[1]))
 print("open", flush=True)
 for line in store.unanswered("batch_1"):
     text = f"{line.custom_id} of {sys.argv[2]}".encode()
@@ -333,7 +339,7 @@ for line in store.unanswered("batch_1"):
 
 def test_a_writer_killed_at_random_times_loses_nothing_it_has_told_of(tmp_path: Path) -> None:
     path, lines = tmp_path / "db", 400
-    store = Store(path)
+    store = BatchStore(path)
     begun(store, lines)
     store.close()
     random_times = random.Random(7)
@@ -354,7 +360,7 @@ def test_a_writer_killed_at_random_times_loses_nothing_it_has_told_of(tmp_path: 
                 writer.send_signal(signal.SIGKILL)
             told |= {int(number): name for number in writer.stdout.read().split("\n")[:-1]}
         runs += 1
-        store = Store(path)
+        store = BatchStore(path)
         answers = list(store.answers("batch_1"))
         batch = store.batch(None, "batch_1")
         store.close()

@@ -1,4 +1,4 @@
-"""A model for batches only, from requests as clients send them to OpenAI's objects."""
+"""An offline model, from requests as clients send them to OpenAI's objects."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from transformers import (
 )
 
 from loomserve.platform.base.errors import BadRequest, ConfigError, StartError
-from loomserve.platform.batch.offline.executor import StaticExecutor, StaticRequest, check
-from loomserve.platform.batch.offline.lines import CHAT, COMPLETIONS, StaticLines
-from loomserve.platform.batch.offline.models import check_static_models
-from loomserve.platform.batch.offline.worker import StaticAnswer, StaticLine
+from loomserve.platform.batch.offline.executor import OfflineExecutor, OfflineRequest, check
+from loomserve.platform.batch.offline.lines import CHAT, COMPLETIONS, OfflineLines
+from loomserve.platform.batch.offline.models import check_offline_models
+from loomserve.platform.batch.offline.worker import OfflineAnswer, OfflineLine
 from loomserve.platform.config import Config, parse
 from tests.integration import tiny_llama
 
@@ -43,21 +43,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def lines(model: Path) -> StaticLines:
-    return StaticLines(str(model), StaticExecutor(model, threads=1, kv_bytes=10**9))
+def lines(model: Path) -> OfflineLines:
+    return OfflineLines(str(model), OfflineExecutor(model, threads=1, kv_bytes=10**9))
 
 
-def line(path: str, **body: Any) -> StaticLine:
-    return StaticLine("1", path, {"model": "m", "max_tokens": 5, "temperature": 0, **body})
+def line(path: str, **body: Any) -> OfflineLine:
+    return OfflineLine("1", path, {"model": "m", "max_tokens": 5, "temperature": 0, **body})
 
 
-def answered(lines: StaticLines, *given: StaticLine) -> list[StaticAnswer]:
+def answered(lines: OfflineLines, *given: OfflineLine) -> list[OfflineAnswer]:
     requests = [lines.read(one) for one in given]
     found = lines.run(requests, frozenset)
     return [lines.answer(*one) for one in zip(given, requests, found, strict=True)]
 
 
-def test_answers_are_openais_objects_and_those_of_the_prompt_alone(lines: StaticLines) -> None:
+def test_answers_are_openais_objects_and_those_of_the_prompt_alone(lines: OfflineLines) -> None:
     said = [{"role": "user", "content": "w1 w2"}]
     parts = [{"role": "user", "content": [{"type": "text", "text": "w1 w2"}]}]
     chat, same, text, ids = (
@@ -78,11 +78,11 @@ def test_answers_are_openais_objects_and_those_of_the_prompt_alone(lines: Static
     assert content.split()[:3] == ids["choices"][0]["text"].split()
 
 
-def test_an_answer_that_ended_by_itself_says_so(lines: StaticLines, model: Path) -> None:
-    [whole] = lines.run([StaticRequest([1, 2, 3], 5)], frozenset)
-    executor = StaticExecutor(model, threads=1, kv_bytes=10**9)
+def test_an_answer_that_ended_by_itself_says_so(lines: OfflineLines, model: Path) -> None:
+    [whole] = lines.run([OfflineRequest([1, 2, 3], 5)], frozenset)
+    executor = OfflineExecutor(model, threads=1, kv_bytes=10**9)
     executor.end_tokens = frozenset({whole[2]})
-    ends = StaticLines(str(model), executor)
+    ends = OfflineLines(str(model), executor)
     [answer, other] = answered(
         ends,
         line(COMPLETIONS, prompt=[1, 2, 3]),
@@ -110,7 +110,7 @@ def test_an_answer_that_ended_by_itself_says_so(lines: StaticLines, model: Path)
     ],
 )
 def test_what_is_not_answered_is_refused_with_its_field(
-    lines: StaticLines, path: str, body: dict[str, Any], param: str | None
+    lines: OfflineLines, path: str, body: dict[str, Any], param: str | None
 ) -> None:
     with pytest.raises(BadRequest) as refused:
         lines.read(line(path, **body))
@@ -119,8 +119,8 @@ def test_what_is_not_answered_is_refused_with_its_field(
         assert refused.value.param == param
 
 
-def test_a_seed_draws_the_same_answer_whoever_else_is_in_the_batch(lines: StaticLines) -> None:
-    def asked(seed: int, **more: Any) -> StaticLine:
+def test_a_seed_draws_the_same_answer_whoever_else_is_in_the_batch(lines: OfflineLines) -> None:
+    def asked(seed: int, **more: Any) -> OfflineLine:
         given = {"max_tokens": 20, "temperature": 1.5, "top_p": 0.9, "seed": seed, **more}
         return line(COMPLETIONS, prompt="w1", **given)
 
@@ -131,7 +131,7 @@ def test_a_seed_draws_the_same_answer_whoever_else_is_in_the_batch(lines: Static
     assert len(set(texts)) == 3
 
 
-def test_a_nucleus_of_the_first_token_is_greedy(lines: StaticLines) -> None:
+def test_a_nucleus_of_the_first_token_is_greedy(lines: OfflineLines) -> None:
     drawn, greedy = answered(
         lines,
         line(COMPLETIONS, prompt="w1", temperature=2, top_p=1e-6),
@@ -141,7 +141,7 @@ def test_a_nucleus_of_the_first_token_is_greedy(lines: StaticLines) -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_batch_does_not_go_on_for_those_that_left_it(lines: StaticLines) -> None:
+def test_a_batch_does_not_go_on_for_those_that_left_it(lines: OfflineLines) -> None:
     steps = 0
 
     def left() -> set[int]:
@@ -149,7 +149,7 @@ def test_a_batch_does_not_go_on_for_those_that_left_it(lines: StaticLines) -> No
         steps += 1
         return {0} if steps > 3 else set()
 
-    first, second = lines.run([StaticRequest([1], 30), StaticRequest([2], 6)], left)
+    first, second = lines.run([OfflineRequest([1], 30), OfflineRequest([2], 6)], left)
     assert (len(first), len(second), steps) == (3, 6, 7)
 
 
@@ -158,7 +158,7 @@ def test_only_models_that_padded_batches_run_are_taken(tmp_path: Path) -> None:
         tmp_path / "gpt2"
     )
     check(tmp_path / "gpt2")
-    executor = StaticExecutor(tmp_path / "gpt2", threads=1, kv_bytes=10**9)
+    executor = OfflineExecutor(tmp_path / "gpt2", threads=1, kv_bytes=10**9)
     assert executor.token_bytes == 2 * 8 * 4
     MambaConfig(hidden_size=8, num_hidden_layers=1, vocab_size=16).save_pretrained(
         tmp_path / "mamba"
@@ -172,13 +172,13 @@ def test_the_platform_checks_them_apart_and_plans_their_memory(model: Path, tmp_
         return parse(
             "devices: [{name: core0, cores: [0]}]\n"
             "models: []\n"
-            f"batch: {{static_models: [{{name: m, source: {source}, device: core0}}]}}\n"
+            f"batch: {{offline_models: [{{name: m, source: {source}, device: core0}}]}}\n"
         )
 
-    assert check_static_models(config(str(model)), tmp_path, print) > 512 * 2**20
+    assert check_offline_models(config(str(model)), tmp_path, print) > 512 * 2**20
     broken = tmp_path / "broken"
     shutil.copytree(model, broken)
     written = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(written | {"model_type": "unheard-of"}))
-    with pytest.raises((ConfigError, StartError), match=r"batch\.static_models, 'm'"):
-        check_static_models(config(str(broken)), tmp_path, print)
+    with pytest.raises((ConfigError, StartError), match=r"batch\.offline_models, 'm'"):
+        check_offline_models(config(str(broken)), tmp_path, print)

@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.static_lane import LaneRequest, measured, serve
 from loomserve.platform.batch.offline.executor import (
+    OfflineExecutor,
+    OfflineRequest,
     OutOfMemoryError,
-    StaticExecutor,
-    StaticRequest,
 )
-from loomserve.routers.static_batching.base import BatchRequest, KvMemory
+from loomserve.routers.static_batching.base import BatchRequest, KvBudget
 from loomserve.routers.static_batching.next_batch import oldest
 from loomserve.routers.static_batching.queue import BatchQueue
 from loomserve.routers.static_batching.s3 import s3
@@ -32,8 +32,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def executor(model: Path, kv_bytes: int = AMPLE) -> StaticExecutor:
-    return StaticExecutor(model, threads=1, kv_bytes=kv_bytes)
+def executor(model: Path, kv_bytes: int = AMPLE) -> OfflineExecutor:
+    return OfflineExecutor(model, threads=1, kv_bytes=kv_bytes)
 
 
 def prompts(*lengths: int) -> list[list[int]]:
@@ -51,7 +51,7 @@ def test_answers_are_those_of_each_request_alone(model: Path) -> None:
         )[0, len(prompt) :].tolist()
         for prompt, limit in zip(given, limits, strict=True)
     ]
-    requests = [StaticRequest(*one) for one in zip(given, limits, strict=True)]
+    requests = [OfflineRequest(*one) for one in zip(given, limits, strict=True)]
     assert executor(model).run(requests) == expected
     assert len({tuple(answer) for answer in expected}) == len(expected)
 
@@ -59,10 +59,12 @@ def test_answers_are_those_of_each_request_alone(model: Path) -> None:
 def test_an_answer_ends_at_its_end_token_and_the_batch_with_its_longest(model: Path) -> None:
     engine = executor(model)
     [prompt] = prompts(8)
-    [answer] = engine.run([StaticRequest(prompt, 12)])
+    [answer] = engine.run([OfflineRequest(prompt, 12)])
     end = answer[4]
     engine.end_tokens = frozenset({end})
-    cut, whole = engine.run([StaticRequest(prompt, 12), StaticRequest(prompt, 12, ignore_eos=True)])
+    cut, whole = engine.run(
+        [OfflineRequest(prompt, 12), OfflineRequest(prompt, 12, ignore_eos=True)]
+    )
     assert cut == answer[: answer.index(end) + 1]
     assert whole == answer
 
@@ -73,7 +75,7 @@ def test_a_token_takes_the_memory_that_its_keys_and_values_take(model: Path) -> 
 
 def test_memory_is_crossed_by_the_batchs_padded_tokens_and_not_before(model: Path) -> None:
     engine = executor(model)
-    requests = [StaticRequest(prompt, 6) for prompt in prompts(10, 4)]
+    requests = [OfflineRequest(prompt, 6) for prompt in prompts(10, 4)]
     engine.kv_bytes = 2 * (10 + 6) * engine.token_bytes
     assert [len(answer) for answer in engine.run(requests)] == [6, 6]
     engine.kv_bytes -= 1
@@ -85,18 +87,18 @@ def test_memory_is_crossed_by_the_batchs_padded_tokens_and_not_before(model: Pat
 def test_what_cannot_be_computed_is_refused(model: Path) -> None:
     engine = executor(model)
     assert engine.run([]) == []
-    for wrong in (StaticRequest([], 1), StaticRequest([1], 0)):
+    for wrong in (OfflineRequest([], 1), OfflineRequest([1], 0)):
         with pytest.raises(ValueError, match="at least one token"):
             engine.run([wrong])
     with pytest.raises(ValueError, match="context of 64"):
-        engine.run([StaticRequest([1] * 60, 5)])
+        engine.run([OfflineRequest([1] * 60, 5)])
 
 
 def test_batches_that_run_out_of_memory_are_split_until_every_request_has_its_answer(
     model: Path,
 ) -> None:
     engine = executor(model)
-    memory = KvMemory(40 * engine.token_bytes, engine.token_bytes)
+    memory = KvBudget(40 * engine.token_bytes, engine.token_bytes)
     engine.kv_bytes = memory.bytes
     # Predicted to be a quarter as long as they are.
     requests = [LaneRequest(BatchRequest(str(at), 0.0, 4, 4), 16) for at in range(10)]
@@ -108,7 +110,7 @@ def test_batches_that_run_out_of_memory_are_split_until_every_request_has_its_an
 
 def test_a_request_that_never_fits_is_told_of(model: Path) -> None:
     engine = executor(model, kv_bytes=1)
-    memory = KvMemory(1, engine.token_bytes)
+    memory = KvBudget(1, engine.token_bytes)
     requests = [LaneRequest(BatchRequest("large", 0.0, 4, 4), 4)]
     with pytest.raises(RuntimeError, match="large does not fit"):
         serve(requests, BatchQueue(s3, oldest, memory), measured(engine, lambda: 0.0))
