@@ -148,7 +148,7 @@ def transfer_times(worker: Any) -> list[tuple[int, float, float]]:
     the forward pass waited."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    loader, _, saver = get_kv_transfer_group().copier.lanes
+    loader, _, saver = get_kv_transfer_group().connector_worker.lanes
     return [(*lane.time.copied, lane.time.waited_s) for lane in (loader, saver)]
 
 
@@ -156,10 +156,10 @@ def put_link(worker: Any, bytes_per_s: float | None) -> None:
     """Runs in the engine's worker: a link between it and the store; None takes it away."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    copier = get_kv_transfer_group().copier
-    for lane in copier.lanes:
-        memory = copier._memory
-        lane._memory = memory if bytes_per_s is None else Link(memory, bytes_per_s)
+    worker_half = get_kv_transfer_group().connector_worker
+    for lane in worker_half.lanes:
+        memory = worker_half.memory
+        lane.memory = memory if bytes_per_s is None else Link(memory, bytes_per_s)
 
 
 def hit_tokens(length: int, share: float) -> int:

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.types import Receive
 
 from loomserve.deployments.kvstore import kv_store
-from loomserve.kvstore.server.protocol import PIN, PINNED_BLOCKS
-from loomserve.platform.base.errors import BadRequest, NotFound, UnknownModel
+from loomserve.kvstore.server.protocol import PROMPT_CHAIN
+from loomserve.platform.base.errors import BadRequest, NotFound, Unavailable, UnknownModel
 from loomserve.platform.fleet.messages import KvAccess
 from loomserve.platform.state import KvState
 
@@ -95,21 +95,28 @@ def build_kv_router(access: KvAccess | None, complete: Complete) -> APIRouter:
                 param="api_key",
             )
         status, body = await complete(*_one_token(request), request.api_key, http.receive)
-        return _pinned(status, json.loads(body))
+        answer = json.loads(body)
+        if status >= 400:
+            raise BadRequest(answer["error"]["message"], param=answer["error"].get("param"))
+        chain = (answer.get("kv_transfer_params") or {}).get(PROMPT_CHAIN)
+        blocks = await _pin(store().address, chain, request.pinned) if chain else 0
+        return Pinned(prompt_tokens=answer["usage"]["prompt_tokens"], blocks=blocks)
 
     return router
 
 
 def _one_token(request: PinRequest) -> tuple[str, dict[str, Any]]:
-    """Path and body of a request whose only purpose is that an engine passes over the text."""
+    """Path and body of a request that makes an engine compute the text's blocks."""
     path = "/v1/completions" if request.messages is None else "/v1/chat/completions"
     body = request.model_dump(include={"model", "messages", "prompt"}, exclude_none=True)
-    body |= {"max_tokens": 1, "kv_transfer_params": {PIN: request.pinned}}
+    body |= {"max_tokens": 1, "kv_transfer_params": {PROMPT_CHAIN: True}}
     return path, body
 
 
-def _pinned(status: int, answer: dict[str, Any]) -> Pinned:
-    if status >= 400:
-        raise BadRequest(answer["error"]["message"], param=answer["error"].get("param"))
-    said = answer.get("kv_transfer_params") or {}
-    return Pinned(prompt_tokens=answer["usage"]["prompt_tokens"], blocks=said.get(PINNED_BLOCKS, 0))
+async def _pin(address: str, chain: dict[str, Any], pinned: bool) -> int:
+    """Pin or unpin the chain that an engine told; how many blocks that concerned."""
+    names, keys = map(bytes.fromhex, chain["namespaces"]), bytes.fromhex(chain["keys"])
+    try:
+        return await kv_store.pin(address, list(names), keys, pinned=pinned)
+    except Unavailable:
+        return 0  # what a store that is away held is gone

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
+from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.actor import ACTOR_NAME, StoreActor
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
 from loomserve.kvstore.server.options import StoreOptions, arena_path
-from loomserve.kvstore.server.protocol import Done, Flush, Inspect, Request, StoreUsage
+from loomserve.kvstore.server.protocol import Done, Flush, Inspect, Pin, Request, StoreUsage
 from loomserve.platform.base.errors import StartError, Unavailable
 from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config import Config
@@ -23,6 +25,8 @@ _START_TIMEOUT_S = 60.0
 # What is on its way to SSD is written first.
 _STOP_TIMEOUT_S = 30.0
 _ANSWER_TIMEOUT_MS = 1000
+# An engine commits what it saved a moment after it has answered.
+_PIN_ATTEMPTS, _PIN_WAIT_S = 20, 0.01
 
 R = TypeVar("R")
 
@@ -98,6 +102,23 @@ async def flush(address: str, model: str) -> int:
         Unavailable: the store does not answer.
     """
     return (await _ask(address, Flush(model), Done)).blocks
+
+
+async def pin(address: str, namespaces: Sequence[bytes], keys: bytes, *, pinned: bool) -> int:
+    """Pin or unpin a chain in each of its ranks' namespaces; how many blocks of it are in memory.
+
+    Blocks that an engine has just computed are awaited for a moment.
+
+    Raises:
+        Unavailable: the store does not answer.
+    """
+    wanted = len(keys) // KEY_BYTES
+    for _ in range(_PIN_ATTEMPTS):
+        done = [(await _ask(address, Pin(name, keys, pinned), Done)).blocks for name in namespaces]
+        if min(done) == wanted:
+            break
+        await asyncio.sleep(_PIN_WAIT_S)
+    return min(done)
 
 
 async def _ask(address: str, request: Request, expected: type[R]) -> R:

@@ -11,10 +11,9 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-PIN = "loomserve_pin"
-"""In a request's ``kv_transfer_params``: pin (true) or unpin (false) its prompt."""
-PINNED_BLOCKS = "loomserve_pinned_blocks"
-"""In the answer's ``kv_transfer_params``: how many blocks that concerned."""
+PROMPT_CHAIN = "loomserve_prompt_chain"
+"""In a request's ``kv_transfer_params``: true, to be told the chain of its prompt's full blocks.
+In the answer's: that chain, as ``keys`` and, by rank, ``namespaces``, in hexadecimal."""
 HANDS_OVER = "loomserve_hands_over"
 """In a request's ``kv_transfer_params``: another engine goes on after its prompt."""
 HANDED_OVER = "loomserve_handed_over"

@@ -346,14 +346,14 @@ TABLE: tuple[Hook, ...] = (
         (),
         HookKind.PUBLIC,
         "What the connector's scheduler half tells its worker half.",
-        "kvstore/engine/connector.py",
+        "kvstore/engine/messages.py",
     ),
     Hook(
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata",
         ("aggregate(other)",),
         HookKind.PUBLIC,
         "What the worker half tells the scheduler half.",
-        "kvstore/engine/connector.py",
+        "kvstore/engine/messages.py",
     ),
     Hook(
         "vllm.distributed.kv_transfer.kv_connector.v1.metrics:KVConnectorStats",

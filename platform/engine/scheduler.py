@@ -25,7 +25,9 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
-from loomserve.kvstore.engine.connector import StoreConnector, StoreReader, Transferred
+from loomserve.kvstore.engine.connector import StoreConnector
+from loomserve.kvstore.engine.connector_scheduler import StoreConnectorScheduler
+from loomserve.kvstore.engine.messages import Transferred
 from loomserve.kvstore.engine.scheduling_stats import SchedulingStats
 from loomserve.platform.costs import profile
 from loomserve.platform.engine.kv_blocks import block_bytes
@@ -118,9 +120,6 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         self._past_answers = PastAnswers()
         # What was said of deadlines may have been left out.
         self._queued.clear()
-        if self._reader is not None:
-            self._reader.prefetches = options.prefetch_swap_in
-            self._reader.saves_early = options.overlap_swap
 
     def _bytes_of_a_block(self) -> int:
         """In the KV store: of all layers, on all ranks."""
@@ -132,16 +131,13 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         groups = self.kv_cache_config.kv_cache_groups
         return len(groups) == 1 and isinstance(groups[0].kv_cache_spec, FullAttentionSpec)
 
-    def _connected(self) -> StoreReader | None:
-        """EngineCore's side of the KV store, if this engine has one."""
+    def _connected(self) -> StoreConnectorScheduler | None:
+        """The KV store connector's half in EngineCore, if this engine has one."""
         if not isinstance(self.connector, StoreConnector):
             return None
-        reader = self.connector.reader
-        reader.worth_loading = self._worth_loading
-        reader.early_blocks = self._early_blocks
-        reader.on_transfer = self._transferred
-        reader.stats = self._stats
-        return reader
+        half = self.connector.connector_scheduler
+        half.policy = AdaptiveTransfers(self)
+        return half
 
     # One step
 
@@ -495,12 +491,18 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         times = self.transfer_times
         return times.out_s(size) + times.in_s(size) < self._prefill_s(tokens)
 
-    def _worth_loading(self, tokens: int) -> bool:
+    def in_own_memory(self, request: Request) -> bool:
+        """Whether the request's blocks are in this engine's memory."""
+        return True
+
+    def worth_loading(self, tokens: int) -> bool:
         size = self._blocks_for(tokens) * self._block_bytes
         return self.transfer_times.in_s(size) < self._prefill_s(tokens)
 
-    def _early_blocks(self, tokens: int) -> int:
+    def early_blocks(self, tokens: int) -> int:
         """As many as are copied while a step of so many tokens is computed."""
+        if not self.options.overlap_swap:
+            return 0
         if not self._mean_step_s:
             return sys.maxsize
         step_s = _HIDING * max(self._mean_step_s, self._prefill_s(tokens))
@@ -508,7 +510,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         # Now and then one, or nobody would see that the link has become faster.
         return max(hidden, int(time.monotonic() - self._copied_out_at > _LOOK_AGAIN_S))
 
-    def _transferred(self, done: Transferred) -> None:
+    def on_transfer(self, done: Transferred) -> None:
         times = self.transfer_times
         if done.out_bytes:
             self._copied_out_at = time.monotonic()
@@ -520,7 +522,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
             self._totals["in_predicted_s"] += times.in_s(done.in_bytes)
             times.observe_in(done.in_bytes, done.in_s)
 
-    def _stats(self) -> SchedulingStats:
+    def stats(self) -> SchedulingStats:
         times = self.transfer_times
         return SchedulingStats.of(
             {
@@ -533,6 +535,22 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
                 "swap_time_error": max(times.out_error, times.in_error) or None,
             }
         )
+
+
+class AdaptiveTransfers:
+    """The connector's policy under an adaptive scheduler."""
+
+    def __init__(self, scheduler: AdaptiveScheduler) -> None:
+        self.early_blocks = scheduler.early_blocks
+        self.in_own_memory = scheduler.in_own_memory
+        self.worth_loading = scheduler.worth_loading
+        self.on_transfer = scheduler.on_transfer
+        self.stats = scheduler.stats
+        self._scheduler = scheduler
+
+    @property
+    def prefetches(self) -> bool:
+        return self._scheduler.options.prefetch_swap_in
 
 
 class AsyncAdaptiveScheduler(AdaptiveScheduler, AsyncScheduler):  # type: ignore[misc]

@@ -179,7 +179,7 @@ def test_a_client_may_not_speak_to_the_connector(platform: Platform) -> None:
             model=HOT,
             prompt="x",
             max_tokens=1,
-            extra_body={"kv_transfer_params": {"loomserve_pin": True}},
+            extra_body={"kv_transfer_params": {"loomserve_prompt_chain": True}},
         )
 
 

@@ -68,7 +68,7 @@ def request(tokens: int = 5, **params: Any) -> EngineCoreRequest:
         # These need the prompt computed here.
         ({"prompt_logprobs": 1}, Handoff.LOCAL),
         ({"skip_reading_prefix_cache": True}, Handoff.LOCAL),
-        ({"extra_args": {"kv_transfer_params": {"loomserve_pin": True}}}, Handoff.LOCAL),
+        ({"extra_args": {"kv_transfer_params": {"loomserve_prompt_chain": True}}}, Handoff.LOCAL),
         ({"prompt_logprobs": 1, "extra_args": {DEADLINE: 1.8e9}}, Handoff.LOCAL),
     ],
     ids=lambda value: str(value),

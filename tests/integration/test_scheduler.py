@@ -44,6 +44,11 @@ class SchedulingEngine(StoredEngine):
     def scheduler(self) -> Any:
         return self.llm.llm_engine.engine_core.engine_core.scheduler
 
+    def stats(self) -> dict[str, float]:
+        half = self.scheduler.connector.connector_scheduler
+        numbers: dict[str, float] = half.policy.stats().reduce()
+        return numbers
+
     def begin(self, options: SchedulerOptions) -> None:
         """Nothing is known of any prompt, and nothing is counted."""
         self.scheduler.use(options)
@@ -53,9 +58,7 @@ class SchedulingEngine(StoredEngine):
 
     def counted(self) -> dict[str, float]:
         return {
-            name: number
-            for name, number in self.scheduler.connector.reader.stats().reduce().items()
-            if not name.startswith("swap_")
+            name: number for name, number in self.stats().items() if not name.startswith("swap_")
         }
 
     def since_begin(self, name: str) -> float:
@@ -178,7 +181,7 @@ def test_tokens_are_the_same_however_requests_make_room(
         # The swap space was full at times.
         assert engine.since_begin("recomputed") > 0
         assert engine.since_begin("swapped_out") > 0
-    assert engine.scheduler.connector.reader.stats().reduce()["swap_used_bytes"] == 0
+    assert engine.stats()["swap_used_bytes"] == 0
 
 
 def test_fewer_leave_where_it_is_known_how_long_answers_are(
@@ -245,7 +248,7 @@ def test_a_client_that_leaves_while_its_request_is_swapped_out_leaves_nothing(
     engine.llm.llm_engine.abort_request([external])
     engine.finish(steps=1)
     assert gone not in engine.scheduler._swapped
-    assert gone not in engine.scheduler.connector.reader._swapped
+    assert gone not in engine.scheduler.connector.connector_scheduler.swapped
     assert set(engine.finish()) == {name for name in names if name != external}
 
 

@@ -19,7 +19,7 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-from loomserve.kvstore.engine.connector import hands_over
+from loomserve.kvstore.engine.request_keys import hands_over
 from loomserve.platform.engine import scheduler_calls
 from loomserve.platform.engine.kv_blocks import block_bytes
 from loomserve.platform.engine.scheduler import AdaptiveScheduler
@@ -105,10 +105,6 @@ class BorrowingScheduler(AdaptiveScheduler):
         self._moved: dict[str, int] = {}
         """Of requests that have moved, the side on which they go on."""
         self._moves = 0
-        if self._reader is not None:
-            self._reader.in_own_memory = lambda request: (
-                self.kv_cache_manager.side_of(request) == OWN
-            )
         SidedKVCacheManager.divide(self.kv_cache_manager, self._sides, self._start_on)
         for side in self._sides.ranges[1:]:
             self._pool.withhold(side)
@@ -117,6 +113,9 @@ class BorrowingScheduler(AdaptiveScheduler):
     @property
     def _pool(self) -> SidedBlockPool:
         return self.kv_cache_manager.block_pool
+
+    def in_own_memory(self, request: Request) -> bool:
+        return self.kv_cache_manager.side_of(request) == OWN
 
     # Calls
 

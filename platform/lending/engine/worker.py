@@ -17,7 +17,8 @@ from vllm import envs
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from loomserve.kvstore.engine.connector import StoreConnector, StoreCopier
+from loomserve.kvstore.engine.connector import StoreConnector
+from loomserve.kvstore.engine.connector_worker import StoreConnectorWorker
 from loomserve.kvstore.engine.memory import KvMemory
 from loomserve.platform.engine.seeds import SeedKeepingModelRunner
 from loomserve.platform.engine.worker import NonSpinningWorker
@@ -302,10 +303,10 @@ class RemoteAttentionWorker(NonSpinningWorker):
             store.use(KvMemory(dict(zip(self._layer_names, caches, strict=True))))
         return True
 
-    def _store(self) -> StoreCopier | None:
+    def _store(self) -> StoreConnectorWorker | None:
         """What copies blocks to the KV store and from it, if this engine has one."""
         connector = get_kv_transfer_group() if has_kv_transfer_group() else None
-        return connector.copier if isinstance(connector, StoreConnector) else None
+        return connector.connector_worker if isinstance(connector, StoreConnector) else None
 
     # The lender's part
 

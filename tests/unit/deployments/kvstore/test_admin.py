@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from starlette.types import Receive
 
 from loomserve.deployments.kvstore.admin import build_kv_router
 from loomserve.deployments.kvstore.kv_store import store_options
+from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.actor import StoreActor
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.options import StoreOptions
@@ -54,8 +57,12 @@ class Engine:
     def __init__(self) -> None:
         self.asked: list[tuple[str, dict[str, Any], str | None]] = []
         self.status = 200
-        self.answer = b'{"usage": {"prompt_tokens": 40}, "kv_transfer_params": '
-        self.answer += b'{"loomserve_pinned_blocks": 1}}'
+        chain = {"namespaces": [NAMESPACE.hex()], "keys": CHAIN[: 3 * KEY_BYTES].hex()}
+        answer = {
+            "usage": {"prompt_tokens": 40},
+            "kv_transfer_params": {"loomserve_prompt_chain": chain},
+        }
+        self.answer = json.dumps(answer).encode()
 
     async def complete(
         self, path: str, body: dict[str, Any], tenant: str | None, receive: Receive
@@ -127,16 +134,39 @@ def test_a_store_that_is_away_is_a_503_to_be_tried_again(
     ],
 )
 @pytest.mark.parametrize("pinned", [True, False])
-def test_a_pin_is_one_token_of_an_engine_that_is_told_so(
-    engine: Engine, text: dict[str, Any], path: str, pinned: bool
+@pytest.mark.usefixtures("store")
+def test_a_pin_is_one_token_of_an_engine_that_tells_the_chain(
+    options: StoreOptions, engine: Engine, text: dict[str, Any], path: str, pinned: bool
 ) -> None:
-    client = api(engine, "ipc:///nowhere")
+    write(options, "chat")
+    client = api(engine, options.address)
     answer = client.post("/kv/pin", json={"model": "chat", "pinned": pinned, **text})
-    assert answer.json() == {"prompt_tokens": 40, "blocks": 1}
+    assert answer.json() == {"prompt_tokens": 40, "blocks": 3}
     body = {
-        "model": "chat", **text, "max_tokens": 1, "kv_transfer_params": {"loomserve_pin": pinned}
-    }  # fmt: skip
+        "model": "chat",
+        **text,
+        "max_tokens": 1,
+        "kv_transfer_params": {"loomserve_prompt_chain": True},
+    }
     assert engine.asked == [(path, body, None)]
+    client.post("/kv/flush", json={})
+    assert client.get("/kv").json()["models"][0]["blocks_in_memory"] == (3 if pinned else 0)
+
+
+@pytest.mark.usefixtures("store")
+def test_a_pin_waits_for_blocks_that_are_committed_after_the_answer(
+    options: StoreOptions, engine: Engine
+) -> None:
+    late = threading.Timer(0.05, write, (options, "chat"))
+    late.start()
+    pin = {"model": "chat", "prompt": "a", "pinned": True}
+    assert api(engine, options.address).post("/kv/pin", json=pin).json()["blocks"] == 3
+    late.join()
+
+
+def test_with_the_store_away_nothing_is_pinned(options: StoreOptions, engine: Engine) -> None:
+    pin = {"model": "chat", "prompt": "a", "pinned": True}
+    assert api(engine, options.address).post("/kv/pin", json=pin).json()["blocks"] == 0
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.kvstore.engine.tail import tail_key
+from loomserve.kvstore.engine.request_keys import tail_key
 from loomserve.kvstore.index.radix import KEY_BYTES
 
 chains = st.integers(1, 3).flatmap(

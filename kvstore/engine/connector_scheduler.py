@@ -1,0 +1,142 @@
+"""The connector's half in EngineCore: what is looked up, loaded and saved, and when."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from loomserve.kvstore.engine.lookups import Lookups
+from loomserve.kvstore.engine.messages import StepTransfers
+from loomserve.kvstore.engine.namespaces import Namespaces
+from loomserve.kvstore.engine.request_keys import chain_of
+from loomserve.kvstore.engine.save_tracker import SaveTracker
+from loomserve.kvstore.engine.step_pace import StepPace
+from loomserve.kvstore.engine.swap_ledger import SwapLedger
+from loomserve.kvstore.engine.transfer import Load
+from loomserve.kvstore.engine.transfer_policy import TransferAll, TransferPolicy
+from loomserve.kvstore.server.client import StoreClient
+from loomserve.kvstore.server.protocol import PROMPT_CHAIN
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class StoreConnectorScheduler:
+    """Asks the store about waiting requests, and lists each step's copies for the workers.
+
+    It knows requests and block hashes, and no memory. It never waits but for the store's answers,
+    which :class:`StoreClient` bounds. Times are monotonic seconds of the caller's clock.
+    """
+
+    def __init__(self, store: StoreClient, names: Namespaces) -> None:
+        self.policy: TransferPolicy = TransferAll()
+        self._store = store
+        self._names = names
+        self._block_size = names.block_size
+        self._pace = StepPace(names.block_size)
+        self.swapped = SwapLedger(store, names, self._pace)
+        self._lookups = Lookups(store, names, self.swapped, self._pace)
+        self._saves = SaveTracker(names, self._pace)
+        self._loads: list[dict[int, Load]] = []
+        self._fetches: dict[str, dict[int, Load]] = {}
+
+    def add(self, request: Request) -> None:
+        self._saves.add(request)
+
+    def matched_tokens(self, request: Request, computed: int, now: float) -> int | None:
+        """Tokens beyond ``computed`` that the store has in memory; None to be asked again later."""
+        if request.skip_reading_prefix_cache or not self.policy.in_own_memory(request):
+            # It wants the logits of its prompt too; or has no memory of ours.
+            return 0
+        tokens = self._lookups.loadable_tokens(request)
+        if tokens <= computed:
+            return 0
+        # Of what was swapped out, that has been decided.
+        swapped = request.request_id in self.swapped
+        if not (swapped or self.policy.worth_loading(tokens - computed)):
+            return 0
+        result = self._lookups.ask(request, tokens, computed // self._block_size, now)
+        if result is None:
+            return 0
+        if result.pending:
+            return None
+        return max(0, min(tokens, result.blocks * self._block_size) - computed)
+
+    def prefetches(self, request: Request) -> bool:
+        """Whether the request's blocks are loaded beside steps of others."""
+        return self.policy.prefetches and request.request_id in self.swapped
+
+    def allocated(self, request: Request, block_ids: list[int], external_tokens: int) -> None:
+        """Note that the request has its memory, and will have this many tokens from the store."""
+        result = self._lookups.take(request.request_id)
+        prefetched = self.prefetches(request)
+        self.swapped.end(request.request_id)
+        if result is None:
+            return
+        if not external_tokens:
+            self._lookups.release(result)
+            return
+        full, rest = divmod(external_tokens, self._block_size)
+        end = result.skip + full + bool(rest)
+        names = self._names.of_ranks(request.lora_request)
+        load = {
+            rank: Load(
+                namespace=names[rank],
+                keys=result.keys,
+                first=result.skip,
+                slots=slots[: end - result.skip],
+                blocks=block_ids[result.skip : end],
+                lease=lease,
+                # The step writes into a block that is loaded in part.
+                ahead=bool(rest),
+            )
+            for rank, (lease, slots) in result.leases.items()
+        }
+        if prefetched:
+            self._fetches[request.request_id] = load
+        else:
+            self._loads.append(load)
+
+    def unsaved_blocks(self, request: Request, tokens: int) -> int:
+        """Blocks that swapping the request out would still have to copy."""
+        return self._saves.unsaved_blocks(request, tokens)
+
+    def swap_out(
+        self, request: Request, tokens: int, blocks: Sequence[int], recompute_s: float, now: float
+    ) -> None:
+        """Keep the KV of a preempted request's first ``tokens``, which is in ``blocks``.
+
+        ``recompute_s`` predicts the time to compute them again.
+        """
+        self._lookups.forget(request.request_id)
+        self.swapped.swap_out(request, tokens, blocks, recompute_s, now)
+        self._saves.swapped_out(request, tokens)
+
+    def step(self, scheduled: SchedulerOutput, now: float) -> StepTransfers:
+        """The copies around this step."""
+        self.swapped.renew_leases(now)
+        self._pace.begin(now, scheduled.total_num_scheduled_tokens)
+        early = self.policy.early_blocks(scheduled.total_num_scheduled_tokens)
+        saves = list(self._saves.saves(scheduled, early, self.policy.in_own_memory))
+        loads, self._loads = self._loads, []
+        fetches, self._fetches = self._fetches, {}
+        return StepTransfers(loads, saves, self.swapped.take_saves(), fetches)
+
+    def step_done(self, now: float) -> None:
+        self._pace.end(now)
+
+    def remove(self, request: Request) -> dict[str, Any] | None:
+        """Forget a request that is finished or aborted; returns what its answer tells besides."""
+        self._lookups.forget(request.request_id)
+        self.swapped.end(request.request_id)
+        self._saves.remove(request)
+        if not (request.kv_transfer_params or {}).get(PROMPT_CHAIN):
+            return None
+        keys = chain_of(request, request.num_prompt_tokens // self._block_size)
+        namespaces = self._names.of_ranks(request.lora_request)
+        chain = {"namespaces": [name.hex() for name in namespaces], "keys": keys.hex()}
+        return {PROMPT_CHAIN: chain}
+
+    def close(self) -> None:
+        self._store.close()

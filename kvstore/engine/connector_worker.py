@@ -1,0 +1,135 @@
+"""The connector's half in a worker: the copies of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from loomserve.kvstore.engine.memory import BlockMemory, KvMemory, pin, stream_for
+from loomserve.kvstore.engine.messages import StepTransfers, Transferred
+from loomserve.kvstore.engine.transfer import Loader, Save, Saver
+from loomserve.kvstore.server.client import StoreClient
+from loomserve.kvstore.storage.arena import Arena
+
+
+class StoreConnectorWorker:
+    """Makes each step's copies between this rank's blocks and the store's arena.
+
+    Copies run beside the forward pass. Where the memory allows none, they come before and after it.
+    """
+
+    memory: BlockMemory
+
+    def __init__(self, options: Mapping[str, Any], rank: int) -> None:
+        self._options = options
+        self._rank = rank
+        self._failed: set[int] = set()
+        self._lanes: tuple[Loader, Loader, Saver] | None = None
+        self._fetches: dict[str, Future[set[int]]] = {}
+        self._reported = Transferred(0, 0.0, 0, 0.0)
+        self._computed: set[int] = set()
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        memory = KvMemory(kv_caches)
+        stream = stream_for(memory.device)
+        arena = Arena.attach(Path(self._options["arena"]))
+        pin(memory.device, arena.base_address, arena.nbytes)
+        address = self._options["address"]
+        self.memory = memory
+        self._lanes = (
+            Loader(memory, arena, stream, StoreClient(address)),
+            # What is fetched must not keep a step's loads waiting.
+            Loader(memory, arena, stream_for(memory.device), StoreClient(address)),
+            Saver(memory, arena, stream, StoreClient(address), self._options["model"]),
+        )
+
+    def settle(self) -> None:
+        """Drain copies that run beside steps, before blocks are remapped."""
+        for fetch in self._fetches.values():
+            fetch.result()
+
+    def use(self, memory: BlockMemory) -> None:
+        """Copy from and to this memory from now on; call it between steps, after :meth:`settle`."""
+        self.memory = memory
+        for lane in self.lanes:
+            lane.memory = memory
+
+    def swap_out(self, saves: list[dict[int, Save]]) -> None:
+        if saves:
+            *_, saver = self.lanes
+            saver.save_computed([save[self._rank] for save in saves])
+
+    def start_loads(self, transfers: StepTransfers) -> None:
+        loader, fetcher, _ = self.lanes
+        if transfers.loads:
+            loader.start([load[self._rank] for load in transfers.loads])
+            if not self.memory.beside_steps:
+                loader.wait()
+        for request_id, load in transfers.fetches.items():
+            self._fetches[request_id] = fetcher.fetch(load[self._rank])
+            if not self.memory.beside_steps:
+                self._fetches[request_id].result()
+
+    def take_fetched(self) -> set[str] | None:
+        """Requests whose fetch has ended since the last call."""
+        ended = {name for name, fetch in self._fetches.items() if fetch.done()}
+        for name in ended:
+            self._failed |= self._fetches.pop(name).result()
+        return ended or None
+
+    def take_transferred(self) -> Transferred | None:
+        """Copies since the last call; None if there were none."""
+        loader, fetcher, saver = self.lanes
+        out, loaded, fetched = saver.time.copied, loader.time.copied, fetcher.time.copied
+        before, self._reported = (
+            self._reported,
+            Transferred(*out, loaded.size + fetched.size, loaded.busy_s + fetched.busy_s),
+        )
+        new = Transferred(
+            self._reported.out_bytes - before.out_bytes,
+            self._reported.out_s - before.out_s,
+            self._reported.in_bytes - before.in_bytes,
+            self._reported.in_s - before.in_s,
+        )
+        return new if new.out_bytes or new.in_bytes else None
+
+    def before_layer(self, layer_name: str, saves: list[dict[int, Save]]) -> None:
+        loader, _, saver = self.lanes
+        if saves and not saver.running and self.memory.beside_steps:
+            saver.start([save[self._rank] for save in saves])
+        loader.wait_layer(self.memory.layer_of[layer_name])
+
+    def after_layer(self, layer_name: str) -> None:
+        *_, saver = self.lanes
+        layer = self.memory.layer_of[layer_name]
+        self._computed.add(layer)
+        saver.layer_done(layer)
+
+    def end_step(self, saves: list[dict[int, Save]]) -> None:
+        loader, _, saver = self.lanes
+        failed = loader.finish()
+        self._failed |= failed
+        computed, self._computed = self._computed, set()
+        if self.memory.beside_steps:
+            saver.finish(sound=not failed)
+        elif saves and not failed and computed >= self.memory.layers_here:
+            saver.save_computed([save[self._rank] for save in saves])
+
+    def take_failed(self) -> set[int]:
+        failed, self._failed = self._failed, set()
+        return failed
+
+    @property
+    def lanes(self) -> tuple[Loader, Loader, Saver]:
+        assert self._lanes is not None, "register_kv_caches() comes first"
+        return self._lanes
+
+    def close(self) -> None:
+        if self._lanes is not None:
+            for lane in self._lanes:
+                lane.close()
+            self._lanes = None

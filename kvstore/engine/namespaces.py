@@ -1,0 +1,67 @@
+"""Namespaces of an engine's blocks in the store: one for each rank and adapter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from vllm.config import VllmConfig
+from vllm.lora.request import LoRARequest
+from vllm.v1.kv_cache_interface import KVCacheSpec
+from vllm.version import __version__ as vllm_version
+
+from loomserve.kvstore.engine.fingerprint import folder_digest, namespace
+
+
+class Namespaces:
+    """Names under which an engine's blocks are stored, by rank, with and without an adapter.
+
+    vLLM's block hashes cover the tokens, images, cache salt and an adapter's *name*; all else that
+    makes a block's bytes differ is part of its namespace.
+    """
+
+    def __init__(
+        self, vllm_config: VllmConfig, layout: str | None, spec: KVCacheSpec, digests: Path
+    ) -> None:
+        model, parallel = vllm_config.model_config, vllm_config.parallel_config
+        cache = vllm_config.cache_config
+        self.block_size: int = spec.block_size
+        self._world_size = parallel.world_size
+        self._digests = digests
+        self._by_adapter: dict[str | None, list[bytes]] = {}
+        self._inputs = {
+            "weights": _weights(model.model, model.revision, digests),
+            "load_format": str(vllm_config.load_config.load_format),
+            "model": model.compute_hash(),
+            "kv_dtype": f"{cache.cache_dtype} {spec.dtype}",
+            "block": [self.block_size, spec.page_size_bytes],
+            "layout": f"{layout} {_instruction_set()}",
+            "layers": model.get_total_num_hidden_layers(),
+            "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
+            "vllm": vllm_version,
+        }
+
+    def of_ranks(self, adapter: LoRARequest | None) -> list[bytes]:
+        """Each rank's namespace for requests with this adapter, in the order of ranks."""
+        path = adapter.lora_path if adapter else None
+        if path not in self._by_adapter:
+            lora = folder_digest(Path(path), self._digests) if path is not None else None
+            self._by_adapter[path] = [
+                namespace(**self._inputs, rank=rank, lora=lora) for rank in range(self._world_size)
+            ]
+        return self._by_adapter[path]
+
+
+def _weights(model: str, revision: str | None, digests: Path) -> str:
+    if Path(model).is_dir():
+        return folder_digest(Path(model), digests)
+    from huggingface_hub import snapshot_download
+
+    folder = snapshot_download(model, revision=revision, local_files_only=True)
+    return folder_digest(Path(folder), digests)
+
+
+def _instruction_set() -> str:
+    """The CPU's kind, on which the inside of a block depends where the device is a CPU."""
+    capabilities = torch.backends.cpu.get_cpu_capability()
+    return f"{capabilities} amx={torch.cpu._is_amx_tile_supported()}"

@@ -1,0 +1,78 @@
+"""Keys of a request's blocks in the store, and what its ``kv_transfer_params`` ask for.
+
+vLLM hashes full blocks. The last block of what one engine hands over to another, or a preempted
+request leaves, is kept to its last token all the same, under a key that follows the chain's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from loomserve.kvstore.index.radix import KEY_BYTES
+from loomserve.kvstore.server.protocol import HANDED_OVER, HANDS_OVER
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+
+def hands_over(request: Request) -> bool:
+    """Whether another engine goes on after this request's prompt."""
+    return HANDS_OVER in (request.kv_transfer_params or {})
+
+
+def handed_over_tokens(request: Request) -> int:
+    """Tokens that another engine has just computed for this request."""
+    tokens: int = (request.kv_transfer_params or {}).get(HANDED_OVER, 0)
+    return tokens
+
+
+def chain_of(request: Request, blocks: int) -> bytes:
+    """Keys of the request's first ``blocks`` full blocks."""
+    return b"".join(block_hash[:KEY_BYTES] for block_hash in request.block_hashes[:blocks])
+
+
+def tail_key(chain: bytes, tokens: Sequence[int], owner: str = "") -> bytes:
+    """The key of a block that holds ``tokens`` and then nothing, after the blocks of ``chain``.
+
+    The chain's last key stands for all tokens before, and for the cache salt and the adapter. With
+    an ``owner``, a request, nobody else finds the block.
+
+    Raises:
+        ValueError: there is neither a block before nor an owner.
+    """
+    if len(chain) < KEY_BYTES and not owner:
+        raise ValueError("a tail follows at least one full block")
+    said = b"tail" + chain[-KEY_BYTES:] + array("q", tokens).tobytes() + owner.encode()
+    return hashlib.sha256(said).digest()[:KEY_BYTES]
+
+
+def tail_key_of(request: Request, chain: bytes, end: int, block_size: int, *, owned: bool) -> bytes:
+    """Key of the block that follows ``chain`` and is filled up to token ``end``.
+
+    Where it is ``owned``, no other request finds the block.
+    """
+    tokens = request.all_token_ids[len(chain) // KEY_BYTES * block_size : end]
+    return tail_key(chain, tokens, request.request_id if owned else "")
+
+
+def keys_of(request: Request, tokens: int, left: int, block_size: int, *, owned: bool) -> bytes:
+    """Keys of the blocks that hold the request's first ``tokens``.
+
+    Args:
+        request: whose blocks.
+        tokens: to be found.
+        left: tokens to the last of which the request's KV was left in the store.
+        block_size: tokens a full block.
+        owned: whether the request itself left them there, by being swapped out.
+    """
+    full, rest = divmod(tokens, block_size)
+    chain = chain_of(request, full)
+    if not rest:
+        return chain
+    if left - full * block_size >= block_size:
+        # A full one, of which the last token is computed again.
+        return chain_of(request, full + 1)
+    return chain + tail_key_of(request, chain, left, block_size, owned=owned)
