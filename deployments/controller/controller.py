@@ -34,7 +34,7 @@ from loomserve.platform.fleet.messages import (
     model_app,
 )
 from loomserve.platform.lengths.stored import check_predictor
-from loomserve.platform.rebalancing.runner import RebalancingPart
+from loomserve.platform.rebalancing.runner import RebalancingRunner
 from loomserve.platform.scheduling.options import SchedulerOptions, scheduler_options
 from loomserve.platform.state import ModelState, PlatformState, SoftwareVersions
 from loomserve.platform.state.lending_options import LendingOptions
@@ -68,7 +68,7 @@ class Controller:
         for model in self._config.models:
             if model_app(model.name) in there:
                 self._fleet.add(model, replicas[model.name])
-        self._rebalancing = RebalancingPart(
+        self._rebalancing = RebalancingRunner(
             self._config, Path(base), self._fleet, self._set_role, self._scale
         )
         self._routes = Routes(version=0, models=())

@@ -1,4 +1,4 @@
-"""``loomserve admin plans``: what would move between devices, and carrying it out."""
+"""``loomserve admin plans``: make, show and carry out plans that move work between devices."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def make(url: Url = DEFAULT_URL, token: Token = None) -> None:
 
 @plans.command()
 def move(
-    kind: Annotated[MoveKind, typer.Argument(help="What of the engine.")],
+    kind: Annotated[MoveKind, typer.Argument(help="What moves: requests, heads or layers.")],
     engine: Annotated[str, typer.Argument(help="The replica whose work it is.")],
     lender: Annotated[str, typer.Argument(help="The replica that does it, or shall.")],
     amount: Annotated[int, typer.Argument(min=1, help="Bytes of KV, KV heads or layers.")],
@@ -71,7 +71,7 @@ def move(
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
-    """Make a plan that moves part of a replica's work."""
+    """Make a plan that moves some of a replica's work to a lender, or home."""
     _make_of(
         Move(kind=kind, engine=engine, lender=lender, amount=amount, back=back), force, url, token
     )
@@ -97,7 +97,7 @@ def add(
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:
-    """Make a plan that starts a replica more."""
+    """Make a plan that starts one more replica."""
     _make_of(AddReplica(model=model, device=device), force, url, token)
 
 
@@ -249,7 +249,7 @@ def render_made(made: MadePlan) -> RenderableType:
 
 
 def said(action: Action) -> str:
-    """In a few words."""
+    """The action in a few words."""
     match action:
         case Move():
             size = (
@@ -262,7 +262,7 @@ def said(action: Action) -> str:
         case SetRole():
             return f"{action.engine} becomes {action.role}"
         case AddReplica():
-            return f"a replica of {action.model} more on {action.device}"
+            return f"one more replica of {action.model} on {action.device}"
         case RemoveReplica():
             return f"{action.engine} ends"
 

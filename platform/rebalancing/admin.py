@@ -1,4 +1,4 @@
-"""The admin API's part for rebalancing: plans made, looked at, applied and aborted."""
+"""The admin API's paths for rebalancing: make, show, apply and abort plans."""
 
 from __future__ import annotations
 

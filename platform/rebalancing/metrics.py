@@ -1,4 +1,4 @@
-"""What the rebalancing controller says of itself, as metrics.
+"""Metrics of the rebalancing controller.
 
 Every metric is described for operators in ``docs/metrics.md``; a test keeps the two alike.
 """

@@ -1,4 +1,4 @@
-"""The snapshot that rebalancing decides on, from the replicas' reports and the devices' profile.
+"""Makes the snapshot that rebalancing decides on, of heartbeats and the devices' profile.
 
 All times are Unix seconds, for what is measured outlives the controller that looks at it.
 """
@@ -30,7 +30,7 @@ from loomserve.platform.rebalancing.policy.snapshot import (
 from loomserve.platform.state import BorrowingState, FootprintState, LoanState, ReplicaLoad
 
 PROFILE = "loomserve profile devices"
-"""The part that is missing where nobody has measured the devices."""
+"""Name of what is missing where nobody has measured the devices."""
 
 # All devices of a configuration are of the machine that it was started on.
 _NODE = "this machine"
@@ -53,7 +53,7 @@ class _Complete:
 
 
 def sums_of(report: Heartbeat) -> tuple[float, dict[str, float]] | None:
-    """When the engine measured itself, and what it has done since it started, for ``Rates``."""
+    """The time of an engine's measurements, and its sums since it started, for ``Rates``."""
     load = report.stats.load
     if load is None or load.work is None:
         return None
@@ -83,11 +83,11 @@ def measured_snapshot(
     Args:
         at_s: Now.
         changed_at_s: When the last action ended.
-        devices: Of the configuration.
-        targets: Replicas that there should be of each model.
+        devices: The configuration's devices.
+        targets: Number of replicas that there should be of each model.
         records: Live replicas.
-        rates: Of their sums.
-        profile: What was measured of the devices; None: nothing.
+        rates: Rates of the replicas' sums.
+        profile: Measurements of the devices; None: there are none.
         movable: By kind of move, the replicas that an actuator can move.
     """
     missing = list(_not_profiled(devices, profile))
@@ -138,7 +138,7 @@ def _complete(record: EngineRecord, rates: Rates) -> _Complete | None:
 
 
 def _shares(report: Heartbeat) -> dict[str, float]:
-    """Of the replica's work and memory, by device: a pipeline's by layers."""
+    """Shares of the replica's work and memory by device; a pipeline's are by layers."""
     if not report.stages:
         return {report.device: 1.0}
     layers = sum(stage.layers for stage in report.stages)
@@ -164,7 +164,7 @@ def _device(
 def _engines(
     each: _Complete, whole: Sequence[_Complete], movable: Mapping[MoveKind, frozenset[str]]
 ) -> Iterator[EngineSnapshot]:
-    """The replica; of a pipeline one for each stage, of which nothing moves."""
+    """The replica as one engine; a pipeline as one for each stage, none of which moves."""
     report, load, facts, rates = each.report, each.load, each.footprint, each.rates
     # What waits asks for as much as what runs is given.
     asked = (load.running + load.waiting) / load.running if load.running else 1.0
@@ -224,7 +224,7 @@ def _engines(
 
 
 def _kv(each: _Complete) -> tuple[int, int]:
-    """Its KV memory at home, and what its own requests use of it."""
+    """Bytes of its KV memory at home, and bytes of it that its own requests use."""
     size = each.report.model.kv_cache_memory
     if each.report.borrowing is not None:
         return size, int(_own_used(each, each.report.borrowing) * (1 - _share_away(each)))
@@ -234,20 +234,20 @@ def _kv(each: _Complete) -> tuple[int, int]:
 
 
 def _lenders(record: EngineRecord) -> frozenset[str]:
-    """To whom a plan can move requests: where a loan is open without a limit, they go by
-    themselves as far as the borrower finds right."""
+    """Lenders to which a plan can move requests: those with a limit. Without a limit, the borrower
+    itself decides how far its requests go there."""
     return frozenset(lender.id for lender in record.lenders if lender.model in record.limits)
 
 
 def _away(report: Heartbeat) -> tuple[int, int]:
-    """KV heads and layers that are not at home."""
+    """Numbers of KV heads and of layers that are not at home."""
     away = [loan.shard for loan in report.loans if loan.shard is not None and loan.shard.is_away]
-    heads = sum(part.heads for part in away)
-    return heads, sum(part.layers[1] - part.layers[0] for part in away if part.layers)
+    heads = sum(shard.heads for shard in away)
+    return heads, sum(shard.layers[1] - shard.layers[0] for shard in away if shard.layers)
 
 
 def _own_used(each: _Complete, said: BorrowingState) -> int:
-    """Bytes of own blocks that its requests use, with the share of them that is away."""
+    """Bytes of own blocks that its requests use, the share that is away included."""
     used = said.own_blocks - said.own_free_blocks - _lent_blocks(each)
     # Loans are looked at one after the other.
     return max(used, 0) * each.footprint.block_bytes
@@ -258,7 +258,7 @@ def _lent_blocks(each: _Complete) -> int:
 
 
 def _share_away(each: _Complete) -> float:
-    """Of each block."""
+    """The share of each block that is away."""
     heads, layers = _away(each.report)
     return heads / each.footprint.kv_heads + layers / each.footprint.layers
 
@@ -282,7 +282,7 @@ def _loans(each: _Complete) -> Iterator[LoanSnapshot]:
 
 
 def _shard(each: _Complete, loan: LoanState) -> Iterator[LoanSnapshot]:
-    """Heads or layers: a share of each block that is in use."""
+    """A loan of heads or layers, which have a share of each block in use."""
     heads, layers = _away(each.report)
     assert each.report.borrowing is not None
     if not heads and not layers:
@@ -300,7 +300,7 @@ def _shard(each: _Complete, loan: LoanState) -> Iterator[LoanSnapshot]:
 
 
 def kv_at(loan: LoanState, footprint: FootprintState) -> int:
-    """Bytes of KV that lie there."""
+    """Bytes of KV that lie with the lender."""
     return (loan.usable_blocks - loan.free_blocks) * footprint.block_bytes
 
 
@@ -309,7 +309,7 @@ def _model(
 ) -> ModelSnapshot:
     of = _of(name, whole)
     if not of:
-        # Its replicas are missing, which is for the snapshot's flaws to say.
+        # The snapshot's flaws say that its replicas are missing.
         return ModelSnapshot(name=name, devices=(), replicas=count, replica_bytes=0)
     configured, stages = of[0].report.model, max(1, len(of[0].report.stages))
     like = next(engine for engine in engines if engine.model == name)

@@ -1,7 +1,6 @@
-"""The rebalancing controller inside the platform's: what it sees, whom it tells, and its answers.
+"""Runs the rebalancing controller in the platform controller's actor, beside the fleet.
 
-It is a part of the controller's actor, as all that it sees and tells is there already; requests do
-not wait for it, and a new actor goes on where this one was.
+Requests do not wait for it, and an actor that is started anew goes on where this one was.
 """
 
 from __future__ import annotations
@@ -51,12 +50,12 @@ _log = logging.getLogger("ray.serve")
 
 _TICK_S = 1.0
 _LEAST_WINDOW_S = 4.0
-"""Two reports: a rate needs as many."""
+"""A rate needs two heartbeats."""
 _ACTIONS: TypeAdapter[tuple[Action, ...]] = TypeAdapter(tuple[Action, ...])
 
 
-class RebalancingPart:
-    """Beside a fleet; ``answer`` is what the admin API calls."""
+class RebalancingRunner:
+    """Connects the rebalancing controller with the fleet and the admin API."""
 
     def __init__(
         self, config: Config, base: Path, fleet: Fleet, set_role: SetRoleOf, scale: Scale
@@ -88,7 +87,7 @@ class RebalancingPart:
             self._rates.take(report.replica_id, *sums)
 
     async def run(self) -> None:
-        """Until the process ends, which gives its lock back."""
+        """Tick until the process ends, which gives the store's lock back."""
         while True:
             try:
                 await self._rebalancer.tick()
@@ -160,12 +159,12 @@ def _may(movable: Callable[[str], bool], engine: str) -> bool:
 
 
 def _window_s(options: Rebalancing) -> float:
-    """No longer than what is measured after an action must have settled."""
+    """Seconds over which rates are taken: no longer than loads settle after an action."""
     return max(min(options.period_s, options.settle_s), _LEAST_WINDOW_S)
 
 
 class _ProfileFile:
-    """What was measured of the devices, read again when it was measured again."""
+    """The file of measured devices, read again when it has changed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -173,7 +172,7 @@ class _ProfileFile:
         self._profile: DeviceProfile | None = None
 
     def read(self) -> DeviceProfile | None:
-        """None: it is not there, or damaged."""
+        """The profile; None: the file is not there, or damaged."""
         try:
             changed = self._path.stat().st_mtime_ns
             if changed != self._read_at:

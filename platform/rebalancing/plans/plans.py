@@ -1,4 +1,4 @@
-"""Plans as an operator sees them, and what became of them."""
+"""Plans as an operator sees them, with the state of each of their steps."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class Plan(_Object):
 
     @property
     def next_step(self) -> int | None:
-        """The place of the step that is under way or next; None if there is none."""
+        """The number of the step that is under way or next; None: there is none."""
         if self.status not in ACTIVE | {PlanStatus.PROPOSED}:
             return None
         open_ = UNDER_WAY | {StepStatus.PENDING}
@@ -100,7 +100,7 @@ class Plan(_Object):
 
 
 def spread(snapshot: Snapshot) -> float:
-    """The most loaded device's utilisation over that of the least loaded."""
+    """The most loaded device's utilisation less that of the least loaded."""
     loads = utilisations(snapshot).values()
     return max(loads) - min(loads)
 
@@ -114,7 +114,7 @@ def plan_of(
     *,
     forced: bool = False,
 ) -> Plan | None:
-    """None if the proposal does nothing."""
+    """The plan of a proposal; None: the proposal does nothing."""
     if not proposal.chosen:
         return None
     forecasts = [each.forecast for each in proposal.chosen]
@@ -158,7 +158,7 @@ def rejected_of(proposal: Proposal) -> tuple[RejectedStep, ...]:
 
 
 def alike(one: Plan, other: Plan) -> bool:
-    """Whether both do the same, each perhaps more or less of it."""
+    """Whether both take the same actions, perhaps with other amounts."""
 
     def done(plan: Plan) -> list[dict[str, object]]:
         return [step.action.model_dump(exclude={"amount"}) for step in plan.steps]

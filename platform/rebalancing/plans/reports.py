@@ -1,4 +1,4 @@
-"""What the rebalancing controller says of itself, and what of it outlives it."""
+"""States and events that the rebalancing controller shows, and the state that it keeps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Object(BaseModel):
 
 
 class Kept(_Object):
-    """Beside the plans, what a controller must know after a restart."""
+    """State beside the plans that a controller needs after a restart."""
 
     mode: Mode
     configured: Mode = Field(
@@ -115,7 +115,7 @@ class PlanList(_Object):
 
 
 class MadePlan(_Object):
-    """The answer to a wish for a plan."""
+    """The answer to a request for a plan."""
 
     plan: Plan | None = Field(None, description="Null: nothing would be moved.")
     flaws: tuple[FlawState, ...] = Field((), description="Why nothing could even be considered.")
@@ -132,7 +132,7 @@ def flaw_states(found: Sequence[Flaw]) -> tuple[FlawState, ...]:
 
 
 def device_loads(measured: Measured, heat: Mapping[str, Heat]) -> tuple[DeviceLoad, ...]:
-    """Of no device, where something is missing."""
+    """Loads of all devices; empty where something could not be measured."""
     snapshot = measured.snapshot
     if snapshot is None:
         return ()

@@ -1,8 +1,8 @@
-"""What the rebalancing controller must not lose, in SQLite, and which controller is the one.
+"""Keeps the rebalancing controller's plans and state in SQLite, and lets one controller act.
 
 Two must never act at once. A controller holds a lock on the folder as long as its process lives,
-and a number, the *epoch*, that grows with each that takes over: what one writes that has been
-succeeded nevertheless is refused.
+and a number, the *epoch*, that grows with each controller that takes over; a write with an earlier
+epoch is refused.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class SupersededError(StoreError):
 
 
 def plans_folder(config: Config, base: Path) -> Path:
-    """Where a platform whose configuration is in folder ``base`` keeps its plans."""
+    """The folder of plans of a platform whose configuration lies in folder ``base``."""
     if config.rebalancing.folder is None:
         return cache_folder() / "rebalancing" / str(config.server.port)
     return (base / Path(config.rebalancing.folder).expanduser()).absolute()
 
 
 class PlanStore:
-    """Of one folder; every method is one transaction."""
+    """The store in one folder; every method is one transaction."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -74,7 +74,7 @@ class PlanStore:
         return self._db is not None
 
     def claim(self) -> bool:
-        """Become the one that acts, until :meth:`release`; whether no other is.
+        """Become the controller that acts, until :meth:`release`; False: another one acts.
 
         Raises:
             StoreError: the folder or its database cannot be used.

@@ -1,4 +1,4 @@
-"""What a plan may consist of; each action is one that a mechanism carries out or rolls back."""
+"""Actions that a plan may consist of; an actuator carries each out or rolls it back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loomserve.platform.state.roles import Role
 
 
 class ActionKind(StrEnum):
-    """What costs and corrections are told apart by."""
+    """Kinds of actions, each with costs and corrections of its own."""
 
     REQUESTS = "requests"
     HEADS = "heads"
@@ -26,7 +26,7 @@ class _Action(BaseModel):
 
 
 class Move(_Action):
-    """Part of an engine's work goes to another engine's device, or comes back."""
+    """Move work of an engine to a lender's device, or home."""
 
     action: Literal["move"] = "move"
     kind: MoveKind

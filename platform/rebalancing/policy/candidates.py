@@ -1,4 +1,4 @@
-"""What could be done about a hot and a cold device, each action as large as closes their gap."""
+"""Actions that take load from a hot device to a cold one, each as large as closes their gap."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from loomserve.platform.rebalancing.policy.actions import (
     SetRole,
 )
 from loomserve.platform.rebalancing.policy.effects import apply, loan_between, whole
-from loomserve.platform.rebalancing.policy.forecast import guest_share
+from loomserve.platform.rebalancing.policy.forecast import borrowers_share
 from loomserve.platform.rebalancing.policy.limits import unable
 from loomserve.platform.rebalancing.policy.snapshot import (
     EngineSnapshot,
@@ -29,13 +29,13 @@ from loomserve.platform.state.roles import Role
 def candidates(
     start: Snapshot, snapshot: Snapshot, source: str, target: str, options: Rebalancing
 ) -> Iterator[Action]:
-    """All that takes work from ``source`` to ``target``, whether allowed or not.
+    """All actions that take work from ``source`` to ``target``, whether allowed or not.
 
     Args:
-        start: Before the plan.
-        snapshot: After what the plan does already.
+        start: The snapshot before the plan.
+        snapshot: The snapshot after the actions that the plan has already.
         source: The hot device.
-        target: The cold one.
+        target: The cold device.
         options: Limits.
     """
     for hot in snapshot.on(source):
@@ -47,7 +47,7 @@ def candidates(
 
 
 def _moves(snapshot: Snapshot, hot: EngineSnapshot, cold: EngineSnapshot) -> Iterator[Move]:
-    """What the cold engine has moved to the hot one, and what could leave the hot one: all."""
+    """All that could come home to the cold engine, and all that could leave the hot one."""
     for kind in MoveKind:
         loan = loan_between(snapshot, kind, cold.id, hot.id)
         if loan is not None:
@@ -59,8 +59,9 @@ def _moves(snapshot: Snapshot, hot: EngineSnapshot, cold: EngineSnapshot) -> Ite
 def _sized(
     start: Snapshot, now: Snapshot, source: str, target: str, most: Move, options: Rebalancing
 ) -> Move:
-    """As much as closes the gap and there is room for, in memory and in time; a unit at least.
-    Heads and layers come home as a whole.
+    """The move with the amount that closes the gap and has room, in memory and in time.
+
+    It moves one unit at least; heads and layers come home as a whole.
 
     Neither device crosses the mean of all, or a cold one would become the next hot one while
     others are colder. Utilisations are linear in the amount, so two points tell all.
@@ -74,7 +75,7 @@ def _sized(
     grown = compute_share(after, target) - compute_share(now, target)
     free = 1 - compute_share(now, target)
     if not most.back:
-        free = min(free, _guest_limit(start, target, options) - guest_share(now, target))
+        free = min(free, _borrowers_limit(start, target, options) - borrowers_share(now, target))
     wanted = min(
         _fraction(
             loads[source] - loads[target],
@@ -92,18 +93,18 @@ def _sized(
 
 
 def _fraction(wanted: float, whole_: float) -> float:
-    """Of what changes by ``whole_`` with all of it: as much as makes ``wanted``, in [0, 1]."""
+    """The share, in [0, 1], of what changes by ``whole_`` that changes by ``wanted``."""
     return min(max(wanted, 0.0) / whole_, 1.0) if whole_ > 0 else 1.0
 
 
-def _guest_limit(start: Snapshot, device: str, options: Rebalancing) -> float:
-    """The share of the device that its guests may come to have: what stretches steps so far."""
+def _borrowers_limit(start: Snapshot, device: str, options: Rebalancing) -> float:
+    """The share of the device that borrowers may have before steps exceed ``tpot_budget``."""
     generates = any(engine.attention + engine.linear for engine in start.on(device))
-    return 1 - (1 - guest_share(start, device)) / options.tpot_budget if generates else 1.0
+    return 1 - (1 - borrowers_share(start, device)) / options.tpot_budget if generates else 1.0
 
 
 def _room(snapshot: Snapshot, most: Move, options: Rebalancing) -> int:
-    """How much of it the memory holds that it goes to."""
+    """The amount for which there is memory where the move goes."""
     engine, lender = snapshot.engine(most.engine), snapshot.engine(most.lender)
     if most.back:
         loan = loan_between(snapshot, most.kind, engine.id, lender.id)
@@ -133,7 +134,7 @@ def _room(snapshot: Snapshot, most: Move, options: Rebalancing) -> int:
 
 
 def _roles(snapshot: Snapshot, source: str, target: str) -> Iterator[Action]:
-    """Of a model that both devices serve: another role for either replica."""
+    """Another role for a replica of a model that both devices serve."""
     shared = {each.model for each in snapshot.on(source)}
     shared &= {each.model for each in snapshot.on(target)}
     for engine in (*snapshot.on(source), *snapshot.on(target)):
@@ -144,7 +145,7 @@ def _roles(snapshot: Snapshot, source: str, target: str) -> Iterator[Action]:
 
 
 def _replicas(snapshot: Snapshot, source: str, target: str) -> Iterator[Action]:
-    """A model's replica more on the cold device, or its replica less on the hot one."""
+    """One more replica on the cold device, or one fewer on the hot one."""
     there = {each.model for each in snapshot.on(target)}
     for engine in snapshot.on(source):
         model = snapshot.model(engine.model)

@@ -1,4 +1,4 @@
-"""By what factors forecasts are put right, learnt from each action that was carried out."""
+"""Factors that put forecasts right, learnt from each action that was carried out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Factors(BaseModel):
 
 
 class Corrections(BaseModel):
-    """Of each kind of action and pair of devices; a value that outlives the controller.
+    """Factors by kind of action and pair of devices; a value that outlives the controller.
 
     Unlike :class:`loomserve.platform.costs.correction.Correction`, which sees thousands of steps,
     it sees few actions, and is bounded and kept.
@@ -49,7 +49,7 @@ class Corrections(BaseModel):
     def learn(
         self, kind: ActionKind, source: str, target: str, predicted: Forecast, real: Forecast
     ) -> Corrections:
-        """With one more action; ``predicted`` is from before correction.
+        """The corrections after one more action; ``predicted`` is its forecast before correction.
 
         A moving geometric mean of real over predicted. A prediction of nothing teaches nothing; an
         action that did not gain, or made things worse, counts as the least factor.

@@ -1,6 +1,6 @@
-"""What a snapshot will be once an action is done, if the load stays as it is.
+"""The snapshot as it will be once an action is done, if the load stays as it is.
 
-Only arithmetic: whether that may be is a question to :mod:`.limits`.
+This is arithmetic only; :mod:`.limits` says whether the action is allowed.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _allocated(snapshot: Snapshot, device: str, size: int) -> tuple[DeviceSnapsh
 
 
 def _spread(snapshot: Snapshot, model: str, engines: list[EngineSnapshot]) -> Snapshot:
-    """The model's work over ``engines``: each device busy with it for the same time.
+    """Spread the model's work over ``engines``, so that each device is busy with it for as long.
 
     That is what a load-aware router comes to among replicas that are alone on their devices.
     Where the replicas of a role are missing, the others do its work.

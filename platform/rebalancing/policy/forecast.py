@@ -1,4 +1,4 @@
-"""What an action is predicted to gain and to cost."""
+"""Predicts what an action gains and costs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from loomserve.platform.rebalancing.policy.snapshot import (
 )
 
 MOST_ROUNDS = 5
-"""Of copying while steps run; what then is left is copied in the pause."""
+"""Rounds of copying while steps run; the rest is copied in the pause."""
 
 
 class Forecast(BaseModel):
-    """Predicted or measured."""
+    """Gain and cost of an action, predicted or measured."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -41,12 +41,12 @@ class Forecast(BaseModel):
 def forecast(
     before: Snapshot, after: Snapshot, action: Action, source: str, target: str
 ) -> Forecast:
-    """Of an action for the gap from the hot device ``source`` to the cold ``target``.
+    """Predict an action that narrows the gap of the hot device ``source`` to the cold ``target``.
 
     Benefit is Δ_before - Δ_after (eq. 4-31), of magnitudes: the paper's own sign would reward an
-    action the more, the farther it overshoots. A move costs T_transfer + T_sync; what eq. 4-24 has
-    beside, T_mem_realloc, is nothing where no KV is laid out anew. Heads pay T_sync as layers do,
-    though eq. 4-9 has none.
+    action the more, the farther it overshoots. A move costs T_transfer + T_sync;
+    T_mem_realloc, which eq. 4-24 adds, is nothing where no KV is laid out anew. Heads pay T_sync as
+    layers do, though eq. 4-9 has none.
 
     Raises:
         LookupError: a move's link has not been measured.
@@ -103,7 +103,7 @@ def _move_s(snapshot: Snapshot, move: Move) -> tuple[float, float, float]:
 
 
 def _bytes(snapshot: Snapshot, move: Move) -> tuple[int, float]:
-    """KV and weights that move, and bytes a second by which their KV grows meanwhile."""
+    """Bytes of KV and weights that move, and bytes a second by which that KV grows meanwhile."""
     engine = snapshot.engine(move.engine)
     if move.back:
         loan = loan_between(snapshot, move.kind, move.engine, move.lender)
@@ -122,15 +122,15 @@ def tpot_ratio(before: Snapshot, after: Snapshot, engine: str) -> float:
 
     A borrower's step waits for a round trip a layer, or one in all where layers are elsewhere, and
     for the lender, which is the slower the busier its device is: a step is computed here and there
-    in turn, never at once, so what has moved makes it no shorter. Guests take a share of a lender's
-    device, and stretch the rest. Infinite if all of a device is taken; 1 for an engine that
+    in turn, never at once, so a move makes it no shorter. Borrowers take a share of a lender's
+    device, and stretch its own steps. Infinite if all of a device is taken; 1 for an engine that
     generates nothing.
     """
     own = before.engine(engine)
     if not own.attention + own.linear:
         return 1.0
     trips_s = _trips_s(after, engine) - _trips_s(before, engine)
-    there, later = guest_share(before, own.device), guest_share(after, own.device)
+    there, later = borrowers_share(before, own.device), borrowers_share(after, own.device)
     if later >= 1 or there >= 1:
         return 1.0 if later <= there else math.inf
     was, waits = _stretch(before, engine), _stretch(after, engine)
@@ -141,8 +141,8 @@ def tpot_ratio(before: Snapshot, after: Snapshot, engine: str) -> float:
 
 
 def _stretch(snapshot: Snapshot, engine: str) -> float:
-    """A step's time over that if lenders did nothing else, as if devices served all in turns."""
-    loans = snapshot.lent(engine)
+    """A step's time over its time with lenders that do nothing else; devices serve all in turns."""
+    loans = snapshot.loans_of(engine)
     whole_ = snapshot.engine(engine).compute + sum(loan.compute for loan in loans)
     if not whole_:
         return 1.0
@@ -163,10 +163,10 @@ def _trips_s(snapshot: Snapshot, engine: str) -> float:
         trips = 1 if loan.kind is MoveKind.LAYERS else home.layers
         return 2 * trips * link.latency_s if link else 0.0
 
-    return sum(map(trip_s, snapshot.lent(engine)))
+    return sum(map(trip_s, snapshot.loans_of(engine)))
 
 
-def guest_share(snapshot: Snapshot, device: str) -> float:
-    """Device seconds a second that guests ask for."""
+def borrowers_share(snapshot: Snapshot, device: str) -> float:
+    """Device seconds a second that borrowers ask for."""
     own = sum(engine.compute for engine in snapshot.on(device))
     return compute_share(snapshot, device) - own

@@ -17,15 +17,15 @@ class Level(StrEnum):
 
 
 class Heat(BaseModel):
-    """Of one device; kept from one period to the next, and over a restart of the controller."""
+    """Level of one device; outlives a period, and a restart of the controller."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     level: Level = Level.EVEN
     next_level: Level = Level.EVEN
-    """What the last looks said, if that is another."""
+    """The level that the last looks saw, if it differs."""
     looks: int = 0
-    """How many of them in a row."""
+    """Number of looks in a row that saw ``next_level``."""
 
 
 def classify(
@@ -40,7 +40,7 @@ def classify(
     it is farther into.
 
     Args:
-        before: Of the look before; devices that it lacks are even.
+        before: Levels after the look before; a device that is not in it is even.
         loads: U of each device.
     """
     if not loads:

@@ -1,4 +1,4 @@
-"""Why an action may not be carried out: what it must be able to do, and what it must leave free."""
+"""Limits on actions: which mechanisms there must be, and what an action must leave free."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Refusal:
 
 
 def unable(snapshot: Snapshot, action: Action, options: Rebalancing) -> Refusal | None:
-    """Why the action cannot be, whatever it would do."""
+    """Why the action cannot be carried out at all, whatever its effect."""
     match action:
         case Move():
             return _unable_to_move(snapshot, action, options)
@@ -101,7 +101,7 @@ def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Ref
             )
         if move.kind is not MoveKind.REQUESTS and (there := _shard_away(snapshot, engine)):
             return Refusal(Reason.HAS_LOANS, f"{there.kind} of {engine.id} are with {there.lender}")
-        if snapshot.lent(lender.id) or snapshot.guests(engine.id):
+        if snapshot.loans_of(lender.id) or snapshot.loans_at(engine.id):
             return Refusal(Reason.HAS_LOANS, f"{lender.id} borrows or {engine.id} lends")
     nodes = {snapshot.device(each.device).node for each in (engine, lender)}
     link = route(snapshot, move)
@@ -113,7 +113,7 @@ def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Ref
 
 
 def _shard_away(snapshot: Snapshot, engine: EngineSnapshot) -> LoanSnapshot | None:
-    return next((x for x in snapshot.lent(engine.id) if x.kind is not MoveKind.REQUESTS), None)
+    return next((x for x in snapshot.loans_of(engine.id) if x.kind is not MoveKind.REQUESTS), None)
 
 
 def _among(lenders: frozenset[str] | None, lender: EngineSnapshot) -> bool:
@@ -122,7 +122,7 @@ def _among(lenders: frozenset[str] | None, lender: EngineSnapshot) -> bool:
 
 def _with_loans(snapshot: Snapshot, model: str) -> Refusal | None:
     for engine in snapshot.of(model):
-        if snapshot.lent(engine.id) or snapshot.guests(engine.id):
+        if snapshot.loans_of(engine.id) or snapshot.loans_at(engine.id):
             return Refusal(Reason.HAS_LOANS, engine.id)
     return None
 
@@ -133,9 +133,9 @@ def exceeded(
     """The first limit that an action breaks or, where it was broken before, makes worse.
 
     Args:
-        start: Before the plan: times per output token are compared with these.
-        before: Before the action.
-        after: As :func:`.effects.apply` has it.
+        start: The snapshot before the plan; times per output token are compared with its own.
+        before: The snapshot before the action.
+        after: The snapshot after it, by :func:`.effects.apply`.
         options: Limits.
     """
     return (
@@ -195,7 +195,7 @@ def _engine_exceeded(before: Snapshot, after: Snapshot, options: Rebalancing) ->
             return Refusal(Reason.NO_MEMORY, f"KV of {engine.id}")
         if (
             was is not None
-            and engine.borrowed != was.borrowed  # a part that leaves takes the place of loans
+            and engine.borrowed != was.borrowed  # a shard that leaves takes the place of loans
             and after.kv_room(engine) <= before.kv_room(was)
         ):
             return Refusal(Reason.NO_MEMORY, f"{engine.id} borrows what it would gain at home")

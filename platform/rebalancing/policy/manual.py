@@ -1,4 +1,4 @@
-"""A plan of what an operator wants to be done, held to the same limits."""
+"""Plans of actions that an operator names, held to the same limits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def manual(
     *,
     forced: bool,
 ) -> Proposal:
-    """These actions, one after the other, whether they gain anything or not.
+    """A proposal of these actions, one after the other, whether they gain anything or not.
 
     Args:
         snapshot: With or without flaws.

@@ -1,4 +1,4 @@
-"""Which actions even out the devices' loads: BanaServe's adaptive module migration, algorithm 4-1.
+"""Chooses actions that even out the devices' loads: BanaServe's adaptive module migration (4-1).
 
 Where this departs from the paper:
 
@@ -15,8 +15,9 @@ Where this departs from the paper:
   by (least gain)²/4 at least, as any does that narrows a gap so far between devices of one speed
   and leaves the others alone; so on a steady load plans come to an end, and lead nowhere twice.
 * The objective of eq. 4-15 is not maximised: U_avg hardly depends on where work is done and rewards
-  waste, and its weights add utilisations, seconds and tokens a second. Its bounds (eq. 4-25, and
-  T_mig ≤ T_budget of section 4.3.2) are kept: time per output token, pause, and duration.
+  waste, and its weights add utilisations, seconds and tokens a second. Of its bounds, time per
+  output token (eq. 4-25) and T_mig ≤ T_budget (section 4.3.2) are kept; its bound on the time to
+  the first token is not.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ class Chosen:
     """
     Attributes:
         source: The hot device for which it was chosen.
-        target: The cold one.
-        raw: Predicted before correction; corrections learn from it.
-        forecast: Corrected.
+        target: The cold device for which it was chosen.
+        raw: The forecast before correction, from which corrections learn.
+        forecast: The corrected forecast.
     """
 
     action: Action
@@ -80,10 +81,10 @@ class Rejected:
 class Proposal:
     """
     Attributes:
-        chosen: To be carried out one after the other.
+        chosen: Actions to be carried out one after the other.
         rejected: The last refusal of each candidate that was not chosen.
-        flaws: Of the snapshot; if there are any, nothing was even considered.
-        after: The snapshot as it will be.
+        flaws: Flaws of the snapshot; if there are any, nothing was even considered.
+        after: The snapshot as it will be after the chosen actions.
     """
 
     chosen: tuple[Chosen, ...]
@@ -225,5 +226,5 @@ def _touches(snapshot: Snapshot, action: Action) -> tuple[str, ...]:
 
 
 def _identity(action: Action) -> tuple[object, ...]:
-    """A candidate's, whatever its size."""
+    """What tells one candidate from another, whatever its amount."""
     return tuple(sorted(action.model_dump(exclude={"amount"}).items()))

@@ -1,4 +1,4 @@
-"""How fast running sums grow, from the reports of a short while."""
+"""Rates at which running sums grow, from the heartbeats of a short while."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 
 class Rates:
-    """Of many engines; each has sums of its own, which begin anew with a new id."""
+    """Rates of many engines' sums. An engine that is started anew has a new id."""
 
     def __init__(self, window_s: float) -> None:
         """
@@ -18,7 +18,7 @@ class Rates:
         self._seen: dict[str, deque[tuple[float, Mapping[str, float]]]] = {}
 
     def take(self, engine: str, at_s: float, sums: Mapping[str, float]) -> None:
-        """Take in a report; one that is not newer than the last counts for nothing."""
+        """Take in a heartbeat, unless it is no newer than the last."""
         seen = self._seen.setdefault(engine, deque())
         if seen and at_s <= seen[-1][0]:
             return
@@ -33,10 +33,10 @@ class Rates:
             del self._seen[gone]
 
     def of(self, engine: str) -> dict[str, float] | None:
-        """Growth a second of each sum; None before enough was seen.
+        """Growth of each sum in a second; None before enough was seen.
 
-        A sum that was not there at the beginning has grown from nothing; one that shrank began
-        anew, and counts from there.
+        A sum that the first heartbeat lacks has grown from nothing; a sum that shrank began anew,
+        and counts from there.
         """
         seen = self._seen.get(engine)
         if not seen:

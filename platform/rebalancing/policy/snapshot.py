@@ -1,8 +1,9 @@
-"""What rebalancing is decided on: devices, engines, links and loans, each with its age.
+"""The measurements that rebalancing is decided on: devices, engines, links and loans.
 
-An engine's work is that of its home device, as measured there; what it has moved elsewhere stands
-in its loans. Compute is device seconds a second *asked for*: what waits counts too, so a flooded
-device is told from a full one (the paper's C is what the hardware does, and stops at its maximum).
+An engine's figures are those of its home device; the work that lenders do for it stands in its
+loans. Compute is device seconds *asked for* in a second: waiting requests count too, so that a
+flooded device is told from a full one (the paper's C is what the hardware does, and stops at its
+maximum).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class MoveKind(StrEnum):
-    """What of an engine may be on another device."""
+    """What may move from an engine to another device."""
 
     REQUESTS = "requests"  # some requests' KV and attention (Weaver); counted in bytes of KV
     HEADS = "heads"  # some KV heads of all layers (BanaServe, section 4.3.2)
@@ -29,11 +30,12 @@ class MoveKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceSnapshot:
-    """
+    """A device.
+
     Attributes:
-        memory_bytes: All of it.
-        allocated_bytes: Of it, to processes, weights and KV, used or not.
-        speed: Of computing, relative to the other devices; above 0.
+        memory_bytes: Its whole memory.
+        allocated_bytes: Memory of processes, weights and KV, used or not.
+        speed: Speed of computing relative to the other devices; above 0.
     """
 
     name: str
@@ -51,25 +53,25 @@ class EngineSnapshot:
     Attributes:
         device: Its home.
         prefill: Device seconds a second that prompts ask for, at home.
-        attention: The same of decoding's attention.
-        linear: The same of all else in decoding.
-        queue: Requests running or waiting.
-        kv_bytes: KV memory that it has at home.
-        kv_used_bytes: Of it, by its own requests.
+        attention: Device seconds a second that decoding's attention asks for, at home.
+        linear: Device seconds a second that the rest of decoding asks for, at home.
+        queue: Number of requests that run or wait.
+        kv_bytes: KV memory at home.
+        kv_used_bytes: KV memory at home that its own requests use.
         kv_growth: Bytes a second by which its requests' KV grows.
-        lend_bytes: Of its KV memory, the most that guests may have.
-        borrow_bytes: The most KV that it may have with others.
-        borrowed: Lenders whose memory its requests may have, and how many bytes each, used or not.
-        layers: At home.
-        layer_bytes: Weights of one.
-        heads: KV heads of a layer at home.
+        lend_bytes: KV memory that borrowers may have at most.
+        borrow_bytes: KV that it may have with lenders at most.
+        borrowed: Lenders whose memory its requests may have, with the bytes of each, used or not.
+        layers: Number of layers at home.
+        layer_bytes: Weights of one layer.
+        heads: Number of KV heads of a layer at home.
         tpot_s: Time per output token.
-        sync_s: Until its steps stand still, and to go on after (measured).
-        drain_s: Until what it has begun is done: the mean time of a request.
-        movable: What its mechanisms can move; none until there are any.
-        lenders: Engines to which its requests can be moved; None: any.
-        shard_lenders: Those to which its heads and layers can; None: any.
-        newest: Whether it is its model's last, which is the first to go where there are fewer.
+        sync_s: Measured time until its steps stand still, and until they go on.
+        drain_s: Mean time of a request: by then, what it has begun is done.
+        movable: Kinds of moves that actuators can make with it.
+        lenders: Engines to which its requests can move; None: any.
+        shard_lenders: Engines to which its heads and layers can move; None: any.
+        newest: Whether it is its model's newest replica, which is the first to be ended.
     """
 
     id: str
@@ -105,15 +107,15 @@ class EngineSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoanSnapshot:
-    """A part of an engine's work that another engine's device does.
+    """Work of an engine that a lender's device does.
 
     Attributes:
         amount: Bytes of KV, heads or layers, by ``kind``.
-        compute: Device seconds a second on the lender's device.
-        prefill: Of them, for prompts.
-        attention: Of them, for decoding's attention.
-        kv_bytes: There, in the lender's KV memory.
-        weights_bytes: There, beside it.
+        prefill: Device seconds a second of the lender for prompts.
+        attention: Device seconds a second of the lender for decoding's attention.
+        linear: Device seconds a second of the lender for the rest of decoding.
+        kv_bytes: KV in the lender's KV memory.
+        weights_bytes: Weights on the lender's device, beside its KV memory.
     """
 
     kind: MoveKind
@@ -134,15 +136,16 @@ class LoanSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSnapshot:
-    """
+    """A model.
+
     Attributes:
-        devices: Where replicas may run, in the order in which they are used.
-        replicas: How many there should be.
-        least: How few there may be.
-        replica_bytes: What one more takes of a device's memory, its KV included.
-        replica: One as it would be, without work; None if replicas may not come and go.
-        start_s: Until one serves (measured).
-        roles: Whether an operator has given it roles, so that they may change.
+        devices: Devices where replicas may run, in the order in which they are used.
+        replicas: Number of replicas that there should be.
+        least: Number of replicas that there must be.
+        replica_bytes: Memory that one more replica takes on a device, its KV included.
+        replica: One more replica before it has work; None: replicas may not come and go.
+        start_s: Measured time until a replica serves.
+        roles: Whether an operator has given its replicas roles, so that they may change.
     """
 
     name: str
@@ -157,7 +160,7 @@ class ModelSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """From a device to another, one way."""
+    """The way from one device to another; the way back is a link of its own."""
 
     source: str
     target: str
@@ -168,9 +171,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """At ``at_s`` of the clock of all ``measured_at_s``; names and ids are unique.
+    """All that rebalancing is decided on, at one time; names and ids are unique.
 
-    What is asked for by name and is not there raises LookupError.
+    Methods raise LookupError for a name that is not in it. ``at_s`` and every ``measured_at_s``
+    are of one clock.
     """
 
     at_s: float
@@ -180,7 +184,7 @@ class Snapshot:
     links: tuple[Link, ...] = ()
     loans: tuple[LoanSnapshot, ...] = ()
     changed_at_s: float = float("-inf")
-    """When the last action ended."""
+    """Time when the last action ended."""
 
     def device(self, name: str) -> DeviceSnapshot:
         return _one((each for each in self.devices if each.name == name), "device", name)
@@ -202,33 +206,34 @@ class Snapshot:
     def of(self, model: str) -> list[EngineSnapshot]:
         return [each for each in self.engines if each.model == model]
 
-    def guests(self, lender: str) -> list[LoanSnapshot]:
+    def loans_at(self, lender: str) -> list[LoanSnapshot]:
+        """Loans with which others borrow from the engine."""
         return [each for each in self.loans if each.lender == lender]
 
-    def lent(self, engine: str) -> list[LoanSnapshot]:
-        """What of the engine is elsewhere."""
+    def loans_of(self, engine: str) -> list[LoanSnapshot]:
+        """Loans with which the engine borrows."""
         return [each for each in self.loans if each.engine == engine]
 
     def next_device(self, model: str) -> str | None:
-        """Where one more replica would start: they take devices in the order of the list."""
+        """The device where one more replica would start: the first free one of the model's."""
         taken = {each.device for each in self.of(model)}
         return next((each for each in self.model(model).devices if each not in taken), None)
 
     def idle_kv(self, engine: EngineSnapshot) -> int:
-        """Bytes of its KV memory that neither its requests nor guests use."""
-        guests = sum(loan.kv_bytes for loan in self.guests(engine.id))
-        return engine.kv_bytes + self._freed(engine) - engine.kv_used_bytes - guests
+        """Bytes of its KV memory that neither its requests nor borrowers use."""
+        lent = sum(loan.kv_bytes for loan in self.loans_at(engine.id))
+        return engine.kv_bytes + self._freed(engine) - engine.kv_used_bytes - lent
 
     def lends(self, engine: EngineSnapshot) -> float:
-        """Bytes of its KV memory that its guests keep."""
-        return sum(map(self.kept_for, self.guests(engine.id)))
+        """Bytes of its KV memory that borrowers keep, used or not."""
+        return sum(map(self.kept_for, self.loans_at(engine.id)))
 
     def borrows(self, engine: EngineSnapshot) -> int:
-        """Bytes of its KV that are elsewhere."""
-        return sum(loan.kv_bytes for loan in self.lent(engine.id))
+        """Bytes of its KV that lie with lenders."""
+        return sum(loan.kv_bytes for loan in self.loans_of(engine.id))
 
     def kept_for(self, loan: LoanSnapshot) -> float:
-        """Bytes of its lender's KV memory that nobody else can have, in use or not."""
+        """Bytes of the lender's KV memory that nobody else can have, used or not."""
         if loan.kind is MoveKind.REQUESTS:
             return loan.kv_bytes
         engine = self.engine(loan.engine)
@@ -238,10 +243,12 @@ class Snapshot:
         )
 
     def kv_room(self, engine: EngineSnapshot) -> float:
-        """Bytes of whole KV that its requests can have: where a part of each block is elsewhere,
-        more of them fit at home."""
+        """Bytes of whole KV that its requests can have.
+
+        Where heads or layers of each block lie with a lender, more blocks fit at home.
+        """
         away = dict.fromkeys(MoveKind, 0)
-        for loan in self.lent(engine.id):
+        for loan in self.loans_of(engine.id):
             away[loan.kind] += loan.amount
         heads = (engine.heads + away[MoveKind.HEADS]) / engine.heads
         layers = (engine.layers + away[MoveKind.LAYERS]) / engine.layers
@@ -253,8 +260,8 @@ class Snapshot:
         return home + sum(size for _, size in engine.borrowed)
 
     def _freed(self, engine: EngineSnapshot) -> int:
-        """Bytes of weights that left, and so are KV memory."""
-        return sum(loan.weights_bytes for loan in self.lent(engine.id))
+        """Bytes of weights that left the device, and so are KV memory."""
+        return sum(loan.weights_bytes for loan in self.loans_of(engine.id))
 
 
 def _one(found: Iterator[_T], what: str, name: str) -> _T:
@@ -266,23 +273,26 @@ def _one(found: Iterator[_T], what: str, name: str) -> _T:
 def shard_room(
     engine: EngineSnapshot, lender: EngineSnapshot, kind: MoveKind, amount: int, whole: int
 ) -> float:
-    """Bytes of the lender's KV memory that heads or layers take: a share of each of the engine's
-    blocks, and what of the lender's blocks stays empty beside those of fewer layers."""
+    """Bytes of the lender's KV memory that heads or layers take.
+
+    That is their share of each of the engine's blocks, and the bytes that stay empty in the
+    lender's blocks where layers do not fill them.
+    """
     layers = amount if kind is MoveKind.LAYERS else engine.layers
-    guest, there = Layout(layers, 1), Layout(lender.layers, 1)
-    taken = there.layers * stacked(there, guest) / (layers * abreast(there, guest))
+    borrower, there = Layout(layers, 1), Layout(lender.layers, 1)
+    taken = there.layers * stacked(there, borrower) / (layers * abreast(there, borrower))
     return engine.kv_bytes * amount / whole * taken
 
 
 def compute_share(snapshot: Snapshot, device: str) -> float:
-    """C/C_max: device seconds a second that all engines and guests there ask for."""
+    """C/C_max: device seconds a second that all engines and borrowers there ask for."""
     here = snapshot.on(device)
-    served = (loan.compute for engine in here for loan in snapshot.guests(engine.id))
+    served = (loan.compute for engine in here for loan in snapshot.loans_at(engine.id))
     return sum(engine.compute for engine in here) + sum(served)
 
 
 def memory_share(snapshot: Snapshot, device: str) -> float:
-    """M/M_max: what is allocated, without KV memory that nobody uses."""
+    """M/M_max: allocated memory, without KV memory that nobody uses."""
     there = snapshot.device(device)
     idle = sum(snapshot.idle_kv(engine) for engine in snapshot.on(device))
     return (there.allocated_bytes - idle) / there.memory_bytes
@@ -321,18 +331,23 @@ class Flaw:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """``snapshot`` is None if anything in it would be made up; ``missing`` says what."""
+    """What could be measured.
+
+    Attributes:
+        snapshot: None where a figure in it would have to be made up.
+        missing: What it lacks.
+    """
 
     snapshot: Snapshot | None
     missing: tuple[Flaw, ...]
 
     def flaws(self, options: Rebalancing) -> tuple[Flaw, ...]:
-        """All that keeps it from being decided on."""
+        """All that keeps anything from being decided on it."""
         return (*self.missing, *(flaws(self.snapshot, options) if self.snapshot else ()))
 
 
 def flaws(snapshot: Snapshot, options: Rebalancing) -> list[Flaw]:
-    """What must be measured (again) before anything can be decided; none: it is fit."""
+    """What must be measured (again) before anything can be decided; empty: the snapshot is fit."""
     if len(snapshot.devices) < 2:
         return [Flaw(Unfit.EMPTY, "devices")]
     found = list(_missing(snapshot))

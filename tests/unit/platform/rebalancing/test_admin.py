@@ -23,7 +23,7 @@ from loomserve.platform.http.ingress import exception_handlers
 from loomserve.platform.placement import device_profile
 from loomserve.platform.rebalancing.admin import build_plans_router
 from loomserve.platform.rebalancing.plans.reports import Event, EventKind
-from loomserve.platform.rebalancing.runner import RebalancingPart
+from loomserve.platform.rebalancing.runner import RebalancingRunner
 from loomserve.platform.state.roles import Role
 from tests.unit.platform.fleet.test_fleet import COLD, DEVICES, HOT, borrowing, loan, report
 from tests.unit.platform.rebalancing import test_observe as made_up
@@ -31,7 +31,7 @@ from tests.unit.served import served
 
 
 @pytest.fixture
-def part(tmp_path: Path) -> RebalancingPart:
+def runner(tmp_path: Path) -> RebalancingRunner:
     """Beside a borrower with a limit of 4 MiB, of which it uses 3, at a lender's."""
     config = Config(
         devices=DEVICES,
@@ -54,7 +54,7 @@ def part(tmp_path: Path) -> RebalancingPart:
     async def nobody(*_: Any) -> None:
         raise AssertionError("there are neither roles nor replicas to change")
 
-    part = RebalancingPart(config, tmp_path, fleet, nobody, nobody)
+    runner = RebalancingRunner(config, tmp_path, fleet, nobody, nobody)
     now, wall = time.monotonic(), time.time()
     limits = {"org/cold": 4 * made_up.MIB}
     for ago in (10.0, 0.0):
@@ -65,16 +65,16 @@ def part(tmp_path: Path) -> RebalancingPart:
                 made_up.footprint(memory_measured_at=wall),
             )
             fleet.report(said, now)
-            part.learn(said)
-    asyncio.run(part._rebalancer.tick())
-    return part
+            runner.learn(said)
+    asyncio.run(runner._rebalancer.tick())
+    return runner
 
 
 @pytest.fixture
-def app(part: RebalancingPart) -> FastAPI:
+def app(runner: RebalancingRunner) -> FastAPI:
     async def ask(method: str, *args: Any) -> Any:
         assert method == "rebalancing"
-        answer = await part.answer(*args)
+        answer = await runner.answer(*args)
         if "error" in answer:
             return JSONResponse({"error": answer["error"]}, answer["status"])
         return answer
@@ -184,8 +184,10 @@ def test_what_cannot_be_done_is_refused_in_openais_format(
     assert says in error["message"]
 
 
-def test_a_controller_that_does_not_act_says_so(client: TestClient, part: RebalancingPart) -> None:
-    part._rebalancer._store.release()
+def test_a_controller_that_does_not_act_says_so(
+    client: TestClient, runner: RebalancingRunner
+) -> None:
+    runner._rebalancer._store.release()
     for method, path in (("POST", "/plans"), ("GET", "/plans"), ("PUT", "/rebalancing")):
         answer = client.request(method, path, json={"mode": "off"} if method == "PUT" else {})
         assert answer.status_code == 503
@@ -220,8 +222,8 @@ def test_the_command_does_what_the_api_does(url: str, client: TestClient) -> Non
         assert isinstance(error, AdminError), words
 
 
-def test_every_kind_of_event_is_a_row(url: str, part: RebalancingPart) -> None:
-    rebalancer = part._rebalancer
+def test_every_kind_of_event_is_a_row(url: str, runner: RebalancingRunner) -> None:
+    rebalancer = runner._rebalancer
     events = [Event(at=0.0, kind=kind, loads_before={"core0": 1.25}) for kind in EventKind]
     rebalancer._store.save(rebalancer._kept, rebalancer._history, events)
     code, shown = command(url, "events")

@@ -140,7 +140,7 @@ def test_plans_exceed_neither_memory_nor_the_pause_budget(
         for each in after.engines:
             least = min(before.idle_kv(before.engine(each.id)), OPTIONS.headroom * each.kv_bytes)
             assert after.idle_kv(each) >= least - 1
-            assert sum(map(after.kept_for, after.guests(each.id))) <= each.lend_bytes
+            assert sum(map(after.kept_for, after.loans_at(each.id))) <= each.lend_bytes
             assert each.layers >= 1
             assert each.heads >= 1
             pauses = (
@@ -330,7 +330,7 @@ def test_a_part_has_room_for_all_blocks_of_its_engine(
     kind: MoveKind, amount: int, share: float
 ) -> None:
     away = apply(SKEWED, Move(kind=kind, engine="m0", lender="m1", amount=amount))
-    (loan,) = away.guests("m1")
+    (loan,) = away.loans_at("m1")
     assert away.kept_for(loan) == pytest.approx(share * GIB)
     assert loan.kv_bytes < away.kept_for(loan)
 
@@ -344,14 +344,14 @@ def test_no_more_of_a_part_moves_than_its_lender_has_room_for(kind: MoveKind, mo
 
 
 def test_each_action_is_checked_against_the_state_after_those_before_it() -> None:
-    """Two hot devices and one cold one, whose memory has room for the guests of one."""
+    """Two hot devices and one cold one, whose memory has room for the borrowers of one."""
     snapshot = fleet([(0.9, 0.5), (0.9, 0.5), (0.05, 0.05)])
     small = replace(snapshot.engine("m2"), lend_bytes=60 * MIB)
     snapshot = replace(snapshot, engines=(*snapshot.engines[:2], small))
     proposal = proposed(snapshot, options(tpot_budget=10.0, most_actions=10))
     assert proposal.chosen
-    guests = proposal.after.guests("m2")
-    assert sum(loan.kv_bytes for loan in guests) <= 60 * MIB
+    borrowers = proposal.after.loans_at("m2")
+    assert sum(loan.kv_bytes for loan in borrowers) <= 60 * MIB
     assert reasons(snapshot, options(tpot_budget=10.0, most_actions=10))[Reason.NO_MEMORY]
 
 

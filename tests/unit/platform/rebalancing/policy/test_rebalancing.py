@@ -131,8 +131,8 @@ def test_gain_counts_how_far_apart_they_are_whichever_is_ahead() -> None:
 
 def test_time_per_token_grows_by_round_trips_and_by_what_guests_take() -> None:
     after = apply(TWO, Move(kind=MoveKind.LAYERS, engine="m0", lender="m1", amount=15))
-    guests = 0.45
-    assert tpot_ratio(TWO, after, "m1") == pytest.approx(1 / (1 - guests))
+    borrowers = 0.45
+    assert tpot_ratio(TWO, after, "m1") == pytest.approx(1 / (1 - borrowers))
     home, there = TWO.engine("m0"), TWO.engine("m1").compute
     # The lender's own work is in the way of half of the step, and of a quarter of its attention.
     waits = 1 / (1 - there) - 1
