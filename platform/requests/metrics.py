@@ -5,7 +5,7 @@ Every metric is described for operators in ``docs/metrics.md``; a test keeps the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -31,11 +31,10 @@ _DEADLINE_BUCKETS = (0.1, 0.25, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 
 
 class GatewayMetrics:
-    """The metrics of one gateway process.
+    """The metrics of one gateway process; not thread-safe.
 
-    Labels are looked up once a model and kept, so that the request path only adds numbers.
-    Requests of a model that :meth:`set_models` did not name count as ``unknown``. All methods are
-    to be called from one thread.
+    A model's labels are looked up once and kept, so that the request path only adds numbers.
+    Requests of a model that :meth:`set_models` did not name count as ``unknown``.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -146,97 +145,87 @@ class GatewayMetrics:
         return self._models.get(name, self._unknown)
 
 
+class _PerModel:
+    """Makes metrics whose first label is the model."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, about: str, *labels: str) -> Counter:
+        return Counter(name, about, ["model", *labels], registry=self._registry)
+
+    def gauge(self, name: str, about: str, *labels: str) -> Gauge:
+        return Gauge(name, about, ["model", *labels], registry=self._registry)
+
+    def histogram(self, name: str, about: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(name, about, ["model"], buckets=buckets, registry=self._registry)
+
+
 class _ModelFamilies:
     """The metrics that have a value for each model."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self.requests = Counter(
-            "loomserve_requests",
-            "Requests answered, by HTTP status.",
-            ["model", "endpoint", "status"],
-            registry=registry,
+        make = _PerModel(registry)
+        self.requests = make.counter(
+            "loomserve_requests", "Requests answered, by HTTP status.", "endpoint", "status"
         )
-        self.duration = Histogram(
+        self.duration = make.histogram(
             "loomserve_request_duration_seconds",
             "From a request's arrival to the last byte of its answer.",
-            ["model"],
-            buckets=_REQUEST_BUCKETS,
-            registry=registry,
+            _REQUEST_BUCKETS,
         )
-        self.time_to_first_token = Histogram(
+        self.time_to_first_token = make.histogram(
             "loomserve_time_to_first_token_seconds",
             "From a streaming request's way to its engine to the first byte back.",
-            ["model"],
-            buckets=_FIRST_TOKEN_BUCKETS,
-            registry=registry,
+            _FIRST_TOKEN_BUCKETS,
         )
-        self.time_per_output_token = Histogram(
+        self.time_per_output_token = make.histogram(
             "loomserve_time_per_output_token_seconds",
             "Mean time between the chunks of one streamed answer.",
-            ["model"],
-            buckets=_OUTPUT_TOKEN_BUCKETS,
-            registry=registry,
+            _OUTPUT_TOKEN_BUCKETS,
         )
-        self.in_flight = Gauge(
+        self.in_flight = make.gauge(
             "loomserve_requests_in_flight",
             "Requests that the gateway has open on a replica.",
-            ["model", "replica"],
-            registry=registry,
+            "replica",
         )
-        self.queue = Gauge(
-            "loomserve_gateway_queue",
-            "Requests that wait in the gateway for a replica.",
-            ["model"],
-            registry=registry,
+        self.queue = make.gauge(
+            "loomserve_gateway_queue", "Requests that wait in the gateway for a replica."
         )
-        self.client_disconnects = Counter(
-            "loomserve_client_disconnects",
-            "Clients that left before their answer was complete.",
-            ["model"],
-            registry=registry,
+        self.client_disconnects = make.counter(
+            "loomserve_client_disconnects", "Clients that left before their answer was complete."
         )
-        self.engine_failures = Counter(
+        self.engine_failures = make.counter(
             "loomserve_engine_failures",
             "Attempts whose engine could not be reached or died while it worked on them.",
-            ["model"],
-            registry=registry,
         )
-        self.slo_deadline = Histogram(
+        self._add_deadlines_and_lengths(make)
+
+    def _add_deadlines_and_lengths(self, make: _PerModel) -> None:
+        self.slo_deadline = make.histogram(
             "loomserve_slo_deadline_seconds",
             "Deadlines (x-slo-ms) of the requests that were accepted with one.",
-            ["model"],
-            buckets=_DEADLINE_BUCKETS,
-            registry=registry,
+            _DEADLINE_BUCKETS,
         )
-        self.slo_met = Counter(
-            "loomserve_slo_met",
-            "Requests with a deadline, by whether it was met.",
-            ["model", "met"],
-            registry=registry,
+        self.slo_met = make.counter(
+            "loomserve_slo_met", "Requests with a deadline, by whether it was met.", "met"
         )
-        self.length_predictions = Counter(
-            "loomserve_length_predictions",
-            "Lengths of answers that were asked for, by what came of it.",
-            ["model", "outcome"],
-            registry=registry,
-        )
-        self.length_observed = Counter(
-            "loomserve_length_observed",
-            "Predicted answers that ended by themselves and told their length.",
-            ["model"],
-            registry=registry,
-        )
-        self.length_error = Counter(
-            "loomserve_length_error_tokens",
-            "Sum over those of the predicted length's absolute error.",
-            ["model"],
-            registry=registry,
-        )
-        self.refused_late = Counter(
+        self.refused_late = make.counter(
             "loomserve_refused_late",
             "Requests refused because they were predicted to miss their deadline.",
-            ["model"],
-            registry=registry,
+        )
+        self.length_predictions = make.counter(
+            "loomserve_length_predictions",
+            "Lengths of answers that were asked for, by what came of it.",
+            "outcome",
+        )
+        self.length_observed = make.counter(
+            "loomserve_length_observed",
+            "Predicted answers that ended by themselves and told their length.",
+        )
+        self.length_error = make.counter(
+            "loomserve_length_error_tokens",
+            "Sum over those of the predicted length's absolute error.",
         )
 
 

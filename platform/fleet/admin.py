@@ -1,0 +1,94 @@
+"""The admin API's part for what is served: the platform's state, models and replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from loomserve.platform.base.errors import UnknownModel
+from loomserve.platform.config import Model
+from loomserve.platform.state import ModelState, PlatformState
+from loomserve.platform.state.roles import Role
+
+Ask = Callable[..., Awaitable[Any]]
+"""Calls a method of the controller: its answer, or a response with its error."""
+
+
+class ScaleRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    replicas: int = Field(ge=1, description="How many replicas there should be.")
+
+
+class DrainRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    draining: bool = Field(description="True: take no new requests; false: take them again.")
+
+
+class RoleRequest(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    role: Role = Field(description="unified, prefill or decode.")
+
+
+def build_models_router(ask: Ask) -> APIRouter:
+    """The routes ``/state`` and under ``/models``."""
+    router = APIRouter()
+
+    @router.get("/state", response_model=PlatformState)
+    async def state() -> Any:
+        """Devices, models, replicas, their loads, and versions."""
+        return await ask("state")
+
+    @router.get("/models", response_model=list[ModelState])
+    async def models() -> Any:
+        """The models with their replicas."""
+        return (await ask("state"))["models"]
+
+    @router.get("/models/{name:path}", response_model=ModelState)
+    async def model(name: str) -> Any:
+        """One model with its replicas."""
+        known = {m["name"]: m for m in (await ask("state"))["models"]}
+        if name not in known:
+            raise UnknownModel(f"there is no model {name!r}; models: {', '.join(known) or 'none'}")
+        return known[name]
+
+    @router.post("/models", status_code=202, response_model=PlatformState)
+    async def load(model: Model) -> Any:
+        """Load a model, written as in the configuration; it serves once its status is ready."""
+        return await ask("load", model.model_dump(mode="json"))
+
+    @router.delete("/models/{name:path}", status_code=202, response_model=PlatformState)
+    async def unload(
+        name: str,
+        timeout_s: Annotated[
+            float | None, Query(ge=0, le=86_400, description="Wait this long for requests.")
+        ] = None,
+    ) -> Any:
+        """Unload a model once its running requests have ended or the time is up."""
+        return await ask("unload", name, timeout_s)
+
+    @router.put("/models/{name:path}/replicas", status_code=202, response_model=PlatformState)
+    async def scale(name: str, request: ScaleRequest) -> Any:
+        """Change the number of a model's replicas."""
+        return await ask("scale", name, request.replicas)
+
+    return router
+
+
+def build_replicas_router(ask: Ask) -> APIRouter:
+    """The routes under ``/replicas``."""
+    router = APIRouter(prefix="/replicas")
+
+    @router.put("/{replica_id}/draining", response_model=PlatformState)
+    async def drain(replica_id: Annotated[str, Path()], request: DrainRequest) -> Any:
+        """Drain a replica: it finishes what it has and takes nothing new, until told otherwise."""
+        return await ask("drain", replica_id, request.draining)
+
+    @router.put("/{replica_id}/role", response_model=PlatformState)
+    async def role(replica_id: Annotated[str, Path()], request: RoleRequest) -> Any:
+        """Change what is sent to a replica; what it has begun it finishes."""
+        return await ask("set_role", replica_id, request.role)
+
+    return router
