@@ -1,4 +1,4 @@
-"""What routing policies see and answer: frozen snapshots in, a decision out; neither Ray nor vLLM.
+"""The input and output of routing policies: frozen snapshots in, a decision out.
 
 A policy is filter → score → pick: :func:`loomserve.routers.decision.decide` filters, and a ``Pick``
 scores and picks.
@@ -7,41 +7,11 @@ scores and picks.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import Role
-from loomserve.routers.in_flight import NOTHING, Assigned, Booking
-
-
-@dataclass(frozen=True)
-class RoutingPayload:
-    """What the gateway tells a request router about a request.
-
-    It is the first argument of ``handle.choose_replica(payload, _reserve=False)``. There is one
-    field for text and messages, for Ray's prefix-aware router takes an attribute named
-    ``messages`` before ``prompt`` even if it is None, and accepts either kind under either name.
-    """
-
-    booking: Booking = field(compare=False)
-    prompt: str | list[Any] = ""
-    """The prompt's text, or the list of chat messages as the client sent them."""
-    prompt_tokens: int = 0
-    """Estimate of the prompt's length."""
-    output_tokens: int = 0
-    """The tokens that the request is expected to generate; the most it may, if nobody predicts."""
-    exclude: frozenset[str] = frozenset()
-    """Ids of replicas that just failed this request."""
-    pinned_to: str | None = None
-    """Id of the only replica that may take it; None: any may."""
-    chosen: list[Replica] = field(default_factory=list, compare=False)
-    """The router appends what it knew of the replica that it chose, without this request."""
-
-    @property
-    def tokens(self) -> int:
-        """KV cache the request is expected to come to need, in tokens."""
-        return self.prompt_tokens + self.output_tokens
+from loomserve.routers.in_flight import NOTHING, Assigned
 
 
 @dataclass(frozen=True)
@@ -55,16 +25,17 @@ class Replica:
 
     id: str
     load: ReplicaLoad | None = None
-    """None: never reported, or too long ago to count."""
+    """The last report; None: there is none, or it is too old to count."""
     max_running: int = 1
     """Requests the engine runs at once (``max_num_seqs``); 1 until it has said."""
     kv_capacity_tokens: int | None = None
+    """Tokens that its KV cache holds; None until it has said."""
     draining: bool = False
     role: Role = Role.UNIFIED
     assigned: Assigned = NOTHING
-    """What this process has open on it."""
+    """Requests that this process has open on it now."""
     assigned_when_measured: Assigned = NOTHING
-    """What this process had open on it at ``load.measured_at``."""
+    """Requests that this process had open on it at ``load.measured_at``."""
 
     @property
     def queue_length(self) -> int:
@@ -100,9 +71,8 @@ class Replica:
 class Decision:
     replica_id: str
     reason: str
-    """Why, the label of ``loomserve_route_decisions_total``."""
+    """Label of ``loomserve_route_decisions_total``."""
 
 
 Pick = Callable[[Sequence[Replica]], Decision]
-"""Chooses among one or more candidates; the same candidates in another order change nothing,
-except where the policy is random."""
+"""Chooses one of the candidates, at least one; their order matters only to random policies."""

@@ -1,4 +1,4 @@
-"""One routing decision: who may take the request, what is known of them, and the policy's pick."""
+"""One routing decision: filter the replicas, then have the policy pick one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def candidates(
 ) -> list[Replica]:
     """The replicas that may take a request, without loads that are out of date.
 
-    Prefill replicas take clients' requests only where nobody else is left to.
+    Prefill replicas take clients' requests only if no other replica can.
 
     A report counts in full until it is ``stale_after_s`` old (the ledger keeps it current until
     then) and not at all afterwards. ``now`` is Unix time in seconds.
@@ -33,7 +33,7 @@ def candidates(
 
 
 def decide(eligible: Sequence[Replica], pick: Pick) -> Decision | None:
-    """The policy's pick among the eligible; None if there is nobody to take the request."""
+    """The policy's pick among the eligible replicas; None if there is none."""
     if not eligible:
         return None
     if len(eligible) == 1:

@@ -1,18 +1,12 @@
-"""The requests that this process has open on each replica, and the routing decisions it took.
+"""Ledger of a process: the requests that it has open on each replica, and its decisions.
 
 The gateway's requests go straight to the engines, past Ray Serve's channel, so Serve's queue
 lengths do not see them. The request router and the gateway share one process but not always one
 thread (Serve may run routers on an event loop of their own), so the ledger is locked.
 
 A request is booked *when it is routed*, by the router, not when the gateway has the answer: of a
-burst of requests every one sees those before it. The gateway ends what it began::
-
-    booking = Booking()
-    try:
-        async with handle.choose_replica(RoutingPayload(booking, ...), _reserve=False) as selection:
-            ...
-    finally:
-        IN_FLIGHT.finished(booking, time.time())
+burst of requests every one sees those before it. The gateway ends what it began; see
+:class:`~loomserve.routers.ticket.RoutingTicket`.
 """
 
 from __future__ import annotations
@@ -36,10 +30,10 @@ NOTHING = Assigned()
 
 @dataclass(eq=False)
 class Booking:
-    """One attempt of one request. Only the ledger reads and writes the fields.
+    """Entry of the ledger for one attempt of one request; only the ledger touches its fields.
 
-    That a booking knows its own end, and not the ledger, makes a router that comes too late
-    harmless: a request cancelled before it was routed is never booked, and nothing is left over.
+    The booking itself records that it has ended. So a router that comes too late does no harm: a
+    request cancelled before it was routed is never booked, and nothing is left over.
     """
 
     _replica_id: str | None = None
@@ -63,10 +57,10 @@ class _Record:
 
 
 class InFlight:
-    """A thread-safe ledger of open requests by replica.
+    """Thread-safe ledger of open requests by replica.
 
-    Records of replicas that vanished go by themselves: an idle one is dropped ``retain_s`` seconds
-    after its last change. Times are Unix seconds, the clock of load reports.
+    A replica without open requests is forgotten ``retain_s`` seconds after its last
+    change. Times are Unix seconds, the clock of load reports.
     """
 
     def __init__(self, retain_s: float = 60.0) -> None:
@@ -76,9 +70,10 @@ class InFlight:
         self._decisions: Counter[tuple[str, str, str]] = Counter()
 
     def started(self, booking: Booking, replica_id: str, tokens: int, now: float) -> None:
-        """Book a request on a replica; one booked elsewhere moves, a finished one stays so.
+        """Book a request on a replica.
 
-        ``tokens`` is the request's prompt plus its output limit.
+        A request that is booked elsewhere moves; one that has finished is not booked again.
+        ``tokens`` is the request's prompt plus its expected output.
         """
         with self._lock:
             if booking._finished:
@@ -90,13 +85,13 @@ class InFlight:
             booking._replica_id, booking._tokens = replica_id, tokens
 
     def finished(self, booking: Booking, now: float) -> None:
-        """End a request, however it ended, and whether or not it was ever routed. Idempotent."""
+        """End a request's booking, if there is one, and allow no other. Idempotent."""
         with self._lock:
             self._release(booking, now)
             booking._finished = True
 
     def of(self, replica_id: str, at: float | None = None) -> Assigned:
-        """What is open on a replica now, or was at an earlier time (up to ``retain_s`` ago)."""
+        """Requests open on a replica now, or at an earlier time up to ``retain_s`` ago."""
         with self._lock:
             record = self._records.get(replica_id)
             if record is None:
@@ -116,7 +111,7 @@ class InFlight:
             return self._decisions.copy()
 
     def replicas(self) -> frozenset[str]:
-        """The replicas of which the ledger still knows something."""
+        """Ids of the replicas that have a record."""
         with self._lock:
             return frozenset(self._records)
 
@@ -134,7 +129,3 @@ class InFlight:
         ]
         for replica_id in idle:
             del self._records[replica_id]
-
-
-IN_FLIGHT = InFlight()
-"""The ledger of this process."""

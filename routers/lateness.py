@@ -1,4 +1,4 @@
-"""When a request would end on a replica, so that one that comes too late is refused at once."""
+"""Prediction of when a request would end on a replica, so that a late one is refused at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from loomserve.routers.base import Replica
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Predicted seconds from now: until the request starts, and from there to its end."""
+    """Predicted seconds: from now until the request starts, and from there to its end."""
 
     wait_s: float
     run_s: float
@@ -20,12 +20,12 @@ class Finish:
 
 
 def finish(replica: Replica, prompt_tokens: int, tokens: float) -> Finish | None:
-    """When a request with an answer of so many ``tokens`` would end, at the replica's pace of late.
+    """Predict when a request whose answer has ``tokens`` tokens would end, at the recent pace.
 
     First come, first served: the request starts as soon as enough others have ended. The replica
-    runs ``max_running`` at once, or, if some wait, as many as it does now, since its memory is
-    full; one ends every ``request_s`` over that number. Then come its prompt and its answer. A
-    replica whose load is unknown, or where no request has ended yet, predicts nothing: None.
+    runs ``max_running`` requests at once, or, if some wait, as many as now, since its memory is
+    full; one ends every ``request_s`` divided by that number. Then the request's prompt and answer
+    are computed. None: the replica's load is unknown, or no request has ended on it yet.
     """
     if replica.load is None or replica.load.pace is None:
         return None

@@ -11,7 +11,7 @@ from loomserve.routers.in_flight import InFlight
 
 
 class RoutingStats(BaseModel):
-    """What a replica tells those who choose among replicas."""
+    """A replica's report to those that route requests."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -23,7 +23,7 @@ class RoutingStats(BaseModel):
 
 
 def snapshot(replica_id: str, stats: RoutingStats | None, ledger: InFlight) -> Replica:
-    """Join what a replica said last, None before its first word, with what is open on it."""
+    """Join a replica's last report (None: it has sent none) with the requests open on it here."""
     assigned = ledger.of(replica_id)
     if stats is None:
         return Replica(replica_id, assigned=assigned)

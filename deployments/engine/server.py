@@ -277,7 +277,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]
     def _apply(self, desired: DesiredState) -> None:
         self._draining = desired.draining
         self._stop_timeout_s = desired.stop_timeout_s
-        self._prefill_replicas.learn(desired.peers)
+        self._prefill_replicas.set_replicas(desired.peers)
         self._take_role(desired.role)
         for loans in (self._borrowed, self._lent):
             if loans is not None:

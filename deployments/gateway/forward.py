@@ -25,13 +25,13 @@ from loomserve.platform.http.engine_errors import normalise
 from loomserve.platform.lengths.predict.request import longest
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
-from loomserve.routers.base import RoutingPayload
-from loomserve.routers.in_flight import IN_FLIGHT, Booking
+from loomserve.routers.in_flight import InFlight
 from loomserve.routers.lateness import finish
+from loomserve.routers.ticket import RoutingTicket
 
 # A replica that Serve still lists but that refuses connections is dead or restarting.
 _CONNECT_TIMEOUT_S = 2.0
-# How long a request waits for any replica before it is told to come back.
+# How long a request waits for any replica before it is refused.
 _ROUTE_TIMEOUT_S = 30.0
 # A retry looks for another replica, as does whoever pinned the request; one that is only just
 # starting is not worth the wait.
@@ -46,7 +46,7 @@ _PASSED_BACK = frozenset({b"content-type", b"content-length", b"cache-control"})
 
 
 class ReplicaFailedError(Exception):
-    """An engine failed before it began to answer; another may do it."""
+    """An engine failed before it began to answer; another may succeed."""
 
     def __init__(self, replica_id: str, message: str) -> None:
         super().__init__(message)
@@ -87,11 +87,12 @@ async def never_gone() -> Message:
 
 
 class Forwarder:
-    """Sends requests to engines of any model over kept connections."""
+    """Client of all engines: relays requests and answers over kept connections."""
 
     def __init__(self, internal_token: str, metrics: GatewayMetrics) -> None:
         self._internal_token = internal_token
         self._metrics = metrics
+        self.ledger = InFlight()
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
@@ -134,10 +135,12 @@ class Forwarder:
         excluded: frozenset[str] = frozenset()
         last_failure = ""
         for _ in range(_MAX_ATTEMPTS):
-            booking = Booking()
             try:
-                replica_id, address = await self._choose(request, handle, booking, excluded)
-                await self._relay(request, replica_id, address, send)
+                with self._ticket(request, excluded) as ticket:
+                    replica_id, address = await self._choose(request, handle, ticket)
+                    if not excluded:
+                        self._refuse_if_late(request, ticket)
+                    await self._relay(request, replica_id, address, send)
                 return
             except ReplicaFailedError as failure:
                 self._metrics.engine_failed(request.model)
@@ -147,8 +150,6 @@ class Forwarder:
                 if not last_failure:
                     raise
                 break  # that it failed says more than that there is no other
-            finally:
-                IN_FLIGHT.finished(booking, time.time())
         raise Unavailable(
             f"no replica of model {request.model!r} could answer ({last_failure}); "
             "it is being restarted, try again shortly",
@@ -156,39 +157,26 @@ class Forwarder:
             retry_after_s=_RETRY_AFTER_S,
         )
 
-    async def _choose(
-        self,
-        request: ForwardRequest,
-        handle: DeploymentHandle,
-        booking: Booking,
-        excluded: frozenset[str],
-    ) -> tuple[str, str]:
+    def _ticket(self, request: ForwardRequest, excluded: frozenset[str]) -> RoutingTicket:
         fields = request.request.fields
-        payload = RoutingPayload(
-            booking=booking,
+        return RoutingTicket(
+            self.ledger,
             prompt=fields.get("messages") or fields.get("prompt") or "",
             prompt_tokens=len(request.request.encoded) // _BYTES_PER_TOKEN,
             output_tokens=_output_tokens(request),
             exclude=excluded,
             pinned_to=request.pinned_to,
         )
-        chosen = await self._chosen(request, handle, payload, excluded)
-        if not excluded:
-            self._refuse_if_late(request, payload)
-        return chosen
 
-    async def _chosen(
-        self,
-        request: ForwardRequest,
-        handle: DeploymentHandle,
-        payload: RoutingPayload,
-        excluded: frozenset[str],
+    async def _choose(
+        self, request: ForwardRequest, handle: DeploymentHandle, ticket: RoutingTicket
     ) -> tuple[str, str]:
-        no_wait = bool(excluded) or request.pinned_to is not None
+        """Id and address of the replica that the router has booked the request on."""
+        no_wait = bool(ticket.exclude) or ticket.pinned_to is not None
         with self._metrics.queued(request.model):
             try:
                 async with asyncio.timeout(_REROUTE_TIMEOUT_S if no_wait else _ROUTE_TIMEOUT_S):
-                    async with handle.choose_replica(payload, _reserve=False) as selection:
+                    async with handle.choose_replica(ticket, _reserve=False) as selection:
                         return selection.replica_id, selection.replica_metadata["address"]
             except (TimeoutError, DeploymentUnavailableError, RayServeException):
                 raise Unavailable(
@@ -198,11 +186,12 @@ class Forwarder:
                     retry_after_s=_RETRY_AFTER_S,
                 ) from None
 
-    def _refuse_if_late(self, request: ForwardRequest, payload: RoutingPayload) -> None:
-        if request.refuse_after is None or request.expected_tokens is None or not payload.chosen:
+    def _refuse_if_late(self, request: ForwardRequest, ticket: RoutingTicket) -> None:
+        replica, expected = ticket.replica, request.expected_tokens
+        if request.refuse_after is None or expected is None or replica is None:
             return
         within_s = request.refuse_after - time.time()
-        predicted = finish(payload.chosen[-1], payload.prompt_tokens, request.expected_tokens)
+        predicted = finish(replica, ticket.prompt_tokens, expected)
         if predicted is None or predicted.total_s <= within_s:
             return
         self._metrics.refused_late(request.model)

@@ -95,7 +95,7 @@ class Gateway:
             self._metrics,
             registry,
             self._routes,
-            self._forwarder.session,
+            self._forwarder,
             internal_token,
             controller=self._controller,
             kv=self._kv,
@@ -110,8 +110,8 @@ class Gateway:
         sock = listen(self._server.host, self._server.port, shared=True)
         protocol = bounded_protocol(self._server.header_timeout_s, self._server.max_connections)
         self._http = HttpServer(app, sock, protocol=protocol)
-        # A gateway that is started anew must not answer before it knows the models.
-        version = self._learn(await self._controller.watch.remote(_NO_VERSION))
+        # A gateway that restarts must not answer before it knows the models.
+        version = self._apply(await self._controller.watch.remote(_NO_VERSION))
         self._following = asyncio.create_task(self._follow_controller(version))
         await self._http.start()
 
@@ -154,15 +154,15 @@ class Gateway:
     async def _follow_controller(self, version: int) -> None:
         while True:
             try:
-                version = self._learn(await self._controller.watch.remote(version))
+                version = self._apply(await self._controller.watch.remote(version))
             except Exception as error:
                 # Serve restarts the controller; until then the last routes hold.
                 _log.warning("the controller does not answer: %r", error)
                 await asyncio.sleep(0.5)
 
-    def _learn(self, answer: dict[str, Any]) -> int:
+    def _apply(self, answer: dict[str, Any]) -> int:
         routes = Routes.model_validate(answer)
-        self._routes.learn(routes.models)
+        self._routes.apply(routes.models)
         self._metrics.set_models(
             {route.name: [replica.id for replica in route.replicas] for route in routes.models}
         )
@@ -172,13 +172,13 @@ class Gateway:
         return routes.version
 
     async def complete_line(self, line: dict[str, Any]) -> tuple[int, bytes]:
-        """Have a batch's line computed; its answer's status and body. The batch lane calls it."""
+        """Have a batch's line computed, for the batch lane; the answer's status and body."""
         return await self._lines.complete(LineRequest.model_validate(line))
 
     async def pin(
         self, path: str, body: dict[str, Any], tenant: str | None, receive: Receive
     ) -> tuple[int, bytes]:
-        """Let an engine of ``body["model"]`` pass over a text; its answer's status and body."""
+        """Have an engine of ``body["model"]`` compute a text's KV; its answer's status and body."""
         route = self._routes.find(body["model"], None)
         if not route.kvstore:
             raise Conflict(f"model {route.name!r} keeps nothing in the KV store", param="model")

@@ -1,4 +1,4 @@
-"""``/metrics``: the gateway's own, those of the store and the batch lane, and each replica's."""
+"""``/metrics``: the metrics of the gateway, the store, the batch lane and all replicas."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loomserve.deployments.batch.proxy import BatchProxy
+from loomserve.deployments.gateway.forward import Forwarder
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.deployments.kvstore.kv_store import read_usage
 from loomserve.kvstore.metrics import KvStoreMetrics
@@ -25,38 +26,37 @@ from loomserve.platform.rebalancing.metrics import RebalancingMetrics
 from loomserve.platform.rebalancing.plans.reports import RebalancingState
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import BatchLaneState, KvState
-from loomserve.routers.in_flight import IN_FLIGHT
 
 _SCRAPE_TIMEOUT_S = 3.0
 
 
 class MetricsPage:
-    """Each part is read when the page is asked for; one that does not answer is left out."""
+    """Endpoint that collects all metrics per request; a source that does not answer is left out."""
 
     def __init__(
         self,
         metrics: GatewayMetrics,
         registry: CollectorRegistry,
         routes: ModelRoutes,
-        session: aiohttp.ClientSession,
+        forwarder: Forwarder,
         internal_token: str,
         *,
         controller: DeploymentHandle,
         kv: KvAccess | None,
         batches: BatchProxy | None,
     ) -> None:
-        """``registry`` has ``metrics``; ``kv`` or ``batches`` is None where there is none."""
+        """``registry`` holds ``metrics``; ``kv`` and ``batches`` are None if not configured."""
         self._metrics = metrics
         self._registry = registry
         self._routes = routes
-        self._session = session
+        self._forwarder = forwarder
         self._internal_token = internal_token
         self._rebalancing = (controller, RebalancingMetrics(registry))
         self._kv = (kv, KvStoreMetrics(registry)) if kv else None
         self._batches = (batches, BatchMetrics(registry)) if batches else None
 
     async def show(self, request: Request) -> Response:
-        self._metrics.set_decisions(IN_FLIGHT.decisions())
+        self._metrics.set_decisions(self._forwarder.ledger.decisions())
         if self._kv is not None:
             access, kv_metrics = self._kv
             kv_metrics.set_state(await _kv_state(access))
@@ -85,7 +85,7 @@ class MetricsPage:
     ) -> tuple[dict[str, str], str | None]:
         labels = {"model": model, "replica": replica_id, "device": device}
         try:
-            async with self._session.get(
+            async with self._forwarder.session.get(
                 f"http://{address}/metrics",
                 headers={INTERNAL_TOKEN_HEADER: self._internal_token},
                 timeout=aiohttp.ClientTimeout(total=_SCRAPE_TIMEOUT_S),

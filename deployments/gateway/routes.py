@@ -1,4 +1,4 @@
-"""The models as a gateway knows them: what the controller said last, and who may ask for which."""
+"""Routes to the served models, as the controller gave them last, and who may ask for which."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SERVING = frozenset({ModelStatus.READY, ModelStatus.DEGRADED})
 
 
 class ModelRoutes:
-    """Routes and Serve's handles of all models, and the endpoints that list them."""
+    """Routing table of the gateway: each model's route and Serve handle; and its endpoints."""
 
     def __init__(self, batch_only: Collection[str] = ()) -> None:
         """``batch_only`` names models that no gateway serves, only the batch lane."""
@@ -32,8 +32,8 @@ class ModelRoutes:
     def __iter__(self) -> Iterator[ModelRoute]:
         return iter(self._routes.values())
 
-    def learn(self, routes: Collection[ModelRoute]) -> None:
-        """These are all models now."""
+    def apply(self, routes: Collection[ModelRoute]) -> None:
+        """Replace the table; ``routes`` has all models."""
         self._routes = {route.name: route for route in routes}
         self._handles = {
             route.name: self._handles.get(route.name) or _handle(route)
@@ -42,16 +42,17 @@ class ModelRoutes:
         }
 
     def handle(self, model: str) -> DeploymentHandle:
-        """Of a model that :meth:`find` found."""
+        """Serve's handle of a model that :meth:`find` returned."""
         return self._handles[model]
 
     def find(self, model: object, key: ApiKey | None) -> ModelRoute:
-        """
+        """The route of the model that a request with this key names.
+
         Raises:
             BadRequest: no model is named, and there are several.
-            UnknownModel: there is none of this name.
+            UnknownModel: there is no model of this name.
             Forbidden: the key is for other models.
-            Unavailable: no replica of it is ready.
+            Unavailable: no replica of the model is ready.
         """
         if model is None and len(self._routes) == 1:
             model = next(iter(self._routes))

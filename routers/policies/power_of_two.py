@@ -9,6 +9,6 @@ from loomserve.routers.base import Decision, Replica
 
 
 def pick(replicas: Sequence[Replica], *, rng: random.Random) -> Decision:
-    """Of two different random replicas the one with the shorter queue; equal ones by chance."""
+    """Of two different random replicas, the one with the shorter queue; a tie falls to chance."""
     two = rng.sample(replicas, k=min(2, len(replicas)))
     return Decision(min(two, key=lambda r: r.queue_length).id, "power_of_two")

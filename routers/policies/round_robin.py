@@ -8,6 +8,6 @@ from loomserve.routers.base import Decision, Replica
 
 
 def pick(replicas: Sequence[Replica], *, turn: int) -> Decision:
-    """The replica whose turn it is, in the order of ids; ``turn`` counts requests."""
+    """The replica whose turn it is in the order of ids; ``turn`` is the number of the request."""
     ids = sorted(replica.id for replica in replicas)
     return Decision(ids[turn % len(ids)], "round_robin")

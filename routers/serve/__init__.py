@@ -1,1 +1,1 @@
-"""The shells that Ray Serve runs routing policies in."""
+"""Ray Serve request routers, which run the routing policies."""

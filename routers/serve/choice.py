@@ -1,4 +1,4 @@
-"""From the name of a routing policy to what Ray Serve needs to run it."""
+"""Ray Serve's router configuration for each routing policy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ray's prefix-aware router, made to work for requests that go past Serve's channel.
 
-Ray's router learns of a routed prompt and of queue lengths only from Serve's own channel, so for
-a caller that merely picks (``_reserve=False``) it would never match a prefix and always see empty
+Ray's router learns prompts and queue lengths only from Serve's own channel. For a caller that
+merely picks a replica (``_reserve=False``) it would never match a prefix and always see empty
 queues. Here the prompt enters the tree as it is routed, queue lengths come from the snapshots, and
 draining or excluded replicas take nothing. The choice itself is Ray's.
 """
@@ -20,11 +20,11 @@ from ray.serve.llm.request_router import PrefixCacheAffinityRouter
 from loomserve.routers.base import Decision, Replica
 from loomserve.routers.decision import decide
 from loomserve.routers.policies import power_of_two
-from loomserve.routers.serve.request_router import book, eligible_replicas, payload_of, ranks
+from loomserve.routers.serve.request_router import book, eligible_replicas, ranks, ticket_of
 
 
 class PrefixAwareRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
-    """Sends a prompt where its longest prefix went before, unless queues differ too much."""
+    """Router that sends a prompt where its longest prefix went, unless queues differ too much."""
 
     def initialize_state(
         self, *, model: str, stale_after_s: float, imbalanced_threshold: int
@@ -32,7 +32,7 @@ class PrefixAwareRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
         """Serve passes ``request_router_kwargs``.
 
         Args:
-            imbalanced_threshold: Above this difference of queue lengths prefixes do not count.
+            imbalanced_threshold: above this difference of queue lengths, prefixes do not count.
         """
         # Without eviction the tree keeps every prompt for ever.
         super().initialize_state(do_eviction=True)
@@ -47,18 +47,18 @@ class PrefixAwareRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
         """As :meth:`LoomRouter.choose_replicas`; without text or match, power of two choices."""
-        payload = payload_of(pending_request)
-        eligible = eligible_replicas(candidate_replicas, payload, self._stale_after_s)
+        ticket = ticket_of(pending_request)
+        eligible = eligible_replicas(candidate_replicas, ticket, self._stale_after_s)
         decision = decide(eligible, partial(power_of_two.pick, rng=self._rng))
         if decision is None:
             return []
-        if payload is None:
+        if ticket is None:
             return ranks(candidate_replicas, eligible, decision)
-        text = self._normalize_prompt_to_string(payload.prompt)
+        text = self._normalize_prompt_to_string(ticket.prompt)
         if text:
             matched = await self._ask_prefix_tree(candidate_replicas, eligible, pending_request)
             decision = matched or decision
-        book(payload, eligible, decision, self._model, "prefix_aware")
+        book(ticket, eligible, decision, self._model, "prefix_aware")
         answer = ranks(candidate_replicas, eligible, decision)
         if text:
             # Not awaited: one caller's calls to an actor run in order, so the next request sees it.
@@ -75,9 +75,10 @@ class PrefixAwareRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
         eligible: list[Replica],
         pending_request: PendingRequest,
     ) -> Decision | None:
-        """Where the longest prefix went, or, of short ones, the replica with the least text so far.
+        """Ask the tree for the replica that has the prompt's longest prefix.
 
-        None if queues differ too much, or the tree knows no eligible replica.
+        If that prefix is short, the answer is the replica with the least text in the tree. None:
+        queues differ too much, or the tree knows no eligible replica.
         """
         lengths = {replica.id: replica.queue_length for replica in eligible}
         if max(lengths.values()) - min(lengths.values()) > self._threshold:

@@ -1,7 +1,6 @@
 """The request router that Ray Serve runs in every gateway: a shell around the policies.
 
-Serve (2.60) pickles this module by value and imports all others by name, so the ledger is reached
-through its module: as a global of this one it would be copied, and the gateway's would be another.
+Serve (2.60) pickles this module by value, so it has no state of its own.
 """
 
 from __future__ import annotations
@@ -16,19 +15,20 @@ from ray.serve._private.request_router.common import PendingRequest
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.request_router.request_router import FIFOMixin, RequestRouter
 
-from loomserve.routers import in_flight
-from loomserve.routers.base import Decision, Pick, Replica, RoutingPayload
+from loomserve.routers.base import Decision, Pick, Replica
 from loomserve.routers.decision import candidates, decide
+from loomserve.routers.in_flight import InFlight
 from loomserve.routers.policies import load_aware, power_of_two, round_robin
 from loomserve.routers.snapshot import RoutingStats, snapshot
+from loomserve.routers.ticket import RoutingTicket
 
 
 class LoomRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
-    """Routes by one of Loomserve's own policies.
+    """Router of one of Loomserve's own policies.
 
-    A request that comes with a :class:`RoutingPayload` is booked in the ledger when it is routed;
-    whoever made the booking finishes it. Calls without one (control calls through a handle) are
-    routed alike and not booked, for Serve's own queue lengths see them.
+    A request that comes with a :class:`RoutingTicket` is booked when it is routed. Calls without
+    one (control calls through a handle) are routed by the replicas' reports alone and not booked,
+    for Serve's own queue lengths see them.
     """
 
     def initialize_state(
@@ -57,13 +57,13 @@ class LoomRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
 
         Given nothing, Serve asks again after a pause, without end: the caller sets a time limit.
         """
-        payload = payload_of(pending_request)
-        eligible = eligible_replicas(candidate_replicas, payload, self._stale_after_s)
+        ticket = ticket_of(pending_request)
+        eligible = eligible_replicas(candidate_replicas, ticket, self._stale_after_s)
         decision = decide(eligible, self._pick())
         if decision is None:
             return []
-        if payload is not None:
-            book(payload, eligible, decision, self._model, self._policy)
+        if ticket is not None:
+            book(ticket, eligible, decision, self._model, self._policy)
         return ranks(candidate_replicas, eligible, decision)
 
     def _pick(self) -> Pick:
@@ -74,26 +74,28 @@ class LoomRouter(FIFOMixin, RequestRouter):  # type: ignore[misc]
         return partial(power_of_two.pick, rng=self._rng)
 
 
-def payload_of(pending_request: PendingRequest | None) -> RoutingPayload | None:
+def ticket_of(pending_request: PendingRequest | None) -> RoutingTicket | None:
     if pending_request is None:
         return None
     # Without this, Serve asks a router that has no candidate again at once, and the loop hangs.
     pending_request.routing_context.should_backoff = True
     first = pending_request.args[0] if pending_request.args else None
-    return first if isinstance(first, RoutingPayload) else None
+    return first if isinstance(first, RoutingTicket) else None
 
 
 def eligible_replicas(
-    running: list[RunningReplica], payload: RoutingPayload | None, stale_after_s: float
+    running: list[RunningReplica], ticket: RoutingTicket | None, stale_after_s: float
 ) -> list[Replica]:
     """Snapshots of the replicas that may take the request, now."""
+    if ticket is None:
+        ticket = RoutingTicket(InFlight())
     return candidates(
         [
-            snapshot(replica.replica_id.unique_id, _stats(replica), in_flight.IN_FLIGHT)
+            snapshot(replica.replica_id.unique_id, _stats(replica), ticket.ledger)
             for replica in running
         ],
-        exclude=frozenset() if payload is None else payload.exclude,
-        pinned_to=None if payload is None else payload.pinned_to,
+        exclude=ticket.exclude,
+        pinned_to=ticket.pinned_to,
         now=time.time(),
         stale_after_s=stale_after_s,
     )
@@ -104,13 +106,11 @@ def _stats(replica: RunningReplica) -> RoutingStats | None:
 
 
 def book(
-    payload: RoutingPayload, eligible: list[Replica], decision: Decision, model: str, policy: str
+    ticket: RoutingTicket, eligible: list[Replica], decision: Decision, model: str, policy: str
 ) -> None:
-    """Raise the chosen replica's load by the request's estimate, and count the decision."""
-    ledger = in_flight.IN_FLIGHT
-    payload.chosen.append(next(one for one in eligible if one.id == decision.replica_id))
-    ledger.started(payload.booking, decision.replica_id, payload.tokens, time.time())
-    ledger.decided(model, policy, decision.reason)
+    """Book the request on the chosen replica, and count the decision."""
+    ticket.book(next(one for one in eligible if one.id == decision.replica_id))
+    ticket.ledger.decided(model, policy, decision.reason)
 
 
 def ranks(

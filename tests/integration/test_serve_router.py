@@ -20,9 +20,11 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from loomserve.platform.config import Router
-from loomserve.routers.base import RoutingPayload
-from loomserve.routers.in_flight import IN_FLIGHT, NOTHING, Assigned, Booking
+from loomserve.routers.in_flight import NOTHING, Assigned, InFlight
 from loomserve.routers.serve.choice import request_router_config
+from loomserve.routers.ticket import RoutingTicket
+
+IN_FLIGHT = InFlight()
 
 
 class Echo:
@@ -78,18 +80,17 @@ def load_aware(tmp_path_factory: pytest.TempPathFactory) -> tuple[DeploymentHand
 
 
 @asynccontextmanager
-async def routed(handle: DeploymentHandle, **payload: Any) -> AsyncIterator[str]:
+async def routed(handle: DeploymentHandle, **asked: Any) -> AsyncIterator[str]:
     """A request as the gateway makes it: open while the block runs."""
-    booking = Booking()
-    try:
+    with RoutingTicket(IN_FLIGHT, **asked) as ticket:
         async with (
             asyncio.timeout(60),  # the first one waits for the router to start
-            handle.choose_replica(RoutingPayload(booking, **payload), _reserve=False) as selection,
+            handle.choose_replica(ticket, _reserve=False) as selection,
         ):
             replica_id = selection.replica_id
+        assert ticket.replica is not None
+        assert ticket.replica.id == replica_id
         yield replica_id
-    finally:
-        IN_FLIGHT.finished(booking, time.time())
 
 
 async def two_replicas(handle: DeploymentHandle) -> tuple[str, str]:
@@ -150,14 +151,15 @@ def test_reports_exclusion_and_draining_steer_requests(
     async def steer() -> None:
         a, b = await two_replicas(handle)
 
-        async def pick(**payload: Any) -> str:
-            async with routed(handle, **payload) as replica_id:
+        async def pick(**asked: Any) -> str:
+            async with routed(handle, **asked) as replica_id:
                 return replica_id
 
         for idle, busy in ((a, b), (b, a)):
             reports.write_text(json.dumps({idle: stats(0), busy: stats(9)}))
             await until(idle, pick)
             assert await pick(exclude=frozenset({idle})) == busy
+            assert await pick(pinned_to=busy) == busy
 
         reports.write_text(json.dumps({a: stats(9), b: stats(0, draining=True)}))
         await until(a, pick)
@@ -184,8 +186,8 @@ def test_prefixes_stay_together_until_queues_differ_too_much(tmp_path: Path) -> 
     async def prefixes() -> None:
         a, b = await two_replicas(handle)
 
-        async def pick(prompt: Any, **payload: Any) -> str:
-            async with routed(handle, prompt=prompt, **payload) as replica_id:
+        async def pick(prompt: Any, **asked: Any) -> str:
+            async with routed(handle, prompt=prompt, **asked) as replica_id:
                 return replica_id
 
         story = "Once upon a time there was a weaver who "

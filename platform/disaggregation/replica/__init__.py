@@ -1,1 +1,1 @@
-"""Prefill and decode replicas of a model, to each other, over HTTP."""
+"""HTTP between the decode and prefill replicas of a model."""

@@ -1,4 +1,4 @@
-"""Where a replica computes prompts for the decode replicas of its model."""
+"""Endpoint at which a prefill replica computes prompts for decode replicas."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loomserve.platform.http.client_gone import ClientGoneError, while_connected
 
 
 class PrefillEndpoint:
-    """An ASGI app: vLLM's encoded request in, its encoded first output out."""
+    """ASGI app that takes vLLM's encoded request and answers its encoded first output."""
 
     def __init__(self, llm: PrefillDecodeLLM) -> None:
         self._llm = llm

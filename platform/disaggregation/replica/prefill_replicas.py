@@ -1,9 +1,8 @@
-"""A decode replica's way to the prefill replicas of its model."""
+"""A decode replica's client of the prefill replicas of its model."""
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable
 from functools import partial
 
@@ -12,18 +11,20 @@ import aiohttp
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, PREFILL_PATH, LiveReplica
 from loomserve.platform.state.roles import PrefillAwayError, Role
 from loomserve.routers.decision import decide
-from loomserve.routers.in_flight import IN_FLIGHT, Booking
+from loomserve.routers.in_flight import InFlight
 from loomserve.routers.policies import load_aware
 from loomserve.routers.snapshot import snapshot
+from loomserve.routers.ticket import RoutingTicket
 
 _CONNECT_TIMEOUT_S = 2.0
 
 
 class PrefillReplicas:
-    """Sends prompts to the least loaded prefill replica among those the controller told of."""
+    """Client that sends each prompt to the least loaded prefill replica the controller knows."""
 
     def __init__(self, internal_token: str, load_limit: float) -> None:
         self._pick = partial(load_aware.pick, load_limit=load_limit)
+        self.ledger = InFlight()
         self._peers: dict[str, LiveReplica] = {}
         self._failed: set[str] = set()
         self._open: dict[asyncio.Task[bytes], str] = {}
@@ -33,8 +34,8 @@ class PrefillReplicas:
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
         )
 
-    def learn(self, peers: Iterable[LiveReplica]) -> None:
-        """All live replicas of the model; what waits for any other fails now."""
+    def set_replicas(self, peers: Iterable[LiveReplica]) -> None:
+        """Set the live replicas of the model; prompts at any other fail now."""
         self._peers = {peer.id: peer for peer in peers}
         self._failed.clear()
         for task, replica_id in self._open.items():
@@ -47,7 +48,7 @@ class PrefillReplicas:
             PrefillAwayError: there is no prefill replica, or the chosen one failed.
         """
         there = [
-            snapshot(peer.id, peer.stats, IN_FLIGHT)
+            snapshot(peer.id, peer.stats, self.ledger)
             for peer in self._peers.values()
             if peer.stats.role is Role.PREFILL
             and not peer.stats.draining
@@ -56,12 +57,9 @@ class PrefillReplicas:
         decision = decide(there, self._pick)
         if decision is None:
             raise PrefillAwayError("no prefill replica is there")
-        booking = Booking()
-        IN_FLIGHT.started(booking, decision.replica_id, prompt_tokens, time.time())
-        try:
+        with RoutingTicket(self.ledger, prompt_tokens=prompt_tokens) as ticket:
+            ticket.book(next(one for one in there if one.id == decision.replica_id))
             return await self._ask(self._peers[decision.replica_id], message)
-        finally:
-            IN_FLIGHT.finished(booking, time.time())
 
     async def _ask(self, peer: LiveReplica, message: bytes) -> bytes:
         task = asyncio.ensure_future(self._post(peer, message))

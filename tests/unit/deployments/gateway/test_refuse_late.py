@@ -22,8 +22,8 @@ from loomserve.platform.base.errors import TooManyRequests, Unavailable
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import Pace, ReplicaLoad
-from loomserve.routers.base import Replica, RoutingPayload
-from loomserve.routers.in_flight import IN_FLIGHT
+from loomserve.routers.base import Replica
+from loomserve.routers.ticket import RoutingTicket
 
 LOAD = ReplicaLoad(
     running=4,
@@ -44,15 +44,15 @@ class Handle:
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
-        self.payloads: list[RoutingPayload] = []
+        self.tickets: list[RoutingTicket] = []
 
     @asynccontextmanager
     async def choose_replica(
-        self, payload: RoutingPayload, _reserve: bool
+        self, ticket: RoutingTicket, _reserve: bool
     ) -> AsyncIterator[SimpleNamespace]:
-        self.payloads.append(payload)
-        payload.chosen.append(self.replica)
-        IN_FLIGHT.started(payload.booking, self.replica.id, payload.tokens, time.time())
+        self.tickets.append(ticket)
+        ticket.book(self.replica)
+        assert ticket.ledger.of(self.replica.id).requests == 1
         address = {"address": "127.0.0.1:9"}
         yield SimpleNamespace(replica_id=self.replica.id, replica_metadata=address)
 
@@ -82,7 +82,7 @@ def forward(replica: Replica, within_s: float | None, expected: float | None = 3
     try:
         asyncio.run(run())
     finally:
-        assert IN_FLIGHT.of("r1").requests == 0, "nothing stays booked"
+        assert handle.tickets[0].ledger.of("r1").requests == 0, "nothing stays booked"
     return handle  # type: ignore[no-any-return]
 
 
@@ -117,7 +117,7 @@ def test_the_router_counts_on_what_is_predicted_and_else_on_what_is_allowed() ->
         handle = Handle(BUSY)
         with pytest.raises(Unavailable):
             _forward_through(handle, expected)
-        assert handle.payloads[0].output_tokens == tokens
+        assert handle.tickets[0].output_tokens == tokens
 
 
 def _forward_through(handle: Any, expected: float | None) -> None:

@@ -42,7 +42,7 @@ def route(name: str, status: ModelStatus = ModelStatus.READY, replicas: int = 1)
 def routes(monkeypatch: pytest.MonkeyPatch) -> ModelRoutes:
     monkeypatch.setattr(model_routes, "_handle", lambda route: f"the handle of {route.name}")
     routes = ModelRoutes(batch_only=["old"])
-    routes.learn(
+    routes.apply(
         [
             route("chat"),
             route("code"),
@@ -83,7 +83,7 @@ def test_a_key_for_other_models_is_refused(routes: ModelRoutes) -> None:
 
 
 def test_where_there_is_one_model_it_need_not_be_named(routes: ModelRoutes) -> None:
-    routes.learn([route("only")])
+    routes.apply([route("only")])
     assert routes.find(None, None).name == "only"
 
 
@@ -91,7 +91,7 @@ def test_a_model_that_comes_back_keeps_its_handle_and_one_without_replicas_has_n
     routes: ModelRoutes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(model_routes, "_handle", lambda route: "another")
-    routes.learn([route("chat"), route("starting")])
+    routes.apply([route("chat"), route("starting")])
     assert routes.handle("chat") == "the handle of chat"
     assert routes.handle("starting") == "another"
 

@@ -13,7 +13,6 @@ from loomserve.platform.disaggregation.replica.prefill_replicas import PrefillRe
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, PREFILL_PATH, LiveReplica
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import PrefillAwayError, Role
-from loomserve.routers.in_flight import IN_FLIGHT
 from loomserve.routers.snapshot import RoutingStats
 
 
@@ -77,7 +76,7 @@ def anyio_backend() -> str:
 
 async def test_the_least_loaded_replica_that_prefills_and_does_not_drain_is_asked() -> None:
     async with prefill_server() as address, replicas() as some:
-        some.learn(
+        some.set_replicas(
             [
                 peer("decodes", NOWHERE, role=Role.DECODE),
                 peer("drains", NOWHERE, draining=True),
@@ -90,7 +89,7 @@ async def test_the_least_loaded_replica_that_prefills_and_does_not_drain_is_aske
 
 async def test_without_a_prefill_replica_the_caller_is_told() -> None:
     async with replicas() as some:
-        some.learn([peer("decodes", NOWHERE, role=Role.DECODE)])
+        some.set_replicas([peer("decodes", NOWHERE, role=Role.DECODE)])
         with pytest.raises(PrefillAwayError, match="no prefill replica"):
             await some.prefill(b"x", 10)
 
@@ -98,11 +97,11 @@ async def test_without_a_prefill_replica_the_caller_is_told() -> None:
 async def test_one_that_failed_is_not_asked_again_until_the_controller_names_it_anew() -> None:
     async with prefill_server() as address, replicas() as some:
         both = [peer("dead", NOWHERE), peer("sound", address, running=1)]
-        some.learn(both)
+        some.set_replicas(both)
         with pytest.raises(PrefillAwayError, match="dead"):
             await some.prefill(b"x", 10)
         assert await some.prefill(b"x", 10) == b"by x"
-        some.learn(both)
+        some.set_replicas(both)
         with pytest.raises(PrefillAwayError, match="dead"):
             await some.prefill(b"x", 10)
 
@@ -112,7 +111,7 @@ async def test_an_error_of_the_replica_counts_as_a_failure() -> None:
         raise web.HTTPInternalServerError
 
     async with prefill_server(fail) as address, replicas() as some:
-        some.learn([peer("a", address)])
+        some.set_replicas([peer("a", address)])
         with pytest.raises(PrefillAwayError, match="500"):
             await some.prefill(b"x", 10)
 
@@ -125,18 +124,18 @@ async def test_a_replica_that_hangs_is_waited_for_only_while_it_reports() -> Non
         await asyncio.sleep(60)
 
     async with prefill_server(hang) as address, replicas() as some:
-        some.learn([peer("hangs", address)])
+        some.set_replicas([peer("hangs", address)])
         asked = asyncio.create_task(some.prefill(b"x", 10))
         await reached.wait()
         # A new role ends nothing that was begun.
-        some.learn([peer("hangs", address, role=Role.DECODE)])
+        some.set_replicas([peer("hangs", address, role=Role.DECODE)])
         await asyncio.sleep(0.05)
         assert not asked.done()
-        assert IN_FLIGHT.of("hangs").requests == 1
-        some.learn([])
+        assert some.ledger.of("hangs").requests == 1
+        some.set_replicas([])
         with pytest.raises(PrefillAwayError, match="reports no more"):
             await asked
-        assert IN_FLIGHT.of("hangs").requests == 0
+        assert some.ledger.of("hangs").requests == 0
 
 
 async def test_a_client_that_leaves_closes_the_connection_to_the_replica() -> None:
@@ -150,7 +149,7 @@ async def test_a_client_that_leaves_closes_the_connection_to_the_replica() -> No
             left.set()
 
     async with prefill_server(hang) as address, replicas() as some:
-        some.learn([peer("a", address)])
+        some.set_replicas([peer("a", address)])
         asked = asyncio.create_task(some.prefill(b"x", 10))
         await reached.wait()
         asked.cancel()
