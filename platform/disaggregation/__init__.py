@@ -1,1 +1,1 @@
-"""Prefill and decode on replicas of their own."""
+"""Prefill/decode disaggregation: prompts are computed on other replicas than answers."""

@@ -1,6 +1,6 @@
-"""What a decode engine measures about prompts that a prefill engine computed for it.
+"""A decode engine's metrics of the prompts that a prefill engine computed for it.
 
-Like vLLM's own metrics they stand in the default registry of the engine's process; the gateway adds
+Like vLLM's own, they are in the default registry of the engine's process; the gateway adds
 the labels ``model``, ``replica`` and ``device``.
 """
 

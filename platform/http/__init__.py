@@ -1,1 +1,1 @@
-"""HTTP servers of the platform, and what they have in common."""
+"""HTTP server, its bounds, and helpers that all HTTP endpoints of the platform share."""

@@ -1,4 +1,4 @@
-"""Work for an HTTP client that may leave before it is done."""
+"""Cancels work when the HTTP client that waits for it disconnects."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ class ClientGoneError(Exception):
 
 
 async def while_connected(work: Coroutine[Any, Any, R], receive: Receive) -> R:
-    """The work's result; ``receive`` has given the whole body before.
+    """Run ``work`` until it is done or the client disconnects; its result.
+
+    The body must have been received before.
 
     Raises:
-        ClientGoneError: the work has ended, cancelled.
+        ClientGoneError: the client disconnected, and the work was cancelled.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(receive))

@@ -9,7 +9,7 @@ _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 422: "inva
 
 
 def normalise(body: bytes, status: int) -> dict[str, Any]:
-    """OpenAI's error object for an engine's answer of ``status`` (400 to 499)."""
+    """OpenAI's error object for the body of an engine's answer; ``status`` is 400 to 499."""
     try:
         error = json.loads(body)
     except ValueError:

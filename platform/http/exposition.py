@@ -1,7 +1,7 @@
 """Merges the metrics of many processes into one page of Prometheus' text format 0.0.4.
 
-Line by line rather than with ``prometheus_client.parser``: that one looks at every character in
-Python and takes several times as long, on the core that also carries the token traffic. The
+It reads line by line rather than with ``prometheus_client.parser``, which looks at every character
+in Python and takes several times as long, on the core that also carries the token traffic. The
 format: https://prometheus.io/docs/instrumenting/exposition_formats/#text-format-details
 """
 
@@ -41,7 +41,7 @@ _Series = tuple[str, frozenset[tuple[str, str]]]
 
 
 class _InvalidPartError(ValueError):
-    """A part is not valid by itself, or contradicts a part before it."""
+    """An exposition is not valid by itself, or contradicts one before it."""
 
 
 @dataclass
@@ -58,7 +58,7 @@ class _Page:
         self._series: set[_Series] = set()
 
     def add(self, part: Mapping[str, _Family]) -> None:
-        """Take in a part, whole or not at all."""
+        """Add an exposition, whole or not at all."""
         series = [one for family in part.values() for one in family.series]
         added = set(series)
         if len(added) < len(series) or not added.isdisjoint(self._series):
@@ -84,11 +84,11 @@ class _Page:
 
 
 def merge(parts: Sequence[tuple[Mapping[str, str], str | None]]) -> str:
-    """One exposition out of many.
+    """Merge many expositions into one.
 
     Args:
-        parts: for each process the labels to add to all its samples and its own exposition, or
-            None if it could not be had. Label sets must differ between processes.
+        parts: for each process, the labels to add to all its samples, and its exposition; None:
+            it could not be read. Label sets must differ between processes.
 
     Returns:
         Every family once, with the samples of all parts. A sample's own label of the same name as

@@ -1,4 +1,4 @@
-"""A uvicorn server that lives inside a Serve replica's event loop."""
+"""A uvicorn server that runs in a Serve replica's event loop."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """Serves an ASGI app on a socket until :meth:`stop`."""
+    """HTTP server of an ASGI app on a socket, from :meth:`start` to :meth:`stop`."""
 
     def __init__(
         self, app: ASGIApp, sock: socket.socket, *, protocol: type[HttpToolsProtocol]
@@ -51,7 +51,7 @@ class HttpServer:
         return self._task is not None and not self._task.done()
 
     async def stop(self, timeout_s: float) -> None:
-        """Accept nothing new, let open requests finish for ``timeout_s``, then cut them."""
+        """Accept no connection, give open requests ``timeout_s`` seconds, then cut them."""
         self._server.config.timeout_graceful_shutdown = max(1, int(timeout_s))
         self._server.should_exit = True
         if self._task is not None:
@@ -59,10 +59,10 @@ class HttpServer:
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
-    """A bound TCP socket; ``port`` 0 takes a free one, ``shared`` lets several processes bind it.
+    """A bound TCP socket. ``port`` 0 takes a free one; ``shared`` lets several processes bind it.
 
     Raises:
-        OSError: the address is in use or not of this machine.
+        OSError: the address is in use, or is not of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)

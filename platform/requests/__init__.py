@@ -1,1 +1,1 @@
-"""A client's request on its way from the gateway to an engine, and what is measured of it."""
+"""Clients' requests on their way from the gateway to an engine, and their metrics."""

@@ -1,10 +1,10 @@
-"""How many tokens an answer had, read from its last bytes as they pass."""
+"""The number of tokens of an answer, read from its last bytes as they pass."""
 
 from __future__ import annotations
 
 import re
 
-# The usage stands at the end of every body, and so does why it ended.
+# The usage and the finish reason are at the end of every body.
 _TAIL_BYTES = 4096
 # An answer's own text cannot look like this: there, quotation marks have a backslash before them.
 _TOKENS = re.compile(rb'"(?:completion|output)_tokens":\s?(\d{1,9})')
@@ -14,7 +14,7 @@ _ENDED = re.compile(
 
 
 class AnswerLength:
-    """Keeps the end of one answer. Nothing is parsed before somebody asks."""
+    """Tail of one answer's body; parsed only when its tokens are asked for."""
 
     def __init__(self) -> None:
         self._tail = b""
@@ -25,10 +25,10 @@ class AnswerLength:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens of an answer that the model ended itself.
+        """Tokens of the answer, if the model itself ended it.
 
-        None if it was cut off, or does not say: a stream does so only for a client that set
-        ``stream_options.include_usage``, and Anthropic's always.
+        None: the answer was cut off, or has no usage. A stream has it only if the client set
+        ``stream_options.include_usage``; Anthropic's streams always have.
         """
         found = _TOKENS.findall(self._tail)
         return int(found[-1]) if found and _ENDED.search(self._tail) else None

@@ -1,4 +1,4 @@
-"""What the gateway measures about the requests that pass through it.
+"""The gateway's metrics of the requests that pass through it.
 
 Every metric is described for operators in ``docs/metrics.md``; a test keeps the two alike.
 """
@@ -56,9 +56,9 @@ class GatewayMetrics:
         self._models: dict[str, _ModelMetrics] = {}
 
     def set_models(self, replicas: Mapping[str, Iterable[str]]) -> None:
-        """The served models, each with the ids of its replicas.
+        """Set the served models, each with the ids of its replicas.
 
-        What is gone is no longer shown as having requests in flight; its counts stay.
+        Models and replicas that are gone lose their gauge of requests in flight; counters stay.
         """
         for name in self._models.keys() - replicas.keys():
             self._models.pop(name).set_replicas(())
@@ -68,26 +68,26 @@ class GatewayMetrics:
             self._models[name].set_replicas(ids)
 
     def set_decisions(self, decisions: Mapping[tuple[str, str, str], int]) -> None:
-        """Routing decisions since the process started, by (model, policy, reason)."""
+        """Set the routing decisions since the process started, by (model, policy, reason)."""
         for labels, count in decisions.items():
             new = count - self._counted_decisions.get(labels, 0)
             self._route_decisions.labels(*labels).inc(new)
         self._counted_decisions.update(decisions)
 
     def rejected(self, reason: str) -> None:
-        """The platform answered an error; ``reason`` is the error's ``code``."""
+        """Count an error that the platform answered; ``reason`` is the error's ``code``."""
         self._rejected.labels(reason).inc()
 
     def finished(
         self, model: str, endpoint: str, status: int, duration_s: float, slo_ms: float | None
     ) -> None:
-        """A request ended.
+        """Count a request that ended.
 
         Args:
             model: the name it asked for.
             endpoint: the path of the gateway's route, which clients cannot choose freely.
             status: the HTTP status it was answered with.
-            duration_s: from its arrival to its last byte.
+            duration_s: seconds from its arrival to its last byte.
             slo_ms: the deadline it asked for. It is met by a success within that time.
         """
         metrics = self._model(model)
@@ -98,13 +98,13 @@ class GatewayMetrics:
             metrics.slo_met[status < 400 and duration_s * 1000 <= slo_ms].inc()
 
     def streamed(self, model: str, *, ttft_s: float, stream_s: float, chunks: int) -> None:
-        """A stream is complete.
+        """Record the times of a complete stream.
 
         Args:
             model: the name it asked for.
-            ttft_s: time to its first byte.
-            stream_s: from its first byte to its last.
-            chunks: how many pieces it came in; a single one has no time between.
+            ttft_s: seconds to its first byte.
+            stream_s: seconds from its first byte to its last.
+            chunks: number of pieces; a single one gives no time between tokens.
         """
         metrics = self._model(model)
         metrics.time_to_first_token.observe(ttft_s)
@@ -120,25 +120,25 @@ class GatewayMetrics:
         return self._model(model).queue.track_inprogress()
 
     def client_disconnected(self, model: str) -> None:
-        """A client left before its answer was complete."""
+        """Count a client that left before its answer was complete."""
         self._model(model).client_disconnects.inc()
 
     def engine_failed(self, model: str) -> None:
-        """An engine could not be reached, or died while it worked on a request."""
+        """Count an engine that could not be reached, or died while it worked on a request."""
         self._model(model).engine_failures.inc()
 
     def length_predicted(self, model: str, outcome: str) -> None:
-        """A length was asked for: it was ``made``, came too ``late``, or ``failed``."""
+        """Count a prediction by its outcome: ``made``, too ``late``, or ``failed``."""
         self._model(model).length_predictions[outcome].inc()
 
     def length_observed(self, model: str, error_tokens: float) -> None:
-        """An answer whose length was predicted ended by itself, so many tokens off."""
+        """Count an answer that ended by itself, ``error_tokens`` off its predicted length."""
         metrics = self._model(model)
         metrics.length_observed.inc()
         metrics.length_error.inc(error_tokens)
 
     def refused_late(self, model: str) -> None:
-        """A request was refused, for it was predicted to miss its deadline."""
+        """Count a request that was refused because it was predicted to miss its deadline."""
         self._model(model).refused_late.inc()
 
     def _model(self, name: str) -> _ModelMetrics:
@@ -230,7 +230,7 @@ class _ModelFamilies:
 
 
 class _ModelMetrics:
-    """The children of every family for one model."""
+    """The metrics of one model: each family's children with its label."""
 
     def __init__(self, families: _ModelFamilies, model: str) -> None:
         self._families = families

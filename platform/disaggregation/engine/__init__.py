@@ -1,1 +1,1 @@
-"""vLLM's engine front end that hands prompts over to another engine."""
+"""vLLM's engine front end, which hands prompts over to another engine."""

@@ -1,4 +1,4 @@
-"""What a decode engine asks of a prefill engine, and what it makes of the answer."""
+"""Transforms a request into the prefill engine's share and the decode engine's rest."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Handoff(StrEnum):
 
 
 def usable(request: EngineCoreRequest) -> Handoff:
-    """What of ``request`` another engine can do without the answer depending on it.
+    """How much of ``request`` a prefill engine can do without changing the answer.
 
-    An engine that continues after a first token of another's takes that token for the prompt's
-    last. Sampling that looks back at what was generated (penalties, seeds, grammars, ...) would see
-    one token too few, so such a request shares its KV only.
+    A decode engine that continues after the prefill engine's first token takes that token for the
+    prompt's last. Sampling that looks back at what was generated (penalties, seeds, grammars, ...)
+    would see one token too few, so such a request shares its KV only.
     """
     params = request.sampling_params
     if (
@@ -58,7 +58,7 @@ def usable(request: EngineCoreRequest) -> Handoff:
 
 
 def _without_memory(params: SamplingParams) -> bool:
-    # Whatever else stands in extra_args is some logits processor's.
+    # Any other entry of extra_args is for a logits processor.
     return (params.extra_args or {}).keys() <= {DEADLINE} and all(
         field.name in _WITHOUT_MEMORY or getattr(params, field.name) in (field.default, None, [])
         for field in msgspec.structs.fields(params)
@@ -66,7 +66,7 @@ def _without_memory(params: SamplingParams) -> bool:
 
 
 def first_token_only(request: EngineCoreRequest) -> EngineCoreRequest:
-    """What the prefill engine shall do of ``request``."""
+    """The request for the prefill engine: the prompt and one token, without text."""
     prompt = _with_kv_transfer(request, {HANDS_OVER: True})
     params = prompt.sampling_params
     params.max_tokens = 1
@@ -79,12 +79,12 @@ def first_token_only(request: EngineCoreRequest) -> EngineCoreRequest:
 
 
 def with_kv_from_store(request: EngineCoreRequest) -> EngineCoreRequest:
-    """The request as EngineCore shall have it, whose connector then waits for the prompt's KV."""
+    """The request for EngineCore; the connector waits for the prompt's KV from the store."""
     return _with_kv_transfer(request, {HANDED_OVER: len(request.prompt_token_ids)})
 
 
 def after_first_token(request: EngineCoreRequest, tokens: list[int]) -> EngineCoreRequest:
-    """The same, for what is left of the request once a prefill engine has generated ``tokens``."""
+    """The request for EngineCore to continue after the ``tokens`` of a prefill engine."""
     rest = with_kv_from_store(request)
     params = rest.sampling_params
     params.max_tokens -= len(tokens)
@@ -101,7 +101,7 @@ def _with_kv_transfer(request: EngineCoreRequest, said: dict[str, Any]) -> Engin
 
 
 def on_our_clock(output: EngineCoreOutput, sent_at: float) -> EngineCoreOutput:
-    """The prefill engine's events in our monotonic time: it queued the request as we sent it."""
+    """Shift the prefill engine's events to our monotonic clock, taking sending for queueing."""
     if output.events:
         ahead = output.events[0].timestamp - sent_at
         for event in output.events:

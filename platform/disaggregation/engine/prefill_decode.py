@@ -1,11 +1,11 @@
-"""An engine that has another one compute its prompts, or computes prompts for another.
+"""vLLM's front end for both sides of disaggregation: computes prompts for, or at, another engine.
 
 The decode side takes a request as any engine does: its own front end parses, tokenises and later
-detokenises. Before the request enters EngineCore, it goes to a prefill engine, whose first token is
-what the client gets first. EngineCore then continues from prompt and first token, and its connector
+detokenises. Before the request enters EngineCore, it goes to a prefill engine, whose first token
+the client gets. EngineCore then continues from prompt and first token, and its connector
 loads their KV from the store. The client's stream is one from beginning to end.
 
-Where no prefill engine answers, or the store has not what it saved, this engine computes the
+If no prefill engine answers, or the store lacks the blocks that it saved, this engine computes the
 prompt itself.
 """
 
@@ -45,9 +45,9 @@ from loomserve.platform.scheduling import metrics as scheduling
 from loomserve.platform.state.roles import PrefillAwayError
 
 RemotePrefill = Callable[[bytes, int], Awaitable[bytes]]
-"""Sends an encoded request of so many prompt tokens to :meth:`PrefillDecodeLLM.prefill` elsewhere.
+"""Sends an encoded request and its number of prompt tokens to another engine's ``prefill``.
 
-Raises :class:`PrefillAwayError` where there is no prefill engine, or where it fails."""
+Raises :class:`PrefillAwayError` if there is no prefill engine, or if it fails."""
 
 
 class PrefillDecodeLLM(AsyncLLM):  # type: ignore[misc]
@@ -146,7 +146,7 @@ class PrefillDecodeLLM(AsyncLLM):  # type: ignore[misc]
     async def _prefill_elsewhere(
         self, remote: RemotePrefill, request: EngineCoreRequest
     ) -> EngineCoreOutput | None:
-        """The first token, by a prefill engine that has put the KV into the store."""
+        """A prefill engine's first output, once the KV is in the store; None: it is away."""
         sent_at = time.monotonic()
         try:
             answer = await remote(encode(first_token_only(request)), len(request.prompt_token_ids))
@@ -160,7 +160,7 @@ class PrefillDecodeLLM(AsyncLLM):  # type: ignore[misc]
     def _take_over(
         self, request: EngineCoreRequest, handoff: Handoff, first: EngineCoreOutput
     ) -> EngineCoreRequest | None:
-        """What is left to be done here; None if the first token was the last."""
+        """The rest of the request, for this engine; None if the first token was the last."""
         if handoff is Handoff.KV:
             self.output_processor.handed_over(request.request_id, first, seen=False)
             return with_kv_from_store(request)
@@ -197,9 +197,9 @@ class _HandedOver(NamedTuple):
 
 
 class FirstOutputs(OutputProcessor):  # type: ignore[misc]
-    """vLLM's output processor, which keeps the first outputs that decode engines wait for.
+    """vLLM's output processor; keeps the first outputs that decode engines wait for.
 
-    Whatever passes it is also noted down for ``turnaround``.
+    It also records the events of all requests in ``turnaround``.
     """
 
     def __init__(self, stock: OutputProcessor, turnaround: Turnaround) -> None:
@@ -210,12 +210,12 @@ class FirstOutputs(OutputProcessor):  # type: ignore[misc]
             tracing_enabled=stock.tracing_enabled,
         )
         self.awaited: dict[str, list[EngineCoreOutput]] = {}
-        """By request, the outputs that :meth:`PrefillDecodeLLM.prefill` sends on."""
+        """Outputs by request id, which :meth:`PrefillDecodeLLM.prefill` sends to decode engines."""
         self._handed_over: dict[str, _HandedOver] = {}
         self._turnaround = turnaround
 
     def handed_over(self, request_id: str, first: EngineCoreOutput, *, seen: bool) -> None:
-        """A prefill engine has, just now, computed the prompt of a request that goes on here.
+        """Note that a prefill engine has just computed the prompt of a request that continues here.
 
         Args:
             request_id: the request.

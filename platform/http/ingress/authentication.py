@@ -1,4 +1,4 @@
-"""Which door a path is behind, and whether a request may pass it."""
+"""Authentication of HTTP requests by path: API keys, the admin token, or nothing."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def under(path: str, root: str) -> bool:
 
 
 class Authentication:
-    """``/v1`` is behind the API keys, everything else but health checks behind the admin token.
+    """Checks API keys under ``/v1``, and the admin token everywhere else but on health checks.
 
-    A path that nobody listed is behind the admin token too, so that a new route is never open by
-    accident; who has no token is told that it does not exist.
+    A path that is not listed here needs the admin token too, so that a new route is never open by
+    accident; without the token it is answered 404.
     """
 
     def __init__(self, server: Server) -> None:
@@ -37,12 +37,12 @@ class Authentication:
         self._origins = frozenset(origin.encode() for origin in server.cors_origins)
 
     def check(self, path: str, headers: Mapping[bytes, bytes]) -> ApiKey | None:
-        """The API key that asks; None where none is needed.
+        """The request's API key; None where none is needed.
 
         Raises:
             Unauthorized: the key or token is missing or wrong.
-            Forbidden: a web page of another site asks for what is open on loopback.
-            NotFound: the path is nobody's.
+            Forbidden: a web page of another site asks for a path that is open on loopback.
+            NotFound: the path is not listed, and the token is missing or wrong.
         """
         if path in _OPEN:
             return None

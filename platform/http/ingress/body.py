@@ -1,4 +1,4 @@
-"""The request body: read whole, within limits, before the application sees the request."""
+"""Reads a request's whole body, within limits, before the application sees the request."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ async def read_body(
     Raises:
         BadRequest: Content-Length is not a length.
         BodyTooLarge: the body is longer than ``max_bytes``, declared or counted.
-        RequestTimeout: the body was not here after ``timeout_s`` seconds. However many of them this
-            process had no core, they count as one look: the client may have had none either.
+        RequestTimeout: the body was not here after ``timeout_s`` seconds. The time is counted in
+            looks, so that seconds in which this process got no core count once: the client may
+            have got none either.
     """
     _check_length(content_length, max_bytes)
     collecting = asyncio.ensure_future(_collect(receive, max_bytes))
@@ -40,7 +41,7 @@ async def read_body(
 
 
 def replay(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that gives the whole body once, then what the server says of the client."""
+    """A ``receive`` that gives the whole body once, then the server's own messages."""
     message: Message | None = {"type": "http.request", "body": body, "more_body": False}
 
     async def replayed() -> Message:

@@ -1,4 +1,4 @@
-"""One request's id and the state of its response."""
+"""The id of a request and the state of its response."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def choose_request_id(header: bytes | None) -> bytes:
 
 
 class Exchange:
-    """Stands before the server's ``send``: names the response and remembers how far it got.
+    """Wrapper of the server's ``send``: adds the request id and records how far the response got.
 
-    It is the only thing that every chunk of a stream passes, so it does next to nothing.
+    Every chunk of a stream passes it, so it does next to nothing.
     """
 
     __slots__ = ("_send", "complete", "is_event_stream", "request_id", "status")

@@ -35,7 +35,7 @@ def ingress_middleware(
     streamed: frozenset[str] = frozenset(),
     clock: Callable[[], float] = time.monotonic,
 ) -> ASGIApp:
-    """``app`` behind request ids, CORS, error answers, authentication and limits.
+    """Wrap ``app`` in request ids, CORS, error answers, authentication and limits.
 
     Args:
         app: the platform; give it ``exception_handlers`` if it is Starlette or FastAPI.
@@ -85,7 +85,7 @@ def _named(scope: Scope, send: Send) -> tuple[Scope, Exchange]:
 
 
 class _Guard:
-    """Everything within CORS, so that browsers may read the errors too."""
+    """Middleware within CORS, so that browsers may read its errors too."""
 
     def __init__(
         self,

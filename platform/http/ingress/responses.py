@@ -46,12 +46,12 @@ def error_response(error: RequestError) -> Response:
 
 
 def error_event(error: RequestError) -> bytes:
-    """The error as a server-sent event, for a stream that has begun with status 200."""
+    """The error as a server-sent event, for a stream that began with status 200."""
     return b"data: " + json.dumps(error.body()).encode() + b"\n\n"
 
 
 def as_request_error(error: Exception) -> RequestError:
-    """What the client is told: the error itself, or that we are broken."""
+    """The error that the client is told: ``error`` itself, or an internal error."""
     if isinstance(error, RequestError):
         return error
     return InternalError(
