@@ -292,6 +292,10 @@ def blocks_in_memory(path: Sequence[RadixNode]) -> int:
     return sum(len(node.slots) for node in path)
 
 
+def key_at(keys: bytes, position: int) -> bytes:
+    return keys[position * KEY_BYTES : (position + 1) * KEY_BYTES]
+
+
 def first_keys(keys: bytes, blocks: int) -> bytes:
     """The keys of the first ``blocks`` blocks of a chain.
 

@@ -6,9 +6,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+from loomserve.kvstore.index.radix import KEY_BYTES, key_at
 from loomserve.kvstore.storage.checksum import BlockHeader
 
-_NO_PARENT = bytes(16)
+_NO_PARENT = bytes(KEY_BYTES)
 
 BlockId = tuple[bytes, bytes]
 """Namespace and key."""
@@ -21,6 +22,12 @@ class ChainRun(NamedTuple):
     keys: bytes
     first: int
     places: list[int]
+
+
+def header_at(namespace: bytes, keys: bytes, position: int) -> BlockHeader:
+    """Header of the block at ``position`` of the chain ``keys``."""
+    parent = key_at(keys, position - 1) if position else _NO_PARENT
+    return BlockHeader(namespace, key_at(keys, position), parent, position)
 
 
 def chain_runs(

@@ -240,9 +240,9 @@ class ArenaOwner(Arena):
         return self._extent(slot).slot_bytes
 
     @property
-    def extents_free(self) -> int:
-        """Extents in the pool."""
-        return len(self._pool)
+    def used_bytes(self) -> int:
+        """Bytes of all allocated slots."""
+        return sum(size * of.allocated for size, of in self.usage().items())
 
     def usage(self) -> dict[int, ClassUsage]:
         """By the size of their slots: the extents that are not in the pool."""

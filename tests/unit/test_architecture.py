@@ -23,7 +23,6 @@ LONG_FILES: dict[str, str] = {
     "platform/engine/scheduler.py": "to be divided",
     "platform/fleet/fleet.py": "to be divided",
     "platform/lending/engine/borrower_scheduler.py": "to be divided",
-    "kvstore/server/store.py": "to be divided",
 }
 LONG_CLASSES: dict[str, str] = {
     "platform/batch/lane.py:BatchLane": "to be divided",
@@ -33,7 +32,6 @@ LONG_CLASSES: dict[str, str] = {
     "platform/lending/engine/borrower_scheduler.py:BorrowingScheduler": "to be divided",
     "platform/lending/engine/worker.py:RemoteAttentionWorker": "to be divided",
     "deployments/controller/controller.py:Controller": "to be divided",
-    "kvstore/server/store.py:BlockStore": "to be divided",
 }
 SHARED_NAMES: dict[str, str] = {}
 

@@ -298,7 +298,9 @@ class Home:
     def check_slots(self) -> None:
         """Every slot is the index's, a writer's or a promotion's, and all that are, are."""
         self.index.check()
-        held = [slot for room in self.store._rooms() for slot in room.slots]
+        held = [
+            slot for reserved in self.store._allocator.reservations() for slot in reserved.slots
+        ]
         held += [slot for node in self.nodes() for slot in node.slots]
         arena = [
             slot
@@ -1269,7 +1271,7 @@ class AnyInterleaving(RuleBasedStateMachine):
         self.home.pass_time(seconds)
         now = self.home.now
         self.readings = {id_: of for id_, of in self.readings.items() if of.ends_at > now}
-        alive = self.home.store._writers
+        alive = self.home.store._writers._writes
         self.outlived += [write for write in self.writes if write.room.writer not in alive]
         self.writes = [write for write in self.writes if write.room.writer in alive]
 
@@ -1367,7 +1369,8 @@ class AnyInterleaving(RuleBasedStateMachine):
 
     @invariant()
     def the_quota_holds(self) -> None:
-        assert self.home.store._held_bytes({OTHER} & self.home.store._spaces.keys()) <= QUOTA
+        store = self.home.store
+        assert store._allocator.held_bytes(store._spaces.of_model(MODELS[OTHER])) <= QUOTA
 
     @invariant()
     def the_ssd_is_within_its_capacity(self) -> None:

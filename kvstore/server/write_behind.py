@@ -1,0 +1,139 @@
+"""Write-behind: copies blocks to SSD, by a thread, before they would be evicted and lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from loomserve.kvstore.index.demotion import Demotion
+from loomserve.kvstore.index.index import Index
+from loomserve.kvstore.index.radix import KEY_BYTES
+from loomserve.kvstore.index.recovery import header_at
+from loomserve.kvstore.server.allocator import UNKNOWN_RECOMPUTE_S
+from loomserve.kvstore.server.leases import Leases
+from loomserve.kvstore.server.spaces import Spaces
+from loomserve.kvstore.storage.arena import ArenaOwner
+from loomserve.kvstore.storage.ssd import SsdFullError, SsdTier
+
+_logger = logging.getLogger(__name__)
+
+# Blocks are copied to SSD while this share of the arena is used, so that evicting them is free.
+_ABOVE = 0.5
+_BATCH_BLOCKS = 16
+# Looking for blocks to copy passes over all; so long after one found none, or the SSD took none.
+_PAUSE_S = 1.0
+_FAILED_PAUSE_S = 30.0
+
+
+class _Written(NamedTuple):
+    """Locations of each demotion's blocks, as many as the SSD took before it was full or failed."""
+
+    locations: list[list[int]]
+    full: bool = False
+    failed: bool = False
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Leased blocks on their way to SSD."""
+
+    demotions: Sequence[Demotion]
+    leases: Sequence[int]
+    done: Future[_Written]
+
+
+class WriteBehind:
+    """At most one batch of blocks on its way to SSD, in the order in which they would be evicted.
+
+    A full SSD drops its oldest segment; one that fails is left alone for a while.
+    """
+
+    def __init__(
+        self,
+        ssd: SsdTier,
+        index: Index,
+        arena: ArenaOwner,
+        spaces: Spaces,
+        leases: Leases,
+        thread: Executor | None = None,
+    ) -> None:
+        self._ssd = ssd
+        self._index = index
+        self._arena = arena
+        self._spaces = spaces
+        self._leases = leases
+        if thread is None:
+            thread = ThreadPoolExecutor(1, thread_name_prefix="kv-ssd-write")
+        self._thread = thread
+        self._batch: _Batch | None = None
+        self._not_before = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return self._batch is not None
+
+    def tick(self, now: float) -> None:
+        """Take in a batch that is written, and begin one while memory fills."""
+        if self._batch is not None and self._batch.done.done():
+            batch, self._batch = self._batch, None
+            self._take_in(batch, now)
+        filling = self._arena.used_bytes > _ABOVE * self._arena.capacity_bytes
+        if filling and self._batch is None and now >= self._not_before:
+            self._begin(now)
+
+    def close(self) -> None:
+        """Wait for the batch that has begun."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _begin(self, now: float) -> None:
+        demotions = self._index.demotion_candidates(_BATCH_BLOCKS, now)
+        if not demotions:
+            self._not_before = now + _PAUSE_S
+            return
+        leases = [
+            self._leases.hold(namespace, keys, len(keys) // KEY_BYTES, now)
+            for namespace, keys, *_ in demotions
+        ]
+        self._batch = _Batch(demotions, leases, self._thread.submit(self._write, demotions))
+
+    def _write(self, demotions: Sequence[Demotion]) -> _Written:
+        """In the thread."""
+        locations: list[list[int]] = []
+        for namespace, keys, first, slots in demotions:
+            locations.append([])
+            slot_bytes = self._spaces.slot_bytes(namespace)
+            for position, slot in enumerate(slots, first):
+                header = header_at(namespace, keys, position)
+                try:
+                    location = self._ssd.write(header, self._arena.view(slot, slot_bytes))
+                except SsdFullError:
+                    return _Written(locations, full=True)
+                except OSError as error:
+                    _logger.warning("cannot keep KV blocks on SSD: %s", error)
+                    return _Written(locations, failed=True)
+                locations[-1].append(location)
+        return _Written(locations)
+
+    def _take_in(self, batch: _Batch, now: float) -> None:
+        self._leases.release(batch.leases)
+        written = batch.done.result()
+        for (namespace, keys, first, _), locations in zip(
+            batch.demotions, written.locations, strict=False
+        ):
+            self._index.insert_ssd(namespace, keys, first, locations, now, UNKNOWN_RECOMPUTE_S)
+        freed = written.full and self._free_ssd()
+        if written.failed or (written.full and not freed):
+            self._not_before = now + _FAILED_PAUSE_S
+
+    def _free_ssd(self) -> bool:
+        """Drop the oldest segment; False if that makes no room."""
+        # Others may have filled the disk.
+        used = self._ssd.used_bytes
+        try:
+            self._index.drop_ssd(self._ssd.drop_oldest_segment())
+        except OSError as error:
+            _logger.warning("cannot make room for KV blocks on SSD: %s", error)
+        return self._ssd.used_bytes < used
