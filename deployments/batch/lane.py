@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
 from ray import serve
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from loomserve.deployments.batch.executor import GatewayExecutor
 from loomserve.deployments.batch.offline_worker import RayOfflineWorker
+from loomserve.deployments.ray_node import node_address
 from loomserve.platform.access.key_models import KnownKeys
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.batch.executors import SeveralExecutors
@@ -68,7 +68,7 @@ class BatchLaneDeployment:
             self._store, self._folder, executor, checked, max_body=front.max_body
         )
         api = BatchApi(self._lane, self._store, self._folder, checked)
-        host = ray._private.worker._global_node.node_ip_address
+        host = node_address()
         sock = listen(host, 0)
         self._address = f"{host}:{sock.getsockname()[1]}"
         self._http = HttpServer(api.app(internal_token), sock, protocol=HttpToolsProtocol)

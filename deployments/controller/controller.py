@@ -22,6 +22,7 @@ from ray.serve.context import _get_global_client
 from loomserve.deployments.engine.deploy import deploy_model
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.base.errors import BadRequest, ConfigError, Conflict, RequestError
+from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config, Model
 from loomserve.platform.devices.memory import least_replicas
 from loomserve.platform.fleet.fleet import Fleet
@@ -75,8 +76,9 @@ class Controller:
         self._changed = asyncio.Condition()
         self._tasks: set[asyncio.Task[None]] = set()
         for work in (
-            self._tick_forever(),
-            self._follow_serve_forever(),
+            # Heartbeats expire without anybody calling.
+            every(_TICK_S, self._publish),
+            every(_SERVE_STATUS_PERIOD_S, self._follow_serve, delay_s=_SERVE_STATUS_PERIOD_S),
             self._rebalancing.run(),
         ):
             self._spawn(work)
@@ -282,11 +284,6 @@ class Controller:
 
     # What goes on by itself
 
-    async def _tick_forever(self) -> None:
-        while True:
-            await self._publish()  # reports expire without anybody calling
-            await asyncio.sleep(_TICK_S)
-
     async def _publish(self) -> None:
         models: tuple[ModelRoute, ...] = self._fleet.routes(time.monotonic())
         if models != self._routes.models:
@@ -294,14 +291,12 @@ class Controller:
                 self._routes = Routes(version=time.time_ns(), models=models)
                 self._changed.notify_all()
 
-    async def _follow_serve_forever(self) -> None:
+    async def _follow_serve(self) -> None:
         """Learn from Serve why a model does not start."""
-        while True:
-            await asyncio.sleep(_SERVE_STATUS_PERIOD_S)
-            unready = [m for m in self._fleet.model_states(time.monotonic()) if not m.replicas]
-            if unready:
-                with contextlib.suppress(Exception):
-                    await self._learn_failures(unready)
+        unready = [m for m in self._fleet.model_states(time.monotonic()) if not m.replicas]
+        if unready:
+            with contextlib.suppress(Exception):
+                await self._learn_failures(unready)
 
     async def _learn_failures(self, unready: list[ModelState]) -> None:
         status = await asyncio.to_thread(serve.status)

@@ -14,10 +14,8 @@ import hmac
 import logging
 import os
 import time
-from pathlib import Path
 from typing import Any
 
-import ray
 from ray import serve
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
@@ -28,7 +26,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from loomserve.deployments.ray_node import node_address, session_folder
 from loomserve.platform.base.errors import Forbidden
+from loomserve.platform.base.periodic import every
 from loomserve.platform.devices.claims import claim, engine_environment, pipeline_environment
 from loomserve.platform.disaggregation.engine.prefill_decode import PrefillDecodeLLM
 from loomserve.platform.disaggregation.replica.endpoint import PrefillEndpoint
@@ -55,7 +55,7 @@ from loomserve.routers.snapshot import RoutingStats
 
 _log = logging.getLogger("ray.serve")
 
-_REPORT_PERIOD_S = 2.0
+_HEARTBEAT_PERIOD_S = 2.0
 _LENDING_PERIOD_S = 1.0
 
 
@@ -166,7 +166,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]
             self._spec.model.name,
             # A pipeline is its model's only replica, so its first device stands for all.
             self._spec.devices[:1] if self._spec.stage_layers else self._spec.devices,
-            Path(ray._private.worker._global_node.get_session_dir_path()) / "loomserve-devices",
+            session_folder() / "loomserve-devices",
             self._spec.drain_timeout_s + 15,
         )
         # Engine processes inherit the environment of the replica that starts them.
@@ -187,8 +187,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         self._borrowed, self._lent = self._loans()
         app.router.routes += self._lent.routes if self._lent else []
         self._app = GuardedApp(app, self._spec.internal_token)
-        # The address Ray itself uses: loopback if the platform was started for loopback.
-        host = ray._private.worker._global_node.node_ip_address
+        host = node_address()
         sock = listen(host, 0)
         self._address = f"{host}:{sock.getsockname()[1]}"
         self._http = HttpServer(self._app, sock, protocol=HttpToolsProtocol)
@@ -203,8 +202,15 @@ class EngineServer(LLMServer):  # type: ignore[misc]
             on_cpu=self._claim.device.kind == "cpu",
         )
         self._measuring = asyncio.create_task(self._footprint.keep())
-        self._reporting = asyncio.create_task(self._report_forever())
-        self._lending = asyncio.create_task(self._lend_forever())
+        self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
+        self._reporting = asyncio.create_task(
+            # The controller may be restarting; the next heartbeat will reach it.
+            every(_HEARTBEAT_PERIOD_S, self._send_heartbeat, failed=lambda _: None)
+        )
+        self._lending = asyncio.create_task(
+            # Serve looks after an engine that is dead; all else is tried again.
+            every(_LENDING_PERIOD_S, self._reconcile_loans, failed=_warn_of_loans)
+        )
 
     def _loans(self) -> tuple[LoanReconciler | None, LoanEndpoint | None]:
         lending, me = self._spec.lending, self._replica_id
@@ -263,16 +269,11 @@ class EngineServer(LLMServer):  # type: ignore[misc]
     def _stats(self) -> RoutingStats:
         return self.engine.routing_stats(self._role, draining=self._draining)
 
-    async def _report_forever(self) -> None:
-        controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
-        while True:
-            # The controller may be restarting; the next report will reach it.
-            with contextlib.suppress(Exception):
-                answer = await asyncio.wait_for(
-                    controller.report.remote(self.report().model_dump()), timeout=5
-                )
-                self._apply(DesiredState.model_validate(answer))
-            await asyncio.sleep(_REPORT_PERIOD_S)
+    async def _send_heartbeat(self) -> None:
+        answer = await asyncio.wait_for(
+            self._controller.report.remote(self.report().model_dump()), timeout=5
+        )
+        self._apply(DesiredState.model_validate(answer))
 
     def _apply(self, desired: DesiredState) -> None:
         self._draining = desired.draining
@@ -283,17 +284,11 @@ class EngineServer(LLMServer):  # type: ignore[misc]
             if loans is not None:
                 loans.apply(desired)
 
-    async def _lend_forever(self) -> None:
-        while self._borrowed or self._lent:
-            try:
-                if self._borrowed:
-                    await self._borrowed.reconcile(time.monotonic())
-                if self._lent:
-                    await self._lent.reconcile()
-            except Exception as error:
-                # Serve looks after an engine that is dead; all else is tried again.
-                _log.warning("loans could not be looked after: %r", error)
-            await asyncio.sleep(_LENDING_PERIOD_S)
+    async def _reconcile_loans(self) -> None:
+        if self._borrowed:
+            await self._borrowed.reconcile(time.monotonic())
+        if self._lent:
+            await self._lent.reconcile()
 
     def _take_role(self, role: Role) -> None:
         self._role = role
@@ -317,3 +312,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         if engine is not None and engine._engine_client is not None:
             engine._engine_client.shutdown()
         await super().__del__()
+
+
+def _warn_of_loans(error: Exception) -> None:
+    _log.warning("loans could not be looked after: %r", error)

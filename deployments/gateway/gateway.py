@@ -29,6 +29,7 @@ from loomserve.deployments.gateway.metrics_page import MetricsPage
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.deployments.kvstore.admin import build_kv_router
 from loomserve.platform.base.errors import Conflict
+from loomserve.platform.base.periodic import every
 from loomserve.platform.batch.admin import build_batch_router
 from loomserve.platform.config import Batch, Server
 from loomserve.platform.fleet.messages import (
@@ -111,8 +112,10 @@ class Gateway:
         protocol = bounded_protocol(self._server.header_timeout_s, self._server.max_connections)
         self._http = HttpServer(app, sock, protocol=protocol)
         # A gateway that restarts must not answer before it knows the models.
-        version = self._apply(await self._controller.watch.remote(_NO_VERSION))
-        self._following = asyncio.create_task(self._follow_controller(version))
+        self._version = self._apply(await self._controller.watch.remote(_NO_VERSION))
+        self._following = asyncio.create_task(
+            every(0.0, self._follow_controller, failed=self._keep_routes, retry_s=0.5)
+        )
         await self._http.start()
 
     async def check_health(self) -> None:
@@ -151,14 +154,13 @@ class Gateway:
 
     # The models
 
-    async def _follow_controller(self, version: int) -> None:
-        while True:
-            try:
-                version = self._apply(await self._controller.watch.remote(version))
-            except Exception as error:
-                # Serve restarts the controller; until then the last routes hold.
-                _log.warning("the controller does not answer: %r", error)
-                await asyncio.sleep(0.5)
+    async def _follow_controller(self) -> None:
+        """Take in the next routes; the controller answers once there are any."""
+        self._version = self._apply(await self._controller.watch.remote(self._version))
+
+    def _keep_routes(self, error: Exception) -> None:
+        # Serve restarts the controller; until then the last routes hold.
+        _log.warning("the controller does not answer: %r", error)
 
     def _apply(self, answer: dict[str, Any]) -> int:
         routes = Routes.model_validate(answer)

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from loomserve.platform.base.periodic import every
 from loomserve.platform.batch import answers, ending
 from loomserve.platform.batch.dispatch import Dispatch
 from loomserve.platform.batch.executor import (
@@ -90,20 +91,23 @@ class BatchLane:
         try:
             async with asyncio.TaskGroup() as group:
                 for step in work:
-                    group.create_task(self._again_and_again(step))
+                    group.create_task(
+                        every(
+                            0.0,
+                            step,
+                            failed=self._warn,
+                            errors=(sqlite3.Error, OSError),
+                            retry_s=_FAILED_S,
+                        )
+                    )
         finally:
             for batch_id in [*self._live]:
                 self._drop(batch_id)
             self._foresight.close()
             self._thread.shutdown(wait=True)
 
-    async def _again_and_again(self, step: Callable[[], Any]) -> None:
-        while True:
-            try:
-                await step()
-            except (sqlite3.Error, OSError) as error:
-                _log.warning("the batch lane cannot go on, and tries again: %r", error)
-                await asyncio.sleep(_FAILED_S)
+    def _warn(self, error: Exception) -> None:
+        _log.warning("the batch lane cannot go on, and tries again: %r", error)
 
     async def call(self, work: Callable[..., R], *given: Any) -> R:
         """Run something that reads or writes the store, in the store's thread."""

@@ -257,9 +257,9 @@ class Platform:
 
     @property
     def log_folder(self) -> Path:
-        import ray
+        from loomserve.deployments.ray_node import session_folder
 
-        return Path(ray._private.worker._global_node.get_logs_dir_path()) / "serve"
+        return session_folder() / "logs" / "serve"
 
     def stop(self) -> None:
         """Finish running requests, then leave no process behind."""

@@ -5,7 +5,6 @@ Requests do not wait for it, and an actor that is started anew goes on where thi
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,6 +14,7 @@ from typing import Any
 from pydantic import BaseModel, TypeAdapter
 
 from loomserve.platform.base.errors import ConfigError, NotFound, RequestError
+from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.fleet.fleet import EngineRecord, Fleet
@@ -88,12 +88,11 @@ class RebalancingRunner:
 
     async def run(self) -> None:
         """Tick until the process ends, which gives the store's lock back."""
-        while True:
-            try:
-                await self._rebalancer.tick()
-            except Exception:
-                _log.exception("rebalancing could not get on")
-            await asyncio.sleep(_TICK_S)
+        await every(
+            _TICK_S,
+            self._rebalancer.tick,
+            failed=lambda error: _log.error("rebalancing could not get on", exc_info=error),
+        )
 
     async def answer(self, method: str, *given: Any) -> dict[str, Any]:
         """A method's answer, or its error and status."""
