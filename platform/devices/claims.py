@@ -1,14 +1,12 @@
-"""Which device a replica runs on: claimed by a lock that the kernel frees when the process ends.
+"""Claims on devices: file locks, which the kernel frees when the process ends in whatever way.
 
-A replica of a model must have a device to itself among that model's replicas. Ray knows amounts,
-not which core, and replica ranks are renumbered when replicas come and go; a lock on a file is held
-exactly as long as the process lives, whatever way it ends.
+A replica of a model has a device to itself among that model's replicas. Ray counts resources but
+does not say which core a replica gets, and replica ranks change when replicas come and go.
 """
 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import os
 import re
 import time
@@ -16,19 +14,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Device
 
 
 class DeviceClaim:
-    """One held device. Kept until :meth:`release` or the end of the process."""
+    """A device that this process holds until :meth:`release`, its own end, or this object's."""
 
-    def __init__(self, device: Device, descriptor: int) -> None:
+    def __init__(self, device: Device, lock: FileLock) -> None:
         self.device = device
-        self._descriptor = descriptor
+        self._lock = lock
 
     def release(self) -> None:
-        os.close(self._descriptor)
+        self._lock.release()
 
 
 def try_claim(model: str, devices: Sequence[Device], folder: Path) -> DeviceClaim | None:
@@ -36,21 +36,20 @@ def try_claim(model: str, devices: Sequence[Device], folder: Path) -> DeviceClai
     folder.mkdir(parents=True, exist_ok=True)
     for device in devices:
         name = re.sub(r"[^A-Za-z0-9._-]", "--", f"{model}@{device.name}")
-        # Python opens with O_CLOEXEC, so engine processes do not inherit the lock.
-        descriptor = os.open(folder / name, os.O_RDWR | os.O_CREAT, 0o600)
+        # A soft lock would outlive the process. Engine processes do not inherit the lock.
+        lock = FileLock(folder / name, mode=0o600, thread_local=False, fallback_to_soft=False)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(descriptor)
-        else:
-            return DeviceClaim(device, descriptor)
+            lock.acquire(blocking=False)
+        except Timeout:
+            continue
+        return DeviceClaim(device, lock)
     return None
 
 
 async def claim(
     model: str, devices: Sequence[Device], folder: Path, timeout_s: float
 ) -> DeviceClaim:
-    """Like :func:`try_claim`, but waits for a replica that is on its way out.
+    """Like :func:`try_claim`, but wait up to ``timeout_s`` for a replica that is stopping.
 
     Raises:
         StartError: every device stayed taken for ``timeout_s``.
@@ -70,7 +69,7 @@ async def claim(
 
 
 def engine_environment(device: Device) -> dict[str, str]:
-    """The environment variables that bind an engine's worker to the device."""
+    """Environment variables that bind an engine's worker to the device."""
     if device.kind == "cuda":
         return {"CUDA_VISIBLE_DEVICES": str(device.gpu)}
     cores = ",".join(str(core) for core in device.cores)
@@ -79,7 +78,10 @@ def engine_environment(device: Device) -> dict[str, str]:
 
 
 def pipeline_environment(devices: Sequence[Device], layers: Sequence[int]) -> dict[str, str]:
-    """The same for an engine whose stages are on these devices, of one kind, in this order."""
+    """Environment variables that bind each stage of a pipeline to its device, in this order.
+
+    All devices are of one kind.
+    """
     partition = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layers))}
     if devices[0].kind == "cuda":
         return partition | {"CUDA_VISIBLE_DEVICES": ",".join(str(each.gpu) for each in devices)}
@@ -94,7 +96,7 @@ def pipeline_environment(devices: Sequence[Device], layers: Sequence[int]) -> di
 
 @contextmanager
 def on_cores(device: Device) -> Iterator[None]:
-    """Binds this thread, and those that it starts; a GPU's are left where they are."""
+    """Bind this thread, and threads that it starts, to a CPU device's cores; ignore a GPU."""
     before = os.sched_getaffinity(0)
     if device.kind == "cpu":
         os.sched_setaffinity(0, device.cores)
@@ -105,7 +107,7 @@ def on_cores(device: Device) -> Iterator[None]:
 
 
 def place(device: Device) -> str:
-    """The device as a person would say it."""
+    """Name the device's hardware for a person, such as ``cores 0,1`` or ``gpu 3``."""
     if device.kind == "cuda":
         return f"gpu {device.gpu}"
     return f"core{'s' if len(device.cores) > 1 else ''} {','.join(map(str, device.cores))}"
