@@ -51,7 +51,7 @@ class BatchLaneDeployment:
         self._folder = BatchFolder(Path(folder))
         await asyncio.to_thread(self._folder.claim, _CLAIM_TIMEOUT_S)
         self._store = BatchStore(self._folder.database)
-        self._folder.sweep(self._store.file_ids())
+        self._folder.sweep(self._store.files.ids())
         checked = Batch.model_validate(options)
         front = Server.model_validate(server)
         queues = {
@@ -93,7 +93,7 @@ class BatchLaneDeployment:
     async def show(self, batch_id: str) -> dict[str, Any]:
         """Any key's batch. Errors travel as values, for Ray wraps exceptions."""
         try:
-            batch = await self._lane.call(self._store.batch, None, batch_id)
+            batch = await self._lane.call(self._store.batches.get, None, batch_id)
         except RequestError as error:
             return {"error": error.body()["error"], "status": error.status}
         return self._lane.seen(batch).model_dump(mode="json")

@@ -8,7 +8,7 @@ from typing import Any
 from loomserve.platform.batch.executor import LineAnswer
 from loomserve.platform.batch.policy.objects import new_id
 from loomserve.platform.batch.policy.status import Status
-from loomserve.platform.batch.store.store import Answer
+from loomserve.platform.batch.store.lines import Answer
 
 _UNANSWERED = {
     Status.EXPIRED: (

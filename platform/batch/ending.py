@@ -24,7 +24,7 @@ def end(
     ids = {True: new_id("file-"), False: new_id("file-")}
     with ExitStack() as opened:
         streams = {ok: opened.enter_context(folder.incoming(ids[ok]).open("wb")) for ok in ids}
-        for custom_id, ok, answer in store.answers(batch.id):
+        for custom_id, ok, answer in store.lines.answers(batch.id):
             streams[ok].write((answer or unanswered(custom_id, ending)) + b"\n")
         sizes = {ok: _synced(stream) for ok, stream in streams.items()}
     expires_at = int(now + (batch.output_expires_s or retention_s))
@@ -44,7 +44,7 @@ def end(
             created_at=int(now),
             expires_at=expires_at,
         )
-    return store.finish(batch.id, records[True], records[False], now)
+    return store.batches.finish(batch.id, records[True], records[False], now)
 
 
 def _synced(stream: BinaryIO) -> int:

@@ -32,7 +32,8 @@ from loomserve.platform.batch.live import LiveBatch, Running
 from loomserve.platform.batch.policy import lines
 from loomserve.platform.batch.policy.objects import BatchRecord, new_id
 from loomserve.platform.batch.policy.status import Status
-from loomserve.platform.batch.store.store import Answer, BatchStore
+from loomserve.platform.batch.store.lines import Answer
+from loomserve.platform.batch.store.store import BatchStore
 from loomserve.platform.config import Batch
 from loomserve.platform.state import BatchLaneState, BatchState
 
@@ -119,15 +120,15 @@ class BatchLane:
 
     async def cancel(self, owner: str | None, batch_id: str) -> BatchRecord:
         """See :meth:`Store.cancel`; its lines leave their engines at once."""
-        batch = await self.call(self._store.cancel, owner, batch_id, self._clock())
+        batch = await self.call(self._store.batches.cancel, owner, batch_id, self._clock())
         self._drop(batch_id)
         self.nudge()
         return batch
 
     async def state(self) -> BatchLaneState:
         """What operators see: batches that have not ended, and counts of all."""
-        records = await self.call(self._store.unended)
-        counts = await self.call(self._store.counts)
+        records = await self.call(self._store.batches.unended)
+        counts = await self.call(self._store.batches.counts)
         return BatchLaneState(
             batches=tuple(map(self.seen, records)),
             by_status={str(status): counts.get(status, 0) for status in Status},
@@ -234,7 +235,7 @@ class BatchLane:
 
     async def _keep_attempt(self, batch_id: str, number: int) -> None:
         try:
-            await self.call(self._store.failed_attempt, batch_id, number)
+            await self.call(self._store.lines.failed_attempt, batch_id, number)
         except sqlite3.Error as error:
             _log.warning("a failed attempt at a batch's line is not kept: %r", error)
 
@@ -246,7 +247,7 @@ class BatchLane:
         await asyncio.sleep(_GATHER_S)
         taken = [*self._answers]
         try:
-            counted = await self.call(self._store.answer, [answer for _, _, answer in taken])
+            counted = await self.call(self._store.lines.answer, [answer for _, _, answer in taken])
         except sqlite3.Error:
             self._answered.set()
             raise
@@ -272,7 +273,7 @@ class BatchLane:
 
     async def _look_after_batches(self) -> None:
         now = self._clock()
-        unended = await self.call(self._store.unended)
+        unended = await self.call(self._store.batches.unended)
         for batch in unended:
             await self._look_after(batch, self._clock())
         for gone in self._live.keys() - {batch.id for batch in unended}:
@@ -287,12 +288,12 @@ class BatchLane:
     async def _look_after(self, batch: BatchRecord, now: float) -> None:
         if batch.status in (Status.VALIDATING, Status.IN_PROGRESS) and batch.expires_at <= now:
             self._drop(batch.id)
-            await self.call(self._store.begin_to_end, batch.id, Status.EXPIRED, now)
+            await self.call(self._store.batches.begin_to_end, batch.id, Status.EXPIRED, now)
         elif batch.status is Status.VALIDATING:
             await self._validate(batch)
         elif batch.status is Status.IN_PROGRESS and batch.unanswered == 0:
             self._drop(batch.id)
-            await self.call(self._store.begin_to_end, batch.id, Status.COMPLETED, now)
+            await self.call(self._store.batches.begin_to_end, batch.id, Status.COMPLETED, now)
         elif batch.status is Status.IN_PROGRESS:
             await self._bring_to_life(batch)
         elif batch.status in (Status.FINALIZING, Status.CANCELLING):
@@ -306,9 +307,9 @@ class BatchLane:
     async def _validate(self, batch: BatchRecord) -> None:
         found = await asyncio.to_thread(self._check, batch)
         if found.errors:
-            await self.call(self._store.fail, batch.id, found.errors, self._clock())
+            await self.call(self._store.batches.fail, batch.id, found.errors, self._clock())
         else:
-            await self.call(self._store.begin, batch.id, found.lines, self._clock())
+            await self.call(self._store.batches.begin, batch.id, found.lines, self._clock())
 
     def _check(self, batch: BatchRecord) -> lines.Checked:
         with self._folder.blob(batch.input_file_id).open("rb") as stream:
@@ -324,7 +325,7 @@ class BatchLane:
         if live is not None:
             live.record = batch
             return
-        waiting = await self.call(self._store.unanswered, batch.id)
+        waiting = await self.call(self._store.lines.unanswered, batch.id)
         self._dispatcher.join(LiveBatch(batch, waiting, self._clock()))
         self.nudge()
 
@@ -337,10 +338,10 @@ class BatchLane:
                 running.task.cancel()
 
     async def _clean_up(self, now: float) -> None:
-        for file_id in await self.call(self._store.expire_files, now):
+        for file_id in await self.call(self._store.files.expire, now):
             self._folder.remove(file_id)
         kept_since = now - self._options.retention_days * _DAY_S
-        await self.call(self._store.forget_batches, kept_since)
+        await self.call(self._store.batches.forget, kept_since)
 
 
 def _broken(error: Exception) -> LineAnswer:

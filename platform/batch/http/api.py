@@ -96,7 +96,7 @@ class BatchApi:
             ) from None
         finally:
             incoming.unlink(missing_ok=True)
-        await self._lane.call(self._store.add_file, record)
+        await self._lane.call(self._store.files.add, record)
         return JSONResponse(record.to_openai())
 
     def _record(self, file_id: str, owner: str, upload: Upload) -> FileRecord:
@@ -125,7 +125,7 @@ class BatchApi:
         if order not in ("asc", "desc"):
             raise BadRequest("The order is asc or desc.", param="order")
         files, more = await self._lane.call(
-            lambda: self._store.files(
+            lambda: self._store.files.page(
                 _owner(request),
                 purpose=request.query_params.get("purpose"),
                 after=request.query_params.get("after"),
@@ -140,7 +140,7 @@ class BatchApi:
 
     async def _delete_file(self, request: Request) -> Response:
         file_id = request.path_params["id"]
-        await self._lane.call(self._store.delete_file, _owner(request), file_id)
+        await self._lane.call(self._store.files.delete, _owner(request), file_id)
         self._folder.remove(file_id)
         return JSONResponse({"id": file_id, "object": "file", "deleted": True})
 
@@ -149,7 +149,9 @@ class BatchApi:
         return FileResponse(self._folder.blob(file.id), media_type="application/octet-stream")
 
     async def _known_file(self, request: Request) -> FileRecord:
-        return await self._lane.call(self._store.file, _owner(request), request.path_params["id"])
+        return await self._lane.call(
+            self._store.files.get, _owner(request), request.path_params["id"]
+        )
 
     # Batches
 
@@ -179,7 +181,7 @@ class BatchApi:
             created_at=now,
             expires_at=now + window_s,
         )
-        await self._lane.call(self._store.add_batch, batch)
+        await self._lane.call(self._store.batches.add, batch)
         self._lane.nudge()
         return JSONResponse(batch.to_openai())
 
@@ -187,12 +189,14 @@ class BatchApi:
         limit = _limit(request, 20, _MOST_BATCHES)
         after = request.query_params.get("after")
         batches, more = await self._lane.call(
-            lambda: self._store.batches(_owner(request), after=after, limit=limit)
+            lambda: self._store.batches.page(_owner(request), after=after, limit=limit)
         )
         return _page([batch.to_openai() for batch in batches], more)
 
     async def _batch(self, request: Request) -> Response:
-        batch = await self._lane.call(self._store.batch, _owner(request), request.path_params["id"])
+        batch = await self._lane.call(
+            self._store.batches.get, _owner(request), request.path_params["id"]
+        )
         return JSONResponse(batch.to_openai())
 
     async def _cancel(self, request: Request) -> Response:

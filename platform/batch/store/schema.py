@@ -1,4 +1,4 @@
-"""The lane's tables, and the connection to them."""
+"""The lane's tables, and their rows as records."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import sqlite3
 from pathlib import Path
 from typing import Any
 
-from loomserve.platform.base.errors import StartError
+from loomserve.platform.base.errors import NotFound, StartError
+from loomserve.platform.base.sqlite import Database, OtherVersionError, SqlSchema
 from loomserve.platform.batch.policy.lines import BatchLine
 from loomserve.platform.batch.policy.objects import BatchRecord, FileRecord
 
-_VERSION = 1
 _BUSY_TIMEOUT_S = 30.0
-
-_TABLES = """
+_SCHEMA = SqlSchema(
+    version=1,
+    tables="""
 CREATE TABLE files (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -72,38 +73,25 @@ CREATE TABLE lines (
     PRIMARY KEY (batch, number)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX unanswered_lines ON lines (batch) WHERE ok IS NULL;
-"""
+""",
+)
 
 
-def connect(path: Path) -> sqlite3.Connection:
-    """A connection that commits only where it is told to, and durably: WAL, synced each time.
-
+def open_database(path: Path) -> Database:
+    """
     Raises:
-        StartError: the file is no database, or of a newer version.
+        StartError: the file is no database, or of another version.
     """
     try:
-        connection = sqlite3.connect(
-            path, timeout=_BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-        )
-        connection.row_factory = sqlite3.Row
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        _make_tables(connection, path)
+        return Database(path, _SCHEMA, busy_timeout_s=_BUSY_TIMEOUT_S)
+    except OtherVersionError as error:
+        raise StartError(
+            f"{path} was written by {error.age} Loomserve: use that, or set batch.folder"
+        ) from None
     except sqlite3.DatabaseError as error:
         raise StartError(
             f"{path} cannot be used ({error}): restore it from a backup, or set batch.folder"
         ) from None
-    return connection
-
-
-def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    if version > _VERSION:
-        raise StartError(f"{path} was written by a newer Loomserve: use that, or set batch.folder")
-    if version == 0:
-        connection.executescript(
-            f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT;"
-        )
 
 
 def insert(connection: sqlite3.Connection, table: str, values: dict[str, Any]) -> None:
@@ -134,3 +122,35 @@ def file_of(row: sqlite3.Row) -> FileRecord:
 def line_of(row: sqlite3.Row) -> BatchLine:
     names = ("number", "custom_id", "model", "offset", "size", "max_tokens", "sequences")
     return BatchLine(**{name: row[name] for name in names}, attempts=row["attempts"])
+
+
+def page(
+    database: Database,
+    table: str,
+    owner: str | None,
+    after: str | None,
+    limit: int,
+    newest_first: bool,
+    condition: str = "(? IS NULL OR ?)",
+    value: str | None = None,
+) -> list[sqlite3.Row]:
+    """A page of an owner's rows (None: of everybody's), and one row more if there is one.
+
+    Raises:
+        NotFound: ``after`` is the id of no such row.
+    """
+    owned = "(? IS NULL OR owner = ?)"
+    beyond, order = ("<", "DESC") if newest_first else (">", "ASC")
+    start = 2**62 if newest_first else 0
+    if after is not None:
+        found = database.read(
+            f"SELECT seq FROM {table} WHERE id = ? AND {owned}", after, owner, owner
+        )
+        if not found:
+            raise NotFound(f"There is no {after!r} to go on after.", param="after")
+        start = found[0]["seq"]
+    return database.read(
+        f"SELECT * FROM {table} WHERE seq {beyond} ? AND {owned} AND {condition} "
+        f"ORDER BY seq {order} LIMIT ?",
+        *(start, owner, owner, value, value, limit + 1),
+    )

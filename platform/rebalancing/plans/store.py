@@ -8,7 +8,6 @@ epoch is refused.
 from __future__ import annotations
 
 import sqlite3
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,15 +17,18 @@ from pydantic import ValidationError
 
 from loomserve.platform.base.errors import LoomserveError
 from loomserve.platform.base.paths import cache_folder
+from loomserve.platform.base.sqlite import Database, OtherVersionError, SqlSchema
 from loomserve.platform.config import Config
 from loomserve.platform.rebalancing.plans.history import History
 from loomserve.platform.rebalancing.plans.plans import Plan
 from loomserve.platform.rebalancing.plans.reports import Event, Kept
 from loomserve.platform.rebalancing.policy.correction import Corrections
 
-_VERSION = 2
+_BUSY_TIMEOUT_S = 5.0
 _MOST_EVENTS = 1000
-_TABLES = """
+_SCHEMA = SqlSchema(
+    version=2,
+    tables="""
 CREATE TABLE controller (
     one INTEGER PRIMARY KEY CHECK (one = 1),
     epoch INTEGER NOT NULL,
@@ -40,7 +42,8 @@ CREATE TABLE plans (
     body TEXT NOT NULL
 ) STRICT;
 CREATE TABLE events (seq INTEGER PRIMARY KEY AUTOINCREMENT, body TEXT NOT NULL) STRICT;
-"""
+""",
+)
 
 
 class StoreError(LoomserveError):
@@ -64,8 +67,7 @@ class PlanStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._lock = FileLock(folder / "owner.lock", thread_local=False)
-        self._one_at_a_time = threading.Lock()
-        self._db: sqlite3.Connection | None = None
+        self._db: Database | None = None
         self._epoch = 0
         self._written: dict[str, Plan] = {}
 
@@ -97,10 +99,9 @@ class PlanStore:
         return True
 
     def release(self) -> None:
-        with self._one_at_a_time:
-            if self._db is not None:
-                self._db.close()
-                self._db = None
+        database, self._db = self._db, None
+        if database is not None:
+            database.close()
         self._lock.release()
 
     def load(self) -> tuple[Kept | None, History]:
@@ -160,40 +161,24 @@ class PlanStore:
             rows = db.execute("SELECT body FROM events ORDER BY seq DESC LIMIT ?", (limit,))
             return [Event.model_validate_json(body) for (body,) in rows]
 
-    def _connect(self) -> sqlite3.Connection:
+    def _connect(self) -> Database:
+        path = self._folder / "plans.sqlite"
         try:
-            db = sqlite3.connect(
-                self._folder / "plans.sqlite", isolation_level=None, check_same_thread=False
-            )
-            db.execute("PRAGMA journal_mode = WAL")
-            db.execute("PRAGMA synchronous = FULL")
-            (version,) = db.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                db.executescript(
-                    f"BEGIN IMMEDIATE; {_TABLES} PRAGMA user_version = {_VERSION}; COMMIT;"
-                )
+            return Database(path, _SCHEMA, busy_timeout_s=_BUSY_TIMEOUT_S)
+        except OtherVersionError as error:
+            raise self._unusable(f"{error.age} Loomserve wrote plans.sqlite there") from None
         except sqlite3.Error as error:
             raise self._unusable(str(error)) from None
-        if version not in (0, _VERSION):
-            db.close()
-            age = "a newer" if version > _VERSION else "an older"
-            raise self._unusable(f"{age} Loomserve wrote plans.sqlite there")
-        return db
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        with self._one_at_a_time:
-            if self._db is None:
-                raise SupersededError("this controller does not act: another one does")
-            try:
-                self._db.execute("BEGIN IMMEDIATE")
-                yield self._db
-                self._db.execute("COMMIT")
-            except sqlite3.Error as error:
-                raise self._unusable(str(error)) from None
-            finally:
-                if self._db.in_transaction:
-                    self._db.execute("ROLLBACK")
+        if self._db is None:
+            raise SupersededError("this controller does not act: another one does")
+        try:
+            with self._db.transaction() as db:
+                yield db
+        except sqlite3.Error as error:
+            raise self._unusable(str(error)) from None
 
     def _unusable(self, why: str) -> StoreError:
         return StoreError(

@@ -123,12 +123,12 @@ class Bench:
         now = lane_module.time.time() if now is None else now
         file_id, batch_id = new_id("file-"), new_id("batch_")
         self.folder.blob(file_id).write_text(text)
-        self.store.add_file(
+        self.store.files.add(
             FileRecord(
                 id=file_id, owner=ALICE, filename="x", purpose=INPUT, bytes=len(text), created_at=1
             )
         )
-        self.store.add_batch(
+        self.store.batches.add(
             BatchRecord(
                 id=batch_id,
                 owner=ALICE,
@@ -143,14 +143,14 @@ class Bench:
 
     async def ended(self, batch_id: str) -> BatchRecord:
         async with asyncio.timeout(20):
-            await until(lambda: self.store.batch(None, batch_id).status in ENDED)
-        return self.store.batch(None, batch_id)
+            await until(lambda: self.store.batches.get(None, batch_id).status in ENDED)
+        return self.store.batches.get(None, batch_id)
 
     def lines_of(self, file_id: str | None) -> list[dict[str, Any]]:
         if file_id is None:
             return []
         text = self.folder.blob(file_id).read_text()
-        assert self.store.file(ALICE, file_id).bytes == len(text.encode())
+        assert self.store.files.get(ALICE, file_id).bytes == len(text.encode())
         return [json.loads(line) for line in text.splitlines()]
 
 
@@ -355,14 +355,14 @@ def test_a_full_disk_stops_the_lane_until_there_is_room(
     async def scenario() -> None:
         bench = Bench(tmp_path / "b", Engines(), concurrency=2)
         batch_id = bench.submit(requests(10))
-        store_answers, full = bench.store.answer, True
+        store_answers, full = bench.store.lines.answer, True
 
         def answer(answers: Any) -> list[bool]:
             if full:
                 raise sqlite3.OperationalError("database or disk is full")
             return store_answers(answers)
 
-        monkeypatch.setattr(bench.store, "answer", answer)
+        monkeypatch.setattr(bench.store.lines, "answer", answer)
         async with bench.running():
             await until(lambda: sum(bench.engines.calls.values()) == 2)
             await asyncio.sleep(0.2)

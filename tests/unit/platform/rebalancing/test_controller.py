@@ -201,9 +201,10 @@ async def test_one_that_was_succeeded_without_noticing_can_save_and_begin_nothin
 ) -> None:
     async with bench.running(OFF) as controller:
         id_ = await applied(bench, controller)
-        store = controller._store._db
-        assert store is not None
-        store.execute("UPDATE controller SET epoch = epoch + 1")
+        database = controller._store._db
+        assert database is not None
+        with database.transaction() as db:
+            db.execute("UPDATE controller SET epoch = epoch + 1")
         bench.platform.now_s += 1
         await controller.tick()
         assert not bench.actuator.told

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,8 @@ from loomserve.platform.batch.policy.objects import (
     window_seconds,
 )
 from loomserve.platform.batch.policy.status import CANCELLABLE, ENDED, TRANSITIONS, Status, stamp
-from loomserve.platform.batch.store.store import Answer, BatchStore, schema
+from loomserve.platform.batch.store.lines import Answer
+from loomserve.platform.batch.store.store import BatchStore
 
 ALICE, BOB = "alice", "bob"
 
@@ -59,9 +62,9 @@ def an_answer(number: int, ok: bool = True, text: bytes = b"{}") -> Answer:
 
 
 def begun(store: BatchStore, lines: int = 3) -> None:
-    store.add_file(a_file())
-    store.add_batch(a_batch())
-    assert store.begin("batch_1", some_lines(lines), 2)
+    store.files.add(a_file())
+    store.batches.add(a_batch())
+    assert store.batches.begin("batch_1", some_lines(lines), 2)
 
 
 def test_every_state_but_the_first_has_a_stamp_and_every_state_can_end() -> None:
@@ -80,103 +83,103 @@ def test_a_batch_goes_from_validating_to_completed_and_counts_its_answers(
     store: BatchStore,
 ) -> None:
     begun(store)
-    assert store.answer([an_answer(1), an_answer(2, ok=False)]) == [True, True]
-    assert [line.number for line in store.unanswered("batch_1")] == [3]
-    assert store.answer([an_answer(3)]) == [True]
-    assert store.begin_to_end("batch_1", Status.COMPLETED, 5)
-    batch = store.finish("batch_1", a_file("file-2", purpose="batch_output"), None, 6)
+    assert store.lines.answer([an_answer(1), an_answer(2, ok=False)]) == [True, True]
+    assert [line.number for line in store.lines.unanswered("batch_1")] == [3]
+    assert store.lines.answer([an_answer(3)]) == [True]
+    assert store.batches.begin_to_end("batch_1", Status.COMPLETED, 5)
+    batch = store.batches.finish("batch_1", a_file("file-2", purpose="batch_output"), None, 6)
     assert (batch.status, batch.completed_at, batch.output_file_id) == ("completed", 6, "file-2")
     shown = batch.to_openai()
     assert shown["request_counts"] == {"total": 3, "completed": 2, "failed": 1}
     assert shown["usage"]["total_tokens"] == 15
-    assert store.file(ALICE, "file-2").purpose == "batch_output"
-    assert list(store.answers("batch_1")) == []
+    assert store.files.get(ALICE, "file-2").purpose == "batch_output"
+    assert list(store.lines.answers("batch_1")) == []
 
 
 def test_a_line_is_answered_once_even_within_one_transaction(store: BatchStore) -> None:
     begun(store)
     first, second = an_answer(1, text=b"first"), an_answer(1, ok=False, text=b"second")
-    assert store.answer([first, second]) == [True, False]
-    assert store.answer([second]) == [False]
-    assert next(store.answers("batch_1")) == ("c1", True, b"first")
-    assert store.batch(None, "batch_1").completed == 1
+    assert store.lines.answer([first, second]) == [True, False]
+    assert store.lines.answer([second]) == [False]
+    assert next(store.lines.answers("batch_1")) == ("c1", True, b"first")
+    assert store.batches.get(None, "batch_1").completed == 1
 
 
 def test_a_line_that_does_not_exist_has_no_answer(store: BatchStore) -> None:
     begun(store)
-    assert store.answer([an_answer(99)]) == [False]
-    assert store.failed_attempt("batch_1", 99) == 0
+    assert store.lines.answer([an_answer(99)]) == [False]
+    assert store.lines.failed_attempt("batch_1", 99) == 0
 
 
 def test_a_batch_that_ends_takes_no_answers_and_counts_the_rest_as_failed(
     store: BatchStore,
 ) -> None:
     begun(store)
-    store.answer([an_answer(1)])
-    assert store.cancel(ALICE, "batch_1", 3).status is Status.CANCELLING
-    assert store.answer([an_answer(2)]) == [False]
-    batch = store.finish("batch_1", None, None, 4)
+    store.lines.answer([an_answer(1)])
+    assert store.batches.cancel(ALICE, "batch_1", 3).status is Status.CANCELLING
+    assert store.lines.answer([an_answer(2)]) == [False]
+    batch = store.batches.finish("batch_1", None, None, 4)
     assert (batch.status, batch.completed, batch.failed) == (Status.CANCELLED, 1, 2)
 
 
 def test_what_was_cancelled_is_neither_begun_nor_failed_nor_ended_otherwise(
     store: BatchStore,
 ) -> None:
-    store.add_file(a_file())
-    store.add_batch(a_batch())
-    store.cancel(ALICE, "batch_1", 2)
-    assert store.cancel(ALICE, "batch_1", 3).cancelling_at == 2
-    assert not store.begin("batch_1", some_lines(1), 4)
-    assert not store.fail("batch_1", [LineError(code="x", message="y")], 4)
-    assert not store.begin_to_end("batch_1", Status.EXPIRED, 4)
-    assert store.unanswered("batch_1") == []
+    store.files.add(a_file())
+    store.batches.add(a_batch())
+    store.batches.cancel(ALICE, "batch_1", 2)
+    assert store.batches.cancel(ALICE, "batch_1", 3).cancelling_at == 2
+    assert not store.batches.begin("batch_1", some_lines(1), 4)
+    assert not store.batches.fail("batch_1", [LineError(code="x", message="y")], 4)
+    assert not store.batches.begin_to_end("batch_1", Status.EXPIRED, 4)
+    assert store.lines.unanswered("batch_1") == []
 
 
 def test_what_has_ended_cannot_be_cancelled(store: BatchStore) -> None:
-    store.add_file(a_file())
-    store.add_batch(a_batch())
-    store.fail("batch_1", [LineError(code="x", message="y", line=1)], 2)
+    store.files.add(a_file())
+    store.batches.add(a_batch())
+    store.batches.fail("batch_1", [LineError(code="x", message="y", line=1)], 2)
     with pytest.raises(Conflict, match="status 'failed'"):
-        store.cancel(ALICE, "batch_1", 3)
-    (error,) = store.batch(ALICE, "batch_1").to_openai()["errors"]["data"]
+        store.batches.cancel(ALICE, "batch_1", 3)
+    (error,) = store.batches.get(ALICE, "batch_1").to_openai()["errors"]["data"]
     assert error == {"code": "x", "message": "y", "param": None, "line": 1}
 
 
 def test_a_key_sees_its_own_files_and_batches_only(store: BatchStore) -> None:
     begun(store)
-    store.add_file(a_file("file-9", BOB))
+    store.files.add(a_file("file-9", BOB))
     for ask in (
-        lambda: store.file(BOB, "file-1"),
-        lambda: store.delete_file(BOB, "file-1"),
-        lambda: store.batch(BOB, "batch_1"),
-        lambda: store.cancel(BOB, "batch_1", 3),
-        lambda: store.batches(BOB, after="batch_1", limit=5),
+        lambda: store.files.get(BOB, "file-1"),
+        lambda: store.files.delete(BOB, "file-1"),
+        lambda: store.batches.get(BOB, "batch_1"),
+        lambda: store.batches.cancel(BOB, "batch_1", 3),
+        lambda: store.batches.page(BOB, after="batch_1", limit=5),
     ):
         with pytest.raises(NotFound):
             ask()
     with pytest.raises(BadRequest, match="No such File"):
-        store.add_batch(a_batch("batch_2", BOB))
-    assert store.batches(BOB, after=None, limit=5) == ([], False)
-    files, _ = store.files(BOB, purpose=None, after=None, limit=5, newest_first=True)
+        store.batches.add(a_batch("batch_2", BOB))
+    assert store.batches.page(BOB, after=None, limit=5) == ([], False)
+    files, _ = store.files.page(BOB, purpose=None, after=None, limit=5, newest_first=True)
     assert [file.id for file in files] == ["file-9"]
-    assert store.batches(None, after=None, limit=5)[0][0].owner == ALICE
+    assert store.batches.page(None, after=None, limit=5)[0][0].owner == ALICE
 
 
 def test_only_input_files_make_batches(store: BatchStore) -> None:
-    store.add_file(a_file(purpose="batch_output"))
+    store.files.add(a_file(purpose="batch_output"))
     with pytest.raises(BadRequest, match="upload it with purpose=batch"):
-        store.add_batch(a_batch())
+        store.batches.add(a_batch())
 
 
 def test_a_file_that_a_batch_reads_stays(store: BatchStore) -> None:
-    store.add_file(a_file(expires_at=10))
-    store.add_batch(a_batch())
+    store.files.add(a_file(expires_at=10))
+    store.batches.add(a_batch())
     with pytest.raises(Conflict, match="cancel the batch"):
-        store.delete_file(ALICE, "file-1")
-    assert store.expire_files(11) == []
-    store.fail("batch_1", [], 11)
-    assert store.expire_files(11) == ["file-1"]
-    assert store.file_ids() == []
+        store.files.delete(ALICE, "file-1")
+    assert store.files.expire(11) == []
+    store.batches.fail("batch_1", [], 11)
+    assert store.files.expire(11) == ["file-1"]
+    assert store.files.ids() == []
 
 
 @given(count=st.integers(0, 12), limit=st.integers(1, 5), newest_first=st.booleans())
@@ -187,12 +190,12 @@ def test_pages_show_everything_once_and_in_order(
     store = BatchStore(tmp_path_factory.mktemp("pages") / "db")
     ids = [f"file-{n}" for n in range(count)]
     for file_id in ids:
-        store.add_file(a_file(file_id))
-        store.add_file(a_file(f"{file_id}-of-bob", BOB))
+        store.files.add(a_file(file_id))
+        store.files.add(a_file(f"{file_id}-of-bob", BOB))
     seen: list[str] = []
     more = True
     while more:
-        page, more = store.files(
+        page, more = store.files.page(
             ALICE,
             purpose=INPUT,
             after=seen[-1] if seen else None,
@@ -206,15 +209,15 @@ def test_pages_show_everything_once_and_in_order(
 
 def test_old_batches_are_forgotten_once_they_have_ended(store: BatchStore) -> None:
     begun(store)
-    store.forget_batches(before=10)
-    store.batch(ALICE, "batch_1")
-    store.cancel(ALICE, "batch_1", 3)
-    store.finish("batch_1", None, None, 4)
-    store.forget_batches(before=1)
-    store.batch(ALICE, "batch_1")
-    store.forget_batches(before=10)
+    store.batches.forget(before=10)
+    store.batches.get(ALICE, "batch_1")
+    store.batches.cancel(ALICE, "batch_1", 3)
+    store.batches.finish("batch_1", None, None, 4)
+    store.batches.forget(before=1)
+    store.batches.get(ALICE, "batch_1")
+    store.batches.forget(before=10)
     with pytest.raises(NotFound):
-        store.batch(ALICE, "batch_1")
+        store.batches.get(ALICE, "batch_1")
 
 
 def test_what_is_no_database_or_a_newer_one_is_refused_with_a_way_out(tmp_path: Path) -> None:
@@ -222,9 +225,9 @@ def test_what_is_no_database_or_a_newer_one_is_refused_with_a_way_out(tmp_path: 
     broken.write_bytes(b"not a database at all" * 100)
     with pytest.raises(StartError, match=r"batch\.folder"):
         BatchStore(broken)
-    newer = schema.connect(tmp_path / "newer")
-    newer.execute("PRAGMA user_version = 99")
-    newer.close()
+    BatchStore(tmp_path / "newer").close()
+    with closing(sqlite3.connect(tmp_path / "newer")) as newer:
+        newer.execute("PRAGMA user_version = 99")
     with pytest.raises(StartError, match="newer Loomserve"):
         BatchStore(tmp_path / "newer")
 
@@ -246,8 +249,8 @@ class StoreModel(RuleBasedStateMachine):
         super().__init__()
         self.folder = tempfile.TemporaryDirectory()
         self.store = BatchStore(Path(self.folder.name) / "db")
-        self.store.add_file(a_file())
-        self.store.add_batch(a_batch())
+        self.store.files.add(a_file())
+        self.store.batches.add(a_batch())
         self.status = Status.VALIDATING
         self.ending: Status | None = None
         self.answered: dict[int, bool] = {}
@@ -261,15 +264,15 @@ class StoreModel(RuleBasedStateMachine):
     @rule()
     def begin(self) -> None:
         if self.status is Status.VALIDATING:
-            assert self.store.begin("batch_1", some_lines(self.LINES), self.now)
+            assert self.store.batches.begin("batch_1", some_lines(self.LINES), self.now)
             self.status = Status.IN_PROGRESS
         else:
-            assert not self.store.begin("batch_1", some_lines(self.LINES), self.now)
+            assert not self.store.batches.begin("batch_1", some_lines(self.LINES), self.now)
 
     @rule(number=st.integers(1, LINES), ok=st.booleans())
     def answer(self, number: int, ok: bool) -> None:
         counts = self.status is Status.IN_PROGRESS and number not in self.answered
-        assert self.store.answer([an_answer(number, ok)]) == [counts]
+        assert self.store.lines.answer([an_answer(number, ok)]) == [counts]
         if counts:
             self.answered[number] = ok
 
@@ -278,23 +281,23 @@ class StoreModel(RuleBasedStateMachine):
         if self.status in CANCELLABLE:
             self.status = Status.CANCELLING
         if self.status is Status.CANCELLING:
-            assert self.store.cancel(ALICE, "batch_1", self.now).status is self.status
+            assert self.store.batches.cancel(ALICE, "batch_1", self.now).status is self.status
         else:
             with pytest.raises(Conflict):
-                self.store.cancel(ALICE, "batch_1", self.now)
+                self.store.batches.cancel(ALICE, "batch_1", self.now)
 
     @rule(ending=st.sampled_from([Status.COMPLETED, Status.EXPIRED]))
     def begin_to_end(self, ending: Status) -> None:
         may = Status.FINALIZING in TRANSITIONS[self.status]
-        assert self.store.begin_to_end("batch_1", ending, self.now) is may
+        assert self.store.batches.begin_to_end("batch_1", ending, self.now) is may
         if may:
             self.status, self.ending = Status.FINALIZING, ending
 
     @precondition(lambda self: self.status in (Status.FINALIZING, Status.CANCELLING))
     @rule()
     def finish(self) -> None:
-        self.ended_with = list(self.store.answers("batch_1"))
-        self.store.finish("batch_1", None, None, self.now)
+        self.ended_with = list(self.store.lines.answers("batch_1"))
+        self.store.batches.finish("batch_1", None, None, self.now)
         assert {i for i, (_, _, text) in enumerate(self.ended_with, 1) if text} == set(
             self.answered
         )
@@ -302,13 +305,13 @@ class StoreModel(RuleBasedStateMachine):
 
     @invariant()
     def the_store_says_what_the_model_says(self) -> None:
-        batch = self.store.batch(ALICE, "batch_1")
+        batch = self.store.batches.get(ALICE, "batch_1")
         assert batch.status is self.status
         good = sum(self.answered.values())
         assert batch.completed == good
         if self.status not in ENDED:
             assert batch.failed == len(self.answered) - good
-            unanswered = {line.number for line in self.store.unanswered("batch_1")}
+            unanswered = {line.number for line in self.store.lines.unanswered("batch_1")}
             assert len(unanswered) == batch.unanswered
             assert not unanswered & set(self.answered)
         else:
@@ -326,13 +329,14 @@ TestStoreModel.settings = settings(max_examples=10, stateful_step_count=20, dead
 WRITER = """
 import sys
 from pathlib import Path
-from loomserve.platform.batch.store.store import Answer, BatchStore
+from loomserve.platform.batch.store.lines import Answer
+from loomserve.platform.batch.store.store import BatchStore
 
 store = BatchStore(Path(sys.argv[1]))
 print("open", flush=True)
-for line in store.unanswered("batch_1"):
+for line in store.lines.unanswered("batch_1"):
     text = f"{line.custom_id} of {sys.argv[2]}".encode()
-    store.answer([Answer("batch_1", line.number, line.number % 3 > 0, text, 1, 0, 1)])
+    store.lines.answer([Answer("batch_1", line.number, line.number % 3 > 0, text, 1, 0, 1)])
     print(line.number, flush=True)
 """
 
@@ -361,8 +365,8 @@ def test_a_writer_killed_at_random_times_loses_nothing_it_has_told_of(tmp_path: 
             told |= {int(number): name for number in writer.stdout.read().split("\n")[:-1]}
         runs += 1
         store = BatchStore(path)
-        answers = list(store.answers("batch_1"))
-        batch = store.batch(None, "batch_1")
+        answers = list(store.lines.answers("batch_1"))
+        batch = store.batches.get(None, "batch_1")
         store.close()
         kept = {n: text.decode() for n, (_, _, text) in enumerate(answers, 1) if text}
         assert all(kept[number].endswith(name) for number, name in told.items())

@@ -1,0 +1,105 @@
+"""SQLite databases of which nothing that was committed may be lost."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+
+class OtherVersionError(Exception):
+    """Another version of Loomserve has written the database; ``age``: "a newer" or "an older"."""
+
+    def __init__(self, age: str) -> None:
+        super().__init__(f"{age} Loomserve wrote the database")
+        self.age = age
+
+
+@dataclass(frozen=True, slots=True)
+class SqlSchema:
+    """Tables of a database.
+
+    Attributes:
+        tables: The statements that create them.
+        version: Grows with each change of them; the database keeps it as ``user_version``.
+    """
+
+    tables: str
+    version: int
+
+
+class Database:
+    """A connection for several threads, which takes one transaction at a time.
+
+    Each commit is synced to disk: after a crash a transaction is there whole, or not at all.
+    """
+
+    def __init__(self, path: Path, schema: SqlSchema, *, busy_timeout_s: float) -> None:
+        """Open the database, and make the tables of a new one.
+
+        Args:
+            busy_timeout_s: How long a statement waits for another connection's lock.
+
+        Raises:
+            OtherVersionError: its version is not ``schema.version``.
+            sqlite3.DatabaseError: it is no database, or cannot be opened.
+        """
+        self._path = path
+        self._schema = schema
+        self._busy_timeout_s = busy_timeout_s
+        self._connection = self._connect()
+        self._lock = threading.Lock()
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """Commit what the block does; undo all of it if the block or the commit fails."""
+        with self._lock:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+    def read(self, query: str, *values: object) -> list[sqlite3.Row]:
+        with self._lock:
+            return self._connection.execute(query, values).fetchall()
+
+    @contextmanager
+    def reader(self) -> Iterator[sqlite3.Connection]:
+        """A connection of its own, for long reads that do not hold up transactions."""
+        with closing(self._connect()) as connection:
+            yield connection
+
+    def _connect(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self._path,
+            timeout=self._busy_timeout_s,
+            isolation_level=None,  # transactions begin and end where we say so
+            check_same_thread=False,
+        )
+        try:
+            connection.row_factory = sqlite3.Row
+            connection.execute("PRAGMA journal_mode = WAL")
+            connection.execute("PRAGMA synchronous = FULL")
+            (version,) = connection.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                connection.executescript(
+                    f"BEGIN IMMEDIATE; {self._schema.tables} "
+                    f"PRAGMA user_version = {self._schema.version}; COMMIT;"
+                )
+            elif version != self._schema.version:
+                raise OtherVersionError("a newer" if version > self._schema.version else "an older")
+        except BaseException:
+            connection.close()
+            raise
+        return connection

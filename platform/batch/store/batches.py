@@ -1,0 +1,181 @@
+"""Batches: their records, and their ways from state to state."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from loomserve.platform.base.errors import BadRequest, Conflict, NotFound
+from loomserve.platform.base.sqlite import Database
+from loomserve.platform.batch.policy.lines import BatchLine
+from loomserve.platform.batch.policy.objects import INPUT, BatchRecord, FileRecord, LineError
+from loomserve.platform.batch.policy.status import CANCELLABLE, ENDED, TRANSITIONS, Status, stamp
+from loomserve.platform.batch.store import schema
+
+
+class BatchTable:
+    """Records of batches, by id and owner; each method is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, batch: BatchRecord) -> None:
+        """
+        Raises:
+            BadRequest: its input file is not there, or not for batches.
+        """
+        with self._database.transaction() as db:
+            row = db.execute(
+                "SELECT purpose FROM files WHERE id = ? AND owner = ?",
+                (batch.input_file_id, batch.owner),
+            ).fetchone()
+            if row is None:
+                raise BadRequest(
+                    f"No such File object: {batch.input_file_id}", param="input_file_id"
+                )
+            if row["purpose"] != INPUT:
+                raise BadRequest(
+                    f"File {batch.input_file_id} has the purpose {row['purpose']!r}: upload it "
+                    f"with purpose={INPUT}",
+                    param="input_file_id",
+                )
+            schema.insert(db, "batches", schema.batch_values(batch))
+
+    def get(self, owner: str | None, batch_id: str) -> BatchRecord:
+        """An owner's batch, or anybody's (None).
+
+        Raises:
+            NotFound: there is none, or it is another's.
+        """
+        rows = self._database.read(
+            "SELECT * FROM batches WHERE id = ? AND (? IS NULL OR owner = ?)",
+            *(batch_id, owner, owner),
+        )
+        if not rows:
+            raise NotFound(f"No batch found with id '{batch_id}'.", param="batch_id")
+        return schema.batch_of(rows[0])
+
+    def page(
+        self, owner: str | None, *, after: str | None, limit: int
+    ) -> tuple[list[BatchRecord], bool]:
+        """A page of an owner's batches, or of all (None), and whether there are more.
+
+        Raises:
+            NotFound: ``after`` is none of them.
+        """
+        rows = schema.page(self._database, "batches", owner, after, limit, True)
+        return [schema.batch_of(row) for row in rows[:limit]], len(rows) > limit
+
+    def unended(self) -> list[BatchRecord]:
+        """All batches that have not ended, the oldest first."""
+        marks = ", ".join("?" * len(ENDED))
+        rows = self._database.read(
+            f"SELECT * FROM batches WHERE status NOT IN ({marks}) ORDER BY seq", *ENDED
+        )
+        return [schema.batch_of(row) for row in rows]
+
+    def counts(self) -> dict[Status, int]:
+        """Batches by status."""
+        rows = self._database.read("SELECT status, COUNT(*) AS n FROM batches GROUP BY status")
+        return {Status(row["status"]): row["n"] for row in rows}
+
+    def begin(self, batch_id: str, lines: Sequence[BatchLine], now: float) -> bool:
+        """The file is right: its lines may be answered. False: it was cancelled meanwhile."""
+        with self._database.transaction() as db:
+            if not _move(db, batch_id, Status.VALIDATING, Status.IN_PROGRESS, now):
+                return False
+            db.executemany(
+                "INSERT INTO lines VALUES (:batch, :number, :custom_id, :model, :offset, :size, "
+                ":max_tokens, :sequences, :attempts, NULL, NULL)",
+                ({"batch": batch_id, **asdict(line)} for line in lines),
+            )
+            db.execute("UPDATE batches SET total = ? WHERE id = ?", (len(lines), batch_id))
+        return True
+
+    def fail(self, batch_id: str, errors: Sequence[LineError], now: float) -> bool:
+        """The file is wrong. False: the batch was cancelled meanwhile."""
+        with self._database.transaction() as db:
+            if not _move(db, batch_id, Status.VALIDATING, Status.FAILED, now):
+                return False
+            record = _one(db, batch_id).model_copy(update={"errors": tuple(errors)})
+            db.execute(
+                "UPDATE batches SET errors = ? WHERE id = ?",
+                (schema.batch_values(record)["errors"], batch_id),
+            )
+        return True
+
+    def cancel(self, owner: str | None, batch_id: str, now: float) -> BatchRecord:
+        """Answer no more of its lines; one that is cancelling already stays so.
+
+        Raises:
+            NotFound: there is none, or it is another's.
+            Conflict: it has ended, or is about to.
+        """
+        self.get(owner, batch_id)
+        with self._database.transaction() as db:
+            batch = _one(db, batch_id)
+            if batch.status is not Status.CANCELLING:
+                if batch.status not in CANCELLABLE:
+                    raise Conflict(f"Cannot cancel a batch with status '{batch.status}'.")
+                _move(db, batch_id, batch.status, Status.CANCELLING, now)
+            return _one(db, batch_id)
+
+    def begin_to_end(self, batch_id: str, ending: Status, now: float) -> bool:
+        """Answer no more of its lines and write its files, to end as completed or expired.
+
+        Returns:
+            Whether it does; False: it ends already, or was cancelled.
+        """
+        with self._database.transaction() as db:
+            status = _one(db, batch_id).status
+            if Status.FINALIZING not in TRANSITIONS[status]:
+                return False
+            _move(db, batch_id, status, Status.FINALIZING, now)
+            db.execute("UPDATE batches SET ending = ? WHERE id = ?", (ending, batch_id))
+        return True
+
+    def finish(
+        self, batch_id: str, output: FileRecord | None, errors: FileRecord | None, now: float
+    ) -> BatchRecord:
+        """End a batch that is finalizing or cancelling, with its files; its lines go.
+
+        Lines without an answer count as failed from now on.
+        """
+        with self._database.transaction() as db:
+            batch = _one(db, batch_id)
+            ending = batch.ending if batch.status is Status.FINALIZING else Status.CANCELLED
+            assert ending is not None, "begin_to_end() says how a batch ends"
+            for file in filter(None, (output, errors)):
+                schema.insert(db, "files", file.model_dump())
+            _move(db, batch_id, batch.status, ending, now)
+            db.execute(
+                "UPDATE batches SET output_file_id = ?, error_file_id = ?, "
+                "failed = total - completed WHERE id = ?",
+                (output and output.id, errors and errors.id, batch_id),
+            )
+            db.execute("DELETE FROM lines WHERE batch = ?", (batch_id,))
+            return _one(db, batch_id)
+
+    def forget(self, before: float) -> None:
+        """Forget batches that were made before a time and have ended; their files stay."""
+        marks = ", ".join("?" * len(ENDED))
+        with self._database.transaction() as db:
+            db.execute(
+                f"DELETE FROM batches WHERE created_at < ? AND status IN ({marks})",
+                (int(before), *ENDED),
+            )
+
+
+def _one(db: sqlite3.Connection, batch_id: str) -> BatchRecord:
+    row = db.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone()
+    return schema.batch_of(row)
+
+
+def _move(db: sqlite3.Connection, batch_id: str, before: Status, after: Status, now: float) -> bool:
+    assert after in TRANSITIONS[before], (before, after)
+    moved = db.execute(
+        f"UPDATE batches SET status = ?, {stamp(after)} = ? WHERE id = ? AND status = ?",
+        (after, int(now), batch_id, before),
+    )
+    return moved.rowcount == 1

@@ -1,0 +1,80 @@
+"""Files: their records; the bytes are in the lane's folder."""
+
+from __future__ import annotations
+
+import sqlite3
+
+from loomserve.platform.base.errors import Conflict, NotFound
+from loomserve.platform.base.sqlite import Database
+from loomserve.platform.batch.policy.objects import FileRecord
+from loomserve.platform.batch.policy.status import ENDED
+from loomserve.platform.batch.store import schema
+
+
+class FileTable:
+    """Records of files, by id and owner; each method is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def add(self, file: FileRecord) -> None:
+        with self._database.transaction() as db:
+            schema.insert(db, "files", file.model_dump())
+
+    def get(self, owner: str, file_id: str) -> FileRecord:
+        """
+        Raises:
+            NotFound: there is none, or it is another's.
+        """
+        rows = self._database.read("SELECT * FROM files WHERE id = ? AND owner = ?", file_id, owner)
+        if not rows:
+            raise NotFound(f"No such File object: {file_id}", param="id")
+        return schema.file_of(rows[0])
+
+    def page(
+        self, owner: str, *, purpose: str | None, after: str | None, limit: int, newest_first: bool
+    ) -> tuple[list[FileRecord], bool]:
+        """A page of an owner's files, and whether there are more.
+
+        Raises:
+            NotFound: ``after`` is none of the owner's files.
+        """
+        rows = schema.page(
+            *(self._database, "files", owner, after, limit, newest_first),
+            condition="(? IS NULL OR purpose = ?)",
+            value=purpose,
+        )
+        return [schema.file_of(row) for row in rows[:limit]], len(rows) > limit
+
+    def delete(self, owner: str, file_id: str) -> None:
+        """
+        Raises:
+            NotFound: there is none, or it is another's.
+            Conflict: a batch still reads it.
+        """
+        self.get(owner, file_id)
+        with self._database.transaction() as db:
+            if file_id in _read_by_batches(db):
+                raise Conflict(
+                    f"File {file_id} is the input of a batch that has not ended: cancel the batch "
+                    "first, or wait for it",
+                    param="id",
+                )
+            db.execute("DELETE FROM files WHERE id = ?", (file_id,))
+
+    def expire(self, now: float) -> list[str]:
+        """Forget files whose time is up and that no batch reads; their ids."""
+        with self._database.transaction() as db:
+            rows = db.execute("SELECT id FROM files WHERE expires_at <= ?", (int(now),)).fetchall()
+            gone = [row["id"] for row in rows if row["id"] not in _read_by_batches(db)]
+            db.executemany("DELETE FROM files WHERE id = ?", [(file_id,) for file_id in gone])
+        return gone
+
+    def ids(self) -> list[str]:
+        return [row["id"] for row in self._database.read("SELECT id FROM files")]
+
+
+def _read_by_batches(db: sqlite3.Connection) -> set[str]:
+    marks = ", ".join("?" * len(ENDED))
+    rows = db.execute(f"SELECT input_file_id FROM batches WHERE status NOT IN ({marks})", [*ENDED])
+    return {row["input_file_id"] for row in rows}

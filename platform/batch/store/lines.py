@@ -1,0 +1,99 @@
+"""Lines of batches, and the answers to them."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from loomserve.platform.base.sqlite import Database
+from loomserve.platform.batch.policy.lines import BatchLine
+from loomserve.platform.batch.policy.status import Status
+from loomserve.platform.batch.store import schema
+
+_ROWS_AT_ONCE = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The answer to a line.
+
+    Attributes:
+        ok: It goes to the output file; else to the error file.
+        text: Its whole line in that file, without the line's end.
+    """
+
+    batch_id: str
+    number: int
+    ok: bool
+    text: bytes
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+
+
+class LineTable:
+    """Lines of batches in progress; each method is one transaction."""
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+
+    def unanswered(self, batch_id: str) -> list[BatchLine]:
+        rows = self._database.read(
+            "SELECT * FROM lines WHERE batch = ? AND ok IS NULL ORDER BY number", batch_id
+        )
+        return [schema.line_of(row) for row in rows]
+
+    def answer(self, answers: Sequence[Answer]) -> list[bool]:
+        """Store answers and count them; for each whether it counted.
+
+        One does not if its line has an answer, or its batch takes none any more.
+        """
+        with self._database.transaction() as db:
+            return [_answer(db, answer) for answer in answers]
+
+    def failed_attempt(self, batch_id: str, number: int) -> int:
+        """An engine failed on a line; how often that has happened to it."""
+        with self._database.transaction() as db:
+            row = db.execute(
+                "UPDATE lines SET attempts = attempts + 1 WHERE batch = ? AND number = ? "
+                "RETURNING attempts",
+                (batch_id, number),
+            ).fetchone()
+        return 0 if row is None else int(row["attempts"])
+
+    def answers(self, batch_id: str) -> Iterator[tuple[str, bool, bytes | None]]:
+        """Of each line, in order: custom_id, whether it is good, and its answer if it has one.
+
+        Read beside other transactions; nothing changes in a batch that ends.
+        """
+        with self._database.reader() as db:
+            last = 0
+            while rows := db.execute(
+                "SELECT number, custom_id, ok, answer FROM lines WHERE batch = ? AND number > ? "
+                "ORDER BY number LIMIT ?",
+                (batch_id, last, _ROWS_AT_ONCE),
+            ).fetchall():
+                for row in rows:
+                    yield row["custom_id"], bool(row["ok"]), row["answer"]
+                last = rows[-1]["number"]
+
+
+def _answer(db: sqlite3.Connection, answer: Answer) -> bool:
+    stored = db.execute(
+        "UPDATE lines SET ok = ?, answer = ? WHERE batch = ? AND number = ? AND ok IS NULL "
+        "AND EXISTS (SELECT 1 FROM batches WHERE id = lines.batch AND status = ?)",
+        (answer.ok, answer.text, answer.batch_id, answer.number, Status.IN_PROGRESS),
+    )
+    if stored.rowcount == 0:
+        return False
+    db.execute(
+        "UPDATE batches SET completed = completed + ?, failed = failed + ?, "
+        "input_tokens = input_tokens + ?, cached_tokens = cached_tokens + ?, "
+        "output_tokens = output_tokens + ? WHERE id = ?",
+        (
+            *(answer.ok, not answer.ok, answer.input_tokens, answer.cached_tokens),
+            *(answer.output_tokens, answer.batch_id),
+        ),
+    )
+    return True
