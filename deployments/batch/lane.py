@@ -96,7 +96,7 @@ class BatchLaneDeployment:
             batch = await self._lane.call(self._store.batches.get, None, batch_id)
         except RequestError as error:
             return {"error": error.body()["error"], "status": error.status}
-        return self._lane.seen(batch).model_dump(mode="json")
+        return self._lane.state_of(batch).model_dump(mode="json")
 
     async def cancel(self, batch_id: str) -> dict[str, Any]:
         """Cancel any key's batch."""
@@ -104,7 +104,7 @@ class BatchLaneDeployment:
             batch = await self._lane.cancel(None, batch_id)
         except RequestError as error:
             return {"error": error.body()["error"], "status": error.status}
-        return self._lane.seen(batch).model_dump(mode="json")
+        return self._lane.state_of(batch).model_dump(mode="json")
 
     async def check_health(self) -> None:
         if not self._http.alive or self._running.done():

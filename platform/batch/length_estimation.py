@@ -28,7 +28,7 @@ _log = logging.getLogger("ray.serve")
 _AT_ONCE = 32
 
 
-class Foresight:
+class LengthEstimator:
     """For all batches and models; one thread, for it must leave the processor to engines."""
 
     def __init__(
@@ -36,12 +36,12 @@ class Foresight:
     ) -> None:
         self._folder = folder
         self._open_one = open_one or _open_predictor
-        self._thread = ThreadPoolExecutor(1, "foresight")
+        self._thread = ThreadPoolExecutor(1, "length-estimation")
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def foresee(self, batch: LiveBatch, model: str, predictor: str) -> None:
+    async def estimate(self, batch: LiveBatch, model: str, predictor: str) -> None:
         """Predict those of its lines that wait for the model, with the predictor of this name.
 
         Whatever goes wrong, the batch can be computed without: it is logged.
@@ -57,7 +57,7 @@ class Foresight:
                         self._thread, self._predict, opened, batch.record, lines[at : at + _AT_ONCE]
                     )
                     # Sorting looks at every line, so the lane is told at once and sorts seldom.
-                    batch.foresee(found)
+                    batch.set_estimates(found)
                     if at + _AT_ONCE >= next_sort:
                         next_sort *= 2
                         batch.sort()

@@ -72,9 +72,9 @@ class LiveBatch:
         """Those that wait for a model, as they are to start."""
         return list(self._waiting.get(model, ()))
 
-    def foresee(self, found: Mapping[int, Length]) -> None:
+    def set_estimates(self, found: Mapping[int, Length]) -> None:
         """Predictions from lines' texts; they count at once, and order after :meth:`sort`."""
-        self._lengths.foresee(found)
+        self._lengths.set_estimates(found)
 
     def sort(self) -> None:
         """Put waiting lines in the order of what is known of their lengths now."""

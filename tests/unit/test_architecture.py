@@ -25,7 +25,6 @@ LONG_FILES: dict[str, str] = {
     "platform/lending/engine/borrower_scheduler.py": "to be divided",
 }
 LONG_CLASSES: dict[str, str] = {
-    "platform/batch/lane.py:BatchLane": "to be divided",
     "platform/engine/scheduler.py:AdaptiveScheduler": "to be divided",
     "platform/fleet/fleet.py:Fleet": "to be divided",
     "platform/lending/engine/borrower_scheduler.py:BorrowingScheduler": "to be divided",

@@ -34,24 +34,24 @@ class LineLengths:
     batch's finished lines took (Welford's algorithm)."""
 
     def __init__(self) -> None:
-        self._foreseen: dict[int, Length] = {}
+        self._estimated: dict[int, Length] = {}
         self._lines = 0
         self._mean = 0.0
         self._squares = 0.0
         self._bytes = 0
         self._prompt_tokens = 0
 
-    def foresee(self, found: Mapping[int, Length]) -> None:
+    def set_estimates(self, found: Mapping[int, Length]) -> None:
         """Predictions from their texts, by the lines' numbers."""
-        self._foreseen.update(found)
+        self._estimated.update(found)
 
     def predict(self, line: BatchLine, longest: int) -> Length:
         """``longest`` is the model's bound of prompt and answer, where the line gives none."""
-        foreseen = self._foreseen.get(line.number)
-        prompt = min(longest, foreseen.prompt if foreseen else self._prompt(line))
+        estimated = self._estimated.get(line.number)
+        prompt = min(longest, estimated.prompt if estimated else self._prompt(line))
         most = longest - prompt if line.max_tokens is None else min(line.max_tokens, longest)
-        if foreseen is not None:
-            return Length(prompt, min(most, foreseen.tokens), min(most, foreseen.high))
+        if estimated is not None:
+            return Length(prompt, min(most, estimated.tokens), min(most, estimated.high))
         if self._lines < _ENOUGH:
             return Length(prompt, most, most)
         deviation = math.sqrt(self._squares / (self._lines - 1))
@@ -60,7 +60,7 @@ class LineLengths:
 
     def finished(self, line: BatchLine, prompt_tokens: int, tokens: float) -> None:
         """What a line took: its prompt, and one answer of it on average."""
-        self._foreseen.pop(line.number, None)
+        self._estimated.pop(line.number, None)
         self._lines += 1
         off = tokens - self._mean
         self._mean += off / self._lines

@@ -16,6 +16,7 @@ import pytest
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.batch import lane as lane_module
+from loomserve.platform.batch import lifecycle, line_runner
 from loomserve.platform.batch.executor import (
     LineAnswer,
     LineCall,
@@ -24,8 +25,9 @@ from loomserve.platform.batch.executor import (
     ServedModel,
 )
 from loomserve.platform.batch.folder import BatchFolder
-from loomserve.platform.batch.lane import MOST_ATTEMPTS, BatchLane
-from loomserve.platform.batch.length_estimation import Foresight
+from loomserve.platform.batch.lane import BatchLane
+from loomserve.platform.batch.length_estimation import LengthEstimator
+from loomserve.platform.batch.line_runner import MOST_ATTEMPTS
 from loomserve.platform.batch.live import LiveBatch
 from loomserve.platform.batch.policy.objects import INPUT, BatchRecord, FileRecord, new_id
 from loomserve.platform.batch.policy.status import ENDED, Status
@@ -92,7 +94,9 @@ class Engines:
 @pytest.fixture(autouse=True)
 def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_TICK_S", "_GATHER_S", "_AWAY_S", "_FAILED_S"):
-        monkeypatch.setattr(lane_module, name, 0.01)
+        monkeypatch.setattr(line_runner, name, 0.01)
+    monkeypatch.setattr(lifecycle, "_TICK_S", 0.01)
+    monkeypatch.setattr(lane_module, "_FAILED_S", 0.01)
 
 
 class Bench:
@@ -446,8 +450,8 @@ def test_a_models_predictor_is_asked_once_for_each_batch(tmp_path: Path) -> None
 
     asked: list[tuple[str, str, str]] = []
 
-    class Seen(Foresight):
-        async def foresee(self, batch: LiveBatch, model: str, predictor: str) -> None:
+    class Seen(LengthEstimator):
+        async def estimate(self, batch: LiveBatch, model: str, predictor: str) -> None:
             asked.append((batch.record.id, model, predictor))
 
     async def scenario() -> None:
@@ -456,7 +460,7 @@ def test_a_models_predictor_is_asked_once_for_each_batch(tmp_path: Path) -> None
         lane = BatchLane(
             *(bench.store, bench.folder, bench.engines, bench.options),
             max_body=10_000,
-            foresight=Seen(bench.folder),
+            estimator=Seen(bench.folder),
         )
         running = asyncio.create_task(lane.run())
         for batch_id in batches:

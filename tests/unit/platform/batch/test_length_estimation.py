@@ -14,7 +14,7 @@ import pytest
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.batch.folder import BatchFolder
-from loomserve.platform.batch.length_estimation import Foresight
+from loomserve.platform.batch.length_estimation import LengthEstimator
 from loomserve.platform.batch.live import LiveBatch
 from loomserve.platform.batch.policy.lengths import Length, LineLengths
 from loomserve.platform.batch.policy.lines import check
@@ -71,10 +71,10 @@ def batch(path: Path, *bodies: dict[str, Any]) -> tuple[BatchFolder, LiveBatch]:
     return folder, LiveBatch(record, checked.lines, 0.0)
 
 
-def foresee(folder: BatchFolder, live: LiveBatch, open_one: Callable[[str], Any]) -> None:
-    foresight = Foresight(folder, open_one)
-    asyncio.run(foresight.foresee(live, "m", "its-predictor"))
-    foresight.close()
+def estimate(folder: BatchFolder, live: LiveBatch, open_one: Callable[[str], Any]) -> None:
+    estimator = LengthEstimator(folder, open_one)
+    asyncio.run(estimator.estimate(live, "m", "its-predictor"))
+    estimator.close()
 
 
 def say(*tokens: int) -> list[dict[str, Any]]:
@@ -84,7 +84,7 @@ def say(*tokens: int) -> list[dict[str, Any]]:
 def test_lines_start_in_the_order_of_their_predicted_lengths(tmp_path: Path) -> None:
     folder, live = batch(tmp_path, *say(*range(100, 0, -1)))
     predictor = Predictor()
-    foresee(folder, live, lambda name: predictor)
+    estimate(folder, live, lambda name: predictor)
     found = [live.length(line) for line in live.lines("m")]
     assert found == [Length(2, n, n * 2) for n in range(1, 101)]
     assert predictor.threads.isdisjoint({threading.get_ident()})
@@ -98,7 +98,7 @@ def test_a_line_whose_length_cannot_be_predicted_counts_as_without_a_predictor(
     folder, live = batch(tmp_path, *say(3), ids)
     (unpredicted,) = [line for line in live.lines("m") if line.max_tokens == 7]
     before = live.length(unpredicted)
-    foresee(folder, live, lambda name: Predictor())
+    estimate(folder, live, lambda name: Predictor())
     assert live.length(unpredicted) == before
     assert before.tokens == before.high == 7
 
@@ -108,7 +108,7 @@ def test_a_predictor_that_fails_on_a_line_or_is_gone_takes_nothing_from_the_batc
 ) -> None:
     folder, live = batch(tmp_path, *say(*range(1, 33), -1))
     predictor = Predictor()
-    foresee(folder, live, lambda name: predictor)
+    estimate(folder, live, lambda name: predictor)
     lines = live.lines("m")
     assert len(lines) == 33
     assert sorted(live.length(line).tokens for line in lines) == [*range(1, 33), 500]
@@ -118,7 +118,7 @@ def test_a_predictor_that_fails_on_a_line_or_is_gone_takes_nothing_from_the_batc
     def gone(name: str) -> Any:
         raise ConfigError(f"there is no length predictor {name!r}")
 
-    foresee(folder, live, gone)
+    estimate(folder, live, gone)
     assert "'its-predictor'" in caplog.text
 
 
@@ -127,7 +127,7 @@ def test_what_a_line_allows_bounds_its_prediction_and_finished_lines_do_not_chan
         return SimpleNamespace(number=number, size=30, max_tokens=max_tokens)
 
     lengths = LineLengths()
-    lengths.foresee({1: Length(10, 40, 80), 2: Length(10, 40, 80)})
+    lengths.set_estimates({1: Length(10, 40, 80), 2: Length(10, 40, 80)})
     assert lengths.predict(line(1, 60), 1000) == Length(10, 40, 60)
     assert lengths.predict(line(2, 500), 1000) == Length(10, 40, 80)
     for number in range(10, 20):
