@@ -39,7 +39,7 @@ from loomserve.platform.models import catalog
 from loomserve.platform.placement import model_files
 from loomserve.platform.placement.policy.device_times import DeviceProfile
 from loomserve.platform.placement.policy.graph import Pipeline, Stage, even, latency_s, period_s
-from loomserve.platform.placement.policy.planner import Planned, Wanted, plan
+from loomserve.platform.placement.policy.placer import PlacedModel, Wanted, place_models
 
 RESULTS = Path(__file__).parent / "results"
 SOURCE = "demo"
@@ -184,7 +184,9 @@ class Comparison:
         return ours, theirs
 
 
-def planned(args: argparse.Namespace, devices: Sequence[Device]) -> tuple[DeviceProfile, Planned]:
+def placed(
+    args: argparse.Namespace, devices: Sequence[Device]
+) -> tuple[DeviceProfile, PlacedModel]:
     """Measured under throttling, as the engines will be."""
     from loomserve.platform.engine.profiling.device_speed import profile_devices
 
@@ -202,12 +204,12 @@ def planned(args: argparse.Namespace, devices: Sequence[Device]) -> tuple[Device
         mode="balanced",
         batch=args.batch,
     )
-    return profile, plan([wanted], profile)[0]
+    return profile, place_models([wanted], profile)[0]
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
     devices = [Device(name=f"core{core}", cores=(core,)) for core in (0, 1)]
-    profile, found = planned(args, devices)
+    profile, found = placed(args, devices)
     placement = found.placement
     if placement is None:
         raise SystemExit("the model does not fit into this machine's memory")

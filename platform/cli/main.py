@@ -16,7 +16,7 @@ from loomserve.platform.cli.batch import batch
 from loomserve.platform.cli.kv import kv
 from loomserve.platform.cli.lending import lending
 from loomserve.platform.cli.lengths import lengths
-from loomserve.platform.cli.placement import plan
+from loomserve.platform.cli.placement import placement
 from loomserve.platform.cli.plans import plans
 from loomserve.platform.cli.profile import profile
 from loomserve.platform.cli.status import status
@@ -36,7 +36,7 @@ admin_app.add_typer(lending, name="lending")
 admin_app.add_typer(plans, name="plans")
 app.command()(status)
 app.add_typer(profile, name="profile")
-app.command()(plan)
+app.command()(placement)
 
 _console = Console(stderr=False, highlight=False, soft_wrap=True)
 ConfigPath = Annotated[Path, typer.Argument(help="The configuration file.")]

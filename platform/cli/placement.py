@@ -1,4 +1,4 @@
-"""``loomserve plan``: which layers of which model would run on which device, and why."""
+"""``loomserve placement``: which layers of which model would run on which device, and why."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from loomserve.platform.cli.tables import display, new_table
 from loomserve.platform.config import Model
 from loomserve.platform.placement import device_profile
 from loomserve.platform.placement.configured import profile_path, wanted_of
-from loomserve.platform.placement.policy import explanation, planner
+from loomserve.platform.placement.policy import explanation, placer
 from loomserve.platform.placement.policy.helr import MODES, Mode
-from loomserve.platform.placement.policy.planner import Planned, Wanted
+from loomserve.platform.placement.policy.placer import PlacedModel, Wanted
 
 _console = Console(highlight=False, soft_wrap=True)
 
 
-def plan(
+def placement(
     path: Annotated[Path, typer.Argument(help="The configuration file.")],
     mode: Annotated[
         str | None,
@@ -52,13 +52,13 @@ def plan(
             "--mode to see what that would be"
         )
     measured = device_profile.load(profile or profile_path(checked, path.parent))
-    planned = planner.plan(_loaded(wanted, load or []), measured)
+    placed = placer.place_models(_loaded(wanted, load or []), measured)
     if as_json:
-        _console.print_json(data={"models": [explanation.as_dict(each) for each in planned]})
+        _console.print_json(data={"models": [explanation.as_dict(each) for each in placed]})
     else:
-        for each in planned:
+        for each in placed:
             _print(each)
-    if any(each.placement is None for each in planned):
+    if any(each.placement is None for each in placed):
         raise typer.Exit(1)
 
 
@@ -85,22 +85,22 @@ def _loaded(wanted: list[Wanted], given: list[str]) -> list[Wanted]:
     return [replace(each, load=loads.get(each.name, each.load)) for each in wanted]
 
 
-def _print(planned: Planned) -> None:
-    name = planned.wanted.name
-    if planned.placement is None:
-        _console.print(f"{name}: {explanation.why_not(planned)}", markup=False)
+def _print(placed: PlacedModel) -> None:
+    name = placed.wanted.name
+    if placed.placement is None:
+        _console.print(f"{name}: {explanation.why_not(placed)}", markup=False)
         return
     table = new_table(
         "stage", "device", "layers", "memory", "busy a step", "",
-        title=f"{name} ({planned.placement.mode})", whole=2,
+        title=f"{name} ({placed.placement.mode})", whole=2,
     )  # fmt: skip
-    for row in explanation.rows(planned):
+    for row in explanation.rows(placed):
         table.add_row(*row)
     display(table)
-    for line in explanation.summary(planned):
+    for line in explanation.summary(placed):
         _console.print(line, markup=False)
     figures = ("instead", "layers", "step every", "latency", "")
     others = new_table(*figures, title="Why not others")
-    for other in explanation.alternatives(planned):
-        others.add_row(*explanation.other_row(planned, other))
+    for other in explanation.alternatives(placed):
+        others.add_row(*explanation.other_row(placed, other))
     display(others)

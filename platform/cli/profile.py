@@ -116,7 +116,7 @@ def profile_devices(
     display(device_table(found))
     target = out or device_profile.default_path()
     device_profile.save(found, target)
-    _say(f"written to {target}; loomserve plan {path} divides models by it")
+    _say(f"written to {target}; loomserve placement {path} divides models by it")
 
 
 def device_table(found: DeviceProfile) -> Table:

@@ -29,7 +29,7 @@ class _Node(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class EngineFacts(_Node):
+class ProfileKey(_Node):
     """What the times depend on besides the model's weights."""
 
     device: str = Field(description="The processor's or GPU's model.")
@@ -54,7 +54,7 @@ class Profile(_Node):
 
     model: str
     weights: str = Field(description="Digest of the model's weights, configuration and code.")
-    engine: EngineFacts
+    engine: ProfileKey
     measured_at: str = Field(description="UTC, ISO 8601.")
     context: int = Field(gt=0, description="Longest request in tokens.")
     samples: tuple[tuple[int, int, int, float, float], ...] = Field(
@@ -86,7 +86,7 @@ class Profile(_Node):
         return TransferTimes(out.bytes_per_s, into.bytes_per_s, out.latency_s, into.latency_s)
 
 
-def path_of(weights: str, engine: EngineFacts) -> Path:
+def path_of(weights: str, engine: ProfileKey) -> Path:
     """Where the profile of a model on a device is: ``profiles`` in the user's cache folder."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", f"{engine.device}-{engine.threads}").strip("-")
     digest = hashlib.sha256(weights.encode()).hexdigest()[:16]
@@ -103,7 +103,7 @@ def save(profile: Profile) -> Path:
     return path
 
 
-def read(path: Path, weights: str, engine: EngineFacts) -> Profile:
+def read(path: Path, weights: str, engine: ProfileKey) -> Profile:
     """The profile of this very model, machine and engine.
 
     Raises:
@@ -129,7 +129,7 @@ def read(path: Path, weights: str, engine: EngineFacts) -> Profile:
 
 
 def load(
-    weights: str, engine: EngineFacts, path: Path | None = None
+    weights: str, engine: ProfileKey, path: Path | None = None
 ) -> tuple[StepTimes, TransferTimes]:
     """Predictors of this engine: from its profile, or else ones that learn.
 

@@ -31,7 +31,7 @@ from loomserve.kvstore.engine.messages import Transferred
 from loomserve.kvstore.engine.scheduling_stats import SchedulingStats
 from loomserve.platform.costs import profile
 from loomserve.platform.engine.kv_blocks import block_bytes
-from loomserve.platform.engine.profiling.profile_key import engine_facts, weights_digest
+from loomserve.platform.engine.profiling.profile_key import profile_key, weights_digest
 from loomserve.platform.engine.profiling.step_timing import StepClock
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG, SchedulerOptions
 from loomserve.platform.scheduling.policy.admission import Candidate, never_computed_twice, start
@@ -96,7 +96,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         self._swapped: dict[str, Swapped] = {}
         self._block_bytes = self._bytes_of_a_block()
         self.step_times, self.transfer_times = profile.load(
-            weights_digest(self.vllm_config), engine_facts(self.vllm_config)
+            weights_digest(self.vllm_config), profile_key(self.vllm_config)
         )
         self._copied_out_at = -math.inf
         self._clock = StepClock()

@@ -1,4 +1,4 @@
-"""A configuration's pipelines: what the planner is asked, and the stages that an engine gets."""
+"""Places the configured models that are pipelines: the stages that each engine gets."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.config import Config, Model
 from loomserve.platform.models import catalog
 from loomserve.platform.placement import device_profile, model_files
-from loomserve.platform.placement.policy import explanation, planner
+from loomserve.platform.placement.policy import explanation, placer
 from loomserve.platform.placement.policy.helr import Mode
-from loomserve.platform.placement.policy.planner import Wanted
+from loomserve.platform.placement.policy.placer import Wanted
 
 
 def wanted_of(model: Model, base: Path, mode: Mode) -> Wanted:
-    """A configured model as the planner sees it.
+    """A configured model as placement takes it.
 
     Raises:
         ConfigError: its weights are not in a folder here, or have no layers.
@@ -48,10 +48,10 @@ def stages_of(model: Model, base: Path) -> list[tuple[str, int]]:
         return list(zip(model.devices, model.pipeline.layers, strict=True))
     written = model.pipeline.profile
     measured = device_profile.load(base / written if written else device_profile.default_path())
-    (planned,) = planner.plan([wanted_of(model, base, model.pipeline.mode)], measured)
-    if planned.placement is None:
-        raise StartError(f"model {model.name!r}: {explanation.why_not(planned)}")
-    return planned.stages
+    (placed,) = placer.place_models([wanted_of(model, base, model.pipeline.mode)], measured)
+    if placed.placement is None:
+        raise StartError(f"model {model.name!r}: {explanation.why_not(placed)}")
+    return placed.stages
 
 
 def profile_path(config: Config, base: Path) -> Path:

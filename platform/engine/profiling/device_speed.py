@@ -20,9 +20,9 @@ from loomserve.platform.config import Device
 from loomserve.platform.devices.claims import place
 from loomserve.platform.engine.precision import cpu_dtype
 from loomserve.platform.placement.policy.device_times import (
-    DeviceFacts,
     DeviceProfile,
-    LinkFacts,
+    MeasuredDevice,
+    MeasuredLink,
     ModelTimes,
     StageTimes,
 )
@@ -54,7 +54,7 @@ def profile_devices(
     cpus = sum(device.kind == "cpu" for device in devices)
     # Once for all, as it changes while they are measured.
     share = psutil.virtual_memory().available // max(1, cpus)
-    facts = []
+    measured = []
     for device in devices:
         say(f"measuring {device.name} ({place(device)})")
         speed = _apart(_speed, device, share)
@@ -65,11 +65,11 @@ def profile_devices(
                 say(f"timing {source} on {device.name}")
                 times = _apart(_stages, device, path, tuple(batches))
                 timed.append(ModelTimes(model=source, times=tuple(times)))
-        facts.append(speed.model_copy(update={"models": tuple(timed)}))
+        measured.append(speed.model_copy(update={"models": tuple(timed)}))
     say("measuring links")
     return DeviceProfile(
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        devices=tuple(facts),
+        devices=tuple(measured),
         links=tuple(
             _link(one, other) for one, other in permutations(devices, 2) if one.kind == other.kind
         ),
@@ -85,7 +85,7 @@ def _apart(measure: Callable[..., _T], device: Device, *given: object) -> _T:
             raise StartError(f"device {device.name!r} cannot be measured: {error}") from error
 
 
-def _speed(device: Device, memory: int) -> DeviceFacts:
+def _speed(device: Device, memory: int) -> MeasuredDevice:
     if device.kind == "cpu":
         os.sched_setaffinity(0, device.cores)
         torch.set_num_threads(len(device.cores))
@@ -96,7 +96,7 @@ def _speed(device: Device, memory: int) -> DeviceFacts:
         memory = torch.cuda.mem_get_info(where)[0]
     matrix = torch.rand(_MATRIX, _MATRIX, device=where).to(dtype)
     vector, square = matrix[0].clone(), matrix[:1024, :1024].contiguous()
-    return DeviceFacts(
+    return MeasuredDevice(
         name=device.name,
         place=place(device),
         memory=memory,
@@ -128,13 +128,13 @@ def _stages(device: Device, path: str, batches: tuple[int, ...]) -> list[StageTi
     return time_stages(path, device, batches)
 
 
-def _link(source: Device, target: Device) -> LinkFacts:
+def _link(source: Device, target: Device) -> MeasuredLink:
     measured = source.kind == "cpu"
     if measured:
         latency_s, bytes_per_s = time_link(source.cores, target.cores)
     else:
         latency_s, bytes_per_s = _GPU_LINK_S, _GPU_BYTES_PER_S
-    return LinkFacts(
+    return MeasuredLink(
         source=source.name,
         target=target.name,
         latency_s=latency_s,

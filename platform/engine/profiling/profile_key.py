@@ -12,13 +12,13 @@ from vllm.version import __version__ as vllm_version
 
 from loomserve.kvstore.engine.fingerprint import folder_digest
 from loomserve.platform.base.paths import cache_folder
-from loomserve.platform.costs.profile import EngineFacts
+from loomserve.platform.costs.profile import ProfileKey
 
 
-def engine_facts(config: VllmConfig) -> EngineFacts:
+def profile_key(config: VllmConfig) -> ProfileKey:
     """Read in a process that has the environment of the engine's device."""
     on_cpu = current_platform.is_cpu()
-    return EngineFacts(
+    return ProfileKey(
         device=_processor() if on_cpu else current_platform.get_device_name(),
         threads=int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1) if on_cpu else 0,
         dtype=str(config.model_config.dtype).removeprefix("torch."),

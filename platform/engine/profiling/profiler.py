@@ -29,7 +29,7 @@ from loomserve.kvstore.storage.checksum import BlockLayout
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Device
 from loomserve.platform.costs import transfer_time
-from loomserve.platform.costs.profile import EngineFacts, Profile, Transfer
+from loomserve.platform.costs.profile import Profile, ProfileKey, Transfer
 from loomserve.platform.costs.regressors import (
     FittedModel,
     RegressorScore,
@@ -42,7 +42,7 @@ from loomserve.platform.costs.regressors import (
 from loomserve.platform.costs.step_time import StepTimes, TimedStep
 from loomserve.platform.costs.transfer_time import TimedTransfer
 from loomserve.platform.devices.claims import on_cores
-from loomserve.platform.engine.profiling.profile_key import engine_facts, weights_digest
+from loomserve.platform.engine.profiling.profile_key import profile_key, weights_digest
 from loomserve.platform.engine.profiling.step_timing import ProfiledEngine, Workload
 
 Say = Callable[[str], None]
@@ -83,7 +83,7 @@ def profile(
         raise StartError(f"vLLM cannot start {name!r}: {error}") from error
     try:
         layout = _layout(engine)
-        facts, weights = engine_facts(engine.config), weights_digest(engine.config)
+        key, weights = profile_key(engine.config), weights_digest(engine.config)
         steps = _time_steps(engine, minutes, say)
         context = engine.config.model_config.max_model_len
     finally:
@@ -91,7 +91,7 @@ def profile(
     say("timing transfers of KV between the engine's memory and the host's")
     out, into = time_transfers(layout, device)
     say("comparing regressors")
-    return _findings(name, weights, facts, context, steps, out, into)
+    return _findings(name, weights, key, context, steps, out, into)
 
 
 def _time_steps(engine: ProfiledEngine, minutes: float, say: Say) -> list[TimedStep]:
@@ -104,7 +104,7 @@ def _time_steps(engine: ProfiledEngine, minutes: float, say: Say) -> list[TimedS
 def _findings(
     name: str,
     weights: str,
-    facts: EngineFacts,
+    key: ProfileKey,
     context: int,
     steps: list[TimedStep],
     out: list[TimedTransfer],
@@ -117,7 +117,7 @@ def _findings(
     result = Profile(
         model=name,
         weights=weights,
-        engine=facts,
+        engine=key,
         measured_at=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         context=context,
         samples=tuple(

@@ -28,7 +28,7 @@ class ModelTimes(_Node):
     times: tuple[StageTimes, ...] = Field(min_length=1, description="By batch, ascending.")
 
 
-class DeviceFacts(_Node):
+class MeasuredDevice(_Node):
     name: str
     place: str = Field(description="Its cores or GPU.")
     memory: int = Field(
@@ -40,7 +40,7 @@ class DeviceFacts(_Node):
     models: tuple[ModelTimes, ...] = ()
 
 
-class LinkFacts(_Node):
+class MeasuredLink(_Node):
     source: str
     target: str
     latency_s: float = Field(ge=0)
@@ -50,10 +50,10 @@ class LinkFacts(_Node):
 
 class DeviceProfile(_Node):
     measured_at: str = Field(description="UTC, ISO 8601.")
-    devices: tuple[DeviceFacts, ...] = Field(min_length=1)
-    links: tuple[LinkFacts, ...] = ()
+    devices: tuple[MeasuredDevice, ...] = Field(min_length=1)
+    links: tuple[MeasuredLink, ...] = ()
 
-    def device(self, name: str) -> DeviceFacts:
+    def device(self, name: str) -> MeasuredDevice:
         """
         Raises:
             ConfigError: it was not measured.
@@ -81,7 +81,7 @@ class DeviceProfile(_Node):
         )
 
 
-def stage_times(device: DeviceFacts, model: str, shape: ModelShape, batch: int) -> StageTimes:
+def stage_times(device: MeasuredDevice, model: str, shape: ModelShape, batch: int) -> StageTimes:
     """Measured of this model, between the batches that were; else by bandwidth and arithmetic.
 
     Beyond the measured batches, times grow as the arithmetic does.
@@ -102,7 +102,7 @@ def stage_times(device: DeviceFacts, model: str, shape: ModelShape, batch: int) 
     return StageTimes(batch=batch, **figures)
 
 
-def _multiply_s(device: DeviceFacts, parameters: float, batch: int) -> float:
+def _multiply_s(device: MeasuredDevice, parameters: float, batch: int) -> float:
     """Weights are read once for all requests, and each is multiplied and added."""
     return (
         parameters * device.itemsize / device.bytes_per_s

@@ -1,4 +1,4 @@
-"""A planned map in words: its stages, its bottleneck, and what other maps would do."""
+"""Describes a layer map: its stages, its bottleneck, and what other maps would do."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from loomserve.platform.placement.policy.graph import (
     stage_bytes,
 )
 from loomserve.platform.placement.policy.helr import MODES, SLACK, Placement, place
-from loomserve.platform.placement.policy.planner import Planned
+from loomserve.platform.placement.policy.placer import PlacedModel
 
 _WHAT = {
     "he": "the fewest devices, then the shortest step",
@@ -33,31 +33,31 @@ class Alternative(NamedTuple):
     latency_s: float | None
 
 
-def alternatives(planned: Planned) -> list[Alternative]:
+def alternatives(placed: PlacedModel) -> list[Alternative]:
     """All layers on one device each, the even split both ways round, the other modes' maps."""
-    assert planned.placement is not None
-    chosen = planned.placement.pipeline
+    assert placed.placement is not None
+    chosen = placed.placement.pipeline
     seen, others = {chosen}, []
-    for name, pipeline in _others(planned):
+    for name, pipeline in _others(placed):
         if pipeline not in seen:
             seen.add(pipeline)
-            fitting = fits(planned.demand, planned.graph, pipeline)
+            fitting = fits(placed.demand, placed.graph, pipeline)
             others.append(
                 Alternative(
                     name,
                     pipeline,
-                    period_s(planned.demand, planned.graph, pipeline) if fitting else None,
-                    latency_s(planned.demand, planned.graph, pipeline) if fitting else None,
+                    period_s(placed.demand, placed.graph, pipeline) if fitting else None,
+                    latency_s(placed.demand, placed.graph, pipeline) if fitting else None,
                 )
             )
     return others
 
 
-def _others(planned: Planned) -> Iterator[tuple[str, Pipeline]]:
-    demand, graph = planned.demand, planned.graph
-    assert planned.placement is not None
+def _others(placed: PlacedModel) -> Iterator[tuple[str, Pipeline]]:
+    demand, graph = placed.demand, placed.graph
+    assert placed.placement is not None
     for mode in MODES:
-        if mode != planned.placement.mode:
+        if mode != placed.placement.mode:
             yield f"mode {mode}", place(demand, graph, mode).pipeline
     nodes = range(len(graph.nodes))
     if len(nodes) <= demand.layers:
@@ -67,32 +67,32 @@ def _others(planned: Planned) -> Iterator[tuple[str, Pipeline]]:
         yield f"all on {graph.nodes[node].name}", (Stage(node, demand.layers),)
 
 
-def rows(planned: Planned) -> Iterator[tuple[str, ...]]:
+def rows(placed: PlacedModel) -> Iterator[tuple[str, ...]]:
     """Stage, device, layers, memory, busy, and whether it is the bottleneck."""
-    placement = planned.placement
+    placement = placed.placement
     assert placement is not None
-    needed = stage_bytes(planned.demand, placement.pipeline)
+    needed = stage_bytes(placed.demand, placement.pipeline)
     for i, ((device, layers), nbytes, busy) in enumerate(
-        zip(planned.stages, needed, placement.busy_s, strict=True)
+        zip(placed.stages, needed, placement.busy_s, strict=True)
     ):
         bottleneck = "bottleneck" if busy == placement.period_s else ""
-        free = planned.graph.nodes[placement.pipeline[i].node].memory
+        free = placed.graph.nodes[placement.pipeline[i].node].memory
         memory = f"{nbytes / 2**30:.1f} of {free / 2**30:.1f} GiB"
         yield str(i), device, str(layers), memory, _ms(busy), bottleneck
 
 
-def summary(planned: Planned) -> list[str]:
-    placement = planned.placement
+def summary(placed: PlacedModel) -> list[str]:
+    placement = placed.placement
     assert placement is not None
-    batch, stages = planned.wanted.batch, len(placement.pipeline)
+    batch, stages = placed.wanted.batch, len(placement.pipeline)
     return [
         f"predicted for {batch} requests a step: a step every {_ms(placement.period_s)} "
         f"({batch / placement.period_s:.0f} tokens/s with {stages * batch} requests), "
         f"{_ms(placement.latency_s)} from first to last stage",
         f"chosen for {_WHAT[placement.mode]}; {_proof(placement)}",
         "to keep it: devices: [{}], pipeline: {{layers: [{}]}}".format(
-            ", ".join(device for device, _ in planned.stages),
-            ", ".join(str(layers) for _, layers in planned.stages),
+            ", ".join(device for device, _ in placed.stages),
+            ", ".join(str(layers) for _, layers in placed.stages),
         ),
     ]
 
@@ -107,11 +107,11 @@ def _proof(placement: Placement) -> str:
     )
 
 
-def other_row(planned: Planned, other: Alternative) -> tuple[str, ...]:
-    placement = planned.placement
+def other_row(placed: PlacedModel, other: Alternative) -> tuple[str, ...]:
+    placement = placed.placement
     assert placement is not None
     layers = ", ".join(
-        f"{planned.graph.nodes[stage.node].name}:{stage.layers}" for stage in other.pipeline
+        f"{placed.graph.nodes[stage.node].name}:{stage.layers}" for stage in other.pipeline
     )
     if other.period_s is None or other.latency_s is None:
         return other.name, layers, "-", "-", "does not fit in memory"
@@ -120,11 +120,11 @@ def other_row(planned: Planned, other: Alternative) -> tuple[str, ...]:
     return other.name, layers, _ms(other.period_s), _ms(other.latency_s), slower
 
 
-def why_not(planned: Planned) -> str:
+def why_not(placed: PlacedModel) -> str:
     """Of a model that its devices do not hold."""
-    demand = planned.demand
+    demand = placed.demand
     needed = demand.bytes_on(demand.layers, first=True, last=True)
-    free = ", ".join(f"{n.name} {n.memory / 2**30:.1f}" for n in planned.graph.nodes)
+    free = ", ".join(f"{n.name} {n.memory / 2**30:.1f}" for n in placed.graph.nodes)
     return (
         f"does not fit: it needs {needed / 2**30:.1f} GiB on one device, or "
         f"{demand.stage_bytes / 2**30:.1f} GiB more for each further stage, and there is "
@@ -132,20 +132,20 @@ def why_not(planned: Planned) -> str:
     )
 
 
-def as_dict(planned: Planned) -> dict[str, Any]:
+def as_dict(placed: PlacedModel) -> dict[str, Any]:
     """The same for programs; seconds and bytes."""
-    result: dict[str, Any] = {"model": planned.wanted.name, "batch": planned.wanted.batch}
-    placement = planned.placement
+    result: dict[str, Any] = {"model": placed.wanted.name, "batch": placed.wanted.batch}
+    placement = placed.placement
     if placement is None:
-        return result | {"fits": False, "problem": why_not(planned)}
-    needed = stage_bytes(planned.demand, placement.pipeline)
+        return result | {"fits": False, "problem": why_not(placed)}
+    needed = stage_bytes(placed.demand, placement.pipeline)
     return result | {
         "fits": True,
         "mode": placement.mode,
         "stages": [
             {"device": device, "layers": layers, "memory": round(nbytes), "busy_s": busy}
             for (device, layers), nbytes, busy in zip(
-                planned.stages, needed, placement.busy_s, strict=True
+                placed.stages, needed, placement.busy_s, strict=True
             )
         ],
         "period_s": placement.period_s,
@@ -157,14 +157,14 @@ def as_dict(planned: Planned) -> dict[str, Any]:
             {
                 "name": other.name,
                 "stages": [
-                    {"device": planned.graph.nodes[stage.node].name, "layers": stage.layers}
+                    {"device": placed.graph.nodes[stage.node].name, "layers": stage.layers}
                     for stage in other.pipeline
                 ],
                 "fits": other.period_s is not None,
                 "period_s": other.period_s,
                 "latency_s": other.latency_s,
             }
-            for other in alternatives(planned)
+            for other in alternatives(placed)
         ],
     }
 

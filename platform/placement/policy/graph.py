@@ -1,4 +1,4 @@
-"""What placement is decided on: a model's layers, the devices, and the links between them."""
+"""Input of placement: a model's layers, the devices, and the links between them."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Demand:
 
 @dataclass(frozen=True)
 class DeviceNode:
-    """A device, as one model finds it: bytes, and seconds of a step of the planned batch."""
+    """A device, as one model finds it: bytes, and seconds of a step of the configured batch."""
 
     name: str
     memory: float

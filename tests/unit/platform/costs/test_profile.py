@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from loomserve.platform.costs.profile import (
-    EngineFacts,
     Profile,
     ProfileError,
+    ProfileKey,
     Transfer,
     load,
     path_of,
@@ -19,7 +19,7 @@ from loomserve.platform.costs.profile import (
 )
 from loomserve.platform.costs.step_time import Step
 
-ENGINE = EngineFacts(
+ENGINE = ProfileKey(
     device="A CPU @ 2 GHz",
     threads=2,
     dtype="float32",

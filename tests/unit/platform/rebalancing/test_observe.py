@@ -13,7 +13,11 @@ from loomserve.platform.config import Device
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import Heartbeat
-from loomserve.platform.placement.policy.device_times import DeviceFacts, DeviceProfile, LinkFacts
+from loomserve.platform.placement.policy.device_times import (
+    DeviceProfile,
+    MeasuredDevice,
+    MeasuredLink,
+)
 from loomserve.platform.rebalancing.observe import PROFILE, measured_snapshot, sums_of
 from loomserve.platform.rebalancing.policy.rates import Rates
 from loomserve.platform.rebalancing.policy.snapshot import (
@@ -37,13 +41,15 @@ NOW = 1_000_000.0
 PROFILED = DeviceProfile(
     measured_at="1970-01-12T13:00:00+00:00",
     devices=tuple(
-        DeviceFacts(
+        MeasuredDevice(
             name=name, place="", memory=8 * 2**30, bytes_per_s=speed, flop_per_s=1, itemsize=4
         )
         for name, speed in (("core0", 2e9), ("core1", 1e9))
     ),
     links=(
-        LinkFacts(source="core0", target="core1", latency_s=1e-5, bytes_per_s=3e9, measured=True),
+        MeasuredLink(
+            source="core0", target="core1", latency_s=1e-5, bytes_per_s=3e9, measured=True
+        ),
     ),
 )  # fmt: skip
 

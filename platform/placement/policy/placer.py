@@ -42,7 +42,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlacedModel:
     """Where a model goes, or None if its devices do not hold it; the graph is what it found."""
 
     wanted: Wanted
@@ -65,7 +65,7 @@ class _Taken:
     busy: dict[str, float] = field(default_factory=dict)
 
 
-def plan(models: Sequence[Wanted], profile: DeviceProfile) -> list[Planned]:
+def place_models(models: Sequence[Wanted], profile: DeviceProfile) -> list[PlacedModel]:
     """All models, in the order given.
 
     Raises:
@@ -79,19 +79,19 @@ def plan(models: Sequence[Wanted], profile: DeviceProfile) -> list[Planned]:
     return [hot_first[model.name] for model in models]
 
 
-def _in_order(models: Sequence[Wanted], profile: DeviceProfile) -> Mapping[str, Planned]:
-    taken, planned = _Taken(), {}
+def _in_order(models: Sequence[Wanted], profile: DeviceProfile) -> Mapping[str, PlacedModel]:
+    taken, placed = _Taken(), {}
     for model in models:
-        planned[model.name] = _plan(model, profile, taken)
-    return planned
+        placed[model.name] = _place(model, profile, taken)
+    return placed
 
 
-def _plan(model: Wanted, profile: DeviceProfile, taken: _Taken) -> Planned:
+def _place(model: Wanted, profile: DeviceProfile, taken: _Taken) -> PlacedModel:
     demand, graph = problem(model, profile, taken.memory, taken.busy)
     try:
         placement = place(demand, graph, model.mode)
     except DoesNotFitError:
-        return Planned(model, demand, graph, None)
+        return PlacedModel(model, demand, graph, None)
     end = len(placement.pipeline) - 1
     for i, (stage, busy) in enumerate(zip(placement.pipeline, placement.busy_s, strict=True)):
         name = model.devices[stage.node]
@@ -100,7 +100,7 @@ def _plan(model: Wanted, profile: DeviceProfile, taken: _Taken) -> Planned:
         share = model.load * busy / placement.period_s
         free = 1 - taken.busy.get(name, 0.0)
         taken.busy[name] = 1 - free * (1 - share)
-    return Planned(model, demand, graph, placement)
+    return PlacedModel(model, demand, graph, placement)
 
 
 def problem(

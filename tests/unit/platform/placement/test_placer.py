@@ -19,21 +19,21 @@ from loomserve.platform.placement import device_profile, model_files
 from loomserve.platform.placement.configured import stages_of
 from loomserve.platform.placement.policy import explanation
 from loomserve.platform.placement.policy.device_times import (
-    DeviceFacts,
     DeviceProfile,
-    LinkFacts,
+    MeasuredDevice,
+    MeasuredLink,
     ModelTimes,
     StageTimes,
     stage_times,
 )
 from loomserve.platform.placement.policy.model_shape import ModelShape
-from loomserve.platform.placement.policy.planner import Wanted, plan
+from loomserve.platform.placement.policy.placer import Wanted, place_models
 
 GIB = 2**30
 SHAPE = ModelShape(30, 576, 3.5e6, 28_000_000, 28_000_000)
 
 
-def facts(name: str, speed: float, memory: int = 8 * GIB) -> DeviceFacts:
+def measured_device(name: str, speed: float, memory: int = 8 * GIB) -> MeasuredDevice:
     times = StageTimes(
         batch=8,
         layer_s=0.001 / speed,
@@ -41,7 +41,7 @@ def facts(name: str, speed: float, memory: int = 8 * GIB) -> DeviceFacts:
         first_s=0.0001 / speed,
         last_s=0.008 / speed,
     )
-    return DeviceFacts(
+    return MeasuredDevice(
         name=name,
         place=name,
         memory=memory,
@@ -52,12 +52,14 @@ def facts(name: str, speed: float, memory: int = 8 * GIB) -> DeviceFacts:
     )
 
 
-def profile(*devices: DeviceFacts) -> DeviceProfile:
+def profile(*devices: MeasuredDevice) -> DeviceProfile:
     return DeviceProfile(
         measured_at="2026-01-01T00:00:00+00:00",
         devices=devices,
         links=tuple(
-            LinkFacts(source=a.name, target=b.name, latency_s=1e-4, bytes_per_s=5e9, measured=True)
+            MeasuredLink(
+                source=a.name, target=b.name, latency_s=1e-4, bytes_per_s=5e9, measured=True
+            )
             for a in devices
             for b in devices
             if a is not b
@@ -77,47 +79,47 @@ def wanted(name: str = "m", load: float = 0.0, **changed: object) -> Wanted:
     return Wanted(name=name, load=load, **{**given, **changed})  # type: ignore[arg-type]
 
 
-MEASURED = profile(facts("quick", 1.0), facts("slow", 1 / 3))
+MEASURED = profile(measured_device("quick", 1.0), measured_device("slow", 1 / 3))
 
 
 def test_a_slow_device_gets_as_many_layers_as_keep_it_busy_for_as_long_as_the_other() -> None:
-    (planned,) = plan([wanted()], MEASURED)
-    assert planned.placement is not None
-    layers = dict(planned.stages)
+    (placed,) = place_models([wanted()], MEASURED)
+    assert placed.placement is not None
+    layers = dict(placed.stages)
     # With the output head, which is worth eight layers, it has one layer; without it, nine.
     assert layers["slow"] < layers["quick"] / 2
-    assert planned.placement.busy_s[0] == pytest.approx(planned.placement.busy_s[1], rel=0.1)
+    assert placed.placement.busy_s[0] == pytest.approx(placed.placement.busy_s[1], rel=0.1)
 
 
 def test_a_hot_model_makes_its_devices_slower_for_the_next_one() -> None:
-    alike = profile(facts("a", 1.0), facts("b", 1.0))
+    alike = profile(measured_device("a", 1.0), measured_device("b", 1.0))
     hot = wanted("hot", 0.9, devices=("a", "b"), mode="lr")
     cold = wanted("cold", 0.0, devices=("a", "b"), mode="lr")
     # Asked in either order, the hot one goes first, and each has a device of its own.
     for models in ([hot, cold], [cold, hot]):
-        planned = {each.wanted.name: each.stages for each in plan(models, alike)}
-        assert len(planned["hot"]) == len(planned["cold"]) == 1
-        assert planned["hot"] != planned["cold"]
+        placed = {each.wanted.name: each.stages for each in place_models(models, alike)}
+        assert len(placed["hot"]) == len(placed["cold"]) == 1
+        assert placed["hot"] != placed["cold"]
 
 
 def test_models_that_fit_only_if_the_largest_goes_first_are_all_placed() -> None:
-    tight = profile(facts("a", 1.0, 5 * GIB), facts("b", 0.9, 4 * GIB))
+    tight = profile(measured_device("a", 1.0, 5 * GIB), measured_device("b", 0.9, 4 * GIB))
     small = wanted("small", 0.5, devices=("a", "b"), mode="he", kv_bytes=0)
     large = wanted("large", devices=("a",), mode="he", kv_bytes=1.5 * GIB)
-    planned = plan([small, large], tight)
-    assert [each.stages for each in planned] == [[("b", 30)], [("a", 30)]]
+    placed = place_models([small, large], tight)
+    assert [each.stages for each in placed] == [[("b", 30)], [("a", 30)]]
 
 
 def test_a_model_that_fits_nowhere_says_what_it_needs() -> None:
-    small = profile(facts("quick", 1.0, GIB), facts("slow", 1.0, GIB))
-    (planned,) = plan([wanted()], small)
-    assert planned.placement is None
-    assert "needs 3." in explanation.why_not(planned)
-    assert explanation.as_dict(planned)["fits"] is False
+    small = profile(measured_device("quick", 1.0, GIB), measured_device("slow", 1.0, GIB))
+    (placed,) = place_models([wanted()], small)
+    assert placed.placement is None
+    assert "needs 3." in explanation.why_not(placed)
+    assert explanation.as_dict(placed)["fits"] is False
 
 
 def test_a_model_that_was_not_timed_is_predicted_by_bandwidth_and_arithmetic() -> None:
-    device = facts("quick", 1.0)
+    device = measured_device("quick", 1.0)
     times = stage_times(device, "another", SHAPE, 10)
     assert times.layer_s == pytest.approx(3.5e6 * 4 / 10e9 + 2 * 3.5e6 * 10 / 50e9)
     assert times.last_s == pytest.approx(28e6 * 4 / 10e9 + 2 * 28e6 * 10 / 50e9)
@@ -188,15 +190,15 @@ def configured(tmp_path: Path) -> Path:
     return path
 
 
-def test_plan_prints_stages_and_why_not_others(
+def test_the_command_prints_stages_and_why_not_others(
     configured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    assert run(monkeypatch, "plan", str(configured)) == 0
+    assert run(monkeypatch, "placement", str(configured)) == 0
     said = capsys.readouterr().out
     for words in ("m (balanced)", "bottleneck", "even split", "no other map", "to keep it"):
         assert words in said
-    assert run(monkeypatch, "plan", str(configured), "--json", "--mode", "he") == 0
+    assert run(monkeypatch, "placement", str(configured), "--json", "--mode", "he") == 0
     (model,) = json.loads(capsys.readouterr().out)["models"]
     assert model["stages"] == [
         {"device": "quick", "layers": 6, "memory": model["stages"][0]["memory"],
@@ -205,31 +207,31 @@ def test_plan_prints_stages_and_why_not_others(
     assert model["exact"]
 
 
-def test_plan_exits_with_1_if_a_model_does_not_fit_and_with_2_if_it_is_asked_wrongly(
+def test_the_command_exits_with_1_if_a_model_does_not_fit_and_with_2_if_it_is_asked_wrongly(
     configured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = profile(facts("quick", 1.0, GIB), facts("slow", 1.0, GIB))
+    small = profile(measured_device("quick", 1.0, GIB), measured_device("slow", 1.0, GIB))
     device_profile.save(small, configured.parent / "small.yaml")
     path = str(configured.parent / "small.yaml")
-    assert run(monkeypatch, "plan", str(configured), "--profile", path) == 1
+    assert run(monkeypatch, "placement", str(configured), "--profile", path) == 1
     assert "does not fit" in capsys.readouterr().out
-    assert run(monkeypatch, "plan", str(configured), "--mode", "fast") == 2
+    assert run(monkeypatch, "placement", str(configured), "--mode", "fast") == 2
     assert "he, lr, balanced" in capsys.readouterr().err
-    assert run(monkeypatch, "plan", str(configured), "--load", "m=2") == 2
+    assert run(monkeypatch, "placement", str(configured), "--load", "m=2") == 2
     assert "MODEL=SHARE" in capsys.readouterr().err
     configured.write_text(CONFIG)
-    assert run(monkeypatch, "plan", str(configured)) == 2
+    assert run(monkeypatch, "placement", str(configured)) == 2
     assert "no model has a pipeline" in capsys.readouterr().err
 
 
 def test_an_engines_stages_are_those_written_or_those_of_helr(configured: Path) -> None:
     (model,) = parse(configured.read_text()).models
-    planned = stages_of(model, configured.parent)
-    assert sum(layers for _, layers in planned) == 6
+    placed = stages_of(model, configured.parent)
+    assert sum(layers for _, layers in placed) == 6
     text = CONFIG + "    pipeline: {layers: [4, 2]}\n"
     (model,) = parse(text).models
     assert stages_of(model, configured.parent) == [("quick", 4), ("slow", 2)]
-    small = profile(facts("quick", 1.0, GIB), facts("slow", 1.0, GIB))
+    small = profile(measured_device("quick", 1.0, GIB), measured_device("slow", 1.0, GIB))
     device_profile.save(small, configured.parent / "devices.yaml")
     (model,) = parse(configured.read_text()).models
     with pytest.raises(StartError, match=r"does not fit"):
