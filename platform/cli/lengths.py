@@ -58,7 +58,7 @@ def train(
     model_folder = _model_folder(embeddings)
     table = TokenEmbeddings(model_folder)
     samples = read_all(files, table.tokens, model)
-    # Only here: scikit-learn takes seconds to import.
+    # Imported here: scikit-learn takes seconds.
     from loomserve.platform.lengths.training import fit, split
     from loomserve.platform.lengths.training.versions import PredictorVersions
 
@@ -95,7 +95,7 @@ def evaluate(
 
 
 def tables(scores: Sequence[PredictorScore]) -> Iterator[Table]:
-    """One a task, one row a predictor; shares in percent."""
+    """One table for each task with one row for each predictor; shares in percent."""
     for task in sorted({score.task for score in scores}):
         of_task = [score for score in scores if score.task == task]
         title = f"{task}: {of_task[0].requests} requests; shares in percent"

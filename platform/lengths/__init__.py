@@ -1,1 +1,1 @@
-"""Predictions of how many tokens an answer will have."""
+"""Length estimation: predictions of how many tokens an answer will have."""

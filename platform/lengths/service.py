@@ -1,7 +1,7 @@
-"""Predicted lengths of answers, beside the gateway's event loop: asked on arrival, learnt after.
+"""Length estimation in the gateway: predict when a request arrives, learn when its answer ends.
 
-A prediction takes two milliseconds of processor time, and longer where the machine is busy, so it
-is made in a thread, and a request goes on without one that is late.
+A prediction takes two milliseconds of processor time, and longer on a busy machine. So a thread
+makes it, and a request whose prediction is late goes on without.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LIMIT_S = 0.03
 
 @dataclass(frozen=True)
 class Predicted:
-    """A prediction, and what it takes to learn from its request's end."""
+    """A prediction, with the predictor and the query that are needed to learn from the answer."""
 
     predictor: StoredPredictor
     query: LengthQuery
@@ -41,7 +41,7 @@ class Predicted:
 
 
 class LengthPredictions:
-    """The predictors of all models that have one. All methods are for the event loop."""
+    """Length estimation of all models that have a predictor; used on the event loop only."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class LengthPredictions:
         self._names: dict[str, str] = {}
         self._open: dict[str, StoredPredictor] = {}
         self._opening: dict[str, asyncio.Task[None]] = {}
-        # One is enough: what comes faster than one thread predicts would be late anyway.
+        # One thread: requests that come faster than it predicts would be late anyway.
         self._thread = ThreadPoolExecutor(1, "predict-lengths")
 
     def set_models(self, names: Mapping[str, str]) -> None:
-        """The predictor of each model; others are closed. Until one is open it is not asked."""
+        """Set each model's predictor by name; close all others, and open new ones in a thread."""
         for model in list(self._names):
             if names.get(model) != self._names[model]:
                 self._forget(model)
@@ -70,20 +70,20 @@ class LengthPredictions:
                 self._opening[model] = asyncio.create_task(self._start(model, name))
 
     async def predict(self, model: str, request: Mapping[str, Any]) -> Predicted | None:
-        """What its answer will take; None if nothing predicts it, or not in time."""
+        """Predict the length of the answer; None: there is no open predictor, or it was late."""
         predictor = self._open.get(model)
         if predictor is None:
             return None
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._limit_s):
-                # One that has not begun when its time is over is never made.
+                # A prediction that has not begun when its time is over is never made.
                 predicted = await loop.run_in_executor(self._thread, _predict, predictor, request)
         except TimeoutError:
             self._metrics.length_predicted(model, "late")
             return None
         except Exception as error:
-            # Whatever a predictor stumbles over, the request can be served without it.
+            # Whatever makes a predictor fail, the request can be served without it.
             _log.warning("no length was predicted for a request of model %s: %r", model, error)
             self._metrics.length_predicted(model, "failed")
             return None
@@ -92,7 +92,7 @@ class LengthPredictions:
         return predicted
 
     def ended(self, model: str, predicted: Predicted, tokens: int) -> None:
-        """An answer ended by itself and had so many tokens."""
+        """Learn from an answer that ended by itself with ``tokens`` tokens."""
         self._metrics.length_observed(model, abs(predicted.prediction.tokens - tokens))
         predicted.predictor.observe(predicted.query, predicted.prediction, tokens)
 
@@ -105,7 +105,7 @@ class LengthPredictions:
         try:
             predictor = await asyncio.to_thread(self._open_one, name)
         except (ConfigError, OSError) as error:
-            # It was there when the model was loaded.
+            # The predictor was there when the model was loaded.
             _log.error("lengths of model %s are not predicted: %s", model, error)
             return
         if self._names.get(model) != name:
@@ -123,14 +123,14 @@ class LengthPredictions:
 
 
 def _open_predictor(name: str) -> StoredPredictor:
-    # Only here: gateways without predictors need neither numpy nor tokenizers.
+    # Imported here, so that gateways without predictors need neither numpy nor tokenizers.
     from loomserve.platform.lengths.stored import open_predictor
 
     return open_predictor(name)
 
 
 def counts_once(request: Mapping[str, Any]) -> bool:
-    """Whether the answer's usage is that of one answer, so that a length may be learnt from it."""
+    """Whether the request has one answer, whose length the usage tells."""
     return request.get("n") in (None, 1) and request.get("best_of") in (None, 1)
 
 

@@ -1,4 +1,4 @@
-"""Trained predictors by name: where they are, and whose embeddings they read."""
+"""Finds a trained predictor by its name, with the embeddings that it reads."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _EMBEDDINGS = "embeddings"
 
 
 def folder_of(name: str) -> Path:
-    """Where a predictor's versions are: ``lengths/NAME`` in the user's cache folder.
+    """The folder of a predictor's versions: ``lengths/NAME`` in the user's cache folder.
 
     Raises:
-        ConfigError: the name would lead elsewhere.
+        ConfigError: the name leads to another folder.
     """
     if not name or name.startswith(".") or "/" in name:
         raise ConfigError(f"--name {name!r}: give a plain name, such as the served model's")
@@ -30,20 +30,20 @@ def folder_of(name: str) -> Path:
 
 
 def remember_embeddings(folder: Path, model: Path) -> None:
-    """Keep whose embeddings the versions in ``folder`` are trained with: a model's folder."""
+    """Record in ``folder`` the model folder whose embeddings its versions are trained with."""
     (folder / _EMBEDDINGS).write_text(f"{model.absolute()}\n", encoding="utf-8")
 
 
 @dataclass(frozen=True)
 class StoredPredictor:
-    """A predictor as it serves; one process at a time learns, any number may predict."""
+    """A predictor in service: any number of processes predict, one at a time learns."""
 
     learner: Learner
     embeddings: TokenEmbeddings
     lock: FileLock
 
     def count(self, text: str) -> int:
-        """Tokens of a text, as the predictor was trained to see them."""
+        """Number of tokens of a text, by the tokenizer that the predictor was trained with."""
         return self.embeddings.tokens(text)
 
     def predict(self, query: LengthQuery) -> Prediction:
@@ -53,7 +53,7 @@ class StoredPredictor:
         self.learner.observe(query, prediction, tokens)
 
     def start(self) -> bool:
-        """Learn in the background; False if another process learns for this predictor."""
+        """Start to learn in the background; False: another process learns for this predictor."""
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
@@ -67,10 +67,10 @@ class StoredPredictor:
 
 
 def open_predictor(name: str) -> StoredPredictor:
-    """The current version of a name. Takes a moment, so not on an event loop.
+    """Open the current version of a predictor. It reads files: do not call it on an event loop.
 
     Raises:
-        ConfigError: there is none, or what it needs is damaged or gone; says what to run.
+        ConfigError: there is none, or a file that it needs is damaged or gone.
     """
     folder = folder_of(name)
     again = f"run loomserve lengths train FILES --name {name}"

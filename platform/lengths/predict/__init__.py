@@ -1,1 +1,1 @@
-"""Predictors of output length, and what they see of a request."""
+"""Predictors of output length, and the features that they see of a request."""

@@ -1,4 +1,4 @@
-"""The baseline that knows applications and nothing of their requests: each one's mean length."""
+"""The baseline that sees only which application asks: each application's mean length."""
 
 from __future__ import annotations
 
@@ -16,8 +16,13 @@ from loomserve.platform.lengths.predict.head import Arrays, Guess
 
 @dataclass(frozen=True, eq=False)
 class AppMeans:
-    """``apps`` ascending, shape ``[apps]``; ``values`` mean, 5 % and 95 % quantile of each, and
-    last of all together, for unknown ones, ``[apps + 1, 3]``."""
+    """Table of lengths by application.
+
+    Attributes:
+        apps: Numbers of the applications, ascending, shape ``[apps]``.
+        values: Mean, 5 % and 95 % quantile of each application's lengths in tokens, and in the
+            last row those of all lengths, for unknown applications; ``[apps + 1, 3]``.
+    """
 
     apps: Floats
     values: NDArray[np.float64]
@@ -26,7 +31,7 @@ class AppMeans:
         at = int(np.searchsorted(self.apps, features[0]))
         known = at < len(self.apps) and self.apps[at] == features[0]
         tokens, low, high = map(float, self.values[at if known else -1])
-        # How they spread is not known.
+        # The spread of an application's lengths is not kept, so `most` can only cut the mean.
         return Guess(min(most, tokens), low, high, int(bucket_of(tokens)))
 
     def arrays(self) -> Arrays:

@@ -6,11 +6,11 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 EDGES = np.array([0, *(2**power for power in range(3, 12))], np.float64)
-"""Lower edges, and the upper edge of the last bucket."""
+"""Lower edges in tokens, and the upper edge of the last bucket."""
 
 BUCKETS = len(EDGES) - 1
 
 
 def bucket_of(tokens: ArrayLike) -> NDArray[np.int64]:
-    """The buckets of some lengths; longer ones than the last belong to it."""
+    """The bucket of each length; lengths beyond the last bucket belong to it."""
     return np.clip(np.searchsorted(EDGES, tokens, side="right") - 1, 0, BUCKETS - 1)

@@ -1,9 +1,9 @@
-"""Intervals that hold what they promise: split-conformal quantile regression.
+"""Intervals with the promised coverage: split-conformal quantile regression.
 
 Romano, Patterson and Candès, "Conformalized Quantile Regression" (2019), on logarithms, since
-lengths spread in proportion to themselves. Whatever the quantiles are worth, the widened interval
-holds the length of a new request with at least the promised chance, as long as requests are like
-those that calibrated it.
+lengths spread in proportion to themselves. However good or bad the quantiles are, the widened
+interval holds the length of a new request with at least the promised probability, as long as
+requests are like those that calibrated it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from loomserve.platform.lengths.predict.prediction import Prediction
 
 
 def margin(guesses: Sequence[Guess], tokens: Sequence[int], coverage: float) -> float:
-    """By how much to widen the intervals in the logarithm of 1 + tokens; negative narrows them.
+    """The width to add to both ends of intervals, in log(1 + tokens); negative narrows them.
 
-    The samples must not be those that the predictor was trained on. Infinite if they are too few:
-    below ``coverage / (1 - coverage)``.
+    The samples must not be those that the predictor was trained on. The margin is infinite if there
+    are fewer than ``coverage / (1 - coverage)`` samples.
     """
     actual = np.log1p(tokens)
     low = np.log1p([guess.low for guess in guesses])
@@ -32,7 +32,7 @@ def margin(guesses: Sequence[Guess], tokens: Sequence[int], coverage: float) -> 
 
 
 def calibrated(guess: Guess, margin: float, most: float) -> Prediction:
-    """The guess with its interval widened, and all of it within the most that there may be."""
+    """The prediction of a guess: its interval widened by ``margin``, all within ``most`` tokens."""
     tokens = min(most, guess.tokens)
     if math.isinf(margin):
         return Prediction(tokens, 0.0, most)

@@ -19,11 +19,11 @@ class BucketClassifier:
     """Multinomial logistic regression on standardised features.
 
     Attributes:
-        centre, scale: Of each feature, shape ``[features]``.
-        weights, bias: Logits of the buckets that training has seen, ``[features, classes]`` and
-            ``[classes]``.
-        buckets: Their numbers, ascending, ``[classes]``.
-        means: The mean length of training's answers in each, ``[classes]``.
+        centre, scale: Standardisation of each feature, shape ``[features]``.
+        weights, bias: Coefficients of the logits of the buckets seen in training,
+            ``[features, classes]`` and ``[classes]``.
+        buckets: Numbers of those buckets, ascending, ``[classes]``.
+        means: Mean length in tokens of training's answers in each bucket, ``[classes]``.
     """
 
     centre: Floats
@@ -42,7 +42,7 @@ class BucketClassifier:
         return Guess(float(shares @ self._means_up_to(most)), low, high, likeliest)
 
     def _means_up_to(self, most: float) -> NDArray[np.float64]:
-        """Of answers in each bucket that may have so many tokens; lengths are even within one."""
+        """Mean length in each bucket, given ``most`` tokens; lengths are uniform in a bucket."""
         lower, upper = EDGES[self.buckets], EDGES[self.buckets + 1]
         cut = np.clip(most, lower, upper)
         means = np.where(cut < upper, cut - (cut - lower) ** 2 / (2 * (upper - lower)), self.means)
@@ -50,7 +50,7 @@ class BucketClassifier:
         return bounded
 
     def _quantiles(self, shares: Floats, levels: tuple[float, float]) -> tuple[float, float]:
-        """Of the length, taken to be even within each bucket."""
+        """Quantiles of the length, taken to be uniform within each bucket."""
         reached = np.concatenate(([0.0], np.cumsum(shares)))
         lower, upper = EDGES[self.buckets], EDGES[self.buckets + 1]
         found = []

@@ -1,10 +1,10 @@
 """A text's embedding: the mean of a language model's own embeddings of its tokens.
 
-Magnus embeds with LaBSE and UELLM reads a language model's hidden states. Both cost a forward pass:
-on one core, MiniLM (22 M parameters) takes some 10 ms a request and SmolLM2's thirty layers some
-60, where 3 may be spent. The embedding table of a model that is served anyway needs no download, no
-training and no forward pass; its mean keeps what a text is about and what kind of text it is, and
-loses the order of its words. docs/lengths.md has what the hidden states would add.
+Magnus embeds with LaBSE and UELLM reads a language model's hidden states. Both need a forward pass:
+on one core, MiniLM (22 M parameters) takes about 10 ms per request and SmolLM2's thirty layers
+about 60, while the budget is 3. The embedding table of a model that is served anyway needs no
+download, no training and no forward pass; its mean keeps a text's topic and kind, and loses the
+order of its words. docs/lengths.md shows what the hidden states would add.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from loomserve.platform.base.errors import ConfigError
 
 Floats = NDArray[np.float32]
 
-# Of a long text, so many characters of its head and of its tail: a task's description stands there.
-# Both together take half a millisecond.
+# Characters read at each end of a long text, where the task is described. Reading both takes half a
+# millisecond.
 _HEAD = _TAIL = 500
 
 _TABLES = ("model.embed_tokens.weight", "embed_tokens.weight", "transformer.wte.weight")
@@ -35,7 +35,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {
 
 
 class TokenEmbeddings:
-    """The embedding table of a model folder, memory-mapped: loading reads only its header."""
+    """Embedding table of a model folder, memory-mapped: loading reads only its header."""
 
     def __init__(self, folder: Path) -> None:
         """
@@ -58,11 +58,11 @@ class TokenEmbeddings:
         return int(self._table.shape[1])
 
     def tokens(self, text: str) -> int:
-        """How many tokens a whole text has."""
+        """The number of tokens of a whole text."""
         return len(self._tokenizer.encode(text, add_special_tokens=False))
 
     def mean(self, text: str) -> Floats:
-        """Shape ``[dimensions]``; zeros for an empty text."""
+        """Mean embedding of a text's tokens, shape ``[dimensions]``; zeros for an empty text."""
         if len(text) > _HEAD + _TAIL:
             text = f"{text[:_HEAD]} {text[-_TAIL:]}"
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -76,7 +76,7 @@ class TokenEmbeddings:
 
 
 def _embedding_table(folder: Path) -> tuple[NDArray[Any], bool]:
-    """The table ``[vocabulary, dimensions]``, and whether its numbers are bfloat16."""
+    """The table, shape ``[vocabulary, dimensions]``, and whether its numbers are bfloat16."""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -1,4 +1,4 @@
-"""What predictors see of a request: a vector of numbers instead of its text."""
+"""Features of a request: the vector of numbers that a predictor sees instead of its text."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ _HASHED = 2048
 
 
 def compressed(embedding: Floats, groups: int) -> Floats:
-    """Group sums over the square root of the group's size, shape ``[groups]`` (Magnus).
+    """An embedding compressed to ``groups`` values (Magnus), shape ``[groups]``.
 
-    Groups are of neighbouring dimensions, in size equal or one apart.
+    Each value is the sum of a group divided by the square root of the group's size. Groups are of
+    neighbouring dimensions; their sizes differ by one at most.
     """
     starts = np.arange(groups) * len(embedding) // groups
     sizes = np.diff(starts, append=len(embedding))
@@ -31,7 +32,7 @@ def compressed(embedding: Floats, groups: int) -> Floats:
 
 
 def magnus(embeddings: TokenEmbeddings) -> Features:
-    """Instruction in 4 values, user's input in 16, and the input's length, shape ``[21]``."""
+    """Magnus's features: 4 values of the instruction, 16 of the input, its length; ``[21]``."""
 
     def features(query: LengthQuery) -> Floats:
         app = compressed(embeddings.mean(query.instruction), _APP_GROUPS)
@@ -42,7 +43,7 @@ def magnus(embeddings: TokenEmbeddings) -> Features:
 
 
 def uellm(embeddings: TokenEmbeddings) -> Features:
-    """The whole prompt's embedding and the logarithm of its length, ``[dimensions + 1]``."""
+    """UELLM's features: the prompt's embedding and log(1 + its length); ``[dimensions + 1]``."""
 
     def features(query: LengthQuery) -> Floats:
         whole = embeddings.mean(f"{query.instruction}\n{query.user_input}".strip())
@@ -52,7 +53,7 @@ def uellm(embeddings: TokenEmbeddings) -> Features:
 
 
 def words(query: LengthQuery) -> Floats:
-    """The prompt's words, hashed and counted (square roots), and its length's logarithm."""
+    """Square roots of the counts of the prompt's hashed words, and log(1 + its length)."""
     vector = np.zeros(_HASHED + 1, np.float32)
     for word in _WORDS.findall(f"{query.instruction} {query.user_input}".lower())[:1000]:
         vector[zlib.crc32(word.encode()) % _HASHED] += 1
@@ -62,10 +63,10 @@ def words(query: LengthQuery) -> Floats:
 
 
 def length(query: LengthQuery) -> Floats:
-    """The input's length alone, shape ``[1]``."""
+    """The input's length in tokens alone, shape ``[1]``."""
     return np.array([query.input_tokens], np.float32)
 
 
 def app(query: LengthQuery) -> Floats:
-    """Which application asks: its instruction as a number of 24 bits, shape ``[1]``."""
+    """The application: a 24-bit hash of its instruction, shape ``[1]``."""
     return np.array([zlib.crc32(query.instruction.encode()) & 0xFFFFFF], np.float32)

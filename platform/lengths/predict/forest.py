@@ -1,5 +1,5 @@
-"""A random forest whose leaves know how their lengths spread: Magnus's regressor, and Meinshausen,
-"Quantile Regression Forests" (2006)."""
+"""A random forest with quantiles in its leaves: Magnus's regressor, and Meinshausen, "Quantile
+Regression Forests" (2006)."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from loomserve.platform.lengths.predict.embedding import Floats
 from loomserve.platform.lengths.predict.head import Arrays, Guess
 
 SHARES = tuple((2 * n + 1) / 16 for n in range(8))
-"""At which a leaf's quantiles stand for all of its lengths."""
+"""Levels of the quantiles that stand for all lengths of a leaf."""
 
 
 @dataclass(frozen=True, eq=False)
 class Forest:
-    """All trees' nodes in one table, so that one row goes down all trees at once.
+    """Random forest as one table of all trees' nodes, so that a row goes down all trees at once.
 
     Attributes:
         roots: Each tree's first node, shape ``[trees]``.
-        feature: What a node compares, ``[nodes]``.
-        threshold: With what: up to it goes left, ``[nodes]``.
-        children: Left and right node, ``[nodes, 2]``; a leaf is its own child.
-        means: Of a leaf's lengths in tokens, ``[nodes]``.
-        quantiles: Of them, at :data:`SHARES`, ``[nodes, shares]``.
-        depth: Of the deepest tree, shape ``[]``.
+        feature: Number of the feature that a node compares, ``[nodes]``.
+        threshold: Greatest value of the feature that goes left, ``[nodes]``.
+        children: Left and right child of a node, ``[nodes, 2]``; a leaf is its own child.
+        means: Mean of a leaf's lengths in tokens, ``[nodes]``.
+        quantiles: Quantiles of a leaf's lengths at :data:`SHARES`, ``[nodes, shares]``.
+        depth: Depth of the deepest tree, shape ``[]``.
     """
 
     roots: NDArray[np.int32]
@@ -50,9 +50,9 @@ class Forest:
 
     def guess(self, features: Floats, most: float = math.inf) -> Guess:
         leaves = self.leaves(features)
-        # Each leaf's lengths count for its tree alike, however many there are.
+        # Every leaf counts the same, however many lengths it has.
         pool = np.sort(self.quantiles[leaves], axis=None)
-        # The quantiles leave out the tail, which the means hold.
+        # The means include the tail, which the quantiles leave out.
         lengths = np.minimum(pool, most) if most < pool[-1] else self.means[leaves]
         tokens = float(lengths.mean())
         low, high = float(pool[int(0.05 * len(pool))]), float(pool[int(0.95 * len(pool))])

@@ -1,4 +1,4 @@
-"""What turns a request's features into a guess: plain arrays, read without scikit-learn.
+"""Heads turn a request's features into a guess, from plain arrays and without scikit-learn.
 
 Importing scikit-learn takes seconds and memory, and its ``predict`` of one row milliseconds; only
 training needs it.
@@ -20,13 +20,13 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Before calibration.
+    """Output length of a request before calibration.
 
     Attributes:
-        tokens: The mean length of answers that may have so many tokens and no more.
-        low: 5 % of the answers would be shorter, whatever they may have.
-        high: 5 % would be longer.
-        bucket: The likeliest.
+        tokens: Mean length, given the most tokens that the answer may have.
+        low: 5 % quantile of the length, if nothing bounds it.
+        high: 95 % quantile.
+        bucket: Number of the likeliest bucket.
     """
 
     tokens: float
@@ -36,11 +36,13 @@ class Guess:
 
 
 class Head(Protocol):
+    """Fitted model that guesses a length from features."""
+
     def guess(self, features: Floats, most: float = math.inf) -> Guess:
-        """``most``: tokens that the answer may have."""
+        """Guess the length of an answer that may have ``most`` tokens."""
 
     def arrays(self) -> Arrays:
-        """What :meth:`of` makes an equal head from."""
+        """The arrays from which :meth:`of` makes an equal head."""
 
     @classmethod
     def of(cls, arrays: Arrays) -> Self: ...

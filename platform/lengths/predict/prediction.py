@@ -1,4 +1,4 @@
-"""What is asked about an answer's length, and what is answered."""
+"""The question about an answer's length, and the prediction that answers it."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ from dataclasses import dataclass
 from typing import Protocol
 
 COVERAGE = 0.9
-"""The share of answers whose length is meant to lie within a prediction's interval."""
+"""Share of answers whose length is to lie within the prediction's interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class LengthQuery:
-    """A request, as far as its answer's length may depend on it.
+    """The properties of a request on which its answer's length may depend.
 
     Attributes:
-        instruction: The application's part: the system prompt, or what repeats between its
-            requests. May be empty.
-        user_input: The user's part. May be empty.
-        input_tokens: Of the whole prompt, as the one who asks counts them; at least 0.
-        max_tokens: The most that may be generated; at least 1. None: no bound is known.
+        instruction: The application's text: the system prompt, or the text that its requests
+            repeat. May be empty.
+        user_input: The user's text. May be empty.
+        input_tokens: Tokens of the whole prompt, by the caller's count; at least 0.
+        max_tokens: The most tokens that may be generated; at least 1. None: no bound is known.
     """
 
     instruction: str
@@ -29,7 +29,7 @@ class LengthQuery:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """Output tokens: expected, and an interval that holds :data:`COVERAGE` of the lengths.
+    """Expected output tokens, and an interval that holds :data:`COVERAGE` of the lengths.
 
     ``0 <= low <= tokens <= high``, and none of them exceeds the query's ``max_tokens``.
     """
@@ -40,7 +40,9 @@ class Prediction:
 
 
 class Predictor(Protocol):
-    """Answers within 3 ms (median, one core) and without I/O, but never call it on an event loop:
-    long texts take longer. Safe to call from several threads."""
+    """Predicts output lengths within 3 ms (median, one core), without I/O, from any thread.
+
+    Long texts take longer, so it must not be called on an event loop.
+    """
 
     def predict(self, query: LengthQuery) -> Prediction: ...

@@ -1,4 +1,4 @@
-"""A trained predictor: features, head and calibration in one, and which there are."""
+"""A trained predictor is features, head and calibration; the kinds of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from loomserve.platform.lengths.predict.prediction import LengthQuery, Predictio
 
 @dataclass(frozen=True)
 class Kind:
-    """How a predictor of this kind sees a request, and what guesses from that."""
+    """The features and the head that make up one kind of predictor."""
 
     features: Callable[[TokenEmbeddings], Features]
     head: type[Head]
@@ -33,17 +33,17 @@ KINDS = {
     "input length": Kind(lambda _: features.length, Forest),
     "mean per app": Kind(lambda _: features.app, AppMeans),
 }
-"""The papers' two, S3's kind of small classifier on words, and two baselines."""
+"""The two papers' predictors, a small classifier on words as in S3, and two baselines."""
 
 
 @dataclass(frozen=True)
 class Fitted:
-    """What training makes and a file keeps.
+    """Result of training, as a file keeps it.
 
     Attributes:
-        kind: A name in :data:`KINDS`.
+        kind: Key of :data:`KINDS`.
         margin: See :func:`~loomserve.platform.lengths.predict.calibration.margin`.
-        embeddings: Digest of the embeddings it was trained with.
+        embeddings: Digest of the embeddings that the head was trained with.
     """
 
     kind: str
@@ -53,7 +53,7 @@ class Fitted:
 
 
 class TrainedPredictor:
-    """Predicts from a request's text. Immutable, so any number of threads may ask it."""
+    """Predictor that reads a request's text. Immutable, so any thread may call it."""
 
     def __init__(self, fitted: Fitted, embeddings: TokenEmbeddings) -> None:
         """
@@ -74,5 +74,5 @@ class TrainedPredictor:
         return calibrated(guess, self.fitted.margin, most)
 
     def guess(self, query: LengthQuery) -> Guess:
-        """Before calibration, and of an answer that nothing bounds."""
+        """The guess before calibration, for an answer that nothing bounds."""
         return self.fitted.head.guess(self.features(query))

@@ -1,4 +1,4 @@
-"""What a predictor is asked about a request, in the forms that clients send it."""
+"""Makes the predictor's query from a request to any of the text endpoints."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from loomserve.platform.lengths.predict.prediction import LengthQuery
 
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 _SYSTEM = ("system", "developer")
-# Of longer texts the rest is taken to have as many tokens a character.
+# Characters whose tokens are counted; the rest is taken to have as many tokens per character.
 _COUNTED = 4000
 
 
 def query_of(request: Mapping[str, Any], count: Callable[[str], int]) -> LengthQuery | None:
-    """The question behind a request to any endpoint that generates text.
+    """The length query of a request to any endpoint that generates text.
 
     The instruction is the text of system messages, ``system`` or ``instructions``; all other text
-    is the user's input. ``count`` tells the tokens of a text. None where there is no text, such as
-    for token ids, or several prompts, whose answers differ.
+    is the user's input. ``count`` returns the tokens of a text. None: there is no text, as with
+    token ids, or there are several prompts, whose answers differ.
     """
     instruction = list(_texts(request, ("system", "instructions")))
     user_input: list[str] = []
@@ -36,7 +36,7 @@ def query_of(request: Mapping[str, Any], count: Callable[[str], int]) -> LengthQ
 
 
 def longest(request: Mapping[str, Any]) -> int | None:
-    """The most tokens that a request says its answer may have."""
+    """The most tokens that the request allows its answer; None: it sets no limit."""
     given = (request.get(name) for name in _LIMITS)
     return next((n for n in given if type(n) is int and n > 0), None)
 
@@ -49,7 +49,7 @@ def _messages(request: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _texts(node: Mapping[str, Any], names: tuple[str, ...]) -> Iterator[str]:
-    """Texts under these names, alone, in a list, or as a part of ``{"type": …, "text": …}``."""
+    """Texts under these names: a string, a list, or entries ``{"type": …, "text": …}``."""
     for name in names:
         found = node.get(name)
         for part in found if isinstance(found, list) else [found]:

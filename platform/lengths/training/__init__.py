@@ -1,1 +1,1 @@
-"""How predictors are trained, measured and kept learning."""
+"""Trains predictors, measures them, and trains them again on served requests."""

@@ -1,4 +1,4 @@
-"""How good the predictors are, on requests unlike those that they were trained on."""
+"""Measures predictors on requests unlike those that they were trained on."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _WARM = 20
 
 @dataclass(frozen=True)
 class PredictorScore:
-    """Of a predictor on one task's test requests, each predicted by a model that has not seen it.
+    """Scores of one predictor on one task, each request predicted by a fold that has not seen it.
 
     Attributes:
-        bucket: Share in the right one of UELLM's buckets.
-        near: Share in that or a neighbouring one.
+        bucket: Share of requests predicted in the right one of UELLM's buckets.
+        near: Share predicted in that bucket or in a neighbouring one.
         mae: Mean absolute error in tokens.
         r: Pearson's correlation of predicted and real lengths; None where either is constant.
         coverage: Share of the real lengths within the interval.
-        width: Median of the interval's width in tokens.
-        p50_ms: Median processor time of a prediction, which is one core's time when it is free.
+        width: Median width of the interval in tokens.
+        p50_ms: Median processor time of a prediction.
     """
 
     predictor: str
@@ -64,9 +64,9 @@ def trained_without(
     folds: Sequence[int],
     embeddings: TokenEmbeddings,
 ) -> TrainedPredictor:
-    """A predictor that has not seen this fold: the next one calibrates it, the others train it.
+    """A predictor that has not seen this fold: the next fold calibrates it, the others train it.
 
-    ``folds`` has a number below :data:`FOLDS` for each sample (``split.py``).
+    ``folds`` has the number of each sample's fold, below :data:`FOLDS` (``split.py``).
 
     Raises:
         ConfigError: too few samples.
@@ -83,10 +83,10 @@ def trained_without(
 
 
 def evaluate(samples: Sequence[Sample], embeddings: TokenEmbeddings) -> list[PredictorScore]:
-    """Every predictor on every task, and on all together.
+    """Scores of every kind of predictor on every task, and on all tasks together.
 
-    Cross-validation over five clean folds (``split.py``): of a round, one fold is the test, the
-    next calibrates, three train. So every request is tested once.
+    Cross-validation over five folds without near-duplicates (``split.py``): in each round one fold
+    tests, the next calibrates and three train, so that every request is tested once.
 
     Raises:
         ConfigError: too few samples.

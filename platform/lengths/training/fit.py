@@ -1,5 +1,8 @@
-"""Fits predictors' heads. The one file of this folder that imports scikit-learn, which takes
-seconds: never in a gateway's or an engine's process (see ``retrain.py``)."""
+"""Fits predictors' heads with scikit-learn.
+
+Importing it takes seconds, so no gateway's or engine's process imports this module (see
+``retrain.py``).
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from loomserve.platform.lengths.training.samples import Sample
 from loomserve.platform.lengths.training.versions import TrainingSet
 
 FEWEST = 100
-"""Samples, of which about a fifth calibrates the interval."""
+"""The fewest samples to train on; about a fifth of them calibrates the interval."""
 
 _CALIBRATING = 10
 
@@ -38,9 +41,9 @@ def train(
     *,
     calibrate_on: int,
 ) -> tuple[Fitted, TrainingSet]:
-    """Train on all folds but one, and calibrate on that.
+    """Train on all folds but ``calibrate_on``, and calibrate on that one.
 
-    ``folds`` has one number a sample; near-duplicates must share theirs (``split.py``).
+    ``folds`` has the fold of each sample; near-duplicates must share theirs (``split.py``).
 
     Raises:
         ConfigError: there are too few samples, or too few to calibrate.
@@ -76,8 +79,8 @@ def fit(
 
 
 def _forest(rows: Floats, tokens: NDArray[np.int64], weights: NDArray[np.float64]) -> Forest:
-    """Split by logarithms, so that short answers count as well as long ones; a leaf's value is the
-    mean of its lengths themselves."""
+    """Fit a forest that splits by the logarithm of the length, so that short answers count as much
+    as long ones; a leaf's value is the mean of its lengths themselves."""
     forest = RandomForestRegressor(100, min_samples_leaf=3, max_features=0.5, random_state=0)
     forest.fit(rows, np.log1p(tokens), sample_weight=weights)
     roots, features, thresholds, children, means, quantiles = [], [], [], [], [], []
@@ -115,7 +118,8 @@ def _statistics(
     weights: NDArray[np.float64],
     shares: Sequence[float],
 ) -> tuple[NDArray[np.generic], NDArray[np.float64]]:
-    """The different groups, ascending; mean and quantiles of each, ``[groups, 1 + shares]``."""
+    """The distinct groups, ascending, and each group's mean and quantiles of ``tokens``, shape
+    ``[groups, 1 + shares]``."""
     order = np.lexsort((tokens, groups))
     groups, tokens, weights = groups[order], tokens[order], weights[order]
     starts = np.flatnonzero(np.append(True, groups[1:] != groups[:-1]))
@@ -147,7 +151,7 @@ def _classifier(
         model = LogisticRegression(C=3.0 / width, max_iter=1000, tol=1e-3)
         model.fit(scaler.transform(rows), buckets, sample_weight=weights)
         coefficients, bias = model.coef_.T, model.intercept_
-        if len(seen) == 2:  # one logit for the second of both
+        if len(seen) == 2:  # scikit-learn has one logit, of the second class
             coefficients = np.concatenate((np.zeros((width, 1)), coefficients), axis=1)
             bias = np.array([0.0, bias[0]])
     return BucketClassifier(

@@ -1,4 +1,4 @@
-"""A predictor that learns from the requests it serves, in the background."""
+"""Online learning: a predictor that trains again, in the background, on the requests it served."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _logger = logging.getLogger(__name__)
 
 Trainer = Callable[[str, TrainingSet], Head]
 
-# Requests whose texts wait, until the next period at the longest, to become features.
+# Requests that ended, whose texts become features in the next period.
 _WAITING = 2000
 
 
 class Learner:
-    """Predicts with the newest version that has proved itself.
+    """Predictor that serves the best version of its folder, and learns new ones.
 
-    One a folder of versions. ``predict`` and ``observe`` may be called from any thread.
+    Only one learner may write a folder. ``predict`` and ``observe`` may be called from any thread.
     """
 
     def __init__(
@@ -66,30 +66,30 @@ class Learner:
         return self._predictor.predict(query)
 
     def observe(self, query: LengthQuery, prediction: Prediction, tokens: int) -> None:
-        """Say how many tokens the answer had. Returns at once.
+        """Record that the answer had ``tokens`` tokens. Returns at once.
 
-        Only of answers that the model ended: one that was cut off by ``max_tokens`` or by its
-        client tells nothing of the length that it would have had.
+        Only for answers that the model ended: one that ``max_tokens`` or its client cut off does
+        not tell the length that it would have had.
         """
         self._ended.append((query, prediction.tokens, tokens))
 
     def start(self) -> None:
-        """Learn every 3 minutes until :meth:`close`."""
+        """Start a thread that learns every 3 minutes until :meth:`close`."""
         self._thread.start()
 
     def close(self) -> None:
-        """Learn no more. Training that is under way is not waited for."""
+        """Stop learning, without waiting for a training that is under way."""
         self._stop.set()
 
     def learn(self) -> None:
-        """One period, if it is due. Blocks while it trains, for seconds.
+        """Carry out one period of learning, if it is due. Training blocks for seconds.
 
         Raises:
-            LoomserveError: it could not be trained, or not be written; what serves is unchanged.
+            LoomserveError: a version could not be trained or written; the current one serves on.
         """
         if not self._lessons.next_period(self._clock()):
             return
-        self._take_outcomes()
+        self._take_observed()
         if self._parent and learning.worse(self._head, self._parent, self._lessons.since):
             self._roll_back()
         self._calibrate()
@@ -110,7 +110,7 @@ class Learner:
             except (LoomserveError, OSError) as error:
                 _logger.warning("length predictor %d goes on as it is: %s", self.version, error)
 
-    def _take_outcomes(self) -> None:
+    def _take_observed(self) -> None:
         for _ in range(len(self._ended)):
             query, predicted, tokens = self._ended.popleft()
             text = normalised(f"{query.instruction} {query.user_input}")
@@ -136,7 +136,7 @@ class Learner:
         self._serve(version, None)
 
     def _calibrate(self) -> None:
-        """What serves, by the latest requests, whether or not there will be a new version."""
+        """Calibrate the current version on the latest requests, even if no new version follows."""
         if len(self._lessons.held_out) >= learning.FEWEST:
             fitted = replace(self._version.fitted, margin=self._margin(self._head))
             self._predictor = TrainedPredictor(fitted, self._embeddings)
@@ -153,7 +153,7 @@ class Learner:
 
 
 def _parent(versions: PredictorVersions, version: Version) -> Head | None:
-    """What may take a version's place if it proves worse: one that sees requests as it does."""
+    """The head to go back to from ``version``; None if it has no parent with the same features."""
     if version.parent is None:
         return None
     try:

@@ -1,11 +1,12 @@
-"""When a predictor learns, from what, and whether it was any good: pure decisions.
+"""Policy of online learning: when to train, on which requests, and which version to keep.
 
 Magnus: every 3 minutes, requests whose prediction was off by more than 10 tokens and by more than
 10 % join the training set, and the forest is trained again. UELLM queues its mistakes likewise.
 Mistakes alone are no sample of the traffic, so three things are added. A quarter of the texts is
-never learnt from: on those, a candidate must be better than what it replaces, and on those it is
-calibrated. What was learnt earlier weighs less each time, else an application that changes its ways
-is held back by its past. And a version that proves worse than the one before it goes back.
+held out: on these a candidate must be better than the current version, and on these it is
+calibrated. The weight of earlier samples falls with each training, so that an application that
+changes is not held back by its past. And a version that proves worse than its parent is rolled
+back.
 """
 
 from __future__ import annotations
@@ -25,24 +26,24 @@ PERIOD_S = 180.0
 _OFF_TOKENS, _OFF_SHARE = 10, 0.1
 _HELD_OUT = 4
 _FADE = 0.5
-# Of what is old, so that applications that are quiet for long are not forgotten.
+# Weight of the oldest samples, so that applications that are quiet for long are not forgotten.
 _LEAST = 0.05
 _CAPACITY = 10_000
 _RECENT = 300
 FEWEST = 20
-"""Requests on which versions are compared, at least."""
+"""The fewest requests on which versions are compared."""
 _WORSE = 1.05
 
 
 @dataclass(frozen=True, slots=True)
 class ObservedLength:
-    """A request that has ended.
+    """The real length of an answer beside its prediction.
 
     Attributes:
-        features: As the predictor sees it.
-        predicted: What was predicted, in tokens.
-        tokens: What its answer had.
-        text: A digest of its normalised text: equal ones are all learnt from, or none.
+        features: The request's features.
+        predicted: Predicted tokens of the answer.
+        tokens: Real tokens of the answer.
+        text: Digest of the request's normalised text; equal texts are all held out, or none.
     """
 
     features: Floats
@@ -52,13 +53,13 @@ class ObservedLength:
 
 
 def is_off(predicted: float, tokens: int) -> bool:
-    """By more than 10 tokens and by more than 10 % of the answer."""
+    """Whether a prediction is off by more than 10 tokens and by more than 10 % of the answer."""
     error = abs(predicted - tokens)
     return error > _OFF_TOKENS and error > _OFF_SHARE * tokens
 
 
 class Lessons:
-    """Outcomes on their way into the training set. Times are seconds of one clock."""
+    """Observed lengths on their way into the training set. Times are seconds of one clock."""
 
     def __init__(self, now: float) -> None:
         self._last = now
@@ -67,22 +68,22 @@ class Lessons:
         self._held_out: deque[ObservedLength] = deque(maxlen=_RECENT)
         self._since: deque[ObservedLength] = deque(maxlen=_RECENT)
 
-    def add(self, outcome: ObservedLength) -> None:
-        self._since.append(outcome)
-        if fold(outcome.text, _HELD_OUT) == 0:
-            self._held_out.append(outcome)
-        elif is_off(outcome.predicted, outcome.tokens):
-            self._off.append(outcome)
+    def add(self, observed: ObservedLength) -> None:
+        self._since.append(observed)
+        if fold(observed.text, _HELD_OUT) == 0:
+            self._held_out.append(observed)
+        elif is_off(observed.predicted, observed.tokens):
+            self._off.append(observed)
             self._new = True
 
     @property
     def held_out(self) -> Collection[ObservedLength]:
-        """The latest outcomes that are never learnt from."""
+        """The latest observed lengths that are held out of training."""
         return self._held_out
 
     @property
     def since(self) -> Collection[ObservedLength]:
-        """The latest outcomes since the current version serves; it was trained on none."""
+        """The latest lengths observed since the current version serves; it was trained on none."""
         return self._since
 
     def waits(self, now: float) -> float:
@@ -90,44 +91,44 @@ class Lessons:
         return max(0.0, self._last + PERIOD_S - now)
 
     def next_period(self, now: float) -> bool:
-        """Whether it is time; if so, the next period begins."""
+        """Whether a period is due; if so, begin the next one."""
         if self.waits(now):
             return False
         self._last = now
         return True
 
     def added_to(self, training: TrainingSet) -> TrainingSet | None:
-        """What to train on; None if there is nothing new to learn, or too little held out to tell
-        whether it was learnt. What a candidate failed to learn is in the next one's set, too."""
+        """The next training set; None: there is nothing new to learn, or too little is held out to
+        compare versions. Samples that a candidate failed to learn are in the next set, too."""
         if not self._new or len(self._held_out) < FEWEST:
             return None
         self._new = False
         return _joined(training, list(self._off))
 
     def changed(self) -> None:
-        """Another version serves from now on, and makes mistakes of its own."""
+        """Start afresh for another version, which makes mistakes of its own."""
         self._off.clear()
         self._since.clear()
         self._new = False
 
 
-def better(candidate: Head, current: Head, outcomes: Collection[ObservedLength]) -> bool:
-    """Whether a candidate may replace the current head, by both's error on held-out requests."""
-    return len(outcomes) >= FEWEST and error(candidate, outcomes) < error(current, outcomes)
+def better(candidate: Head, current: Head, observed: Collection[ObservedLength]) -> bool:
+    """Whether to replace the current head by a candidate: by their errors on held-out requests."""
+    return len(observed) >= FEWEST and error(candidate, observed) < error(current, observed)
 
 
 def worse(current: Head, parent: Head, since: Collection[ObservedLength]) -> bool:
-    """Whether the current head must go back to its parent: on traffic that came after both."""
+    """Whether to roll back to the parent: by their errors on requests that neither has seen."""
     return len(since) >= FEWEST and error(current, since) > _WORSE * error(parent, since)
 
 
-def error(head: Head, outcomes: Collection[ObservedLength]) -> float:
-    """Mean absolute error in tokens."""
-    return float(np.mean([abs(head.guess(o.features).tokens - o.tokens) for o in outcomes]))
+def error(head: Head, observed: Collection[ObservedLength]) -> float:
+    """Mean absolute error of a head in tokens."""
+    return float(np.mean([abs(head.guess(o.features).tokens - o.tokens) for o in observed]))
 
 
 def _joined(training: TrainingSet, lessons: list[ObservedLength]) -> TrainingSet:
-    """The newest at weight 1, earlier ones at less; the oldest beyond the capacity are dropped."""
+    """``training`` at less weight and ``lessons`` at 1; the oldest beyond capacity drop out."""
     faded = np.maximum(training.weights * _FADE, _LEAST)
     weights = np.concatenate((faded, np.ones(len(lessons))))
     rows = np.concatenate((training.rows, np.array([lesson.features for lesson in lessons])))

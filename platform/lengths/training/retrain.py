@@ -1,5 +1,5 @@
-"""Training in a process of its own, at the lowest priority: whoever serves requests imports no
-scikit-learn and lends no core to it.
+"""Trains in a process of its own, at the lowest priority, so that a process that serves requests
+neither imports scikit-learn nor loses a core to it.
 
 ``python -m loomserve.platform.lengths.training.retrain KIND TRAINING.npz HEAD.npz``
 """
@@ -23,11 +23,11 @@ _LIMIT_S = 600.0
 
 
 class TrainingError(LoomserveError):
-    """A head could not be trained; what serves goes on serving."""
+    """A head could not be trained; the current version serves on."""
 
 
 def in_own_process(kind: str, training: TrainingSet) -> Head:
-    """A head fitted to the training set; blocks for seconds.
+    """Fit a head to the training set in a child process; blocks for seconds.
 
     Raises:
         TrainingError: the process failed, or took longer than ten minutes.
@@ -51,7 +51,7 @@ def in_own_process(kind: str, training: TrainingSet) -> Head:
 
 def _main(kind: str, given: str, made: str) -> None:
     os.nice(19)
-    # Read when numpy's and scikit-learn's libraries load: one core, the others serve.
+    # Numpy's and scikit-learn's libraries read these as they load: training gets one core.
     os.environ["OMP_NUM_THREADS"] = os.environ["OPENBLAS_NUM_THREADS"] = "1"
     from loomserve.platform.lengths.training.fit import fit
 

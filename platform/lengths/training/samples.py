@@ -1,4 +1,4 @@
-"""Requests with the lengths of their answers, read from JSON lines."""
+"""Reads requests and the lengths of their answers from JSON lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A request, and the tokens of its answer. ``task`` names what is reported together."""
+    """A request and the tokens of its answer; scores are reported by ``task``."""
 
     task: str
     query: LengthQuery
@@ -29,14 +29,14 @@ class Sample:
 def read(path: Path, count: Callable[[str], int], model: str | None = None) -> list[Sample]:
     """The samples of a file of JSON lines, plain or gzipped.
 
-    Columns: ``instruction`` (the application's text), ``input`` (the user's), of which one may be
-    missing; ``out_tokens``, which may be an object of one length a model, of which ``model`` is
-    taken; ``in_tokens``, else what ``count`` finds in both texts; ``task``, else the file's name.
-    Lists ``instructions`` and ``out_tokens`` of equal length are several requests on one ``input``.
-    Other columns are ignored.
+    Columns: ``instruction`` (the application's text) and ``input`` (the user's), of which one may
+    be missing; ``out_tokens``, a number, or an object with a number for each model, of which
+    ``model`` is taken; ``in_tokens``, by default the tokens that ``count`` finds in both texts;
+    ``task``, by default the file's name. Lists ``instructions`` and ``out_tokens`` of equal length
+    are several requests on one ``input``. Other columns are ignored.
 
     Raises:
-        ConfigError: it cannot be read, or a line lacks what is needed.
+        ConfigError: the file cannot be read, or a line lacks a column.
     """
     opened = gzip.open if path.suffix == ".gz" else open
     name = path.name.removesuffix(".gz").removesuffix(".jsonl")

@@ -1,7 +1,7 @@
-"""A clean split: near-duplicates never stand on both sides.
+"""Splits samples so that near-duplicates are never both in training and in the test.
 
-A request that differs from another in a name or a number has nearly the same answer; a split by
-line puts one into training and the other into the test, and then measures memory.
+Requests that differ in a name or a number have nearly the same answer; a split by line would put
+one into training and the other into the test, and so measure memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from loomserve.platform.lengths.predict.prediction import LengthQuery
 
-# Two texts are near-duplicates if they share at least half of their different word triples.
+# Two texts are near-duplicates if they share at least half of their distinct word triples.
 _ALIKE = 0.5
 _CHARACTERS = 4000
 _WORDS = re.compile(r"\w+")
@@ -21,15 +21,15 @@ _DIGITS = re.compile(r"\d+")
 
 
 def normalised(text: str) -> str:
-    """Lower case, words only, every number 0."""
+    """The text in lower case, words only, every number 0."""
     return " ".join(_WORDS.findall(_DIGITS.sub("0", text[:_CHARACTERS].lower())))
 
 
 def groups(queries: Sequence[LengthQuery]) -> list[str]:
-    """For each query the name of its group of near-duplicates: a digest of the group's texts.
+    """For each query, the name of its group of near-duplicates, a digest of the group's first text.
 
-    Of an instruction that several queries share, only their inputs count. Groups are closed: what
-    is alike to one of a group belongs to it.
+    Queries that share an instruction are compared by their inputs only. Groups are closed: a text
+    that is alike to one of a group belongs to it.
     """
     shared = Counter(query.instruction for query in queries)
     texts = [
@@ -47,7 +47,7 @@ def groups(queries: Sequence[LengthQuery]) -> list[str]:
 
 
 def fold(group: str, folds: int) -> int:
-    """The fold of a group, by its digest: the same in every run and for every order of samples."""
+    """The fold of a group, from its digest; the same in every run and for any order of samples."""
     return int(group[:12], 16) % folds
 
 
@@ -59,7 +59,7 @@ def _triples(text: str) -> frozenset[int]:
 
 
 def _leaders(sets: Sequence[frozenset[int]]) -> list[int]:
-    """For each set the smallest index in its group."""
+    """For each set, the smallest index in its group."""
     leader = list(range(len(sets)))
 
     def root(index: int) -> int:

@@ -1,4 +1,4 @@
-"""A predictor on disk: versions, of which one is current, and with each what it was trained on."""
+"""A predictor on disk: its versions, each with its training set; one of them is current."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TrainingSet:
 
 @dataclass(frozen=True)
 class Version:
-    """``parent`` is the number of the version that it replaced."""
+    """One trained state of a predictor; ``parent`` is the number of the version it replaced."""
 
     number: int
     parent: int | None
@@ -41,14 +41,16 @@ class Version:
 
 
 class PredictorVersions:
-    """A folder of them, which one process at a time may write. Each step is one rename: a reader,
-    or a crash, sees the state before or after it."""
+    """Folder of a predictor's versions, which one process at a time may write.
+
+    Each change is one rename: a reader, or a crash, sees the state before or after it.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def publish(self, fitted: Fitted, training: TrainingSet) -> Version:
-        """Write a version and make it the current one. Old versions are removed, all but five."""
+        """Write a version and make it the current one. All but five old versions are removed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         parent = self._pointer()
         version = Version(max(self._numbers(), default=0) + 1, parent, fitted, training)
@@ -65,16 +67,16 @@ class PredictorVersions:
         return version
 
     def current(self) -> Version | None:
-        """None before the first was published.
+        """The current version; None before the first was published.
 
         Raises:
-            ConfigError: it is damaged, or of another release of the platform.
+            ConfigError: the version is damaged, or of another release of the platform.
         """
         number = self._pointer()
         return None if number is None else self.read(number)
 
     def roll_back(self, version: Version) -> Version:
-        """Make the parent current again; what was wrong stays on disk until it is old.
+        """Make the parent current again; ``version`` stays on disk until it is old.
 
         Raises:
             ConfigError: there is no parent, or it cannot be read.
@@ -88,7 +90,7 @@ class PredictorVersions:
     def read(self, number: int) -> Version:
         """
         Raises:
-            ConfigError: it is not there, damaged, or of another release of the platform.
+            ConfigError: the version is missing, damaged, or of another release of the platform.
         """
         path = self._path(number)
         try:
