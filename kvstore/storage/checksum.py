@@ -96,10 +96,6 @@ class BlockLayout:
         begin, end = self.checksum_offset(0), self.checksum_offset(self.layers)
         return view[..., begin:end].view(_CHECKSUM)
 
-    def seal_layer(self, view: NDArray[np.uint8], layer: int, block_seed: int) -> None:
-        """Store the checksum of the layer's bytes as they are now."""
-        self.checksums(view)[layer] = layer_digest(self.piece(view, layer), layer, block_seed)
-
     def check_layer(self, view: NDArray[np.uint8], layer: int, block_seed: int) -> bool:
         """Whether the layer's bytes are those that were sealed as this layer of this block."""
         if view.nbytes != self.slot_bytes:

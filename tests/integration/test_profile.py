@@ -10,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from loomserve.platform.costs.comparison import mape
 from loomserve.platform.costs.profile import Profile, load, path_of
-from loomserve.platform.costs.regressors import REGRESSORS, mape
+from loomserve.platform.costs.regressors import REGRESSORS
 from loomserve.platform.costs.step_time import Step
 from loomserve.platform.models import catalog
 

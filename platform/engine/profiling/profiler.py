@@ -29,9 +29,7 @@ from loomserve.kvstore.storage.checksum import BlockLayout
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Device
 from loomserve.platform.costs import transfer_time
-from loomserve.platform.costs.profile import Profile, ProfileKey, Transfer
-from loomserve.platform.costs.regressors import (
-    FittedModel,
+from loomserve.platform.costs.comparison import (
     RegressorScore,
     compare,
     held_out,
@@ -39,6 +37,8 @@ from loomserve.platform.costs.regressors import (
     noise,
     winner,
 )
+from loomserve.platform.costs.profile import Profile, ProfileKey, Transfer
+from loomserve.platform.costs.regressors import FittedModel
 from loomserve.platform.costs.step_time import StepTimes, TimedStep
 from loomserve.platform.costs.transfer_time import TimedTransfer
 from loomserve.platform.devices.claims import on_cores

@@ -41,6 +41,7 @@ from loomserve.kvstore.server.server import StoreServer
 from loomserve.kvstore.server.slots import decode_slots
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import BlockLayout, seed
+from tests.unit.kvstore.sealing import seal_layer
 
 SPAWN = multiprocessing.get_context("spawn")
 SPACE = b"n" * 16
@@ -105,7 +106,7 @@ class Engine:
             view = self.arena.view(slot, LAYOUT.slot_bytes)
             view[: LAYOUT.block_bytes] = np.frombuffer(content(key), np.uint8)
             for layer in range(LAYOUT.layers):
-                LAYOUT.seal_layer(view, layer, seed(SPACE, key))
+                seal_layer(LAYOUT, view, layer, seed(SPACE, key))
         self.client.ask(Commit(room.writer, 0.03), Done)
 
     def look(self, keys: bytes) -> Found:

@@ -57,6 +57,7 @@ from loomserve.kvstore.server.store import BlockStore
 from loomserve.kvstore.storage.arena import Arena, ArenaOwner
 from loomserve.kvstore.storage.checksum import PAGE, BlockLayout, seed
 from loomserve.kvstore.storage.ssd import SsdTier
+from tests.unit.kvstore.sealing import seal_layer
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -214,7 +215,7 @@ class Home:
             view = self.engine.view(slot, layout.slot_bytes)
             view[: layout.block_bytes] = np.frombuffer(content(namespace, key, layout), np.uint8)
             for layer in range(layout.layers):
-                layout.seal_layer(view, layer, seed(namespace, key))
+                seal_layer(layout, view, layer, seed(namespace, key))
 
     def save(
         self,

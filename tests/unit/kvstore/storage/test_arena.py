@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from loomserve.kvstore.storage.arena import Arena, ArenaOwner
 from loomserve.kvstore.storage.checksum import PAGE, BlockHeader, BlockLayout, seed
 from loomserve.platform.base.errors import StartError
+from tests.unit.kvstore.sealing import seal_layer
 
 EXTENT = 16 * PAGE
 SPAWN = multiprocessing.get_context("spawn")
@@ -37,7 +38,7 @@ def use_as_an_engine(path: Path, slot: int, block_seed: int, pipe: Connection) -
     view = Arena.attach(path).view(slot, layout.slot_bytes)
     pipe.send(layout.check(view, block_seed))
     layout.piece(view, 1)[:] = 7
-    layout.seal_layer(view, 1, block_seed)
+    seal_layer(layout, view, 1, block_seed)
     pipe.send("written")
 
 
@@ -57,7 +58,7 @@ def test_two_processes_see_the_same_bytes(tmp_path: Path) -> None:
     view = owner.view(slot, layout.slot_bytes)
     for layer in range(3):
         layout.piece(view, layer)[:] = layer + 1
-        layout.seal_layer(view, layer, block_seed)
+        seal_layer(layout, view, layer, block_seed)
     here, there = SPAWN.Pipe()
     child = SPAWN.Process(
         target=use_as_an_engine, args=(tmp_path / "arena", slot, block_seed, there)
@@ -292,7 +293,7 @@ def test_every_changed_byte_of_a_layer_is_noticed(
     assert not layout.check(view, block_seed)
     for layer in range(layers):
         layout.piece(view, layer)[:] = data.draw(st.integers(0, 255))
-        layout.seal_layer(view, layer, block_seed)
+        seal_layer(layout, view, layer, block_seed)
     assert layout.check(view, block_seed)
     assert not layout.check(view, seed(b"n" * 16, b"j" * 16))
     assert not layout.check(view, seed(b"m" * 16, b"k" * 16))
@@ -309,7 +310,7 @@ def test_two_layers_cannot_change_places() -> None:
     view = np.zeros(layout.slot_bytes, np.uint8)
     for layer in range(2):
         layout.piece(view, layer)[:] = layer + 1
-        layout.seal_layer(view, layer, block_seed)
+        seal_layer(layout, view, layer, block_seed)
     view[:32] = view[[*range(8, 16), *range(8), *range(24, 32), *range(16, 24)]]
     assert not layout.check_layer(view, 0, block_seed)
     assert not layout.check_layer(view, 1, block_seed)
