@@ -22,7 +22,6 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "*.tiktoken",
 )
-_CONTEXT_LENGTH_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 
 
 def resolve(source: str, base: Path, progress: Callable[[str], None] = print) -> Path | str:
@@ -87,16 +86,6 @@ def check_folder(folder: Path) -> None:
             raise ConfigError(
                 f"{path} is damaged or cut short ({error}); copy the model's weights again"
             ) from None
-
-
-def context_length(folder: Path) -> int | None:
-    """Tokens of context that a model folder's configuration states, if it does."""
-    config = _read_config(folder)
-    for part in (config, config.get("text_config") or {}):
-        for key in _CONTEXT_LENGTH_KEYS:
-            if isinstance(part.get(key), int):
-                return int(part[key])
-    return None
 
 
 def hidden_size(folder: Path) -> int | None:

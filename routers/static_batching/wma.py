@@ -3,6 +3,8 @@
 In each iteration of a static batch the KV of all its tokens is read, that of padding and of answers
 that have ended too. Wasted memory access (WMA) counts those reads, in tokens; a request joins the
 waiting batch where it wastes the least, if that is little enough.
+
+The platform itself batches by S³; benchmarks compare this with it.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from loomserve.routers.static_batching.fifo import Fifo
 from loomserve.routers.static_batching.next_batch import first, oldest
 from loomserve.routers.static_batching.queue import BatchQueue
 from loomserve.routers.static_batching.s3 import s3
-from loomserve.routers.static_batching.slo_odbs import slo_dbs
+from loomserve.routers.static_batching.slo_odbs import OutputTerm, slo_dbs
 from loomserve.routers.static_batching.wma import Wma
 
 MEMORY = KvBudget(bytes=4000, token_bytes=1)
@@ -124,7 +124,7 @@ def test_a_batch_takes_no_less_than_its_requests_least_shares(waiting: list[Lane
 @given(lane_requests)
 def test_no_policy_meets_more_deadlines_than_the_bound(waiting: list[LaneRequest]) -> None:
     bound = attainable(waiting, MODEL, MEMORY)
-    for batcher in (Fifo(3), s3, Wma(3000), slo_dbs(50.0)):
+    for batcher in (Fifo(3), s3, Wma(3000), slo_dbs(50.0, output_term=OutputTerm.DIFFERENCE)):
         served = serve(waiting, BatchQueue(batcher, first, MEMORY), MODEL.run_with(MEMORY))
         met = statistics.fmean(
             served.finished_s[one.known.id] <= (one.known.deadline_s or 0) for one in waiting

@@ -321,22 +321,6 @@ def test_weights_of_any_other_length_are_refused(
             catalog.check_folder(folder)
 
 
-@pytest.mark.parametrize(
-    ("config", "tokens"),
-    [
-        ({"max_position_embeddings": 8192}, 8192),
-        ({"n_positions": 1024}, 1024),
-        ({"text_config": {"max_position_embeddings": 32768}}, 32768),
-        ({"hidden_size": 64}, None),
-    ],
-)
-def test_the_context_length_is_read_from_the_configuration(
-    config: dict[str, object], tokens: int | None, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert catalog.context_length(tmp_path) == tokens
-
-
 def test_weight_bytes_counts_each_shard_of_the_index_once(model: Path) -> None:
     single = (model / "model.safetensors").stat().st_size
     assert catalog.weight_bytes(model) == single

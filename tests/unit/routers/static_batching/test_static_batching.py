@@ -29,9 +29,9 @@ BATCHERS: dict[str, Batcher] = {
     "s3": s3,
     "wma": Wma(threshold=500),
     "wma without a bound": Wma(threshold=10**9),
-    "slo_odbs": SloOdbs(200.0, 0.1, 1.0),
+    "slo_odbs": SloOdbs(200.0, 0.1, 1.0, OutputTerm.DIFFERENCE),
     "slo_odbs by the sum": SloOdbs(2000.0, 0.3, 1.0, OutputTerm.SUM),
-    "slo_dbs": slo_dbs(50.0),
+    "slo_dbs": slo_dbs(50.0, output_term=OutputTerm.DIFFERENCE),
     "odbs": odbs(2000.0),
 }
 
@@ -209,10 +209,10 @@ def test_batches_are_runs_of_the_order_of_deadlines_missed_and_absent_ones_last(
     ("batcher", "cost"),
     [
         # Joining a batch of one: twice (SLO + L_CM) and twice (length ± O_CM).
-        (slo_dbs(0.0), 2 * (30 - 20)),
+        (slo_dbs(0.0, output_term=OutputTerm.DIFFERENCE), 2 * (30 - 20)),
         (slo_dbs(0.0, output_term=OutputTerm.SUM), 2 * (30 + 20)),
         (odbs(0.0), 2 * (80 + 50)),
-        (SloOdbs(0.0, 0.5, 3.0), 0.5 * 2 * (80 + 50) + 3 * 2 * (30 - 20)),
+        (SloOdbs(0.0, 0.5, 3.0, OutputTerm.DIFFERENCE), 0.5 * 2 * (80 + 50) + 3 * 2 * (30 - 20)),
     ],
 )
 def test_a_batch_ends_where_joining_costs_more_than_the_threshold(
@@ -227,7 +227,7 @@ def test_a_batch_ends_where_joining_costs_more_than_the_threshold(
 
 def test_by_the_difference_short_requests_join_any_batch_and_by_the_sum_they_do_not() -> None:
     waiting = [request(str(at), answer=100 if at == 0 else 5, left=at + 1.0) for at in range(20)]
-    by_difference = slo_dbs(150.0)(waiting, AMPLE, NOW)
+    by_difference = slo_dbs(150.0, output_term=OutputTerm.DIFFERENCE)(waiting, AMPLE, NOW)
     assert [len(batch.requests) for batch in by_difference] == [20]
     assert len(slo_dbs(150.0, output_term=OutputTerm.SUM)(waiting, AMPLE, NOW)) > 1
 
