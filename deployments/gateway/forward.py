@@ -93,12 +93,27 @@ class Forwarder:
         self._internal_token = internal_token
         self._metrics = metrics
         self.ledger = InFlight()
+        """The requests that this gateway has open on engines."""
         self.session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             auto_decompress=False,
             read_bufsize=2**18,
         )
+
+    async def get(self, address: str, path: str, timeout_s: float) -> str:
+        """The body of an engine's answer to a GET request.
+
+        Raises:
+            aiohttp.ClientError: the engine cannot be reached.
+            TimeoutError: it has not answered in time.
+        """
+        async with self.session.get(
+            f"http://{address}{path}",
+            headers={INTERNAL_TOKEN_HEADER: self._internal_token},
+            timeout=aiohttp.ClientTimeout(total=timeout_s),
+        ) as response:
+            return await response.text()
 
     async def close(self) -> None:
         await self.session.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
+from collections.abc import Collection
 from typing import Any
 
 from fastapi import FastAPI
@@ -25,7 +26,13 @@ from loomserve.deployments.gateway.admin import build_admin_api
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.deployments.gateway.forward import Forwarder, ForwardRequest
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
-from loomserve.deployments.gateway.metrics_page import MetricsPage
+from loomserve.deployments.gateway.metrics_page import (
+    MetricsPage,
+    batch_source,
+    kv_source,
+    rebalancing_source,
+    routing_source,
+)
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.deployments.kvstore.admin import build_kv_router
 from loomserve.platform.base.errors import Conflict
@@ -70,7 +77,6 @@ class Gateway:
     ) -> None:
         self._server = Server.model_validate(server)
         self._kv = KvAccess.model_validate(kv) if kv else None
-        self._internal_token = internal_token
         registry = CollectorRegistry()
         self._metrics = GatewayMetrics(registry)
         self._lengths = LengthPredictions(self._metrics)
@@ -78,13 +84,11 @@ class Gateway:
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
         options = Batch.model_validate(batch) if batch else None
         self._routes = ModelRoutes([one.name for one in options.offline_models] if options else ())
-        self._isolated_tenants = frozenset(self._kv.isolated_tenants if self._kv else ())
+        self._isolated_tenants = tenants = frozenset(self._kv.isolated_tenants if self._kv else ())
         self._clients = ClientEndpoint(
-            self._routes, self._forwarder, self._lengths, self._metrics, self._isolated_tenants
+            self._routes, self._forwarder, self._lengths, self._metrics, tenants
         )
-        self._lines = LineEndpoint(
-            self._server, self._routes, self._forwarder, self._isolated_tenants
-        )
+        self._lines = LineEndpoint(self._server, self._routes, self._forwarder, tenants)
         self._batches = BatchProxy(
             serve.get_deployment_handle(BATCH_DEPLOYMENT, BATCH_APP) if batch else None,
             self._forwarder.session,
@@ -92,25 +96,8 @@ class Gateway:
             max_file_bytes=options.max_file_bytes if options else self._server.max_body,
             idle_timeout_s=self._server.header_timeout_s,
         )
-        self._page = MetricsPage(
-            self._metrics,
-            registry,
-            self._routes,
-            self._forwarder,
-            internal_token,
-            controller=self._controller,
-            kv=self._kv,
-            batches=self._batches if batch else None,
-        )
-        app = ingress_middleware(
-            self._build_app(),
-            self._server,
-            rejected=self._metrics.rejected,
-            streamed=frozenset({FILES}) if batch else frozenset(),
-        )
-        sock = listen(self._server.host, self._server.port, shared=True)
-        protocol = bounded_protocol(self._server.header_timeout_s, self._server.max_connections)
-        self._http = HttpServer(app, sock, protocol=protocol)
+        page = self._metrics_page(registry, with_batches=options is not None)
+        self._http = self._http_server(page, streamed={FILES} if batch else set())
         # A gateway that restarts must not answer before it knows the models.
         self._version = self._apply(await self._controller.watch.remote(_NO_VERSION))
         self._following = asyncio.create_task(
@@ -129,7 +116,28 @@ class Gateway:
             await self._forwarder.close()
             self._lengths.close()
 
-    def _build_app(self) -> Starlette:
+    def _metrics_page(self, registry: CollectorRegistry, *, with_batches: bool) -> MetricsPage:
+        sources = [routing_source(self._metrics, self._forwarder.ledger)]
+        if self._kv is not None:
+            sources.append(kv_source(registry, self._kv))
+        if with_batches:
+            sources.append(batch_source(registry, self._batches))
+        sources.append(rebalancing_source(registry, self._controller))
+        return MetricsPage(registry, self._routes, self._forwarder, sources)
+
+    def _http_server(self, page: MetricsPage, streamed: Collection[str]) -> HttpServer:
+        server = self._server
+        app = ingress_middleware(
+            self._build_app(page),
+            server,
+            rejected=self._metrics.rejected,
+            streamed=frozenset(streamed),
+        )
+        sock = listen(server.host, server.port, shared=True)
+        protocol = bounded_protocol(server.header_timeout_s, server.max_connections)
+        return HttpServer(app, sock, protocol=protocol)
+
+    def _build_app(self, page: MetricsPage) -> Starlette:
         return Starlette(
             routes=[
                 *(Route(path, self._clients.at(path), methods=["POST"]) for path in FORWARDED),
@@ -139,7 +147,7 @@ class Gateway:
                 Route("/v1/models/{model:path}", self._routes.retrieve_model),
                 Route("/health", _health),
                 Route("/ready", self._routes.ready),
-                Route("/metrics", self._page.show),
+                Route("/metrics", page.show),
                 Mount("/admin/v1", self._admin_api()),
             ],
             exception_handlers=exception_handlers,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Sequence
 
 import aiohttp
 from prometheus_client import CollectorRegistry, generate_latest
@@ -20,51 +21,40 @@ from loomserve.deployments.kvstore.kv_store import read_usage
 from loomserve.kvstore.metrics import KvStoreMetrics
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.batch.metrics import BatchMetrics
-from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, KvAccess
+from loomserve.platform.fleet.messages import KvAccess
 from loomserve.platform.http.exposition import merge
 from loomserve.platform.rebalancing.metrics import RebalancingMetrics
 from loomserve.platform.rebalancing.plans.reports import RebalancingState
 from loomserve.platform.requests.metrics import GatewayMetrics
-from loomserve.platform.state import BatchLaneState, KvState
+from loomserve.platform.state import BatchLaneState
+from loomserve.routers.in_flight import InFlight
 
 _SCRAPE_TIMEOUT_S = 3.0
 
 
+Refresh = Callable[[], Awaitable[None]]
+"""Brings a source's metrics up to date; they vanish while the source does not answer."""
+
+
 class MetricsPage:
-    """Endpoint that collects all metrics per request; a source that does not answer is left out."""
+    """Endpoint ``/metrics``: the gateway's registry, refreshed, merged with each replica's page."""
 
     def __init__(
         self,
-        metrics: GatewayMetrics,
         registry: CollectorRegistry,
         routes: ModelRoutes,
         forwarder: Forwarder,
-        internal_token: str,
-        *,
-        controller: DeploymentHandle,
-        kv: KvAccess | None,
-        batches: BatchProxy | None,
+        sources: Sequence[Refresh],
     ) -> None:
-        """``registry`` holds ``metrics``; ``kv`` and ``batches`` are None if not configured."""
-        self._metrics = metrics
+        """``sources`` have their metrics in ``registry``."""
         self._registry = registry
         self._routes = routes
         self._forwarder = forwarder
-        self._internal_token = internal_token
-        self._rebalancing = (controller, RebalancingMetrics(registry))
-        self._kv = (kv, KvStoreMetrics(registry)) if kv else None
-        self._batches = (batches, BatchMetrics(registry)) if batches else None
+        self._sources = sources
 
     async def show(self, request: Request) -> Response:
-        self._metrics.set_decisions(self._forwarder.ledger.decisions())
-        if self._kv is not None:
-            access, kv_metrics = self._kv
-            kv_metrics.set_state(await _kv_state(access))
-        if self._batches is not None:
-            lane, batch_metrics = self._batches
-            batch_metrics.set_state(await _batch_state(lane))
-        controller, rebalancing_metrics = self._rebalancing
-        rebalancing_metrics.set_state(await _rebalancing_state(controller))
+        for refresh in self._sources:
+            await refresh()
         parts: list[tuple[dict[str, str], str | None]] = [
             ({}, generate_latest(self._registry).decode())
         ]
@@ -85,34 +75,52 @@ class MetricsPage:
     ) -> tuple[dict[str, str], str | None]:
         labels = {"model": model, "replica": replica_id, "device": device}
         try:
-            async with self._forwarder.session.get(
-                f"http://{address}/metrics",
-                headers={INTERNAL_TOKEN_HEADER: self._internal_token},
-                timeout=aiohttp.ClientTimeout(total=_SCRAPE_TIMEOUT_S),
-            ) as response:
-                return labels, await response.text()
+            return labels, await self._forwarder.get(address, "/metrics", _SCRAPE_TIMEOUT_S)
         except (aiohttp.ClientError, TimeoutError):
             return labels, None
 
 
-async def _batch_state(lane: BatchProxy) -> BatchLaneState | None:
-    try:
-        async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
-            return BatchLaneState.model_validate(await lane.ask("state"))
-    except (Unavailable, TimeoutError):
-        return None
+def routing_source(metrics: GatewayMetrics, ledger: InFlight) -> Refresh:
+    async def refresh() -> None:
+        metrics.set_decisions(ledger.decisions())
+
+    return refresh
 
 
-async def _rebalancing_state(controller: DeploymentHandle) -> RebalancingState | None:
-    try:
-        async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
-            return RebalancingState.model_validate(await controller.rebalancing.remote("state"))
-    except (RayError, RayServeException, ValidationError, TimeoutError):
-        return None
+def kv_source(registry: CollectorRegistry, access: KvAccess) -> Refresh:
+    metrics = KvStoreMetrics(registry)
+
+    async def refresh() -> None:
+        try:
+            metrics.set_state(await read_usage(access.address))
+        except Unavailable:
+            metrics.set_state(None)
+
+    return refresh
 
 
-async def _kv_state(kv: KvAccess) -> KvState | None:
-    try:
-        return await read_usage(kv.address)
-    except Unavailable:
-        return None
+def batch_source(registry: CollectorRegistry, lane: BatchProxy) -> Refresh:
+    metrics = BatchMetrics(registry)
+
+    async def refresh() -> None:
+        try:
+            async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
+                metrics.set_state(BatchLaneState.model_validate(await lane.ask("state")))
+        except (Unavailable, TimeoutError):
+            metrics.set_state(None)
+
+    return refresh
+
+
+def rebalancing_source(registry: CollectorRegistry, controller: DeploymentHandle) -> Refresh:
+    metrics = RebalancingMetrics(registry)
+
+    async def refresh() -> None:
+        try:
+            async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
+                answer = await controller.rebalancing.remote("state")
+                metrics.set_state(RebalancingState.model_validate(answer))
+        except (RayError, RayServeException, ValidationError, TimeoutError):
+            metrics.set_state(None)
+
+    return refresh
