@@ -1,1 +1,1 @@
-"""Gateways: they answer clients, and forward to replicas."""
+"""Gateways: endpoints for clients and the batch lane, forwarded to engine replicas."""
