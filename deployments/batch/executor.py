@@ -45,7 +45,7 @@ class GatewayExecutor:
             return self._models
         try:
             async with asyncio.timeout(_ANSWER_S):
-                answer = ServedEngines.model_validate(await self._controller.engines.remote())
+                answer: ServedEngines = await self._controller.engines.remote()
         except (RayError, RayServeException, TimeoutError) as error:
             _log.warning("the controller does not say what engines have free: %r", error)
             return None

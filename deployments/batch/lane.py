@@ -15,7 +15,7 @@ from loomserve.deployments.batch.executor import GatewayExecutor
 from loomserve.deployments.batch.offline_worker import RayOfflineWorker
 from loomserve.deployments.ray_node import node_address
 from loomserve.platform.access.key_models import KnownKeys
-from loomserve.platform.base.errors import RequestError
+from loomserve.platform.base.reply import replies
 from loomserve.platform.batch.executors import SeveralExecutors
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.http.api import BatchApi
@@ -31,6 +31,7 @@ from loomserve.platform.fleet.messages import (
     OfflineSpec,
 )
 from loomserve.platform.http.server import HttpServer, listen
+from loomserve.platform.state import BatchLaneState, BatchState
 
 # One that is taken for dead may live on for a while; its files are its own until it is gone.
 _CLAIM_TIMEOUT_S = 60.0
@@ -85,26 +86,22 @@ class BatchLaneDeployment:
         """Where its API listens; another port after each start."""
         return self._address
 
-    async def state(self) -> dict[str, Any]:
+    @replies
+    async def state(self) -> BatchLaneState:
+        """What operators see."""
         state = await self._lane.state()
         offline = tuple(queue.state for queue in self._queues)
-        return state.model_copy(update={"offline_models": offline}).model_dump(mode="json")
+        return state.model_copy(update={"offline_models": offline})
 
-    async def show(self, batch_id: str) -> dict[str, Any]:
-        """Any key's batch. Errors travel as values, for Ray wraps exceptions."""
-        try:
-            batch = await self._lane.call(self._store.batches.get, None, batch_id)
-        except RequestError as error:
-            return {"error": error.body()["error"], "status": error.status}
-        return self._lane.state_of(batch).model_dump(mode="json")
+    @replies
+    async def show(self, batch_id: str) -> BatchState:
+        """Any key's batch."""
+        return self._lane.state_of(await self._lane.call(self._store.batches.get, None, batch_id))
 
-    async def cancel(self, batch_id: str) -> dict[str, Any]:
+    @replies
+    async def cancel(self, batch_id: str) -> BatchState:
         """Cancel any key's batch."""
-        try:
-            batch = await self._lane.cancel(None, batch_id)
-        except RequestError as error:
-            return {"error": error.body()["error"], "status": error.status}
-        return self._lane.state_of(batch).model_dump(mode="json")
+        return self._lane.state_of(await self._lane.cancel(None, batch_id))
 
     async def check_health(self) -> None:
         if not self._http.alive or self._running.done():

@@ -22,6 +22,7 @@ from loomserve.platform.base.errors import (
     RequestTimeout,
     Unavailable,
 )
+from loomserve.platform.base.reply import Reply
 from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, OWNER_HEADER
 from loomserve.platform.http.client_gone import ClientGoneError
@@ -95,7 +96,7 @@ class BatchProxy:
                 raise
             raise _away() from error
 
-    async def ask(self, method: str, *given: Any) -> dict[str, Any]:
+    async def ask(self, method: str, *given: Any) -> Reply[Any]:
         """Call a method of the lane.
 
         Raises:
@@ -106,10 +107,10 @@ class BatchProxy:
             raise NotFound("there is no batch lane: add a batch section to the configuration")
         try:
             async with asyncio.timeout(_LANE_TIMEOUT_S):
-                answer: dict[str, Any] = await getattr(self._lane, method).remote(*given)
+                reply: Reply[Any] = await getattr(self._lane, method).remote(*given)
         except (RayError, RayServeException, TimeoutError):
             raise _away() from None
-        return answer
+        return reply
 
     async def _where(self) -> str:
         if self._address is None:

@@ -7,59 +7,50 @@ the command line nor the controller should carry that for good.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import ray
 
 from loomserve.platform.base.errors import LoomserveError
+from loomserve.platform.fleet.messages import EngineSpec
 
 
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
-def deploy_model(
-    model: dict[str, Any],
-    devices: list[dict[str, Any]],
-    replicas: int,
-    internal_token: str,
-    drain_timeout_s: float,
-    base: str,
-    kv_transfer_config: dict[str, Any] | None,
-    scheduling: dict[str, Any],
-    lending: dict[str, Any] | None,
-) -> str | None:
+def deploy_model(spec: EngineSpec, replicas: int, base: str) -> str | None:
     """Check a model and hand it to Serve, which starts it in the background.
+
+    Args:
+        spec: the path is the model's source as configured, and a pipeline's stages are missing.
+        replicas: how many engines there shall be.
+        base: folder to which the configuration's paths are relative.
 
     Returns:
         None, or what is wrong with the model in one sentence.
     """
     from loomserve.deployments.engine.app import build_model_app, run_model
-    from loomserve.platform.config import Device, Model
     from loomserve.platform.engine import options
-    from loomserve.platform.fleet.messages import EngineSpec
-    from loomserve.platform.models import catalog
-    from loomserve.platform.placement.configured import stages_of
-    from loomserve.platform.scheduling.options import SchedulerOptions
-    from loomserve.platform.state.lending_options import LendingOptions
 
-    spec_model = Model.model_validate(model)
     try:
-        options.check(spec_model.name, spec_model.engine)
-        path = str(catalog.resolve(spec_model.source, Path(base)))
-        there = {each.name: each for each in map(Device.model_validate, devices)}
-        stages = [(name, 0) for name in there]
-        if spec_model.pipeline is not None:
-            stages = stages_of(spec_model, Path(base))
-        spec = EngineSpec(
-            model=spec_model,
-            devices=tuple(there[name] for name, _ in stages),
-            stage_layers=tuple(layers for _, layers in stages) if spec_model.pipeline else (),
-            path=path,
-            internal_token=internal_token,
-            drain_timeout_s=drain_timeout_s,
-            kv_transfer_config=kv_transfer_config,
-            scheduling=SchedulerOptions.model_validate(scheduling),
-            lending=LendingOptions.model_validate(lending) if lending else None,
-        )
-        run_model(spec, build_model_app(spec, replicas))
+        options.check(spec.model.name, spec.model.engine)
+        resolved = _resolved(spec, Path(base))
+        run_model(resolved, build_model_app(resolved, replicas))
     except LoomserveError as error:
         return str(error)
     return None
+
+
+def _resolved(spec: EngineSpec, base: Path) -> EngineSpec:
+    """With the folder of the weights, which are fetched if need be, and a pipeline's stages."""
+    from loomserve.platform.models import catalog
+    from loomserve.platform.placement.configured import stages_of
+
+    resolved = spec.model_copy(update={"path": str(catalog.resolve(spec.path, base))})
+    if spec.model.pipeline is None:
+        return resolved
+    stages = stages_of(spec.model, base)
+    there = {device.name: device for device in spec.devices}
+    return resolved.model_copy(
+        update={
+            "devices": tuple(there[name] for name, _ in stages),
+            "stage_layers": tuple(layers for _, layers in stages),
+        }
+    )

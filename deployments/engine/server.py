@@ -270,10 +270,9 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         return self.engine.routing_stats(self._role, draining=self._draining)
 
     async def _send_heartbeat(self) -> None:
-        answer = await asyncio.wait_for(
-            self._controller.report.remote(self.report().model_dump()), timeout=5
+        self._apply(
+            await asyncio.wait_for(self._controller.report.remote(self.report()), timeout=5)
         )
-        self._apply(DesiredState.model_validate(answer))
 
     def _apply(self, desired: DesiredState) -> None:
         self._draining = desired.draining

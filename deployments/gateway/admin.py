@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from fastapi import APIRouter, FastAPI
-from fastapi.responses import JSONResponse
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.base.reply import Reply
 from loomserve.platform.fleet.admin import build_models_router, build_replicas_router
-from loomserve.platform.http.ingress import exception_handlers
+from loomserve.platform.http.ingress import exception_handlers, respond
 from loomserve.platform.lending.admin import build_lending_router
 from loomserve.platform.rebalancing.admin import build_plans_router
 
@@ -28,15 +28,13 @@ def build_admin_api(controller: DeploymentHandle, *others: APIRouter) -> FastAPI
 
     async def ask(method: str, *args: Any) -> Any:
         try:
-            answer = await getattr(controller, method).remote(*args)
+            reply: Reply[Any] = await getattr(controller, method).remote(*args)
         except (RayError, RayServeException):
             raise Unavailable(
                 "the controller is restarting; requests are still served, try again shortly",
                 retry_after_s=5,
             ) from None
-        if "error" in answer:
-            return JSONResponse({"error": answer["error"]}, status_code=answer["status"])
-        return answer
+        return respond(reply)
 
     for build in (
         build_models_router,

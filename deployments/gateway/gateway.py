@@ -48,7 +48,7 @@ from loomserve.platform.fleet.messages import (
     LineRequest,
     Routes,
 )
-from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
+from loomserve.platform.http.ingress import exception_handlers, ingress_middleware, respond
 from loomserve.platform.http.protocol import bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
 from loomserve.platform.lengths.service import LengthPredictions
@@ -157,8 +157,11 @@ class Gateway:
         return build_admin_api(
             self._controller,
             build_kv_router(self._kv, self.pin),
-            build_batch_router(self._batches.ask),
+            build_batch_router(self._ask_lane),
         )
+
+    async def _ask_lane(self, method: str, *given: Any) -> Any:
+        return respond(await self._batches.ask(method, *given))
 
     # The models
 
@@ -170,8 +173,7 @@ class Gateway:
         # Serve restarts the controller; until then the last routes hold.
         _log.warning("the controller does not answer: %r", error)
 
-    def _apply(self, answer: dict[str, Any]) -> int:
-        routes = Routes.model_validate(answer)
+    def _apply(self, routes: Routes) -> int:
         self._routes.apply(routes.models)
         self._metrics.set_models(
             {route.name: [replica.id for replica in route.replicas] for route in routes.models}

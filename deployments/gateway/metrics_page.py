@@ -7,7 +7,6 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import aiohttp
 from prometheus_client import CollectorRegistry, generate_latest
-from pydantic import ValidationError
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -20,13 +19,13 @@ from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.deployments.kvstore.kv_store import read_usage
 from loomserve.kvstore.metrics import KvStoreMetrics
 from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.metrics import BatchMetrics
 from loomserve.platform.fleet.messages import KvAccess
 from loomserve.platform.http.exposition import merge
 from loomserve.platform.rebalancing.metrics import RebalancingMetrics
 from loomserve.platform.rebalancing.plans.reports import RebalancingState
 from loomserve.platform.requests.metrics import GatewayMetrics
-from loomserve.platform.state import BatchLaneState
 from loomserve.routers.in_flight import InFlight
 
 _SCRAPE_TIMEOUT_S = 3.0
@@ -105,7 +104,7 @@ def batch_source(registry: CollectorRegistry, lane: BatchProxy) -> Refresh:
     async def refresh() -> None:
         try:
             async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
-                metrics.set_state(BatchLaneState.model_validate(await lane.ask("state")))
+                metrics.set_state((await lane.ask("state")).get())
         except (Unavailable, TimeoutError):
             metrics.set_state(None)
 
@@ -118,9 +117,9 @@ def rebalancing_source(registry: CollectorRegistry, controller: DeploymentHandle
     async def refresh() -> None:
         try:
             async with asyncio.timeout(_SCRAPE_TIMEOUT_S):
-                answer = await controller.rebalancing.remote("state")
-                metrics.set_state(RebalancingState.model_validate(answer))
-        except (RayError, RayServeException, ValidationError, TimeoutError):
+                reply: Reply[RebalancingState] = await controller.rebalancing_state.remote()
+                metrics.set_state(reply.get())
+        except (RayError, RayServeException, TimeoutError):
             metrics.set_state(None)
 
     return refresh

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse
 
+from loomserve.platform.base.reply import Ask
 from loomserve.platform.state import BatchLaneState, BatchState
-
-Ask = Callable[..., Awaitable[dict[str, Any]]]
-"""Calls a method of the lane: its answer, or its error and status."""
 
 
 def build_batch_router(ask: Ask) -> APIRouter:
     """The routes under ``/batches``."""
     router = APIRouter(prefix="/batches", tags=["batches"])
-
-    async def one(method: str, batch_id: str) -> Any:
-        answer = await ask(method, batch_id)
-        if "error" in answer:
-            return JSONResponse({"error": answer["error"]}, status_code=answer["status"])
-        return answer
 
     @router.get("", response_model=BatchLaneState)
     async def batches() -> Any:
@@ -32,11 +22,11 @@ def build_batch_router(ask: Ask) -> APIRouter:
     @router.get("/{batch_id}", response_model=BatchState)
     async def batch(batch_id: str) -> Any:
         """One batch."""
-        return await one("show", batch_id)
+        return await ask("show", batch_id)
 
     @router.post("/{batch_id}/cancel", status_code=202, response_model=BatchState)
     async def cancel(batch_id: str) -> Any:
         """Cancel a batch; what has been answered is kept."""
-        return await one("cancel", batch_id)
+        return await ask("cancel", batch_id)
 
     return router

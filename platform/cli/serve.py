@@ -23,6 +23,7 @@ import psutil
 from loomserve.deployments.kvstore.kv_store import start_store, stop_store, store_options
 from loomserve.kvstore.server.options import arena_path
 from loomserve.platform.base.errors import StartError
+from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.folder import BatchFolder, batch_folder
 from loomserve.platform.batch.offline.models import check_offline_models
 from loomserve.platform.config import Config
@@ -218,7 +219,8 @@ class Platform:
         )
 
     def state(self) -> PlatformState:
-        return PlatformState.model_validate(self._controller.state.remote().result(timeout_s=10))
+        reply: Reply[PlatformState] = self._controller.state.remote().result(timeout_s=10)
+        return reply.get()
 
     def wait_ready(self, say: Say) -> None:
         """Tell of each model as it gets ready.

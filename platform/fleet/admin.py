@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from loomserve.platform.base.errors import UnknownModel
+from loomserve.platform.base.reply import Ask
 from loomserve.platform.config import Model
 from loomserve.platform.state import ModelState, PlatformState
 from loomserve.platform.state.roles import Role
-
-Ask = Callable[..., Awaitable[Any]]
-"""Calls a method of the controller: its answer, or a response with its error."""
 
 
 class ScaleRequest(BaseModel):
@@ -44,12 +41,12 @@ def build_models_router(ask: Ask) -> APIRouter:
     @router.get("/models", response_model=list[ModelState])
     async def models() -> Any:
         """The models with their replicas."""
-        return (await ask("state"))["models"]
+        return (await ask("state")).models
 
     @router.get("/models/{name:path}", response_model=ModelState)
     async def model(name: str) -> Any:
         """One model with its replicas."""
-        known = {m["name"]: m for m in (await ask("state"))["models"]}
+        known = {each.name: each for each in (await ask("state")).models}
         if name not in known:
             raise UnknownModel(f"there is no model {name!r}; models: {', '.join(known) or 'none'}")
         return known[name]
@@ -57,7 +54,7 @@ def build_models_router(ask: Ask) -> APIRouter:
     @router.post("/models", status_code=202, response_model=PlatformState)
     async def load(model: Model) -> Any:
         """Load a model, written as in the configuration; it serves once its status is ready."""
-        return await ask("load", model.model_dump(mode="json"))
+        return await ask("load", model)
 
     @router.delete("/models/{name:path}", status_code=202, response_model=PlatformState)
     async def unload(

@@ -59,7 +59,7 @@ class EngineSpec(_Message):
     stage_layers: tuple[int, ...] = Field(
         (), description="Of a pipeline: how many layers each of the devices has; else none."
     )
-    path: str = Field(description="Local folder or hub id of the weights.")
+    path: str = Field(description="Local folder or hub id of the weights, once they are resolved.")
     internal_token: str
     drain_timeout_s: float
     kv_transfer_config: dict[str, Any] | None = Field(

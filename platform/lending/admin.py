@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
 from pydantic import BaseModel, ConfigDict, Field
 
+from loomserve.platform.base.reply import Ask
 from loomserve.platform.state import LendingState
-
-Ask = Callable[..., Awaitable[Any]]
-"""Calls a method of the controller: its answer, or a response with its error."""
 
 
 class PairRequest(BaseModel):

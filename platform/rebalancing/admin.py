@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from loomserve.platform.lending.admin import Ask
+from loomserve.platform.base.reply import Ask
 from loomserve.platform.rebalancing.plans.plans import Plan
 from loomserve.platform.rebalancing.plans.reports import (
     Events,
@@ -58,24 +58,24 @@ def build_plans_router(ask: Ask) -> APIRouter:
     @router.get("/rebalancing", response_model=RebalancingState)
     async def state() -> Any:
         """Loads of devices, the controller's mode, and what keeps it from making plans."""
-        return await ask("rebalancing", "state")
+        return await ask("rebalancing_state")
 
     @router.put("/rebalancing", response_model=RebalancingState)
     async def switch(request: SwitchRequest) -> Any:
         """Change the controller's mode, or pause its actions; kept until it is changed again."""
-        return await ask("rebalancing", "switch", request.mode, request.paused)
+        return await ask("switch_rebalancing", request.mode, request.paused)
 
     @router.get("/rebalancing/events", response_model=Events)
     async def events(
         limit: Annotated[int, Query(ge=1, le=1000, description="At most so many.")] = 100,
     ) -> Any:
         """What was done, the newest first, with the devices' loads before and after."""
-        return await ask("rebalancing", "events", limit)
+        return await ask("rebalancing_events", limit)
 
     @router.get("/plans", response_model=PlanList)
     async def plans() -> Any:
         """The latest plans, the newest first, with what they were to gain and did gain."""
-        return await ask("rebalancing", "plans")
+        return await ask("plans")
 
     @router.post("/plans", status_code=201, response_model=MadePlan)
     async def make(request: PlanRequest) -> Any:
@@ -83,22 +83,21 @@ def build_plans_router(ask: Ask) -> APIRouter:
 
         Nothing moves before the plan is applied.
         """
-        actions = [action.model_dump(mode="json") for action in request.actions]
-        return await ask("rebalancing", "make", actions, request.force)
+        return await ask("make_plan", request.actions, request.force)
 
     @router.get("/plans/{plan_id}", response_model=Plan)
     async def plan(plan_id: str) -> Any:
         """One plan, step by step."""
-        return await ask("rebalancing", "plan", plan_id)
+        return await ask("plan", plan_id)
 
     @router.post("/plans/{plan_id}/apply", status_code=202, response_model=Plan)
     async def apply(plan_id: str) -> Any:
         """Carry a proposed plan out; what no longer holds when its turn comes ends it."""
-        return await ask("rebalancing", "apply", plan_id)
+        return await ask("apply_plan", plan_id)
 
     @router.post("/plans/{plan_id}/abort", status_code=202, response_model=Plan)
     async def abort(plan_id: str) -> Any:
         """Leave what has not begun, and take back what is under way; what was done stands."""
-        return await ask("rebalancing", "abort", plan_id)
+        return await ask("abort_plan", plan_id)
 
     return router

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, TypeAdapter
-
-from loomserve.platform.base.errors import ConfigError, NotFound, RequestError
+from loomserve.platform.base.errors import ConfigError, NotFound
 from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config
 from loomserve.platform.config.rebalancing import Rebalancing
@@ -37,6 +35,7 @@ from loomserve.platform.rebalancing.plans.plans import Plan
 from loomserve.platform.rebalancing.plans.reports import (
     Events,
     MadePlan,
+    Mode,
     PlanList,
     RebalancingState,
     summary,
@@ -51,7 +50,6 @@ _log = logging.getLogger("ray.serve")
 _TICK_S = 1.0
 _LEAST_WINDOW_S = 4.0
 """A rate needs two heartbeats."""
-_ACTIONS: TypeAdapter[tuple[Action, ...]] = TypeAdapter(tuple[Action, ...])
 
 
 class RebalancingRunner:
@@ -94,41 +92,52 @@ class RebalancingRunner:
             failed=lambda error: _log.error("rebalancing could not get on", exc_info=error),
         )
 
-    async def answer(self, method: str, *given: Any) -> dict[str, Any]:
-        """A method's answer, or its error and status."""
-        ways: dict[str, Callable[..., Awaitable[BaseModel]]] = {
-            "state": self._state,
-            "switch": self._switch,
-            "make": self._make,
-            "plans": self._plans,
-            "plan": self._plan,
-            "apply": self._rebalancer.apply,
-            "abort": self._rebalancer.abort,
-            "events": self._events,
-        }
-        try:
-            return (await ways[method](*given)).model_dump(mode="json")
-        except RequestError as error:
-            return {"error": error.body()["error"], "status": error.status}
-
-    async def _state(self) -> RebalancingState:
+    async def rebalancing_state(self) -> RebalancingState:
+        """Loads of devices, and what the controller does."""
         return self._rebalancer.state()
 
-    async def _switch(self, mode: Any, paused: bool | None) -> RebalancingState:
+    async def switch_rebalancing(self, mode: Mode | None, paused: bool | None) -> RebalancingState:
+        """Change what is not None."""
         await self._rebalancer.switch(mode, paused)
         return self._rebalancer.state()
 
-    async def _make(self, actions: list[Any], forced: bool) -> MadePlan:
-        return await self._rebalancer.make(_ACTIONS.validate_python(actions), forced=forced)
+    async def rebalancing_events(self, limit: int) -> Events:
+        """The newest first."""
+        return Events(events=tuple(await self._rebalancer.events(limit)))
 
-    async def _plans(self) -> PlanList:
+    async def plans(self) -> PlanList:
+        """The newest first."""
         return PlanList(plans=tuple(map(summary, self._rebalancer.plans())))
 
-    async def _plan(self, id_: str) -> Plan:
-        return self._rebalancer.plan(id_)
+    async def make_plan(self, actions: Sequence[Action], forced: bool) -> MadePlan:
+        """
+        Raises:
+            RequestError: an action cannot be planned.
+        """
+        return await self._rebalancer.make(tuple(actions), forced=forced)
 
-    async def _events(self, limit: int) -> Events:
-        return Events(events=tuple(await self._rebalancer.events(limit)))
+    async def plan(self, plan_id: str) -> Plan:
+        """
+        Raises:
+            NotFound: there is no such plan.
+        """
+        return self._rebalancer.plan(plan_id)
+
+    async def apply_plan(self, plan_id: str) -> Plan:
+        """
+        Raises:
+            NotFound: there is no such plan.
+            Conflict: it is not a proposed one, or another is carried out.
+        """
+        return await self._rebalancer.apply(plan_id)
+
+    async def abort_plan(self, plan_id: str) -> Plan:
+        """
+        Raises:
+            NotFound: there is no such plan.
+            Conflict: it has ended.
+        """
+        return await self._rebalancer.abort(plan_id)
 
     def _observe(self, changed_at_s: float) -> Measured:
         records = self._fleet.engine_records(time.monotonic())

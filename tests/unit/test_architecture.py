@@ -29,7 +29,6 @@ LONG_CLASSES: dict[str, str] = {
     "platform/fleet/fleet.py:Fleet": "to be divided",
     "platform/lending/engine/borrower_scheduler.py:BorrowingScheduler": "to be divided",
     "platform/lending/engine/worker.py:RemoteAttentionWorker": "to be divided",
-    "deployments/controller/controller.py:Controller": "to be divided",
 }
 SHARED_NAMES: dict[str, str] = {}
 

@@ -16,6 +16,6 @@ What the application finds in ``scope["state"]`` (``request.state``):
 """
 
 from loomserve.platform.http.ingress.middleware import ingress_middleware
-from loomserve.platform.http.ingress.responses import exception_handlers
+from loomserve.platform.http.ingress.responses import exception_handlers, respond
 
-__all__ = ["exception_handlers", "ingress_middleware"]
+__all__ = ["exception_handlers", "ingress_middleware", "respond"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Coroutine
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar, cast
 
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -25,6 +25,9 @@ from loomserve.platform.base.errors import (
     Unauthorized,
     Unavailable,
 )
+from loomserve.platform.base.reply import Reply
+
+T = TypeVar("T")
 
 _BY_STATUS: dict[int, type[RequestError]] = {
     error.status: error
@@ -43,6 +46,11 @@ _BY_STATUS: dict[int, type[RequestError]] = {
 
 def error_response(error: RequestError) -> Response:
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+
+
+def respond(reply: Reply[T]) -> T | Response:
+    """An actor's reply for FastAPI: its value, or a response with its error."""
+    return cast("T", reply.value) if reply.error is None else error_response(reply.error)
 
 
 def error_event(error: RequestError) -> bytes:

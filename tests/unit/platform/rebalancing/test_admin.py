@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
 from starlette.testclient import TestClient
 from typer.testing import CliRunner
 
+from loomserve.platform.base.reply import replies
 from loomserve.platform.cli.plans import plans
 from loomserve.platform.cli.status import AdminError
 from loomserve.platform.config import Config
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.http.ingress import exception_handlers
+from loomserve.platform.http.ingress import exception_handlers, respond
 from loomserve.platform.placement import device_profile
 from loomserve.platform.rebalancing.admin import build_plans_router
 from loomserve.platform.rebalancing.plans.reports import Event, EventKind
@@ -73,11 +73,7 @@ def runner(tmp_path: Path) -> RebalancingRunner:
 @pytest.fixture
 def app(runner: RebalancingRunner) -> FastAPI:
     async def ask(method: str, *args: Any) -> Any:
-        assert method == "rebalancing"
-        answer = await runner.answer(*args)
-        if "error" in answer:
-            return JSONResponse({"error": answer["error"]}, answer["status"])
-        return answer
+        return respond(await replies(getattr(runner, method))(*args))
 
     app = FastAPI(exception_handlers=exception_handlers)
     app.include_router(build_plans_router(ask), prefix="/admin/v1")

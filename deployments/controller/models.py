@@ -1,0 +1,216 @@
+"""Carries out on Ray Serve which models there are, and with how many replicas."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Coroutine
+from typing import Any
+
+import ray
+from ray import serve
+from ray.serve._private.common import DeploymentID
+from ray.serve.context import _get_global_client
+
+from loomserve.deployments.engine.deploy import deploy_model
+from loomserve.kvstore.server.options import StoreOptions
+from loomserve.platform.base.errors import BadRequest, ConfigError, Conflict
+from loomserve.platform.config import Config, Model
+from loomserve.platform.devices.memory import least_replicas
+from loomserve.platform.fleet.fleet import Fleet
+from loomserve.platform.fleet.lending_pairs import lending_options
+from loomserve.platform.fleet.messages import ENGINE_DEPLOYMENT, EngineSpec, model_app
+from loomserve.platform.lengths.stored import check_predictor
+from loomserve.platform.scheduling.options import scheduler_options
+from loomserve.platform.state import ModelState
+from loomserve.platform.state.roles import Role
+
+_POLL_S = 0.5
+# Replicas learn of it with their next heartbeat; before that, a request may still start.
+_UNLOAD_KNOWN_S = 3.0
+
+
+class ModelLifecycle:
+    """Loads, scales and unloads the fleet's models; each is a Serve application of its own."""
+
+    def __init__(
+        self,
+        config: Config,
+        base: str,
+        internal_token: str,
+        store: StoreOptions | None,
+        fleet: Fleet,
+    ) -> None:
+        """
+        Args:
+            config: the platform's.
+            base: folder to which the configuration's paths are relative.
+            internal_token: what the engines' ports ask for.
+            store: the KV store that engines connect to, if there is one.
+            fleet: is told what there shall be.
+        """
+        self._config = config
+        self._base = base
+        self._internal_token = internal_token
+        self._store = store
+        self._fleet = fleet
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def load_configured(self, replicas: dict[str, int]) -> None:
+        """Load the models of the configuration, each with so many replicas."""
+        for model in self._config.models:
+            self._fleet.add(model, replicas[model.name])
+        self._spawn(self._deploy_configured(replicas))
+
+    async def _deploy_configured(self, replicas: dict[str, int]) -> None:
+        # One after the other: Ray then uses one process, in which vLLM is imported once.
+        for model in self._config.models:
+            await self._deploy(model, replicas[model.name])
+
+    async def load(self, model: Model) -> None:
+        """Load a model, which serves later.
+
+        Raises:
+            BadRequest: the configuration would be wrong with it.
+            Conflict: a model of that name is there.
+        """
+        # The same checks as for the file: devices known, one kind, names apart, lenders there.
+        models = (model, *self._lenders_for(model))
+        try:
+            Config.model_validate(self._config.model_copy(update={"models": models}).model_dump())
+            await asyncio.to_thread(check_predictor, model)
+        except (ValueError, ConfigError) as error:
+            raise BadRequest(str(error)) from None
+        configured = {known.name: known.kvstore_quota for known in self._config.models}
+        if model.kvstore_quota != configured.get(model.name):
+            raise BadRequest(
+                "the KV store learns its quotas when it starts: write kvstore_quota into the "
+                "configuration and start again",
+                param="kvstore_quota",
+            )
+        replicas = least_replicas(model)
+        self._fleet.add(model, replicas)
+        self._spawn(self._deploy(model, replicas))
+
+    async def unload(self, name: str, timeout_s: float | None) -> None:
+        """Unload a model once its requests have ended, at the latest after ``timeout_s``.
+
+        Raises:
+            UnknownModel: there is no such model.
+            Conflict: it is being unloaded already.
+        """
+        if timeout_s is None:
+            timeout_s = self._config.server.drain_timeout_s
+        self._fleet.begin_unload(name, time.monotonic() + timeout_s)
+        self._spawn(self._finish_unload(name))
+
+    async def _finish_unload(self, name: str) -> None:
+        await asyncio.sleep(_UNLOAD_KNOWN_S)
+        while not self._fleet.unload_may_finish(name, time.monotonic()):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+        await asyncio.to_thread(serve.delete, model_app(name), _blocking=True)
+        self._fleet.remove(name)
+
+    async def scale(self, name: str, replicas: int) -> None:
+        """Change the number of a model's replicas.
+
+        Raises:
+            UnknownModel: there is no such model.
+            BadRequest: its devices allow no such number.
+        """
+        model = self._fleet.model(name)
+        if not 1 <= replicas <= model.most_replicas:
+            raise BadRequest(
+                f"model {name!r} is one pipeline over its devices: ask for 1 replica"
+                if model.pipeline is not None
+                else f"model {name!r} has {len(model.devices)} devices, one replica each: ask for "
+                f"1 to {len(model.devices)} replicas",
+                param="replicas",
+            )
+        controller = _get_global_client()._controller
+        await controller.update_deployment_replicas.remote(
+            DeploymentID(name=ENGINE_DEPLOYMENT, app_name=model_app(name)), replicas
+        )
+        self._fleet.set_target(name, replicas)
+
+    async def set_role(self, replica_id: str, role: Role) -> None:
+        """Change what is sent to a replica.
+
+        Raises:
+            NotFound: there is no such replica.
+            Conflict: its model keeps nothing in a KV store.
+        """
+        model = self._fleet.model_of(replica_id)
+        if role is not Role.UNIFIED and self._kv_transfer_config(model) is None:
+            raise Conflict(
+                f"model {model.name!r} keeps nothing in a KV store, through which prefill replicas "
+                "hand over: add a kvstore section to the configuration, and do not set the "
+                "model's kvstore to false"
+            )
+        self._fleet.set_role(replica_id, role)
+
+    async def note_failures(self) -> None:
+        """Ask Serve why models have no replicas."""
+        unready = [m for m in self._fleet.model_states(time.monotonic()) if not m.replicas]
+        if unready:
+            with contextlib.suppress(Exception):
+                await self._note_failures(unready)
+
+    async def _note_failures(self, unready: list[ModelState]) -> None:
+        status = await asyncio.to_thread(serve.status)
+        for model in unready:
+            app = status.applications.get(model_app(model.name))
+            if app is not None and app.status in {"DEPLOY_FAILED", "UNHEALTHY"}:
+                self._fleet.set_failure(model.name, _reason(app))
+
+    async def _deploy(self, model: Model, replicas: int) -> None:
+        try:
+            problem = await deploy_model.remote(self._spec(model), replicas, self._base)
+        except ray.exceptions.RayError as error:
+            problem = str(error).splitlines()[-1]
+        self._fleet.set_failure(model.name, problem)
+
+    def _spec(self, model: Model) -> EngineSpec:
+        kv_transfer_config = self._kv_transfer_config(model)
+        return EngineSpec(
+            model=model,
+            devices=tuple(self._config.device(name) for name in model.devices),
+            path=model.source,
+            internal_token=self._internal_token,
+            drain_timeout_s=self._config.server.drain_timeout_s,
+            kv_transfer_config=kv_transfer_config,
+            scheduling=scheduler_options(
+                model, self._config.kvstore if kv_transfer_config is not None else None
+            ),
+            lending=lending_options(model, self._lenders_for(model)),
+        )
+
+    def _kv_transfer_config(self, model: Model) -> dict[str, Any] | None:
+        if self._store is None or not model.kvstore:
+            return None
+        return self._store.kv_transfer_config(model.name)
+
+    def _lenders_for(self, model: Model) -> list[Model]:
+        """The models, loaded or configured, that lend."""
+        there = {known.name: known for known in (*self._config.models, *self._fleet.models)}
+        return [
+            known
+            for name, known in there.items()
+            if model_app(name) != model_app(model.name)
+            and known.lending is not None
+            and known.lending.lend_memory is not None
+        ]
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _reason(app: Any) -> str:
+    """The last telling line of what Serve reports, which may hold a whole traceback."""
+    messages = [app.message, *(d.message for d in app.deployments.values())]
+    lines = [line.strip() for text in messages for line in text.splitlines() if line.strip()]
+    errors = [line for line in lines if "Error" in line]
+    return str((errors or lines or ["it could not start; see Ray Serve's log"])[-1])
