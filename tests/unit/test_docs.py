@@ -1,0 +1,56 @@
+"""Pages point to what there is: other pages, their headings, files and folders of the tree."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    page for folder in (".", "docs", "benchmarks") for page in (ROOT / folder).glob("*.md")
+)
+FOLDERS = ("platform", "deployments", "routers", "kvstore", "tests", "docs", "examples", "scripts")
+RENAMED = ROOT / "docs/renamed.md"
+
+
+@pytest.fixture(params=PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def page(request: pytest.FixtureRequest) -> Path:
+    return Path(request.param)
+
+
+def text_of(page: Path) -> str:
+    """The page without its blocks of code."""
+    return re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)
+
+
+def anchors(page: Path) -> Iterator[str]:
+    """As GitHub makes them of headings."""
+    for heading in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE):
+        yield re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
+
+
+def test_every_link_leads_somewhere(page: Path) -> None:
+    lost = []
+    for to in re.findall(r"\]\(([^)\s]+)\)", text_of(page)):
+        path, _, anchor = to.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if "://" in to:
+            continue
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            lost.append(to)
+    assert lost == []
+
+
+def test_every_path_of_the_tree_is_there(page: Path) -> None:
+    if page == RENAMED:
+        return
+    named = re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w./-]*)`", text_of(page))
+    assert [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_readme_and_architecture_lead_to_the_glossary() -> None:
+    assert "docs/glossary.md" in (ROOT / "README.md").read_text()
+    assert "glossary.md" in (ROOT / "docs/architecture.md").read_text()
