@@ -1,1 +1,1 @@
-"""One KV store for the cluster: blocks outlive the engine that made them."""
+"""KV store of a node: its engines share KV blocks, which outlive the engine that computed them."""

@@ -1,4 +1,4 @@
-"""What the KV store says of itself, as metrics.
+"""Metrics of the KV store.
 
 Every metric is described for operators in ``docs/metrics.md``; a test keeps the two alike.
 """
@@ -16,14 +16,14 @@ from loomserve.platform.state import KvState
 
 
 class KvStoreMetrics(Collector):
-    """Shows the last reading; while the store is away only ``loomserve_kv_up`` is left."""
+    """Collector of the last reading; while the store is away, of ``loomserve_kv_up`` alone."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._state: KvState | None = None
         registry.register(self)
 
     def set_state(self, state: KvState | None) -> None:
-        """A reading of the store; None: it does not answer."""
+        """Take a reading of the store; None: the store does not answer."""
         self._state = state
 
     def collect(self) -> Iterator[Metric]:

@@ -1,1 +1,1 @@
-"""The KV store of a node as a Ray actor."""
+"""Start, stop and administration of the KV store's actor."""

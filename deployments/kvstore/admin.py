@@ -1,4 +1,4 @@
-"""The admin API's part for the KV store: look into it, flush it, pin what must stay."""
+"""Admin API of the KV store: read its contents, flush it, pin blocks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from loomserve.platform.base.errors import BadRequest, NotFound, Unavailable, Un
 from loomserve.platform.fleet.messages import KvAccess
 from loomserve.platform.state import KvState
 
-# Sends a request body to an engine of its model, under the name of an API key, and returns the
-# status and body of the answer.
+# Sends a request body to an engine of its model, under the name of an API key, and returns status
+# and body of the answer.
 Complete = Callable[[str, dict[str, Any], str | None, Receive], Awaitable[tuple[int, bytes]]]
 
 
@@ -57,7 +57,7 @@ class Pinned(BaseModel):
 
 
 def build_kv_router(access: KvAccess | None, complete: Complete) -> APIRouter:
-    """The routes under ``/kv``; without a store they say that there is none."""
+    """Routes under ``/kv``; without a store they answer that there is none."""
     router = APIRouter(prefix="/kv", tags=["KV store"])
 
     def store() -> KvAccess:
@@ -114,7 +114,7 @@ def _one_token(request: PinRequest) -> tuple[str, dict[str, Any]]:
 
 
 async def _pin(address: str, chain: dict[str, Any], pinned: bool) -> int:
-    """Pin or unpin the chain that an engine told; how many blocks that concerned."""
+    """Pin or unpin a chain as an engine reported it; returns how many blocks that concerned."""
     names, keys = map(bytes.fromhex, chain["namespaces"]), bytes.fromhex(chain["keys"])
     try:
         return await kv_store.pin(address, list(names), keys, pinned=pinned)

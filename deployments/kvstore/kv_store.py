@@ -1,4 +1,4 @@
-"""The KV store's actor: where it is, how it starts and ends, and how it is asked."""
+"""Starts and stops the KV store's actor, and asks the store on behalf of the admin API."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from loomserve.platform.state import KvState
 
 _NAMESPACE = "loomserve"
 _START_TIMEOUT_S = 60.0
-# What is on its way to SSD is written first.
+# The store first writes what is on its way to SSD.
 _STOP_TIMEOUT_S = 30.0
 _ANSWER_TIMEOUT_MS = 1000
 # An engine commits what it saved a moment after it has answered.
@@ -53,10 +53,10 @@ def store_options(config: Config, base: Path) -> StoreOptions | None:
 
 
 def start_store(options: StoreOptions) -> Any:
-    """Start the store's actor and return its handle; Ray starts it again when it dies.
+    """Start the store's actor, which Ray restarts when it dies, and return its handle.
 
     Raises:
-        StartError: in the store's own words.
+        StartError: the store cannot start; the message is its own.
     """
     import ray  # the command sets Ray's environment before it imports Ray
 
@@ -78,7 +78,7 @@ def start_store(options: StoreOptions) -> Any:
 
 
 def stop_store(actor: Any) -> None:
-    """End the store, so that its memory is given back; one that does not answer ends with Ray."""
+    """Stop the store, which frees its memory; one that does not answer ends with Ray."""
     import ray
 
     with contextlib.suppress(ray.exceptions.RayError):
@@ -86,7 +86,7 @@ def stop_store(actor: Any) -> None:
 
 
 async def read_usage(address: str) -> KvState:
-    """What the store at ``address`` holds.
+    """Read the contents and use of the store at ``address``.
 
     Raises:
         Unavailable: it does not answer.
@@ -96,7 +96,7 @@ async def read_usage(address: str) -> KvState:
 
 
 async def flush(address: str, model: str) -> int:
-    """Forget the blocks of a model, or of all (empty name); how many were in memory.
+    """Forget the blocks of a model, or of all (empty name); returns how many were in memory.
 
     Raises:
         Unavailable: the store does not answer.
@@ -122,7 +122,7 @@ async def pin(address: str, namespaces: Sequence[bytes], keys: bytes, *, pinned:
 
 
 async def _ask(address: str, request: Request, expected: type[R]) -> R:
-    # A client belongs to one thread, and a thread pool's change.
+    # A client belongs to one thread, and a pool runs each call in any of its threads.
     def blocking() -> R:
         with contextlib.closing(StoreClient(address, _ANSWER_TIMEOUT_MS)) as client:
             return client.ask(request, expected)

@@ -1,1 +1,1 @@
-"""vLLM's connector to the store, and the copies beside its steps."""
+"""Connector of vLLM to the store, and the threads that copy blocks beside an engine's steps."""

@@ -1,4 +1,4 @@
-"""The namespace of KV blocks: all but the tokens that makes their bytes differ."""
+"""Namespace of KV blocks: a digest of everything but the tokens that their bytes depend on."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from loomserve.kvstore.server.protocol import NAMESPACE_BYTES
 
 _CHUNK_BYTES = 2**24
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-# Configurations, and code that a model brings along.
+# Configurations, and a model's own code.
 _OTHER_SUFFIXES = (".json", ".py")
-# Times of change are a few milliseconds apart at the least, on some filesystems a second.
+# Resolution of a file's time of change: a few milliseconds, on some filesystems a second.
 _TIMESTAMP_NS = 2 * 10**9
 
 
 def namespace(**inputs: Any) -> bytes:
-    """16 bytes that differ whenever any input does; inputs must be JSON values."""
+    """Digest of 16 bytes of the inputs, which are JSON values; it differs if any input does."""
     text = json.dumps(inputs, sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=NAMESPACE_BYTES).digest()
 
 
 def folder_digest(folder: Path, cache: Path) -> str:
-    """Digest of the weights, configurations and code in a model or adapter folder.
+    """Digest of the weights, configurations and code in a folder of a model or adapter.
 
-    Whole files are read, since fine-tunes of one model differ anywhere. As that takes a second a
-    few GB, a file's digest is kept in ``cache`` until the file changes.
+    It reads whole files, since fine-tunes of a model may differ anywhere. That takes a second for
+    a few GB, so it keeps a file's digest in ``cache`` until the file changes.
 
     Raises:
         FileNotFoundError: the folder holds no weights.
@@ -49,7 +49,7 @@ def folder_digest(folder: Path, cache: Path) -> str:
 def _file_digest(file: Path, cache: Path) -> str:
     begin_ns = time.time_ns()
     status = file.stat()
-    # The time of the inode's change cannot be set, as images and archives do with the file's.
+    # Images and archives set the file's time of change; that of its inode cannot be set.
     changed_ns = status.st_ctime_ns
     identity = [str(file.resolve()), status.st_dev, status.st_ino, status.st_size, changed_ns]
     kept = cache / hashlib.sha256(json.dumps(identity).encode()).hexdigest()
@@ -59,7 +59,7 @@ def _file_digest(file: Path, cache: Path) -> str:
     with file.open("rb") as content:
         while chunk := content.read(_CHUNK_BYTES):
             digest.update(chunk)
-    # What changed just now could change again and bear the same time.
+    # A file that changed just now could change again within the same timestamp.
     if changed_ns < begin_ns - _TIMESTAMP_NS:
         _keep(kept, digest.hexdigest())
     return digest.hexdigest()
@@ -67,7 +67,7 @@ def _file_digest(file: Path, cache: Path) -> str:
 
 def _keep(kept: Path, digest: str) -> None:
     kept.parent.mkdir(parents=True, exist_ok=True)
-    # Several engines may start at once: each writes a file of its own, the last one wins.
+    # Several engines may start at once: each writes its own file, and the last one wins.
     fresh = kept.with_suffix(f".{os.getpid()}")
     fresh.write_text(digest)
     fresh.replace(kept)

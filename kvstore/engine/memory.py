@@ -1,4 +1,4 @@
-"""An engine's KV memory as the store sees it: opaque bytes of a block in a layer."""
+"""KV memory of an engine for copies to and from the store: opaque bytes of a block in a layer."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class BlockMemory(Protocol):
-    """Where the blocks are that are copied to the store and from it.
+    """Memory whose blocks are copied to the store and from it.
 
     Attributes:
-        layers: Of a block.
-        layer_bytes: Of a block in one of them.
-        layer_of: By the layer's name.
-        layers_here: Those that the engine's own forward pass computes.
-        beside_steps: Whether blocks may be copied while that runs.
+        layers: Number of layers of a block.
+        layer_bytes: Bytes of a block in one layer.
+        layer_of: Number of each layer, by its name in vLLM.
+        layers_here: Layers that the engine's own forward pass computes.
+        beside_steps: Whether blocks may be copied while a forward pass runs.
     """
 
     layers: int
@@ -39,21 +39,21 @@ class BlockMemory(Protocol):
         """Copy ``pieces``, ``[blocks, layer_bytes]``, to the layer of a run of blocks."""
 
     def on_host(self, layer: int, first: int, blocks: int) -> Bytes | None:
-        """The engine's own bytes, ``[blocks, layer_bytes]``, where the CPU can read them."""
+        """View of the engine's bytes, ``[blocks, layer_bytes]``; None: out of the CPU's reach."""
 
     def equals_host(self, layer: int, first: int, pieces: Bytes) -> bool:
-        """Whether the layer of a run of blocks is ``pieces``, ``[blocks, layer_bytes]``."""
+        """Whether the layer of a run of blocks equals ``pieces``, ``[blocks, layer_bytes]``."""
 
 
 class KvMemory(BlockMemory):
-    """Copies between blocks of an engine's KV cache and host memory.
+    """KV cache of an engine, copied to and from host memory.
 
-    ``kv_caches`` holds, by layer name and in the order in which layers compute, vLLM's views
-    ``[blocks, kv_heads, block_size, 2 * head_size]``. The inside of a block depends on the device
-    and its instruction set, so a block's share of a layer moves whole.
+    ``kv_caches`` maps layer names, in the order of computation, to vLLM's views
+    ``[blocks, kv_heads, block_size, 2 * head_size]``. The layout within a block depends on the
+    device and its instruction set, so a block's bytes of a layer are always copied as a whole.
 
     Raises:
-        ValueError: a block's bytes of a layer do not lie together, or layers differ in size.
+        ValueError: a block's bytes of a layer are not contiguous, or layers differ in size.
     """
 
     beside_steps = True
@@ -63,7 +63,7 @@ class KvMemory(BlockMemory):
         self.layer_of = layer_of = dict[str, int]()
         seen: dict[int, int] = {}
         for name, cache in kv_caches.items():
-            # Layers that share another one's KV point to the same memory.
+            # A layer that shares the KV of another has the same memory.
             if cache.data_ptr() not in seen:
                 seen[cache.data_ptr()] = len(self._rows)
                 self._rows.append(_rows(name, cache))
@@ -75,7 +75,7 @@ class KvMemory(BlockMemory):
         self.layers_here = frozenset(range(self.layers))
         self.layer_bytes = sizes.pop()
         self.device = self._rows[0].device
-        # Between host memory NumPy copies: torch would spread each piece over OpenMP's threads,
+        # NumPy copies within host memory: torch would spread each piece over OpenMP's threads,
         # which compute the forward pass meanwhile.
         self._host_rows = (
             [rows.numpy() for rows in self._rows] if self.device.type == "cpu" else None
@@ -104,17 +104,17 @@ class KvMemory(BlockMemory):
 
 
 class HostStream:
-    """Orders copies with the forward pass where both run on the CPU: nothing runs behind it."""
+    """Order of copies and the forward pass on a CPU, where both are synchronous: nothing to do."""
 
     def mark(self) -> Any:
-        """Taken by the forward pass: everything up to here."""
+        """Mark what the forward pass has issued so far; called by its thread."""
         return None
 
     def wait(self, mark: Any) -> None:
-        """Return when what ``mark`` marked has been computed."""
+        """Return when everything before ``mark`` has been computed."""
 
     def settle(self) -> None:
-        """Return when the copies so far are done."""
+        """Return when the copies issued so far are done."""
 
     def __enter__(self) -> None: ...
 
@@ -122,7 +122,7 @@ class HostStream:
 
 
 class CudaStream(HostStream):
-    """Copies on a stream of their own beside the forward pass."""
+    """CUDA stream for copies beside the forward pass."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -147,7 +147,7 @@ class CudaStream(HostStream):
 
 
 def pin(device: torch.device, address: int, nbytes: int) -> None:
-    """Let a GPU read and write host memory by itself; without, its copies block and are slower."""
+    """Register host memory with the GPU; copies of other memory block and are slower."""
     if device.type != "cuda":
         return
     error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
@@ -161,7 +161,7 @@ def stream_for(device: torch.device) -> HostStream:
 
 def _rows(name: str, cache: torch.Tensor) -> torch.Tensor:
     block = cache[0]
-    # Its dimensions may be permuted; together they must span no more than their elements.
+    # Its dimensions may be permuted, but must span no more than their elements.
     span = 1 + sum(
         (size - 1) * step for size, step in zip(block.shape, block.stride(), strict=True)
     )

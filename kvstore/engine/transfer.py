@@ -1,11 +1,11 @@
-"""The three-stage pipeline: layer i computes while layer i+1 loads and layer i-1 is saved.
+"""Copies of KV blocks between engine and store: layer i computes while i+1 loads and i-1 is saved.
 
 BanaServe, section 4.3.3. With N layers, a forward pass of T_F seconds of which a share r is left
 to compute, and S bytes of KV a token and layer, a layer's transfer hides behind a layer's
-computation when S * L * r / B <= T_F * r / N at L tokens and B bytes a second.
+computation if S * L * r / B <= T_F * r / N at L tokens and B bytes a second.
 
-The forward pass runs in the worker's main thread; a thread each copies for it. The main thread
-only ever waits for one layer's event, or at the end of a step for the last layer's copy.
+The forward pass runs in the worker's main thread; one thread loads for it and another saves. The
+main thread waits only for the event of one layer, or at the end of a step for the last copy.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from loomserve.kvstore.storage.checksum import PAGE, BlockLayout, layer_digest, 
 
 _logger = logging.getLogger(__name__)
 
-# So much at a time that the processor's cache still has it for the checksums.
+# Bytes of a copy, few enough to be in the processor's cache for the checksums.
 _CACHED_BYTES = 2**18
 
 
 @dataclass(frozen=True)
 class Load:
-    """Blocks ``[first, first + len(slots))`` of a chain go from their slots to ``blocks``.
+    """Copy of blocks ``[first, first + len(slots))`` of a chain from their slots to ``blocks``.
 
-    With ``ahead``, the last one is whole before the forward pass begins, which will write into it:
+    ``ahead``: the last block is loaded before the forward pass begins, which will write into it.
     vLLM writes a layer's new KV before it waits for the layer's load.
     """
 
@@ -64,10 +64,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Save:
-    """The engine holds the whole chain in ``blocks``; what the store lacks is to be saved.
+    """Copy of a chain, which the engine holds in ``blocks``, as far as the store lacks it.
 
-    ``recompute_s`` predicts the time to compute one of the blocks again, and a reader is on its
-    way for ``keep_s``.
+    ``recompute_s`` predicts the seconds to compute one of the blocks again. A reader is on its way,
+    so the blocks stay in memory for ``keep_s``.
     """
 
     namespace: bytes
@@ -79,10 +79,10 @@ class Save:
 
 @dataclass(frozen=True)
 class BlockRun:
-    """Blocks that follow each other in the engine's memory, from ``first`` on, and in the arena.
+    """Blocks that are contiguous in the engine's memory, from ``first`` on, and in the arena.
 
-    In their slots lie ``pieces``, ``[blocks, layers, layer_bytes]``, and ``checksums``,
-    ``[blocks, layers]``.
+    ``pieces``, ``[blocks, layers, layer_bytes]``, and ``checksums``, ``[blocks, layers]``, are
+    views of their slots.
     """
 
     first: int
@@ -92,7 +92,7 @@ class BlockRun:
 
 
 class Copied(NamedTuple):
-    """Bytes since the start, and the seconds that they took: both of the same copies."""
+    """Bytes copied since the start, and the seconds that these copies took."""
 
     size: int = 0
     busy_s: float = 0.0
@@ -100,34 +100,34 @@ class Copied(NamedTuple):
 
 @dataclass
 class TransferTime:
-    """What a lane did since the start; ``waited_s`` is what the forward pass lost.
+    """Copies of a transfer thread since the start; the forward pass waited ``waited_s`` for them.
 
-    ``copied`` is one object because the engine's thread reads it while the lane's copies: bytes
-    without their seconds would be a transfer that took no time.
+    ``copied`` is one object because the engine's thread reads it while the transfer thread copies:
+    bytes without their seconds would be a transfer that took no time.
     """
 
     copied: Copied = field(default_factory=Copied)
     waited_s: float = 0.0
 
     def add(self, size: int, busy_s: float) -> None:
-        """Only the lane's own thread may."""
+        """Count a copy; called by the transfer thread alone."""
         self.copied = Copied(self.copied.size + size, self.copied.busy_s + busy_s)
 
     @property
     def hidden_share(self) -> float:
-        """Share of the transfer that ran beside computation, in [0, 1]."""
+        """Share of the transfers' time that was beside computation, in [0, 1]."""
         busy_s = self.copied.busy_s
         return 1.0 - min(1.0, self.waited_s / busy_s) if busy_s else 1.0
 
 
 class TransferThread:
-    """What loading and saving share: a thread, the store, and the time they took."""
+    """Thread that copies blocks between an engine and the arena, in the order of the steps."""
 
     def __init__(
         self, memory: BlockMemory, arena: Arena, stream: HostStream, store: StoreClient
     ) -> None:
         self.memory = memory
-        """Another one may take its place while nothing is copied, if its blocks are as large."""
+        """Replaceable, while nothing is copied, by memory with blocks of the same size."""
         self._arena = arena
         self._layout = BlockLayout(memory.layers, memory.layer_bytes)
         self._stream = stream
@@ -148,7 +148,7 @@ class TransferThread:
     def _runs(
         self, namespace: bytes, keys: bytes, slots: Sequence[int], blocks: Sequence[int]
     ) -> Iterator[BlockRun]:
-        """The copies between ``slots`` and ``blocks``, as few as their places allow."""
+        """Copies between ``slots`` and ``blocks``, as few as contiguity allows."""
         pages = self._layout.slot_bytes // PAGE
         most = max(1, _CACHED_BYTES // self.memory.layer_bytes)
 
@@ -168,7 +168,7 @@ class TransferThread:
         try:
             self._store.ask(message, Done)
         except StoreAwayError as error:
-            # Its leases and reservations expire by themselves.
+            # Leases and reservations expire in the store.
             _logger.debug("%s", error)
 
     def close(self) -> None:
@@ -178,9 +178,10 @@ class TransferThread:
 
 @dataclass(frozen=True)
 class LoadStep:
-    """One step's own, since the thread ends it while the next one begins.
+    """State of a step's loads. Each step has its own, since the next may begin before it ends.
 
-    ``mark`` is where the forward pass was: until there, the blocks may be another's.
+    ``mark`` is the forward pass's position at the start: until it, other requests may use the
+    blocks.
     """
 
     loaded: list[threading.Event]
@@ -190,19 +191,19 @@ class LoadStep:
 
 
 class Loader(TransferThread):
-    """Fills an engine's blocks, layer by layer, ahead of the forward pass."""
+    """Thread that fills an engine's blocks, layer by layer, ahead of the forward pass."""
 
     _step: LoadStep | None = None
 
     def start(self, loads: Sequence[Load]) -> None:
-        """Begin; every layer must then be waited for, and :meth:`finish` called."""
+        """Begin a step's loads; the caller waits for each layer, and calls :meth:`finish`."""
         self._step = LoadStep(self._events(), self._stream.mark())
         self._thread.submit(self._run, loads, self._step)
         if any(load.ahead for load in loads):
             self._wait(self._step.ahead)
 
     def fetch(self, load: Load) -> Future[set[int]]:
-        """Fill blocks that no step uses yet; in the end, those that hold wrong bytes."""
+        """Fill blocks that no step uses yet; the result is the blocks that hold wrong bytes."""
         return self._thread.submit(self._run, [load], LoadStep(self._events(), self._stream.mark()))
 
     def wait_layer(self, layer: int) -> None:
@@ -210,11 +211,11 @@ class Loader(TransferThread):
             self._wait(self._step.loaded[layer])
 
     def wait(self) -> None:
-        """For all layers, before a forward pass that nothing may be copied beside."""
+        """Wait for all layers, before a forward pass beside which nothing may be copied."""
         self.wait_layer(-1)
 
     def finish(self) -> set[int]:
-        """Wait for the end; return the engine's blocks that hold wrong bytes."""
+        """Wait for the step's loads; returns the engine's blocks that hold wrong bytes."""
         step, self._step = self._step, None
         if step is None:
             return set()
@@ -250,7 +251,7 @@ class Loader(TransferThread):
         ahead += self._runs(load.namespace, keys, load.slots[rest:], load.blocks[rest:])
 
     def _load_layer(self, layer: int, runs: Sequence[BlockRun]) -> list[int]:
-        """The blocks of which the layer is wrong."""
+        """Load a layer; returns the engine's blocks that hold wrong bytes of it."""
         begin = time.perf_counter()
         failed: list[int] = []
         for run in runs:
@@ -261,10 +262,10 @@ class Loader(TransferThread):
         return failed
 
     def _wrong(self, layer: int, run: BlockRun) -> Iterator[int]:
-        """The blocks of which the engine has not got what was sealed as this layer of theirs.
+        """The engine's blocks whose bytes of the layer do not match their checksum.
 
-        Checked after the copy: a slot that changed hands before or meanwhile is found out. And
-        where the CPU can read the engine's own bytes, it is those that must be right.
+        The check follows the copy, so it notices a slot that was given to others before or
+        meanwhile. It is of the engine's own bytes, if the CPU can read them.
         """
         own = self.memory.on_host(layer, run.first, len(run.seeds))
         pieces = run.pieces[:, layer] if own is None else own
@@ -286,11 +287,15 @@ class Loader(TransferThread):
 
 @dataclass
 class SaveStep:
-    """One step's own, since the thread ends it while the next one begins.
+    """State of a step's saves. Each step has its own, since the next may begin before it ends.
 
-    ``computed`` and ``marks`` are the layers', ``copied`` says that the engine may go on,
-    ``judged`` that ``sound`` is known. After ``give_up_at`` (``time.monotonic()``) the store has
-    given the slots to others.
+    Attributes:
+        computed: Set when a layer is computed; one event a layer.
+        marks: The forward pass's position at that moment; one a layer.
+        give_up_at: Time (``time.monotonic()``) at which the store gives the slots to others.
+        copied: Set when the engine may overwrite its blocks.
+        judged: Set when ``sound`` is known.
+        sound: Whether the step computed right KV.
     """
 
     computed: list[threading.Event]
@@ -305,9 +310,9 @@ class SaveStep:
 
 
 class Saver(TransferThread):
-    """Copies the blocks that a step fills, layer by layer, behind the forward pass.
+    """Thread that saves the blocks that a step fills, layer by layer, behind the forward pass.
 
-    ``model`` is the name that the store's figures and quotas know.
+    ``model`` is the model's name in the store's figures and quotas.
     """
 
     _step: SaveStep | None = None
@@ -330,7 +335,7 @@ class Saver(TransferThread):
         return self._step is not None
 
     def start(self, saves: Sequence[Save]) -> None:
-        """Begin; every layer must then be reported, and :meth:`finish` called.
+        """Begin a step's saves; the caller reports each layer, and calls :meth:`finish`.
 
         A step before that was not finished, since its forward pass raised, counts as unsound.
         """
@@ -341,13 +346,13 @@ class Saver(TransferThread):
         self._thread.submit(self._run, saves, self._step)
 
     def layer_done(self, layer: int) -> None:
-        """The forward pass has computed the layer's KV."""
+        """Report that the forward pass has computed the layer's KV."""
         if self._step is not None:
             self._step.marks[layer] = self._stream.mark()
             self._step.computed[layer].set()
 
     def save_computed(self, saves: Sequence[Save]) -> None:
-        """Save blocks that a step before has filled, and wait until others may overwrite them."""
+        """Save blocks that an earlier step filled, and wait until they may be overwritten."""
         self.start(saves)
         for layer in range(self.memory.layers):
             self.layer_done(layer)
@@ -356,7 +361,7 @@ class Saver(TransferThread):
     def finish(self, *, sound: bool) -> None:
         """Wait until the engine may overwrite its blocks.
 
-        What was copied is kept only if it is ``sound``: a step that computed from blocks that did
+        The store keeps the copies only if the step is ``sound``: a step that used blocks which did
         not load has computed wrong KV, and so has one that did not reach all layers.
         """
         step, self._step = self._step, None
@@ -420,13 +425,13 @@ class Saver(TransferThread):
             )
 
     def _warn_once(self, refusal: str) -> None:
-        # It stands until the configuration changes, and would come with every step.
+        # The refusal stands until the configuration changes, and would repeat in every step.
         if refusal not in self._refused:
             self._refused.add(refusal)
             _logger.warning("nothing of this model is saved: %s", refusal)
 
     def _save_layer(self, layer: int, runs: Sequence[BlockRun], step: SaveStep) -> bool:
-        """Whether the layer's pieces are whole in their slots."""
+        """Save a layer; returns whether its bytes are whole in their slots."""
         if not runs:
             return True
         if not (step.in_time(step.computed[layer]) and step.sound):
@@ -442,10 +447,10 @@ class Saver(TransferThread):
         return whole
 
     def _seal(self, layer: int, run: BlockRun) -> bool:
-        """Whether the slots have got the engine's bytes under their checksums.
+        """Store the layer's checksums; returns whether the slots hold the engine's bytes.
 
-        A writer that the store gave up may still write here, after the copy too. So the checksum is
-        of the engine's bytes, and where the CPU cannot read those, the slot is compared with them.
+        A writer that the store gave up may still write here, even after the copy. So the checksum
+        is of the engine's bytes; if the CPU cannot read those, the slots are compared with them.
         """
         own = self.memory.on_host(layer, run.first, len(run.seeds))
         pieces = run.pieces[:, layer]

@@ -1,1 +1,1 @@
-"""Which blocks there are and which leave first. Pure."""
+"""Index of the blocks in a store, and the order in which they are evicted. Pure."""

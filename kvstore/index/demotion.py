@@ -1,4 +1,4 @@
-"""Which blocks are to be written to SSD, before they would be evicted and lost."""
+"""Chooses blocks to write to SSD before they are evicted and lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from loomserve.kvstore.index.radix import KEY_BYTES, NOWHERE, RadixNode, RadixTr
 
 
 class Demotion(NamedTuple):
-    """Blocks ``first`` to the end of the chain ``keys`` are in these slots and not on SSD."""
+    """Blocks from ``first`` to the end of the chain ``keys``, in these slots and not on SSD."""
 
     namespace: bytes
     keys: bytes
@@ -20,7 +20,7 @@ class Demotion(NamedTuple):
 
 
 def demotions(order: Iterable[tuple[float, RadixTree, RadixNode]], blocks: int) -> list[Demotion]:
-    """The first ``blocks`` blocks in the order of eviction that are in memory alone."""
+    """First ``blocks`` blocks, in the order of eviction, that are in memory and not on SSD."""
     found: list[Demotion] = []
     for _, tree, node in order:
         if blocks <= 0:
@@ -33,10 +33,10 @@ def demotions(order: Iterable[tuple[float, RadixTree, RadixNode]], blocks: int) 
 
 
 def _runs(tree: RadixTree, node: RadixNode, positions: list[int]) -> list[Demotion]:
-    """One for each run of consecutive ``positions`` of ``node``, the last run first."""
+    """A demotion for each run of consecutive ``positions`` of ``node``, the last run first."""
     chain = node.chain()
     start = len(chain) // KEY_BYTES - len(node)
-    # Consecutive numbers differ equally from a counter's.
+    # Consecutive positions have the same difference to a counter.
     counter = count()
     runs = [list(run) for _, run in groupby(positions, key=lambda at: at - next(counter))]
     return [

@@ -1,4 +1,4 @@
-"""Which blocks leave memory first: pure value functions, chosen by name, and the order they give.
+"""Eviction policies: functions that give blocks a value, and the order in which blocks go.
 
 A policy maps an :class:`EvictionCandidate` to a value; the lowest value is evicted first. Values of
 one policy compare with each other, across models too; values of different policies do not.
@@ -16,15 +16,15 @@ from loomserve.kvstore.index.radix import RadixNode, RadixTree
 
 @dataclass(frozen=True, slots=True)
 class EvictionCandidate:
-    """A run of blocks of one model that were used together; all fields are of one block.
+    """Run of blocks of one model that were used together. Each field is that of one block.
 
     Attributes:
         recompute_s: Predicted seconds to compute the block again.
         block_bytes: Bytes that the block occupies, above 0.
-        uses: How often the block was looked up and found.
-        age_s: Seconds since the block was last used, or made if it never was; at least 0.
-        floor: The greatest value at which a block had been evicted when this one was last used, or
-            made; at least 0.
+        uses: Number of lookups that found the block.
+        age_s: Seconds since the block was last used, or inserted if it never was; at least 0.
+        floor: Greatest value at which a block had been evicted when this one was last used or
+            inserted; at least 0.
     """
 
     recompute_s: float
@@ -61,13 +61,13 @@ POLICIES: Mapping[str, Policy] = {"lru": lru, "cost": cost}
 def eviction_order(
     trees: Iterable[RadixTree], policy: Policy, now: float
 ) -> Iterator[tuple[float, RadixTree, RadixNode]]:
-    """Unlocked nodes in memory and their value: each after all below it, else the least first.
+    """Unlocked nodes in memory and their values: each after all below it, else by rising value.
 
-    Of equal ones the least recently used comes first. Between two of them, the caller may take
-    the slots of the one it was given.
+    Of nodes of the same value the least recently used comes first. Before it asks for the next
+    node, the caller may take slots of the one that it got.
     """
     heap: list[tuple[float, float, int, RadixTree, RadixNode]] = []
-    # In turn of their discovery where all else is equal.
+    # Where all else is equal, nodes go in the order of their discovery.
     turn = count()
     followers: dict[RadixNode, int] = {}
 

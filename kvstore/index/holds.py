@@ -1,6 +1,6 @@
-"""Locked paths of radix trees: leased until a time, or pinned until they are unpinned.
+"""Locks on paths of radix trees: leases, which expire, and pins, which do not.
 
-Both lock the path to a node, so that its blocks keep their slots. Blocks that are removed while
+A locked path keeps the slots of its blocks. Blocks that are removed while
 locked free their slots when the last lock ends.
 """
 

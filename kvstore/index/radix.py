@@ -1,15 +1,15 @@
 """A radix tree over sequences of block keys, whose nodes are runs of consecutive blocks.
 
-What holds in every tree, and what :meth:`RadixTree.check` verifies:
+Invariants of every tree, which :meth:`RadixTree.check` verifies:
 
-* The blocks in memory are closed under prefixes: the first ``len(node.slots)`` blocks of a node
-  have a slot, and where one of its blocks has none, neither has any block below the node.
-* A block without a slot has a location on SSD, so that the resident blocks, which are those in
-  the tree, are closed under prefixes too.
+* Blocks in memory are closed under prefixes: the first ``len(node.slots)`` blocks of a node have a
+  slot, and if one of its blocks has none, no block below the node has one.
+* A block without a slot has a location on SSD. So resident blocks, which are all blocks in the
+  tree, are closed under prefixes too.
 * A locked node is in memory as a whole, and so are its ancestors, which carry its locks too.
 
-A node is split where paths part, and its lower part stays the same object. So whoever holds a
-path by its last node still holds the whole of it after any number of splits.
+Where paths part, a node is split, and the object becomes its lower part. So the last node of a path
+still stands for the whole path after any number of splits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 KEY_BYTES = 16
 NOWHERE = -1
-"""The location of a block that is not on SSD."""
+"""Location of a block that is not on SSD."""
 
 
 class Freed(NamedTuple):
@@ -46,15 +46,15 @@ class RadixNode:
 
     Attributes:
         keys: The blocks' keys, ``KEY_BYTES`` each.
-        slots: The slots in memory of the first blocks, possibly of none or all of them.
-        locations: The locations on SSD, one a block, ``NOWHERE`` for a block that is not there.
-        children: The runs that follow, by their first key.
+        slots: Slots of the first blocks, possibly of none or of all.
+        locations: One location on SSD a block, ``NOWHERE`` for a block that is not there.
+        children: Runs that follow, by their first key.
         locks: Leases and pins whose path contains this node.
         uses: Lookups that found these blocks.
         last_used: Seconds on the caller's clock.
-        floor: What the index had last evicted was worth so much at that time.
+        floor: Value of what the index had evicted last at that time.
         recompute_s: Predicted seconds to compute one of these blocks again.
-        detached: No longer in the tree; only locks keep its slots.
+        detached: Whether it was cut from the tree, so that only locks keep its slots.
     """
 
     keys: bytes = b""
@@ -73,19 +73,19 @@ class RadixNode:
         return len(self.locations)
 
     def touch(self, now: float, floor: float) -> None:
-        """The blocks are used now, while the index's floor is ``floor``."""
+        """Record a use of the blocks."""
         self.last_used = now
         self.floor = floor
 
     def path(self) -> Iterator[RadixNode]:
-        """This node and its ancestors, without the root."""
+        """This node and its ancestors but the root, upwards."""
         node = self
         while node.parent is not None:
             yield node
             node = node.parent
 
     def chain(self) -> bytes:
-        """The keys of all blocks from the root to the end of this node."""
+        """Keys of all blocks from the root to the end of this node."""
         return b"".join([node.keys for node in self.path()][::-1])
 
     def subtree(self) -> Iterator[RadixNode]:
@@ -98,12 +98,12 @@ class RadixNode:
 
 
 class RadixTree:
-    """The blocks of one namespace.
+    """Blocks of one namespace.
 
     Attributes:
-        block_bytes: Bytes of each of its blocks.
-        in_memory: How many of its blocks have a slot.
-        by_location: The node of every block on SSD.
+        block_bytes: Bytes of a block.
+        in_memory: Number of blocks that have a slot.
+        by_location: Node of every block on SSD.
     """
 
     def __init__(self, namespace: bytes, block_bytes: int) -> None:
@@ -119,7 +119,7 @@ class RadixTree:
             yield from child.subtree()
 
     def walk(self, keys: bytes) -> list[RadixNode]:
-        """The path of the longest prefix of ``keys`` in the tree; splits its last node there."""
+        """Path of the longest prefix of ``keys`` in the tree; splits its last node at its end."""
         path: list[RadixNode] = []
         node, at = self.root, 0
         while (child := node.children.get(keys[at : at + KEY_BYTES])) is not None:
@@ -131,12 +131,12 @@ class RadixTree:
         return path
 
     def path_in_memory(self, keys: bytes, blocks: int) -> list[RadixNode] | None:
-        """The path of exactly the first ``blocks`` blocks, unless one is not in memory."""
+        """Path of the first ``blocks`` blocks; None if one of them is not in memory."""
         path = self.walk(keys[: blocks * KEY_BYTES])
         return path if blocks_in_memory(path) == blocks else None
 
     def split(self, node: RadixNode, blocks: int) -> RadixNode:
-        """Moves the first ``blocks`` blocks, some but not all, to a new parent; returns that."""
+        """Moves the first ``blocks`` blocks, some but not all, to a new parent, and returns it."""
         head = replace(
             node,
             keys=node.keys[: blocks * KEY_BYTES],
@@ -152,7 +152,7 @@ class RadixTree:
         return head
 
     def join(self, node: RadixNode) -> None:
-        """Undoes a split behind ``node`` that nothing needs any longer."""
+        """Joins ``node`` with its child, if they differ in nothing and no path ends at ``node``."""
         if node.detached or len(node.children) != 1:
             return
         (child,) = node.children.values()
@@ -170,13 +170,13 @@ class RadixTree:
         self._locate(child, node.locations)
 
     def grow(self, node: RadixNode, run: RadixNode) -> None:
-        """Puts ``run``, which is not in a tree yet, behind ``node``, a node or the root.
+        """Adds ``run``, which is in no tree yet, after ``node``, a node or the root.
 
-        ``node`` has no child that starts with the same key, and is in memory as a whole if ``run``
-        has slots.
+        No child of ``node`` starts with the same key. If ``run`` has slots, ``node`` is in memory
+        as a whole.
         """
         self.in_memory += len(run.slots)
-        # Else a reply that is saved block by block would become a chain of nodes of one block.
+        # A reply that is saved block by block must not become a chain of nodes of one block.
         if node is not self.root and _extensible(node, run):
             node.keys += run.keys
             node.slots.extend(run.slots)
@@ -190,14 +190,14 @@ class RadixTree:
         self._locate(run, run.locations)
 
     def fill(self, node: RadixNode, slots: Sequence[int]) -> None:
-        """Gives the first blocks of ``node`` that are only on SSD these slots."""
+        """Assigns these slots to the first blocks of ``node`` that are only on SSD."""
         node.slots.extend(slots)
         self.in_memory += len(slots)
 
     def cut(self, node: RadixNode, at: int) -> Freed:
-        """Takes the blocks of ``node`` from its ``at``-th on, and all below, out of the tree.
+        """Removes the blocks of ``node`` from its ``at``-th on, and all below, from the tree.
 
-        Locations are free at once, slots of locked nodes when :meth:`unlock` returns them.
+        Locations are free at once. Slots of locked nodes are free when :meth:`unlock` returns them.
         """
         if at:
             self.split(node, at)
@@ -228,10 +228,10 @@ class RadixTree:
         return self.cut(above.children[key], 0)
 
     def evict(self, node: RadixNode, blocks: int) -> Freed:
-        """Takes the last ``blocks`` slots from ``node``, the last first.
+        """Takes the last ``blocks`` slots from ``node``, the last slot first.
 
-        ``node`` is not locked, and nothing below it is in memory. The first of these blocks that
-        is not on SSD is forgotten, and all that follow it are.
+        ``node`` is not locked, and no block below it is in memory. Of these blocks, the first one
+        that is not on SSD leaves the tree with all that follow it.
         """
         kept = len(node.slots) - blocks
         evicted = range(kept, len(node.slots))
@@ -249,7 +249,7 @@ class RadixTree:
             locked.locks += 1
 
     def unlock(self, node: RadixNode) -> list[int]:
-        """Returns the slots of nodes of the path that were cut while locked and no longer are."""
+        """Ends a lock; returns slots of nodes that were cut meanwhile and have no other lock."""
         freed: list[int] = []
         for locked in node.path():
             locked.locks -= 1
@@ -259,7 +259,7 @@ class RadixTree:
         return freed
 
     def check(self) -> None:
-        """Raises ``AssertionError`` if the tree is not what this module says."""
+        """Raises ``AssertionError`` if an invariant is broken; visits all nodes."""
         located: dict[int, RadixNode] = {}
         for node in self.nodes():
             assert len(node.keys) == len(node) * KEY_BYTES > 0
@@ -313,7 +313,7 @@ def _extensible(node: RadixNode, run: RadixNode) -> bool:
 
 
 def _shared_blocks(run: bytes, keys: bytes, at: int) -> int:
-    """How many blocks at the start of ``run`` are those of ``keys`` from byte ``at`` on."""
+    """Number of blocks that ``run`` and ``keys`` from byte ``at`` on have in common."""
     most = min(len(run), len(keys) - at) // KEY_BYTES
     return bisect_left(
         range(1, most + 1),

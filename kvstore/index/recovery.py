@@ -1,4 +1,4 @@
-"""Chains of blocks out of what headers say, for rebuilding the index after a crash."""
+"""Rebuilds chains of blocks from their headers, after a crash."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from loomserve.kvstore.storage.checksum import BlockHeader
 _NO_PARENT = bytes(KEY_BYTES)
 
 BlockId = tuple[bytes, bytes]
-"""Namespace and key."""
+"""Namespace and key of a block."""
 
 
 class ChainRun(NamedTuple):
-    """Consecutive blocks ``[first, first + len(places))`` of the chain ``keys``."""
+    """Blocks ``[first, first + len(places))`` of the chain ``keys``, at slots or locations."""
 
     namespace: bytes
     keys: bytes
@@ -33,10 +33,10 @@ def header_at(namespace: bytes, keys: bytes, position: int) -> BlockHeader:
 def chain_runs(
     places: Mapping[BlockHeader, int], known: Iterable[BlockHeader]
 ) -> Iterator[ChainRun]:
-    """Every block of ``places`` whose ancestors are all ``known``, in runs, ancestors first.
+    """Runs of all blocks of ``places`` whose ancestors are all in ``known``, ancestors first.
 
-    ``known`` holds the headers of ``places`` too. A header whose depth is not its parent's plus
-    one, which no crash leaves behind but a foreign file might, is taken for an orphan.
+    ``known`` includes the headers of ``places``. A header whose depth is not its parent's plus one
+    counts as an orphan: no crash leaves one behind, but a foreign file might.
     """
     children: dict[BlockId, list[BlockHeader]] = defaultdict(list)
     roots: list[BlockHeader] = []

@@ -1,1 +1,1 @@
-"""The process that owns the index, and how engines speak to it."""
+"""Process that owns the index and the arena, and the protocol by which engines use it."""

@@ -1,4 +1,4 @@
-"""The store as a Ray actor: Ray starts it again when it dies, and the arena outlives it."""
+"""Ray actor of the store: Ray restarts it when it dies, and the arena outlives it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from loomserve.platform.base.errors import StartError
 ACTOR_NAME = "loomserve-kvstore"
 _WATCH_S = 1.0
 _RETRY_S = 5.0
-"""Between the attempts of a store that cannot start."""
+"""Seconds between attempts of a store that cannot start."""
 
 
 class StoreActor:
-    """Runs the store's server; the class that becomes the actor.
+    """Actor that runs the store's server.
 
-    An actor without a server leaves its process, so that Ray starts it again.
+    It leaves its process when the server ends or cannot start, so that Ray restarts it.
     """
 
     def __init__(self, options: dict[str, Any]) -> None:
@@ -41,11 +41,11 @@ class StoreActor:
         threading.Thread(target=self._leave_without_server, daemon=True).start()
 
     def problem(self) -> str | None:
-        """Why the store could not start, in one sentence. A value, for Ray wraps exceptions."""
+        """Why the store could not start; None: it did. It returns this, as Ray wraps exceptions."""
         return self._problem
 
     def stop(self) -> None:
-        """End the store and give its memory back; what is on SSD stays."""
+        """End the store and free its memory; blocks on SSD stay."""
         self._stopping = True
         if self._server is None:
             return
@@ -54,24 +54,24 @@ class StoreActor:
         spaces = [options.spaces] if options.ssd_folder is None else []
         for left in (options.arena, options.socket, *spaces):
             left.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # it may hold what is not ours
+        with contextlib.suppress(OSError):  # others may have put files there
             options.folder.rmdir()
 
     def _leave_without_server(self) -> None:
         while self._server is not None and self._server.alive:
             time.sleep(_WATCH_S)
         if self._problem is not None:
-            # Whoever started it wants to know it first.
+            # The starter must be able to ask for the problem first.
             time.sleep(_RETRY_S)
         if not self._stopping:
             os._exit(1)
 
 
 def _make_private(folder: Path) -> None:
-    """Make the folder, or see that it is ours alone: blocks are users' prompts.
+    """Create the folder, or check that only this user can enter: blocks are users' prompts.
 
     Raises:
-        StartError: others can get into it.
+        StartError: others can enter it.
     """
     for one in (folder.parent, folder):
         one.mkdir(mode=0o700, exist_ok=True)

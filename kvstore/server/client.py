@@ -1,4 +1,4 @@
-"""An engine's line to the store: bounded waits, and silence while the store is away."""
+"""Client of the store: its waits are bounded, and it stays quiet while the store is away."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from loomserve.kvstore.server.protocol import (
     Reserved,
 )
 
-# A store that does not answer within this time counts as away; a step must not wait for it.
+# A store that does not answer within this time counts as away: a step must not wait for it.
 _TIMEOUT_MS = 250
-# While it is away, it is asked again only this often.
+# Seconds between requests to a store that is away.
 _RETRY_S = 1.0
 
 R = TypeVar("R")
 
 
 class StoreAwayError(Exception):
-    """The store did not answer in time, or refused; the engine computes instead."""
+    """The store did not answer in time or refused, so the engine computes instead."""
 
 
 class StoreRefusedError(StoreAwayError):
-    """The store answered that it will not, and why."""
+    """The store refused a request, and said why."""
 
 
 class StoreClient:
-    """One thread's connection to the store at ``address`` (``ipc://...``)."""
+    """Connection of one thread to the store at ``address`` (``ipc://...``)."""
 
     def __init__(self, address: str, timeout_ms: int = _TIMEOUT_MS) -> None:
         self._address = address
@@ -43,7 +43,7 @@ class StoreClient:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Reply)
         self._socket: zmq.Socket[bytes] | None = None
-        # Asked in vain; what it is still given must not stay given.
+        # A socket whose answer is late. Leases and slots in that answer are given back.
         self._unanswered: zmq.Socket[bytes] | None = None
         self._retry_at = 0.0
 
@@ -51,9 +51,9 @@ class StoreClient:
         """Send a request and return its answer.
 
         Raises:
-            StoreAwayError: no answer in time, after which further calls raise at once for a
-                second; or an answer of another kind.
-            StoreRefusedError: a refusal.
+            StoreAwayError: no answer came in time, after which calls raise at once for a second;
+                or the answer is not of the ``expected`` type.
+            StoreRefusedError: the store refused.
         """
         if time.monotonic() < self._retry_at:
             raise StoreAwayError(f"the KV store at {self._address} is away")
@@ -61,7 +61,7 @@ class StoreClient:
             self._give_back()
             reply = self._exchange(request)
         except (zmq.ZMQError, msgspec.DecodeError) as error:
-            # A late answer would be taken for the next question's.
+            # On the same socket, a late answer would be taken for that of the next request.
             self._close(self._unanswered)
             self._unanswered, self._socket = self._socket, None
             self._retry_at = time.monotonic() + _RETRY_S
@@ -89,7 +89,7 @@ class StoreClient:
         return reply
 
     def _give_back(self) -> None:
-        """Return slots and leases of an answer that came too late."""
+        """Give back slots and leases of an answer that came too late."""
         socket = self._unanswered
         if socket is None or not socket.poll(0):
             return

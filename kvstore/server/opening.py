@@ -1,4 +1,4 @@
-"""Opens the store of a node: takes over what an earlier one left in memory and on SSD."""
+"""Opens the store of a node, with all blocks that an earlier store left in memory and on SSD."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from loomserve.platform.base.errors import StartError
 _EXTENTS = 64
 _SMALLEST_EXTENT = 2**23
 _SSD_SEGMENT_BYTES = 2**28
-"""Space on SSD comes back in pieces of this size."""
+"""Space on SSD is freed in pieces of this size."""
 
 
 def open_store(options: StoreOptions) -> BlockStore:
-    """The store with all that an earlier one left.
+    """Open the store with all blocks that an earlier one left.
 
     Raises:
-        StartError: no room, or a folder of something else.
+        StartError: there is no room, or the folder holds other files.
     """
     extent_bytes = max(_SMALLEST_EXTENT, options.memory // _EXTENTS // 4096 * 4096)
-    # What fits an extent must fit a segment.
+    # A slot that fits an extent must fit a segment.
     segment_bytes = max(_SSD_SEGMENT_BYTES, extent_bytes)
     ssd = SsdTier(options.ssd_folder, options.ssd, segment_bytes) if options.ssd_folder else None
     store = BlockStore(
@@ -44,7 +44,7 @@ def _arena(options: StoreOptions, extent_bytes: int) -> ArenaOwner:
         try:
             arena = ArenaOwner.reopen(options.arena)
         except StartError:
-            # An older version's, or cut short: nothing in it can be used.
+            # It is of another version, or truncated: nothing in it can be used.
             return ArenaOwner.create(options.arena, options.memory, extent_bytes)
         if (arena.capacity_bytes, arena.extent_bytes) == (
             options.memory // extent_bytes * extent_bytes,

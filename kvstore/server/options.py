@@ -1,4 +1,4 @@
-"""Where the store of a node lies and how large it is, for who starts it and who connects to it."""
+"""Options of the store of a node: its places and sizes, for its starter and its clients."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loomserve.platform.base.paths import cache_folder
 
 
 class StoreOptions(BaseModel):
-    """Where the store of this node is, and how large; bytes."""
+    """Places and sizes (bytes) of a store; ``ssd_folder=None``: without SSD."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -34,11 +34,11 @@ class StoreOptions(BaseModel):
 
     @property
     def spaces(self) -> Path:
-        """What the namespaces mean, kept beside the blocks that live longest."""
+        """File of the namespaces, beside the blocks that live longest."""
         return (self.ssd_folder or self.folder) / "spaces.json"
 
     def kv_transfer_config(self, model: str) -> dict[str, Any]:
-        """vLLM's option of this name, for an engine of this model."""
+        """Value of vLLM's option ``kv_transfer_config`` for an engine of ``model``."""
         return {
             "kv_connector": "StoreConnector",
             "kv_connector_module_path": "loomserve.kvstore.engine.connector",
@@ -54,5 +54,5 @@ class StoreOptions(BaseModel):
 
 
 def arena_path(port: int) -> Path:
-    """In shared memory, in a folder apart for each user and each platform on the machine."""
+    """Path of the arena in shared memory, in a folder of the user and the platform on ``port``."""
     return Path(f"/dev/shm/loomserve-{os.getuid()}/{port}/arena")

@@ -1,7 +1,7 @@
-"""What engines say to the store of their node, and what it answers: msgpack over a ZMQ socket.
+"""Protocol between engines and the store of their node: msgpack over a ZMQ socket.
 
-``keys`` is always the whole chain of a sequence from its first block, 16 bytes a block, so that
-one request is one message however long its prompt is. ``slots`` are little-endian int64 arrays.
+``keys`` is the whole chain of a sequence from its first block, 16 bytes a block, so that a request
+is one message however long its prompt is. ``slots`` is an array of little-endian int64.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HANDED_OVER = "loomserve_handed_over"
 """In that engine's: so many of its tokens have just been computed for it."""
 NAMESPACE_BYTES = 16
 WRITE_S = 60.0
-"""A writer that takes longer has died, and its slots go to others."""
+"""Seconds after which a writer counts as dead, and its slots are given to others."""
 _LONGEST_LEASE_S = 3600
 
 Namespace = Annotated[bytes, Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
@@ -30,10 +30,10 @@ LeaseSeconds = Annotated[float, Meta(gt=0, le=_LONGEST_LEASE_S)]
 
 
 class Lookup(msgspec.Struct, tag=True, frozen=True):
-    """How much of this chain is there? Blocks ``[skip, in_memory)`` get leased.
+    """Asks how much of a chain is in the store, and leases blocks ``[skip, in_memory)`` of it.
 
-    ``promote`` asks for blocks that are on SSD only to be brought into memory. Without ``use`` the
-    lookup says nothing about how likely the blocks are to be wanted again.
+    ``promote`` asks to bring blocks into memory that are only on SSD. ``use=False`` keeps the
+    lookup out of the statistics by which blocks are evicted.
     """
 
     namespace: Namespace
@@ -45,10 +45,10 @@ class Lookup(msgspec.Struct, tag=True, frozen=True):
 
 
 class Found(msgspec.Struct, tag=True, frozen=True):
-    """``in_memory`` and ``resident`` (SSD included) are lengths in blocks from the chain's start.
+    """Answer to :class:`Lookup`. ``in_memory`` and ``resident`` (SSD included) are prefix lengths.
 
-    ``lease`` is 0 where there is nothing to load; ``ready_s`` estimates when what is only on SSD
-    will be in memory, 0 where nothing is on its way.
+    Both are in blocks. ``lease`` is 0 if there is nothing to load. ``ready_s`` estimates the
+    seconds until blocks that are only on SSD will be in memory; 0: none is on its way.
     """
 
     in_memory: int
@@ -59,10 +59,10 @@ class Found(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reserve(msgspec.Struct, tag=True, frozen=True):
-    """Room for those of the chain's blocks that are not in memory and nobody is writing.
+    """Asks for slots for the chain's blocks that are not in memory and that no engine is writing.
 
-    It also says what the namespace's blocks are: ``layers`` pieces of ``layer_bytes`` each, of a
-    model that figures and quotas know as ``model``.
+    It also declares the layout of the namespace's blocks, ``layers`` pieces of ``layer_bytes``
+    each, and the name of the model for figures and quotas.
     """
 
     namespace: Namespace
@@ -73,7 +73,7 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
 
 
 class Reserved(msgspec.Struct, tag=True, frozen=True):
-    """Slots for blocks ``[first, first + len(slots))``; fewer than asked where there is no room."""
+    """Slots for blocks ``[first, first + len(slots))``: fewer than asked if there is no room."""
 
     first: int
     slots: bytes
@@ -81,10 +81,10 @@ class Reserved(msgspec.Struct, tag=True, frozen=True):
 
 
 class Commit(msgspec.Struct, tag=True, frozen=True):
-    """The reserved blocks are written and sealed.
+    """Reports that the reserved blocks are written and sealed.
 
-    ``recompute_s`` predicts what computing one of them again would take. For ``keep_s`` they stay
-    in memory whatever they are worth, since a reader is on its way.
+    ``recompute_s`` predicts the seconds to compute one of them again. They stay in memory for
+    ``keep_s`` whatever their value, since a reader is on its way.
     """
 
     writer: int
@@ -93,19 +93,19 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
 
 
 class Abandon(msgspec.Struct, tag=True, frozen=True):
-    """The reserved blocks will not be written."""
+    """Gives the reserved slots back unwritten."""
 
     writer: int
 
 
 class Release(msgspec.Struct, tag=True, frozen=True):
-    """The leases' blocks have been read, or will not be."""
+    """Ends leases, whose blocks have been read or will not be."""
 
     leases: list[int]
 
 
 class Corrupt(msgspec.Struct, tag=True, frozen=True):
-    """The last block of this chain failed its checksum; the store looks for itself."""
+    """Reports that the last block of a chain failed its checksum, which the store checks again."""
 
     namespace: Namespace
     keys: bytes
@@ -123,29 +123,29 @@ class Pin(msgspec.Struct, tag=True, frozen=True):
 
 
 class Flush(msgspec.Struct, tag=True, frozen=True):
-    """Forget every unleased, unpinned block of a model, or of all models (empty name)."""
+    """Forgets all blocks of a model, or of all models (empty name), but leased or pinned ones."""
 
     model: str
 
 
 class Inspect(msgspec.Struct, tag=True, frozen=True):
-    """Tell what the store holds."""
+    """Asks what the store holds."""
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """Carried out; ``blocks`` were concerned."""
+    """The request was carried out, on ``blocks`` blocks."""
 
     blocks: int = 0
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """Not carried out, and why."""
+    """The request was not carried out, and why."""
 
     message: str
 
 
 class ModelUsage(msgspec.Struct, frozen=True):
-    """What a model holds in the store, and how it was used since the store started."""
+    """Contents of the store for a model, and their use since the store started."""
 
     model: str
     blocks_in_memory: int
@@ -158,7 +158,7 @@ class ModelUsage(msgspec.Struct, frozen=True):
 
 
 class StoreUsage(msgspec.Struct, tag=True, frozen=True):
-    """What the store holds; bytes, seconds."""
+    """Contents of the store: bytes, leases, writers, and corrupt blocks since it started."""
 
     capacity_bytes: int
     used_bytes: int

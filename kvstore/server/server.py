@@ -1,4 +1,4 @@
-"""The store's socket: takes one request after another, and lets the store tick between them."""
+"""Server of the store: answers one request after another, and ticks the store between them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from loomserve.kvstore.server.store import BlockStore
 _logger = logging.getLogger(__name__)
 
 _IDLE_MS = 100
-# Threads that finish do not wake the socket, so it is left more often while they work.
+# Threads that finish do not wake the socket, so waits are shorter while they work.
 _BUSY_MS = 2
 
 
 class StoreServer:
-    """Serves a store at ``address`` (``ipc://...``) from a thread of its own."""
+    """Thread that serves a store at ``address`` (``ipc://...``)."""
 
     def __init__(self, store: BlockStore, address: str) -> None:
         self._store = store
@@ -40,7 +40,7 @@ class StoreServer:
         return self._thread.is_alive()
 
     def stop(self) -> None:
-        """End the thread and close the store; who still waits for an answer gets none."""
+        """End the thread and close the store. Requests without an answer get none."""
         self._stopping.set()
         self._thread.join()
         self._socket.close()
@@ -58,7 +58,7 @@ class StoreServer:
                 self._store.tick(now)
 
     def _serve(self, frames: list[bytes]) -> None:
-        # What has other frames comes from no StoreClient, and knows no answer either.
+        # Messages with other frames are not of a StoreClient, and are not answered.
         if len(frames) == 3:
             client, empty, message = frames
             self._socket.send_multipart([client, empty, self._answer(message)])

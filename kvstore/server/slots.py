@@ -1,4 +1,4 @@
-"""Slot numbers on the wire: little-endian int64."""
+"""Encoding of slot numbers in messages: little-endian int64."""
 
 from __future__ import annotations
 

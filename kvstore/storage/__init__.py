@@ -1,1 +1,1 @@
-"""Where blocks lie: shared memory and SSD."""
+"""Storage of blocks: an arena in shared memory, and segment files on SSD."""

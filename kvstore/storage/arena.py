@@ -1,4 +1,4 @@
-"""Shared memory for KV blocks: a file that the store and all engines of a node map.
+"""Arena: a file in shared memory for KV blocks, mapped by the store and all engines of a node.
 
 ::
 
@@ -48,10 +48,10 @@ _HEADER_BYTES = HEADER.size + SEAL_BYTES
 
 
 class Arena:
-    """The arena as every process sees it: bytes of slots that the store has given out."""
+    """Mapping of the arena in a process, which reads and writes the slots that the store names."""
 
     def __init__(self, path: Path, file: FileIO) -> None:
-        """Map an open arena; ``StartError`` if the file is none, or another version's, or cut."""
+        """Map an open file; ``StartError`` if it is no arena, of another version, or truncated."""
         extent_bytes, extents = _geometry(path, file)
         self.extent_bytes = extent_bytes
         self._mapping = np.frombuffer(mmap.mmap(file.fileno(), 0), np.uint8)
@@ -59,18 +59,17 @@ class Arena:
 
     @classmethod
     def attach(cls, path: Path) -> Self:
-        """Map the arena that the store made at ``path``.
+        """Map the arena that the store created at ``path``.
 
-        It stays mapped as long as the ``Arena`` or one of its views lives, even when the store
-        meanwhile replaces the file.
+        It stays mapped as long as the ``Arena`` or one of its views lives, even if the store
+        replaces the file meanwhile.
         """
         with _open(path) as file:
             return cls(path, file)
 
     @property
     def base_address(self) -> int:
-        """Where the mapping begins in this process, page-aligned: with ``nbytes`` what
-        ``cudaHostRegister`` needs."""
+        """Address of the mapping in this process, page-aligned, for ``cudaHostRegister``."""
         return self._mapping.ctypes.data
 
     @property
@@ -84,18 +83,20 @@ class Arena:
         return self._data.nbytes
 
     def view(self, slot: int, slot_bytes: int) -> NDArray[np.uint8]:
-        """The slot's bytes themselves, ``slot_bytes`` of them, page-aligned."""
+        """View of the slot's bytes, ``[slot_bytes]``, page-aligned."""
         return self._data[slot * PAGE : slot * PAGE + slot_bytes]
 
 
 class ClassUsage(NamedTuple):
+    """Extents that serve slots of one size, all slots in them, and the allocated ones."""
+
     extents: int
     slots: int
     allocated: int
 
 
 class _Extent:
-    """An extent that serves slots of one size."""
+    """Free and taken slots of an extent that serves slots of one size."""
 
     def __init__(self, number: int, slots: range, taken: Iterable[int] = ()) -> None:
         self.number = number
@@ -117,11 +118,11 @@ class _Extent:
 
 
 class ArenaOwner(Arena):
-    """The store's side: it alone gives out slots and writes headers. For one thread.
+    """Allocator of the arena's slots, and writer of their headers, in the store. For one thread.
 
     A slot is *allocated* from ``allocate`` to ``free``, and *published* from ``publish`` to
-    ``retract`` or ``free``. What is published survives the store's death, what is only allocated
-    does not.
+    ``retract`` or ``free``. Published slots survive the store's death, slots that are only
+    allocated do not.
     """
 
     def __init__(self, path: Path, file: FileIO) -> None:
@@ -138,13 +139,14 @@ class ArenaOwner(Arena):
 
     @classmethod
     def create(cls, path: Path, capacity_bytes: int, extent_bytes: int) -> Self:
-        """Make an arena of as many extents as fit ``capacity_bytes``; the file is a little larger.
+        """Create an arena of as many extents as fit ``capacity_bytes``; the file is a bit larger.
 
-        An arena already at ``path`` is replaced; who has it mapped keeps the old one.
+        It replaces an arena at ``path``, which stays mapped in processes that have it mapped.
 
         Raises:
-            StartError: too little space, another store owns the file, or it is no arena.
-            ValueError: the extents are not whole pages, or not one fits.
+            StartError: there is too little space, or the file belongs to a store that runs, or
+                is no arena.
+            ValueError: an extent is not whole pages, or exceeds the capacity.
         """
         extents = capacity_bytes // extent_bytes
         if extent_bytes % PAGE or not extents:
@@ -175,9 +177,9 @@ class ArenaOwner(Arena):
 
     @classmethod
     def reopen(cls, path: Path) -> Self:
-        """Take over the arena of a store that died: published slots are allocated, others free.
+        """Take over the arena of a store that died: published slots stay allocated, others do not.
 
-        Raises ``StartError`` when there is none, its owner lives, or it is another version's.
+        Raises ``StartError`` if there is none, its owner lives, or it is of another version.
         """
         file = _open(path)
         try:
@@ -188,14 +190,14 @@ class ArenaOwner(Arena):
             raise
 
     def close(self) -> None:
-        """Let another owner take over. The mapping goes with the last view of it."""
+        """Let another owner take over. The mapping ends with its last view."""
         # The mapping holds a duplicate of the descriptor, and with it the lock.
         fcntl.flock(self._file, fcntl.LOCK_UN)
         self._file.close()
 
     def allocate(self, slot_bytes: int, count: int) -> list[int]:
-        """Up to ``count`` slots of ``slot_bytes``; fewer when neither a free slot of that size nor
-        an extent of the pool is left. ``ValueError`` if no extent can hold such a slot."""
+        """Allocate ``count`` slots of ``slot_bytes``, or fewer if neither free slots of that size
+        nor extents of the pool are left. ``ValueError`` if no extent can hold such a slot."""
         slots: list[int] = []
         with_free = self._with_free[slot_bytes]
         while len(slots) < count and (with_free or self._assign(slot_bytes)):
@@ -206,7 +208,7 @@ class ArenaOwner(Arena):
         return slots
 
     def free(self, slots: Iterable[int]) -> None:
-        """Retract the slots and take them back; ``ValueError`` for one that is not allocated."""
+        """Retract and free the slots; ``ValueError`` if one is not allocated."""
         for slot in slots:
             self.retract(slot)
             extent = self._extent(slot)
@@ -219,16 +221,16 @@ class ArenaOwner(Arena):
                 self._pool.append(extent.number)
 
     def publish(self, slot: int, header: BlockHeader) -> None:
-        """Say that the slot holds this block, whole; ``ValueError`` for one not allocated."""
+        """Record that the slot holds this whole block; ``ValueError`` if it is not allocated."""
         self._header(slot)[:] = np.frombuffer(seal(HEADER.pack(*header), slot), np.uint8)
 
     def retract(self, slot: int) -> None:
-        """Say that the slot holds nothing, before its bytes change or when they proved bad; it
-        stays allocated. ``ValueError`` for one not allocated."""
+        """Record that the slot holds no block, before its bytes change or when they proved bad; it
+        stays allocated. ``ValueError`` if it is not allocated."""
         self._header(slot)[:] = 0
 
     def headers(self) -> Iterator[tuple[int, BlockHeader]]:
-        """The published slots; one whose header is torn or corrupt counts as not published."""
+        """Published slots and their blocks. A slot with a torn or corrupt header does not count."""
         for extent in self._extents.values():
             for slot in extent.taken:
                 body = unseal(self._header(slot).tobytes(), slot)
@@ -236,7 +238,7 @@ class ArenaOwner(Arena):
                     yield slot, BlockHeader(*HEADER.unpack(body))
 
     def slot_bytes(self, slot: int) -> int:
-        """The size of an allocated slot; ``ValueError`` for another."""
+        """Size of a slot; ``ValueError`` if it is not allocated."""
         return self._extent(slot).slot_bytes
 
     @property
@@ -245,7 +247,7 @@ class ArenaOwner(Arena):
         return sum(size * of.allocated for size, of in self.usage().items())
 
     def usage(self) -> dict[int, ClassUsage]:
-        """By the size of their slots: the extents that are not in the pool."""
+        """Usage of the extents that are not in the pool, by the size of their slots."""
         usage: dict[int, ClassUsage] = {}
         for extent in self._extents.values():
             so_far = usage.get(extent.slot_bytes, ClassUsage(0, 0, 0))
@@ -257,8 +259,8 @@ class ArenaOwner(Arena):
         return usage
 
     def slots_by_extent(self, slot_bytes: int) -> list[list[int]]:
-        """The allocated slots of each extent that serves this size: who frees all of one list gets
-        an extent into the pool."""
+        """Allocated slots of each extent that serves this size. Freeing all slots of a list returns
+        the extent to the pool."""
         return [
             sorted(extent.taken)
             for extent in self._extents.values()
@@ -266,7 +268,7 @@ class ArenaOwner(Arena):
         ]
 
     def _recover(self, number: int) -> None:
-        """Take an extent over as the table and its headers say."""
+        """Take over an extent with the slot size in the table and the slots published in it."""
         slots = self._slots(number, int(self._classes[number]))
         published = [
             slot
@@ -282,7 +284,7 @@ class ArenaOwner(Arena):
             self._with_free[extent.slot_bytes][number] = extent
 
     def _assign(self, slot_bytes: int) -> bool:
-        """Give an extent of the pool to this size; False when the pool is empty."""
+        """Assign an extent of the pool to this slot size; False if the pool is empty."""
         slots = self._slots(0, slot_bytes)
         if not slots:
             raise ValueError(
@@ -302,7 +304,7 @@ class ArenaOwner(Arena):
         return True
 
     def _slots(self, number: int, slot_bytes: int) -> range:
-        """The slots of such a size in extent ``number``; empty for a size that cannot be."""
+        """Slots of this size in extent ``number``; empty if the size is impossible."""
         if slot_bytes <= 0 or slot_bytes % PAGE:
             return range(0)
         count = self.extent_bytes // (slot_bytes + _HEADER_BYTES)
@@ -332,7 +334,7 @@ def _data_offset(extents: int) -> int:
 
 
 def _private(path: str, flags: int) -> int:
-    """The blocks are users' prompts, so nobody else may read them."""
+    """Open for this user alone: the blocks are computed from users' prompts."""
     return os.open(path, flags, 0o600)
 
 
@@ -344,7 +346,7 @@ def _open(path: Path) -> FileIO:
 
 
 def _claim(path: Path, file: FileIO) -> None:
-    """Become the one owner, until the file is closed or the process ends."""
+    """Lock the file for this owner, until it is closed or the process ends."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -352,7 +354,7 @@ def _claim(path: Path, file: FileIO) -> None:
 
 
 def _reserve(path: Path, file: FileIO, size: int) -> None:
-    """Back the file with memory now, for a store to a page that cannot be had is a SIGBUS."""
+    """Back the file with memory now: writing to a page that is not available would be a SIGBUS."""
     free = shutil.disk_usage(path.parent).free
     try:
         # Else the attempt would take all that is left, if only for a moment.
@@ -367,7 +369,7 @@ def _reserve(path: Path, file: FileIO, size: int) -> None:
 
 
 def _superblock(path: Path, file: FileIO) -> tuple[int, int, int]:
-    """Version, extent size and count of an arena file."""
+    """Read version, extent size and extent count of an arena file."""
     body = unseal(os.pread(file.fileno(), _SUPERBLOCK.size + SEAL_BYTES, 0), 0)
     if body is None or not body.startswith(MAGIC):
         raise StartError(f"{path} is no KV arena: remove it or name another path")
@@ -376,7 +378,7 @@ def _superblock(path: Path, file: FileIO) -> tuple[int, int, int]:
 
 
 def _geometry(path: Path, file: FileIO) -> tuple[int, int]:
-    """Extent size and count of an arena file that can be mapped."""
+    """Read extent size and count, and check that the file can be mapped."""
     version, extent_bytes, extents = _superblock(path, file)
     if version != VERSION:
         raise StartError(

@@ -1,4 +1,4 @@
-"""What is known of a block beside its bytes, and the checksums that tell whether both are whole."""
+"""Header and checksums of a block, which tell whether the block and its header are whole."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64_digest, xxh3_64_intdigest
 
 PAGE = 4096
-"""Bytes. Slots and SSD records are whole pages, as O_DIRECT wants them."""
+"""Bytes. Slots and SSD records are whole pages, because O_DIRECT needs it."""
 
 SEAL_BYTES = 8
 
@@ -20,51 +20,51 @@ _CHECKSUM = np.dtype("<u8")
 
 
 class BlockHeader(NamedTuple):
-    """Which block it is: all that a rebuild of the index needs to know of it."""
+    """Identity of a block and its place in its chain: enough to rebuild the index."""
 
     namespace: bytes
     """16 bytes."""
     key: bytes
     """16 bytes."""
     parent: bytes
-    """The key of the block before it, 16 bytes; zeros for a root."""
+    """Key of the block before it, 16 bytes; zeros for the first block of a chain."""
     depth: int
     """Blocks before it in its chain, below 2**32."""
 
 
 HEADER = struct.Struct("<16s16s16sI4x")
-"""The fields of a ``BlockHeader``, in 56 bytes."""
+"""Encodes the fields of a ``BlockHeader`` in 56 bytes."""
 
 
 def seal(body: bytes, seed: int) -> bytes:
-    """``body`` and its checksum, ``SEAL_BYTES`` longer; valid only where ``seed`` is the same."""
+    """Append a checksum of ``SEAL_BYTES`` to ``body``; it is valid only under the same ``seed``."""
     return body + xxh3_64_digest(body, seed)
 
 
 def unseal(record: bytes, seed: int) -> bytes | None:
-    """The body of what ``seal`` made; None where the record is torn, empty or another place's."""
+    """Return the body of a sealed record; None if it is torn, empty or sealed for another place."""
     body = record[:-SEAL_BYTES]
     return body if xxh3_64_digest(body, seed) == record[-SEAL_BYTES:] else None
 
 
 def seed(namespace: bytes, key: bytes) -> int:
-    """The 64-bit seed of a block's checksums: another block's bytes fail under it."""
+    """Seed of a block's checksums, 64 bits: another block's bytes fail under it."""
     return xxh3_64_intdigest(namespace + key)
 
 
 def layer_digest(piece: NDArray[np.uint8], layer: int, block_seed: int) -> int:
-    """The checksum of a layer's bytes of a block."""
+    """Checksum of a block's bytes in one layer."""
     # The layer is part of the seed, so that two layers of one block cannot change places.
     return xxh3_64_intdigest(piece.data, (block_seed + layer) % 2**64)
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How a block lies in its slot: ``layers`` pieces of ``layer_bytes`` each, then one checksum
+    """Layout of a block in its slot: ``layers`` pieces of ``layer_bytes`` each, then one checksum
     (xxh3_64, little-endian) a layer, then padding to whole pages.
 
-    A ``view`` is a slot's ``slot_bytes`` bytes, a ``block_seed`` what ``seed`` made of the block's
-    namespace and key.
+    In its methods, ``view`` is the ``slot_bytes`` bytes of a slot, and ``block_seed`` is the
+    :func:`seed` of the block.
     """
 
     layers: int
@@ -72,7 +72,7 @@ class BlockLayout:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of the block alone."""
+        """Bytes of the block, without checksums and padding."""
         return self.layers * self.layer_bytes
 
     @cached_property
@@ -80,11 +80,11 @@ class BlockLayout:
         return round_up(self.checksum_offset(self.layers), PAGE)
 
     def piece(self, view: NDArray[np.uint8], layer: int) -> NDArray[np.uint8]:
-        """The layer's bytes themselves, ``layer_bytes`` of them."""
+        """View of the layer's bytes, ``[layer_bytes]``."""
         return view[layer * self.layer_bytes : (layer + 1) * self.layer_bytes]
 
     def pieces(self, view: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """The layers' bytes: of ``[..., slot_bytes]``, ``[..., layers, layer_bytes]``."""
+        """View of all layers' bytes: ``[..., slot_bytes]`` to ``[..., layers, layer_bytes]``."""
         shape = (*view.shape[:-1], self.layers, self.layer_bytes)
         return view[..., : self.block_bytes].reshape(shape)
 
@@ -92,19 +92,19 @@ class BlockLayout:
         return round_up(self.block_bytes, _CHECKSUM.itemsize) + layer * _CHECKSUM.itemsize
 
     def checksums(self, view: NDArray[np.uint8]) -> NDArray[np.uint64]:
-        """The layers' checksums: of ``[..., slot_bytes]``, ``[..., layers]``."""
+        """View of all layers' checksums: ``[..., slot_bytes]`` to ``[..., layers]``."""
         begin, end = self.checksum_offset(0), self.checksum_offset(self.layers)
         return view[..., begin:end].view(_CHECKSUM)
 
     def check_layer(self, view: NDArray[np.uint8], layer: int, block_seed: int) -> bool:
-        """Whether the layer's bytes are those that were sealed as this layer of this block."""
+        """Whether the layer's bytes match their checksum, which is of this layer of this block."""
         if view.nbytes != self.slot_bytes:
             return False
         digest = layer_digest(self.piece(view, layer), layer, block_seed)
         return bool(self.checksums(view)[layer] == digest)
 
     def check(self, view: NDArray[np.uint8], block_seed: int) -> bool:
-        """``check_layer`` of all layers."""
+        """Whether all layers pass :meth:`check_layer`."""
         return all(self.check_layer(view, layer, block_seed) for layer in range(self.layers))
 
 

@@ -1,4 +1,4 @@
-"""KV blocks on SSD: append-only segment files.
+"""SSD tier: KV blocks in append-only segment files.
 
 ::
 
@@ -7,15 +7,15 @@
     a record                      one page: header, length and digest of the slot, checksum;
                                   then the slot's bytes as they lie in the arena
 
-The record headers are the manifest: a rebuild reads one page a record. A manifest file of its own
-would be quicker to read, but it and the segments could disagree after a crash or a full disk, and
-each would have to be checked against the other. Space comes back a whole segment at a time, oldest
-first, so that the disk sees only sequential writes and no compaction is needed.
+The record headers are the manifest: a rebuild reads one page of each record. A separate manifest
+file would be quicker to read, but it and the segments could disagree after a crash or a full disk,
+and each would have to be checked against the other. Space is freed by whole segments, oldest first,
+so that the disk sees only sequential writes and no compaction is needed.
 
-A location is ``segment << 32 | page``, the page at which the record begins. A header's checksum is
-seeded by its location, so that a record which moved or belongs to another segment is none. Segments
-are never appended to by a later process and no number is used twice in one, so a location never
-comes to mean another block.
+A location is ``segment << 32 | page``, where ``page`` is the first page of the record. A header's
+checksum is seeded by its location, so a record that was moved is invalid. No process appends to
+segments of an earlier one or uses a segment number twice, so a location never comes to mean another
+block.
 """
 
 from __future__ import annotations
@@ -57,17 +57,23 @@ _log = logging.getLogger(__name__)
 
 
 class SsdFullError(LoomserveError):
-    """The block was not written, since the tier is at its capacity or the disk is full. Nothing
-    else is lost, and ``drop_oldest_segment`` makes room."""
+    """The block was not written: the tier is at its capacity, or the disk is full.
+
+    No other block is lost. ``drop_oldest_segment`` makes room.
+    """
 
 
 class Entry(NamedTuple):
+    """Location, header and slot size of a complete record."""
+
     location: int
     header: BlockHeader
     slot_bytes: int
 
 
 class _Record(NamedTuple):
+    """Header page of a record; ``digest`` is of the slot's bytes, which follow it."""
+
     header: BlockHeader
     slot_bytes: int
     digest: int
@@ -86,7 +92,7 @@ class _Record(NamedTuple):
 
 
 class _Segment:
-    """An open segment. Its descriptor lives as long as anyone still reads from it."""
+    """Open segment file. Its descriptor stays open until the last reader is done with it."""
 
     def __init__(self, path: Path, number: int, flags: int) -> None:
         self.path = path
@@ -100,7 +106,7 @@ class _Segment:
         return self.number << 32 | offset // PAGE
 
     def read(self, offset: int, buffers: Sequence[mmap.mmap | memoryview]) -> bool:
-        """Fill the buffers; False when the file ends before, or the disk cannot read it."""
+        """Fill the buffers; False if the file ends before they are full, or the disk fails."""
         try:
             got = os.preadv(self.fd, buffers, offset)
         except OSError as error:
@@ -109,7 +115,7 @@ class _Segment:
         return got == sum(len(buffer) for buffer in buffers)
 
     def append(self, page: mmap.mmap, slot: NDArray[np.uint8]) -> None:
-        """All of it or nothing; ``OSError`` says why nothing."""
+        """Append a header page and a slot, or nothing and raise ``OSError``."""
         size = PAGE + slot.nbytes
         try:
             if os.pwritev(self.fd, [page, slot.data], self.bytes) < size:
@@ -122,7 +128,7 @@ class _Segment:
         self.bytes += size
 
     def entries(self) -> Iterator[Entry]:
-        """The complete records, in the order they were written."""
+        """Complete records, in the order in which they were written."""
         page = mmap.mmap(-1, PAGE)
         offset = 0
         while offset + PAGE <= self.bytes:
@@ -138,27 +144,26 @@ class _Segment:
 
 
 class SsdTier:
-    """The blocks under one folder.
+    """Store of blocks in the segment files of one folder.
 
     Any number of threads may ``read`` while others write or drop. All calls block. Buffers are
-    whole pages and page-aligned, as the arena's views are; anything else is a ``ValueError``. With
-    O_DIRECT, where the filesystem has it, bytes go between the disk and the arena with no copy and
-    leave the page cache to others.
+    whole pages and page-aligned, as the arena's views are; other buffers raise ``ValueError``. If
+    the filesystem supports O_DIRECT, bytes move between the disk and the arena without a copy and
+    without filling the page cache.
 
-    A process killed at any moment leaves all records whose ``write`` returned. A power cut may take
-    those of segments not yet full, since only a full segment is synced; what is then incomplete
-    reads as no block.
+    Every record whose ``write`` returned survives the death of the process. A power cut may lose
+    records of segments that are not full yet, since only a full segment is synced; an incomplete
+    record reads as no block.
     """
 
     def __init__(self, folder: Path, capacity_bytes: int, segment_bytes: int) -> None:
-        """Open or make the tier, of at most ``capacity_bytes`` on disk.
+        """Open or create the tier, of at most ``capacity_bytes`` on disk.
 
-        What is there counts even when it exceeds a capacity that became smaller; dropping
-        segments makes it fit again.
+        Segments of an earlier, larger capacity count; dropping segments makes them fit again.
 
         Raises:
-            StartError: the folder cannot be used, holds something else or a newer version's
-                files, or another process uses it.
+            StartError: the folder cannot be used, holds other files or those of a newer version,
+                or is used by another process.
         """
         self._folder = folder
         self._capacity_bytes = capacity_bytes
@@ -186,7 +191,7 @@ class SsdTier:
         return sum(segment.bytes for segment in list(self._segments.values()))
 
     def write(self, header: BlockHeader, slot: NDArray[np.uint8]) -> int:
-        """Append the block that lies in ``slot``; its location.
+        """Append the block in ``slot``, and return its location.
 
         Raises:
             SsdFullError: there is no room for it.
@@ -206,10 +211,10 @@ class SsdTier:
                 raise
 
     def read(self, location: int, into: NDArray[np.uint8], namespace: bytes, key: bytes) -> bool:
-        """Read a block into a slot of its size.
+        """Read a block into a slot of its size; False if the location does not hold this block.
 
-        False, and anything in ``into``, when the location does not hold this block whole: it was
-        dropped, or the record is torn, cut off, corrupt, another block's or of another size.
+        It was dropped, or the record is torn, cut off, corrupt, of another block or of another
+        size. ``into`` may then hold anything.
         """
         _check_buffer(into)
         segment = self._segments.get(location >> 32)
@@ -225,16 +230,21 @@ class SsdTier:
         )
 
     def entries(self) -> Iterator[Entry]:
-        """All complete records, oldest first, for the rebuild: only headers are read, ``read``
-        judges the rest."""
+        """All records with a valid header, oldest first, for a rebuild of the index.
+
+        Only headers are read; ``read`` checks the rest.
+        """
         for segment in list(self._segments.values()):
             for entry in segment.entries():
                 segment.locations.add(entry.location)
                 yield entry
 
     def drop_oldest_segment(self) -> list[int]:
-        """Delete the oldest segment; which of the locations that ``write`` and ``entries`` told are
-        no more. With no segment left it does nothing, and ``used_bytes`` is 0."""
+        """Delete the oldest segment, if there is one.
+
+        Returns:
+            The locations in it, of those that ``write`` and ``entries`` have returned.
+        """
         with self._lock:
             if not self._segments:
                 return []
@@ -245,7 +255,7 @@ class SsdTier:
             return sorted(segment.locations)
 
     def close(self) -> None:
-        """Sync, and let another process use the folder. No call may follow."""
+        """Sync, and let another process use the folder. No other call may follow."""
         with self._lock:
             if self._active is not None:
                 os.fsync(self._active.fd)
@@ -269,7 +279,7 @@ class SsdTier:
         return location
 
     def _segment(self, room: int) -> _Segment:
-        """The segment to append to: the active one, or a new one when it is full."""
+        """Segment to append ``room`` bytes to: the active one, or a new one if that is full."""
         if self._active is not None:
             if self._active.bytes + room <= self._segment_bytes:
                 return self._active
@@ -285,7 +295,7 @@ class SsdTier:
 
 
 def _segment_numbers(folder: Path) -> list[int]:
-    """In ascending order; what has another name, such as a copy of a segment, is none."""
+    """Numbers of the segment files, ascending. Files with other names are ignored."""
     names = (_SEGMENT_NAME.fullmatch(path.name) for path in folder.iterdir())
     return sorted(int(name[1]) for name in names if name)
 
@@ -300,7 +310,7 @@ def _check_buffer(buffer: NDArray[np.uint8]) -> None:
 
 
 def _claim(folder: Path) -> int:
-    """Open, lock and check the format file, made when the folder is new; its descriptor."""
+    """Open, lock and check the format file, creating it in an empty folder; its descriptor."""
     path = folder / "format"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -344,7 +354,7 @@ def _foreign(folder: Path) -> StartError:
 
 
 def _direct_io(path: Path) -> int:
-    """O_DIRECT if the filesystem of ``path``, a file of a page, can read with it, else 0."""
+    """O_DIRECT if the filesystem can read ``path``, a file of one page, with it; else 0."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:

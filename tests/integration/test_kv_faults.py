@@ -20,7 +20,7 @@ import torch
 
 from loomserve.kvstore.engine.memory import HostStream, KvMemory
 from loomserve.kvstore.engine.transfer import Save, Saver
-from loomserve.kvstore.server import store as store_module
+from loomserve.kvstore.server import writers as writers_module
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.opening import open_store
 from loomserve.kvstore.server.options import StoreOptions
@@ -90,7 +90,7 @@ def save_until_killed(options: StoreOptions, pipe: Connection) -> None:
 def test_an_engine_killed_in_the_middle_of_a_save_leaves_what_it_had_saved_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "WRITE_S", 1.0)
+    monkeypatch.setattr(writers_module, "WRITE_S", 1.0)
     options = options_in(tmp_path)
     server = StoreServer(open_store(options), options.address)
     server.start()
