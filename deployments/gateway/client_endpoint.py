@@ -93,7 +93,7 @@ class ClientEndpoint:
             request = request.isolated(key.name)
         forwarded = ForwardRequest(
             model=route.name,
-            request=request.with_hints(deadline=deadline, expected=expected),
+            content=request.with_hints(deadline=deadline, expected=expected),
             request_id=state["request_id"],
             expected_tokens=expected.tokens if expected else None,
             refuse_after=deadline if key is not None and key.refuse_late else None,

@@ -58,7 +58,7 @@ class ForwardRequest:
     """A request to an engine of ``model``, and what its routing depends on."""
 
     model: str
-    request: EngineRequest
+    content: EngineRequest
     request_id: str
     pinned_to: str | None = None
     """Id of the only replica that may take it; None: any may."""
@@ -125,6 +125,7 @@ class Forwarder:
 
         Raises:
             Unavailable: no replica took it in time.
+            TooManyRequests: it is predicted to end after ``request.refuse_after``.
             EngineGone: engines failed before or while answering.
         """
         try:
@@ -173,11 +174,11 @@ class Forwarder:
         )
 
     def _ticket(self, request: ForwardRequest, excluded: frozenset[str]) -> RoutingTicket:
-        fields = request.request.fields
+        fields = request.content.fields
         return RoutingTicket(
             self.ledger,
             prompt=fields.get("messages") or fields.get("prompt") or "",
-            prompt_tokens=len(request.request.encoded) // _BYTES_PER_TOKEN,
+            prompt_tokens=len(request.content.encoded) // _BYTES_PER_TOKEN,
             output_tokens=_output_tokens(request),
             exclude=excluded,
             pinned_to=request.pinned_to,
@@ -232,8 +233,8 @@ class Forwarder:
         with self._metrics.in_flight(request.model, replica_id):
             try:
                 async with self.session.post(
-                    f"http://{address}{request.request.engine_path}",
-                    data=request.request.encoded,
+                    f"http://{address}{request.content.engine_path}",
+                    data=request.content.encoded,
                     headers=headers,
                 ) as response:
                     if response.status >= 500:
@@ -278,7 +279,7 @@ class Forwarder:
 def _output_tokens(request: ForwardRequest) -> int:
     if request.expected_tokens is not None:
         return math.ceil(request.expected_tokens)
-    return longest(request.request.fields) or _ANSWER_TOKENS
+    return longest(request.content.fields) or _ANSWER_TOKENS
 
 
 async def _engine_says(response: aiohttp.ClientResponse) -> str:

@@ -58,7 +58,7 @@ class LineEndpoint:
             )
         return ForwardRequest(
             model=route.name,
-            request=request,
+            content=request,
             request_id=line.request_id,
             # The lane has looked for room there.
             pinned_to=line.engine,

@@ -93,7 +93,7 @@ def asked(
 
 def test_the_engine_and_the_router_are_told_and_the_predictor_learns_the_real_length() -> None:
     request, lengths, body = asked()
-    assert expected_of(json.loads(request.request.encoded)["vllm_xargs"]) == Expected(20.0, 45.0)
+    assert expected_of(json.loads(request.content.encoded)["vllm_xargs"]) == Expected(20.0, 45.0)
     assert request.expected_tokens == 20.0
     assert lengths.ended_with == [26]
     assert body == ANSWER
@@ -101,7 +101,7 @@ def test_the_engine_and_the_router_are_told_and_the_predictor_learns_the_real_le
 
 def test_without_a_prediction_the_request_goes_on_as_it_came() -> None:
     request, lengths, _ = asked(predicts=False)
-    assert request.request.encoded == json.dumps(BODY).encode()
+    assert request.content.encoded == json.dumps(BODY).encode()
     assert request.expected_tokens is None
     assert lengths.ended_with == []
 
@@ -126,7 +126,7 @@ def test_an_answer_without_a_length_of_its_own_teaches_nothing(
 def test_late_requests_are_refused_for_keys_that_say_so(key: ApiKey | None, refused: bool) -> None:
     before = time.time()
     request, _, _ = asked(api_key=key, slo_ms=5000.0)
-    deadline = deadline_of(json.loads(request.request.encoded)["vllm_xargs"])
+    deadline = deadline_of(json.loads(request.content.encoded)["vllm_xargs"])
     assert deadline is not None
     assert before + 5 <= deadline <= time.time() + 5
     assert request.refuse_after == (deadline if refused else None)

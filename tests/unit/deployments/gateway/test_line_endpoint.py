@@ -72,9 +72,9 @@ def test_a_line_goes_to_the_engine_with_room_as_work_that_may_wait() -> None:
     status, _, (request,) = complete({"model": "m", "prompt": "x"})
     assert status == 200
     assert request.pinned_to == "r2"
-    sent = request.request.fields
+    sent = request.content.fields
     assert is_background(sent["vllm_xargs"])
-    assert json.loads(request.request.encoded) == sent
+    assert json.loads(request.content.encoded) == sent
     isolated = EngineRequest("/v1/completions", {}).isolated("alice").fields
     assert (sent["cache_salt"], request.request_id) == (isolated["cache_salt"], "q")
 

@@ -67,7 +67,7 @@ def forward(replica: Replica, within_s: float | None, expected: float | None = 3
         forwarder = Forwarder("token", metrics)
         request = ForwardRequest(
             model="chat",
-            request=REQUEST,
+            content=REQUEST,
             request_id="1",
             expected_tokens=expected,
             refuse_after=None if within_s is None else time.time() + within_s,
@@ -124,7 +124,7 @@ def _forward_through(handle: Any, expected: float | None) -> None:
     async def run() -> None:
         forwarder = Forwarder("token", GatewayMetrics(CollectorRegistry()))
         request = ForwardRequest(
-            model="chat", request=REQUEST, request_id="1", expected_tokens=expected
+            model="chat", content=REQUEST, request_id="1", expected_tokens=expected
         )
         try:
             await forwarder.forward(request, handle, never_gone, CollectedAnswer().send)
