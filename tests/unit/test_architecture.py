@@ -28,7 +28,6 @@ LONG_CLASSES: dict[str, str] = {
     "platform/engine/scheduler.py:AdaptiveScheduler": "to be divided",
     "platform/fleet/fleet.py:Fleet": "to be divided",
     "platform/lending/engine/borrower_scheduler.py:BorrowingScheduler": "to be divided",
-    "platform/lending/engine/worker.py:RemoteAttentionWorker": "to be divided",
 }
 SHARED_NAMES: dict[str, str] = {}
 

@@ -1,16 +1,16 @@
-"""vLLM's CPU attention, of which some rows, or some heads of all own rows, are computed by lenders.
+"""vLLM's CPU attention backend, with some rows, or some heads of all own rows, left to lenders.
 
-The batch's rows stand in order of their sides (:mod:`woven_worker`): own rows first, then those of
-each loan. In each layer what is borrowed is posted before the rest is computed, and fetched after.
-A result depends on nothing but its own sequence and head, so where it is computed changes no bit of
-it.
+The batch's rows are sorted by partition (:mod:`.model_runner`): own rows first, then those of each
+loan. Each layer first posts what is borrowed, then computes the rest, then fetches the borrowed
+outputs. A head's output for one sequence depends on nothing else, so it is the same to the bit
+wherever it is computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,37 +23,33 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-from loomserve.platform.lending.engine.block_partitions import OWN, Sides
+from loomserve.platform.lending.engine.block_partitions import OWN
+from loomserve.platform.lending.engine.context import LendingContext
 from loomserve.platform.lending.engine.shards.heads import RemoteHeads
-from loomserve.platform.lending.engine.shards.shard import RemoteShard
 from loomserve.platform.lending.ring.borrower import Borrower
 
 
 def use_remote_attention() -> None:
-    """Let this process's engine take the backend below; vLLM's CPU platform knows one only."""
+    """Register the backend below as this process's, in place of the only one that vLLM's CPU
+    platform selects."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.RemoteAttentionBackend")
 
 
-@dataclass
-class LendingContext:
-    """The worker's view of what its engine borrows; ``sides`` is None until it has KV memory."""
+def share_context(layers: dict[str, Any], context: LendingContext) -> None:
+    """Hand the context to the attention layers of a loaded model.
 
-    sides: Sides | None = None
-    borrowers: dict[int, Borrower] = field(default_factory=dict)
-    part: RemoteShard | None = None
-    """Heads or layers of the own rows that a lender computes, while they are away."""
-    patience_s: float = 0.1
-    poll: Callable[[], Any] | None = None
-    """Looks for guests' tasks before this engine's own attention."""
-
-
-LENDING = LendingContext()
-"""Of the one engine whose worker this process is: vLLM hands its backends nothing of ours."""
+    Args:
+        layers: by name, as vLLM's ``static_forward_context`` has them.
+        context: of the model's engine.
+    """
+    for layer in layers.values():
+        if isinstance(impl := getattr(layer, "impl", None), RemoteAttentionImpl):
+            impl.lending = context
 
 
 @dataclass(frozen=True)
 class RemoteRows:
-    """The rows of a batch that one lender computes."""
+    """The rows of a batch whose attention one lender computes."""
 
     borrower: Borrower
     tokens: slice
@@ -61,8 +57,16 @@ class RemoteRows:
 
 @dataclass(frozen=True)
 class RemoteAttentionMetadata:
-    """Of a batch with borrowed rows or heads: vLLM's own metadata for the own rows, if there are
-    any, and for those heads of theirs that stay."""
+    """The attention metadata of a batch with borrowed rows or heads.
+
+    Attributes:
+        own: vLLM's metadata for the own rows, and for those of their heads that stay here; None if
+            there are no own rows.
+        own_tokens: Rows of the batch that are own ones, the first.
+        heads: Heads of the own rows that a lender computes; None: all are computed here.
+        borrowed: The other rows, by lender.
+        layers: The number of each layer, by its name.
+    """
 
     own: CPUAttentionMetadata | None
     own_tokens: int
@@ -72,7 +76,7 @@ class RemoteAttentionMetadata:
 
 
 class RemoteAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
-    """Named as vLLM's, which it replaces."""
+    """vLLM's CPU backend, under its name."""
 
     # So that query, key and value come together, and are posted before own rows are computed.
     forward_includes_kv_cache_update = True
@@ -87,7 +91,7 @@ class RemoteAttentionBackend(CPUAttentionBackend):  # type: ignore[misc]
 
 
 class RemoteAttentionBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
-    """Divides a batch by sides, once a step."""
+    """Divides a batch by partition, once a step."""
 
     layer_names: list[str]
     num_heads: int
@@ -99,38 +103,38 @@ class RemoteAttentionBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> CPUAttentionMetadata | RemoteAttentionMetadata:
-        common = common_attn_metadata
-        ends = _ends_of_sides(common)
-        if LENDING.part is None and set(ends) <= {OWN}:
+        common, lending = common_attn_metadata, self._lending
+        if lending is None:
+            return super().build(common_prefix_len, common, fast_build)
+        ends = _ends_of_partitions(common, lending)
+        if lending.shard is None and set(ends) <= {OWN}:
             return super().build(common_prefix_len, common, fast_build)
         own_requests = ends.pop(OWN, 0)
         own_tokens = int(common.query_start_loc[own_requests])
         own, heads = None, None
         if own_requests:
             own_rows = _first_requests(common, own_requests, own_tokens)
-            heads = self._begin_part(own_rows)
+            heads = _begin_shard_step(lending, own_rows)
             with self._only(heads):
                 own = super().build(0, own_rows, fast_build)
         borrowed, first = [], own_requests
-        for side, end in ends.items():
-            borrowed.append(self._post_metadata(common, side, first, end))
+        for partition, end in ends.items():
+            borrowed.append(self._begin_loan_step(lending, common, partition, first, end))
             first = end
         return RemoteAttentionMetadata(
             own, own_tokens, heads, borrowed, {name: i for i, name in enumerate(self.layer_names)}
         )
 
-    def _begin_part(self, own: CommonAttentionMetadata) -> RemoteHeads | None:
-        """Tell the lender of a part that is away what the step's rows are; the heads, if so."""
-        part = LENDING.part
-        if part is not None:
-            part.borrower.begin_step(
-                own.query_start_loc, own.seq_lens, own.block_table_tensor, own.slot_mapping
-            )
-        return part if isinstance(part, RemoteHeads) else None
+    @property
+    def _lending(self) -> LendingContext | None:
+        """What the worker handed to the layers of this builder's group."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        impl = layers[self.layer_names[0]].impl
+        return impl.lending if isinstance(impl, RemoteAttentionImpl) else None
 
     @contextmanager
     def _only(self, heads: RemoteHeads | None) -> Iterator[None]:
-        """Within, the attention has only those heads that stay."""
+        """Have vLLM build for those heads only that stay here."""
         before = self.num_heads, self.num_kv_heads
         if heads is not None:
             self.num_heads, self.num_kv_heads = heads.kept.query_heads, heads.kept.kv_heads
@@ -139,14 +143,19 @@ class RemoteAttentionBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         finally:
             self.num_heads, self.num_kv_heads = before
 
-    def _post_metadata(
-        self, common: CommonAttentionMetadata, side: int, first: int, end: int
+    def _begin_loan_step(
+        self,
+        lending: LendingContext,
+        common: CommonAttentionMetadata,
+        partition: int,
+        first: int,
+        end: int,
     ) -> RemoteRows:
-        assert LENDING.sides is not None
+        """Tell the lender of ``partition`` what the rows of requests ``first`` to ``end`` are."""
         starts = common.query_start_loc[first : end + 1]
         tokens = slice(int(starts[0]), int(starts[-1]))
-        base = LENDING.sides.ranges[side].start
-        borrower = LENDING.borrowers[side]
+        base = lending.partitions.ranges[partition].start
+        borrower = lending.borrowers[partition]
         borrower.begin_step(
             starts - starts[0],
             common.seq_lens[first:end],
@@ -157,11 +166,25 @@ class RemoteAttentionBuilder(CPUAttentionMetadataBuilder):  # type: ignore[misc]
         return RemoteRows(borrower, tokens)
 
 
-def _ends_of_sides(common: CommonAttentionMetadata) -> dict[int, int]:
-    """By side, the request behind its last one; the sides are in order."""
-    if not LENDING.borrowers or LENDING.sides is None:
+def _begin_shard_step(lending: LendingContext, own: CommonAttentionMetadata) -> RemoteHeads | None:
+    """Tell the lender of a shard that is away what the step's rows are.
+
+    Returns:
+        The shard if it is of heads, which this engine's attention must leave out.
+    """
+    shard = lending.shard
+    if shard is not None:
+        shard.borrower.begin_step(
+            own.query_start_loc, own.seq_lens, own.block_table_tensor, own.slot_mapping
+        )
+    return shard if isinstance(shard, RemoteHeads) else None
+
+
+def _ends_of_partitions(common: CommonAttentionMetadata, lending: LendingContext) -> dict[int, int]:
+    """By partition, the index behind its last request; requests are sorted by partition."""
+    if not lending.borrowers:
         return {OWN: common.num_reqs}
-    of = LENDING.sides.of
+    of = lending.partitions.of
     return {
         of(block): i + 1
         for i, block in enumerate(common.block_table_tensor[: common.num_reqs, 0].tolist())
@@ -186,6 +209,9 @@ def _first_requests(
 class RemoteAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
     """One layer's attention: posts borrowed rows, computes own ones, fetches the borrowed."""
 
+    lending: LendingContext | None = None
+    """Set by the worker; None in layers of another engine's model that are hosted here."""
+
     def forward(
         self,
         layer: Any,
@@ -200,24 +226,25 @@ class RemoteAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
     ) -> torch.Tensor:
         if attn_metadata is None:
             return output
-        if LENDING.poll is not None:
-            LENDING.poll()
-        if not isinstance(attn_metadata, RemoteAttentionMetadata):
+        lending = self.lending
+        if lending is not None and lending.poll is not None:
+            lending.poll()
+        if lending is None or not isinstance(attn_metadata, RemoteAttentionMetadata):
             self._own(layer, query, key, value, kv_cache, attn_metadata, output)
             return output
         number = attn_metadata.layers[layer.layer_name]
-        for part in attn_metadata.borrowed:
-            rows = part.tokens
-            part.borrower.post(number, query[rows], key[rows], value[rows])
+        for remote in attn_metadata.borrowed:
+            rows = remote.tokens
+            remote.borrower.post(number, query[rows], key[rows], value[rows])
         if attn_metadata.own is not None:
             rows = slice(attn_metadata.own_tokens)
             self._own_rows(
                 layer, query[rows], key[rows], value[rows], kv_cache, attn_metadata, output[rows]
             )
-        for part in attn_metadata.borrowed:
-            if not part.borrower.wait(output[part.tokens], LENDING.patience_s):
+        for remote in attn_metadata.borrowed:
+            if not remote.borrower.wait(output[remote.tokens], lending.patience_s):
                 # The scheduler drops what comes of these rows; they must only not be poison.
-                output[part.tokens].zero_()
+                output[remote.tokens].zero_()
         return output
 
     def _own_rows(
@@ -235,6 +262,7 @@ class RemoteAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         if heads is None:
             self._own(layer, query, key, value, kv_cache, own, output)
             return
+        assert self.lending is not None
         q, kv = heads.kept.query_heads, heads.kept.kv_heads
         number = metadata.layers[layer.layer_name]
         heads.borrower.post(number, query[:, q:], key[:, kv:], value[:, kv:])
@@ -242,7 +270,7 @@ class RemoteAttentionImpl(CPUAttentionBackendImpl):  # type: ignore[misc]
         stay = torch.empty_like(output[:, :q], memory_format=torch.contiguous_format)
         self._own(layer, query[:, :q], key[:, :kv], value[:, :kv], kv_cache, own, stay)
         output[:, :q] = stay
-        if not heads.borrower.wait(output[:, q:], LENDING.patience_s):
+        if not heads.borrower.wait(output[:, q:], self.lending.patience_s):
             output[:, q:].zero_()
 
     def _own(

@@ -150,7 +150,7 @@ class BorrowingScheduler(AdaptiveScheduler):
         ring = Ring.attach(Path(path))
         moving = None
         if part:
-            room = workers("begin_part", side, path, part)
+            room = workers("begin_shard", side, path, part)
             size = ring.geometry.layers * ring.geometry.layer_block_bytes
             moving = PartLoan(self._pool, self._sides, side, room, size, workers)
         else:
@@ -292,7 +292,7 @@ class BorrowingScheduler(AdaptiveScheduler):
         """Requests that hold any of these blocks go on in others of the same side, or later."""
         for request in [each for each in self.running if self._holds(each, gone)]:
             if not self._move(
-                request, OWN, lambda pairs: self._workers("copy_with_part", loan.side, pairs)
+                request, OWN, lambda pairs: self._workers("copy_in_shard", loan.side, pairs)
             ):
                 self._preempt(request)
 

@@ -1,9 +1,7 @@
-"""A lender's copy of some decoder layers of another model, with KV in the lender's memory."""
+"""Decoder layers of a borrower's model, hosted by a lender with KV in the lender's memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +17,6 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-from loomserve.platform.lending.engine.attention import LENDING
 from loomserve.platform.lending.engine.memory.freed import give_back
 from loomserve.platform.lending.engine.shards.layers import decoder_layers
 from loomserve.platform.lending.engine.shards.weights import weights_of
@@ -27,16 +24,17 @@ from loomserve.platform.lending.ring.attention_server import Caches
 
 
 class HostedLayers:
-    """Computes them for one batch of the guest's, as :class:`AttentionServer` asks for.
+    """The layers, called by :class:`AttentionServer` with one batch of the borrower's.
 
-    While their weights are read, the lender's own steps wait.
+    While their weights are read, the lender's own steps wait. Their attention has no
+    :class:`LendingContext`, so it serves no other borrower's task within this one's.
 
     Args:
-        model: the guest's model folder, which is the same on both sides.
-        options: under vLLM's names, as the guest's engine has them.
+        model: the folder of the borrower's model, which both processes read.
+        options: of the borrower's engine, under vLLM's names.
         layers: which of the model's.
-        isa: of the attention kernel that packs its blocks.
-        caches: for each of them, key and value cache in the lender's memory.
+        isa: variant of the attention kernel that packs the borrower's blocks.
+        caches: key and value cache of each of these layers, in the lender's memory.
 
     Raises:
         ValueError: layers of this architecture cannot be taken out of it.
@@ -99,7 +97,7 @@ class HostedLayers:
         first = (seq_lens - added - query_start_loc[:-1]).long()
         positions = torch.arange(tokens) + first.repeat_interleave(added)
         of_all = dict.fromkeys(self._names, metadata)
-        with _no_other_guests(), set_forward_context(of_all, self._config, num_tokens=tokens):
+        with set_forward_context(of_all, self._config, num_tokens=tokens):
             for layer in self._layers:
                 hidden, residual = layer(positions, hidden, residual)
         given.copy_(residual)
@@ -107,18 +105,7 @@ class HostedLayers:
 
 
 def _together(key: torch.Tensor) -> torch.Tensor:
-    """The whole cache, [blocks, kv_heads, block_size, 2 * head_size], of which this is the keys'
-    half."""
+    """Return the cache, [blocks, kv_heads, block_size, 2 * head_size], that has these keys."""
     blocks, heads, size, width = key.shape
     strides = (key.stride(0), key.stride(1), 2 * width, 1)
     return key.as_strided((blocks, heads, size, 2 * width), strides)
-
-
-@contextmanager
-def _no_other_guests() -> Iterator[None]:
-    """While one guest is served, its attention looks for no other's tasks."""
-    poll, LENDING.poll = LENDING.poll, None
-    try:
-        yield
-    finally:
-        LENDING.poll = poll

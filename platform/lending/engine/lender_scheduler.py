@@ -114,7 +114,7 @@ class LendingScheduler(BorrowingScheduler):
         if not self.lent:
             self._forget_guests()
         workers("lend", path, blocks.start, count, guest)
-        self._plans = workers("operator_plans")
+        self._plans = workers("slicing_plans")
         self.lent[name] = Lent(name, Ring.attach(Path(path)), blocks, layout, count)
         self._grant(self.lent[name])
         return places

@@ -1,126 +1,78 @@
 """vLLM's CPU worker that borrows from lenders, and lends to borrowers, while it runs its own steps.
 
-Its engine's scheduler divides the same block address space (:mod:`borrowing`, :mod:`lending`); the
-calls that open and end loans come to both of them through the executor (:mod:`executor`).
+Its engine's scheduler divides the same block address space (:mod:`.borrower_scheduler`,
+:mod:`.lender_scheduler`) and calls the methods below by name, through vLLM's ``collective_rpc``.
+Each calls the plain object that does the work.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from dataclasses import asdict, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
-import torch
 from vllm import envs
 from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from loomserve.kvstore.engine.connector import StoreConnector
 from loomserve.kvstore.engine.connector_worker import StoreConnectorWorker
-from loomserve.kvstore.engine.memory import KvMemory
-from loomserve.platform.engine.seeds import SeedKeepingModelRunner
 from loomserve.platform.engine.worker import NonSpinningWorker
-from loomserve.platform.lending.engine.attention import LENDING, use_remote_attention
+from loomserve.platform.lending.engine.attention import share_context, use_remote_attention
 from loomserve.platform.lending.engine.block_partitions import OWN, borrowed_sides
-from loomserve.platform.lending.engine.hosted_layers import HostedLayers
-from loomserve.platform.lending.engine.memory.block_copy import BlockMover
-from loomserve.platform.lending.engine.memory.freed import give_back
-from loomserve.platform.lending.engine.memory.lent import borrower_caches
-from loomserve.platform.lending.engine.memory.mapped import MappedMemory
-from loomserve.platform.lending.engine.shards.heads import (
-    RemoteHeads,
-    geometry_of_heads,
-    room_without_heads,
-)
-from loomserve.platform.lending.engine.shards.layers import (
-    RemoteLayers,
-    check_layers,
-    decoder_layers,
-    room_without,
-)
-from loomserve.platform.lending.engine.shards.shard import RemoteShard
-from loomserve.platform.lending.engine.shards.store_memory import ShardedMemory
-from loomserve.platform.lending.engine.shards.weights import LayerWeights
-from loomserve.platform.lending.engine.sliced_operators import SlicedOperators
+from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
+from loomserve.platform.lending.engine.context import LendingContext
+from loomserve.platform.lending.engine.lender_worker import LenderWorker
+from loomserve.platform.lending.engine.model_runner import RemoteAttentionModelRunner
+from loomserve.platform.lending.engine.shards.layers import OwnModel
+from loomserve.platform.lending.engine.shards.shard import LocalKv
+from loomserve.platform.lending.engine.shards.worker import ShardWorker
 from loomserve.platform.lending.ring.attention_server import AttentionServer
-from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
-from loomserve.platform.lending.ring.ring import Ring
 from loomserve.platform.state.lending_options import LENDING_CONFIG, LendingOptions, ShardSpec
-
-_BEARABLE_WAIT_S = 1e-4
-"""The mean delay of a guest's task: some 5 % of a small model's step, over its layers."""
-
-
-class RemoteAttentionModelRunner(SeedKeepingModelRunner):
-    """Puts the requests of a batch in order of their sides, own ones first.
-
-    Its KV memory has address space for all block numbers, and memory for its own blocks.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.kv_memory = MappedMemory()
-
-    def initialize_kv_cache_tensors(
-        self, kv_cache_config: KVCacheConfig, kernel_block_sizes: list[int], *_: Any, **__: Any
-    ) -> dict[str, torch.Tensor]:
-        caches: dict[str, torch.Tensor] = super().initialize_kv_cache_tensors(
-            kv_cache_config, kernel_block_sizes, kv_cache_allocation_context=self.kv_memory
-        )
-        for cache in caches.values():
-            cache.zero_()  # what there is no memory for shall be known now
-        return caches
-
-    def _may_reorder_batch(self, scheduler_output: Any) -> None:
-        super()._may_reorder_batch(scheduler_output)
-        if LENDING.borrowers and LENDING.sides is not None:
-            batch = self.input_batch
-            first = batch.block_table[0].block_table.np[: batch.num_reqs, 0]
-            _sort_rows(batch, [LENDING.sides.of(block) for block in first.tolist()])
-
-
-def _sort_rows(batch: Any, sides: list[int]) -> None:
-    """By as many swaps as rows are out of place."""
-    for place, side in enumerate(sorted(sides)):
-        if sides[place] != side:
-            other = max(i for i, each in enumerate(sides) if each == side)
-            batch.swap_states(place, other)
-            sides[place], sides[other] = sides[other], sides[place]
 
 
 class RemoteAttentionWorker(NonSpinningWorker):
-    """One device's worker, whose attention may be computed elsewhere, and others' here."""
+    """The worker of an engine that takes part in lending.
+
+    ``_borrower``, ``_shards`` and ``_lender`` exist once there is KV memory.
+    """
 
     runner_class = RemoteAttentionModelRunner
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._lending = LendingOptions.model_validate(
+        self._options = LendingOptions.model_validate(
             self.vllm_config.additional_config[LENDING_CONFIG]
         )
         use_remote_attention()
-        LENDING.patience_s = self._lending.patience_ms / 1000
+        self._context = LendingContext(patience_s=self._options.patience_ms / 1000)
         self._server = AttentionServer(split_kv=envs.VLLM_CPU_ATTN_SPLIT_KV)
-        self._lent: dict[str, Ring] = {}
-        self._moving: dict[int, RemoteShard] = {}
-        self._parts: SlicedOperators | None = None
-        self._poll: Callable[[], Any] | None = None
 
-    # Memory
+    # vLLM's start
+
+    def init_device(self) -> None:
+        super().init_device()
+        self.model_runner.lending = self._context
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        share_context(self.vllm_config.compilation_config.static_forward_context, self._context)
 
     def determine_available_memory(self) -> int:
-        """Of its own and of lenders together, since vLLM makes one block address space of it."""
-        return int(super().determine_available_memory()) + self._lending.borrow_bytes
+        """Return the bytes of its own and of lenders together, since vLLM makes one block address
+        space of them."""
+        return int(super().determine_available_memory()) + self._options.borrow_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        LENDING.sides = borrowed_sides(kv_cache_config, self._lending)
-        self._allocate_own_only(kv_cache_config, len(LENDING.sides.ranges[OWN]))
-        super().initialize_from_config(kv_cache_config)
+        self._context.partitions = partitions = borrowed_sides(kv_cache_config, self._options)
+        own = len(partitions.ranges[OWN])
+        self._check_own(kv_cache_config, own)
+        # A layer's memory begins where the one before would end if it had a block for each number.
+        super().initialize_from_config(replace(kv_cache_config, num_blocks=own))
+        self._prepare_loans()
 
-    def _allocate_own_only(self, config: KVCacheConfig, own: int) -> None:
+    def _check_own(self, config: KVCacheConfig, own: int) -> None:
         longest = self.model_config.max_model_len
         size = config.kv_cache_groups[0].kv_cache_spec.block_size
         if own * size < longest:
@@ -128,63 +80,34 @@ class RemoteAttentionWorker(NonSpinningWorker):
                 f"its own KV memory holds {own * size} tokens, fewer than one request's "
                 f"{longest}: raise kv_cache_memory or lower max_model_len"
             )
-        # A layer's memory begins where the one before would end if it had a block for each number.
-        config.num_blocks = own
 
-    def compile_or_warm_up_model(self) -> Any:
-        if self._lending.lend_bytes:
-            # Timing and packing take seconds, which requests would wait at the first loan.
-            self.look_for_tasks(self._lending.polling)
-        return super().compile_or_warm_up_model()
+    def _prepare_loans(self) -> None:
+        context, runner = self._context, self.model_runner
+        by_name = self.vllm_config.compilation_config.static_forward_context
+        names = runner.kv_cache_config.kv_cache_groups[0].layer_names
+        attention = [by_name[name] for name in names]
+        kv = LocalKv(
+            attention=attention,
+            caches=runner.kv_caches,
+            release=runner.kv_memory.release,
+            numbers=context.partitions.ranges[-1].stop,
+            geometry=self._geometry(attention),
+        )
+        scheduler = self.vllm_config.scheduler_config
+        limits = StepLimits(
+            max_tokens=scheduler.max_num_batched_tokens,
+            max_requests=scheduler.max_num_seqs,
+            max_blocks=int(runner.input_batch.block_table[0].block_table.np.shape[1]),
+        )
+        model = OwnModel(runner.get_model(), self.vllm_config)
+        self._borrower = BorrowerWorker(context, kv, limits)
+        self._shards = ShardWorker(context, kv, model, limits, _store)
+        self._lender = LenderWorker(context, self._server, kv, model.module)
 
-    # The borrower's part
-
-    def borrowing(self, part: ShardSpec | None = None) -> dict[str, Any]:
-        """What a lender must know: the attention's geometry, and how large a step may be.
-
-        Args:
-            part: what of all requests it shall have; None: all of some.
-
-        Raises:
-            ValueError: that part cannot be lent.
-        """
-        limits = self.vllm_config.scheduler_config
-        table = self.model_runner.input_batch.block_table[0].block_table.np
-        assert LENDING.sides is not None
-        own = len(LENDING.sides.ranges[OWN])
-        extra = sum(len(each) for each in LENDING.sides.ranges[1:2])
-        guest: dict[str, Any] = {
-            "max_tokens": limits.max_num_batched_tokens,
-            "max_requests": limits.max_num_seqs,
-            "max_blocks": int(table.shape[1]),
-        }
-        geometry, blocks, least = self._geometry(), extra, own if part else 1
-        # Of a part there is a share of each block, and there are more blocks for it.
-        if part and "heads" in part:
-            every, geometry = geometry, geometry_of_heads(geometry, part["heads"])
-            blocks = min(room_without_heads(own, every, geometry.kv_heads), own + extra)
-        elif part:
-            layers = range(*part["layers"])
-            check_layers(layers, geometry, self.model_config.get_hidden_size())
-            blocks = min(room_without(layers, own, geometry, self._weights()), own + extra)
-            geometry = replace(geometry, layers=len(layers))
-            guest["layers"] = {"of": part["layers"], **self._model()}
-        return {"geometry": geometry.to_json(), "blocks": blocks, "least": least, **guest}
-
-    def _model(self) -> dict[str, Any]:
-        model = self.model_config
-        options = {
-            "dtype": str(model.dtype).removeprefix("torch."),
-            "max_model_len": model.max_model_len,
-            "block_size": self.cache_config.block_size,
-        }
-        return {"model": model.model, "options": options}
-
-    def _geometry(self) -> Geometry:
-        layers = self._attention_layers()
-        layer = layers[0]
+    def _geometry(self, attention: list[Any]) -> Geometry:
+        layer = attention[0]
         return Geometry(
-            layers=len(layers),
+            layers=len(attention),
             query_heads=layer.impl.num_heads,
             kv_heads=layer.impl.num_kv_heads,
             head_size=layer.impl.head_size,
@@ -194,178 +117,79 @@ class RemoteAttentionWorker(NonSpinningWorker):
             isa=layer.isa,
         )
 
-    def _attention_layers(self) -> list[Any]:
-        context = self.vllm_config.compilation_config.static_forward_context
-        return [context[name] for name in self._layer_names]
+    def compile_or_warm_up_model(self) -> Any:
+        if self._options.lend_bytes:
+            # Timing and packing take seconds, which requests would wait at the first loan.
+            self.look_for_tasks(self._options.polling)
+        return super().compile_or_warm_up_model()
 
-    @property
-    def _layer_names(self) -> list[str]:
-        return list(self.model_runner.kv_cache_config.kv_cache_groups[0].layer_names)
+    # Borrowing
 
-    def move_blocks(self, source: int, target: int, pairs: list[tuple[int, int]]) -> bool:
-        """Copy blocks from one side to another (:meth:`BlockMover.move`)."""
-        assert LENDING.sides is not None
-        mover = BlockMover(
-            self.model_runner.kv_caches,
-            self._geometry(),
-            LENDING.sides,
-            LENDING.borrowers,
-            LENDING.patience_s,
-        )
-        return mover.move(source, target, pairs)
-
-    def borrow(self, side: int, path: str) -> None:
-        LENDING.borrowers[side] = Borrower(Ring.attach(Path(path)))
-
-    def end_loan(self, side: int) -> None:
-        part = self._moving.pop(side, None)
-        borrower = part.borrower if part is not None else LENDING.borrowers.pop(side)
-        borrower.ring.close()
-
-    # Parts of all requests' attention that move to a lender, and back
-
-    def begin_part(self, side: int, path: str, part: ShardSpec) -> int:
-        """Get ready to move it there; how many own blocks there are once it is away.
+    def borrowing(self, shard: ShardSpec | None = None) -> dict[str, Any]:
+        """Return what a lender must know of this engine's attention, blocks and steps.
 
         Args:
-            side: the lender's.
-            path: of its ring.
-            part: what moves.
+            shard: of all requests, for the lender to compute; None: it keeps some whole requests.
+
+        Raises:
+            ValueError: that shard cannot be lent.
         """
-        self._moving[side] = moved = self._moved(Borrower(Ring.attach(Path(path))), part)
-        return moved.blocks
+        return self._shards.requirements(shard) if shard else self._borrower.requirements()
 
-    def _moved(self, borrower: Borrower, part: ShardSpec) -> RemoteShard:
-        assert LENDING.sides is not None
-        here = (
-            self._attention_layers(),
-            self.model_runner.kv_caches,
-            self.model_runner.kv_memory.release,
-            LENDING.sides.ranges[-1].stop,
-        )
-        if "heads" in part:
-            return RemoteHeads(*here, self._geometry(), borrower, LENDING.patience_s)
-        return RemoteLayers(
-            decoder_layers(self.model_runner.get_model()),
-            range(*part["layers"]),
-            self._geometry(),
-            self._weights(),
-            *here,
-            borrower,
-            LENDING.patience_s,
-        )
+    def borrow(self, partition: int, path: str) -> None:
+        self._borrower.borrow(partition, path)
 
-    def _weights(self) -> LayerWeights:
-        model = self.model_runner.get_model()
-        return LayerWeights(model, decoder_layers(model), self.vllm_config)
+    def move_blocks(self, source: int, target: int, pairs: list[tuple[int, int]]) -> bool:
+        return self._borrower.move_blocks(source, target, pairs)
 
-    def prepare_home(self, side: int) -> bool:
-        return self._moving[side].prepare_home()
+    def end_loan(self, partition: int) -> None:
+        if not self._shards.end_loan(partition):
+            self._borrower.end_loan(partition)
 
-    def send_part(self, side: int, blocks: list[int]) -> bool:
-        return self._moving[side].send(blocks)
+    # Shards
 
-    def fetch_part(self, side: int, blocks: list[int]) -> bool:
-        return self._moving[side].fetch(blocks)
+    def begin_shard(self, partition: int, path: str, shard: ShardSpec) -> int:
+        return self._shards.begin(partition, path, shard)
 
-    def copy_with_part(self, side: int, pairs: list[tuple[int, int]]) -> bool:
-        return self._moving[side].copy(pairs)
+    def send_shard(self, partition: int, blocks: list[int]) -> bool:
+        return self._shards.send(partition, blocks)
 
-    def leave_part(self, side: int, rest: list[int]) -> bool:
-        """Copy the rest, and have it computed there from now on."""
-        assert LENDING.sides is not None
-        part, store = self._moving[side], self._store()
-        if store is not None:
-            store.settle()
-        if rest and not part.send(rest):
-            return False
-        part.leave()
-        LENDING.sides.join(side)
-        LENDING.part = part
-        if store is not None:
-            store.use(ShardedMemory(part, store.memory, self._geometry()))
-        return True
+    def hand_over_shard(self, partition: int, rest: list[int]) -> bool:
+        return self._shards.hand_over(partition, rest)
 
-    def let_go_of_part(self, side: int) -> bool:
-        return self._moving[side].let_go()
+    def free_shard_memory(self, partition: int) -> bool:
+        return self._shards.free_memory(partition)
 
-    def bring_part(self, side: int, rest: list[int]) -> bool:
-        """Copy the rest back, and compute all of it here from now on."""
-        assert LENDING.sides is not None
-        part = self._moving[side]
-        if rest and not part.fetch(rest):
-            return False
-        part.come_home()
-        LENDING.sides.separate(side)
-        LENDING.part = None
-        if (store := self._store()) is not None:
-            caches = self.model_runner.kv_caches
-            store.use(KvMemory(dict(zip(self._layer_names, caches, strict=True))))
-        return True
+    def copy_in_shard(self, partition: int, pairs: list[tuple[int, int]]) -> bool:
+        return self._shards.copy(partition, pairs)
 
-    def _store(self) -> StoreConnectorWorker | None:
-        """What copies blocks to the KV store and from it, if this engine has one."""
-        connector = get_kv_transfer_group() if has_kv_transfer_group() else None
-        return connector.connector_worker if isinstance(connector, StoreConnector) else None
+    def prepare_shard_return(self, partition: int) -> bool:
+        return self._shards.prepare_return(partition)
 
-    # The lender's part
+    def fetch_shard(self, partition: int, blocks: list[int]) -> bool:
+        return self._shards.fetch(partition, blocks)
+
+    def take_back_shard(self, partition: int, rest: list[int]) -> bool:
+        return self._shards.take_back(partition, rest)
+
+    # Lending
 
     def look_for_tasks(self, polling: str) -> dict[str, Any]:
-        """Look for guests' tasks there while any are; returns how operators are cut, if so."""
-        if self._parts is None:
-            self._parts = SlicedOperators(self.model_runner.get_model(), self._server.poll)
-        if polling == "steps":
-            self._parts.poll_never()
-        elif polling == "operators":
-            self._parts.poll_only()
-        else:
-            self._parts.cut(0.0, 0.0, _BEARABLE_WAIT_S)
-        self._poll = None if polling == "steps" else self._server.poll
-        self._weave()
-        return self.operator_plans()
+        return self._lender.look_for_tasks(polling)
 
-    def operator_plans(self) -> dict[str, Any]:
-        """How operators are cut; empty if they are not."""
-        assert self._parts is not None
-        return {kind: asdict(plan) for kind, plan in self._parts.plans.items()}
+    def slicing_plans(self) -> dict[str, Any]:
+        return self._lender.slicing_plans()
 
-    def _weave(self) -> None:
-        """Steps look for tasks while there are guests, and only then."""
-        assert self._parts is not None
-        self._parts.use(bool(self._lent))
-        LENDING.poll = self._poll if self._lent else None
-
-    def lend(self, path: str, first_block: int, blocks: int, guest: dict[str, Any]) -> None:
-        """Serve a borrower from these blocks of this engine's KV."""
-        geometry = Geometry.from_json(guest["geometry"])
-        own = self._geometry().dtype
-        if geometry.dtype != own:
-            # What one left in a block would not be finite numbers of the other's.
-            raise ValueError(f"KV of {own} has no room for a guest's of {geometry.dtype}")
-        ring = Ring.create(
-            Path(path), geometry, guest["max_tokens"], guest["max_requests"], guest["max_blocks"]
-        )
-        caches, rows = borrower_caches(self.model_runner.kv_caches, first_block, blocks, geometry)
-        layers = None
-        if given := guest.get("layers"):
-            of = range(*given["of"])
-            layers = HostedLayers(given["model"], given["options"], of, geometry.isa, caches)
-        self._server.open(ring, caches, layers, rows)
-        self._lent[path] = ring
-        self._weave()
+    def lend(self, path: str, first_block: int, blocks: int, borrower: dict[str, Any]) -> None:
+        self._lender.lend(path, first_block, blocks, borrower)
 
     def end_lending(self, path: str) -> None:
-        ring = self._lent.pop(path)
-        self._weave()
-        if self._server.close(ring):
-            give_back()
-        ring.close()
-        ring.unlink()
+        self._lender.end_lending(path)
 
     def process_id(self) -> int:
         return os.getpid()
 
-    # A step
+    # Steps
 
     def execute_model(self, scheduler_output: Any) -> Any:
         self._server.busy()
@@ -384,3 +208,9 @@ class RemoteAttentionWorker(NonSpinningWorker):
     def shutdown(self) -> None:
         self._server.stop()
         super().shutdown()
+
+
+def _store() -> StoreConnectorWorker | None:
+    """Return what copies blocks to and from the KV store, if this engine has one."""
+    connector = get_kv_transfer_group() if has_kv_transfer_group() else None
+    return connector.connector_worker if isinstance(connector, StoreConnector) else None

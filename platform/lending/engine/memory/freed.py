@@ -1,4 +1,4 @@
-"""Memory that was freed, given back to the system at once."""
+"""Freed memory, returned to the operating system at once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 
 
 def give_back() -> None:
-    """glibc keeps what is freed below anything still in use, however large it is."""
+    """Have glibc return what is free: it keeps anything below the last allocation in use."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:  # other allocators give it back by themselves
         trim(0)

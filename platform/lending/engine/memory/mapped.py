@@ -1,51 +1,38 @@
-"""KV memory with address space behind each layer's: blocks are added and taken where they are.
+"""KV memory with spare address space behind each layer's blocks.
 
-Pages of it are taken when they are written first, and may be given back one layer or some blocks
-at a time, which no memory of torch's allocator can. So layers that leave cost no copy of those
-that stay.
+A page takes memory from its first write until it is released, and any run of pages can be released:
+one layer, or a share of some blocks. torch's allocator can do neither. So when heads or layers
+leave for a lender, nothing that stays is copied.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 
-class MappedMemory(TorchFunctionMode):  # type: ignore[misc]
-    """While active, zeros that torch makes are mapped, which takes no memory; one tensor a time."""
+class MappedMemory:
+    """One anonymous mapping of ``nbytes``, of which only written pages take memory."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._memory: mmap.mmap | None = None
+    def __init__(self, nbytes: int) -> None:
+        self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        self._bytes = torch.frombuffer(self._memory, dtype=torch.int8)
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.zeros:
-            return func(*args, **kwargs)
-        dtype = kwargs["dtype"]
-        private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._memory = mmap.mmap(-1, args[0] * dtype.itemsize, flags=private)
-        return torch.frombuffer(self._memory, dtype=dtype)
+    def tensor(self, like: torch.Tensor) -> torch.Tensor:
+        """Return a view of the mapping with the type, shape, strides and offset of ``like``."""
+        whole = self._bytes.view(like.dtype)
+        return whole.as_strided(like.shape, like.stride(), like.storage_offset())
 
     def release(self, rows: torch.Tensor) -> None:
-        """Let go of these pages, which are zero from now on.
+        """Give back the pages of ``rows``, which are zero from now on.
 
         Args:
-            rows: of what was mapped, each contiguous. Pages that are theirs in part stay.
+            rows: a view of the mapping, each row of which is contiguous. A page that holds anything
+                else, too, stays.
         """
         if not len(rows):
             return
-        assert self._memory is not None
         begin = rows.storage_offset() * rows.itemsize
         size, step = rows[0].nbytes, rows.stride(0) * rows.itemsize
         together = size == step

@@ -1,31 +1,32 @@
-"""Some decoder layers of an engine, computed by a lender: its worker's part.
+"""Decoder layers of an engine that a lender keeps and computes.
 
-The lender has the layers' weights, read from the same files, and their KV. A step goes there and
-back once: hidden states and residual in, hidden states and residual out (BanaServe, section 4.3.1).
-What the layers' weights and KV took here becomes more blocks of the other layers'.
+The lender has the layers' weights, which it reads from the same files, and their KV. A step goes
+there and back once: hidden states and residual in, hidden states and residual out (BanaServe,
+section 4.3.1). The memory of the layers' weights and KV here becomes more blocks of the others.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 
 from loomserve.platform.lending.engine.memory.freed import give_back
-from loomserve.platform.lending.engine.shards.shard import RemoteShard, room
+from loomserve.platform.lending.engine.shards.shard import LocalKv, RemoteShard, room
 from loomserve.platform.lending.engine.shards.weights import LayerWeights
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
 
 _PATIENT_ROWS = 32
-"""Of one layer, which may take as long as a layer's attention may."""
+"""Rows of one layer that may take as long as a layer's attention may."""
 
 
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
-    """The model's decoder layers.
+    """Return the model's decoder layers.
 
     Raises:
         ValueError: its layers take or give more than positions, hidden states and residual.
@@ -42,9 +43,11 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def check_layers(layers: range, geometry: Geometry, hidden_size: int) -> None:
-    """
+    """Raise unless a lender can compute these layers.
+
     Raises:
-        ValueError: these are none of the model's, or all, or do not fit through a ring.
+        ValueError: the model has no such layers, or no others, or hidden states do not fit through
+            a ring.
     """
     if not 0 <= layers.start < layers.stop <= geometry.layers or len(layers) == geometry.layers:
         raise ValueError(
@@ -59,7 +62,7 @@ def check_layers(layers: range, geometry: Geometry, hidden_size: int) -> None:
 
 
 def room_without(layers: range, blocks: int, geometry: Geometry, weights: LayerWeights) -> int:
-    """How many blocks there is room for where so many were, once these layers have left."""
+    """Return how many blocks fit into the memory of ``blocks`` once these layers have left."""
     return room(blocks, *_shares_of(layers, geometry, weights))
 
 
@@ -68,35 +71,59 @@ def _shares_of(layers: range, geometry: Geometry, weights: LayerWeights) -> tupl
     return geometry.layers, len(layers), freed
 
 
+@dataclass(frozen=True)
+class OwnModel:
+    """The model that an engine's worker has loaded."""
+
+    module: nn.Module
+    config: VllmConfig
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.model_config.get_hidden_size())
+
+    def layers(self) -> nn.ModuleList:
+        """Return its decoder layers; ``ValueError`` if they cannot be told apart."""
+        return decoder_layers(self.module)
+
+    def weights(self) -> LayerWeights:
+        return LayerWeights(self.module, self.layers(), self.config)
+
+    def description(self) -> dict[str, Any]:
+        """Return what a lender needs to read the same model from its files."""
+        model = self.config.model_config
+        options = {
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "max_model_len": model.max_model_len,
+            "block_size": self.config.cache_config.block_size,
+        }
+        return {"model": model.model, "options": options}
+
+
 class RemoteLayers(RemoteShard):
-    """
+    """Consecutive decoder layers, in whose place the model has stand-ins while they are away.
+
     Args:
-        modules: the model's decoder layers, of which some are replaced while they are away.
-        layers: those that move.
-        geometry: of all layers.
+        kv, borrower, patience_s: as of any :class:`RemoteShard`.
+        layers: the shard.
+        modules: all decoder layers of the model.
         weights: of the model.
-        attention, kv_caches, release, numbers: as of any :class:`RemoteShard`.
-        borrower: of the layers that move.
-        patience_s: for one layer's attention.
     """
 
     def __init__(
         self,
-        modules: nn.ModuleList,
-        layers: range,
-        geometry: Geometry,
-        weights: LayerWeights,
-        attention: Sequence[Any],
-        kv_caches: list[torch.Tensor],
-        release: Callable[[torch.Tensor], None],
-        numbers: int,
+        kv: LocalKv,
         borrower: Borrower,
         patience_s: float,
+        *,
+        layers: range,
+        modules: nn.ModuleList,
+        weights: LayerWeights,
     ) -> None:
-        super().__init__(attention, kv_caches, release, numbers, borrower, patience_s)
+        super().__init__(kv, borrower, patience_s)
         self._modules = modules
         self._layers = layers
-        self._of_block = _shares_of(layers, geometry, weights)
+        self._of_block = _shares_of(layers, kv.geometry, weights)
         self._weights = weights
         self._own = list(modules)
         self._kept = list(layers)
@@ -105,7 +132,7 @@ class RemoteLayers(RemoteShard):
     def _shares(self) -> tuple[int, int, int]:
         return self._of_block
 
-    def leave(self) -> None:
+    def hand_over(self) -> None:
         for layer in self._layers:
             self._modules[layer] = _Nothing()
             self._use(layer, self._whole[layer].new_empty(0))
@@ -115,7 +142,7 @@ class RemoteLayers(RemoteShard):
         for layer in self.layers_here:
             self._use(layer, self._longer(layer))
 
-    def let_go(self) -> bool:
+    def free_memory(self) -> bool:
         if self._kept:
             layer = self._kept.pop()
             self._release(self._whole[layer])
@@ -124,16 +151,16 @@ class RemoteLayers(RemoteShard):
         give_back()
         return True
 
-    def prepare_home(self) -> bool:
-        """Read one layer's weights, which take their memory twice until the blocks are gone."""
+    def prepare_return(self) -> bool:
+        """Read one layer's weights, whose memory is taken twice until the extra blocks are gone."""
         if self._weights.released:
             self._weights.restore(max(self._weights.released))
         return not self._weights.released
 
-    def come_home(self) -> None:
-        while not self.prepare_home():
+    def take_back(self) -> None:
+        while not self.prepare_return():
             pass
-        super().come_home()
+        super().take_back()
         for layer in self._layers:
             self._modules[layer] = self._own[layer]
 
@@ -153,12 +180,12 @@ class RemoteLayers(RemoteShard):
         rows[:] = self._here(layer)[blocks.start : blocks.stop]
         return True
 
-    def _moved(self, number: int) -> torch.Tensor:
-        return self._by_part(self._whole[self._layers[number]])
+    def _remote(self, number: int) -> torch.Tensor:
+        return self._by_halves(self._whole[self._layers[number]])
 
 
 class _Elsewhere(nn.Module):  # type: ignore[misc]
-    """In place of the first layer that is away: all of them."""
+    """Stands for the first layer that is away: has the lender compute all of them."""
 
     def __init__(self, borrower: Borrower, least_s: float, row_s: float) -> None:
         super().__init__()
@@ -177,7 +204,7 @@ class _Elsewhere(nn.Module):  # type: ignore[misc]
 
 
 class _Nothing(nn.Module):  # type: ignore[misc]
-    """In place of the other layers that are away."""
+    """Stands for each other layer that is away."""
 
     def forward(
         self, positions: torch.Tensor, hidden_states: torch.Tensor, residual: torch.Tensor

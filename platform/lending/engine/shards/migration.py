@@ -134,7 +134,7 @@ class PartLoan:
         full = [each for each in rest if each.block_hash is not None]
         few = self._few(step_s) if running else len(full)
         if len(full) > few:
-            return self._copy("send_part" if leaving else "fetch_part", full[:few])
+            return self._copy("send_shard" if leaving else "fetch_shard", full[:few])
         if not self._switch(rest, leaving):
             return False
         if leaving and not running:
@@ -169,14 +169,14 @@ class PartLoan:
         """The lender has it no more: nothing of any block counts, and all are whole again."""
         if self.away:
             self._pool.evict_blocks(set(self._sides.ranges[OWN]))
-            self._workers("bring_part", self._side, [])
+            self._workers("take_back_shard", self._side, [])
             self._sides.separate(self._side)
         self.phase = Phase.HOME
 
     def _prepare(self, running: bool) -> bool:
         """As much as fits beside a step, or all if none waits; whether all is done."""
         while not self._prepared:
-            self._prepared = self._workers("prepare_home", self._side)
+            self._prepared = self._workers("prepare_shard_return", self._side)
             if running:
                 break
         return self._prepared
@@ -185,7 +185,7 @@ class PartLoan:
         """A piece at least, and as many as take so long."""
         begin = time.perf_counter()
         while not self._let_go and time.perf_counter() - begin <= most_s:
-            self._let_go = self._workers("let_go_of_part", self._side)
+            self._let_go = self._workers("free_shard_memory", self._side)
 
     def _held(self) -> list[KVCacheBlock]:
         """Blocks with KV in them: in use, or cached. The null block's is never read."""
@@ -212,7 +212,7 @@ class PartLoan:
     def _switch(self, rest: list[KVCacheBlock], leaving: bool) -> bool:
         """Copy the rest, and compute the part on the other side."""
         begin = time.perf_counter()
-        call = "leave_part" if leaving else "bring_part"
+        call = "hand_over_shard" if leaving else "take_back_shard"
         if not self._workers(call, self._side, _numbers(rest)):
             return False
         self.copied_blocks += len(rest)

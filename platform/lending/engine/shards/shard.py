@@ -1,116 +1,141 @@
-"""Part of an engine's attention that a lender keeps and computes: what its worker does for any."""
+"""A shard of an engine's attention that a lender computes, as the engine's worker sees it."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from loomserve.platform.lending.ring.borrower import Borrower
+from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import RingTask
 
 
-def room(blocks: int, shares: int, moved: int, freed: int = 0) -> int:
-    """How many blocks there is room for where so many were, once ``moved`` of each block's equal
-    ``shares`` have left, and as much memory else as ``freed`` shares take."""
-    return (blocks * shares + freed) // (shares - moved)
+def room(blocks: int, shares: int, remote: int, freed: int = 0) -> int:
+    """Return how many blocks fit into the memory of ``blocks`` once a shard has left it.
+
+    Args:
+        blocks: whole ones that fit now.
+        shares: equal ones that each block consists of.
+        remote: of those, the shard's.
+        freed: other memory that the shard frees, in shares of a block.
+    """
+    return (blocks * shares + freed) // (shares - remote)
+
+
+@dataclass(frozen=True)
+class LocalKv:
+    """An engine's own KV memory, and the attention layers that use it.
+
+    Attributes:
+        attention: vLLM's attention layers, in order.
+        caches: The model runner's, one a layer, ``[blocks, kv_heads, block_size, 2 * head_size]``.
+            Its entries are replaced while a shard is away.
+        release: Gives back the memory of some rows of a cache, which are zero from then on.
+        numbers: Of blocks for which each layer has address space.
+        geometry: Of the whole attention.
+    """
+
+    attention: Sequence[Any]
+    caches: list[torch.Tensor]
+    release: Callable[[torch.Tensor], None]
+    numbers: int
+    geometry: Geometry
 
 
 class RemoteShard(ABC):
-    """Of one worker and one lender. Until :meth:`leave` nothing is computed elsewhere.
+    """Heads or layers that one lender computes for all requests, from :meth:`hand_over` on.
 
     Args:
-        attention: vLLM's attention layers, in order.
-        kv_caches: the model runner's, a layer each, [blocks, kv_heads, block_size, 2 * head_size];
-            they are replaced while the part is away.
-        release: lets go of the memory of some blocks' parts, which are zero from then on.
-        numbers: of blocks that there is address space for behind the first of each layer.
-        borrower: its ring has the geometry of the part that moves, and a block of it for each block
-            here, under the same number.
-        patience_s: after which the lender is given up.
+        kv: of the engine.
+        borrower: its ring has the shard's geometry, and the lender has a block of it for each
+            block here, under the same number.
+        patience_s: a lender that takes longer for one layer is given up.
     """
 
-    def __init__(
-        self,
-        attention: Sequence[Any],
-        kv_caches: list[torch.Tensor],
-        release: Callable[[torch.Tensor], None],
-        numbers: int,
-        borrower: Borrower,
-        patience_s: float,
-    ) -> None:
+    def __init__(self, kv: LocalKv, borrower: Borrower, patience_s: float) -> None:
         self.borrower = borrower
-        self._attention = attention
-        self._kv_caches = kv_caches
-        self._whole = list(kv_caches)
-        self._release = release
-        self._numbers = numbers
+        self._attention = kv.attention
+        self._kv_caches = kv.caches
+        self._whole = list(kv.caches)
+        self._release = kv.release
+        self._numbers = kv.numbers
         self._patience_s = patience_s
-        self._whole_blocks = len(kv_caches[0])
+        self._whole_blocks = len(kv.caches[0])
 
     @property
     def blocks(self) -> int:
-        """That there is room for here while the part is away."""
+        """Blocks that fit here while the shard is away."""
         return min(room(self._whole_blocks, *self._shares), self._numbers)
 
     @property
     @abstractmethod
     def _shares(self) -> tuple[int, int, int]:
-        """Of how many equal shares of a block how many move, and how many else there is room for
-        then."""
+        """Equal shares of a block, those of them that are the shard's, and other memory that the
+        shard frees, in shares."""
 
     def send(self, blocks: Sequence[int]) -> bool:
-        """Copy the part's share of these blocks to the lender; False if its ring has closed."""
+        """Copy the shard's share of these blocks to the lender; False if its ring has closed."""
         return all(self._send(some) for some in self._some(blocks))
 
     def fetch(self, blocks: Sequence[int]) -> bool:
-        """Copy the part's share of these blocks back, beside what is in use; False as above."""
+        """Copy the shard's share of these blocks back; False if the lender's ring has closed.
+
+        They are copied to where they will be used, beside what is in use meanwhile.
+        """
         return all(self._fetch(some) for some in self._some(blocks))
 
     @abstractmethod
-    def leave(self) -> None:
-        """Have the lender compute the part from now on; all KV has been sent."""
+    def hand_over(self) -> None:
+        """Have the lender compute the shard from now on; all KV has been sent."""
 
     @abstractmethod
-    def let_go(self) -> bool:
-        """Give back some of the memory that the part took here; whether that was the last of it."""
+    def free_memory(self) -> bool:
+        """Give back a piece of the memory that the shard took here; True after the last piece."""
 
-    def prepare_home(self) -> bool:
-        """Do a step's worth of what coming home needs beside KV; whether all of it is done."""
+    def prepare_return(self) -> bool:
+        """Do a step's worth of what the return needs beside KV; True once all of it is done."""
         return True
 
-    def come_home(self) -> None:
-        """Compute the part here from now on; all KV has been fetched, or is lost."""
+    def take_back(self) -> None:
+        """Compute the shard here from now on; all KV has been fetched, or is lost."""
         for layer, whole in enumerate(self._whole):
             self._release(self._longer(layer)[self._whole_blocks :])
             self._use(layer, whole)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> bool:
-        """Copy each pair's first block onto its second, here and there, while the part is away;
-        False if the lender's ring has closed."""
+        """Copy blocks here and at the lender, while the shard is away.
+
+        Args:
+            pairs: source and target of each copy.
+
+        Returns:
+            False if the lender's ring has closed.
+        """
         self._copy_here([pair[0] for pair in pairs], [pair[1] for pair in pairs])
         return all(
             self._copy_there([pair[0] for pair in some], [pair[1] for pair in some])
             for some in self._some(pairs)
         )
 
-    # Whole blocks, while the part is away
+    # Whole blocks, while the shard is away
 
     @property
     def layers_here(self) -> frozenset[int]:
-        """Layers that are computed here, at least in part."""
+        """Layers of which at least some heads are computed here."""
         return frozenset(range(len(self._kv_caches)))
 
     @abstractmethod
     def write_whole(self, layer: int, blocks: range, rows: torch.Tensor) -> bool:
-        """Put one layer of whole blocks where their parts are.
+        """Write one layer of whole blocks, here and at the lender.
 
         Args:
             layer: from 0.
             blocks: no more than ``borrower.ring.most_copied``.
-            rows: [blocks, kv_heads, 2 * block_size, head_size].
+            rows: ``[blocks, kv_heads, 2 * block_size, head_size]``.
 
         Returns:
             False if the lender's ring has closed.
@@ -121,7 +146,7 @@ class RemoteShard(ABC):
         """Fill ``rows`` with one layer of whole blocks; arguments and result as above."""
 
     def _write_there(self, number: int, blocks: range, rows: torch.Tensor) -> bool:
-        """One of the borrower's layers."""
+        """Write blocks of one of the shard's layers at the lender."""
         key, value = rows.chunk(2, dim=2)
         self.borrower.begin_copy(blocks, RingTask.WRITE)
         done = self.borrower.write(number, key, value, self._patience_s)
@@ -137,14 +162,14 @@ class RemoteShard(ABC):
         return found is not None
 
     @abstractmethod
-    def _moved(self, number: int) -> torch.Tensor:
-        """Of the part in one of the borrower's layers, the memory that it has at home, [blocks,
-        kv_heads, 2 * block_size, head_size]."""
+    def _remote(self, number: int) -> torch.Tensor:
+        """Return the memory that one of the shard's layers has here when it is not away,
+        ``[blocks, kv_heads, 2 * block_size, head_size]``."""
 
     def _send(self, blocks: list[int]) -> bool:
         self.borrower.begin_copy(blocks, RingTask.WRITE)
         for number in range(self.borrower.ring.geometry.layers):
-            key, value = self._moved(number)[blocks].chunk(2, dim=2)
+            key, value = self._remote(number)[blocks].chunk(2, dim=2)
             if not self.borrower.write(number, key, value, self._patience_s):
                 return False
         return True
@@ -155,7 +180,7 @@ class RemoteShard(ABC):
             rows = self.borrower.read(number, self._patience_s)
             if rows is None:
                 return False
-            self._moved(number)[blocks] = torch.cat(rows, dim=2)
+            self._remote(number)[blocks] = torch.cat(rows, dim=2)
         return True
 
     def _copy_here(self, sources: list[int], targets: list[int]) -> None:
@@ -177,15 +202,15 @@ class RemoteShard(ABC):
         return all(borrower.write(layer, *read[layer], self._patience_s) for layer in layers)
 
     def _longer(self, layer: int) -> torch.Tensor:
-        """A layer's cache with more blocks behind those that there are without the part."""
+        """Return the layer's cache with as many blocks as fit without the shard."""
         whole = self._whole[layer]
         return whole.as_strided((self.blocks, *whole.shape[1:]), whole.stride())
 
     def _here(self, layer: int) -> torch.Tensor:
-        return self._by_part(self._kv_caches[layer])
+        return self._by_halves(self._kv_caches[layer])
 
-    def _by_part(self, cache: torch.Tensor) -> torch.Tensor:
-        """As keys and values of a head, one behind the other."""
+    def _by_halves(self, cache: torch.Tensor) -> torch.Tensor:
+        """Return a view with a head's keys before its values, as the kernels pack them."""
         blocks, heads, size, both = cache.shape
         return cache.view(blocks, heads, 2 * size, both // 2)
 

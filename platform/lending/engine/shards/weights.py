@@ -1,4 +1,4 @@
-"""Weights of some decoder layers: let go, and read (again) from the model's files."""
+"""Weights of decoder layers: read from the model's files, freed, and read again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 def weights_of(
     model: nn.Module, layers: Container[int], config: VllmConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the model's files have of these layers, by its name there."""
+    """Yield the weights of these layers from the model's files, by their names there."""
     quiet: Any = replace(config.load_config, use_tqdm_on_load=False)
     for name, weight in DefaultModelLoader(quiet).get_all_weights(config.model_config, model):
         found = _LAYER.search(name)
@@ -34,12 +34,12 @@ def weights_of(
 
 
 class LayerWeights:
-    """Of one worker's model. A layer whose weights are let go must not be computed.
+    """The weights of a loaded model, layer by layer. A released layer must not be computed.
 
     Args:
         model: whole, as vLLM has loaded it.
-        layers: its decoder layers, as they are now; others may stand in for them later.
-        config: of its engine.
+        layers: its decoder layers, as they are now; stand-ins may take their places later.
+        config: its engine's.
     """
 
     def __init__(self, model: nn.Module, layers: nn.ModuleList, config: VllmConfig) -> None:
@@ -51,7 +51,7 @@ class LayerWeights:
 
     @property
     def released(self) -> Collection[int]:
-        """Layers without their weights here."""
+        """Layers whose weights are not here now."""
         return self._shapes.keys()
 
     def size(self, layer: int) -> int:
@@ -63,7 +63,7 @@ class LayerWeights:
         )
 
     def release(self, layer: int) -> None:
-        """Let go what the layer's matrices take, packed or not."""
+        """Free the memory of the layer's matrices, packed or not."""
         shapes = self._shapes[layer] = []
         for module in self._large(layer):
             # vLLM packs a matrix into memory that only this function has.
@@ -74,7 +74,7 @@ class LayerWeights:
                     parameter.data = parameter.data.new_empty(0)
 
     def restore(self, layer: int) -> None:
-        """Read them again, as when the model was loaded."""
+        """Read the layer's matrices again, as when the model was loaded."""
         large = self._large(layer)
         for parameter, shape in self._shapes.pop(layer):
             parameter.data = parameter.data.new_empty(shape)
@@ -89,11 +89,11 @@ class LayerWeights:
         give_back()
 
     def _large(self, layer: int) -> list[nn.Module]:
-        """Those of its modules that have matrices; vectors, as of norms, are not worth it."""
+        """Return the layer's modules that have matrices; vectors, as of norms, are not worth it."""
         return [module for module in self._layers[layer].modules() if _matrices_of(module)]
 
 
 def _matrices_of(module: nn.Module) -> list[torch.Tensor]:
-    """As they were when they were loaded, without their memory."""
+    """Return the matrices with their shapes at loading, without their memory."""
     every = get_layerwise_info(module).restore_metadata[0].values()
     return [each for each in every if each.ndim > 1]

@@ -1,4 +1,4 @@
-"""KV memory that is taken when it is written, and given back in parts."""
+"""KV memory takes pages when they are written, and gives back any of them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ PAGES = 4096
 
 
 def test_zeros_take_memory_when_they_are_written_and_give_it_back_in_parts() -> None:
-    memory, process = MappedMemory(), psutil.Process()
-    with memory:
-        taken = torch.zeros(PAGES * mmap.PAGESIZE, dtype=torch.int8)
-        other = torch.ones(8)
+    memory, process = MappedMemory(PAGES * mmap.PAGESIZE), psutil.Process()
+    taken = memory.tensor(torch.empty(PAGES * mmap.PAGESIZE, dtype=torch.int8, device="meta"))
     before = process.memory_info().rss
     rows = taken.view(4, -1)
     assert not rows[1].any()
@@ -28,13 +26,11 @@ def test_zeros_take_memory_when_they_are_written_and_give_it_back_in_parts() -> 
     assert not rows[1:3].any()
     assert (rows[0] == 7).all()
     assert (rows[3] == 7).all()
-    assert other.sum() == 8
 
 
 def test_a_page_that_is_released_in_part_stays() -> None:
-    memory = MappedMemory()
-    with memory:
-        taken = torch.zeros(3 * mmap.PAGESIZE // 2, dtype=torch.float16)
+    memory = MappedMemory(3 * mmap.PAGESIZE)
+    taken = memory.tensor(torch.empty(3 * mmap.PAGESIZE // 2, dtype=torch.float16, device="meta"))
     taken.fill_(1)
     memory.release(taken[8 : mmap.PAGESIZE + 8])
     first, second, third = taken.view(3, -1)
@@ -43,3 +39,13 @@ def test_a_page_that_is_released_in_part_stays() -> None:
     assert (third == 1).all()
     memory.release(taken[:0])
     assert first.sum() == mmap.PAGESIZE // 2
+
+
+def test_a_tensor_lies_where_the_one_that_it_is_like_would_lie() -> None:
+    memory = MappedMemory(2 * mmap.PAGESIZE)
+    whole = memory.tensor(torch.empty(mmap.PAGESIZE, dtype=torch.float16, device="meta"))
+    planned = torch.empty(mmap.PAGESIZE, dtype=torch.float16, device="meta")
+    every_other = memory.tensor(planned[7:].as_strided((3, 2), (4, 1), 7))
+    every_other.fill_(1)
+    assert whole.nonzero().flatten().tolist() == [7, 8, 11, 12, 15, 16]
+    assert every_other.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()

@@ -44,38 +44,38 @@ class Worker:
         done: bool = getattr(self, call)(*given)
         return done
 
-    def send_part(self, blocks: list[int]) -> bool:
+    def send_shard(self, blocks: list[int]) -> bool:
         assert not self.away
         if not self.closed:
             self.there.update({block: self.here[block] for block in blocks})
         return not self.closed
 
-    def fetch_part(self, blocks: list[int]) -> bool:
+    def fetch_shard(self, blocks: list[int]) -> bool:
         assert self.away
         if not self.closed:
             self.back.update({block: self.there[block] for block in blocks})
         return not self.closed
 
-    def leave_part(self, rest: list[int]) -> bool:
-        if rest and not self.send_part(rest):
+    def hand_over_shard(self, rest: list[int]) -> bool:
+        if rest and not self.send_shard(rest):
             return False
         self.away, self.here, self.unprepared, self.kept = True, {}, 2, 2
         return True
 
-    def let_go_of_part(self) -> bool:
+    def free_shard_memory(self) -> bool:
         assert self.away
         assert self.kept
         self.kept -= 1
         return not self.kept
 
-    def prepare_home(self) -> bool:
+    def prepare_shard_return(self) -> bool:
         assert self.away
         assert self.unprepared
         self.unprepared -= 1
         return not self.unprepared
 
-    def bring_part(self, rest: list[int]) -> bool:
-        if rest and not self.fetch_part(rest):
+    def take_back_shard(self, rest: list[int]) -> bool:
+        if rest and not self.fetch_shard(rest):
             return False
         assert all(block < OWN_BLOCKS for block in self.back)
         assert self.closed or not self.unprepared

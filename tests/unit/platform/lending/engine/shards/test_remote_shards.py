@@ -1,4 +1,4 @@
-"""KV that leaves with a part and comes home is the same, and what stays is whole meanwhile."""
+"""KV that leaves with a shard and is taken back is the same, and what stays is whole meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from loomserve.platform.lending.engine.shards import heads as moved_heads
+from loomserve.platform.lending.engine.shards import heads as remote_heads
 from loomserve.platform.lending.engine.shards.heads import (
     RemoteHeads,
     geometry_of_heads,
@@ -25,6 +25,7 @@ from loomserve.platform.lending.engine.shards.layers import (
     check_layers,
     decoder_layers,
 )
+from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import RingTask
 
@@ -84,7 +85,8 @@ def heads_of(
     layers: list[Any], own: list[torch.Tensor], of: Geometry, lender: LenderMemory
 ) -> RemoteHeads:
     numbers = own[0].untyped_storage().nbytes() // own[0][0].nbytes
-    return RemoteHeads(layers, own, zero, numbers, of, lender, 1.0)  # type: ignore[arg-type]
+    kv = LocalKv(layers, own, zero, numbers, of)
+    return RemoteHeads(kv, lender, 1.0)  # type: ignore[arg-type]
 
 
 def attention() -> list[Any]:
@@ -97,7 +99,7 @@ def halves(cache: torch.Tensor, block: int) -> torch.Tensor:
 
 
 @st.composite
-def moves(draw: st.DrawFn) -> tuple[int, int, int, list[int]]:
+def cases(draw: st.DrawFn) -> tuple[int, int, int, list[int]]:
     """All KV heads, those that move, the blocks there are, and those in use."""
     heads = draw(st.integers(2, 5))
     blocks = draw(st.integers(1, 12))
@@ -108,17 +110,17 @@ def moves(draw: st.DrawFn) -> tuple[int, int, int, list[int]]:
 @pytest.fixture(autouse=True, scope="module")
 def small_pages() -> Iterator[None]:
     """Only whole ones are given back."""
-    with patch.object(moved_heads, "PAGE_BYTES", 2 * SIZE * HEAD * 4):
+    with patch.object(remote_heads, "PAGE_BYTES", 2 * SIZE * HEAD * 4):
         yield
 
 
 def test_heads_that_share_pages_with_others_make_no_room() -> None:
-    with patch.object(moved_heads, "PAGE_BYTES", 4 * SIZE * HEAD * 4):
+    with patch.object(remote_heads, "PAGE_BYTES", 4 * SIZE * HEAD * 4):
         assert room_without_heads(10, geometry(3), 2) == 10
     assert room_without_heads(10, geometry(3), 2) == 30
 
 
-@given(moves())
+@given(cases())
 def test_heads_that_leave_and_come_home_are_as_they_were(
     case: tuple[int, int, int, list[int]],
 ) -> None:
@@ -126,12 +128,12 @@ def test_heads_that_leave_and_come_home_are_as_they_were(
     own, layers = caches(blocks, heads, heads * blocks), attention()
     before = [each.clone() for each in own]
     lender = LenderMemory(geometry_of_heads(geometry(heads), moved))
-    part = heads_of(layers, own, geometry(heads), lender)
+    shard = heads_of(layers, own, geometry(heads), lender)
 
-    assert part.send(used)
-    part.leave()
-    assert all(len(each) == part.blocks == blocks * heads // (heads - moved) for each in own)
-    assert [part.let_go() for _ in range(LAYERS)] == [False] * (LAYERS - 1) + [True]
+    assert shard.send(used)
+    shard.hand_over()
+    assert all(len(each) == shard.blocks == blocks * heads // (heads - moved) for each in own)
+    assert [shard.free_memory() for _ in range(LAYERS)] == [False] * (LAYERS - 1) + [True]
     for cache in own:
         cache[blocks:] = 5
     for layer, block in ((layer, block) for layer in range(LAYERS) for block in used):
@@ -140,8 +142,8 @@ def test_heads_that_leave_and_come_home_are_as_they_were(
         assert torch.equal(torch.cat(lender.kept[layer, block], dim=1), whole[-moved:])
         assert layers[layer].kv_cache is own[layer]
 
-    assert part.fetch(used)
-    part.come_home()
+    assert shard.fetch(used)
+    shard.take_back()
     for now, then in zip(own, before, strict=True):
         assert torch.equal(now[used], then[used])
 
@@ -164,7 +166,7 @@ class Weights:
         self.released.remove(layer)
 
 
-@given(st.integers(1, 2), st.integers(0, 5), moves(), st.booleans())
+@given(st.integers(1, 2), st.integers(0, 5), cases(), st.booleans())
 def test_layers_that_leave_and_come_home_are_as_they_were(
     count: int, freed: int, case: tuple[int, int, int, list[int]], lost: bool
 ) -> None:
@@ -177,47 +179,43 @@ def test_layers_that_leave_and_come_home_are_as_they_were(
     lender = LenderMemory(geometry(heads, count))
     away = range(1, 1 + count)
     weights = Weights(freed, heads)
-    part = RemoteLayers(
-        modules,
-        away,
-        geometry(heads),
-        weights,  # type: ignore[arg-type]
-        layers,
-        own,
-        zero,
-        numbers,
+    shard = RemoteLayers(
+        LocalKv(layers, own, zero, numbers, geometry(heads)),
         lender,  # type: ignore[arg-type]
         1.0,
+        layers=away,
+        modules=modules,
+        weights=weights,  # type: ignore[arg-type]
     )
 
-    assert part.send(used)
+    assert shard.send(used)
     assert not weights.released
-    part.leave()
+    shard.hand_over()
     room = (blocks * LAYERS + count * freed) // (LAYERS - count)
-    assert len(own[0]) == part.blocks == min(room, numbers)
+    assert len(own[0]) == shard.blocks == min(room, numbers)
     assert torch.equal(own[0][used], before[0][used])
     own[0][blocks:] = 5
     assert not any(own[layer].numel() for layer in away)
-    assert [part.let_go() for _ in range(count + 1)] == [False] * count + [True]
+    assert [shard.free_memory() for _ in range(count + 1)] == [False] * count + [True]
     assert weights.released == set(away)
 
     if lost:
-        part.come_home()
+        shard.take_back()
         assert list(modules) == at_first
         assert not weights.released
         assert all(now.shape == then.shape for now, then in zip(own, before, strict=True))
         return
-    assert [part.prepare_home() for _ in away] == [False] * (count - 1) + [True]
+    assert [shard.prepare_return() for _ in away] == [False] * (count - 1) + [True]
     assert not weights.released
-    assert part.fetch(used)
-    part.come_home()
+    assert shard.fetch(used)
+    shard.take_back()
     for now, then in zip(own, before, strict=True):
         assert now.shape == then.shape
         assert torch.equal(now[used], then[used])
     assert list(modules) == at_first
 
 
-@given(moves(), st.data())
+@given(cases(), st.data())
 def test_blocks_are_copied_here_and_there_while_heads_are_away(
     case: tuple[int, int, int, list[int]], data: st.DataObject
 ) -> None:
@@ -225,13 +223,13 @@ def test_blocks_are_copied_here_and_there_while_heads_are_away(
     own = caches(blocks, heads, heads * blocks)
     before = [each.clone() for each in own]
     lender = LenderMemory(geometry_of_heads(geometry(heads), moved))
-    part = heads_of(attention(), own, geometry(heads), lender)
-    assert part.send(used)
-    part.leave()
-    free = sorted(set(range(part.blocks)) - set(used))
+    shard = heads_of(attention(), own, geometry(heads), lender)
+    assert shard.send(used)
+    shard.hand_over()
+    free = sorted(set(range(shard.blocks)) - set(used))
     targets = data.draw(st.permutations(free))[: len(used)]
     pairs = list(zip(used, targets, strict=False))
-    assert part.copy(pairs)
+    assert shard.copy(pairs)
     for layer, (source, target) in ((layer, pair) for layer in range(LAYERS) for pair in pairs):
         whole = halves(before[layer], source)
         assert torch.equal(halves(own[layer], target), whole[:-moved])
@@ -242,8 +240,8 @@ def test_a_lender_that_is_lost_while_it_is_sent_to_leaves_all_as_it_is() -> None
     own = caches(4, 3, 4)
     before = [each.clone() for each in own]
     lender = LenderMemory(geometry_of_heads(geometry(3), 1), closed_after=2)
-    part = heads_of(attention(), own, geometry(3), lender)
-    assert not part.send([0, 1, 2])
+    shard = heads_of(attention(), own, geometry(3), lender)
+    assert not shard.send([0, 1, 2])
     assert all(torch.equal(now, then) for now, then in zip(own, before, strict=True))
 
 

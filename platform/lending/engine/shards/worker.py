@@ -1,0 +1,177 @@
+"""A worker's end of the loans in which a lender computes a shard of all requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from loomserve.kvstore.engine.memory import BlockMemory, KvMemory
+from loomserve.platform.lending.engine.block_partitions import OWN
+from loomserve.platform.lending.engine.borrower_worker import StepLimits
+from loomserve.platform.lending.engine.context import LendingContext
+from loomserve.platform.lending.engine.shards.heads import (
+    RemoteHeads,
+    geometry_of_heads,
+    room_without_heads,
+)
+from loomserve.platform.lending.engine.shards.layers import (
+    OwnModel,
+    RemoteLayers,
+    check_layers,
+    room_without,
+)
+from loomserve.platform.lending.engine.shards.shard import LocalKv, RemoteShard
+from loomserve.platform.lending.engine.shards.store_memory import ShardedMemory
+from loomserve.platform.lending.ring.borrower import Borrower
+from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.state.lending_options import ShardSpec
+
+
+class Store(Protocol):
+    """What copies blocks between this engine and the KV store."""
+
+    memory: BlockMemory
+
+    def settle(self) -> None:
+        """Wait for copies that run beside steps."""
+
+    def use(self, memory: BlockMemory) -> None:
+        """Copy to and from this memory from now on."""
+
+
+class ShardWorker:
+    """Moves shards between this engine and their lenders, one at a time.
+
+    Args:
+        lending: whose ``shard`` is set while one is away.
+        kv: the engine's own.
+        model: the engine's own.
+        limits: of its steps.
+        store: finds the engine's end of the KV store, if it has one.
+    """
+
+    def __init__(
+        self,
+        lending: LendingContext,
+        kv: LocalKv,
+        model: OwnModel,
+        limits: StepLimits,
+        store: Callable[[], Store | None],
+    ) -> None:
+        self._lending = lending
+        self._kv = kv
+        self._model = model
+        self._limits = limits
+        self._store = store
+        self._shards: dict[int, RemoteShard] = {}
+
+    def requirements(self, spec: ShardSpec) -> dict[str, Any]:
+        """Return what a lender must know to compute this shard.
+
+        Without the shard, an own block takes less memory, so there may be more of them.
+
+        Raises:
+            ValueError: the engine has no such shard, or cannot do without it.
+        """
+        ranges, every = self._lending.partitions.ranges, self._kv.geometry
+        own = len(ranges[OWN])
+        most = own + sum(len(each) for each in ranges[1:2])
+        needed: dict[str, Any] = {"least": own, **self._limits}
+        if "heads" in spec:
+            geometry = geometry_of_heads(every, spec["heads"])
+            blocks = room_without_heads(own, every, geometry.kv_heads)
+        else:
+            layers = range(*spec["layers"])
+            check_layers(layers, every, self._model.hidden_size)
+            blocks = room_without(layers, own, every, self._model.weights())
+            geometry = replace(every, layers=len(layers))
+            needed["layers"] = {"of": spec["layers"], **self._model.description()}
+        return {"geometry": geometry.to_json(), "blocks": min(blocks, most), **needed}
+
+    def begin(self, partition: int, path: str, spec: ShardSpec) -> int:
+        """Prepare to hand a shard over to the lender that holds ``partition``.
+
+        Args:
+            partition: whose block numbers become own ones while the shard is away.
+            path: of the lender's ring.
+            spec: which heads or layers.
+
+        Returns:
+            How many own blocks there are once the shard is away.
+        """
+        borrower = Borrower(Ring.attach(Path(path)))
+        self._shards[partition] = shard = self._shard(borrower, spec)
+        return shard.blocks
+
+    def _shard(self, borrower: Borrower, spec: ShardSpec) -> RemoteShard:
+        patience_s = self._lending.patience_s
+        if "heads" in spec:
+            return RemoteHeads(self._kv, borrower, patience_s)
+        return RemoteLayers(
+            self._kv,
+            borrower,
+            patience_s,
+            layers=range(*spec["layers"]),
+            modules=self._model.layers(),
+            weights=self._model.weights(),
+        )
+
+    def end_loan(self, partition: int) -> bool:
+        """Close the ring of this partition's shard; False if it has none."""
+        shard = self._shards.pop(partition, None)
+        if shard is None:
+            return False
+        shard.borrower.ring.close()
+        return True
+
+    def send(self, partition: int, blocks: list[int]) -> bool:
+        return self._shards[partition].send(blocks)
+
+    def fetch(self, partition: int, blocks: list[int]) -> bool:
+        return self._shards[partition].fetch(blocks)
+
+    def copy(self, partition: int, pairs: list[tuple[int, int]]) -> bool:
+        return self._shards[partition].copy(pairs)
+
+    def free_memory(self, partition: int) -> bool:
+        return self._shards[partition].free_memory()
+
+    def prepare_return(self, partition: int) -> bool:
+        return self._shards[partition].prepare_return()
+
+    def hand_over(self, partition: int, rest: list[int]) -> bool:
+        """Copy the rest of the blocks, and have the lender compute the shard from now on.
+
+        Returns:
+            False if the lender's ring has closed, and the shard stays here.
+        """
+        shard, store = self._shards[partition], self._store()
+        if store is not None:
+            store.settle()
+        if rest and not shard.send(rest):
+            return False
+        shard.hand_over()
+        self._lending.partitions.join(partition)
+        self._lending.shard = shard
+        if store is not None:
+            store.use(ShardedMemory(shard, store.memory, self._kv.geometry))
+        return True
+
+    def take_back(self, partition: int, rest: list[int]) -> bool:
+        """Copy the rest of the blocks back, and compute the shard here from now on.
+
+        Returns:
+            False if the lender's ring has closed, and the shard is away still.
+        """
+        shard = self._shards[partition]
+        if rest and not shard.fetch(rest):
+            return False
+        shard.take_back()
+        self._lending.partitions.separate(partition)
+        self._lending.shard = None
+        if (store := self._store()) is not None:
+            names = [layer.layer_name for layer in self._kv.attention]
+            store.use(KvMemory(dict(zip(names, self._kv.caches, strict=True))))
+        return True
