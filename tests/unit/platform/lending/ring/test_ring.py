@@ -53,7 +53,7 @@ GEOMETRIES = (GQA, MHA, replace(GQA, dtype="bfloat16"), replace(MHA, sliding_win
 
 @contextmanager
 def implemented(how: str) -> Iterator[None]:
-    """Borrowers and desks made within are of this implementation."""
+    """Borrowers and servers made within are of this implementation."""
     if how == "python":
         with patch.object(native, "extension", return_value=None):
             yield
