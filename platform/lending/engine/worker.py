@@ -24,9 +24,9 @@ from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, St
 from loomserve.platform.lending.engine.context import LendingContext
 from loomserve.platform.lending.engine.lender_worker import LenderWorker
 from loomserve.platform.lending.engine.model_runner import RemoteAttentionModelRunner
+from loomserve.platform.lending.engine.shard_worker import ShardWorker
 from loomserve.platform.lending.engine.shards.layers import OwnModel
 from loomserve.platform.lending.engine.shards.shard import LocalKv
-from loomserve.platform.lending.engine.shards.worker import ShardWorker
 from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.state.lending_options import LENDING_CONFIG, LendingOptions, ShardSpec

@@ -18,9 +18,9 @@ from loomserve.platform.lending.engine.block_partitions import OWN, Sides
 from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
 from loomserve.platform.lending.engine.context import LendingContext
 from loomserve.platform.lending.engine.lender_worker import LenderWorker
+from loomserve.platform.lending.engine.shard_worker import ShardWorker
 from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.engine.shards.store_memory import ShardedMemory
-from loomserve.platform.lending.engine.shards.worker import ShardWorker
 from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import Ring
