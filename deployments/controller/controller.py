@@ -69,7 +69,7 @@ class Controller:
         there = (await asyncio.to_thread(serve.status)).applications
         for model in checked.models:
             if model_app(model.name) in there:
-                self._fleet.add(model, replicas[model.name])
+                self._fleet.registry.add(model, replicas[model.name])
         options = StoreOptions.model_validate(store) if store else None
         self._models = ModelLifecycle(checked, base, internal_token, options, self._fleet)
         self._rebalancing = RebalancingRunner(
@@ -109,7 +109,7 @@ class Controller:
 
     async def engines(self) -> ServedEngines:
         """All models, each with the last heartbeats of its live replicas."""
-        return self._fleet.engines(time.monotonic())
+        return self._fleet.views.engines(time.monotonic())
 
     async def load_configured(self) -> None:
         """Load the models of the configuration; called once, when the platform starts."""
@@ -138,7 +138,7 @@ class Controller:
 
     @replies
     async def drain(self, replica_id: str, draining: bool) -> PlatformState:
-        self._fleet.set_draining(replica_id, draining)
+        self._fleet.registry.set_draining(replica_id, draining)
         await self._publish()
         return self._state()
 
@@ -151,19 +151,19 @@ class Controller:
 
     @replies
     async def lending(self) -> LendingState:
-        return self._fleet.lending_state(time.monotonic())
+        return self._fleet.loans.state(time.monotonic())
 
     @replies
     async def set_pair(self, pair: str, enabled: bool) -> LendingState:
-        self._fleet.set_pair(pair, enabled)
+        self._fleet.loans.set_pair(pair, enabled)
         await self._publish()
-        return self._fleet.lending_state(time.monotonic())
+        return self._fleet.loans.state(time.monotonic())
 
     @replies
     async def drain_loan(self, name: str) -> LendingState:
-        self._fleet.drain_loan(name, time.monotonic())
+        self._fleet.loans.drain(name, time.monotonic())
         await self._publish()
-        return self._fleet.lending_state(time.monotonic())
+        return self._fleet.loans.state(time.monotonic())
 
     # What the admin API calls: plans
 
@@ -208,7 +208,7 @@ class Controller:
         return result
 
     async def _publish(self) -> None:
-        models = self._fleet.routes(time.monotonic())
+        models = self._fleet.views.routes(time.monotonic())
         if models != self._routes.models:
             async with self._changed:
                 self._routes = Routes(version=time.time_ns(), models=models)
@@ -224,8 +224,8 @@ class Controller:
                 python=python_version(),
             ),
             uptime_s=now - self._started_at,
-            devices=self._fleet.device_states(now),
-            models=self._fleet.model_states(now),
+            devices=self._fleet.views.used_devices(now),
+            models=self._fleet.views.models(now),
         )
 
 

@@ -60,7 +60,7 @@ class ModelLifecycle:
     def load_configured(self, replicas: dict[str, int]) -> None:
         """Load the models of the configuration, each with so many replicas."""
         for model in self._config.models:
-            self._fleet.add(model, replicas[model.name])
+            self._fleet.registry.add(model, replicas[model.name])
         self._spawn(self._deploy_configured(replicas))
 
     async def _deploy_configured(self, replicas: dict[str, int]) -> None:
@@ -90,7 +90,7 @@ class ModelLifecycle:
                 param="kvstore_quota",
             )
         replicas = least_replicas(model)
-        self._fleet.add(model, replicas)
+        self._fleet.registry.add(model, replicas)
         self._spawn(self._deploy(model, replicas))
 
     async def unload(self, name: str, timeout_s: float | None) -> None:
@@ -102,15 +102,15 @@ class ModelLifecycle:
         """
         if timeout_s is None:
             timeout_s = self._config.server.drain_timeout_s
-        self._fleet.begin_unload(name, time.monotonic() + timeout_s)
+        self._fleet.registry.begin_unload(name, time.monotonic() + timeout_s)
         self._spawn(self._finish_unload(name))
 
     async def _finish_unload(self, name: str) -> None:
         await asyncio.sleep(_UNLOAD_KNOWN_S)
-        while not self._fleet.unload_may_finish(name, time.monotonic()):  # noqa: ASYNC110
+        while not self._fleet.registry.unload_may_finish(name, time.monotonic()):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         await asyncio.to_thread(serve.delete, model_app(name), _blocking=True)
-        self._fleet.remove(name)
+        self._fleet.registry.remove(name)
 
     async def scale(self, name: str, replicas: int) -> None:
         """Change the number of a model's replicas.
@@ -119,7 +119,7 @@ class ModelLifecycle:
             UnknownModel: there is no such model.
             BadRequest: its devices allow no such number.
         """
-        model = self._fleet.model(name)
+        model = self._fleet.registry.record(name).model
         if not 1 <= replicas <= model.most_replicas:
             raise BadRequest(
                 f"model {name!r} is one pipeline over its devices: ask for 1 replica"
@@ -132,7 +132,7 @@ class ModelLifecycle:
         await controller.update_deployment_replicas.remote(
             DeploymentID(name=ENGINE_DEPLOYMENT, app_name=model_app(name)), replicas
         )
-        self._fleet.set_target(name, replicas)
+        self._fleet.registry.set_target(name, replicas)
 
     async def set_role(self, replica_id: str, role: Role) -> None:
         """Change what is sent to a replica.
@@ -141,18 +141,18 @@ class ModelLifecycle:
             NotFound: there is no such replica.
             Conflict: its model keeps nothing in a KV store.
         """
-        model = self._fleet.model_of(replica_id)
+        model = self._fleet.registry.replica(replica_id).model
         if role is not Role.UNIFIED and self._kv_transfer_config(model) is None:
             raise Conflict(
                 f"model {model.name!r} keeps nothing in a KV store, through which prefill replicas "
                 "hand over: add a kvstore section to the configuration, and do not set the "
                 "model's kvstore to false"
             )
-        self._fleet.set_role(replica_id, role)
+        self._fleet.registry.set_role(replica_id, role)
 
     async def note_failures(self) -> None:
         """Ask Serve why models have no replicas."""
-        unready = [m for m in self._fleet.model_states(time.monotonic()) if not m.replicas]
+        unready = [m for m in self._fleet.views.models(time.monotonic()) if not m.replicas]
         if unready:
             with contextlib.suppress(Exception):
                 await self._note_failures(unready)
@@ -162,14 +162,14 @@ class ModelLifecycle:
         for model in unready:
             app = status.applications.get(model_app(model.name))
             if app is not None and app.status in {"DEPLOY_FAILED", "UNHEALTHY"}:
-                self._fleet.set_failure(model.name, _reason(app))
+                self._fleet.registry.set_failure(model.name, _reason(app))
 
     async def _deploy(self, model: Model, replicas: int) -> None:
         try:
             problem = await deploy_model.remote(self._spec(model), replicas, self._base)
         except ray.exceptions.RayError as error:
             problem = str(error).splitlines()[-1]
-        self._fleet.set_failure(model.name, problem)
+        self._fleet.registry.set_failure(model.name, problem)
 
     def _spec(self, model: Model) -> EngineSpec:
         kv_transfer_config = self._kv_transfer_config(model)
@@ -193,7 +193,9 @@ class ModelLifecycle:
 
     def _lenders_for(self, model: Model) -> list[Model]:
         """The models, loaded or configured, that lend."""
-        there = {known.name: known for known in (*self._config.models, *self._fleet.models)}
+        there = {
+            known.name: known for known in (*self._config.models, *self._fleet.registry.models)
+        }
         return [
             known
             for name, known in there.items()

@@ -13,8 +13,8 @@ from starlette.responses import JSONResponse, Response
 from loomserve.platform.access.key_models import check_model
 from loomserve.platform.base.errors import BadRequest, Unavailable, UnknownModel
 from loomserve.platform.config import ApiKey
-from loomserve.platform.fleet.fleet import unknown_model_message
 from loomserve.platform.fleet.messages import ENGINE_DEPLOYMENT, ModelRoute
+from loomserve.platform.fleet.registry import unknown_model_message
 from loomserve.platform.state import ModelStatus
 
 _SERVING = frozenset({ModelStatus.READY, ModelStatus.DEGRADED})

@@ -146,7 +146,7 @@ class RebalancingRunner:
             time.time(),
             changed_at_s,
             self._devices,
-            self._fleet.model_targets(),
+            self._fleet.registry.targets(),
             records,
             self._rates,
             self._profile.read(),

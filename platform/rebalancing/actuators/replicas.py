@@ -67,10 +67,10 @@ class RequestsActuator:
         )
 
     async def begin(self, record: RequestsRecord) -> None:
-        self._fleet.limit_loans(record.borrower, record.lender, record.limit)
+        self._fleet.loans.limit(record.borrower, record.lender, record.limit)
 
     async def abort(self, record: RequestsRecord) -> None:
-        self._fleet.limit_loans(record.borrower, record.lender, record.limit_before)
+        self._fleet.loans.limit(record.borrower, record.lender, record.limit_before)
 
     async def progress(self, record: RequestsRecord) -> Progress:
         lender, limit = record.lender, record.limit
@@ -176,7 +176,7 @@ class ReplicasActuator:
         return Progress(outcome=ActionOutcome.DONE)
 
     def _target(self, model: str) -> int:
-        targets = self._fleet.model_targets()
+        targets = self._fleet.registry.targets()
         if model not in targets:
             raise NotFound(f"model {model!r} is not served any more")
         return targets[model]

@@ -35,7 +35,7 @@ class ShardActuator:
         assert isinstance(action, Move)
         there = record_of(self._fleet, action.lender).report
         lender = there.model.name
-        away = self._fleet.shards(action.engine)
+        away = self._fleet.loans.shards(action.engine)
         if action.back:
             if _amount(away.get(lender)) != action.amount:
                 raise Conflict(
@@ -66,17 +66,19 @@ class ShardActuator:
         return {"layers": [footprint.layers - action.amount, footprint.layers]}
 
     async def begin(self, record: ShardRecord) -> None:
-        self._fleet.move_shard(record.engine, record.lender, record.shard, record.device)
+        self._fleet.loans.move_shard(record.engine, record.lender, record.shard, record.device)
 
     async def abort(self, record: ShardRecord) -> None:
-        self._fleet.move_shard(record.engine, record.lender, record.shard_before, record.device)
+        self._fleet.loans.move_shard(
+            record.engine, record.lender, record.shard_before, record.device
+        )
 
     async def progress(self, record: ShardRecord) -> Progress:
         lender = record.lender
         said = record_of(self._fleet, record.engine).report.borrowing
         if said is None:
             return Progress()
-        aborted = self._fleet.shards(record.engine).get(lender) != record.shard
+        aborted = self._fleet.loans.shards(record.engine).get(lender) != record.shard
         wanted = record.shard_before if aborted else record.shard
         if said.shards.get(lender) != wanted:
             return Progress()  # the engine learns of it with its next heartbeat

@@ -6,8 +6,9 @@ import pytest
 
 from loomserve.platform.base.errors import Conflict, NotFound, UnknownModel
 from loomserve.platform.config import Device, Lending, Lengths, Model
-from loomserve.platform.fleet.fleet import REPORT_EXPIRES_S, SILENCE_ENDS_S, Fleet
+from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import Heartbeat
+from loomserve.platform.fleet.registry import HEARTBEAT_EXPIRES_S, SILENCE_ENDS_S
 from loomserve.platform.state import (
     BorrowingState,
     LentState,
@@ -25,7 +26,7 @@ MODEL = Model(name="org/m", source="demo", devices=("core0", "core1"))
 
 def fleet(target: int = 2) -> Fleet:
     made = Fleet(DEVICES, drain_timeout_s=60)
-    made.add(MODEL, target)
+    made.registry.add(MODEL, target)
     return made
 
 
@@ -42,7 +43,7 @@ def report(replica: str = "r0", device: str = "core0", **changes: object) -> Hea
 
 
 def status(of: Fleet, now: float) -> ModelStatus:
-    return of.model_states(now)[0].status
+    return of.views.models(now)[0].status
 
 
 def test_a_model_goes_from_loading_over_degraded_to_ready_as_replicas_report() -> None:
@@ -52,7 +53,7 @@ def test_a_model_goes_from_loading_over_degraded_to_ready_as_replicas_report() -
     assert status(some, 1) is ModelStatus.DEGRADED
     some.report(report("r1", "core1"), 2)
     assert status(some, 2) is ModelStatus.READY
-    assert [device.models for device in some.device_states(2)] == [("org/m",), ("org/m",)]
+    assert [device.models for device in some.views.used_devices(2)] == [("org/m",), ("org/m",)]
 
 
 def test_a_pipeline_shows_on_all_of_its_devices() -> None:
@@ -60,21 +61,21 @@ def test_a_pipeline_shows_on_all_of_its_devices() -> None:
     stages = (StageState(device="core1", layers=9), StageState(device="core0", layers=21))
     some.report(report("r0", "core1", stages=stages), 1)
     assert status(some, 1) is ModelStatus.READY
-    assert [device.models for device in some.device_states(1)] == [("org/m",), ("org/m",)]
-    assert some.model_states(1)[0].replicas[0].stages == stages
+    assert [device.models for device in some.views.used_devices(1)] == [("org/m",), ("org/m",)]
+    assert some.views.models(1)[0].replicas[0].stages == stages
 
 
 def test_requests_wait_for_a_silent_replica_only_where_there_is_no_other() -> None:
     some = fleet(target=1)
     some.report(report(), 0)
-    later = REPORT_EXPIRES_S + 0.1
-    assert [replica.id for replica in some.routes(later)[0].replicas] == ["r0"]
-    assert not some.routes(SILENCE_ENDS_S)[0].replicas
+    later = HEARTBEAT_EXPIRES_S + 0.1
+    assert [replica.id for replica in some.views.routes(later)[0].replicas] == ["r0"]
+    assert not some.views.routes(SILENCE_ENDS_S)[0].replicas
     assert status(some, later) is ModelStatus.LOADING
-    (state,) = some.model_states(REPORT_EXPIRES_S + 2)
+    (state,) = some.views.models(HEARTBEAT_EXPIRES_S + 2)
     assert state.message.startswith("nothing was heard of its replicas for 12 s")
     some.report(report("r1", "core1"), later)
-    assert [replica.id for replica in some.routes(later)[0].replicas] == ["r1"]
+    assert [replica.id for replica in some.views.routes(later)[0].replicas] == ["r1"]
 
 
 def test_a_replica_that_is_silent_for_long_is_forgotten() -> None:
@@ -82,14 +83,14 @@ def test_a_replica_that_is_silent_for_long_is_forgotten() -> None:
     some.report(report(), 0)
     some.report(report("r1", "core1"), SILENCE_ENDS_S)
     with pytest.raises(NotFound, match="the replicas are: r1"):
-        some.set_draining("r0", True)
+        some.registry.set_draining("r0", True)
 
 
 def test_a_failure_shows_only_while_nothing_answers() -> None:
     some = fleet()
-    some.set_failure("org/m", "no memory")
-    assert some.model_states(0)[0].status is ModelStatus.FAILED
-    assert some.model_states(0)[0].message == "no memory"
+    some.registry.set_failure("org/m", "no memory")
+    assert some.views.models(0)[0].status is ModelStatus.FAILED
+    assert some.views.models(0)[0].message == "no memory"
     some.report(report(), 1)
     assert status(some, 1) is ModelStatus.DEGRADED
 
@@ -98,21 +99,21 @@ def test_names_that_would_share_an_application_conflict() -> None:
     some = fleet()
     for name in ("org/m", "org--m"):
         with pytest.raises(Conflict, match="already loaded"):
-            some.add(MODEL.model_copy(update={"name": name}), 1)
+            some.registry.add(MODEL.model_copy(update={"name": name}), 1)
 
 
 def test_unknown_names_are_answered_with_the_known_ones() -> None:
     some = fleet()
     with pytest.raises(UnknownModel, match="org/m"):
-        some.set_target("other", 1)
+        some.registry.set_target("other", 1)
     with pytest.raises(NotFound, match="none"):
-        some.set_draining("r9", True)
+        some.registry.set_draining("r9", True)
 
 
 def test_draining_is_ordered_with_the_next_report_and_survives_a_new_controller() -> None:
     some = fleet()
     some.report(report(), 0)
-    some.set_draining("r0", True)
+    some.registry.set_draining("r0", True)
     assert some.report(report(), 1).draining
     restarted = fleet()
     assert restarted.report(report(draining=True), 2).draining
@@ -121,37 +122,37 @@ def test_draining_is_ordered_with_the_next_report_and_survives_a_new_controller(
 def test_a_model_loaded_at_run_time_is_learned_from_its_replicas_after_a_restart() -> None:
     restarted = Fleet(DEVICES, drain_timeout_s=60)
     restarted.report(report(), 0)
-    assert restarted.routes(0)[0].name == "org/m"
+    assert restarted.views.routes(0)[0].name == "org/m"
 
 
 def test_unload_waits_for_what_runs_but_not_beyond_its_deadline() -> None:
     some = fleet(target=1)
     some.report(report(in_flight=1), 0)
-    some.begin_unload("org/m", deadline=10)
+    some.registry.begin_unload("org/m", deadline=10)
     assert status(some, 0) is ModelStatus.UNLOADING
     desired = some.report(report(in_flight=1), 4)
     assert (desired.draining, desired.stop_timeout_s) == (True, 6)
-    assert not some.unload_may_finish("org/m", 4)
-    assert some.unload_may_finish("org/m", 10)
+    assert not some.registry.unload_may_finish("org/m", 4)
+    assert some.registry.unload_may_finish("org/m", 10)
     some.report(report(in_flight=0), 5)
-    assert some.unload_may_finish("org/m", 5)
+    assert some.registry.unload_may_finish("org/m", 5)
     with pytest.raises(Conflict, match="already being unloaded"):
-        some.begin_unload("org/m", deadline=20)
-    some.remove("org/m")
-    assert not some.routes(5)
+        some.registry.begin_unload("org/m", deadline=20)
+    some.registry.remove("org/m")
+    assert not some.views.routes(5)
 
 
 def test_a_role_is_ordered_with_the_next_report_and_belongs_to_the_device() -> None:
     some = fleet()
     some.report(report("r0", "core0"), 0)
-    some.set_role("r0", Role.PREFILL)
+    some.registry.set_role("r0", Role.PREFILL)
     assert some.report(report("r0", "core0"), 1).role is Role.PREFILL
     assert some.report(report("r1", "core1"), 1).role is Role.UNIFIED
     # The replica that takes its place starts with what the configuration says.
     assert some.report(report("r2", "core0"), 2).role is Role.PREFILL
-    assert {r.id: r.role for r in some.model_states(2)[0].replicas}["r2"] is Role.PREFILL
+    assert {r.id: r.role for r in some.views.models(2)[0].replicas}["r2"] is Role.PREFILL
     with pytest.raises(NotFound, match="r0"):
-        some.set_role("r9", Role.DECODE)
+        some.registry.set_role("r9", Role.DECODE)
 
 
 def test_a_new_controller_leaves_replicas_in_the_roles_they_have() -> None:
@@ -161,15 +162,15 @@ def test_a_new_controller_leaves_replicas_in_the_roles_they_have() -> None:
 def test_only_decode_replicas_hear_of_their_peers_and_of_their_roles_to_come() -> None:
     some = fleet()
     some.report(report("r0", "core0"), 0)
-    some.set_role("r0", Role.PREFILL)
+    some.registry.set_role("r0", Role.PREFILL)
     assert not some.report(report("r1", "core1"), 1).peers
-    some.set_role("r1", Role.DECODE)
+    some.registry.set_role("r1", Role.DECODE)
     peers = {peer.id: peer for peer in some.report(report("r1", "core1"), 1).peers}
     assert peers["r0"].stats.role is Role.PREFILL
-    some.set_draining("r0", True)
+    some.registry.set_draining("r0", True)
     peers = {peer.id: peer for peer in some.report(report("r1", "core1"), 2).peers}
     assert peers["r0"].stats.draining
-    later = REPORT_EXPIRES_S + 1
+    later = HEARTBEAT_EXPIRES_S + 1
     assert {peer.id for peer in some.report(report("r1", "core1"), later).peers} == {"r1"}
 
 
@@ -183,7 +184,7 @@ def lending_fleet() -> Fleet:
     """A borrower on core0 beside one lender's replica, whose other one is on core1."""
     some = Fleet(DEVICES, drain_timeout_s=60)
     for model in (HOT, COLD):
-        some.add(model, 1)
+        some.registry.add(model, 1)
     some.report(report("c0", "core0", model=COLD, address="127.0.0.1:10"), 0)
     some.report(report("c1", "core1", model=COLD, address="127.0.0.1:11"), 0)
     return some
@@ -219,14 +220,14 @@ def test_a_borrower_hears_of_a_lender_on_another_device_of_its_node() -> None:
 
 def test_lenders_that_drain_unload_or_report_no_more_lend_nothing() -> None:
     some = lending_fleet()
-    some.set_draining("c1", True)
+    some.registry.set_draining("c1", True)
     assert lenders(some, 1) == []
-    some.set_draining("c1", False)
+    some.registry.set_draining("c1", False)
     assert lenders(some, 1) == ["c1"]
-    assert lenders(some, REPORT_EXPIRES_S + 1) == []
+    assert lenders(some, HEARTBEAT_EXPIRES_S + 1) == []
     some.report(report("c1", "core1", model=COLD), 9)
     assert lenders(some, 9) == ["c1"]
-    some.begin_unload(COLD.name, deadline=60)
+    some.registry.begin_unload(COLD.name, deadline=60)
     assert lenders(some, 9) == []
 
 
@@ -235,7 +236,7 @@ def test_a_lender_hears_of_its_loans_only_while_their_borrower_lives() -> None:
     some.report(borrowing(loan("c1")), 1)
     assert some.report(report("c1", "core1", model=COLD), 1).loans == ("loan-1",)
     assert some.report(report("c0", "core0", model=COLD), 1).loans == ()
-    later = REPORT_EXPIRES_S + 2
+    later = HEARTBEAT_EXPIRES_S + 2
     assert some.report(report("c1", "core1", model=COLD), later).loans == ()
 
 
@@ -244,7 +245,7 @@ def test_of_a_models_replicas_the_one_in_use_lends_or_else_the_least_asked() -> 
     some = Fleet(devices, drain_timeout_s=60)
     many = {"devices": tuple(device.name for device in devices)}
     for model in (HOT.model_copy(update=many), COLD.model_copy(update=many)):
-        some.add(model, 2)
+        some.registry.add(model, 2)
     for number in (1, 2, 3):
         some.report(report(f"c{number}", f"core{number}", model=COLD), 0)
     assert lenders(some, 0) == ["c1"]
@@ -260,41 +261,41 @@ def test_replicas_of_one_model_have_parts_of_one_another_and_only_if_ordered() -
     both = Lending(borrow_memory=2**30, lend_memory=2**20)
     names = tuple(device.name for device in devices)
     model = HOT.model_copy(update={"lending": both, "devices": names})
-    some.add(model, 3)
+    some.registry.add(model, 3)
     for number in (1, 2):
         some.report(report(f"h{number}", f"core{number}", model=model), 0)
     me = borrowing().model_copy(update={"model": model})
     assert not some.report(me, 0).lenders
     records = {each.report.replica_id: each.shard_lenders for each in some.engine_records(0)}
     assert records == {"h0": {"h1", "h2"}, "h1": {"h0", "h2"}, "h2": {"h0", "h1"}}
-    some.move_shard("h0", model.name, {"heads": 1}, "core2")
+    some.loans.move_shard("h0", model.name, {"heads": 1}, "core2")
     desired = some.report(me, 0)
     assert [lender.id for lender in desired.lenders] == ["h2"]
     assert desired.shards == {model.name: {"heads": 1}}
-    some.move_shard("h0", model.name, None)
+    some.loans.move_shard("h0", model.name, None)
     assert not some.report(me, 0).lenders
 
 
 def test_a_pair_that_is_switched_off_has_no_lender_until_it_is_switched_on() -> None:
     some = lending_fleet()
-    some.set_pair("org/hot/org/cold", False)
+    some.loans.set_pair("org/hot/org/cold", False)
     desired = some.report(borrowing(), 1)
     assert (desired.lenders, desired.lenders_off) == ((), ("org/cold",))
     # A replica that is started anew hears the same.
     anew = borrowing().model_copy(update={"replica_id": "h1"})
     assert some.report(anew, 1).lenders_off == ("org/cold",)
-    assert [pair.enabled for pair in some.lending_state(1).pairs] == [False]
-    some.set_pair("org/hot/org/cold", True)
+    assert [pair.enabled for pair in some.loans.state(1).pairs] == [False]
+    some.loans.set_pair("org/hot/org/cold", True)
     assert lenders(some, 1) == ["c1"]
     with pytest.raises(NotFound, match="the pairs are: org/hot/org/cold"):
-        some.set_pair("org/cold/org/hot", False)
+        some.loans.set_pair("org/cold/org/hot", False)
 
 
 def test_a_new_controller_learns_from_a_borrower_which_pairs_are_off() -> None:
     restarted = lending_fleet()
     desired = restarted.report(borrowing(switched_off=("org/cold",)), 1)
     assert desired.lenders_off == ("org/cold",)
-    restarted.set_pair("org/hot/org/cold", True)
+    restarted.loans.set_pair("org/hot/org/cold", True)
     # The borrower has not heard of it yet.
     assert not restarted.report(borrowing(switched_off=("org/cold",)), 2).lenders_off
 
@@ -303,8 +304,8 @@ def test_a_loan_is_drained_by_order_to_its_borrower() -> None:
     some = lending_fleet()
     some.report(borrowing(loan("c1")), 1)
     with pytest.raises(NotFound, match="the loans are: loan-1"):
-        some.drain_loan("loan-2", 1)
-    some.drain_loan("loan-1", 1)
+        some.loans.drain("loan-2", 1)
+    some.loans.drain("loan-1", 1)
     assert some.report(borrowing(loan("c1")), 2).drain_loans == ("loan-1",)
     assert not some.report(borrowing(loan("c1", "loan-2")), 3).drain_loans
 
@@ -313,7 +314,7 @@ def test_loans_of_a_lender_that_is_unloaded_drain_at_once() -> None:
     some = lending_fleet()
     some.report(report("c1", "core1", model=COLD), 1)
     assert not some.report(borrowing(loan("c1")), 2).drain_loans
-    some.begin_unload(COLD.name, deadline=10)
+    some.registry.begin_unload(COLD.name, deadline=10)
     assert some.report(borrowing(loan("c1")), 3).drain_loans == ("loan-1",)
 
 
@@ -327,17 +328,17 @@ def test_unload_waits_for_what_a_lender_has_lent() -> None:
     lent = LentState(name="loan-1", lender=COLD.name, lender_replica="c1", borrower=HOT.name,
                      blocks=2, most_blocks=4, taken_back_blocks=0)  # fmt: skip
     some.report(report("c1", "core1", model=COLD, lent=(lent,)), 1)
-    some.begin_unload(COLD.name, deadline=10)
-    assert not some.unload_may_finish(COLD.name, 2)
-    assert some.unload_may_finish(COLD.name, 10)
+    some.registry.begin_unload(COLD.name, deadline=10)
+    assert not some.registry.unload_may_finish(COLD.name, 2)
+    assert some.registry.unload_may_finish(COLD.name, 10)
     some.report(report("c1", "core1", model=COLD), 3)
-    assert some.unload_may_finish(COLD.name, 3)
+    assert some.registry.unload_may_finish(COLD.name, 3)
 
 
 def test_the_state_of_lending_shows_budgets_pairs_loans_and_why_there_is_none() -> None:
     some = lending_fleet()
     some.report(borrowing(loan("c1")), 1)
-    state = some.lending_state(1)
+    state = some.loans.state(1)
     hot, cold = state.models
     assert (hot.borrow_memory, hot.lend_memory, hot.tpot_budget) == (2**30, None, None)
     assert (cold.borrow_memory, cold.lend_memory, cold.tpot_budget) == (None, 2**20, 1.15)
@@ -345,38 +346,38 @@ def test_the_state_of_lending_shows_budgets_pairs_loans_and_why_there_is_none() 
     assert (pair.borrower, pair.lender, pair.problem) == ("org/hot", "org/cold", None)
     assert [loan.name for loan in state.loans] == ["loan-1"]
     some.report(borrowing(problems={"org/cold": "nothing is left"}), 2)
-    assert some.lending_state(2).pairs[0].problem == "nothing is left"
-    some.set_draining("c1", True)
+    assert some.loans.state(2).pairs[0].problem == "nothing is left"
+    some.registry.set_draining("c1", True)
     some.report(borrowing(), 3)
-    problem = some.lending_state(3).pairs[0].problem
+    problem = some.loans.state(3).pairs[0].problem
     assert problem is not None
     assert "no other device of core0's node" in problem
 
 
 def test_the_batch_lane_hears_of_live_replicas_as_they_will_be() -> None:
     some = fleet()
-    assert some.engines(0).models["org/m"].replicas == ()
+    assert some.views.engines(0).models["org/m"].replicas == ()
     some.report(report("r0"), 1)
     some.report(report("r1", "core1"), 1)
-    some.set_draining("r1", True)
-    model = some.engines(1).models["org/m"]
+    some.registry.set_draining("r1", True)
+    model = some.views.engines(1).models["org/m"]
     assert model.max_model_len == 64
     assert {peer.id: peer.stats.draining for peer in model.replicas} == {"r0": False, "r1": True}
-    assert some.engines(1 + REPORT_EXPIRES_S).models["org/m"].replicas == ()
-    some.begin_unload("org/m", 60)
-    assert some.engines(1).models["org/m"].replicas == ()
+    assert some.views.engines(1 + HEARTBEAT_EXPIRES_S).models["org/m"].replicas == ()
+    some.registry.begin_unload("org/m", 60)
+    assert some.views.engines(1).models["org/m"].replicas == ()
 
 
 def test_a_limit_of_loans_belongs_to_the_device_and_survives_a_new_controller() -> None:
     some = lending_fleet()
     some.report(borrowing(), 1)
-    some.limit_loans("h0", "org/cold", 300)
+    some.loans.limit("h0", "org/cold", 300)
     assert some.report(borrowing(), 2).lender_limits == {"org/cold": 300}
     restarted = lending_fleet()
     assert restarted.report(borrowing(limits={"org/cold": 300}), 3).lender_limits == {
         "org/cold": 300
     }
-    restarted.limit_loans("h0", "org/cold", None)
+    restarted.loans.limit("h0", "org/cold", None)
     # It reports what it was told before.
     assert not restarted.report(borrowing(limits={"org/cold": 300}), 4).lender_limits
 
@@ -384,30 +385,32 @@ def test_a_limit_of_loans_belongs_to_the_device_and_survives_a_new_controller() 
 def test_those_who_move_work_see_live_engines_with_lenders_and_limits() -> None:
     some = lending_fleet()
     some.report(borrowing(loan("c1")), 1)
-    some.limit_loans("h0", "org/cold", 300)
+    some.loans.limit("h0", "org/cold", 300)
     records = {each.report.replica_id: each for each in some.engine_records(1)}
     assert [lender.id for lender in records["h0"].lenders] == ["c1"]
     assert records["h0"].shard_lenders == {"c1"}
     assert records["h0"].limits == {"org/cold": 300}
     assert not records["c1"].lenders
-    some.begin_unload("org/cold", deadline=9)
-    assert some.model_targets() == {"org/hot": 1}
+    some.registry.begin_unload("org/cold", deadline=9)
+    assert some.registry.targets() == {"org/hot": 1}
 
 
 def test_an_operator_that_lets_a_pair_borrow_lifts_the_limits_of_plans() -> None:
     some = lending_fleet()
     some.report(borrowing(), 1)
-    some.limit_loans("h0", "org/cold", 0)
-    (pair,) = some.lending_state(1).pairs
+    some.loans.limit("h0", "org/cold", 0)
+    (pair,) = some.loans.state(1).pairs
     assert pair.limits == {"core0": 0}
     assert "a plan moved home" in (pair.problem or "")
-    some.set_pair("org/hot/org/cold", True)
-    (pair,) = some.lending_state(1).pairs
+    some.loans.set_pair("org/hot/org/cold", True)
+    (pair,) = some.loans.state(1).pairs
     assert (pair.limits, pair.problem) == ({}, None)
 
 
 def test_the_batch_lane_hears_what_predicts_a_models_lengths() -> None:
     some = fleet()
-    some.add(HOT.model_copy(update={"lending": None, "lengths": Lengths(predictor="hot-v1")}), 1)
-    found = some.engines(0).models
+    some.registry.add(
+        HOT.model_copy(update={"lending": None, "lengths": Lengths(predictor="hot-v1")}), 1
+    )
+    found = some.views.engines(0).models
     assert (found["org/m"].predictor, found["org/hot"].predictor) == (None, "hot-v1")

@@ -38,12 +38,12 @@ def app(fleet: Fleet) -> FastAPI:
         now = time.monotonic()
         try:
             if method == "set_pair":
-                fleet.set_pair(*args)
+                fleet.loans.set_pair(*args)
             elif method == "drain_loan":
-                fleet.drain_loan(*args, now)
+                fleet.loans.drain(*args, now)
         except RequestError as error:
             return JSONResponse(error.body(), error.status)
-        return fleet.lending_state(now).model_dump(mode="json")
+        return fleet.loans.state(now).model_dump(mode="json")
 
     app = FastAPI(exception_handlers=exception_handlers)
     app.include_router(build_lending_router(ask), prefix="/admin/v1")

@@ -49,7 +49,7 @@ def runner(tmp_path: Path) -> RebalancingRunner:
     ), tmp_path / "devices.yaml")  # fmt: skip
     fleet = Fleet(DEVICES, drain_timeout_s=60)
     for model in (HOT, COLD):
-        fleet.add(model, 1)
+        fleet.registry.add(model, 1)
 
     async def nobody(*_: Any) -> None:
         raise AssertionError("there are neither roles nor replicas to change")

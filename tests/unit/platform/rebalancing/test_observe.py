@@ -98,12 +98,12 @@ def seen(
             assert sums is not None
             rates.take(each.replica_id, *sums)
     for lender, most in (limits or {}).items():
-        fleet.limit_loans("h0", lender, most)
+        fleet.loans.limit("h0", lender, most)
     return measured_snapshot(
         NOW,
         0.0,
         devices,
-        fleet.model_targets(),
+        fleet.registry.targets(),
         fleet.engine_records(seconds),
         rates,
         profile,
@@ -189,10 +189,10 @@ def test_of_a_models_replicas_one_is_the_newest_and_one_more_would_be_without_wo
             given = with_(each, load(NOW - 10 + at_s, at_s), made)
             fleet.report(given, at_s)
             rates.take(given.replica_id, *(sums_of(given) or (0, {})))
-    fleet.set_target("org/m", 2)
+    fleet.registry.set_target("org/m", 2)
     whole = snapshot(
         measured_snapshot(
-            NOW, 0, DEVICES, fleet.model_targets(), fleet.engine_records(10), rates, PROFILED, {}
+            NOW, 0, DEVICES, fleet.registry.targets(), fleet.engine_records(10), rates, PROFILED, {}
         )
     )
     assert [engine.newest for engine in whole.engines] == [False, True]
@@ -225,9 +225,9 @@ def test_an_engine_without_measurements_has_no_sums() -> None:
 
 def test_a_model_whose_replicas_are_missing_makes_the_snapshot_partial() -> None:
     fleet = Fleet(DEVICES, drain_timeout_s=60)
-    fleet.add(MODEL, 2)
+    fleet.registry.add(MODEL, 2)
     measured = measured_snapshot(
-        NOW, 0, DEVICES, fleet.model_targets(), fleet.engine_records(0), Rates(10), PROFILED, {}
+        NOW, 0, DEVICES, fleet.registry.targets(), fleet.engine_records(0), Rates(10), PROFILED, {}
     )
     assert measured.snapshot is not None
     assert [each.why for each in flaws(measured.snapshot, Rebalancing())] == [Unfit.PARTIAL]

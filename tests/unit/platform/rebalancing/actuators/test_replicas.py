@@ -83,10 +83,10 @@ async def test_requests_come_home_once_the_borrower_knows_and_keeps_the_limit(
     actuator = RequestsActuator(borrower.fleet)
     assert actuator.movable("h0")
     record = actuator.prepare("p/0", move(MIB, back=True))
-    assert borrower.fleet.loan_limits("h0") == {}
+    assert borrower.fleet.loans.limits("h0") == {}
     await actuator.begin(record)
     await actuator.begin(record)
-    assert borrower.fleet.loan_limits("h0") == {"org/cold": 2 * MIB}
+    assert borrower.fleet.loans.limits("h0") == {"org/cold": 2 * MIB}
     for used, done in ((3, False), (3, False), (2, True)):
         assert (await outcome(actuator, record) is ActionOutcome.DONE) is False
         borrower.used = used
@@ -114,7 +114,7 @@ async def test_the_last_of_a_loan_goes_with_the_loan(borrower: Borrower) -> None
 async def test_a_raised_limit_is_done_when_it_is_known_and_an_abort_restores_the_one_before(
     borrower: Borrower,
 ) -> None:
-    borrower.fleet.limit_loans("h0", "org/cold", 3 * MIB)
+    borrower.fleet.loans.limit("h0", "org/cold", 3 * MIB)
     for _ in range(2):
         borrower.reports()
     actuator = RequestsActuator(borrower.fleet)
@@ -145,7 +145,7 @@ async def test_a_replica_that_is_gone_cannot_be_told_anything(borrower: Borrower
 
 def serving(*replicas: tuple[str, str]) -> Fleet:
     fleet = Fleet(DEVICES, drain_timeout_s=60)
-    fleet.add(MODEL, len(replicas))
+    fleet.registry.add(MODEL, len(replicas))
     for name, device in replicas:
         fleet.report(report(name, device), now())
     return fleet
@@ -155,7 +155,7 @@ async def test_a_role_is_changed_once_the_replica_reports_it_and_changed_back() 
     fleet = serving(("r0", "core0"))
 
     async def set_role(replica: str, role: Role) -> None:
-        fleet.set_role(replica, role)
+        fleet.registry.set_role(replica, role)
 
     actuator = RoleActuator(fleet, set_role)
     record = actuator.prepare("p/0", SetRole(engine="r0", role=Role.PREFILL))
@@ -170,7 +170,7 @@ async def test_a_role_is_changed_once_the_replica_reports_it_and_changed_back() 
 
 def scaling(fleet: Fleet) -> ReplicasActuator:
     async def scale(model: str, replicas: int) -> None:
-        fleet.set_target(model, replicas)
+        fleet.registry.set_target(model, replicas)
 
     return ReplicasActuator(fleet, scale)
 
@@ -181,7 +181,7 @@ async def test_a_replica_more_is_done_when_it_reports() -> None:
     record = actuator.prepare("p/0", AddReplica(model="org/m", device="core1"))
     for _ in range(2):
         await actuator.begin(record)
-        assert fleet.model_targets() == {"org/m": 2}
+        assert fleet.registry.targets() == {"org/m": 2}
         assert await outcome(actuator, record) is ActionOutcome.RUNNING
     fleet.report(report("r1", "core1"), now())
     assert await outcome(actuator, record) is ActionOutcome.DONE
@@ -193,7 +193,7 @@ async def test_a_replica_that_is_not_wanted_any_more_is_not_started() -> None:
     record = actuator.prepare("p/0", AddReplica(model="org/m", device="core1"))
     await actuator.begin(record)
     await actuator.abort(record)
-    assert fleet.model_targets() == {"org/m": 1}
+    assert fleet.registry.targets() == {"org/m": 1}
     assert await outcome(actuator, record) is ActionOutcome.ABORTED
 
 
@@ -207,11 +207,11 @@ async def test_the_replica_that_was_meant_must_be_the_one_that_went(
     actuator = scaling(fleet)
     record = actuator.prepare("p/0", RemoveReplica(engine="r1"))
     await actuator.begin(record)
-    assert fleet.model_targets() == {"org/m": 1}
+    assert fleet.registry.targets() == {"org/m": 1}
     assert await outcome(actuator, record) is ActionOutcome.RUNNING
-    del fleet._replicas[goes]
+    del fleet.registry._replicas[goes]
     progress = await actuator.progress(record)
     assert progress.outcome is ends
     if ends is ActionOutcome.FAILED:
         assert "r0" in progress.message
-        assert fleet.model_targets() == {"org/m": 2}
+        assert fleet.registry.targets() == {"org/m": 2}

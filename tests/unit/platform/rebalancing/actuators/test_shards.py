@@ -73,9 +73,9 @@ async def test_heads_are_away_once_the_engine_says_so_and_home_once_the_loan_is_
 ) -> None:
     actuator = ShardActuator(borrower.fleet)
     record = actuator.prepare("p/0", move(MoveKind.HEADS, 1))
-    assert not borrower.fleet.shards("h0")
+    assert not borrower.fleet.loans.shards("h0")
     await actuator.begin(record)
-    assert borrower.fleet.shards("h0") == {"org/cold": {"heads": 1}}
+    assert borrower.fleet.loans.shards("h0") == {"org/cold": {"heads": 1}}
     for phase in (None, None, "leaving"):
         borrower.reports(phase)
         assert await outcome(actuator, record) is ActionOutcome.RUNNING
@@ -125,7 +125,7 @@ async def test_what_the_engine_refuses_has_failed_with_its_reason_and_is_not_ask
     borrower.reports()
     failed = await actuator.progress(record)
     assert (failed.outcome, failed.message) == (ActionOutcome.FAILED, borrower.problem)
-    assert not borrower.fleet.shards("h0")
+    assert not borrower.fleet.loans.shards("h0")
 
 
 async def test_one_thing_is_away_at_a_time_and_comes_home_whole(borrower: Borrower) -> None:
@@ -151,7 +151,7 @@ async def test_a_part_that_came_home_by_itself_is_not_sent_again(borrower: Borro
 
 
 def test_a_new_controller_learns_what_is_away(borrower: Borrower) -> None:
-    borrower.fleet.move_shard("h0", "org/cold", {"heads": 1})
+    borrower.fleet.loans.move_shard("h0", "org/cold", {"heads": 1})
     borrower.reports()
     borrower.reports("away")
     borrower.fleet = lending_fleet()

@@ -1,0 +1,235 @@
+"""Which replicas lend to which: pairs that operators allow, loans that there are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from loomserve.platform.base.errors import NotFound
+from loomserve.platform.fleet.desired_loans import DesiredLoans, DesiredShard, Place, place_of
+from loomserve.platform.fleet.lending_pairs import lenders_of
+from loomserve.platform.fleet.messages import Heartbeat, LenderReplica
+from loomserve.platform.fleet.registry import Registry, ReplicaRecord
+from loomserve.platform.state import (
+    LendingModelState,
+    LendingPairState,
+    LendingState,
+    LoanState,
+)
+from loomserve.platform.state.lending_options import ShardSpec
+
+
+@dataclass
+class FleetLoans:
+    """The desired loans of a registry's replicas; a pair is a borrower's and a lender's model."""
+
+    registry: Registry
+    _desired: DesiredLoans = field(default_factory=DesiredLoans)
+
+    # What operators and plans change
+
+    def set_pair(self, pair: str, enabled: bool) -> None:
+        """Let a model borrow from another, without plans' limits, or end what it has borrowed.
+
+        Args:
+            pair: ``borrower/lender``.
+            enabled: whether it may.
+
+        Raises:
+            NotFound: these are no two models of which one may borrow from the other.
+        """
+        known = {f"{borrower}/{lender}": (borrower, lender) for borrower, lender in self._pairs()}
+        if pair not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise NotFound(f"there is no pair {pair!r} of borrower/lender; the pairs are: {names}")
+        self._desired.switch(*known[pair], enabled)
+
+    def drain(self, name: str, now: float) -> None:
+        """End a loan once nothing lies there.
+
+        Raises:
+            NotFound: no live replica has borrowed under that name.
+        """
+        known = {loan.name for loan in self._loans(now)}
+        if name not in known:
+            names = ", ".join(sorted(known)) or "none"
+            raise NotFound(f"there is no loan {name!r}; the loans are: {names}")
+        # Names of loans that have ended meanwhile are of no use any more.
+        self._desired.draining = self._desired.draining & known | {name}
+
+    def limit(self, replica_id: str, lender: str, most_bytes: int | None) -> None:
+        """Limit the KV that a replica, and those after it on its device, keeps with a lender.
+
+        Raises:
+            NotFound: no replica of that id has reported.
+        """
+        self._desired.limit(self._place(replica_id), lender, most_bytes)
+
+    def move_shard(
+        self, replica_id: str, lender: str, shard: ShardSpec | None, device: str | None = None
+    ) -> None:
+        """Have a lender's model compute a shard of a replica; None: have the shard come home.
+
+        Args:
+            replica_id: whose shard it is.
+            lender: the model.
+            shard: of all of the replica's requests.
+            device: on which the lender's replica is; None: any.
+
+        Raises:
+            NotFound: no replica of that id has reported.
+        """
+        desired = DesiredShard(shard, device) if shard else None
+        self._desired.move_shard(self._place(replica_id), lender, desired)
+
+    # What they are
+
+    def shards(self, replica_id: str) -> dict[str, ShardSpec]:
+        """The desired shards of a replica, by the lender's model.
+
+        Raises:
+            NotFound: no replica of that id has reported.
+        """
+        return self._desired.shards(self._place(replica_id))
+
+    def limits(self, replica_id: str) -> dict[str, int]:
+        """Limits of a replica's loans in bytes, by the lender's model.
+
+        Raises:
+            NotFound: no replica of that id has reported.
+        """
+        return self._desired.limits(self._place(replica_id))
+
+    def state(self, now: float) -> LendingState:
+        """What operators see."""
+        return LendingState(
+            models=tuple(
+                LendingModelState(
+                    model=model.name,
+                    lend_memory=lending.lend_memory,
+                    borrow_memory=lending.borrow_memory,
+                    tpot_budget=lending.tpot_budget if lending.lend_memory else None,
+                )
+                for model in self.registry.models
+                if (lending := model.lending) is not None
+            ),
+            pairs=tuple(
+                LendingPairState(
+                    borrower=borrower,
+                    lender=lender,
+                    enabled=not self._desired.is_off(borrower, lender),
+                    problem=self._problem(borrower, lender, now),
+                    limits=self._desired.limits_of_pair(borrower, lender),
+                )
+                for borrower, lender in self._pairs()
+            ),
+            loans=tuple(self._loans(now)),
+            lent=tuple(
+                lent for replica in self.registry.all_live(now) for lent in replica.heartbeat.lent
+            ),
+        )
+
+    # What a heartbeat changes, and is answered with
+
+    def observe(self, before: Heartbeat | None, heartbeat: Heartbeat) -> None:
+        """Take in a replica's heartbeat; ``before`` is the one that came before it, if any."""
+        if before is None:
+            self._desired.recover(heartbeat)
+        else:
+            self._desired.observe(before, heartbeat)
+
+    def lenders_off(self, borrower: ReplicaRecord) -> tuple[str, ...]:
+        """Models from which an operator does not let the replica borrow."""
+        return tuple(
+            lender
+            for lender in lenders_of(borrower.model, self.registry.models)
+            if self._desired.is_off(borrower.model.name, lender)
+        )
+
+    def draining(self, borrower: ReplicaRecord) -> tuple[str, ...]:
+        """Names of the replica's loans that are to end."""
+        return tuple(
+            loan.name
+            for loan in borrower.heartbeat.loans
+            if loan.name in self._desired.draining or self._must_leave(loan, borrower)
+        )
+
+    def borrowed_from(self, lender: ReplicaRecord, now: float) -> tuple[str, ...]:
+        """Names of the loans that live borrowers have with a lender's replica."""
+        return tuple(loan.name for loan in self._loans(now) if loan.lender_replica == lender.id)
+
+    def lenders(self, borrower: ReplicaRecord, now: float) -> Iterator[LenderReplica]:
+        """One replica of each lender's model: that on the desired device, that of the present
+        loan, or the one with the fewest loans."""
+        mine = {loan.lender_replica for loan in borrower.heartbeat.loans}
+        asked = Counter(loan.lender_replica for loan in self._loans(now))
+        place = place_of(borrower.heartbeat)
+        for lender in lenders_of(borrower.model, self.registry.models):
+            if lender == borrower.model.name and lender not in self._desired.shards(place):
+                continue  # requests are shared out among replicas by their router
+            device = self._desired.device_of(place, lender)
+            best = min(
+                self._may_lend_to(borrower, lender, now),
+                key=lambda each: (
+                    each.device != device,
+                    each.id not in mine,
+                    asked[each.id],
+                    each.device,
+                ),
+                default=None,
+            )
+            if best is not None:
+                yield LenderReplica(model=lender, id=best.id, address=best.heartbeat.address)
+
+    def shard_lenders(self, borrower: ReplicaRecord, now: float) -> frozenset[str]:
+        """Replicas that may compute a shard of the borrower's."""
+        return frozenset(
+            each.id
+            for lender in lenders_of(borrower.model, self.registry.models)
+            for each in self._may_lend_to(borrower, lender, now)
+        )
+
+    def _place(self, replica_id: str) -> Place:
+        return place_of(self.registry.replica(replica_id).heartbeat)
+
+    def _pairs(self) -> Iterator[tuple[str, str]]:
+        for model in self.registry.models:
+            for lender in lenders_of(model, self.registry.models):
+                yield model.name, lender
+
+    def _loans(self, now: float) -> Iterator[LoanState]:
+        for replica in self.registry.all_live(now):
+            yield from replica.heartbeat.loans
+
+    def _problem(self, borrower: str, lender: str, now: float) -> str | None:
+        """Why the first replica that has no loan has none."""
+        for replica in self.registry.live(borrower, now):
+            said = replica.heartbeat.borrowing
+            if said is not None and lender in said.problems:
+                return said.problems[lender]
+            if self._desired.limits(place_of(replica.heartbeat)).get(lender) == 0:
+                return "a plan moved home what lay there, and lets nothing go there"
+            if not any(self._may_lend(each, replica) for each in self.registry.live(lender, now)):
+                return f"no other device of {replica.device}'s node has it ready to lend"
+        return None
+
+    def _may_lend_to(self, borrower: ReplicaRecord, lender: str, now: float) -> list[ReplicaRecord]:
+        """Replicas of the lender's model."""
+        if self._desired.is_off(borrower.model.name, lender):
+            return []
+        return [each for each in self.registry.live(lender, now) if self._may_lend(each, borrower)]
+
+    def _must_leave(self, loan: LoanState, borrower: ReplicaRecord) -> bool:
+        # A controller that restarted does not know of a lender before its first heartbeat.
+        lender = self.registry.find(loan.lender_replica)
+        return lender is not None and not self._may_lend(lender, borrower)
+
+    def _may_lend(self, lender: ReplicaRecord, borrower: ReplicaRecord) -> bool:
+        # On one device, the borrower would wait for a lender whose core it holds.
+        return (
+            lender.host == borrower.host
+            and lender.device != borrower.device
+            and not lender.stops
+            and self.registry.record(lender.model.name).unload_deadline is None
+        )

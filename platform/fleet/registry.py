@@ -1,0 +1,246 @@
+"""The models that there shall be, and the last heartbeats of their replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from loomserve.platform.base.errors import Conflict, NotFound, UnknownModel
+from loomserve.platform.config import Model
+from loomserve.platform.fleet.messages import Heartbeat, LiveReplica, model_app
+from loomserve.platform.state.roles import Role
+
+# Four heartbeats missed in a row: the replica is gone or hangs, and must not count as an answer.
+# Less would take one for gone whose machine is merely busy, as while three engines start there.
+HEARTBEAT_EXPIRES_S = 10.0
+# So long requests still wait for the only replicas of a model, which may merely be stalled. Serve
+# ends those that hang, and what refuses a connection is answered at once.
+SILENCE_ENDS_S = 60.0
+
+
+@dataclass
+class ModelRecord:
+    """One model, as operators want it."""
+
+    model: Model
+    target_replicas: int
+    unload_deadline: float | None = None
+    failure: str | None = None
+    """Why its application cannot start."""
+    roles: dict[str, Role] = field(default_factory=dict)
+    """By device, where an operator has changed it."""
+
+    def role(self, heartbeat: Heartbeat) -> Role:
+        """The role that a replica has, or is given in answer to its next heartbeat."""
+        return self.roles.get(heartbeat.device, heartbeat.stats.role)
+
+
+@dataclass
+class ReplicaRecord:
+    """One replica, by its last heartbeat."""
+
+    heartbeat: Heartbeat
+    seen_at: float
+    draining: bool
+    """Whether an operator drains it."""
+
+    @property
+    def id(self) -> str:
+        return self.heartbeat.replica_id
+
+    @property
+    def device(self) -> str:
+        return self.heartbeat.device
+
+    @property
+    def model(self) -> Model:
+        return self.heartbeat.model
+
+    @property
+    def stops(self) -> bool:
+        return self.draining or self.heartbeat.stats.draining
+
+    @property
+    def host(self) -> str:
+        return self.heartbeat.address.rpartition(":")[0]
+
+
+@dataclass
+class Registry:
+    """Records of models and replicas; times are monotonic seconds of the caller's one clock.
+
+    All but the operators' wishes is rebuilt from heartbeats, so a controller that restarts knows
+    the fleet within one period.
+    """
+
+    _models: dict[str, ModelRecord] = field(default_factory=dict)
+    _replicas: dict[str, ReplicaRecord] = field(default_factory=dict)
+
+    @property
+    def models(self) -> list[Model]:
+        return [record.model for record in self._models.values()]
+
+    @property
+    def records(self) -> Iterable[ModelRecord]:
+        return self._models.values()
+
+    def add(self, model: Model, target_replicas: int) -> None:
+        """
+        Raises:
+            Conflict: a model of that name (or of the same application name) is there.
+        """
+        for name in self._models:
+            if model_app(name) == model_app(model.name):
+                raise Conflict(f"model {name!r} is already loaded; unload it first", param="name")
+        self._models[model.name] = ModelRecord(model, target_replicas)
+
+    def remove(self, name: str) -> None:
+        """Forget a model and its replicas."""
+        self._models.pop(name, None)
+        self._replicas = {id_: r for id_, r in self._replicas.items() if r.model.name != name}
+
+    def record(self, name: str) -> ModelRecord:
+        """
+        Raises:
+            UnknownModel: there is no such model.
+        """
+        if name not in self._models:
+            raise UnknownModel(unknown_model_message(name, self._models))
+        return self._models[name]
+
+    def replica(self, replica_id: str) -> ReplicaRecord:
+        """
+        Raises:
+            NotFound: no replica of that id has reported.
+        """
+        if replica_id not in self._replicas:
+            known = ", ".join(sorted(self._replicas)) or "none"
+            raise NotFound(f"there is no replica {replica_id!r}; the replicas are: {known}")
+        return self._replicas[replica_id]
+
+    def find(self, replica_id: str) -> ReplicaRecord | None:
+        """None: it has not reported yet, or not for long."""
+        return self._replicas.get(replica_id)
+
+    def live_replica(self, replica_id: str, now: float) -> ReplicaRecord:
+        """
+        Raises:
+            NotFound: no replica of that id reports.
+        """
+        replica = self._replicas.get(replica_id)
+        if replica is None or now - replica.seen_at >= HEARTBEAT_EXPIRES_S:
+            raise NotFound(f"replica {replica_id!r} does not report any more")
+        return replica
+
+    def take(self, heartbeat: Heartbeat, now: float) -> ReplicaRecord:
+        """Record a heartbeat, and forget replicas that have been silent for long."""
+        before = self._replicas.get(heartbeat.replica_id)
+        draining = heartbeat.stats.draining if before is None else before.draining
+        replica = ReplicaRecord(heartbeat, now, draining)
+        self._replicas = {
+            id_: each
+            for id_, each in (self._replicas | {replica.id: replica}).items()
+            if now - each.seen_at < SILENCE_ENDS_S
+        }
+        # A controller that restarted meets a model that was loaded at run time.
+        if heartbeat.model.name not in self._models:
+            self._models[heartbeat.model.name] = ModelRecord(heartbeat.model, target_replicas=1)
+        return replica
+
+    def set_target(self, name: str, replicas: int) -> None:
+        """
+        Raises:
+            UnknownModel: there is no such model.
+        """
+        self.record(name).target_replicas = replicas
+
+    def set_failure(self, name: str, failure: str | None) -> None:
+        """Why the model's application cannot start, or None; unknown names are ignored."""
+        if name in self._models:
+            self._models[name].failure = failure
+
+    def begin_unload(self, name: str, deadline: float) -> None:
+        """
+        Raises:
+            UnknownModel: there is no such model.
+            Conflict: it is already being unloaded.
+        """
+        record = self.record(name)
+        if record.unload_deadline is not None:
+            raise Conflict(f"model {name!r} is already being unloaded")
+        record.unload_deadline = deadline
+
+    def unload_may_finish(self, name: str, now: float) -> bool:
+        """True when nothing runs on the model or lies with it, or its deadline has passed."""
+        record = self.record(name)
+        assert record.unload_deadline is not None
+        busy = any(r.heartbeat.in_flight or r.heartbeat.lent for r in self.live(name, now))
+        return not busy or now >= record.unload_deadline
+
+    def set_draining(self, replica_id: str, draining: bool) -> None:
+        """
+        Raises:
+            NotFound: no replica of that id has reported.
+        """
+        self.replica(replica_id).draining = draining
+
+    def set_role(self, replica_id: str, role: Role) -> None:
+        """Change the role of a replica, and of those that come after it on its device.
+
+        Raises:
+            NotFound: no replica of that id has reported.
+        """
+        replica = self.replica(replica_id)
+        self.record(replica.model.name).roles[replica.device] = role
+
+    def targets(self) -> dict[str, int]:
+        """How many replicas there shall be of each model that is not being unloaded."""
+        return {
+            name: record.target_replicas
+            for name, record in self._models.items()
+            if record.unload_deadline is None
+        }
+
+    def live(self, name: str, now: float) -> list[ReplicaRecord]:
+        """A model's replicas whose heartbeats have not expired."""
+        return [
+            replica
+            for replica in self._replicas.values()
+            if replica.model.name == name and now - replica.seen_at < HEARTBEAT_EXPIRES_S
+        ]
+
+    def all_live(self, now: float) -> Iterator[ReplicaRecord]:
+        """Live replicas, model by model."""
+        for name in self._models:
+            yield from self.live(name, now)
+
+    def reachable(self, name: str, now: float) -> list[ReplicaRecord]:
+        """A model's live replicas, else those that were live until lately."""
+        return self.live(name, now) or [
+            replica
+            for replica in self._replicas.values()
+            if replica.model.name == name and now - replica.seen_at < SILENCE_ENDS_S
+        ]
+
+    def live_replicas(self, name: str, now: float) -> tuple[LiveReplica, ...]:
+        """A model's live replicas, as they will be after their next heartbeats."""
+        record = self.record(name)
+        return tuple(
+            LiveReplica(
+                id=replica.id,
+                address=replica.heartbeat.address,
+                stats=replica.heartbeat.stats.model_copy(
+                    update={"role": record.role(replica.heartbeat), "draining": replica.stops}
+                ),
+            )
+            for replica in self.live(name, now)
+        )
+
+    def max_model_len(self, name: str, now: float) -> int | None:
+        """Tokens of context, once a replica has said."""
+        return next((r.heartbeat.max_model_len for r in self.reachable(name, now)), None)
+
+
+def unknown_model_message(name: str, known: Iterable[str]) -> str:
+    names = ", ".join(sorted(known)) or "none is loaded"
+    return f"The model {name!r} does not exist here. Models: {names}."

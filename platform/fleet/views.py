@@ -1,0 +1,132 @@
+"""The fleet as gateways, the batch lane and operators see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from loomserve.platform.config import Device
+from loomserve.platform.devices.claims import place
+from loomserve.platform.fleet.messages import (
+    ModelEngines,
+    ModelRoute,
+    ReplicaRoute,
+    ServedEngines,
+    model_app,
+)
+from loomserve.platform.fleet.registry import ModelRecord, Registry
+from loomserve.platform.state import DeviceState, ModelState, ModelStatus, ReplicaState
+
+
+@dataclass(frozen=True)
+class FleetViews:
+    """Views of a registry; each is made anew when it is asked for."""
+
+    registry: Registry
+    devices: Sequence[Device]
+
+    def routes(self, now: float) -> tuple[ModelRoute, ...]:
+        """For gateways."""
+        return tuple(self._route(record, now) for record in self.registry.records)
+
+    def _route(self, record: ModelRecord, now: float) -> ModelRoute:
+        model = record.model
+        return ModelRoute(
+            name=model.name,
+            app=model_app(model.name),
+            status=self._status(record, now)[0],
+            policy=model.router.policy,
+            max_concurrent_requests=model.max_concurrent_requests,
+            max_model_len=self.registry.max_model_len(model.name, now),
+            kvstore=model.kvstore,
+            predictor=model.lengths.predictor if model.lengths else None,
+            replicas=tuple(
+                ReplicaRoute(
+                    id=replica.id, device=replica.device, address=replica.heartbeat.address
+                )
+                for replica in self.registry.reachable(model.name, now)
+            ),
+        )
+
+    def engines(self, now: float) -> ServedEngines:
+        """For the batch lane."""
+        return ServedEngines(
+            models={
+                record.model.name: self._engines(record, now) for record in self.registry.records
+            }
+        )
+
+    def _engines(self, record: ModelRecord, now: float) -> ModelEngines:
+        model = record.model
+        return ModelEngines(
+            max_model_len=self.registry.max_model_len(model.name, now),
+            predictor=model.lengths.predictor if model.lengths else None,
+            replicas=() if record.unload_deadline else self.registry.live_replicas(model.name, now),
+        )
+
+    def models(self, now: float) -> tuple[ModelState, ...]:
+        """For operators."""
+        return tuple(self._model(record, now) for record in self.registry.records)
+
+    def _model(self, record: ModelRecord, now: float) -> ModelState:
+        model = record.model
+        status, message = self._status(record, now)
+        return ModelState(
+            name=model.name,
+            source=model.source,
+            status=status,
+            message=message,
+            target_replicas=record.target_replicas,
+            router=model.router.policy,
+            max_model_len=self.registry.max_model_len(model.name, now),
+            replicas=tuple(
+                ReplicaState(
+                    id=each.id,
+                    device=each.device,
+                    stages=each.heartbeat.stages,
+                    address=each.heartbeat.address,
+                    pid=each.heartbeat.pid,
+                    draining=each.stops,
+                    role=record.role(each.heartbeat),
+                    in_flight=each.heartbeat.in_flight,
+                    load=each.heartbeat.stats.load,
+                    borrowing=each.heartbeat.borrowing,
+                )
+                for each in sorted(self.registry.live(model.name, now), key=lambda r: r.device)
+            ),
+        )
+
+    def used_devices(self, now: float) -> tuple[DeviceState, ...]:
+        """For operators: each device with the models that use it."""
+        on_device: dict[str, set[str]] = {device.name: set() for device in self.devices}
+        for replica in self.registry.all_live(now):
+            for used in [stage.device for stage in replica.heartbeat.stages] or [replica.device]:
+                on_device[used].add(replica.model.name)
+        return tuple(
+            DeviceState(
+                name=device.name,
+                kind=device.kind,
+                place=place(device),
+                models=tuple(sorted(on_device[device.name])),
+            )
+            for device in self.devices
+        )
+
+    def _status(self, record: ModelRecord, now: float) -> tuple[ModelStatus, str]:
+        """With the reason, for a person."""
+        live = len(self.registry.live(record.model.name, now))
+        if record.unload_deadline is not None:
+            return ModelStatus.UNLOADING, "finishes its running requests"
+        if live >= record.target_replicas:
+            return ModelStatus.READY, ""
+        if live:
+            return ModelStatus.DEGRADED, f"{live} of {record.target_replicas} replicas answer"
+        if record.failure is not None:
+            return ModelStatus.FAILED, record.failure
+        if silent := self.registry.reachable(record.model.name, now):
+            silence_s = now - max(replica.seen_at for replica in silent)
+            return ModelStatus.LOADING, (
+                f"nothing was heard of its replicas for {silence_s:.0f} s: they stall, or start "
+                "anew; requests wait for them"
+            )
+        return ModelStatus.LOADING, "its engine is starting"
