@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
+from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
 
 from loomserve.deployments.gateway.metrics_page import (
@@ -38,18 +40,16 @@ class Engines:
 
 
 class Away:
-    """A batch lane that is restarted, and a controller that answers nonsense."""
+    """A batch lane and a controller that are restarted."""
 
-    async def ask(self, method: str) -> dict[str, Any]:
+    def __init__(self) -> None:
+        self.rebalancing_state = SimpleNamespace(remote=self._restarted)
+
+    async def ask(self, method: str) -> Any:
         raise Unavailable("away")
 
-    @property
-    def rebalancing(self) -> Any:
-        class Method:
-            async def remote(self, method: str) -> dict[str, Any]:
-                return {}
-
-        return Method()
+    async def _restarted(self) -> Any:
+        raise RayServeException("away")
 
 
 def shown(registry: CollectorRegistry, *sources: Any) -> str:
