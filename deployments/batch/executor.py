@@ -1,4 +1,4 @@
-"""Has a batch's lines computed by the platform's engines, through a gateway like all requests."""
+"""Sends lines to the platform's engines, through a gateway like all requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _log = logging.getLogger("ray.serve")
 # Engines report every two seconds.
 _FRESH_S = 0.5
 _ANSWER_S = 5.0
-# What a gateway answers where an engine took the line and failed.
+# Error codes of a gateway whose engine took the line and failed.
 _FAILURES = frozenset({EngineGone.reason, InternalError.reason})
 _GATEWAY_FAILED = (
     b'{"error": {"message": "The server failed on this request. Send it again.", '
@@ -31,7 +31,7 @@ _GATEWAY_AWAY = b'{"error": {"message": "no gateway answers", "code": "gateway_a
 
 
 class GatewayExecutor:
-    """The lane's :class:`~loomserve.platform.batch.executor.LineExecutor`."""
+    """The :class:`~loomserve.platform.batch.executor.LineExecutor` of the platform's engines."""
 
     def __init__(self, gateway: DeploymentHandle, controller: DeploymentHandle) -> None:
         self._gateway = gateway
@@ -84,7 +84,7 @@ class GatewayExecutor:
 
 
 def outcome(status: int, body: bytes) -> LineOutcome:
-    """Whether another attempt may end better, by a gateway's answer."""
+    """Tell from a gateway's answer whether another attempt may end better."""
     if status == TooManyRequests.status:
         return LineOutcome.AWAY
     if status < 500:

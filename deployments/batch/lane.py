@@ -16,7 +16,7 @@ from loomserve.deployments.batch.offline_worker import RayOfflineWorker
 from loomserve.deployments.ray_node import node_address
 from loomserve.platform.access.key_models import KnownKeys
 from loomserve.platform.base.reply import replies
-from loomserve.platform.batch.executors import SeveralExecutors
+from loomserve.platform.batch.executors import CombinedExecutor
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.http.api import BatchApi
 from loomserve.platform.batch.lane import BatchLane
@@ -33,13 +33,13 @@ from loomserve.platform.fleet.messages import (
 from loomserve.platform.http.server import HttpServer, listen
 from loomserve.platform.state import BatchLaneState, BatchState
 
-# One that is taken for dead may live on for a while; its files are its own until it is gone.
+# A lane that Serve takes for dead may live on for a while, and keeps the folder until it ends.
 _CLAIM_TIMEOUT_S = 60.0
 _STOP_TIMEOUT_S = 5.0
 
 
 class BatchLaneDeployment:
-    """The deployment class: the lane, and its API for gateways on a port of its own."""
+    """Deployment of the lane, with its API for gateways on a port of its own."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -64,7 +64,7 @@ class BatchLaneDeployment:
             serve.get_deployment_handle(GATEWAY_DEPLOYMENT, GATEWAY_APP),
             serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP),
         )
-        executor = SeveralExecutors(gateway, queues, KnownKeys(front.api_keys))
+        executor = CombinedExecutor(gateway, queues, KnownKeys(front.api_keys))
         self._lane = BatchLane(
             self._store, self._folder, executor, checked, max_body=front.max_body
         )
@@ -83,24 +83,24 @@ class BatchLaneDeployment:
                 group.create_task(queue.run())
 
     async def address(self) -> str:
-        """Where its API listens; another port after each start."""
+        """Address of its API; the port is another after each start."""
         return self._address
 
     @replies
     async def state(self) -> BatchLaneState:
-        """What operators see."""
+        """State of the lane, for operators."""
         state = await self._lane.state()
         offline = tuple(queue.state for queue in self._queues)
         return state.model_copy(update={"offline_models": offline})
 
     @replies
     async def show(self, batch_id: str) -> BatchState:
-        """Any key's batch."""
+        """State of any key's batch."""
         return self._lane.state_of(await self._lane.call(self._store.batches.get, None, batch_id))
 
     @replies
     async def cancel(self, batch_id: str) -> BatchState:
-        """Cancel any key's batch."""
+        """Cancel any key's batch; errors as in :meth:`show`."""
         return self._lane.state_of(await self._lane.cancel(None, batch_id))
 
     async def check_health(self) -> None:
@@ -108,7 +108,7 @@ class BatchLaneDeployment:
             raise RuntimeError("the batch lane has ended")
 
     async def __del__(self) -> None:
-        """Serve's last call: what engines are computing is computed again after a restart."""
+        """Stop at Serve's last call; after a restart, engines compute open lines again."""
         if hasattr(self, "_running"):
             await self._http.stop(_STOP_TIMEOUT_S)
             self._running.cancel()

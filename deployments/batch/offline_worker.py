@@ -25,7 +25,7 @@ from loomserve.platform.batch.offline.worker import (
 
 
 class OfflineProcess:
-    """The actor's class. Errors travel as values, for Ray wraps exceptions."""
+    """The actor's class. Errors travel as values, because Ray wraps exceptions."""
 
     def __init__(self, source: str, cores: Sequence[int], kv_bytes: int) -> None:
         self._source = source
@@ -89,13 +89,13 @@ class OfflineProcess:
 
 
 def run_last_on(cores: Sequence[int]) -> None:
-    """The calling thread, and those that it starts, run on these cores when nothing else would."""
+    """Run this thread, and threads that it starts, on these cores when nothing else would run."""
     os.sched_setaffinity(0, cores)
     os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
 
 
 class RayOfflineWorker:
-    """The lane's :class:`~loomserve.platform.batch.offline.worker.OfflineWorker`."""
+    """The :class:`~loomserve.platform.batch.offline.worker.OfflineWorker` that asks the actor."""
 
     def __init__(self, source: str, cores: Sequence[int], kv_bytes: int) -> None:
         actor = ray.remote(OfflineProcess).options(num_cpus=0, max_restarts=0, max_task_retries=0)

@@ -1,4 +1,4 @@
-"""A gateway's way to the batch lane: requests to ``/v1/files`` and ``/v1/batches``, as they come.
+"""Forwards requests to ``/v1/files`` and ``/v1/batches`` from a gateway to the batch lane.
 
 Files pass through in pieces; neither side ever holds one whole in memory.
 """
@@ -36,12 +36,12 @@ _PASSED_BACK = frozenset(
     {b"content-type", b"content-length", b"content-range", b"accept-ranges", b"etag",
      b"last-modified", b"allow"}
 )  # fmt: skip
-# What a form has beside its file.
+# Room for what a form has beside its file.
 _FORM_BYTES = 2**16
 
 
 class BatchProxy:
-    """An ASGI application; also asks the lane for what operators want to know."""
+    """ASGI application of the forwarded paths; it also calls the lane for the admin API."""
 
     def __init__(
         self,
@@ -62,9 +62,9 @@ class BatchProxy:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """
         Raises:
-            NotFound: there is no lane.
-            BodyTooLarge: an upload is.
-            Unavailable: the lane is away.
+            NotFound: the platform has no lane.
+            BodyTooLarge: the upload is larger than ``max_file_bytes``.
+            Unavailable: the lane does not answer.
         """
         if self._lane is None:
             raise NotFound(
@@ -72,7 +72,7 @@ class BatchProxy:
                 "configuration"
             )
         self._check_length(dict(scope["headers"]).get(b"content-length", b""))
-        # aiohttp makes errors of its connection of those that a body's source raises.
+        # aiohttp turns errors of a body's source into errors of its connection.
         problem: list[Exception] = []
         body = self._body(scope, receive, problem)
         began = False
@@ -100,8 +100,8 @@ class BatchProxy:
         """Call a method of the lane.
 
         Raises:
-            NotFound: there is no lane.
-            Unavailable: it is away.
+            NotFound: the platform has no lane.
+            Unavailable: the lane does not answer.
         """
         if self._lane is None:
             raise NotFound("there is no batch lane: add a batch section to the configuration")

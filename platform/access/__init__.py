@@ -1,1 +1,1 @@
-"""Who may ask, and how often."""
+"""API keys: who may send requests, for which models, and how often."""

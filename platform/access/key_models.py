@@ -1,4 +1,4 @@
-"""Which models an API key may use."""
+"""Checks which models an API key may use."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from loomserve.platform.config import ApiKey
 
 
 class KnownKeys:
-    """The configured keys by name, for work that comes in a key's name and not with the key."""
+    """Configured keys by name, for work that is sent with a key's name instead of the key."""
 
     def __init__(self, keys: Sequence[ApiKey]) -> None:
         self._keys = {key.name: key for key in keys}
 
     def named(self, name: str) -> ApiKey | None:
-        """None: no key is needed here.
+        """Find a key; None: the platform needs no keys.
 
         Raises:
-            Forbidden: there is no such key any more.
+            Forbidden: the configuration has no such key any more.
         """
         if not self._keys and not name:
             return None
@@ -28,7 +28,8 @@ class KnownKeys:
 
 
 def check_model(key: ApiKey | None, model: str) -> None:
-    """
+    """Check that a key may use a model; None: no key is needed.
+
     Raises:
         Forbidden: the key is for other models.
     """

@@ -1,4 +1,4 @@
-"""API keys: how they are made, what is kept of them, and how a client's key is recognised."""
+"""Makes API keys, hashes them, and recognises a client's key."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from loomserve.platform.config import ApiKey
 
 
 def new_key() -> tuple[str, str]:
-    """A fresh key and its hash. The key is shown once; only the hash is kept."""
+    """Make a key and its hash. The key is shown once; only the hash is kept."""
     key = "lsk-" + secrets.token_urlsafe(32)
     return key, hash_key(key)
 
 
 def hash_key(key: str) -> str:
-    """``sha256:HEX`` of a key, as the configuration keeps it.
+    """Hash a key as the configuration keeps it: ``sha256:HEX``.
 
     Keys are 256 random bits, so nobody can guess one from its hash, however fast the hash is.
     Slow, salted hashes protect passwords that people choose; here they would only cost time on
@@ -27,9 +27,9 @@ def hash_key(key: str) -> str:
 
 
 class KeyRing:
-    """The keys that open one door.
+    """Set of keys that give access, such as all API keys, or the admin token alone.
 
-    ``what`` names them to the user: the admin token is a ring of one.
+    ``what`` names them in errors.
     """
 
     def __init__(self, keys: tuple[ApiKey, ...], *, what: str = "API key") -> None:
@@ -37,10 +37,10 @@ class KeyRing:
         self._what = what
 
     def identify(self, presented: str | None) -> ApiKey | None:
-        """Whose key ``presented`` is; None when the ring is empty, so that anyone may enter.
+        """Find the key that a client presented; None: the ring is empty, and anyone may enter.
 
         Raises:
-            Unauthorized: no key was presented, or it is none of the ring's.
+            Unauthorized: no key was presented, or the ring does not have it.
         """
         if not self._keys:
             return None
@@ -50,7 +50,7 @@ class KeyRing:
             )
         digest = hash_key(presented)
         found = None
-        # Every key is compared, each in constant time: how long it takes tells nothing.
+        # Every key is compared, each in constant time, so the time tells an attacker nothing.
         for key in self._keys:
             if hmac.compare_digest(digest, key.hash):
                 found = key

@@ -1,4 +1,4 @@
-"""What one API key may use: requests a minute and requests at once.
+"""Limits of one API key: requests a minute and requests at once.
 
 The rate is a token bucket in the form of the generic cell rate algorithm (ITU-T I.371, annex A:
 the virtual scheduling algorithm), which keeps one number, the time at which the bucket would be
@@ -22,13 +22,13 @@ _RETRY_CONCURRENCY_S = 1.0
 
 
 def burst(requests_per_minute: int) -> int:
-    """How many requests a key may send at once after it was quiet: ten seconds' worth."""
+    """Requests that a key may send at once after a pause: ten seconds' worth of its rate."""
     return -(-requests_per_minute * _BURST_S // 60)
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """What a key uses now. Each gateway process counts its own."""
+class KeyUsage:
+    """Usage of one API key at present. Each gateway process counts its own."""
 
     full_at: int | None = None
     """When the bucket is full again: nanoseconds of the caller's clock times the key's rate, of
@@ -37,8 +37,8 @@ class Usage:
     """Requests that were admitted and have not ended."""
 
 
-def acquire(key: ApiKey, usage: Usage, now_s: float) -> Usage:
-    """The key's usage with one more request admitted at ``now_s``.
+def acquire(key: ApiKey, usage: KeyUsage, now_s: float) -> KeyUsage:
+    """Admit a request at ``now_s``, and return the key's usage with it.
 
     Raises:
         TooManyRequests: the key is over a limit; ``retry_after_s`` is exact for the rate.
@@ -64,14 +64,14 @@ def acquire(key: ApiKey, usage: Usage, now_s: float) -> Usage:
             f"Try again in {wait_s:.1f} s.",
             retry_after_s=wait_s,
         )
-    return Usage(full_at=full_at + interval, running=usage.running + 1)
+    return KeyUsage(full_at=full_at + interval, running=usage.running + 1)
 
 
-def release(usage: Usage) -> Usage:
-    """The key's usage after one admitted request has ended.
+def release(usage: KeyUsage) -> KeyUsage:
+    """End an admitted request, and return the key's usage without it.
 
     Raises:
-        ValueError: nothing is running, so somebody released twice.
+        ValueError: no request is running; one was released twice.
     """
     if usage.running == 0:
         raise ValueError("release without a running request")

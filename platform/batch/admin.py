@@ -1,4 +1,4 @@
-"""The admin API's part for the batch lane: see any key's batches, cancel them."""
+"""Batches in the admin API: any key's can be seen and cancelled."""
 
 from __future__ import annotations
 

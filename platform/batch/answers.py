@@ -7,15 +7,15 @@ from typing import Any
 
 from loomserve.platform.batch.executor import LineAnswer
 from loomserve.platform.batch.policy.objects import new_id
-from loomserve.platform.batch.policy.status import Status
-from loomserve.platform.batch.store.lines import Answer
+from loomserve.platform.batch.policy.status import BatchStatus
+from loomserve.platform.batch.store.lines import StoredAnswer
 
 _UNANSWERED = {
-    Status.EXPIRED: (
+    BatchStatus.EXPIRED: (
         "batch_expired",
         "This request could not be executed before the completion window expired.",
     ),
-    Status.CANCELLED: (
+    BatchStatus.CANCELLED: (
         "batch_cancelled",
         "This request was not executed before the batch was cancelled.",
     ),
@@ -24,8 +24,8 @@ _UNANSWERED = {
 
 def answered(
     batch_id: str, number: int, custom_id: str, request_id: str, said: LineAnswer
-) -> Answer:
-    """What an engine or the platform said to a line."""
+) -> StoredAnswer:
+    """The answer of an engine or the platform, as a line of the output or error file."""
     body = _parsed(said)
     usage = body.get("usage")
     usage = usage if isinstance(usage, dict) else {}
@@ -36,7 +36,7 @@ def answered(
         "response": {"status_code": said.status, "request_id": request_id, "body": body},
         "error": None,
     }
-    return Answer(
+    return StoredAnswer(
         batch_id=batch_id,
         number=number,
         ok=said.status == 200,
@@ -47,8 +47,8 @@ def answered(
     )
 
 
-def unanswered(custom_id: str, ending: Status) -> bytes:
-    """The line of a request that a batch ended without."""
+def unanswered(custom_id: str, ending: BatchStatus) -> bytes:
+    """The line of the error file for a request that had no answer when its batch ended."""
     code, message = _UNANSWERED[ending]
     line = {
         "id": new_id("batch_req_"),

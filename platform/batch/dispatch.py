@@ -1,4 +1,4 @@
-"""Which lines leave for engines now, of all batches in progress, and what each has had of them."""
+"""Chooses the lines that leave for engines, and counts what each batch and key had of them."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 
 from loomserve.platform.batch.executor import QueuedModel, ServedModel
-from loomserve.platform.batch.live import LiveBatch, Running
-from loomserve.platform.batch.policy.admission import LineStart, Queue, admit, in_turn
+from loomserve.platform.batch.live import LiveBatch, RunningLine
+from loomserve.platform.batch.policy.admission import LineQueue, LineStart, admit, in_turn
 from loomserve.platform.batch.policy.fairness import TokenCounters
 from loomserve.platform.batch.policy.objects import BatchRecord
 from loomserve.platform.batch.snapshot import STALE_S, engines
 
-Started = tuple[LiveBatch, Running]
+Started = tuple[LiveBatch, RunningLine]
 
 
-class Dispatch:
-    """Batches in progress by id; ``now`` is Unix seconds."""
+class Dispatcher:
+    """Batches in progress, whose lines take turns; ``now`` is Unix seconds."""
 
     def __init__(self, concurrency: int) -> None:
-        """``concurrency``: lines that engines have at once; executors' own queues count apart."""
+        """``concurrency``: most lines with engines at once, not counting executors' own queues."""
         self.live: dict[str, LiveBatch] = {}
         self._concurrency = concurrency
         self._counters = TokenCounters()
-        self._just_ended: list[Running] = []
+        self._just_ended: list[RunningLine] = []
         self._known_models: set[str] = set()
 
     def join(self, batch: LiveBatch) -> None:
-        """The batch takes part from now on, with as much as those have had that had the least."""
+        """Add a batch; its counters start at the least that another batch or key has had."""
         record = batch.record
         others = [other.record for other in self.live.values()]
         owners = [_owner(other) for other in others]
@@ -38,33 +38,33 @@ class Dispatch:
         self.live[record.id] = batch
 
     def leave(self, batch_id: str) -> LiveBatch | None:
-        """The batch takes no part any more."""
+        """Remove a batch, if it is here."""
         self._counters.forget(batch_id)
         return self.live.pop(batch_id, None)
 
-    def ended(self, running: Running) -> None:
-        """An engine has done with the line; its next report may not say so yet."""
+    def ended(self, running: RunningLine) -> None:
+        """Note that an engine has finished a line; its next heartbeat may still count it."""
         self._just_ended.append(running)
 
     def took(self, batch: LiveBatch, tokens: float) -> None:
-        """Lines of the batch had so many tokens more of the platform, or fewer."""
+        """Correct what lines of the batch had of the platform by so many tokens."""
         self._counters.add(_owner(batch.record), tokens)
         self._counters.add(batch.record.id, tokens)
 
     def wanted(self, now: float) -> list[str]:
-        """Models that lines wait for."""
+        """Models that lines wait for, after delayed lines have come back."""
         for batch in self.live.values():
             batch.wake(now)
         return sorted({model for batch in self.live.values() for model in batch.models})
 
     def waiting_for(self, model: str) -> list[LiveBatch]:
-        """Batches with lines that wait for the model."""
+        """Batches with lines that wait for a model."""
         return [batch for batch in self.live.values() if model in batch.models]
 
     def starts(
         self, models: Mapping[str, ServedModel | QueuedModel], now: float
     ) -> Iterator[Started]:
-        """Lines to send to their engines at once; they have left their batches' queues."""
+        """Take lines from their batches' queues, to be sent to their engines at once."""
         self._known_models |= models.keys()
         taken = Counter(run.line.model for run in self._running())
         queued = {name for name, model in models.items() if isinstance(model, QueuedModel)}
@@ -95,12 +95,12 @@ class Dispatch:
             for start in admit(known, queues, most):
                 yield self._start(model, start, now)
         elif model not in self._known_models:
-            # The gateway says so, in each line's answer. One that is known may come back.
+            # The gateway answers each line that there is no such model; a known one may come back.
             batch = self.waiting_for(model)[0]
             for line in batch.queue(model, most, self._counters).lines:
                 yield batch, batch.start(model, line.number, None, now)
 
-    def _queues(self, model: str, served: ServedModel | QueuedModel, most: int) -> list[Queue]:
+    def _queues(self, model: str, served: ServedModel | QueuedModel, most: int) -> list[LineQueue]:
         batches = self.waiting_for(model)
         for batch in batches:
             batch.learn(model, served.max_model_len)
@@ -112,11 +112,11 @@ class Dispatch:
         self.took(batch, batch.expected(running))
         return batch, running
 
-    def _running(self) -> list[Running]:
+    def _running(self) -> list[RunningLine]:
         return [run for batch in self.live.values() for run in batch.running.values()]
 
-    def _with_engines(self, now: float) -> list[Running]:
-        """Lines that engines have, and those that they may have had at their measurement."""
+    def _with_engines(self, now: float) -> list[RunningLine]:
+        """Lines that engines have, or may have had when they measured their load."""
         self._just_ended = [run for run in self._just_ended if now - (run.ended_s or now) < STALE_S]
         return [run for run in self._running() if run.ended_s is None] + self._just_ended
 

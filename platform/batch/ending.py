@@ -9,18 +9,18 @@ from typing import BinaryIO
 from loomserve.platform.batch.answers import unanswered
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.policy.objects import OUTPUT, BatchRecord, FileRecord, new_id
-from loomserve.platform.batch.policy.status import Status
+from loomserve.platform.batch.policy.status import BatchStatus
 from loomserve.platform.batch.store.store import BatchStore
 
 
 def end(
     store: BatchStore, folder: BatchFolder, batch: BatchRecord, retention_s: float, now: float
 ) -> BatchRecord:
-    """End a batch that is finalizing or cancelling; done again after a crash, it is the same.
+    """End a batch that is finalizing or cancelling; repeating it after a crash is safe.
 
-    Only when both files are in place, whole, does one transaction make them known.
+    One transaction makes both files known, once they are whole and in their places.
     """
-    ending = batch.ending or Status.CANCELLED
+    ending = batch.ending or BatchStatus.CANCELLED
     ids = {True: new_id("file-"), False: new_id("file-")}
     with ExitStack() as opened:
         streams = {ok: opened.enter_context(folder.incoming(ids[ok]).open("wb")) for ok in ids}

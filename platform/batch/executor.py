@@ -1,4 +1,4 @@
-"""Who computes the lines: the seam between the lane and the engines."""
+"""Interface between the lane and what computes its lines."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class LineCall:
     """A line on its way to an engine.
 
     Attributes:
-        owner: The API key in whose name it is computed; empty where none is needed.
-        engine: Which engine takes it; None: the platform knows no such model.
-        expected_tokens: Of one answer, as predicted when it is asked; that changes as lines finish.
+        owner: Name of the API key that it is computed for; empty: no key is needed.
+        engine: Id of the engine that takes it; None: the platform knows no such model.
+        expected_tokens: Returns the predicted tokens of one answer, which change as lines finish.
         attempts: How often engines have failed on it.
     """
 
@@ -31,17 +31,19 @@ class LineCall:
 
 
 class LineOutcome(Enum):
+    """How an attempt at a line ended."""
+
     ANSWERED = "answered"
-    """Well or not: another attempt would answer the same."""
+    """It has its answer, good or bad: another attempt would answer the same."""
     ENGINE_FAILED = "engine_failed"
     """An engine took it and failed."""
     AWAY = "away"
-    """Nobody took it."""
+    """No engine took it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """What became of a call: an HTTP status and a JSON body, one line of text."""
+    """The result of a call: an HTTP status and a JSON body on one line."""
 
     outcome: LineOutcome
     status: int
@@ -50,11 +52,11 @@ class LineAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model whose engines take requests; the lane admits a line to one that has room.
+    """A model of the platform; the lane admits each line to an engine that has room.
 
     Attributes:
-        engines: Those that take requests, by id.
-        predictor: What predicts its answers' lengths, if anything.
+        engines: Loads of the engines that take requests, by id.
+        predictor: Name of the predictor of its answers' lengths, if it has one.
     """
 
     max_model_len: int | None
@@ -64,12 +66,12 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class QueuedModel:
-    """A model whose lines wait with their executor, which forms batches of them itself.
+    """A model whose executor queues lines and forms batches of them itself.
 
     Attributes:
-        engine: The one that it has, by id.
-        places: How many lines it takes at once, those that wait there too; 0: it is not ready.
-        predictor: What predicts its answers' lengths, if anything.
+        engine: Id of its one engine.
+        places: Most lines in its queue and its batch together; 0: it is not ready.
+        predictor: Name of the predictor of its answers' lengths, if it has one.
     """
 
     max_model_len: int | None
@@ -79,10 +81,12 @@ class QueuedModel:
 
 
 class LineExecutor(Protocol):
+    """Computes lines of batches."""
+
     async def models(self) -> Mapping[str, ServedModel | QueuedModel] | None:
-        """The models, ready or not, by name; None while nobody can tell."""
+        """The models, ready or not, by name; None while they are not known."""
         ...
 
     async def execute(self, call: LineCall) -> LineAnswer:
-        """Compute a line; cancelling it ends the work."""
+        """Compute a line; cancelling the call ends the work."""
         ...

@@ -1,4 +1,4 @@
-"""Engines and offline models together, as one executor."""
+"""Engines and offline models as one executor."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from loomserve.platform.batch.executor import (
 from loomserve.platform.batch.offline.queue import OfflineQueue, refused
 
 
-class SeveralExecutors:
-    """Lines go to the offline model of the name that they ask for, if there is one.
+class CombinedExecutor:
+    """Executor that sends a line to the offline model of that name, else to the engines.
 
-    That their keys may use it is checked here; for all other models the engines' executor does.
+    It checks that a line's key may use the offline model; for other models the gateway does.
     """
 
     def __init__(

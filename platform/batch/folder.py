@@ -1,4 +1,4 @@
-"""The lane's folder: one owner at a time, and the files' bytes beside the database."""
+"""The lane's folder: the database and the bytes of files, with one owner at a time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loomserve.platform.config import Config
 
 
 class BatchFolder:
-    """Files are written under ``incoming``, then moved, whole, to where they are read."""
+    """Folder of the lane. Files are written under ``incoming``, and moved when they are whole."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -52,14 +52,15 @@ class BatchFolder:
         self._lock.release()
 
     def incoming(self, file_id: str) -> Path:
-        """Where a file is written that nobody may read yet."""
+        """Path of a file that is still being written."""
         return self._incoming / file_id
 
     def blob(self, file_id: str) -> Path:
+        """Path of a whole file."""
         return self._files / file_id
 
     def publish(self, file_id: str) -> None:
-        """Move what was written and synced to its place, durably."""
+        """Move a file that was written and synced from ``incoming`` to its place, durably."""
         os.replace(self.incoming(file_id), self.blob(file_id))
         folder = os.open(self._files, os.O_RDONLY)
         try:
@@ -71,7 +72,7 @@ class BatchFolder:
         self.blob(file_id).unlink(missing_ok=True)
 
     def sweep(self, known: Iterable[str]) -> None:
-        """Remove what a lane that was killed left half done: files that no record names."""
+        """Remove what a killed lane left: unfinished files, and files that no record names."""
         keep = set(known)
         for path in (*self._incoming.iterdir(), *self._files.iterdir()):
             if path.parent == self._incoming or path.name not in keep:
@@ -87,7 +88,7 @@ class BatchFolder:
 
 
 def batch_folder(config: Config, base: Path) -> Path | None:
-    """Where a configuration in folder ``base`` keeps its batches; None: it has none."""
+    """Folder of the batches of a configuration in folder ``base``; None: it has no batch lane."""
     if config.batch is None:
         return None
     if config.batch.folder is None:

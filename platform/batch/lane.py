@@ -1,8 +1,8 @@
-"""The lane: takes batches from their files to their answers, one transaction after another.
+"""The batch lane: takes batches from their input files to their output files.
 
-What must not be lost is in the :class:`~loomserve.platform.batch.store.store.BatchStore`. Which
-lines are with engines and how long they take is only in memory and learnt anew after a restart: a
-line that was with an engine is computed again, and answered once.
+The :class:`~loomserve.platform.batch.store.store.BatchStore` keeps what must not be lost. Which
+lines are with engines, and how long they take, is only in memory: after a restart a line that was
+with an engine is computed again, and answered once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from loomserve.platform.batch.length_estimation import LengthEstimator
 from loomserve.platform.batch.lifecycle import BatchLifecycle
 from loomserve.platform.batch.line_runner import LineRunner
 from loomserve.platform.batch.policy.objects import BatchRecord
-from loomserve.platform.batch.policy.status import Status
+from loomserve.platform.batch.policy.status import BatchStatus
 from loomserve.platform.batch.store.store import BatchStore
 from loomserve.platform.batch.store.thread import StoreThread
 from loomserve.platform.config import Batch
@@ -35,7 +35,7 @@ R = TypeVar("R")
 
 
 class BatchLane:
-    """Runs until it is cancelled; methods other than :meth:`run` belong to the same event loop."""
+    """The lane. :meth:`run` works until it is cancelled; call all else from the same event loop."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class BatchLane:
         )
 
     async def run(self) -> None:
-        """Work for ever; what breaks for a moment (a full disk) is tried again."""
+        """Work until cancelled; after an error of the disk or the database, try again."""
         work = (self._runner.dispatch, self._runner.store_answers, self._lifecycle.advance_all)
         try:
             async with asyncio.TaskGroup() as group:
@@ -83,33 +83,34 @@ class BatchLane:
         _log.warning("the batch lane cannot go on, and tries again: %r", error)
 
     async def call(self, work: Callable[..., R], *given: Any) -> R:
-        """Run something that reads or writes the store, in the store's thread."""
+        """Run ``work``, which reads or writes the store, in the store's thread."""
         return await self._thread.call(work, *given)
 
     def nudge(self) -> None:
-        """There may be something to do."""
+        """Look for work now: a batch has come or gone."""
         self._runner.nudge()
 
     async def cancel(self, owner: str | None, batch_id: str) -> BatchRecord:
-        """Cancel a batch, as the store does; its lines leave their engines at once."""
+        """Cancel a batch in the store, and take its lines from their engines at once."""
         batch = await self.call(self._store.batches.cancel, owner, batch_id, self._clock())
         self._runner.drop(batch_id)
         self.nudge()
         return batch
 
     async def state(self) -> BatchLaneState:
-        """What operators see: batches that have not ended, and counts of all."""
+        """Batches that have not ended, and counts of all, for operators."""
         records = await self.call(self._store.batches.unended)
         counts = await self.call(self._store.batches.counts)
         return BatchLaneState(
             batches=tuple(map(self.state_of, records)),
-            by_status={str(status): counts.get(status, 0) for status in Status},
+            by_status={str(status): counts.get(status, 0) for status in BatchStatus},
             answered_lines=self._runner.lines_ended["answered"],
             failed_lines=self._runner.lines_ended["failed"],
             retries=self._runner.retries,
         )
 
     def state_of(self, batch: BatchRecord) -> BatchState:
+        """One batch, for operators."""
         live = self._runner.live.get(batch.id)
         return BatchState(
             id=batch.id,

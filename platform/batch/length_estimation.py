@@ -1,7 +1,7 @@
-"""Predicts how long the answers to a batch's lines will be, from their text, beside the lane.
+"""Length estimation: predicts the tokens of answers from the text of a batch's lines.
 
-A prediction takes milliseconds of processor time, so they are made in a thread, some at a time,
-those first that are first in the queue; lines start meanwhile by what is known without.
+A prediction takes milliseconds of processor time. A thread makes them, some at a time, in the order
+of the queue; meanwhile lines start by what is known without predictions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.live import LiveBatch
-from loomserve.platform.batch.policy.lengths import Length
+from loomserve.platform.batch.policy.lengths import LineLength
 from loomserve.platform.batch.policy.lines import BatchLine, parse
 from loomserve.platform.batch.policy.objects import BatchRecord
 from loomserve.platform.lengths.predict.request import query_of
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ray.serve")
 
-# So many are read and predicted before the lane is told.
+# Lines that are read and predicted before the lane gets their lengths.
 _AT_ONCE = 32
 
 
 class LengthEstimator:
-    """For all batches and models; one thread, for it must leave the processor to engines."""
+    """Estimator for all batches and models. It has one thread: engines need the processor."""
 
     def __init__(
         self, folder: BatchFolder, open_one: Callable[[str], StoredPredictor] | None = None
@@ -42,9 +42,9 @@ class LengthEstimator:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def estimate(self, batch: LiveBatch, model: str, predictor: str) -> None:
-        """Predict those of its lines that wait for the model, with the predictor of this name.
+        """Predict the lengths of a batch's lines that wait for a model, with a named predictor.
 
-        Whatever goes wrong, the batch can be computed without: it is logged.
+        Errors are logged only: the batch can be computed without predictions.
         """
         loop = asyncio.get_running_loop()
         lines = batch.lines(model)
@@ -56,7 +56,7 @@ class LengthEstimator:
                     found = await loop.run_in_executor(
                         self._thread, self._predict, opened, batch.record, lines[at : at + _AT_ONCE]
                     )
-                    # Sorting looks at every line, so the lane is told at once and sorts seldom.
+                    # Sorting looks at every line, so it is done ever more seldom.
                     batch.set_estimates(found)
                     if at + _AT_ONCE >= next_sort:
                         next_sort *= 2
@@ -71,8 +71,8 @@ class LengthEstimator:
 
     def _predict(
         self, predictor: StoredPredictor, batch: BatchRecord, lines: Sequence[BatchLine]
-    ) -> Mapping[int, Length]:
-        found: dict[int, Length] = {}
+    ) -> Mapping[int, LineLength]:
+        found: dict[int, LineLength] = {}
         with self._folder.blob(batch.input_file_id).open("rb") as stream:
             for line in lines:
                 stream.seek(line.offset)
@@ -80,7 +80,7 @@ class LengthEstimator:
                 try:
                     length = _predicted(predictor, body)
                 except Exception as error:
-                    # Whatever a predictor stumbles over, the line can be computed without it.
+                    # The line can be computed without a prediction.
                     _log.warning("no length for line %d of %s: %r", line.number, batch.id, error)
                     continue
                 if length is not None:
@@ -88,12 +88,12 @@ class LengthEstimator:
         return found
 
 
-def _predicted(predictor: StoredPredictor, body: Mapping[str, object]) -> Length | None:
+def _predicted(predictor: StoredPredictor, body: Mapping[str, object]) -> LineLength | None:
     query = query_of(body, predictor.count)
     if query is None:
         return None
     predicted = predictor.predict(query)
-    return Length(query.input_tokens, predicted.tokens, predicted.high)
+    return LineLength(query.input_tokens, predicted.tokens, predicted.high)
 
 
 def _open_predictor(name: str) -> StoredPredictor:

@@ -10,14 +10,14 @@ from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.line_runner import LineRunner
 from loomserve.platform.batch.policy import lines
 from loomserve.platform.batch.policy.objects import BatchRecord
-from loomserve.platform.batch.policy.status import Status
+from loomserve.platform.batch.policy.status import BatchStatus
 from loomserve.platform.batch.store.store import BatchStore
 from loomserve.platform.batch.store.thread import StoreThread
 from loomserve.platform.config import Batch
 
 _TICK_S = 0.5
 _CLEAN_UP_S = 60.0
-# It looks at every line.
+# A look ahead visits every line.
 _LOOK_AHEAD_S = 3.0
 _DAY_S = 86_400.0
 
@@ -45,7 +45,7 @@ class BatchLifecycle:
         self._clock = clock
 
     async def advance_all(self) -> None:
-        """Take each batch on by a state if it is time; now and then also clean up."""
+        """Move each batch to its next state if it is time; now and then also clean up."""
         now = self._clock()
         unended = await self._thread.call(self._store.batches.unended)
         for batch in unended:
@@ -60,19 +60,24 @@ class BatchLifecycle:
         await asyncio.sleep(_TICK_S)
 
     async def _advance(self, batch: BatchRecord, now: float) -> None:
-        if batch.status in (Status.VALIDATING, Status.IN_PROGRESS) and batch.expires_at <= now:
-            self._runner.drop(batch.id)
-            await self._thread.call(self._store.batches.begin_to_end, batch.id, Status.EXPIRED, now)
-        elif batch.status is Status.VALIDATING:
-            await self._validate(batch)
-        elif batch.status is Status.IN_PROGRESS and batch.unanswered == 0:
+        if (
+            batch.status in (BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS)
+            and batch.expires_at <= now
+        ):
             self._runner.drop(batch.id)
             await self._thread.call(
-                self._store.batches.begin_to_end, batch.id, Status.COMPLETED, now
+                self._store.batches.begin_to_end, batch.id, BatchStatus.EXPIRED, now
             )
-        elif batch.status is Status.IN_PROGRESS:
+        elif batch.status is BatchStatus.VALIDATING:
+            await self._validate(batch)
+        elif batch.status is BatchStatus.IN_PROGRESS and batch.unanswered == 0:
+            self._runner.drop(batch.id)
+            await self._thread.call(
+                self._store.batches.begin_to_end, batch.id, BatchStatus.COMPLETED, now
+            )
+        elif batch.status is BatchStatus.IN_PROGRESS:
             await self._resume(batch)
-        elif batch.status in (Status.FINALIZING, Status.CANCELLING):
+        elif batch.status in (BatchStatus.FINALIZING, BatchStatus.CANCELLING):
             self._runner.drop(batch.id)
             # Beside the store's thread: other batches go on while long files are written.
             await asyncio.to_thread(
@@ -87,7 +92,7 @@ class BatchLifecycle:
         else:
             await self._thread.call(self._store.batches.begin, batch.id, found.lines, self._clock())
 
-    def _check(self, batch: BatchRecord) -> lines.Checked:
+    def _check(self, batch: BatchRecord) -> lines.CheckedFile:
         with self._folder.blob(batch.input_file_id).open("rb") as stream:
             return lines.check(
                 stream,

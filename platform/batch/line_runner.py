@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from loomserve.platform.batch import answers
-from loomserve.platform.batch.dispatch import Dispatch
+from loomserve.platform.batch.dispatch import Dispatcher
 from loomserve.platform.batch.executor import LineAnswer, LineCall, LineExecutor, LineOutcome
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.length_estimation import LengthEstimator
-from loomserve.platform.batch.live import LiveBatch, Running
+from loomserve.platform.batch.live import LiveBatch, RunningLine
 from loomserve.platform.batch.policy import lines
 from loomserve.platform.batch.policy.lines import BatchLine
 from loomserve.platform.batch.policy.objects import BatchRecord, new_id
-from loomserve.platform.batch.store.lines import Answer
+from loomserve.platform.batch.store.lines import StoredAnswer
 from loomserve.platform.batch.store.store import BatchStore
 from loomserve.platform.batch.store.thread import StoreThread
 
@@ -32,7 +32,7 @@ _GATHER_S = 0.02
 _AWAY_S = 2.0
 _FAILED_S = 1.0
 
-_Ended = tuple[LiveBatch, Running, Answer]
+_Ended = tuple[LiveBatch, RunningLine, StoredAnswer]
 
 
 class LineRunner:
@@ -59,7 +59,7 @@ class LineRunner:
         self._estimator = estimator
         self._estimations: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._clock = clock
-        self._dispatcher = Dispatch(concurrency)
+        self._dispatcher = Dispatcher(concurrency)
         self._answers: list[_Ended] = []
         self._wake = asyncio.Event()
         self._answered = asyncio.Event()
@@ -124,7 +124,7 @@ class LineRunner:
             work = self._estimator.estimate(batch, model, predictor)
             self._estimations[key] = asyncio.create_task(work)
 
-    async def _compute(self, batch: LiveBatch, running: Running) -> None:
+    async def _compute(self, batch: LiveBatch, running: RunningLine) -> None:
         request_id = new_id("")
         try:
             call = await self._thread.call(self._call, batch, running, request_id)
@@ -132,7 +132,7 @@ class LineRunner:
         except asyncio.CancelledError:
             if self.live.get(batch.record.id) is not batch:
                 raise
-            # Not by us, but by who computed it.
+            # Whoever computed it cancelled it, not we.
             said = LineAnswer(LineOutcome.AWAY, 503, b"{}")
         except Exception as error:
             _log.warning("line %d of %s: %r", running.line.number, batch.record.id, error)
@@ -155,7 +155,7 @@ class LineRunner:
         self._answers.append((batch, running, answer))
         self._answered.set()
 
-    def _call(self, batch: LiveBatch, running: Running, request_id: str) -> LineCall:
+    def _call(self, batch: LiveBatch, running: RunningLine, request_id: str) -> LineCall:
         record, line = batch.record, running.line
         with self._folder.blob(record.input_file_id).open("rb") as stream:
             stream.seek(line.offset)
@@ -196,7 +196,9 @@ class LineRunner:
             self._finished(batch, running, answer, once)
         self._wake.set()
 
-    def _finished(self, batch: LiveBatch, running: Running, answer: Answer, once: bool) -> None:
+    def _finished(
+        self, batch: LiveBatch, running: RunningLine, answer: StoredAnswer, once: bool
+    ) -> None:
         if running.line.number in batch.running:
             expected = batch.expected(running)
             sequences = running.line.sequences
@@ -211,7 +213,7 @@ class LineRunner:
 
 
 def _broken(error: Exception) -> LineAnswer:
-    """What a line is told that broke the lane itself."""
+    """The answer to a line on which the lane itself failed."""
     body = b'{"error": {"message": "The batch lane failed on this request. Send it again; if it '
     body += b'fails again, tell the operator.", "type": "server_error", "param": null, '
     body += b'"code": "internal_error"}}'

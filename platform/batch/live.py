@@ -1,4 +1,4 @@
-"""A batch in progress, in memory: which lines wait, which are with engines, how fast it gets on."""
+"""Batches in progress, in memory."""
 
 from __future__ import annotations
 
@@ -7,46 +7,46 @@ from bisect import insort
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from loomserve.platform.batch.policy.admission import BatchCandidate, LineWork, Queue
+from loomserve.platform.batch.policy.admission import BatchCandidate, LineQueue, LineWork
 from loomserve.platform.batch.policy.fairness import TokenCounters
-from loomserve.platform.batch.policy.lengths import Length, LineLengths
+from loomserve.platform.batch.policy.lengths import LineLength, LineLengths
 from loomserve.platform.batch.policy.lines import BatchLine
 from loomserve.platform.batch.policy.objects import BatchRecord
 from loomserve.platform.batch.policy.progress import BatchPace, is_late
 
-# What a model may generate that no engine has told of yet.
+# Bound of prompt and answer of a model whose engines have not reported theirs yet.
 _SOME_CONTEXT = 4096
-# The order of lines is looked at again once this many have finished, then twice as many, …
+# Lines are sorted again once this many have finished, then twice as many, …
 _FIRST_SORT = 8
 
 
 @dataclass(eq=False)
-class Running:
-    """A line with an engine, or just answered by it; times are Unix seconds."""
+class RunningLine:
+    """A line that an engine has, or has just answered; times are Unix seconds."""
 
     line: BatchLine
     engine: str | None
-    length: Length
+    length: LineLength
     started_s: float
     ended_s: float | None = None
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     def work(self, now: float, step_s: float) -> LineWork:
-        """What it holds and may hold yet; a step gives each sequence one token."""
+        """KV that it holds and may still need; a step gives each sequence one token."""
         until = now if self.ended_s is None else min(now, self.ended_s)
         elapsed = max(0.0, until - self.started_s)
         generated = min(self.length.high, elapsed / step_s if step_s > 0 else 0.0)
-        # Who is longer than predicted goes on for a while.
+        # A line that is longer than predicted goes on for a while.
         left = max(1.0, self.length.high - generated)
         return LineWork(self.length.prompt + generated, left, self.line.sequences)
 
 
 class LiveBatch:
-    """The lines of one batch that have no answer yet; ``now`` is Unix seconds."""
+    """A batch's lines that wait or are with engines, and its pace; ``now`` is Unix seconds."""
 
     def __init__(self, record: BatchRecord, lines: Iterable[BatchLine], now: float) -> None:
         self.record = record
-        self.running: dict[int, Running] = {}
+        self.running: dict[int, RunningLine] = {}
         self.late = False
         self.eta_s: float | None = None
         self._lengths = LineLengths()
@@ -69,35 +69,35 @@ class LiveBatch:
         return sum(map(len, self._waiting.values())) + len(self._delayed)
 
     def lines(self, model: str) -> list[BatchLine]:
-        """Those that wait for a model, as they are to start."""
+        """Lines that wait for a model, in the order in which they start."""
         return list(self._waiting.get(model, ()))
 
-    def set_estimates(self, found: Mapping[int, Length]) -> None:
-        """Predictions from lines' texts; they count at once, and order after :meth:`sort`."""
+    def set_estimates(self, found: Mapping[int, LineLength]) -> None:
+        """Use predictions from lines' texts, by line number; :meth:`sort` orders lines by them."""
         self._lengths.set_estimates(found)
 
     def sort(self) -> None:
-        """Put waiting lines in the order of what is known of their lengths now."""
+        """Order waiting lines by their expected tokens, the shortest first."""
         for lines in self._waiting.values():
             lines.sort(key=self._rank)
 
     def learn(self, model: str, max_model_len: int | None) -> None:
-        """The model's bound of prompt and answer."""
+        """Note a model's bound of prompt and answer together."""
         if max_model_len is not None and self._longest.get(model) != max_model_len:
             self._longest[model] = max_model_len
             self.sort()
 
     def wake(self, now: float) -> None:
-        """Lines that were put off until now wait again."""
+        """Put lines back into the queue whose delay has ended."""
         due = [line for until, line in self._delayed if until <= now]
         self._delayed = [(until, line) for until, line in self._delayed if until > now]
         for line in due:
             insort(self._waiting[line.model], line, key=self._rank)
 
-    def queue(self, model: str, most: int, counters: TokenCounters) -> Queue:
-        """Its next lines for a model, as the policy sees them."""
+    def queue(self, model: str, most: int, counters: TokenCounters) -> LineQueue:
+        """The batch's next lines for a model, for the policy."""
         owner, batch = self.record.owner, self.record.id
-        return Queue(
+        return LineQueue(
             owner=owner,
             batch=batch,
             owner_served=counters.of(("owner", owner)),
@@ -107,21 +107,21 @@ class LiveBatch:
             lines=[self._candidate(line) for line in self._waiting.get(model, ())[:most]],
         )
 
-    def start(self, model: str, number: int, engine: str | None, now: float) -> Running:
-        """The line leaves the queue for an engine."""
+    def start(self, model: str, number: int, engine: str | None, now: float) -> RunningLine:
+        """Take a line from the queue, for an engine."""
         lines = self._waiting[model]
         at = next(at for at, line in enumerate(lines) if line.number == number)
         line = lines.pop(at)
-        running = self.running[number] = Running(line, engine, self.length(line), now)
+        running = self.running[number] = RunningLine(line, engine, self.length(line), now)
         return running
 
-    def put_off(self, running: Running, line: BatchLine, until: float) -> None:
-        """The line, perhaps with one failed attempt more, waits again."""
+    def put_off(self, running: RunningLine, line: BatchLine, until: float) -> None:
+        """Let a line, which may have one failed attempt more, wait again after a delay."""
         del self.running[running.line.number]
         self._delayed.append((until, line))
 
-    def finished(self, running: Running, prompt_tokens: int, tokens: float, now: float) -> None:
-        """The line has its answer; ``tokens`` are those of one sequence on average."""
+    def finished(self, running: RunningLine, prompt_tokens: int, tokens: float, now: float) -> None:
+        """Note that a line has its answer, of so many tokens a sequence on average."""
         del self.running[running.line.number]
         if prompt_tokens:
             self._lengths.finished(running.line, prompt_tokens, tokens)
@@ -132,7 +132,7 @@ class LiveBatch:
             self.sort()
 
     def look_ahead(self, now: float) -> None:
-        """Predict when it will be done."""
+        """Predict when the batch will be done, and whether that is late."""
         left = sum(self.expected(running) for running in self.running.values())
         lines = [line for lines in self._waiting.values() for line in lines]
         for line in (*lines, *(line for _, line in self._delayed)):
@@ -141,10 +141,10 @@ class LiveBatch:
         self.eta_s = self._pace.eta_s(left, now)
         self.late = is_late(self.eta_s, self.record.expires_at, now)
 
-    def length(self, line: BatchLine) -> Length:
+    def length(self, line: BatchLine) -> LineLength:
         return self._lengths.predict(line, self._longest.get(line.model, _SOME_CONTEXT))
 
-    def expected(self, running: Running) -> float:
+    def expected(self, running: RunningLine) -> float:
         return running.length.prompt + running.length.tokens * running.line.sequences
 
     def _candidate(self, line: BatchLine) -> BatchCandidate:

@@ -1,4 +1,4 @@
-"""What the batch lane says of itself, as metrics.
+"""Metrics of the batch lane.
 
 Every metric is described for operators in ``docs/metrics.md``; a test keeps the two alike.
 """
@@ -16,14 +16,14 @@ from loomserve.platform.state import BatchLaneState
 
 
 class BatchMetrics(Collector):
-    """Shows the last reading; while the lane is away only ``loomserve_batch_up`` is left."""
+    """Collector of the lane's last state; while it is away, of ``loomserve_batch_up`` only."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._state: BatchLaneState | None = None
         registry.register(self)
 
     def set_state(self, state: BatchLaneState | None) -> None:
-        """A reading of the lane; None: it does not answer."""
+        """Take a state of the lane; None: it does not answer."""
         self._state = state
 
     def collect(self) -> Iterator[Metric]:

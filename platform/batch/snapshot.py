@@ -1,26 +1,26 @@
-"""Engines as the admission of lines sees them: their last reports, joined with the lane's lines."""
+"""Joins engines' last heartbeats with the lane's lines, for the admission of lines."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from loomserve.platform.batch.live import Running
+from loomserve.platform.batch.live import RunningLine
 from loomserve.platform.batch.policy.admission import EngineCapacity, InFlightLine
 from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats
 
 STALE_S = 10.0
-"""An engine that has not reported for so long gets no lines."""
+"""An engine whose last heartbeat is older gets no lines."""
 
 
 def engines(
-    known: Mapping[str, RoutingStats], running: Iterable[Running], now: float
+    known: Mapping[str, RoutingStats], running: Iterable[RunningLine], now: float
 ) -> list[EngineCapacity]:
     """The engines of a model that may get lines.
 
     Args:
-        known: What they said last, by id. Those that only prefill count where there is no other.
-        running: Lines with engines of any model, and those that have ended a moment ago.
+        known: Last heartbeats by id. Engines that only prefill count if there is no other.
+        running: Lines with engines of any model, and lines that ended a moment ago.
         now: Unix seconds.
     """
     decoding = {name: stats for name, stats in known.items() if stats.role is not Role.PREFILL}
@@ -33,7 +33,7 @@ def engines(
 
 
 def _engine(
-    name: str, stats: RoutingStats, lines: list[Running], now: float
+    name: str, stats: RoutingStats, lines: list[RunningLine], now: float
 ) -> EngineCapacity | None:
     load, capacity = stats.load, stats.kv_capacity_tokens
     if stats.draining or load is None or not capacity or now - load.measured_at > STALE_S:

@@ -1,1 +1,1 @@
-"""How waiting requests form static batches, and which batch is next. Pure."""
+"""Policies that form static batches of waiting requests, and choose the next batch. Pure."""

@@ -1,7 +1,7 @@
-"""What batching policies see and answer: requests with predicted lengths in, batches out.
+"""Types of batching policies: requests with predicted lengths in, batches out.
 
-A static batch is padded to its longest prompt and runs until its longest answer is done, so that
-its time and its memory depend on its longest members. Lengths are in tokens, times in seconds of
+A static batch is padded to its longest prompt and runs until its longest answer is done, so its
+time and its memory depend on its longest members. Lengths are in tokens, times in seconds of
 one clock. The names L, G, β, Δ and Θ are those of Magnus (Cheng et al., ICWS 2024).
 """
 
@@ -17,10 +17,10 @@ class BatchRequest:
     """A waiting request.
 
     Attributes:
-        id: Unique among those that wait.
-        input_tokens: L(p), of its prompt; at least 1.
-        predicted_tokens: G'(p), of its answer; at least 1.
-        deadline_s: When its whole answer is wanted, if anyone said so.
+        id: Unique among waiting requests.
+        input_tokens: L(p), tokens of its prompt; at least 1.
+        predicted_tokens: G'(p), predicted tokens of its answer; at least 1.
+        deadline_s: When its whole answer is wanted; None: it names no deadline.
     """
 
     id: str
@@ -36,7 +36,7 @@ def in_order_of_arrival(requests: Iterable[BatchRequest]) -> list[BatchRequest]:
 
 @dataclass(frozen=True, slots=True)
 class StaticBatch:
-    """At least one request; those that run together."""
+    """Requests that run together, at least one."""
 
     requests: tuple[BatchRequest, ...]
 
@@ -47,21 +47,21 @@ class StaticBatch:
 
     @property
     def generation(self) -> int:
-        """G(B): the longest answer, as predicted, for which the others wait."""
+        """G(B): the longest predicted answer, for which the others wait."""
         return max(one.predicted_tokens for one in self.requests)
 
     @property
     def arrived_s(self) -> float:
-        """When the member that has waited the longest arrived."""
+        """Arrival of the member that has waited the longest."""
         return min(one.arrived_s for one in self.requests)
 
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """The memory that a batch's KV may take.
+    """Memory that a batch's KV may take.
 
     Attributes:
-        bytes: Θ.
+        bytes: Θ, of the whole batch.
         token_bytes: Δ, of one token; above 0.
     """
 
@@ -74,10 +74,10 @@ class KvBudget:
 
 
 class Batcher(Protocol):
-    """Every request comes into exactly one batch.
+    """Policy that forms batches; every request comes into exactly one.
 
-    A batch of several requests fits into memory by their predicted lengths. One that does not fit
-    even alone has a batch of its own: its prediction may be wrong.
+    A batch of several requests fits into memory by their predicted lengths. A request that does not
+    fit even alone has a batch of its own: its prediction may be wrong.
     """
 
     def __call__(

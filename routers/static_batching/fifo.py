@@ -1,4 +1,7 @@
-"""First come, first served, in batches of a fixed size: what Magnus calls vanilla scheduling."""
+"""First come, first served, in batches of a fixed size: Magnus's vanilla scheduling.
+
+The platform itself batches by S³; benchmarks compare this with it.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,9 @@ from loomserve.routers.static_batching.base import (
 
 @dataclass(frozen=True, slots=True)
 class Fifo:
-    """Batches of ``size`` requests in the order of their arrival, the last one of what is left.
+    """Batcher of ``size`` requests in the order of their arrival; the last batch has the rest.
 
-    It looks at no prediction, so that ``size`` must be safe for the longest requests.
+    It ignores predictions, so ``size`` must be safe for the longest requests.
     """
 
     size: int
@@ -28,8 +31,7 @@ class Fifo:
 
     @classmethod
     def for_longest(cls, memory: KvBudget, input_tokens: int, output_tokens: int) -> Fifo:
-        """The largest size that never runs out of memory, whatever the requests up to these
-        lengths turn out to be."""
+        """Make a batcher of the largest size with which requests up to these lengths always fit."""
         return cls(memory.bytes // (memory.token_bytes * (input_tokens + output_tokens)))
 
     def __call__(

@@ -1,4 +1,4 @@
-"""The queue before a static engine: requests wait, batches leave. No clock of its own."""
+"""Queue before an engine of static batches; the caller gives the time."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from loomserve.routers.static_batching.recovery import halves
 
 
 class BatchQueue:
-    """Forms batches of what waits whenever the engine is idle.
+    """Queue that requests enter and batches leave; it forms batches when the engine is idle.
 
     A batch that ran out of memory comes back as two halves, which nothing joins: by its predicted
-    lengths it would have fitted, so that these tell nothing about what else does.
+    lengths it fitted, so these do not tell what else fits.
     """
 
     def __init__(self, batcher: Batcher, choose: Next, memory: KvBudget) -> None:
@@ -24,33 +24,37 @@ class BatchQueue:
         self._apart: list[StaticBatch] = []
 
     def __len__(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return len(self._waiting) + sum(len(one.requests) for one in self._apart)
 
     def add(self, request: BatchRequest) -> None:
-        """Raises ``ValueError`` for an id that waits already."""
+        """Let a request wait.
+
+        Raises:
+            ValueError: one with this id waits already.
+        """
         if request.id in self._waiting:
             raise ValueError(f"request {request.id} waits already")
         self._waiting[request.id] = request
 
     def add_alone(self, request: BatchRequest) -> None:
-        """One that nothing may join: it is suspected of what became of its batch."""
+        """Let a request wait that nothing may join, as its process may have died of it."""
         self._apart.append(StaticBatch((request,)))
 
     def predict(self, request_id: str, tokens: int) -> None:
-        """Its answer is now predicted to have so many tokens; what nothing joins stays as it is."""
+        """Update a request's predicted answer length; one that nothing may join keeps its own."""
         if request_id in self._waiting:
             known = self._waiting[request_id]
             self._waiting[request_id] = replace(known, predicted_tokens=tokens)
 
     def withdraw(self, request_id: str) -> None:
-        """Nobody wants its answer any more; one that does not wait here is passed over."""
+        """Remove a request, if it waits here."""
         self._waiting.pop(request_id, None)
         left = [[one for one in batch.requests if one.id != request_id] for batch in self._apart]
         self._apart = [StaticBatch(tuple(requests)) for requests in left if requests]
 
     def take(self, now: float) -> StaticBatch | None:
-        """The batch to run now; None if nothing waits."""
+        """Take out the batch to run now; None: nothing waits."""
         formed = self._batcher(list(self._waiting.values()), self._memory, now)
         batches = [*self._apart, *formed]
         if not batches:
@@ -63,7 +67,7 @@ class BatchQueue:
         return batches[at]
 
     def out_of_memory(self, batch: StaticBatch) -> BatchRequest | None:
-        """Queue the halves of a batch that was taken; a lone request comes back: it never fits."""
+        """Queue the halves of a taken batch; return a lone request, which never fits."""
         if len(batch.requests) == 1:
             return batch.requests[0]
         self._apart += halves(batch)

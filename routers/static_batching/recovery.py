@@ -1,4 +1,4 @@
-"""What becomes of a batch that ran out of memory: pure."""
+"""Splits a batch that ran out of memory."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from loomserve.routers.static_batching.base import StaticBatch
 
 
 def halves(batch: StaticBatch) -> tuple[StaticBatch, StaticBatch]:
-    """Two batches, of which the first has one request more if the number is odd (Magnus).
+    """Split a batch into two; of an odd number the first has one request more (Magnus).
 
-    The longest by prompt and predicted answer come into one half, so that the other is padded less.
+    The longest by prompt and predicted answer come into one half, so the other is padded less.
 
     Raises:
-        ValueError: there is one request only; it needs more memory than there is.
+        ValueError: there is one request only, which needs more memory than there is.
     """
     if len(batch.requests) < 2:
         raise ValueError(f"request {batch.requests[0].id} cannot be split, it needs more memory")

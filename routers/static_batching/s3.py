@@ -2,8 +2,8 @@
 
 S³ packs requests into memory by first fit decreasing: the longest predicted answer first, each into
 the first batch that still has room for it. As they come in the order of their lengths, neighbours
-are alike. It knows neither deadlines nor how long a request has waited. What S³ does when an answer
-outgrows its prediction is :mod:`loomserve.routers.static_batching.recovery`'s part here.
+are alike. It knows neither deadlines nor how long a request has waited. For answers that outgrow
+their predictions see :mod:`loomserve.routers.static_batching.recovery`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from loomserve.routers.static_batching.base import BatchRequest, KvBudget, Stati
 
 
 def s3(requests: Sequence[BatchRequest], memory: KvBudget, now: float) -> list[StaticBatch]:
-    """First fit decreasing, with what a padded batch takes as its bin's content."""
+    """Form batches by first fit decreasing; a bin's content is the memory of its padded batch."""
     bins: list[_Bin] = []
     for request in sorted(requests, key=_decreasing):
         for one in bins:
@@ -31,7 +31,7 @@ def _decreasing(request: BatchRequest) -> tuple[int, int, float, str]:
 
 
 class _Bin:
-    """Its first request has the longest answer."""
+    """A batch that is being filled; its first request has the longest predicted answer."""
 
     def __init__(self, first: BatchRequest) -> None:
         self.requests = [first]

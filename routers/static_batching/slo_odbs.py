@@ -81,13 +81,15 @@ class SloOdbs:
 def slo_dbs(
     threshold: float, output_weight: float = 1.0, output_term: OutputTerm = OutputTerm.SUM
 ) -> SloOdbs:
-    """SLO-DBS (w1 = 0): batches end by output lengths alone, within the order of deadlines."""
+    """Make SLO-DBS (w1 = 0): batches end by output lengths alone, in the order of deadlines."""
     return SloOdbs(threshold, 0.0, output_weight, output_term)
 
 
 def odbs(threshold: float, slo_weight: float = 1.0) -> SloOdbs:
-    """ODBS (w2 = 0): batches end by T_l alone, which has deadlines in it and no length, for all
-    that the paper calls it driven by output lengths."""
+    """Make ODBS (w2 = 0): batches end by T_l alone.
+
+    T_l has deadlines in it and no length, although the paper calls ODBS driven by output lengths.
+    """
     return SloOdbs(threshold, slo_weight, 0.0)
 
 

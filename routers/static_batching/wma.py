@@ -1,8 +1,8 @@
 """Batches of little wasted memory access: Magnus's adaptive batcher.
 
-In each iteration of a static batch the KV of all its tokens is read, that of padding and of answers
-that have ended too. Wasted memory access (WMA) counts those reads, in tokens; a request joins the
-waiting batch where it wastes the least, if that is little enough.
+Each iteration of a static batch reads the KV of all its tokens, padding and ended answers too.
+Wasted memory access (WMA) counts those reads, in tokens; a request joins the waiting batch where it
+wastes the least, if that is little enough.
 
 The platform itself batches by S³; benchmarks compare this with it.
 """
@@ -33,19 +33,19 @@ def wasted(request: BatchRequest, length: int, generation: int) -> int:
 
 
 def wma(batch: StaticBatch) -> int:
-    """WMA(B): of the member that wastes the most."""
+    """WMA(B): the waste of the member that wastes the most."""
     length, generation = batch.length, batch.generation
     return max(wasted(one, length, generation) for one in batch.requests)
 
 
 @dataclass(frozen=True, slots=True)
 class Wma:
-    """Requests join one by one in the order of their arrival.
+    """Batcher to which requests come one by one, in the order of their arrival.
 
     A request joins the batch whose WMA is the least with it, the oldest of equals, if that is below
     ``threshold`` (Φ) and the batch still fits into memory; else it opens a batch. Of batches that
-    have been formed so, any may be taken away and the others form again just the same, so that
-    asking anew before each batch is as good as keeping them.
+    have been formed so, any may be taken away and the others form again just the same: forming
+    them anew before each batch is as good as keeping them.
     """
 
     threshold: int

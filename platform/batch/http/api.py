@@ -1,7 +1,7 @@
 """OpenAI's ``/v1/files`` and ``/v1/batches`` within the lane's process.
 
-Gateways forward to it; in :data:`~loomserve.platform.fleet.messages.OWNER_HEADER` they say whose
-request it is.
+Gateways forward requests to it. They put the name of the request's API key into
+:data:`~loomserve.platform.fleet.messages.OWNER_HEADER`.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class CreateBatch(BaseModel):
 
 
 class BatchApi:
-    """The endpoints; all that they keep is in the lane's store."""
+    """The endpoints; they keep everything in the lane's store and folder."""
 
     def __init__(
         self, lane: BatchLane, store: BatchStore, folder: BatchFolder, options: Batch
@@ -63,7 +63,7 @@ class BatchApi:
         self._options = options
 
     def app(self, internal_token: str) -> ASGIApp:
-        """The application, for gateways that show the token."""
+        """The ASGI application; it answers requests with the token only."""
         routes = [
             Route("/v1/files", self._upload, methods=["POST"]),
             Route("/v1/files", self._list_files),
@@ -205,7 +205,7 @@ class BatchApi:
 
 
 class _Guarded:
-    """Answers gateways only."""
+    """ASGI application that answers gateways only: requests with the internal token."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app

@@ -1,4 +1,4 @@
-"""Uploads: ``multipart/form-data`` read as it comes, its file straight to disk."""
+"""Reads uploads (``multipart/form-data``) as they come, the file straight to disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _FILE = "file"
 
 
 class Upload:
-    """A form whose one file goes to ``target``; all else becomes ``fields``."""
+    """Reader of a form; its one file goes to ``target``, all else into ``fields``."""
 
     def __init__(self, target: BinaryIO, max_bytes: int) -> None:
         self.fields: dict[str, str] = {}
@@ -34,11 +34,11 @@ class Upload:
         self._whole = False
 
     async def read(self, content_type: str, stream: AsyncIterator[bytes]) -> None:
-        """Take in the whole form, and sync the file to disk.
+        """Read the whole form, and sync the file to disk.
 
         Raises:
             BadRequest: it is no form, it is cut off, or it has no file.
-            BodyTooLarge: the file is.
+            BodyTooLarge: the file is larger than ``max_bytes``.
         """
         kind, options = parse_options_header(content_type)
         boundary = options.get(b"boundary")
@@ -119,10 +119,10 @@ class Upload:
 
 
 def expiry_seconds(fields: Mapping[str, object]) -> int | None:
-    """OpenAI's ``expires_after``, of a form (``expires_after[seconds]``) or an object.
+    """Seconds of OpenAI's ``expires_after``, from a form or an object; None: it is not given.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: the anchor or the seconds are not allowed.
     """
     anchor, seconds = fields.get("anchor"), fields.get("seconds")
     if anchor is None and seconds is None:

@@ -1,7 +1,7 @@
-"""Static batching on transformers: a batch is padded, starts together and ends with its longest.
+"""Static batching on transformers: a padded batch starts together and ends with its longest answer.
 
-This is how Magnus and UELLM execute batches (``transformers``). It stands beside vLLM, not in its
-place: it is what batching policies are measured with, and runs the batch lane's offline models.
+Magnus and UELLM execute batches so. It stands beside vLLM, not in its place: batching policies are
+measured with it, and the batch lane's offline models run on it.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ class OutOfMemoryError(LoomserveError):
 
 @dataclass(frozen=True, slots=True)
 class OfflineRequest:
-    """A prompt's token ids, at least one; its answer ends at an end token or its limit.
+    """A prompt of at least one token; its answer ends at an end token or at ``max_tokens``.
 
     Attributes:
+        prompt: Token ids.
         temperature: 0: greedy.
-        top_p: The most probable tokens that have this share together may be drawn; above 0.
-        seed: Of the draws, which then do not depend on who else is in the batch; None: any.
+        top_p: Only the most probable tokens that together have this share are drawn; above 0.
+        seed: Seed of the draws, which then do not depend on the rest of the batch; None: random.
     """
 
     prompt: Sequence[int]
@@ -53,30 +54,32 @@ class OfflineRequest:
 
 
 class OfflineExecutor:
-    """A model that computes one batch after the other, on the CPU."""
+    """A model on the CPU, which computes one batch after another."""
 
     def __init__(
         self, model: Path | str, *, threads: int, kv_bytes: int, dtype: str = "auto"
     ) -> None:
-        """``threads`` are torch's, of the whole process.
+        """Load a model.
 
-        ``kv_bytes`` is a budget, not an allocation: main memory has no edge of its own that could
-        be met safely, so a batch that crosses the budget is ended as if there were no more.
+        Args:
+            threads: torch's threads, of the whole process.
+            kv_bytes: Budget of a batch's KV, not an allocation. A batch that crosses it ends as if
+                memory were full: running into the real limit of main memory is not safe.
 
         Raises:
-            ConfigError: it is no model that is run here; see :func:`check`.
+            ConfigError: transformers cannot run it in batches; see :func:`check`.
         """
         torch.set_num_threads(threads)
         self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
         self.kv_bytes = kv_bytes
         self.token_bytes = _token_bytes(self._model)
-        """KV of one token (Δ)."""
+        """Bytes of one token's KV (Δ)."""
         eos = self._model.generation_config.eos_token_id
         self.end_tokens = frozenset([eos] if isinstance(eos, int) else eos or ())
 
     @property
     def context(self) -> int:
-        """Tokens of prompt and answer that the model was made for."""
+        """Most tokens of prompt and answer together."""
         return _context(self._model.config)
 
     def run(
@@ -84,14 +87,14 @@ class OfflineExecutor:
         requests: Sequence[OfflineRequest],
         left: Callable[[], Collection[int]] = frozenset,
     ) -> list[list[int]]:
-        """The answers' token ids, an end token included, once the last of them is complete.
+        """Compute a batch, and return the answers' token ids, end tokens included.
 
-        Before each step ``left`` tells which requests, by their places, nobody waits for any more;
-        the batch does not go on for them, and what they have by then is their answer.
+        Before each step ``left`` returns the places of requests that nobody waits for any more:
+        their answers end there, and the batch does not go on for them.
 
         Raises:
-            OutOfMemoryError: β·(L + g)·Δ crossed the budget as each answer was to get its g-th
-                token; what was computed until then is lost.
+            OutOfMemoryError: β·(L + g)·Δ crossed the budget before each answer's g-th token; what
+                was computed is lost.
             ValueError: a request is empty, or longer than the model's context.
         """
         for one in requests:
@@ -129,7 +132,7 @@ class OfflineExecutor:
                 past_key_values=cache,
                 logits_to_keep=1,
             ).logits
-            # Those that have ended are computed on: that is what a static batch wastes.
+            # Answers that have ended are computed on: this is what a static batch wastes.
             tokens = logits[:, -1:].argmax(-1)
             for at in going & draws.keys():
                 tokens[at] = draws[at](logits[at, -1])
@@ -148,7 +151,7 @@ class OfflineExecutor:
 
 
 class _Draw:
-    """Draws a request's tokens, with random numbers of its own."""
+    """Sampler of one request's tokens, with a random generator of its own."""
 
     def __init__(self, request: OfflineRequest) -> None:
         self._temperature = TemperatureLogitsWarper(float(request.temperature))
@@ -160,7 +163,7 @@ class _Draw:
             self._source.manual_seed(request.seed)
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
-        """A token, ``[1]``, by logits ``[vocabulary]``."""
+        """Draw a token, ``[1]``, from logits ``[vocabulary]``."""
         scores = self._temperature(None, logits[None].float())
         if self._top_p is not None:
             scores = self._top_p(None, scores)
@@ -168,11 +171,11 @@ class _Draw:
 
 
 def check(model: Path | str) -> None:
-    """Whether the model is one that :class:`OfflineExecutor` runs; reads no weights.
+    """Check that :class:`OfflineExecutor` can run a model, without reading weights.
 
     Raises:
-        ConfigError: transformers does not know it as a language model, or it does not take or
-            keep what a padded batch needs.
+        ConfigError: transformers does not know it as a language model, or it cannot run padded
+            batches with a KV cache.
         OSError: it cannot be read or fetched.
     """
     try:
@@ -181,7 +184,7 @@ def check(model: Path | str) -> None:
         with torch.device("meta"):
             shape = AutoModelForCausalLM.from_config(config).eval()
     except ValueError as error:
-        # Of transformers' paragraphs the first sentence says what is wrong.
+        # The first sentence of transformers' message says what is wrong.
         what = str(error).split(". ")[0]
         raise ConfigError(f"transformers has no language model for {model}: {what}") from None
     _token_bytes(shape)
@@ -195,14 +198,14 @@ def _context(config: Any) -> int:
 
 
 def _token_bytes(model: Any) -> int:
-    """What one token leaves in the cache, seen on one; also whether the model can be run so."""
+    """Bytes that one token leaves in the KV cache, found by running one token."""
     cache = DynamicCache(config=model.config)
     one = torch.ones(1, 1, dtype=torch.long, device=model.device)
     try:
         with torch.inference_mode():
             model(
                 input_ids=one,
-                # Masks are looked into, and without weights there is nothing to see.
+                # transformers reads values of a mask, which a meta tensor does not have.
                 attention_mask=None if model.device.type == "meta" else one,
                 position_ids=one - 1,
                 past_key_values=cache,
@@ -223,7 +226,7 @@ def _token_bytes(model: Any) -> int:
 def _padded(
     requests: Sequence[OfflineRequest], length: int, most: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts ``[requests, length]``, padded on the left, and which tokens are attended to,
+    """Token ids ``[requests, length]``, padded on the left, and the attention mask
     ``[requests, length + most]``."""
     tokens = torch.zeros(len(requests), length, dtype=torch.long)
     mask = torch.ones(len(requests), length + most, dtype=torch.long)

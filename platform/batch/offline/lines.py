@@ -1,4 +1,4 @@
-"""OpenAI requests for static batches: what they may say, their tokens, and the objects back."""
+"""Reads OpenAI's requests for static batches, and writes OpenAI's answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
 class _Request(BaseModel):
-    """What both endpoints' requests may say; anything else is refused, not passed over."""
+    """Fields of both endpoints' requests; any other field is refused, not ignored."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
     model: str
@@ -60,7 +60,7 @@ class _Completion(_Request):
 
 
 class OfflineLines:
-    """A model's requests, read and answered; one thread at a time may use its tokenizer."""
+    """Reader and writer of a model's lines; only one thread at a time may use its tokenizer."""
 
     def __init__(self, source: str, executor: OfflineExecutor) -> None:
         self._tokenizer: Any = AutoTokenizer.from_pretrained(source)
@@ -69,14 +69,14 @@ class OfflineLines:
     def read(self, line: OfflineLine) -> OfflineRequest:
         """
         Raises:
-            BadRequest: the model does not answer this.
+            BadRequest: the request cannot be answered by this model; says why.
         """
         asked = _parsed(line)
         try:
             prompt = self._prompt(asked)
         except BadRequest:
             raise
-        except Exception as error:  # of the model's own template, whatever it stumbles over
+        except Exception as error:  # the model's own template may raise anything
             raise BadRequest(f"the model's chat template refuses this: {error}") from None
         most = self._executor.context - len(prompt)
         limit = asked.max_tokens

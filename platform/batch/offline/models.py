@@ -1,4 +1,4 @@
-"""Offline models, before they start: where they are, and that transformers runs them."""
+"""Fetches and checks offline models before the platform starts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loomserve.platform.models import catalog
 
 
 def check_offline_models(config: Config, base: Path, say: Callable[[str], None]) -> float:
-    """Fetch and check them; the bytes of memory that they are going to take.
+    """Fetch and check all offline models, and return the bytes of memory that they will take.
 
     Raises:
         ConfigError: a source is wrong, or transformers cannot run it in batches.
@@ -23,7 +23,7 @@ def check_offline_models(config: Config, base: Path, say: Callable[[str], None])
     needed = 0.0
     for model in config.offline_models:
         source = catalog.resolve(model.source, base, progress=say)
-        # transformers costs seconds and hundreds of megabytes, which this process need not keep.
+        # A process of its own: transformers takes hundreds of megabytes, which this one would keep.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
             problem = apart.submit(_problem, str(source)).result()
         if problem is not None:

@@ -1,8 +1,8 @@
-"""Lines of one model that wait for a static batch, and the process that computes them in turn.
+"""Queue of one offline model: lines form static batches, which a process computes in turn.
 
-Who runs together is S³'s bin packing by predicted lengths, which batch is next the highest response
-ratio by times that are learnt from batches that ran. A batch that runs out of memory waits again as
-two halves. What is here is only in memory: a lane that starts anew hands its lines in again.
+S³'s bin packing by predicted lengths decides who runs together; the highest response ratio, by
+times learnt from batches that ran, which batch is next. A batch that runs out of memory waits again
+as two halves. The queue is only in memory: after a restart the lane sends its lines again.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("ray.serve")
 
-# Of the KV memory, what plans leave to answers that become longer than predicted.
+# Share of the KV memory that plans leave to answers longer than predicted.
 _RESERVE = 0.2
-# Lines come one by one, and a batch is not to leave with the first of many.
+# Lines come one by one; a batch waits a moment for those behind the first.
 _GATHER_S = 0.05
 _LONGEST_GATHER_S = 1.0
 _RESTART_S = 2.0
@@ -49,7 +49,7 @@ _BATCH_TIME = "loomserve.platform.costs.batch_time"
 
 @dataclass(frozen=True, eq=False)
 class _Waiting:
-    """A line without an answer, in the queue or in the batch that runs."""
+    """A line without an answer, in the queue or in the running batch."""
 
     line: OfflineLine
     expected_tokens: Callable[[], float]
@@ -61,7 +61,7 @@ class _Waiting:
 
 
 class OfflineQueue:
-    """The lines of one model; all methods are for one event loop."""
+    """Queue of one offline model's lines; call it from one event loop."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class OfflineQueue:
 
     @property
     def model(self) -> QueuedModel:
-        """As the lane sees it."""
+        """The model, for the lane."""
         return QueuedModel(
             max_model_len=self._facts.context if self._facts else None,
             engine=f"offline:{self._name}",
@@ -103,7 +103,7 @@ class OfflineQueue:
 
     @property
     def state(self) -> OfflineModelState:
-        """As operators see it."""
+        """The model, for operators."""
         return OfflineModelState(
             name=self._name,
             ready=self._worker is not None,
@@ -113,7 +113,7 @@ class OfflineQueue:
         )
 
     async def run(self) -> None:
-        """Compute what waits, for ever; a process that ends is started again."""
+        """Compute batches until cancelled; a process that ends is started again."""
         failures = 0
         while True:
             worker = self._start()
@@ -134,7 +134,7 @@ class OfflineQueue:
             await self._pause(pause_s)
 
     async def execute(self, call: LineCall) -> LineAnswer:
-        """The line's answer; cancelling withdraws it from its batch."""
+        """Compute a line; cancelling the call withdraws it from its batch."""
         worker = self._worker
         if worker is None:
             return LineAnswer(LineOutcome.AWAY, 503, b"{}")
@@ -156,7 +156,7 @@ class OfflineQueue:
         future = asyncio.get_running_loop().create_future()
         waiting = self._waiting[line.id] = _Waiting(line, call.expected_tokens, future)
         request = BatchRequest(line.id, self._clock(), tokens, waiting.predicted_tokens)
-        # What a process died of may be this line, which then takes no other with it.
+        # A process may have died of this line; alone, it takes no other with it.
         (self._queue.add_alone if call.attempts else self._queue.add)(request)
         self._wake.set()
         try:
@@ -233,7 +233,7 @@ class OfflineQueue:
                 self._queue.withdraw(request.id)
 
     def _answer(self, line_id: str, answer: LineAnswer) -> None:
-        # Some have left meanwhile.
+        # A line may have been withdrawn meanwhile.
         if line_id in self._waiting and not self._waiting[line_id].future.done():
             self._waiting[line_id].future.set_result(answer)
 
@@ -252,7 +252,7 @@ class OfflineQueue:
 
     async def _learn(self, batch: StaticBatch, generated: int, seconds: float) -> None:
         if generated == 0:
-            return  # all have left it
+            return  # all lines were withdrawn
         if self._times is None:
             # scikit-learn takes seconds to import.
             await asyncio.to_thread(importlib.import_module, _BATCH_TIME)
@@ -272,7 +272,7 @@ def _shape(size: int, length: int, generation: int) -> BatchShape:
 
 
 def refused(error: RequestError) -> LineAnswer:
-    """The answer to a line that would be refused again."""
+    """The answer to a line that any further attempt would refuse again."""
     return LineAnswer(LineOutcome.ANSWERED, error.status, json.dumps(error.body()).encode())
 
 

@@ -1,4 +1,4 @@
-"""The seam between lines that wait for a static batch and the process that computes it."""
+"""Interface between an offline model's queue and the process that computes its batches."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Protocol
 
 
 class WorkerGoneError(Exception):
-    """The process that computes has ended, or could not start."""
+    """The process has ended, or could not start."""
 
 
 @dataclass(frozen=True, slots=True)
 class OfflineFacts:
-    """What a model is, once it is loaded: tokens of its context, and bytes of a token's KV."""
+    """Facts of a loaded model: tokens of its context, and bytes of one token's KV."""
 
     context: int
     token_bytes: int
@@ -21,7 +21,7 @@ class OfflineFacts:
 
 @dataclass(frozen=True, slots=True)
 class OfflineLine:
-    """A request on its way to the process, to an endpoint's ``path``."""
+    """A request for an endpoint's ``path``, on its way to the process."""
 
     id: str
     path: str
@@ -30,31 +30,35 @@ class OfflineLine:
 
 @dataclass(frozen=True, slots=True)
 class OfflineAnswer:
-    """OpenAI's object, and how many tokens were generated for it."""
+    """OpenAI's answer object as JSON, and the number of generated tokens."""
 
     body: bytes
     tokens: int
 
 
 class OfflineWorker(Protocol):
-    """A process that has loaded a model. All methods raise :class:`WorkerGoneError`."""
+    """A process that computes one model. All methods may raise :class:`WorkerGoneError`."""
 
     async def facts(self) -> OfflineFacts:
-        """Once it is ready."""
+        """Wait until the model is loaded, and return its facts."""
         ...
 
     async def prompt_tokens(self, line: OfflineLine) -> int:
-        """Raises :class:`BadRequest` for a line that the model does not answer."""
+        """Tokens of a line's prompt.
+
+        Raises:
+            BadRequest: the model cannot answer the line.
+        """
         ...
 
     async def run(self, lines: Sequence[OfflineLine]) -> Sequence[OfflineAnswer] | None:
-        """The answers, once the last is complete; None: they ran out of KV memory together."""
+        """Compute a batch and return its answers; None: it ran out of KV memory."""
         ...
 
     async def leave(self, line_id: str) -> None:
-        """Nobody waits for that line any more; its batch need not go on for it."""
+        """Withdraw a line from the running batch, which need not go on for it."""
         ...
 
     def stop(self) -> None:
-        """End the process, now."""
+        """End the process at once."""
         ...

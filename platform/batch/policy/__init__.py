@@ -1,1 +1,1 @@
-"""What the batch lane decides on and by. Pure."""
+"""Decisions of the batch lane, and what they are made on. Pure."""

@@ -1,12 +1,12 @@
-"""Which lines of which batches go to which engine now: a pure policy.
+"""Admission of lines to engines.
 
-Online requests come first. An engine gets no line while anything waits in its queue, some of its
-places and of its memory are left for requests to come, and what its lines are predicted to hold at
-their worst moment fits into what is free, so that none is preempted for another.
+Online requests come first. An engine gets no line while anything waits in its queue; it keeps some
+places and memory for requests to come; and the most KV that its lines are predicted to hold at once
+fits into what is free, so that no line is preempted for another.
 
-Whose line is next: of the key that has had the least (the virtual token counter of Sheng et al.,
-Fairness in Serving Large Language Models, OSDI 2024), of that key's batches the one that is about
-to miss its deadline, else the one that has had the least, and of that batch the shortest.
+The next line is one of the key that has had the least (the virtual token counter of Sheng et al.,
+Fairness in Serving Large Language Models, OSDI 2024); of that key's batches, of the one that is
+about to miss its deadline, else of the one that has had the least; of that batch, the shortest.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-# Of an engine's places and KV memory, what lines leave to online requests that come.
+# Shares of an engine's places and KV memory that lines leave to online requests to come.
 _PLACES_LEFT = 0.25
 _MEMORY_LEFT = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class LineWork:
-    """A line's sequences, in tokens each; of one that runs, what is predicted to be still to come.
+    """KV that a line holds and may still need; tokens of each sequence.
 
     Attributes:
-        held: KV that a sequence holds: its prompt, and what has been generated.
-        left: The tokens that it may generate yet.
-        sequences: How many the engine computes at once for it.
+        held: Tokens that a sequence holds: its prompt, and what has been generated.
+        left: Tokens that it is predicted to generate yet, at most.
+        sequences: Sequences of the line, which the engine computes at once.
     """
 
     held: float
@@ -39,7 +39,7 @@ class InFlightLine:
     """A line that an engine has, or had when it measured its load.
 
     Attributes:
-        measured: It was there at the measurement.
+        measured: The engine had it at the measurement.
         ended: It has ended since.
     """
 
@@ -50,12 +50,12 @@ class InFlightLine:
 
 @dataclass(frozen=True, slots=True)
 class EngineCapacity:
-    """An engine as it measured itself, and the lines that it has.
+    """An engine's own measurement of its load, and the lines that it has.
 
     Attributes:
-        places: Sequences that it computes at once.
+        places: Most sequences that it computes at once.
         capacity: Its KV memory, tokens.
-        running: Requests that it computed, lines among them.
+        running: Requests that it computed at the measurement, lines among them.
         waiting: Requests in its queue.
         used: KV in use, tokens.
     """
@@ -71,7 +71,7 @@ class EngineCapacity:
 
 @dataclass(frozen=True, slots=True)
 class BatchCandidate:
-    """A line that may start. ``expected`` orders; ``work`` is what it needs at most."""
+    """A line that may start; ``expected`` is its tokens of prompt and answers, for the order."""
 
     number: int
     expected: float
@@ -79,15 +79,15 @@ class BatchCandidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Queue:
+class LineQueue:
     """A batch's lines for one model, the shortest expected first.
 
     Attributes:
-        owner: The API key.
-        owner_served: Tokens that lines of the key had of the platform.
-        served: Tokens that lines of the batch had.
-        deadline_s: When its window ends, Unix time.
-        late: It is about to miss that.
+        owner: Name of the API key.
+        owner_served: Tokens that lines of the key have had.
+        served: Tokens that lines of the batch have had.
+        deadline_s: The end of its window, Unix seconds.
+        late: The batch is about to miss its deadline.
     """
 
     owner: str
@@ -101,15 +101,19 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class LineStart:
+    """Decision to send a line to an engine."""
+
     batch: str
     number: int
     engine: str
 
 
-def admit(engines: Sequence[EngineCapacity], queues: Sequence[Queue], most: int) -> list[LineStart]:
-    """At most ``most`` lines of one model to start now, and where.
+def admit(
+    engines: Sequence[EngineCapacity], queues: Sequence[LineQueue], most: int
+) -> list[LineStart]:
+    """Choose at most ``most`` lines of one model to start now, and their engines.
 
-    A line that fits nowhere is not overtaken: its turn would never come while shorter ones do.
+    No line overtakes one that fits nowhere, which else would wait as long as shorter ones come.
     """
     rooms = [_Room(engine) for engine in engines if engine.waiting == 0]
     starts: list[LineStart] = []
@@ -123,8 +127,8 @@ def admit(engines: Sequence[EngineCapacity], queues: Sequence[Queue], most: int)
     return starts
 
 
-def in_turn(queues: Sequence[Queue]) -> Iterator[tuple[str, BatchCandidate]]:
-    """Lines and their batches in the order in which they may start, all of one model."""
+def in_turn(queues: Sequence[LineQueue]) -> Iterator[tuple[str, BatchCandidate]]:
+    """Lines of one model with their batches, in the order in which they may start."""
     turns = {queue.batch: 0 for queue in queues}
     served = {queue.batch: queue.served for queue in queues}
     owners = {queue.owner: queue.owner_served for queue in queues}
@@ -155,7 +159,7 @@ def peak(works: Sequence[LineWork]) -> float:
 
 
 class _Room:
-    """What an engine has free for lines, while they are chosen."""
+    """Places and memory that an engine has free for lines, while lines are chosen."""
 
     def __init__(self, engine: EngineCapacity) -> None:
         self.engine = engine
@@ -165,7 +169,7 @@ class _Room:
         used = max(0.0, engine.used - sum(work.held * work.sequences for work in known))
         self._alone = not online and not self._works
         self._places = engine.places - int(engine.places * _PLACES_LEFT) - online
-        # What online requests have yet to generate is not known: as much again as they hold.
+        # Online requests are taken to need as much again as they hold: their lengths are not known.
         self._memory = engine.capacity * (1 - _MEMORY_LEFT) - 2 * used
 
     def fits(self, work: LineWork) -> bool:
@@ -184,6 +188,6 @@ class _Room:
         return (self._memory - peak(self._works)) / max(1, self.engine.capacity)
 
 
-def _turn(queue: Queue, owner_served: float, served: float) -> tuple[object, ...]:
+def _turn(queue: LineQueue, owner_served: float, served: float) -> tuple[object, ...]:
     urgency = queue.deadline_s if queue.late else 0.0
     return owner_served, queue.owner, not queue.late, urgency, served, queue.batch

@@ -1,7 +1,7 @@
-"""How much of the platform keys and batches have had: virtual token counters.
+"""Virtual token counters: how much of the platform keys and batches have had.
 
-Whoever comes with nothing counted is lifted to the least of those already waiting, or it would have
-everything until it has caught up with a past in which it asked for nothing (Sheng et al., OSDI
+The counter of a newcomer is lifted to the least of those that wait already. At zero it would get
+everything until it had caught up with a past in which it asked for nothing (Sheng et al., OSDI
 2024, algorithm 2).
 """
 
@@ -11,13 +11,13 @@ from collections.abc import Hashable, Iterable
 
 
 class TokenCounters:
-    """Tokens served, by key or by batch."""
+    """Counters of tokens served, by key and by batch."""
 
     def __init__(self) -> None:
         self._served: dict[Hashable, float] = {}
 
     def join(self, who: Hashable, waiting: Iterable[Hashable]) -> None:
-        """``who`` waits for its turn from now on, beside others that waited before."""
+        """Let ``who`` wait for its turn, beside others that wait already."""
         least = min((self.of(other) for other in waiting if other != who), default=0.0)
         self._served[who] = max(self.of(who), least)
 

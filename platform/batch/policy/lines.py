@@ -1,4 +1,4 @@
-"""The lines of an input file: read and checked before a batch begins, as OpenAI checks them."""
+"""Reads and checks the lines of an input file before a batch begins, as OpenAI does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from loomserve.platform.batch.policy.objects import LineError
 # A file full of the same mistake needs no error for each line.
 _MOST_ERRORS = 100
 _LONGEST_ID = 512
-# What a line has beside its body.
+# Room for what a line has beside its body.
 _ENVELOPE_BYTES = 4096
 
 
@@ -21,11 +21,11 @@ class BatchLine:
     """A request of a batch, without its body.
 
     Attributes:
-        number: Of its line in the file, from 1.
+        number: Number of its line in the file, from 1.
         offset: Where the line begins in the file, bytes.
-        size: Of the line, bytes.
-        max_tokens: The most tokens that one answer of it may have; None: the model's own bound.
-        sequences: How many answers the engine computes at once for it.
+        size: Length of the line, bytes.
+        max_tokens: Most tokens of one answer; None: the model's own bound.
+        sequences: Answers that the engine computes at once for it.
         attempts: How often engines have failed on it.
     """
 
@@ -40,8 +40,8 @@ class BatchLine:
 
 
 @dataclass
-class Checked:
-    """What is in a file; the lines are of use only if there are no errors."""
+class CheckedFile:
+    """Lines of a file, and its errors; with errors the lines are of no use."""
 
     lines: list[BatchLine] = field(default_factory=list)
     errors: list[LineError] = field(default_factory=list)
@@ -53,9 +53,9 @@ class _WrongLineError(Exception):
         self.code, self.message, self.param = code, message, param
 
 
-def check(stream: BinaryIO, endpoint: str, *, max_lines: int, max_body: int) -> Checked:
-    """Read a file from its beginning; empty lines do not count."""
-    found = Checked()
+def check(stream: BinaryIO, endpoint: str, *, max_lines: int, max_body: int) -> CheckedFile:
+    """Read and check a file from its beginning; empty lines do not count."""
+    found = CheckedFile()
     seen: set[str] = set()
     longest = max_body + _ENVELOPE_BYTES
     number = offset = 0
@@ -90,7 +90,7 @@ def check(stream: BinaryIO, endpoint: str, *, max_lines: int, max_body: int) -> 
 
 
 def parse(text: bytes) -> dict[str, Any]:
-    """A line that :func:`check` accepted."""
+    """Parse a line that :func:`check` accepted."""
     parsed: dict[str, Any] = json.loads(text)
     return parsed
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from loomserve.platform.batch.policy.status import Status
+from loomserve.platform.batch.policy.status import BatchStatus
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 INPUT = "batch"
@@ -27,7 +27,7 @@ class FileRecord(_Record):
 
     id: str
     owner: str
-    """The name of the API key that it belongs to; empty where none is needed."""
+    """Name of the API key that it belongs to; empty: no key is needed."""
     filename: str
     purpose: str
     bytes: int
@@ -49,7 +49,7 @@ class FileRecord(_Record):
 
 
 class LineError(_Record):
-    """Something wrong with a line of the input file, as in a batch's ``errors``."""
+    """An error in the input file, as in a batch's ``errors``."""
 
     code: str
     message: str
@@ -62,9 +62,9 @@ class BatchRecord(_Record):
 
     id: str
     owner: str
-    status: Status = Status.VALIDATING
-    ending: Status | None = None
-    """What a batch that is being finalized ends as."""
+    status: BatchStatus = BatchStatus.VALIDATING
+    ending: BatchStatus | None = None
+    """Status in which a batch that is being finalized will end."""
     endpoint: str
     input_file_id: str
     completion_window: str
@@ -119,7 +119,7 @@ class BatchRecord(_Record):
 
 
 def new_id(prefix: str) -> str:
-    """Such as ``file-…`` and ``batch_…``: 128 random bits, so that nobody guesses another's."""
+    """A new id such as ``file-…``: 128 random bits, so that nobody guesses another's."""
     return prefix + uuid.uuid4().hex
 
 

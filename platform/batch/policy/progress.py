@@ -1,4 +1,4 @@
-"""How fast a batch gets on, and when it will be done."""
+"""The pace of a batch, and when it will be done."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections import deque
 
 # Long enough that a pause for online requests counts, and short enough that their end does.
 _WINDOW_S = 120.0
-# Of the time that is left; less than this in reserve and the batch is about to be late.
+# A batch is about to be late with less than this share of the time left in reserve.
 _RESERVE = 0.3
 
 
 class BatchPace:
-    """Tokens of finished lines over the last two minutes; times are seconds of one clock."""
+    """Pace of a batch: tokens of lines that finished in the last two minutes.
+
+    Times are seconds of one clock.
+    """
 
     def __init__(self, began_s: float) -> None:
         self._began_s = began_s
@@ -22,7 +25,7 @@ class BatchPace:
         self._forget(now)
 
     def eta_s(self, tokens_left: float, now: float) -> float | None:
-        """Seconds until that many tokens more are done; None while nothing tells."""
+        """Seconds until so many tokens more are done; None while no line has finished."""
         self._forget(now)
         since = now - max(self._began_s, now - _WINDOW_S)
         done = sum(tokens for _, tokens in self._finished)

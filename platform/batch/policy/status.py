@@ -1,11 +1,13 @@
-"""The states of a batch, as OpenAI names them, and which may follow which."""
+"""The states of a batch, and the transitions between them."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
 
-class Status(StrEnum):
+class BatchStatus(StrEnum):
+    """State of a batch, named as in OpenAI's API."""
+
     VALIDATING = "validating"
     FAILED = "failed"
     IN_PROGRESS = "in_progress"
@@ -16,24 +18,29 @@ class Status(StrEnum):
     CANCELLED = "cancelled"
 
 
-TRANSITIONS: dict[Status, frozenset[Status]] = {
-    Status.VALIDATING: frozenset(
-        {Status.IN_PROGRESS, Status.FAILED, Status.CANCELLING, Status.FINALIZING}
+TRANSITIONS: dict[BatchStatus, frozenset[BatchStatus]] = {
+    BatchStatus.VALIDATING: frozenset(
+        {
+            BatchStatus.IN_PROGRESS,
+            BatchStatus.FAILED,
+            BatchStatus.CANCELLING,
+            BatchStatus.FINALIZING,
+        }
     ),
-    Status.IN_PROGRESS: frozenset({Status.FINALIZING, Status.CANCELLING}),
-    Status.FINALIZING: frozenset({Status.COMPLETED, Status.EXPIRED}),
-    Status.CANCELLING: frozenset({Status.CANCELLED}),
-    Status.FAILED: frozenset(),
-    Status.COMPLETED: frozenset(),
-    Status.EXPIRED: frozenset(),
-    Status.CANCELLED: frozenset(),
+    BatchStatus.IN_PROGRESS: frozenset({BatchStatus.FINALIZING, BatchStatus.CANCELLING}),
+    BatchStatus.FINALIZING: frozenset({BatchStatus.COMPLETED, BatchStatus.EXPIRED}),
+    BatchStatus.CANCELLING: frozenset({BatchStatus.CANCELLED}),
+    BatchStatus.FAILED: frozenset(),
+    BatchStatus.COMPLETED: frozenset(),
+    BatchStatus.EXPIRED: frozenset(),
+    BatchStatus.CANCELLED: frozenset(),
 }
-"""A batch that ran out of time passes through ``finalizing`` too, while its files are written."""
+"""Allowed transitions. An expired batch too is ``finalizing`` while its files are written."""
 
 ENDED = frozenset(status for status, after in TRANSITIONS.items() if not after)
-CANCELLABLE = frozenset(s for s, after in TRANSITIONS.items() if Status.CANCELLING in after)
+CANCELLABLE = frozenset(s for s, after in TRANSITIONS.items() if BatchStatus.CANCELLING in after)
 
 
-def stamp(status: Status) -> str | None:
-    """The field of a batch that says when it came into this state."""
-    return None if status is Status.VALIDATING else f"{status}_at"
+def stamp(status: BatchStatus) -> str | None:
+    """Name of a batch's field for the time when it entered this state; the first state has none."""
+    return None if status is BatchStatus.VALIDATING else f"{status}_at"

@@ -1,4 +1,4 @@
-"""Batches: their records, and their ways from state to state."""
+"""Records of batches, and their transitions from state to state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from loomserve.platform.base.errors import BadRequest, Conflict, NotFound
 from loomserve.platform.base.sqlite import Database
 from loomserve.platform.batch.policy.lines import BatchLine
 from loomserve.platform.batch.policy.objects import INPUT, BatchRecord, FileRecord, LineError
-from loomserve.platform.batch.policy.status import CANCELLABLE, ENDED, TRANSITIONS, Status, stamp
+from loomserve.platform.batch.policy.status import (
+    CANCELLABLE,
+    ENDED,
+    TRANSITIONS,
+    BatchStatus,
+    stamp,
+)
 from loomserve.platform.batch.store import schema
 
 
@@ -75,15 +81,19 @@ class BatchTable:
         )
         return [schema.batch_of(row) for row in rows]
 
-    def counts(self) -> dict[Status, int]:
+    def counts(self) -> dict[BatchStatus, int]:
         """Batches by status."""
         rows = self._database.read("SELECT status, COUNT(*) AS n FROM batches GROUP BY status")
-        return {Status(row["status"]): row["n"] for row in rows}
+        return {BatchStatus(row["status"]): row["n"] for row in rows}
 
     def begin(self, batch_id: str, lines: Sequence[BatchLine], now: float) -> bool:
-        """The file is right: its lines may be answered. False: it was cancelled meanwhile."""
+        """Start a batch whose file is right: its lines may be answered from now on.
+
+        Returns:
+            False: the batch was cancelled meanwhile.
+        """
         with self._database.transaction() as db:
-            if not _move(db, batch_id, Status.VALIDATING, Status.IN_PROGRESS, now):
+            if not _move(db, batch_id, BatchStatus.VALIDATING, BatchStatus.IN_PROGRESS, now):
                 return False
             db.executemany(
                 "INSERT INTO lines VALUES (:batch, :number, :custom_id, :model, :offset, :size, "
@@ -94,9 +104,13 @@ class BatchTable:
         return True
 
     def fail(self, batch_id: str, errors: Sequence[LineError], now: float) -> bool:
-        """The file is wrong. False: the batch was cancelled meanwhile."""
+        """End a batch whose file is wrong.
+
+        Returns:
+            False: the batch was cancelled meanwhile.
+        """
         with self._database.transaction() as db:
-            if not _move(db, batch_id, Status.VALIDATING, Status.FAILED, now):
+            if not _move(db, batch_id, BatchStatus.VALIDATING, BatchStatus.FAILED, now):
                 return False
             record = _one(db, batch_id).model_copy(update={"errors": tuple(errors)})
             db.execute(
@@ -106,7 +120,7 @@ class BatchTable:
         return True
 
     def cancel(self, owner: str | None, batch_id: str, now: float) -> BatchRecord:
-        """Answer no more of its lines; one that is cancelling already stays so.
+        """Accept no more answers to a batch's lines; a batch that is cancelling stays so.
 
         Raises:
             NotFound: there is none, or it is another's.
@@ -115,36 +129,38 @@ class BatchTable:
         self.get(owner, batch_id)
         with self._database.transaction() as db:
             batch = _one(db, batch_id)
-            if batch.status is not Status.CANCELLING:
+            if batch.status is not BatchStatus.CANCELLING:
                 if batch.status not in CANCELLABLE:
                     raise Conflict(f"Cannot cancel a batch with status '{batch.status}'.")
-                _move(db, batch_id, batch.status, Status.CANCELLING, now)
+                _move(db, batch_id, batch.status, BatchStatus.CANCELLING, now)
             return _one(db, batch_id)
 
-    def begin_to_end(self, batch_id: str, ending: Status, now: float) -> bool:
-        """Answer no more of its lines and write its files, to end as completed or expired.
+    def begin_to_end(self, batch_id: str, ending: BatchStatus, now: float) -> bool:
+        """Accept no more answers; the batch will end as ``ending``, completed or expired.
 
         Returns:
-            Whether it does; False: it ends already, or was cancelled.
+            False: it is ending already, or was cancelled.
         """
         with self._database.transaction() as db:
             status = _one(db, batch_id).status
-            if Status.FINALIZING not in TRANSITIONS[status]:
+            if BatchStatus.FINALIZING not in TRANSITIONS[status]:
                 return False
-            _move(db, batch_id, status, Status.FINALIZING, now)
+            _move(db, batch_id, status, BatchStatus.FINALIZING, now)
             db.execute("UPDATE batches SET ending = ? WHERE id = ?", (ending, batch_id))
         return True
 
     def finish(
         self, batch_id: str, output: FileRecord | None, errors: FileRecord | None, now: float
     ) -> BatchRecord:
-        """End a batch that is finalizing or cancelling, with its files; its lines go.
+        """End a batch that is finalizing or cancelling, add its files and delete its lines.
 
-        Lines without an answer count as failed from now on.
+        Lines without an answer count as failed.
         """
         with self._database.transaction() as db:
             batch = _one(db, batch_id)
-            ending = batch.ending if batch.status is Status.FINALIZING else Status.CANCELLED
+            ending = (
+                batch.ending if batch.status is BatchStatus.FINALIZING else BatchStatus.CANCELLED
+            )
             assert ending is not None, "begin_to_end() says how a batch ends"
             for file in filter(None, (output, errors)):
                 schema.insert(db, "files", file.model_dump())
@@ -158,7 +174,7 @@ class BatchTable:
             return _one(db, batch_id)
 
     def forget(self, before: float) -> None:
-        """Forget batches that were made before a time and have ended; their files stay."""
+        """Delete batches that ended and were made before a time; their files stay."""
         marks = ", ".join("?" * len(ENDED))
         with self._database.transaction() as db:
             db.execute(
@@ -172,7 +188,9 @@ def _one(db: sqlite3.Connection, batch_id: str) -> BatchRecord:
     return schema.batch_of(row)
 
 
-def _move(db: sqlite3.Connection, batch_id: str, before: Status, after: Status, now: float) -> bool:
+def _move(
+    db: sqlite3.Connection, batch_id: str, before: BatchStatus, after: BatchStatus, now: float
+) -> bool:
     assert after in TRANSITIONS[before], (before, after)
     moved = db.execute(
         f"UPDATE batches SET status = ?, {stamp(after)} = ? WHERE id = ? AND status = ?",

@@ -1,4 +1,4 @@
-"""Files: their records; the bytes are in the lane's folder."""
+"""Records of files; the bytes are in the lane's folder."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class FileTable:
             db.execute("DELETE FROM files WHERE id = ?", (file_id,))
 
     def expire(self, now: float) -> list[str]:
-        """Forget files whose time is up and that no batch reads; their ids."""
+        """Delete records of expired files that no batch reads, and return their ids."""
         with self._database.transaction() as db:
             rows = db.execute("SELECT id FROM files WHERE expires_at <= ?", (int(now),)).fetchall()
             gone = [row["id"] for row in rows if row["id"] not in _read_by_batches(db)]

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 
 from loomserve.platform.base.sqlite import Database
 from loomserve.platform.batch.policy.lines import BatchLine
-from loomserve.platform.batch.policy.status import Status
+from loomserve.platform.batch.policy.status import BatchStatus
 from loomserve.platform.batch.store import schema
 
 _ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """The answer to a line.
+class StoredAnswer:
+    """The answer to a line, as it is stored.
 
     Attributes:
-        ok: It goes to the output file; else to the error file.
-        text: Its whole line in that file, without the line's end.
+        ok: True: it goes to the output file; False: to the error file.
+        text: The whole line of that file, without the newline.
     """
 
     batch_id: str
@@ -39,21 +39,22 @@ class LineTable:
         self._database = database
 
     def unanswered(self, batch_id: str) -> list[BatchLine]:
+        """Lines of a batch that have no answer, in the order of the file."""
         rows = self._database.read(
             "SELECT * FROM lines WHERE batch = ? AND ok IS NULL ORDER BY number", batch_id
         )
         return [schema.line_of(row) for row in rows]
 
-    def answer(self, answers: Sequence[Answer]) -> list[bool]:
-        """Store answers and count them; for each whether it counted.
+    def answer(self, answers: Sequence[StoredAnswer]) -> list[bool]:
+        """Store answers, and return for each whether it counts.
 
-        One does not if its line has an answer, or its batch takes none any more.
+        It does not if its line has an answer already, or its batch takes none any more.
         """
         with self._database.transaction() as db:
             return [_answer(db, answer) for answer in answers]
 
     def failed_attempt(self, batch_id: str, number: int) -> int:
-        """An engine failed on a line; how often that has happened to it."""
+        """Count that an engine failed on a line, and return how often that has happened."""
         with self._database.transaction() as db:
             row = db.execute(
                 "UPDATE lines SET attempts = attempts + 1 WHERE batch = ? AND number = ? "
@@ -63,9 +64,9 @@ class LineTable:
         return 0 if row is None else int(row["attempts"])
 
     def answers(self, batch_id: str) -> Iterator[tuple[str, bool, bytes | None]]:
-        """Of each line, in order: custom_id, whether it is good, and its answer if it has one.
+        """Yield each line's custom_id, whether its answer is good, and the answer if it has one.
 
-        Read beside other transactions; nothing changes in a batch that ends.
+        They are read beside other transactions: nothing changes in a batch that ends.
         """
         with self._database.reader() as db:
             last = 0
@@ -79,11 +80,11 @@ class LineTable:
                 last = rows[-1]["number"]
 
 
-def _answer(db: sqlite3.Connection, answer: Answer) -> bool:
+def _answer(db: sqlite3.Connection, answer: StoredAnswer) -> bool:
     stored = db.execute(
         "UPDATE lines SET ok = ?, answer = ? WHERE batch = ? AND number = ? AND ok IS NULL "
         "AND EXISTS (SELECT 1 FROM batches WHERE id = lines.batch AND status = ?)",
-        (answer.ok, answer.text, answer.batch_id, answer.number, Status.IN_PROGRESS),
+        (answer.ok, answer.text, answer.batch_id, answer.number, BatchStatus.IN_PROGRESS),
     )
     if stored.rowcount == 0:
         return False

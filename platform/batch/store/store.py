@@ -1,4 +1,4 @@
-"""What the lane must not lose: files, batches and the answers to their lines, in SQLite.
+"""The lane's database: files, batches and the answers to their lines, in SQLite.
 
 One process writes (:class:`~loomserve.platform.batch.folder.BatchFolder`), from one thread at a
 time. Every method of the tables is one transaction, so that a process killed anywhere leaves either

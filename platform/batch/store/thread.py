@@ -20,5 +20,5 @@ class StoreThread:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work, *given)
 
     def close(self) -> None:
-        """Wait for what was begun."""
+        """Wait for work that has begun, and end the thread."""
         self._thread.shutdown(wait=True)

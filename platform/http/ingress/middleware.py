@@ -101,7 +101,7 @@ class _Guard:
         self._streamed = streamed
         self._clock = clock
         self._authentication = Authentication(server)
-        self._usage = {key.name: limits.Usage() for key in server.api_keys}
+        self._usage = {key.name: limits.KeyUsage() for key in server.api_keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         deadline = asyncio.timeout(self._server.request_timeout_s)

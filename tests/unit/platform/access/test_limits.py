@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loomserve.platform.access.limits import Usage, acquire, burst, release
+from loomserve.platform.access.limits import KeyUsage, acquire, burst, release
 from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.config import ApiKey
 
@@ -25,7 +25,7 @@ def _key(requests_per_minute: int | None = None, max_concurrent: int | None = No
 
 
 def _admitted_times(key: ApiKey, times_s: list[float]) -> list[float]:
-    usage, admitted = Usage(), []
+    usage, admitted = KeyUsage(), []
     for now_s in times_s:
         try:
             usage = acquire(key, usage, now_s)
@@ -81,7 +81,7 @@ def test_a_client_that_keeps_to_the_rate_is_never_refused(
 @untimed
 @given(RATES, st.floats(0, 1e6), st.floats(0, 0.999))
 def test_retry_after_is_exact(requests_per_minute: int, now_s: float, early: float) -> None:
-    key, usage = _key(requests_per_minute), Usage()
+    key, usage = _key(requests_per_minute), KeyUsage()
     for _ in range(burst(requests_per_minute)):
         usage = acquire(key, usage, now_s)
     with pytest.raises(TooManyRequests) as refusal:
@@ -95,7 +95,7 @@ def test_retry_after_is_exact(requests_per_minute: int, now_s: float, early: flo
 
 
 def test_a_refusal_costs_nothing() -> None:
-    key, usage = _key(6), Usage()
+    key, usage = _key(6), KeyUsage()
     usage = acquire(key, usage, 0.0)
     for tenth in range(99):
         with pytest.raises(TooManyRequests):
@@ -105,7 +105,7 @@ def test_a_refusal_costs_nothing() -> None:
 
 def test_being_over_the_concurrency_spends_no_rate() -> None:
     key = _key(requests_per_minute=1, max_concurrent=1)
-    busy = Usage(running=1)
+    busy = KeyUsage(running=1)
     with pytest.raises(TooManyRequests) as refusal:
         acquire(key, busy, 0.0)
     assert refusal.value.code == "concurrency_limit_exceeded"
@@ -122,7 +122,7 @@ def test_being_over_the_concurrency_spends_no_rate() -> None:
 def test_running_requests_stay_between_none_and_the_limit_and_release_restores(
     max_concurrent: int, requests_per_minute: int | None, steps: list[tuple[bool, float]]
 ) -> None:
-    key, usage, running, now_s = _key(requests_per_minute, max_concurrent), Usage(), 0, 0.0
+    key, usage, running, now_s = _key(requests_per_minute, max_concurrent), KeyUsage(), 0, 0.0
     for asks, gap_s in steps:
         now_s += gap_s
         if asks:
@@ -143,7 +143,7 @@ def test_running_requests_stay_between_none_and_the_limit_and_release_restores(
 
 def test_a_release_without_a_request_is_an_error() -> None:
     with pytest.raises(ValueError, match="without a running request"):
-        release(Usage())
+        release(KeyUsage())
 
 
 def test_a_key_without_limits_is_never_refused() -> None:
@@ -151,7 +151,7 @@ def test_a_key_without_limits_is_never_refused() -> None:
 
 
 def test_a_clock_that_steps_back_admits_no_more() -> None:
-    key, usage = _key(6), Usage()
+    key, usage = _key(6), KeyUsage()
     usage = acquire(key, usage, 100.0)
     with pytest.raises(TooManyRequests):
         acquire(key, usage, 50.0)

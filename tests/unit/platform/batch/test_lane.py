@@ -30,7 +30,7 @@ from loomserve.platform.batch.length_estimation import LengthEstimator
 from loomserve.platform.batch.line_runner import MOST_ATTEMPTS
 from loomserve.platform.batch.live import LiveBatch
 from loomserve.platform.batch.policy.objects import INPUT, BatchRecord, FileRecord, new_id
-from loomserve.platform.batch.policy.status import ENDED, Status
+from loomserve.platform.batch.policy.status import ENDED, BatchStatus
 from loomserve.platform.batch.store.store import BatchStore
 from loomserve.platform.config import Batch
 from loomserve.platform.state import ReplicaLoad
@@ -175,7 +175,7 @@ def test_every_line_is_answered_in_the_order_of_the_file(tmp_path: Path) -> None
         batch_id = bench.submit(requests(100))
         async with bench.running():
             batch = await bench.ended(batch_id)
-        assert batch.status is Status.COMPLETED
+        assert batch.status is BatchStatus.COMPLETED
         assert (batch.total, batch.completed, batch.failed) == (100, 100, 0)
         assert batch.error_file_id is None
         output = bench.lines_of(batch.output_file_id)
@@ -277,7 +277,7 @@ def test_a_wrong_file_fails_the_whole_batch_before_anything_is_computed(tmp_path
         batch_id = bench.submit(requests(2) + "not json\n" + request("c0"))
         async with bench.running():
             batch = await bench.ended(batch_id)
-        assert batch.status is Status.FAILED
+        assert batch.status is BatchStatus.FAILED
         assert [(e.line, e.code) for e in batch.errors or ()] == [
             (3, "invalid_json_line"),
             (4, "duplicate_custom_id"),
@@ -298,7 +298,7 @@ def test_a_window_that_ends_leaves_what_was_done_and_says_what_was_not(tmp_path:
         batch_id = bench.submit(requests(2), window_s=2)
         async with bench.running():
             batch = await bench.ended(batch_id)
-        assert batch.status is Status.EXPIRED
+        assert batch.status is BatchStatus.EXPIRED
         assert None not in (batch.expired_at, batch.finalizing_at)
         assert (batch.completed, batch.failed) == (1, 1)
         (line,) = bench.lines_of(batch.error_file_id)
@@ -314,10 +314,10 @@ def test_a_cancelled_batch_stops_its_lines_at_once(tmp_path: Path) -> None:
         batch_id = bench.submit(requests(5))
         async with bench.running() as lane:
             await until(lambda: bench.engines.now == 5)
-            assert (await lane.cancel(ALICE, batch_id)).status is Status.CANCELLING
+            assert (await lane.cancel(ALICE, batch_id)).status is BatchStatus.CANCELLING
             batch = await bench.ended(batch_id)
             assert bench.engines.now == 0
-        assert batch.status is Status.CANCELLED
+        assert batch.status is BatchStatus.CANCELLED
         assert {line["error"]["code"] for line in bench.lines_of(batch.error_file_id)} == {
             "batch_cancelled"
         }

@@ -16,7 +16,7 @@ from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.length_estimation import LengthEstimator
 from loomserve.platform.batch.live import LiveBatch
-from loomserve.platform.batch.policy.lengths import Length, LineLengths
+from loomserve.platform.batch.policy.lengths import LineLength, LineLengths
 from loomserve.platform.batch.policy.lines import check
 from loomserve.platform.batch.policy.objects import BatchRecord
 from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
@@ -86,7 +86,7 @@ def test_lines_start_in_the_order_of_their_predicted_lengths(tmp_path: Path) -> 
     predictor = Predictor()
     estimate(folder, live, lambda name: predictor)
     found = [live.length(line) for line in live.lines("m")]
-    assert found == [Length(2, n, n * 2) for n in range(1, 101)]
+    assert found == [LineLength(2, n, n * 2) for n in range(1, 101)]
     assert predictor.threads.isdisjoint({threading.get_ident()})
     assert predictor.closed
 
@@ -127,10 +127,10 @@ def test_what_a_line_allows_bounds_its_prediction_and_finished_lines_do_not_chan
         return SimpleNamespace(number=number, size=30, max_tokens=max_tokens)
 
     lengths = LineLengths()
-    lengths.set_estimates({1: Length(10, 40, 80), 2: Length(10, 40, 80)})
-    assert lengths.predict(line(1, 60), 1000) == Length(10, 40, 60)
-    assert lengths.predict(line(2, 500), 1000) == Length(10, 40, 80)
+    lengths.set_estimates({1: LineLength(10, 40, 80), 2: LineLength(10, 40, 80)})
+    assert lengths.predict(line(1, 60), 1000) == LineLength(10, 40, 60)
+    assert lengths.predict(line(2, 500), 1000) == LineLength(10, 40, 80)
     for number in range(10, 20):
         lengths.finished(line(number, 500), 6, 100)
-    assert lengths.predict(line(2, 500), 1000) == Length(10, 40, 80)
-    assert lengths.predict(line(3, 500), 1000) == Length(6, 100, 100)
+    assert lengths.predict(line(2, 500), 1000) == LineLength(10, 40, 80)
+    assert lengths.predict(line(3, 500), 1000) == LineLength(6, 100, 100)

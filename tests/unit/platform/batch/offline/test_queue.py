@@ -15,7 +15,7 @@ import pytest
 from loomserve.platform.access.key_models import KnownKeys
 from loomserve.platform.base.errors import BadRequest
 from loomserve.platform.batch.executor import LineAnswer, LineCall, LineOutcome
-from loomserve.platform.batch.executors import SeveralExecutors
+from loomserve.platform.batch.executors import CombinedExecutor
 from loomserve.platform.batch.offline import queue
 from loomserve.platform.batch.offline.queue import OfflineQueue
 from loomserve.platform.batch.offline.worker import (
@@ -378,7 +378,7 @@ def test_a_offline_models_lines_need_a_key_that_may_use_it_and_others_go_to_engi
     async def scenario() -> None:
         world = World()
         keys = KnownKeys([key("any"), key("other", "vllm"), key("this-one", "m")])
-        several = SeveralExecutors(Engines(), {"m": world.queue}, keys)
+        several = CombinedExecutor(Engines(), {"m": world.queue}, keys)
         async with running(world):
             assert await several.models() == {"vllm": "its engines", "m": world.queue.model}
             found = {

@@ -8,18 +8,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loomserve.platform.batch.live import Running
+from loomserve.platform.batch.live import RunningLine
 from loomserve.platform.batch.policy.admission import (
     BatchCandidate,
     EngineCapacity,
     InFlightLine,
+    LineQueue,
     LineWork,
-    Queue,
     admit,
     peak,
 )
 from loomserve.platform.batch.policy.fairness import TokenCounters
-from loomserve.platform.batch.policy.lengths import Length, LineLengths
+from loomserve.platform.batch.policy.lengths import LineLength, LineLengths
 from loomserve.platform.batch.policy.lines import BatchLine
 from loomserve.platform.batch.policy.progress import BatchPace, is_late
 from loomserve.platform.batch.snapshot import STALE_S, engines
@@ -47,7 +47,7 @@ ENGINES = st.builds(
 
 
 @st.composite
-def queues(draw: st.DrawFn) -> list[Queue]:
+def queues(draw: st.DrawFn) -> list[LineQueue]:
     found = []
     for number in range(draw(st.integers(1, 4))):
         lines = [
@@ -55,7 +55,7 @@ def queues(draw: st.DrawFn) -> list[Queue]:
             for at, work in enumerate(draw(st.lists(WORKS, max_size=8)))
         ]
         found.append(
-            Queue(
+            LineQueue(
                 owner=draw(st.sampled_from(["alice", "bob"])),
                 batch=f"batch_{number}",
                 owner_served=0,
@@ -73,10 +73,10 @@ def idle(**changes: object) -> EngineCapacity:
     return EngineCapacity(**{**given, **changes})  # type: ignore[arg-type]
 
 
-def a_queue(*lines: LineWork, **changes: object) -> Queue:
+def a_queue(*lines: LineWork, **changes: object) -> LineQueue:
     given = {"owner": "alice", "batch": "b", "owner_served": 0, "served": 0, "deadline_s": 100}
     candidates = [BatchCandidate(n, w.held + w.left, w) for n, w in enumerate(lines)]
-    return Queue(**{**given, "late": False, "lines": candidates, **changes})  # type: ignore[arg-type]
+    return LineQueue(**{**given, "late": False, "lines": candidates, **changes})  # type: ignore[arg-type]
 
 
 def step_by_step(works: list[LineWork]) -> float:
@@ -97,7 +97,7 @@ def test_the_peak_is_that_of_counting_step_by_step(works: list[LineWork]) -> Non
 @settings(deadline=None, max_examples=60)
 @given(st.lists(ENGINES, max_size=3, unique_by=lambda e: e.id), queues(), st.integers(0, 20))
 def test_what_starts_fits_and_starts_once(
-    engines: list[EngineCapacity], waiting: list[Queue], most: int
+    engines: list[EngineCapacity], waiting: list[LineQueue], most: int
 ) -> None:
     starts = admit(engines, waiting, most)
     assert len(starts) <= most
@@ -118,7 +118,7 @@ def test_what_starts_fits_and_starts_once(
 @settings(deadline=None, max_examples=60)
 @given(st.lists(ENGINES, max_size=3, unique_by=lambda e: e.id), queues(), st.integers(0, 20))
 def test_a_batchs_lines_start_in_their_order(
-    engines: list[EngineCapacity], waiting: list[Queue], most: int
+    engines: list[EngineCapacity], waiting: list[LineQueue], most: int
 ) -> None:
     for queue in waiting:
         started = [s.number for s in admit(engines, waiting, most) if s.batch == queue.batch]
@@ -127,7 +127,7 @@ def test_a_batchs_lines_start_in_their_order(
 
 @settings(deadline=None, max_examples=60)
 @given(queues())
-def test_an_engine_with_nothing_to_do_always_takes_a_line(waiting: list[Queue]) -> None:
+def test_an_engine_with_nothing_to_do_always_takes_a_line(waiting: list[LineQueue]) -> None:
     tiny = idle(capacity=1, places=1)
     assert bool(admit([tiny], waiting, 1)) == any(queue.lines for queue in waiting)
 
@@ -251,9 +251,9 @@ def stats(role: Role = Role.UNIFIED, **changes: object) -> RoutingStats:
     return RoutingStats.model_validate({**given, "role": role, **changes})
 
 
-def a_running(engine: str, started_s: float, ended_s: float | None = None) -> Running:
+def a_running(engine: str, started_s: float, ended_s: float | None = None) -> RunningLine:
     line = BatchLine(1, "c", "m", 0, 40, 8, 1)
-    return Running(line, engine, Length(10, 8, 8), started_s, ended_s)
+    return RunningLine(line, engine, LineLength(10, 8, 8), started_s, ended_s)
 
 
 def test_engines_that_drain_are_silent_or_have_not_said_enough_get_nothing() -> None:

@@ -28,8 +28,14 @@ from loomserve.platform.batch.policy.objects import (
     LineError,
     window_seconds,
 )
-from loomserve.platform.batch.policy.status import CANCELLABLE, ENDED, TRANSITIONS, Status, stamp
-from loomserve.platform.batch.store.lines import Answer
+from loomserve.platform.batch.policy.status import (
+    CANCELLABLE,
+    ENDED,
+    TRANSITIONS,
+    BatchStatus,
+    stamp,
+)
+from loomserve.platform.batch.store.lines import StoredAnswer
 from loomserve.platform.batch.store.store import BatchStore
 
 ALICE, BOB = "alice", "bob"
@@ -57,8 +63,8 @@ def some_lines(count: int) -> list[BatchLine]:
     return [BatchLine(n, f"c{n}", "m", 10 * n, 10, None, 1) for n in range(1, count + 1)]
 
 
-def an_answer(number: int, ok: bool = True, text: bytes = b"{}") -> Answer:
-    return Answer("batch_1", number, ok, text, 3, 1, 2)
+def an_answer(number: int, ok: bool = True, text: bytes = b"{}") -> StoredAnswer:
+    return StoredAnswer("batch_1", number, ok, text, 3, 1, 2)
 
 
 def begun(store: BatchStore, lines: int = 3) -> None:
@@ -68,9 +74,9 @@ def begun(store: BatchStore, lines: int = 3) -> None:
 
 
 def test_every_state_but_the_first_has_a_stamp_and_every_state_can_end() -> None:
-    for status in Status:
+    for status in BatchStatus:
         field = stamp(status)
-        assert (field is None) == (status is Status.VALIDATING)
+        assert (field is None) == (status is BatchStatus.VALIDATING)
         assert field is None or field in BatchRecord.model_fields
         reached, todo = set(), [status]
         while todo:
@@ -86,7 +92,7 @@ def test_a_batch_goes_from_validating_to_completed_and_counts_its_answers(
     assert store.lines.answer([an_answer(1), an_answer(2, ok=False)]) == [True, True]
     assert [line.number for line in store.lines.unanswered("batch_1")] == [3]
     assert store.lines.answer([an_answer(3)]) == [True]
-    assert store.batches.begin_to_end("batch_1", Status.COMPLETED, 5)
+    assert store.batches.begin_to_end("batch_1", BatchStatus.COMPLETED, 5)
     batch = store.batches.finish("batch_1", a_file("file-2", purpose="batch_output"), None, 6)
     assert (batch.status, batch.completed_at, batch.output_file_id) == ("completed", 6, "file-2")
     shown = batch.to_openai()
@@ -116,10 +122,10 @@ def test_a_batch_that_ends_takes_no_answers_and_counts_the_rest_as_failed(
 ) -> None:
     begun(store)
     store.lines.answer([an_answer(1)])
-    assert store.batches.cancel(ALICE, "batch_1", 3).status is Status.CANCELLING
+    assert store.batches.cancel(ALICE, "batch_1", 3).status is BatchStatus.CANCELLING
     assert store.lines.answer([an_answer(2)]) == [False]
     batch = store.batches.finish("batch_1", None, None, 4)
-    assert (batch.status, batch.completed, batch.failed) == (Status.CANCELLED, 1, 2)
+    assert (batch.status, batch.completed, batch.failed) == (BatchStatus.CANCELLED, 1, 2)
 
 
 def test_what_was_cancelled_is_neither_begun_nor_failed_nor_ended_otherwise(
@@ -131,7 +137,7 @@ def test_what_was_cancelled_is_neither_begun_nor_failed_nor_ended_otherwise(
     assert store.batches.cancel(ALICE, "batch_1", 3).cancelling_at == 2
     assert not store.batches.begin("batch_1", some_lines(1), 4)
     assert not store.batches.fail("batch_1", [LineError(code="x", message="y")], 4)
-    assert not store.batches.begin_to_end("batch_1", Status.EXPIRED, 4)
+    assert not store.batches.begin_to_end("batch_1", BatchStatus.EXPIRED, 4)
     assert store.lines.unanswered("batch_1") == []
 
 
@@ -251,8 +257,8 @@ class StoreModel(RuleBasedStateMachine):
         self.store = BatchStore(Path(self.folder.name) / "db")
         self.store.files.add(a_file())
         self.store.batches.add(a_batch())
-        self.status = Status.VALIDATING
-        self.ending: Status | None = None
+        self.status = BatchStatus.VALIDATING
+        self.ending: BatchStatus | None = None
         self.answered: dict[int, bool] = {}
         self.now = 1
 
@@ -263,15 +269,15 @@ class StoreModel(RuleBasedStateMachine):
 
     @rule()
     def begin(self) -> None:
-        if self.status is Status.VALIDATING:
+        if self.status is BatchStatus.VALIDATING:
             assert self.store.batches.begin("batch_1", some_lines(self.LINES), self.now)
-            self.status = Status.IN_PROGRESS
+            self.status = BatchStatus.IN_PROGRESS
         else:
             assert not self.store.batches.begin("batch_1", some_lines(self.LINES), self.now)
 
     @rule(number=st.integers(1, LINES), ok=st.booleans())
     def answer(self, number: int, ok: bool) -> None:
-        counts = self.status is Status.IN_PROGRESS and number not in self.answered
+        counts = self.status is BatchStatus.IN_PROGRESS and number not in self.answered
         assert self.store.lines.answer([an_answer(number, ok)]) == [counts]
         if counts:
             self.answered[number] = ok
@@ -279,21 +285,21 @@ class StoreModel(RuleBasedStateMachine):
     @rule()
     def cancel(self) -> None:
         if self.status in CANCELLABLE:
-            self.status = Status.CANCELLING
-        if self.status is Status.CANCELLING:
+            self.status = BatchStatus.CANCELLING
+        if self.status is BatchStatus.CANCELLING:
             assert self.store.batches.cancel(ALICE, "batch_1", self.now).status is self.status
         else:
             with pytest.raises(Conflict):
                 self.store.batches.cancel(ALICE, "batch_1", self.now)
 
-    @rule(ending=st.sampled_from([Status.COMPLETED, Status.EXPIRED]))
-    def begin_to_end(self, ending: Status) -> None:
-        may = Status.FINALIZING in TRANSITIONS[self.status]
+    @rule(ending=st.sampled_from([BatchStatus.COMPLETED, BatchStatus.EXPIRED]))
+    def begin_to_end(self, ending: BatchStatus) -> None:
+        may = BatchStatus.FINALIZING in TRANSITIONS[self.status]
         assert self.store.batches.begin_to_end("batch_1", ending, self.now) is may
         if may:
-            self.status, self.ending = Status.FINALIZING, ending
+            self.status, self.ending = BatchStatus.FINALIZING, ending
 
-    @precondition(lambda self: self.status in (Status.FINALIZING, Status.CANCELLING))
+    @precondition(lambda self: self.status in (BatchStatus.FINALIZING, BatchStatus.CANCELLING))
     @rule()
     def finish(self) -> None:
         self.ended_with = list(self.store.lines.answers("batch_1"))
@@ -301,7 +307,7 @@ class StoreModel(RuleBasedStateMachine):
         assert {i for i, (_, _, text) in enumerate(self.ended_with, 1) if text} == set(
             self.answered
         )
-        self.status = self.ending or Status.CANCELLED
+        self.status = self.ending or BatchStatus.CANCELLED
 
     @invariant()
     def the_store_says_what_the_model_says(self) -> None:
@@ -329,14 +335,14 @@ TestStoreModel.settings = settings(max_examples=10, stateful_step_count=20, dead
 WRITER = """
 import sys
 from pathlib import Path
-from loomserve.platform.batch.store.lines import Answer
+from loomserve.platform.batch.store.lines import StoredAnswer
 from loomserve.platform.batch.store.store import BatchStore
 
 store = BatchStore(Path(sys.argv[1]))
 print("open", flush=True)
 for line in store.lines.unanswered("batch_1"):
     text = f"{line.custom_id} of {sys.argv[2]}".encode()
-    store.lines.answer([Answer("batch_1", line.number, line.number % 3 > 0, text, 1, 0, 1)])
+    store.lines.answer([StoredAnswer("batch_1", line.number, line.number % 3 > 0, text, 1, 0, 1)])
     print(line.number, flush=True)
 """
 
