@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,8 @@ PAGES = sorted(
     page for folder in (".", "docs", "benchmarks") for page in (ROOT / folder).glob("*.md")
 )
 FOLDERS = ("platform", "deployments", "routers", "kvstore", "tests", "docs", "examples", "scripts")
+CODE = ("platform", "deployments", "routers", "kvstore")
+THEIRS = {"AsyncLLM", "EngineCoreRequest", "KVConnectorBase_V1"}  # vLLM's
 RENAMED = ROOT / "docs/renamed.md"
 
 
@@ -54,3 +57,23 @@ def test_every_path_of_the_tree_is_there(page: Path) -> None:
 def test_readme_and_architecture_lead_to_the_glossary() -> None:
     assert "docs/glossary.md" in (ROOT / "README.md").read_text()
     assert "glossary.md" in (ROOT / "docs/architecture.md").read_text()
+
+
+def names() -> set[str]:
+    """Classes, functions and aliases of the product."""
+    found: set[str] = set()
+    for folder in CODE:
+        for path in (ROOT / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    found.add(node.name)
+                elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                    found.add(node.id)
+    return found
+
+
+def test_the_map_names_classes_and_methods_that_there_are() -> None:
+    text = text_of(ROOT / "docs/architecture.md")
+    dotted = re.findall(r"`([A-Z]\w+)(?:\.(\w+))?`", text)
+    named = {name for pair in dotted for name in pair if name}
+    assert named - names() - THEIRS == set()
