@@ -1,4 +1,4 @@
-"""``loomserve kv``: what the KV store holds, and how to empty it."""
+"""``loomserve kv``: shows what the KV store holds, and empties it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def flush(
 
 
 def render(state: KvState) -> RenderableType:
-    """The store as tables: its tiers, then its models."""
+    """Render the store as tables of its tiers and its models."""
     tiers = new_table("tier", numbers=("used MiB", "of MiB", "%"), title="KV store")
     for name, used, capacity in (
         ("memory", state.used_bytes, state.capacity_bytes),

@@ -1,4 +1,4 @@
-"""``loomserve placement``: which layers of which model would run on which device, and why."""
+"""``loomserve placement``: shows which layers would run on which device, and why."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``loomserve profile``: measures what steps and transfers of a model cost on a device.
+"""``loomserve profile``: measures the steps and transfers of a model on a device.
 
-``loomserve profile devices`` measures the devices themselves, for placement.
+``loomserve profile devices`` measures devices, for placement.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _console = Console(highlight=False, soft_wrap=True)
 
 
 class _ModelUnlessNamed(TyperGroup):
-    """``profile MODEL`` is ``profile model MODEL``."""
+    """Command group in which ``profile MODEL`` means ``profile model MODEL``."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if args and args[0] not in {*self.commands, *self.get_help_option_names(ctx)}:
@@ -148,7 +148,7 @@ def device_table(found: DeviceProfile) -> Table:
 
 
 def parse_device(text: str) -> Device:
-    """``cpu:0,1`` or ``cuda:0``.
+    """Parse ``cpu:0,1`` or ``cuda:0``.
 
     Raises:
         ConfigError: it is neither.
@@ -164,7 +164,7 @@ def parse_device(text: str) -> Device:
 
 
 def table(findings: Findings) -> Table:
-    """The error of every regressor and degree, in percent."""
+    """Table of the errors of all regressors and degrees, in percent."""
     degrees = sorted({score.degree for score in findings.scores})
     title = "Error (MAPE, %) by degree of polynomial"
     shown = new_table("regressor", numbers=tuple(map(str, degrees)), title=title)
@@ -175,7 +175,7 @@ def table(findings: Findings) -> Table:
 
 
 def summary(findings: Findings) -> list[str]:
-    """What was found, in plain words."""
+    """Describe the findings in plain words."""
     profile = findings.profile
     engine = profile.engine
     return [

@@ -1,1 +1,1 @@
-"""Predictions of what things cost: the time of an engine's step, and of moving KV."""
+"""Cost models: the time of an engine's step, of a static batch, and of moving KV."""

@@ -1,8 +1,8 @@
-"""How long a static batch takes: Magnus's estimator, nearest neighbours of what was seen.
+"""Time of a static batch: Magnus's estimator, nearest neighbours among measured batches.
 
-Batches of like size, length and generation take as many iterations of like cost, so that the mean
-of the most similar ones is a prediction. It goes on learning: every two minutes those batches that
-it would have predicted badly are added to what it knows.
+Batches of similar size, length and generation take a similar number of iterations of similar cost,
+so the mean of the most similar ones is a prediction. The estimator goes on learning: every two
+minutes it adds the finished batches that it predicts badly.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sklearn.preprocessing import StandardScaler
 
 @dataclass(frozen=True, slots=True)
 class BatchShape:
-    """β, L(B) in tokens, and G(B) in tokens: as predicted before a batch, as it was after it."""
+    """β requests, L(B) tokens of prompt and G(B) of answer: predicted before it, real after it."""
 
     size: int
     length: int
@@ -27,16 +27,16 @@ class BatchShape:
 
 
 TimedBatch = tuple[BatchShape, float]
-"""A batch as it was, and the seconds that it took."""
+"""Real shape of a batch, and the seconds that it took."""
 
 
 @dataclass(frozen=True, slots=True)
 class Learning:
-    """When the estimator learns, and from what; the defaults are Magnus's.
+    """Schedule and threshold of the estimator's learning; the defaults are Magnus's.
 
     Attributes:
-        every_s: So often finished batches are looked at.
-        error_s: A batch is learnt if its prediction was off by more than this
+        every_s: Seconds between looks at the finished batches.
+        error_s: A batch is learnt if its prediction is off by more than these seconds,
         error_share: and by more than this share of the time that it took.
     """
 
@@ -49,7 +49,7 @@ _MAGNUS = Learning()
 
 
 class BatchTimes:
-    """Predicts the batches of one engine; time comes in with each call, in seconds of one clock."""
+    """Predictor of the batches of one engine; ``now`` is in seconds of one clock."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class BatchTimes:
         neighbours: int = 3,
         learning: Learning = _MAGNUS,
     ) -> None:
-        """``samples`` were measured beforehand.
+        """Begin with measured ``samples``.
 
         Raises:
             ValueError: there is no sample, or ``neighbours`` is below 1.
@@ -74,24 +74,24 @@ class BatchTimes:
 
     @property
     def samples(self) -> int:
-        """How many batches it knows."""
+        """Number of batches that it knows."""
         return len(self._samples)
 
     def seconds(self, shapes: Sequence[BatchShape]) -> NDArray[np.float64]:
-        """Predicted time of each, ``[shapes]``, in a millisecond for all."""
+        """Predicted seconds of each batch, ``[shapes]``; all together in a millisecond."""
         if not shapes:
             return np.empty(0)
         return np.asarray(self._knn.predict(_rows(shapes)), dtype=np.float64)
 
     def finished(self, shape: BatchShape, seconds: float, now: float) -> None:
-        """A batch ended whose answers' real lengths are in ``shape``; learns when it is time to."""
+        """Take in a finished batch with its real lengths, and learn if it is time to."""
         self._finished.append((shape, seconds))
         if now - self._looked_s >= self._learning.every_s:
             self._learn()
             self._looked_s = now
 
     def _learn(self) -> None:
-        """Predict what has finished with its real lengths, and add what was predicted badly."""
+        """Predict the finished batches from their real lengths, and add those predicted badly."""
         predicted = self.seconds([shape for shape, _ in self._finished])
         wrong = [
             batch
@@ -105,7 +105,7 @@ class BatchTimes:
             self._fit()
 
     def _fit(self) -> None:
-        # Tokens and requests are far apart in size, and to be alike must mean the same in each.
+        # Tokens and requests differ in scale, and must count alike in the distance.
         neighbours = min(self._neighbours, len(self._samples))
         self._knn = make_pipeline(
             StandardScaler(), KNeighborsRegressor(neighbours, weights="distance")

@@ -29,10 +29,10 @@ def mape(predicted: Floats, samples: Sequence[TimedStep]) -> float:
 
 
 def noise(samples: Sequence[tuple[Hashable, float]]) -> float | None:
-    """How far the machine is from repeating itself: :func:`mape` of equal work's own medians.
+    """Noise of the machine: :func:`mape` of equal steps, or sizes, against their own median.
 
-    Of what was seen three times or more, steps or sizes; None if nothing was. No predictor that is
-    not told of the machine's state can be much better.
+    It counts work that was measured three times or more; None if none was. No predictor that does
+    not know the machine's state can be much better.
     """
     same: dict[Hashable, list[float]] = {}
     for work, seconds in samples:
@@ -45,9 +45,9 @@ def noise(samples: Sequence[tuple[Hashable, float]]) -> float | None:
 def held_out(
     samples: Sequence[TimedStep], share: float, seed: int
 ) -> tuple[list[TimedStep], list[TimedStep]]:
-    """The samples without those of ``share`` of the distinct steps, and those.
+    """Split the samples: those of ``share`` of the distinct steps come second.
 
-    All samples of one step go the same way: else a tree only has to remember them.
+    All samples of a step are on the same side, else a tree would only have to remember them.
     """
     steps = sorted({step for step, _ in samples}, key=hash)
     number = max(1, round(share * len(steps)))
@@ -60,7 +60,7 @@ def held_out(
 
 @dataclass(frozen=True)
 class RegressorScore:
-    """``mape`` is a share and known to ``standard_error``; ``predict_s`` a prediction's time."""
+    """Error (``mape``, a share), its ``standard_error``, and seconds to fit and to predict."""
 
     regressor: str
     degree: int
@@ -71,7 +71,7 @@ class RegressorScore:
 
 
 def compare(samples: Sequence[TimedStep]) -> list[RegressorScore]:
-    """Every regressor and degree on a fifth of the steps, fitted to the others."""
+    """Score every regressor and degree on a fifth of the steps, fitted to the others."""
     known, unknown = held_out(samples, 0.2, seed=1)
     scores = []
     for name in REGRESSORS:
@@ -90,10 +90,10 @@ def compare(samples: Sequence[TimedStep]) -> list[RegressorScore]:
 
 
 def winner(scores: Sequence[RegressorScore]) -> RegressorScore:
-    """The simplest that may be as good as the best: of the lowest degree, then quickest to predict.
+    """The simplest within one standard error of the best: lowest degree, then fastest prediction.
 
-    May be: within one standard error (Breiman et al., "Classification and Regression Trees", 1984).
-    Where a machine's noise hides what sets regressors apart, a high degree only goes astray on
+    The rule of one standard error is of Breiman et al., "Classification and Regression Trees",
+    1984. Where noise hides the differences between regressors, a high degree only goes astray on
     steps unlike those measured.
     """
     best = min(scores, key=lambda score: score.mape)

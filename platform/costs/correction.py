@@ -1,22 +1,22 @@
-"""How far predictions are from what was measured, and by what factor they are put right."""
+"""Correction of predictions by a factor, from the measured times that followed them."""
 
 from __future__ import annotations
 
 import math
 
-# Weight of the newest ratio: a machine's speed drifts from one step to the next few.
+# Weight of the newest ratio: a machine's speed drifts within a few steps.
 _GAIN = 0.2
-# A stalled step or transfer counts as no more than this logarithm off, however long it took.
+# Bound of a ratio's logarithm, so that a stalled step or transfer does not count in full.
 _BOUND = 0.3
 # Weight of the newest error: about the last two hundred count.
 _NEWEST = 0.01
 
 
 class Correction:
-    """The factor between predicted and measured seconds: the moving geometric mean of the latest.
+    """Moving geometric mean of the ratio of measured to predicted seconds.
 
-    With ``trusted``, predictions count as right until several measurements in a row say otherwise;
-    without, the first few measurements are believed as they are.
+    ``trusted``: predictions count as right until several measurements in a row contradict them.
+    Otherwise the first few measurements count in full.
     """
 
     def __init__(self, *, trusted: bool) -> None:
@@ -30,7 +30,7 @@ class Correction:
         return math.exp(self._logarithm)
 
     def observe(self, predicted: float, measured: float) -> None:
-        """Take in a prediction from before correction; seconds, both above 0."""
+        """Take in an uncorrected prediction and the measured seconds, both above 0."""
         off = math.log(measured / predicted) - self._logarithm
         self._measurements += 1
         gain = 1 / self._measurements
@@ -39,13 +39,13 @@ class Correction:
         self._logarithm += gain * off
 
     def score(self, predicted: float, measured: float) -> None:
-        """Count how far a corrected prediction was from what was then measured."""
+        """Count the error of a corrected prediction."""
         off = abs(predicted - measured) / measured
         self._error += _NEWEST * (off - self._error)
         self._weight += _NEWEST * (1.0 - self._weight)
 
     @property
     def error(self) -> float:
-        """Mean absolute error of the latest predictions as a share of what was measured, or 0."""
+        """Mean absolute error of the latest predictions, a share of measured time; 0 at first."""
         # The weights of few errors do not add up to one yet.
         return self._error / self._weight if self._weight else 0.0

@@ -1,28 +1,28 @@
-"""What an engine's device works on, from the times of its steps: prompts, attention, the rest."""
+"""Division of an engine's time into prompts, attention and the rest, from its steps' times."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# Of a step's weight, kept at the next one: about the last thousand count.
+# Share of a step's weight that is kept at the next step: about the last thousand count.
 _KEPT = 0.999
 _LEAST_STEPS = 30
-# Against features that have not varied yet: then all of a step counts as the constant part.
+# Ridge penalty for features that have not varied yet: the constant part then gets all of a step.
 _RIDGE = 1e-3
 
 
 class EngineWork:
-    """Sums since the engine started; the difference of two readings is what a while took.
+    """Sums of seconds and tokens since the engine started; take differences of two readings.
 
     Steps that only decode are fitted, by least squares, to a constant, the requests and the KV in
-    use. What grows with the KV is attention. A step that also computes prompts takes longer than
-    such a step would, and that is the prompts'.
+    use; the part that grows with the KV is attention. A step that also computes prompts takes
+    longer than a step that only decodes, by the time of the prompts.
 
     Attributes:
-        prefill_s: Seconds that prompts took.
-        attention_s: Seconds that decoding's attention took.
-        linear_s: Seconds that all else in decoding took.
-        tokens: Whose KV was written: of prompts, and generated.
+        prefill_s: Seconds of prompts.
+        attention_s: Seconds of attention in decoding.
+        linear_s: Seconds of everything else in decoding.
+        tokens: Tokens whose KV was written, of prompts and generated.
     """
 
     def __init__(self) -> None:
@@ -37,16 +37,16 @@ class EngineWork:
         """Take in a step.
 
         Args:
-            seconds: That it took.
-            running: Requests that are in the batch after it.
-            generated: Tokens, first ones included.
-            computed: Tokens of the prompts that it completed.
+            seconds: Time of the step.
+            running: Requests in the batch after the step.
+            generated: Generated tokens, first ones included.
+            computed: Tokens of the prompts that the step completed.
             kv_usage: Share of KV memory in use.
         """
         self.tokens += generated + computed
         features = np.array((1.0, generated, kv_usage))
         decoding, attention = self._predicted(features)
-        # A prompt that is not done yet is in the batch and has no token.
+        # A request whose prompt is not done is in the batch without a generated token.
         if generated and not computed and generated >= running:
             self._fit(features, seconds)
             decoding = seconds
@@ -58,7 +58,7 @@ class EngineWork:
         self.linear_s += decoding * (1 - attention)
 
     def _predicted(self, features: np.ndarray) -> tuple[float, float]:
-        """Seconds of a step that only decodes, and attention's share of it."""
+        """Predict the seconds of a step that only decodes, and attention's share of them."""
         if self._steps < _LEAST_STEPS:
             return 0.0, 0.0
         penalty = _RIDGE * np.diag(np.maximum(np.diag(self._squares), 1e-12))

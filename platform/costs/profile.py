@@ -1,6 +1,6 @@
-"""A profile: what was measured of a model on a device, kept as a file, and the predictors from it.
+"""Profile of a model on a device: a file of measurements, and the predictors fitted to them.
 
-It holds samples and the name of the regressor that predicted them best; loading fits it again.
+It holds samples and the name of the regressor that predicted them best, which loading fits again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 
 
 class ProfileError(LoomserveError):
-    """There is no profile that fits; the message says why."""
+    """There is no profile of this model, device and engine; the message says why."""
 
 
 class _Node(BaseModel):
@@ -30,7 +30,7 @@ class _Node(BaseModel):
 
 
 class ProfileKey(_Node):
-    """What the times depend on besides the model's weights."""
+    """Device and settings of an engine, on which times depend besides the model's weights."""
 
     device: str = Field(description="The processor's or GPU's model.")
     threads: int = Field(description="Cores that compute; 0 on a GPU.")
@@ -41,7 +41,7 @@ class ProfileKey(_Node):
 
 
 class Transfer(_Node):
-    """One direction between an engine's KV cache and the host's memory."""
+    """Transfers in one direction between an engine's KV cache and the host's memory."""
 
     bytes_per_s: float = Field(gt=0)
     latency_s: float = Field(ge=0)
@@ -50,7 +50,7 @@ class Transfer(_Node):
 
 
 class Profile(_Node):
-    """Errors are shares of the measured time."""
+    """Measurements of a model on a device. Errors are shares of the measured time."""
 
     model: str
     weights: str = Field(description="Digest of the model's weights, configuration and code.")
@@ -75,7 +75,7 @@ class Profile(_Node):
         ]
 
     def step_times(self) -> StepTimes:
-        """Fits the regressor: less than a second."""
+        """Fit the regressor, in less than a second."""
         # It imports scikit-learn, which takes a second.
         from loomserve.platform.costs.regressors import FittedModel
 
@@ -87,7 +87,7 @@ class Profile(_Node):
 
 
 def path_of(weights: str, engine: ProfileKey) -> Path:
-    """Where the profile of a model on a device is: ``profiles`` in the user's cache folder."""
+    """Path of the profile of a model on a device, in ``profiles`` in the user's cache folder."""
     device = re.sub(r"[^A-Za-z0-9]+", "-", f"{engine.device}-{engine.threads}").strip("-")
     digest = hashlib.sha256(weights.encode()).hexdigest()[:16]
     return cache_folder() / "profiles" / f"{digest}-{device}.json"
@@ -104,10 +104,10 @@ def save(profile: Profile) -> Path:
 
 
 def read(path: Path, weights: str, engine: ProfileKey) -> Profile:
-    """The profile of this very model, machine and engine.
+    """Read the profile, and check that it is of this model, machine and engine.
 
     Raises:
-        ProfileError: it is not there, damaged, or another's.
+        ProfileError: it does not exist, is damaged, or is of another.
     """
     try:
         profile = Profile.model_validate_json(path.read_bytes())
@@ -131,15 +131,15 @@ def read(path: Path, weights: str, engine: ProfileKey) -> Profile:
 def load(
     weights: str, engine: ProfileKey, path: Path | None = None
 ) -> tuple[StepTimes, TransferTimes]:
-    """Predictors of this engine: from its profile, or else ones that learn.
+    """Predictors of this engine: from its profile at ``path``, else predictors that learn.
 
-    ``path`` is looked at instead of where :func:`save` puts it.
+    ``path=None``: where :func:`save` writes it.
     """
     path = path or path_of(weights, engine)
     try:
         profile = read(path, weights, engine)
     except ProfileError as error:
-        # Most engines were never profiled, and do well without.
+        # Most engines were never profiled, and learn quickly.
         level = logging.WARNING if path.exists() else logging.INFO
         _logger.log(level, "%s: costs are learnt as the engine runs (loomserve profile)", error)
         return StepTimes.unprofiled(), TransferTimes.unprofiled()

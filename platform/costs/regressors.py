@@ -1,9 +1,9 @@
-"""The regressors that AdaptiveLLM compares for the time of a step, on this engine's own steps.
+"""Regressors of step time: the nine that the draft of AdaptiveLLM (section 3.2) compares.
 
-The nine of the paper's draft (section 3.2), each over polynomials of a step's features of degrees
-1 to 5: linear, ridge, lasso and elastic net, which add up seconds; support vectors, decision tree,
-random forest, gradient boosting and nearest neighbours, which do not. What counts is the error as
-a share of the step's time. So the first four weigh steps by it, and the others learn logarithms.
+Each is fitted to polynomials of a step's features, of degree 1 to 5. Linear, ridge, lasso and
+elastic net add up seconds; support vectors, decision tree, random forest, gradient boosting and
+nearest neighbours do not. Errors count as shares of a step's time, so the first four weigh steps by
+it, and the others learn its logarithm.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Regressor:
-    """``row`` is the estimator's ``predict`` of one row, without its millisecond of checks."""
+    """Kind of regressor. ``row`` predicts one row as ``predict`` does, without 1 ms of checks."""
 
     estimator: Any
     row: Callable[[Any, Floats], float]
@@ -74,15 +74,15 @@ REGRESSORS = {
     "nearest neighbours": Regressor(KNeighborsRegressor(weights="distance"), _whole),
 }
 
-# Interpolated between so many lengths of a prefill's last chunk.
+# Lengths of a prefill's last chunk in the table that is interpolated.
 _LENGTHS = 17
 
 
 class FittedModel:
-    """A regressor fitted to samples: one that :class:`StepTimes` may correct.
+    """Regressor fitted to samples, which :class:`StepTimes` corrects.
 
-    ``longest`` is the engine's context in tokens. Prefills beyond the samples' largest step are
-    predicted as if they were cut to its size.
+    ``longest`` is the engine's context in tokens. A prefill in chunks larger than the samples'
+    largest step is predicted in chunks of that size.
     """
 
     def __init__(self, name: str, degree: int, samples: Sequence[TimedStep], longest: int) -> None:
@@ -91,7 +91,7 @@ class FittedModel:
         self._largest = max(step.tokens for step, _ in samples)
         rows = self._scale(_features([step for step, _ in samples]))
         seconds = np.array([seconds for _, seconds in samples])
-        # No step takes less than the shortest, whatever a polynomial says outside of the samples.
+        # Outside of the samples, a polynomial may predict less than any step takes.
         self._floor = float(seconds.min())
         # Lasso's and elastic net's penalties are meant for values near 1.
         self._unit = float(np.median(seconds))
@@ -103,7 +103,7 @@ class FittedModel:
         self._estimator = clone(self._regressor.estimator)
         expanded = self._outer.transform(expanded)
         with warnings.catch_warnings():
-            # A high degree of few samples; its error on others says what that costs.
+            # A high degree on few samples; the error on other samples shows what that costs.
             warnings.simplefilter("ignore", ConvergenceWarning)
             if self._regressor.adds_seconds:
                 weights = (self._unit / seconds) ** 2
@@ -114,7 +114,7 @@ class FittedModel:
         self._plain = self._plainly() if self._regressor.adds_seconds and degree == 1 else None
 
     def _plainly(self) -> tuple[float, float, float, float, float]:
-        """Of a step, and of each of its features: what they add, in seconds."""
+        """Seconds that a step adds, and that each of its features adds per unit."""
         shares = self._estimator.coef_ / self._outer.scale_
         step = self._estimator.intercept_ - shares @ self._outer.mean_
         shares = shares / self._inner.scale_
@@ -123,13 +123,13 @@ class FittedModel:
         return float(self._unit * step), tokens, requests, context, attention
 
     def predict(self, steps: Sequence[Step]) -> Floats:
-        """Seconds of many steps at once, ``[steps]``."""
+        """Predicted seconds of many steps, ``[steps]``."""
         rows = self._inner.transform(self._scale(_features(steps)))
         rows = self._outer.transform(self._polynomial.transform(rows))
         return self._seconds(self._estimator.predict(rows))
 
     def seconds(self, step: Step) -> float:
-        """Of one step, in a microsecond to a millisecond."""
+        """Predicted seconds of one step, computed in a microsecond to a millisecond."""
         if self._plain is not None:
             seconds, tokens, requests, context, attention = self._plain
             seconds += tokens * step.tokens + requests * step.requests
@@ -141,7 +141,7 @@ class FittedModel:
         return float(self._seconds(np.array(self._regressor.row(self._estimator, row))))
 
     def prefill_s(self, tokens: int, chunk: int) -> float:
-        """From a table in microseconds; a size of chunks asked for first makes its table."""
+        """Predicted seconds, from a table for each size of chunks, made at its first use."""
         chunk = min(chunk, self._largest)
         if chunk not in self._prefills:
             self._prefills[chunk] = self._prefill_table(chunk)
@@ -154,13 +154,12 @@ class FittedModel:
         return float(seconds)
 
     def learn(self, step: Step, seconds: float) -> bool:
-        """It knows its samples; what differs in production is the correction's."""
+        """Learn nothing: the correction follows what differs in production."""
         return False
 
     def _prefill_table(self, chunk: int) -> tuple[Floats, NDArray[np.int64], Floats]:
-        """Of n full chunks, the time; and of a chunk after those, by its length.
-
-        Shapes ``[chunks]``, ``[lengths]`` and ``[chunks, lengths]``.
+        """Seconds of n full chunks ``[chunks]``, lengths of the next chunk ``[lengths]``, and its
+        seconds ``[chunks, lengths]``.
         """
         chunks = self._longest // chunk + 1
         lengths = np.unique(np.geomspace(1, chunk, _LENGTHS).astype(np.int64))
@@ -183,5 +182,5 @@ class FittedModel:
 
 
 def _features(steps: Sequence[Step]) -> Floats:
-    """Shape ``[steps, 4]``."""
+    """Features of the steps, ``[steps, 4]``."""
     return np.array([(s.tokens, s.requests, s.context, s.attention) for s in steps], np.float64)

@@ -1,8 +1,8 @@
-"""How long an engine's step takes: AdaptiveLLM's recomputation cost (section 3.2), kept up to date.
+"""Time of an engine's step: AdaptiveLLM's recomputation cost (section 3.2), kept up to date.
 
 The paper predicts a step from the model's layers and width, the tokens of a request and the batch
-size. A model's shape is fixed within an engine; and steps of today mix prefills and decodes of
-unequal length, so that a step is told by sums over its requests instead.
+size. An engine's model is fixed, and its steps mix prefills and decodes of unequal length. So the
+features of a step are sums over its requests.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from loomserve.platform.costs.correction import Correction
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of an engine, all its requests summed up.
+    """Features of an engine's step, summed over its requests.
 
-    ``tokens`` are computed, for ``requests`` many, of which ``context`` tokens stand in the KV
-    cache; ``attention`` counts the pairs of a token and one that it attends to.
+    Attributes:
+        tokens: Tokens that the step computes.
+        requests: Number of requests.
+        context: Tokens of these requests that are in the KV cache before the step.
+        attention: Pairs of a computed token and a token that it attends to.
     """
 
     tokens: int
@@ -29,7 +32,7 @@ class Step:
 
     @classmethod
     def of(cls, parts: Iterable[tuple[int, int]]) -> Step:
-        """From (tokens already computed, tokens scheduled now), one a request."""
+        """Sum pairs of (tokens already computed, tokens scheduled now), one a request."""
         tokens = requests = context = 0
         attention = 0.0
         for computed, scheduled in parts:
@@ -41,7 +44,7 @@ class Step:
 
 
 def prefill(tokens: int, chunk: int) -> Iterable[Step]:
-    """The steps that compute ``tokens`` from nothing, alone, ``chunk`` at a time."""
+    """Steps that compute ``tokens`` of one request alone from nothing, ``chunk`` at a time."""
     for computed in range(0, tokens, chunk):
         yield Step.of([(computed, min(chunk, tokens - computed))])
 
@@ -51,41 +54,41 @@ TimedStep = tuple[Step, float]
 
 
 class StepModel(Protocol):
-    """What predicts before correction."""
+    """Predictor of steps without correction."""
 
     def seconds(self, step: Step) -> float:
-        """Above 0."""
+        """Predicted seconds of a step, above 0."""
 
     def prefill_s(self, tokens: int, chunk: int) -> float:
-        """Sum of the steps of :func:`prefill`."""
+        """Predicted seconds of all steps of :func:`prefill`."""
 
     def learn(self, step: Step, seconds: float) -> bool:
-        """Get better by a step that took so long; whether it is predicted otherwise now."""
+        """Learn from a step that took ``seconds``; whether its prediction has changed."""
 
 
 class StepTimes:
-    """Predicts steps of one engine, corrected by those that it has seen."""
+    """Predictor of an engine's steps, corrected by the steps that it has observed."""
 
     def __init__(self, model: StepModel) -> None:
         self._model = model
-        # A model that knows nothing yet follows its first steps by itself.
+        # A model that learns step by step follows its first steps without correction.
         self._correction = Correction(trusted=True)
 
     @classmethod
     def unprofiled(cls) -> StepTimes:
-        """Knows nothing of the engine yet, and learns it step by step."""
+        """A predictor that knows nothing of the engine, and learns step by step."""
         return cls(OnlineModel())
 
     def seconds(self, step: Step) -> float:
-        """Predicted time of a step."""
+        """Predicted seconds of a step."""
         return self._correction.factor * self._model.seconds(step)
 
     def prefill_s(self, tokens: int, chunk: int) -> float:
-        """Predicted time to compute ``tokens`` from nothing, alone, at most ``chunk`` a step."""
+        """Predicted seconds to compute ``tokens`` from nothing, alone, at most ``chunk`` a step."""
         return self._correction.factor * self._model.prefill_s(tokens, chunk)
 
     def observe(self, step: Step, seconds: float) -> float:
-        """Learn from a step that took so long, above 0; returns what was predicted before."""
+        """Learn from a step that took ``seconds``, above 0; returns the prediction before it."""
         uncorrected = self._model.seconds(step)
         predicted = self._correction.factor * uncorrected
         self._correction.score(predicted, seconds)
@@ -96,34 +99,34 @@ class StepTimes:
 
     @property
     def error(self) -> float:
-        """Mean absolute percentage error of the latest predictions, as a share, 0 at first."""
+        """Mean absolute error of the latest predictions, a share of measured time; 0 at first."""
         return self._correction.error
 
 
-# Seconds a step, a token, a request, a token of context and a pair: a small model on one core.
+# Seconds a step, a token, a request, a token of context and a pair, for a small model on a core.
 _FIRST_GUESS = (1e-2, 1e-3, 1e-4, 1e-7, 1e-7)
-# What is learnt of the machine outlives changes of load; changes of speed are the correction's.
+# Shares outlast changes of load; the correction follows changes of the machine's speed.
 _FORGETTING = 0.999
-# The first guess counts as much as so many steps.
+# The first guess weighs as much as this many steps.
 _DOUBT = 1e-3
-# A feature not seen in so long, as context where requests only prefill, keeps what it had.
+# A feature that has faded to this weight keeps its share: context, if requests only prefill.
 _FORGOTTEN = 1e-100
 _SWEEPS = 8
 
 
 class OnlineModel:
-    """Seconds as a sum of non-negative shares of a step's features, learnt step by step.
+    """Linear model of a step's seconds with non-negative coefficients, learnt step by step.
 
-    Recursive least squares of the relative error, older steps counting less, solved by coordinate
-    descent: features that the steps so far do not tell apart keep what they had, and since no
-    share is negative, steps larger than any seen are predicted sensibly. A step that stalled
-    weighs little, as errors are relative to what was measured.
+    It is recursive least squares of the relative error, with older steps weighing less, solved by
+    coordinate descent: features that the steps so far do not tell apart keep their coefficients.
+    Since none is negative, predictions of steps larger than any observed are sensible. A stalled
+    step weighs little, as errors are relative to the measured time.
     """
 
     def __init__(self) -> None:
         self._shares = list(_FIRST_GUESS)
         size = range(len(_FIRST_GUESS))
-        # In units of the first guess, its own step of every feature alone.
+        # The first guess counts as a step of each feature alone.
         self._products = [
             [_DOUBT / _FIRST_GUESS[i] ** 2 if i == j else 0.0 for j in size] for i in size
         ]
@@ -133,7 +136,7 @@ class OnlineModel:
         return self._sum(1, step.tokens, step.requests, step.context, step.attention)
 
     def prefill_s(self, tokens: int, chunk: int) -> float:
-        # Since shares add up, so do features: the pairs are the same however they are cut.
+        # The model is linear, so the steps' features add up; pairs do not depend on the chunks.
         steps = -(-tokens // chunk)
         return self._sum(steps, tokens, steps, chunk * steps * (steps - 1) // 2, tokens**2 / 2)
 

@@ -1,1 +1,1 @@
-"""Which layers of which model run on which device (HELR)."""
+"""Placement: which layers of a model run on which device (HELR)."""

@@ -14,10 +14,10 @@ from loomserve.platform.placement.policy.placer import Wanted
 
 
 def wanted_of(model: Model, base: Path, mode: Mode) -> Wanted:
-    """A configured model as placement takes it.
+    """Build placement's input from a configured model.
 
     Raises:
-        ConfigError: its weights are not in a folder here, or have no layers.
+        ConfigError: the model has no folder here, or its weights have no layers.
     """
     folder = catalog.resolve(model.source, base, progress=lambda _: None)
     if not isinstance(folder, Path):
@@ -37,11 +37,11 @@ def wanted_of(model: Model, base: Path, mode: Mode) -> Wanted:
 
 
 def stages_of(model: Model, base: Path) -> list[tuple[str, int]]:
-    """Devices of a model that is a pipeline, in the order of its layers, and how many each has.
+    """Devices of a model that is a pipeline, in the order of its layers, and their layers.
 
     Raises:
-        ConfigError: it has neither layers nor a profile of its devices.
-        StartError: its devices do not hold it.
+        ConfigError: the model has neither ``pipeline.layers`` nor a profile of its devices.
+        StartError: its devices do not hold the model.
     """
     assert model.pipeline is not None
     if model.pipeline.layers:
@@ -55,7 +55,7 @@ def stages_of(model: Model, base: Path) -> list[tuple[str, int]]:
 
 
 def profile_path(config: Config, base: Path) -> Path:
-    """The first that a model of the configuration names, or the default."""
+    """Path of the device profile: the first that a model names, or the default."""
     named = (model.pipeline.profile for model in config.models if model.pipeline is not None)
     written = next((path for path in named if path is not None), None)
     return base / written if written else device_profile.default_path()

@@ -1,4 +1,4 @@
-"""The file that ``loomserve profile devices`` writes."""
+"""File of a device profile, which ``loomserve profile devices`` writes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ def save(profile: DeviceProfile, path: Path) -> None:
 
 
 def load(path: Path) -> DeviceProfile:
-    """
+    """Read a device profile.
+
     Raises:
-        ConfigError: there is none, or it is damaged.
+        ConfigError: the file does not exist, or is damaged.
     """
     try:
         return DeviceProfile.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))

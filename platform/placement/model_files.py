@@ -1,4 +1,4 @@
-"""What a model's files say of its layers: how many, and the parameters in and around them."""
+"""Reads the number of a model's layers, and their parameters, from the headers of its files."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _HEAD = re.compile(r"(lm_head|embed_out)\.weight$")
 
 
 def read(folder: Path) -> ModelShape:
-    """From a checked model folder's headers.
+    """Read the shape of a model from the headers in its folder, which was checked.
 
     Raises:
-        ConfigError: its tensors' names say nothing of layers, or its size is not stated.
+        ConfigError: no tensor's name is that of a layer, or the hidden size is not stated.
     """
     sizes = _tensor_sizes(folder)
     of_layers: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""How long activations take from one core to another: a message and a copy in shared memory."""
+"""Times activations from core to core: a message, and a copy in shared memory."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _COPIES = 10
 
 
 def time_link(source: Sequence[int], target: Sequence[int]) -> tuple[float, float]:
-    """Seconds until a message is seen by a process on other cores that sleeps, and bytes/s.
+    """Latency in seconds of a message to a sleeping process on other cores, and bytes a second.
 
-    Median of half a round trip; median of copies that the target makes of what the source wrote.
+    The median of half a round trip; and of copies that the target makes of what the source wrote.
     """
     context = get_context("spawn")
     ours, theirs = context.Pipe()

@@ -1,1 +1,1 @@
-"""Measures what steps, copies, stages and devices take."""
+"""Measurement of an engine's steps, KV transfers, pipeline stages and devices."""

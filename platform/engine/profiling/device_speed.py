@@ -1,4 +1,4 @@
-"""Measures a device: memory, bandwidth, arithmetic, and a model's stages; and links between two."""
+"""Measures devices: memory, bandwidth, arithmetic, the stages of models, and links."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _T = TypeVar("_T")
 _MATRIX = 4096
 _REPETITIONS = 7
 _SECONDS_EACH = 0.1
-# PCIe 4.0 with 16 lanes, through the host: what two GPUs of a machine have at least.
+# PCIe 4.0 with 16 lanes through the host: the least between two GPUs of a machine.
 _GPU_LINK_S, _GPU_BYTES_PER_S = 2e-5, 20e9
 
 
@@ -44,15 +44,15 @@ def profile_devices(
     batches: Sequence[int],
     say: Say,
 ) -> DeviceProfile:
-    """One device after the other, each in a process of its own.
+    """Measure one device after the other, each in its own process.
 
-    ``models`` are the paths by source of those whose stages are timed, and the devices on which.
+    ``models`` maps the source of each model whose stages are timed to its path and devices.
 
     Raises:
         StartError: a device or a model cannot be measured.
     """
     cpus = sum(device.kind == "cpu" for device in devices)
-    # Once for all, as it changes while they are measured.
+    # Read once, as it changes while devices are measured.
     share = psutil.virtual_memory().available // max(1, cpus)
     measured = []
     for device in devices:
@@ -60,7 +60,7 @@ def profile_devices(
         speed = _apart(_speed, device, share)
         timed = []
         for source, (path, places) in models.items():
-            # Only on CPUs can stages be timed so far; elsewhere they are predicted.
+            # Stages are timed on CPUs only; on GPUs they are predicted.
             if device in places and device.kind == "cpu":
                 say(f"timing {source} on {device.name}")
                 times = _apart(_stages, device, path, tuple(batches))
@@ -77,7 +77,7 @@ def profile_devices(
 
 
 def _apart(measure: Callable[..., _T], device: Device, *given: object) -> _T:
-    # vLLM and OpenMP read where they are bound to when they are loaded.
+    # vLLM and OpenMP read their binding when they are loaded.
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         try:
             return process.submit(measure, device, *given).result()
@@ -107,7 +107,7 @@ def _speed(device: Device, memory: int) -> MeasuredDevice:
 
 
 def _seconds(work: Callable[[], object], where: torch.device) -> float:
-    """The median of some repetitions, each long enough for a scheduler to be fair in."""
+    """Median of repetitions, each long enough for the operating system's scheduler to be fair."""
     times = []
     for _ in range(_REPETITIONS):
         begin, rounds = time.perf_counter(), 0
@@ -122,7 +122,7 @@ def _seconds(work: Callable[[], object], where: torch.device) -> float:
 
 def _stages(device: Device, path: str, batches: tuple[int, ...]) -> list[StageTimes]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # It imports vLLM, which only this process shall carry.
+    # It imports vLLM, which only this process needs.
     from loomserve.platform.engine.profiling.stage_timing import time_stages
 
     return time_stages(path, device, batches)

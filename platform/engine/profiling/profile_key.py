@@ -1,4 +1,4 @@
-"""What a profile must agree on with an engine: its weights, machine and settings."""
+"""Key of an engine's profile: its weights, machine and settings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from loomserve.platform.costs.profile import ProfileKey
 
 
 def profile_key(config: VllmConfig) -> ProfileKey:
-    """Read in a process that has the environment of the engine's device."""
+    """Key of the engine; called in a process with the environment of the engine's device."""
     on_cpu = current_platform.is_cpu()
     return ProfileKey(
         device=_processor() if on_cpu else current_platform.get_device_name(),
@@ -29,7 +29,7 @@ def profile_key(config: VllmConfig) -> ProfileKey:
 
 
 def weights_digest(config: VllmConfig) -> str:
-    """Of the model's folder, or of the hub's snapshot that the engine has loaded."""
+    """Digest of the model's folder, or of the hub's snapshot that the engine has loaded."""
     model = config.model_config
     folder = Path(model.model)
     if not folder.is_dir():

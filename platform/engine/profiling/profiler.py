@@ -1,4 +1,4 @@
-"""Measures what ``loomserve profile`` says: an engine's steps, and its KV's way to the host."""
+"""Measures a profile: an engine's steps, and its KV's transfers to and from the host."""
 
 from __future__ import annotations
 
@@ -56,10 +56,10 @@ _COMMIT_S = 10.0
 
 @dataclass(frozen=True)
 class Findings:
-    """A profile and what it does not keep: how all the regressors did, and correction on line.
+    """Profile, and the figures that it does not keep.
 
-    ``corrected`` is the error on unseen steps of the winner, corrected by all steps before;
-    ``learnt`` that of a predictor that knew nothing at first. Both are shares.
+    ``scores`` are of all regressors. ``corrected`` is the winner's error on unseen steps, corrected
+    by the steps before; ``learnt`` is that of a predictor without a profile. Both are shares.
     """
 
     profile: Profile
@@ -71,10 +71,10 @@ class Findings:
 def profile(
     name: str, model: str, device: Device, minutes: float, say: Say, **options: Any
 ) -> Findings:
-    """Measure a model, a folder or a hub's id, for so long; ``options`` are vLLM's own.
+    """Measure ``model``, a folder or a hub's id, for ``minutes``; ``options`` are vLLM's own.
 
     Raises:
-        StartError: vLLM cannot start it, or its KV is of a kind that is not swapped.
+        StartError: vLLM cannot start the model, or cannot swap its kind of KV.
     """
     say(f"starting an engine of {name}")
     try:
@@ -139,7 +139,7 @@ def _findings(
 
 
 def _replayed(times: StepTimes, steps: Sequence[TimedStep], scored: Sequence[TimedStep]) -> float:
-    """The error on some of the steps of a predictor that sees all of them, one by one."""
+    """Error on the ``scored`` steps of a predictor that observes all steps, one by one."""
     counted = {step for step, _ in scored}
     predicted = []
     for step, seconds in steps:
@@ -150,7 +150,7 @@ def _replayed(times: StepTimes, steps: Sequence[TimedStep], scored: Sequence[Tim
 
 
 def _fit(transfers: Sequence[TimedTransfer]) -> Transfer:
-    """Every second transfer is fitted, the others are predicted."""
+    """Fit every second transfer, and measure the error on the others."""
     bytes_per_s, latency_s = transfer_time.fit(transfers[::2])
     unseen = np.array(transfers[1::2])
     predicted = latency_s + unseen[:, 0] / bytes_per_s
@@ -171,9 +171,9 @@ def _layout(engine: ProfiledEngine) -> BlockLayout:
 def time_transfers(
     layout: BlockLayout, device: Device
 ) -> tuple[list[TimedTransfer], list[TimedTransfer]]:
-    """Blocks out of a KV cache of this shape into a store's arena, and in, in random numbers.
+    """Time saves from a KV cache of this layout into a store's arena, and loads, of random size.
 
-    Through what the platform's engines use, checksums included, from a thread on their device.
+    They use what the platform's engines use, checksums included, from a thread on the device.
     """
     blocks = max(1, min(_MOST_BLOCKS, _MOST_BYTES // layout.block_bytes))
     random = np.random.default_rng(0)
@@ -182,7 +182,7 @@ def time_transfers(
     with _running_store(6 * blocks * layout.slot_bytes) as store_options, on_cores(device):
         worker = _Worker(store_options, layout, blocks, device)
         for number in range(-4, _TRANSFERS):
-            # The first ones map the arena's memory, as an engine does once.
+            # The first transfers map the arena's memory, which an engine does once.
             size = blocks if number < 0 else int(np.exp(random.uniform(0, np.log(blocks + 1))))
             # An engine's blocks are scattered once it has served for a while.
             where = random.permutation(blocks)[:size].tolist()
@@ -214,7 +214,7 @@ def _running_store(memory: int) -> Iterator[StoreOptions]:
 
 
 class _Worker:
-    """An engine's worker as the store knows it, with a KV cache and no model."""
+    """Worker of an engine with a KV cache but without a model."""
 
     def __init__(
         self, store_options: StoreOptions, layout: BlockLayout, blocks: int, device: Device
@@ -232,7 +232,7 @@ class _Worker:
         self._layers = range(layout.layers)
 
     def swap_out(self, keys: bytes, blocks: list[int]) -> float:
-        """Seconds until the engine could give the blocks to another request."""
+        """Save the blocks; seconds until the engine could give them to another request."""
         begin = time.perf_counter()
         self._saver.start([Save(_SPACE, keys, blocks, 1.0)])
         for layer in self._layers:
@@ -241,7 +241,7 @@ class _Worker:
         return time.perf_counter() - begin
 
     def swap_in(self, keys: bytes, blocks: list[int]) -> float:
-        """Seconds until the blocks are there again, all layers."""
+        """Load the blocks; seconds until all layers are loaded."""
         found = self._find(keys, len(blocks))
         begin = time.perf_counter()
         slots = decode_slots(found.slots)
@@ -260,7 +260,7 @@ class _Worker:
             part.close()
 
     def _find(self, keys: bytes, blocks: int) -> Found:
-        """A save is committed a moment after it is finished."""
+        """Look the blocks up, until the save is committed: a moment after it is finished."""
         until = time.monotonic() + _COMMIT_S
         while True:
             found = self._client.ask(Lookup(_SPACE, keys, 0, 60.0, promote=True), Found)

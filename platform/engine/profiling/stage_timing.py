@@ -1,4 +1,4 @@
-"""Times what a pipeline's stage consists of, in a real engine: layers, ends and the rest."""
+"""Times the parts of a pipeline's stage in an engine: layers, ends, and the rest."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PROMPT, _OUTPUTS, _WARM_UP = 64, 24, 4
 
 
 class StageStep(NamedTuple):
-    """One step of a worker; seconds. ``inputs_s`` includes waiting for the stage before."""
+    """Times of a worker's step, in seconds. ``inputs_s`` includes waiting for the stage before."""
 
     tokens: int
     requests: int
@@ -30,11 +30,11 @@ class StageStep(NamedTuple):
     embedding_s: float
     layers_s: float
     end_s: float
-    """Last norm, output head, sampling."""
+    """Time of last norm, output head and sampling."""
 
 
 class StageTimingWorker(NonSpinningWorker):
-    """vLLM's CPU worker with a clock at the seams of its model, which must not be compiled."""
+    """CPU worker of vLLM that times its model's parts; the model must not be compiled."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -78,13 +78,13 @@ class StageTimingWorker(NonSpinningWorker):
         return output
 
     def take_stage_steps(self) -> tuple[int, list[tuple[float, ...]]]:
-        """The worker's layers, and its steps since the last call."""
+        """Number of the worker's layers, and its steps since the last call."""
         steps, self.stage_steps = self.stage_steps, []
         return self.layer_count, [tuple(step) for step in steps]
 
 
 def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Those of its decoder that this stage has."""
+    """Layers of the decoder that this stage has."""
     lists = (each for each in model.modules() if isinstance(each, torch.nn.ModuleList))
     longest = max(lists, key=len, default=torch.nn.ModuleList())
     here = [layer for layer in longest if not isinstance(layer, PPMissingLayer)]
@@ -96,7 +96,7 @@ def _layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 def time_stages(
     model: str, device: Device, batches: Sequence[int], **options: Any
 ) -> list[StageTimes]:
-    """Decode steps of these batches on a CPU device, in an engine of its own; medians."""
+    """Median times of decode steps of these batches, in an engine on a CPU device."""
     engine = ProfiledEngine(
         model,
         device,

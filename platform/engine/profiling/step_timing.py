@@ -1,4 +1,4 @@
-"""Times the steps of a real vLLM engine: those that a profile needs, and those of production."""
+"""Times the steps of a vLLM engine, for profiles and in production."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from loomserve.platform.engine.precision import cpu_dtype
 
 
 def step_of(scheduled: SchedulerOutput) -> Step:
-    """What vLLM's scheduler has scheduled, as the predictor sees it."""
+    """Features of the step that vLLM's scheduler has scheduled."""
     cached = scheduled.scheduled_cached_reqs
     computed = {new.req_id: new.num_computed_tokens for new in scheduled.scheduled_new_reqs}
     computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
@@ -36,9 +36,9 @@ def step_of(scheduled: SchedulerOutput) -> Step:
 
 
 class StepClock:
-    """Times each step from its schedule to its output; ``now`` is monotonic seconds.
+    """Clock of steps, from a step's schedule to its output; ``now`` is monotonic seconds.
 
-    Where vLLM schedules a step while the one before still runs, it begins when that one ends.
+    A step that vLLM schedules while the one before still runs begins when that one ends.
     """
 
     def __init__(self) -> None:
@@ -46,12 +46,12 @@ class StepClock:
         self._last_end = 0.0
 
     def began(self, scheduled: SchedulerOutput, now: float) -> None:
-        """``scheduled`` has just been returned by the scheduler."""
+        """Begin the step that the scheduler has just returned."""
         if scheduled.total_num_scheduled_tokens:
             self._running.append((scheduled, now))
 
     def ended(self, scheduled: SchedulerOutput, now: float) -> TimedStep | None:
-        """Its output is there; None if nothing was computed, or KV was loaded meanwhile."""
+        """End a step whose output is there; None if it computed nothing, or loaded KV meanwhile."""
         if not scheduled.total_num_scheduled_tokens:
             return None
         _, began = self._running.popleft()
@@ -61,7 +61,7 @@ class StepClock:
 
 
 class _Timing:
-    """What both of vLLM's schedulers become by this mixin: every step is kept in ``timed``."""
+    """Mixin for vLLM's schedulers that keeps every step in ``timed``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -89,7 +89,7 @@ class _TimingAsyncScheduler(_Timing, AsyncScheduler):  # type: ignore[misc]
 
 
 def timing_scheduler(vllm_config: VllmConfig, **options: Any) -> _Timing:
-    """vLLM's ``scheduler_cls`` of an engine that is profiled."""
+    """Value of vLLM's ``scheduler_cls`` for an engine that is profiled."""
     kind = _TimingScheduler
     if vllm_config.scheduler_config.async_scheduling:
         kind = _TimingAsyncScheduler
@@ -97,12 +97,12 @@ def timing_scheduler(vllm_config: VllmConfig, **options: Any) -> _Timing:
 
 
 class ProfiledEngine:
-    """vLLM's engine within this process, bound to a device as the platform's engines are.
+    """Engine of vLLM within this process, bound to a device as the platform's engines are.
 
-    vLLM binds only workers that are processes of their own, so here the calling thread is bound,
-    until the engine is closed, and torch computes with as many threads as the device has cores.
+    vLLM binds only workers in other processes, so this binds the calling thread until the engine is
+    closed, and lets torch compute with as many threads as the device has cores.
 
-    ``options`` are vLLM's own and stand over the defaults here.
+    ``options`` are vLLM's own, and override the defaults here.
     """
 
     def __init__(self, model: str, device: Device, **options: Any) -> None:
@@ -116,7 +116,7 @@ class ProfiledEngine:
         on_cpu = {}
         if device.kind == "cpu":
             torch.set_num_threads(len(device.cores))
-            # As the platform's engines wait: whoever spins is on the worker's core now and then.
+            # The platform's engines do so too: a spinning thread takes time on the worker's core.
             sleep_instead_of_spinning()
             on_cpu = {
                 "dtype": cpu_dtype(),
@@ -137,18 +137,18 @@ class ProfiledEngine:
 
     @property
     def timed(self) -> list[TimedStep]:
-        """All steps so far; may be cleared."""
+        """All steps so far; the caller may clear it."""
         timed: list[TimedStep] = self.core.scheduler.timed
         return timed
 
     @property
     def capacity(self) -> int:
-        """Tokens that the KV cache holds."""
+        """Capacity of the KV cache in tokens."""
         cache = self.config.cache_config
         return int(cache.num_gpu_blocks * cache.block_size)
 
     def add(self, prompt: Sequence[int], outputs: int) -> None:
-        """Queue a request for so many output tokens."""
+        """Queue a request for ``outputs`` output tokens."""
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
 
@@ -172,10 +172,10 @@ class ProfiledEngine:
 
 @dataclass(frozen=True)
 class Scene:
-    """A few steps: requests decode, and after two steps others are prefilled beside them.
+    """Few steps of a workload: requests decode, and after two steps others prefill beside them.
 
-    Each request has a context, of which the engine's prefix cache may still hold the KV; a prefill
-    then computes so many tokens more.
+    ``decodes`` are contexts, and ``prefills`` are contexts with the number of tokens to compute
+    after them. The engine's prefix cache may still hold the KV of a context.
     """
 
     decodes: Sequence[list[int]]
@@ -187,20 +187,20 @@ _PREFILLS_AFTER = 2
 _MOST_PREFILLS = 3
 _REPEATED_SCENES = 6
 _FRESH_SCENES = 12
-# Of the KV cache's tokens: contexts that are repeated, those of a round, all of a scene.
+# Shares of the KV cache's tokens: repeated contexts, those of a round, all of a scene.
 _REPEATED, _FRESH, _FULL = 0.1, 0.7, 0.9
-# Enough for any of the regressors; engines on GPUs take more steps in a minute.
+# Enough for any regressor; engines on GPUs take more steps in a minute.
 _MOST_SAMPLES = 6000
 
 
 class Workload:
-    """Scenes that cover an engine's steps: batch sizes, contexts, prefills' lengths and mixes.
+    """Workload of scenes that cover an engine's steps: batch sizes, contexts, prefills, mixes.
 
-    A round's contexts are prefixes of a few texts, many or few, which fill most of the KV cache and
-    stay there: so a long context costs its prefill only once, and requests of one step read
-    different memory, as users' do. Whatever the engine makes of a scene is recorded as it was
-    scheduled. Every round repeats the same few scenes among fresh ones, in random order: their
-    steps tell how far the machine repeats itself, and drift meets all kinds of steps alike.
+    The contexts of a round are prefixes of texts that fill most of the KV cache and stay there. So
+    a long context costs its prefill only once, and the requests of a step read different memory, as
+    users' requests do. Steps are recorded as the engine schedules them. Every round repeats the
+    same few scenes among fresh ones, in random order: their steps tell the machine's noise, and
+    drift affects all kinds of steps alike.
     """
 
     def __init__(self, engine: ProfiledEngine, seed: int = 0) -> None:
@@ -216,9 +216,9 @@ class Workload:
         self._repeated = [self._scene(texts) for _ in range(_REPEATED_SCENES)]
 
     def run(self, until: float, clock: Callable[[], float] = time.monotonic) -> Iterator[int]:
-        """Play rounds until ``clock`` says ``until``, three at least; yields the samples so far.
+        """Play at least three rounds, until ``clock`` says ``until``; yields the number of samples.
 
-        The repeated scenes are played once before, not counted, as first steps are slow.
+        The repeated scenes are played once before without being counted, as first steps are slow.
         """
         self._play(self._repeated)
         self._engine.timed.clear()
@@ -246,7 +246,7 @@ class Workload:
             self._engine.add([*context, *self._tokens(tokens)], 1)
 
     def _texts(self, number: int, share: float) -> list[list[int]]:
-        """Texts of random lengths, which take so much of the KV cache together."""
+        """Texts of random lengths, which together take ``share`` of the KV cache."""
         shares = self._random.dirichlet(np.ones(number)) * share * self._engine.capacity
         return [self._tokens(min(self._longest - 1, int(tokens))) for tokens in shares]
 
@@ -256,7 +256,7 @@ class Workload:
         decodes: list[list[int]] = []
         prefills: list[tuple[list[int], int]] = []
         if kind != "prefill":
-            # Half of the time all of them: engines that are full are those that preempt.
+            # Half of the time all of them, as engines that preempt are full.
             most = len(order) if self._random.random() < 0.5 else self._up_to(len(order))
             decodes, order = order[:most], order[most:]
         if kind != "decode":
@@ -270,12 +270,12 @@ class Workload:
         return Scene(decodes, prefills)
 
     def _prefix(self, text: list[int]) -> list[int]:
-        """Half of the time all of it; in whole blocks, as only those stay in the prefix cache."""
+        """Prefix of whole blocks, as only those stay in the prefix cache; half of the time all."""
         share = 1.0 if self._random.random() < 0.5 else self._random.random()
         return text[: int(share * len(text)) // self._block * self._block]
 
     def _up_to(self, most: int) -> int:
-        """From 1 to ``most``; every order of magnitude as likely."""
+        """Random number from 1 to ``most``; its logarithm is uniform."""
         return int(math.exp(self._random.uniform(0, math.log(most + 1))))
 
     def _tokens(self, number: int) -> list[int]:

@@ -1,10 +1,10 @@
-"""Good pipelines where the states are too many for :mod:`exact`: a beam over orders of devices.
+"""Beam search over orders of devices, for graphs with too many states for :mod:`exact`.
 
-Stages are added one by one, each as full as its memory and the bound allow. Of all the partial
-pipelines of a length only ``WIDTH`` are kept: half of them those with the most layers placed, which
-find a pipeline within a tight bound, half those with the least latency to be expected, the
-remaining layers being counted at the speed of the fastest devices left. A whole pipeline has more
-room than layers; which stages give up theirs is then chosen exactly, the slowest first.
+Stages are added one by one, each as full as its memory and the bound allow. Of the partial
+pipelines of each length, ``WIDTH`` are kept: half of them have the most layers placed, which finds
+a pipeline within a tight bound; half have the least expected latency, with the remaining layers at
+the speed of the fastest devices left. A whole pipeline has more room than layers; its slowest
+stages then give up layers, which is optimal.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ENDS = 24
 
 @dataclass
 class _Partial:
-    """Pipelines of one length that are not whole; a row each."""
+    """Partial pipelines of one length, one a row."""
 
     order: Ints
     used: Ints
@@ -36,17 +36,17 @@ class _Partial:
 class _Whole(NamedTuple):
     order: list[int]
     latency: float
-    """With every stage full; only to choose which to look at first."""
+    """Latency with every stage full."""
 
 
 def fewest_stages(kinds: Kinds, bound: float) -> int | None:
-    """As in :mod:`exact`, but may miss pipelines."""
+    """As in :mod:`exact`, but it may miss pipelines."""
     caps = kinds.caps(bound)
     return next((len(whole.order) for whole in _whole(kinds, caps, kinds.most_stages)), None)
 
 
 def quickest(kinds: Kinds, bound: float, most_stages: int) -> Pipeline | None:
-    """As in :mod:`exact`, but may miss better ones."""
+    """As in :mod:`exact`, but it may miss better pipelines."""
     caps = kinds.caps(bound)
     found = (
         filled(kinds, caps, whole.order)
@@ -58,9 +58,9 @@ def quickest(kinds: Kinds, bound: float, most_stages: int) -> Pipeline | None:
 
 
 def filled(kinds: Kinds, caps: Caps, order: Sequence[int]) -> Pipeline:
-    """The layers of a pipeline on devices of these kinds, for the least latency within the caps.
+    """The pipeline of least latency within the caps, on devices of these kinds in this order.
 
-    Every device has one at least; the others go to the fastest, as many as it may have.
+    Every device has at least one layer; the others go to the fastest devices, up to their caps.
     """
     most = _most(caps, order)
     layers = [1] * len(order)
@@ -84,7 +84,7 @@ def _most(caps: Caps, order: Sequence[int]) -> list[int]:
 
 
 def _whole(kinds: Kinds, caps: Caps, most_stages: int) -> Iterator[_Whole]:
-    """Pipelines that hold all layers; the shortest first."""
+    """Pipelines that hold all layers, the shortest first."""
     layers = kinds.demand.layers
     for kind in np.flatnonzero(caps.only >= layers):
         yield _Whole([int(kind)], 0.0)
@@ -112,7 +112,7 @@ def _started(kinds: Kinds, caps: Caps) -> _Partial:
 def _next(
     kinds: Kinds, caps: Ints, partial: _Partial, extra_s: Floats
 ) -> tuple[Ints, Ints, Ints, Floats]:
-    """Rows and kinds of the stages that can follow, the layers then placed, and latencies."""
+    """Rows and kinds of the stages that can follow, and the layers placed and latencies then."""
     last = partial.order[:, -1]
     more = caps[last]
     rows, following = np.nonzero((partial.used < kinds.counts) & (more > 0))
@@ -126,7 +126,7 @@ def _ended(kinds: Kinds, caps: Caps, partial: _Partial) -> list[_Whole]:
     rows, following, placed, latency = _next(kinds, caps.last, partial, kinds.last_s)
     ends = np.flatnonzero(placed >= kinds.demand.layers)
     surplus = placed[ends] - kinds.demand.layers
-    # What is given up again is about as slow as the slowest stage.
+    # Surplus layers are given up at about the speed of the last stage.
     expected = latency[ends] - surplus * kinds.layer_s[following[ends]]
     best = ends[np.argsort(expected, kind="stable")[:_ENDS]]
     return [
@@ -159,9 +159,9 @@ def _pruned(kinds: Kinds, partial: _Partial) -> _Partial:
 
 
 def _distinct(partial: _Partial) -> _Partial:
-    """Of those on the same devices with the same last one, the one with the most layers."""
+    """Keep, of those on the same devices with the same last one, the one with the most layers."""
     order = np.lexsort((partial.latency, -partial.placed))
-    # Equal random weights mean equal counts, but for one chance in 2⁶⁴ or so.
+    # Equal sums of random weights mean equal counts, but for a chance of about one in 2⁶⁴.
     weights = np.random.default_rng(0).integers(2**62, size=partial.used.shape[1] + 1)
     keys = partial.used[order] @ weights[1:] + partial.order[order, -1] * weights[0]
     _, first = np.unique(keys, return_index=True)

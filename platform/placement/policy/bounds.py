@@ -1,6 +1,6 @@
-"""What no pipeline can beat, whatever the search has missed: optima of simpler problems.
+"""Lower bounds of period and latency for all pipelines: optima of a simpler problem.
 
-Every device is given its best incoming link, and all devices may be used in any order.
+In it, every device has its best incoming link, and devices may be used in any order.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from loomserve.platform.placement.policy.kinds import Kinds
 
 
 def least_period_s(kinds: Kinds, most_stages: int) -> float:
-    """No slowest stage of so many is busy for less; infinite if there can be none."""
+    """Lower bound of the period with at most ``most_stages`` stages; infinite: none fits."""
     candidates = kinds.bounds()
     low, high = 0, len(candidates)
     while low < high:
@@ -36,7 +36,7 @@ def _room(kinds: Kinds, bound: float, most_stages: int) -> int:
 
 
 def least_latency_s(kinds: Kinds) -> float:
-    """No step is quicker: the fastest devices hold what their memory can, over the best links."""
+    """Lower bound of the latency: the fastest devices hold all they can, over the best links."""
     caps = kinds.caps(np.inf)
     ends = kinds.first_s.min() + kinds.last_s.min() + kinds.stage_s.min()
     left, seconds = kinds.demand.layers, float(ends)

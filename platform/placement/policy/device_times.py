@@ -1,4 +1,4 @@
-"""What was measured of devices and their links, and how long a model's stages take by it."""
+"""Measurements of devices and links, and the times of a model's stages by them."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ class _Node(BaseModel):
 
 
 class StageTimes(_Node):
-    """Of a decode step of so many requests, in seconds, on one device."""
+    """Times of a decode step of ``batch`` requests on a device, in seconds."""
 
     batch: int = Field(ge=1)
     layer_s: float = Field(gt=0)
-    stage_s: float = Field(0.0, ge=0, description="Whatever its layers: inputs, calls.")
+    stage_s: float = Field(0.0, ge=0, description="Inputs and calls, however many layers.")
     first_s: float = Field(0.0, ge=0, description="Embeddings.")
     last_s: float = Field(0.0, ge=0, description="Output head and sampling.")
 
 
 class ModelTimes(_Node):
+    """Measured stage times of a model on a device."""
+
     model: str = Field(description="Its source, as configurations name it.")
     times: tuple[StageTimes, ...] = Field(min_length=1, description="By batch, ascending.")
 
 
 class MeasuredDevice(_Node):
+    """Memory and speed of a device, and the models that were timed on it."""
+
     name: str
     place: str = Field(description="Its cores or GPU.")
     memory: int = Field(
@@ -41,6 +45,8 @@ class MeasuredDevice(_Node):
 
 
 class MeasuredLink(_Node):
+    """Latency and bandwidth from one device to another."""
+
     source: str
     target: str
     latency_s: float = Field(ge=0)
@@ -49,12 +55,15 @@ class MeasuredLink(_Node):
 
 
 class DeviceProfile(_Node):
+    """Measured devices of a configuration, and the links between them."""
+
     measured_at: str = Field(description="UTC, ISO 8601.")
     devices: tuple[MeasuredDevice, ...] = Field(min_length=1)
     links: tuple[MeasuredLink, ...] = ()
 
     def device(self, name: str) -> MeasuredDevice:
-        """
+        """The measured device of this name.
+
         Raises:
             ConfigError: it was not measured.
         """
@@ -67,7 +76,7 @@ class DeviceProfile(_Node):
         )
 
     def link_s(self, source: str, target: str, nbytes: float) -> float:
-        """Seconds that so many bytes take.
+        """Seconds that ``nbytes`` take over a link.
 
         Raises:
             ConfigError: the link was not measured.
@@ -82,9 +91,10 @@ class DeviceProfile(_Node):
 
 
 def stage_times(device: MeasuredDevice, model: str, shape: ModelShape, batch: int) -> StageTimes:
-    """Measured of this model, between the batches that were; else by bandwidth and arithmetic.
+    """Stage times of a model: measured ones, interpolated between batches, or predicted ones.
 
-    Beyond the measured batches, times grow as the arithmetic does.
+    Beyond the measured batches, times grow in proportion to the batch. Of a model that was not
+    measured, bandwidth and arithmetic tell the times.
     """
     measured = next((each.times for each in device.models if each.model == model), None)
     if measured is None:
@@ -103,7 +113,7 @@ def stage_times(device: MeasuredDevice, model: str, shape: ModelShape, batch: in
 
 
 def _multiply_s(device: MeasuredDevice, parameters: float, batch: int) -> float:
-    """Weights are read once for all requests, and each is multiplied and added."""
+    """Seconds to read the weights once for all requests, and to multiply and add each."""
     return (
         parameters * device.itemsize / device.bytes_per_s
         + 2 * parameters * batch / device.flop_per_s

@@ -1,9 +1,9 @@
-"""The best pipeline, by dynamic programming over which devices are used and which comes last.
+"""Exact search for a pipeline: dynamic programming over the devices used and the last of them.
 
-UELLM's recurrence (section 3.5.2, equation 3-7) gives a device all the layers that its memory
-holds, so that their sum is not the model's; reads ``dp[i][j]`` where it means the state without i;
-and adds the links from the last device to all others (equation 3-8). Put right, with ``n`` layers
-placed on the devices of state ``S``, the last of which is ``i``::
+UELLM's recurrence (section 3.5.2, equation 3-7) gives a device all layers that its memory holds,
+whose sum is not the model's; it reads ``dp[i][j]`` for the state without i; and it adds the links
+from the last device to all others (equation 3-8). The corrected recurrence, with ``n`` layers on
+the devices of state ``S``, the last of which is ``i``, is::
 
     f(S, i, n) =  min over j in S \\ {i} and 1 <= m <= cap(j, i, P) of
                   f(S \\ {i}, j, n - m) + link(j, i) + stage(i) + m * layer(i)
@@ -12,13 +12,13 @@ placed on the devices of state ``S``, the last of which is ``i``::
     cap(j, i, P) = the most m with      m * layer_bytes + stage_bytes          <= memory(i)
                                and link(j, i) + stage(i) + m * layer(i) <= P
 
-The last stage has the output head's seconds and bytes in both, the first one the embeddings'. The
-answer is the least ``f(S, i, layers)``: a step's latency, among the pipelines in which no stage is
-busy for longer than ``P``. Every layer is on one device, and every device has a layer or is not in
-``S``; so a model that fits on fewer devices need not use all.
+Both include the output head's seconds and bytes for the last stage, and the embeddings' for the
+first. The answer is the least ``f(S, i, layers)``: a step's latency, among pipelines in which no
+stage is busy for longer than ``P``. Every layer is on one device, and a device without a layer is
+not in ``S``, so a model may use fewer devices than there are.
 
-Whether any pipeline keeps within ``P`` needs no ``n``: it is best to fill every stage, and layers
-beyond the model's are taken away again. ``g(S, i) = max over j of g(S \\ {i}, j) + cap(j, i, P)``.
+Whether any pipeline keeps within ``P`` does not depend on ``n``: fill every stage, and take surplus
+layers away again. ``g(S, i) = max over j of g(S \\ {i}, j) + cap(j, i, P)``.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from loomserve.platform.placement.policy.kinds import Floats, Ints, Kinds
 
 
 class _Lattice:
-    """The states: how many of each kind are used, as one number in mixed radix."""
+    """States of the search: the number of devices used of each kind, as one mixed-radix number."""
 
     def __init__(self, counts: tuple[int, ...]) -> None:
         sizes = np.array(counts) + 1
@@ -47,7 +47,7 @@ class _Lattice:
         ]
 
     def growing(self, stages: int) -> Iterator[tuple[int, Ints]]:
-        """Each kind, with the states of so many devices that may take one more of it."""
+        """Each kind, with the states of ``stages`` devices that can take one more of it."""
         for kind, states in enumerate(self._growing):
             if len(states[stages]):
                 yield kind, states[stages]
@@ -57,7 +57,7 @@ _lattice = lru_cache(maxsize=4)(_Lattice)
 
 
 def fewest_stages(kinds: Kinds, bound: float) -> int | None:
-    """Of a pipeline in which no stage is busy for longer than ``bound``; None: there is none."""
+    """Least stages of a pipeline with no stage busy for longer than ``bound``; None: none is."""
     caps, layers = kinds.caps(bound), kinds.demand.layers
     if (caps.only >= layers).any():
         return 1
@@ -78,9 +78,9 @@ def fewest_stages(kinds: Kinds, bound: float) -> int | None:
 
 
 def quickest(kinds: Kinds, bound: float, most_stages: int) -> Pipeline | None:
-    """Of the least latency of a step, in which no stage is busy for longer than ``bound``.
+    """The pipeline of least latency with no stage busy for longer than ``bound``; None: none is.
 
-    Of equal ones, that on fewer devices. None: there is none.
+    Of equal ones, the one on the fewest devices.
     """
     return _Quickest(kinds, bound, most_stages).best()
 

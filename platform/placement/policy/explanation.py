@@ -25,7 +25,7 @@ _WHAT = {
 
 
 class Alternative(NamedTuple):
-    """Another map; None of ``period_s`` and ``latency_s`` if it does not fit."""
+    """Another map; ``period_s`` and ``latency_s`` are None if it does not fit."""
 
     name: str
     pipeline: Pipeline
@@ -34,7 +34,7 @@ class Alternative(NamedTuple):
 
 
 def alternatives(placed: PlacedModel) -> list[Alternative]:
-    """All layers on one device each, the even split both ways round, the other modes' maps."""
+    """Other maps: the other modes', the even split both ways round, and each device alone."""
     assert placed.placement is not None
     chosen = placed.placement.pipeline
     seen, others = {chosen}, []
@@ -68,7 +68,7 @@ def _others(placed: PlacedModel) -> Iterator[tuple[str, Pipeline]]:
 
 
 def rows(placed: PlacedModel) -> Iterator[tuple[str, ...]]:
-    """Stage, device, layers, memory, busy, and whether it is the bottleneck."""
+    """Rows of stages: number, device, layers, memory, busy time, and which is the bottleneck."""
     placement = placed.placement
     assert placement is not None
     needed = stage_bytes(placed.demand, placement.pipeline)
@@ -121,7 +121,7 @@ def other_row(placed: PlacedModel, other: Alternative) -> tuple[str, ...]:
 
 
 def why_not(placed: PlacedModel) -> str:
-    """Of a model that its devices do not hold."""
+    """Why a model has no placement, and what to do."""
     demand = placed.demand
     needed = demand.bytes_on(demand.layers, first=True, last=True)
     free = ", ".join(f"{n.name} {n.memory / 2**30:.1f}" for n in placed.graph.nodes)
@@ -133,7 +133,7 @@ def why_not(placed: PlacedModel) -> str:
 
 
 def as_dict(placed: PlacedModel) -> dict[str, Any]:
-    """The same for programs; seconds and bytes."""
+    """The same as JSON, in seconds and bytes."""
     result: dict[str, Any] = {"model": placed.wanted.name, "batch": placed.wanted.batch}
     placement = placed.placement
     if placement is None:

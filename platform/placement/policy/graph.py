@@ -10,13 +10,13 @@ _ROUNDING = 1e-9
 
 @dataclass(frozen=True)
 class Demand:
-    """What a model asks of the devices that its layers are on; bytes."""
+    """Memory that a model needs on the devices of its layers, in bytes."""
 
     layers: int
     layer_bytes: float
     """Weights and KV of a layer."""
     stage_bytes: float = 0.0
-    """Of a stage, whatever it holds: an engine's process."""
+    """Engine process of a stage, however many layers it has."""
     first_bytes: float = 0.0
     """Embeddings, on the first stage."""
     last_bytes: float = 0.0
@@ -37,25 +37,25 @@ class Demand:
 
 @dataclass(frozen=True)
 class DeviceNode:
-    """A device, as one model finds it: bytes, and seconds of a step of the configured batch."""
+    """Device in the graph of one model: free bytes, and seconds of a step of the model's batch."""
 
     name: str
     memory: float
     """Free for stages of this model."""
     layer_s: float
     stage_s: float = 0.0
-    """Of a stage, whatever it holds: preparing inputs, calls."""
+    """Preparing inputs and calls, however many layers the stage has."""
     first_s: float = 0.0
     last_s: float = 0.0
 
     def seconds(self, layers: int, *, first: bool, last: bool) -> float:
-        """Computing, without what the link before it takes."""
+        """Seconds that a stage computes, without the link before it."""
         return self.stage_s + layers * self.layer_s + first * self.first_s + last * self.last_s
 
 
 @dataclass(frozen=True)
 class Graph:
-    """Devices, and ``links[i][j]``: seconds that a step's activations take from i to j."""
+    """Devices and links; ``links[i][j]`` is seconds of a step's activations from i to j."""
 
     nodes: tuple[DeviceNode, ...]
     links: tuple[tuple[float, ...], ...]
@@ -69,18 +69,18 @@ class Graph:
 
 @dataclass(frozen=True)
 class Stage:
-    """Consecutive layers on one device; ``node`` is its place in the graph."""
+    """Consecutive layers on one device; ``node`` is the device's index in the graph."""
 
     node: int
     layers: int
 
 
 Pipeline = tuple[Stage, ...]
-"""In the order of the layers; every device at most once, every stage with a layer at least."""
+"""Stages in the order of the layers, each with at least one layer, on distinct devices."""
 
 
 def busy_s(demand: Demand, graph: Graph, pipeline: Pipeline) -> list[float]:
-    """How long a step keeps each stage busy: receiving activations and computing."""
+    """Seconds that a step keeps each stage busy, receiving activations and computing."""
     end = len(pipeline) - 1
     return [
         (graph.links[pipeline[i - 1].node][stage.node] if i else 0.0)
@@ -90,12 +90,12 @@ def busy_s(demand: Demand, graph: Graph, pipeline: Pipeline) -> list[float]:
 
 
 def period_s(demand: Demand, graph: Graph, pipeline: Pipeline) -> float:
-    """Between two steps of a full pipeline: its slowest stage."""
+    """Seconds between two steps of a full pipeline: those of its slowest stage."""
     return max(busy_s(demand, graph, pipeline))
 
 
 def latency_s(demand: Demand, graph: Graph, pipeline: Pipeline) -> float:
-    """Of one step through all stages."""
+    """Seconds of a step through all stages."""
     return sum(busy_s(demand, graph, pipeline))
 
 
@@ -108,7 +108,7 @@ def stage_bytes(demand: Demand, pipeline: Pipeline) -> list[float]:
 
 
 def fits(demand: Demand, graph: Graph, pipeline: Pipeline) -> bool:
-    """Whether it is a map of this model at all: every layer once, within every memory."""
+    """Whether the pipeline has every layer once, and fits into its devices' memory."""
     used = [stage.node for stage in pipeline]
     return (
         len(set(used)) == len(used)
@@ -122,7 +122,7 @@ def fits(demand: Demand, graph: Graph, pipeline: Pipeline) -> bool:
 
 
 def even(demand: Demand, nodes: Sequence[int]) -> Pipeline:
-    """As vLLM divides layers: equally, a rest to the stages before the last."""
+    """The even split of vLLM: equal stages, and a rest for the stages before the last."""
     share, rest = divmod(demand.layers, len(nodes))
     layers = [share] * len(nodes)
     for place in range(2, rest + 2):

@@ -1,15 +1,15 @@
-"""HELR (UELLM, section 3.5): which layers of a model run on which devices.
+"""HELR (UELLM, section 3.5): the map of a model's layers to devices.
 
-A pipeline of stages ``s_1 … s_k`` with ``n_1 + … + n_k`` = the model's layers, every device at most
-once, every stage within its device's memory (weights, KV and what a stage needs whatever it holds;
-embeddings on the first, the output head on the last stage). A step keeps stage i busy for
+A map is a pipeline of stages ``s_1 … s_k`` with ``n_1 + … + n_k`` = the model's layers, on distinct
+devices, each within its device's memory (weights, KV and the engine's process; embeddings on the
+first, the output head on the last stage). A step keeps stage i busy for
 ``b_i = link(s_{i-1}, s_i) + stage(s_i) + n_i * layer(s_i)``, with the ends' extra work. Then
 
 * the *latency* of a step is ``b_1 + … + b_k``: what a lone request waits for a token;
 * the *period* is ``max b_i``: a full pipeline ends a step in every period, so throughput is batch
   over period.
 
-What is minimised, in order (the paper's weights a_1, a_2 leave it open what is added to what):
+Each mode minimises, in this order (the paper's weights a_1, a_2 leave open what is added):
 
 ============ ============================ ============ =========
 mode         first                        then         then
@@ -19,9 +19,9 @@ mode         first                        then         then
 ``balanced`` period, up to ``SLACK`` more latency      devices
 ============ ============================ ============ =========
 
-The least period comes by bisection over all the times a stage can be busy for, the least latency
-within it by dynamic programming (:mod:`exact`), or by a beam (:mod:`beam`) where there are too many
-states. :mod:`bounds` says how far from the best a pipeline can be at most, in either case.
+Bisection over all times that a stage can be busy for finds the least period. Dynamic programming
+(:mod:`exact`), or a beam (:mod:`beam`) if there are too many states, finds the least latency within
+it. In either case :mod:`bounds` limits how far a pipeline can be from the best.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ Mode = Literal["he", "lr", "balanced"]
 MODES: tuple[Mode, ...] = get_args(Mode)
 
 SLACK = 0.02
-"""Of the period that ``balanced`` gives away for latency: less than speeds are measured to."""
+"""Share of the period that ``balanced`` gives up for latency: within the error of speeds."""
 
 _MOST_WORK = 3e8
-"""Of the dynamic programme: additions, a second or two."""
+"""Additions of the dynamic programme, which take a second or two."""
 _SAME = {exact: 1e-9, beam: 1e-3}
-"""Periods no further apart than this share are one."""
+"""Periods that differ by no more than this share count as equal."""
 
 
 class DoesNotFitError(Exception):
@@ -61,7 +61,7 @@ class DoesNotFitError(Exception):
 
 @dataclass(frozen=True)
 class Placement:
-    """A pipeline and what it is predicted to do; seconds."""
+    """Pipeline and its predicted times, in seconds."""
 
     mode: Mode
     pipeline: Pipeline
@@ -69,14 +69,14 @@ class Placement:
     period_s: float
     latency_s: float
     exact: bool
-    """False: found by a beam, and others may be better."""
+    """Whether no pipeline is better; False: a beam found it, and others may be."""
     least_period_s: float
-    """That no pipeline over these devices can beat; in mode he, none over so few."""
+    """Bound for all pipelines over these devices; in mode ``he``, over as few devices."""
     least_latency_s: float
 
 
 def place(demand: Demand, graph: Graph, mode: Mode) -> Placement:
-    """The best pipeline in this mode.
+    """Find the best pipeline in this mode.
 
     Raises:
         DoesNotFitError: the devices' memory does not hold the model.
@@ -112,7 +112,7 @@ def _work(kinds: Kinds) -> float:
 
 
 def least_bound(kinds: Kinds, search: ModuleType, most_stages: int, least_period: float) -> float:
-    """The least of all possible bounds that so many stages can keep."""
+    """The least period that a pipeline of at most ``most_stages`` stages can keep."""
     candidates = kinds.bounds()
     low, high = int(np.searchsorted(candidates, least_period)), len(candidates) - 1
     while candidates[low] < candidates[high] * (1 - _SAME[search]):

@@ -1,8 +1,8 @@
-"""Devices that can be exchanged for each other, counted instead of told apart.
+"""Kinds of devices: devices that can be exchanged for each other are counted, not told apart.
 
-Two devices are of one kind if exchanging them changes no figure: the same memory and speeds, the
-same links to and from all others. The search is over how many of a kind are used, so 64 devices of
-four kinds have 17⁴ states and not 2⁶⁴; where all devices differ, a kind is a device.
+Two devices are of one kind if they have the same memory and speeds, and the same links to and from
+all others. The search is over how many of each kind are used, so 64 devices of four kinds have 17⁴
+states and not 2⁶⁴. If all devices differ, each kind is one device.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Ints = NDArray[np.int64]
 
 _ROUNDING = 1e-9
 _EVER = 1e200
-"""Stands for no bound, so that it can be told from a link that is not there."""
+"""Seconds that stand for no bound; a link that does not exist has infinity."""
 
 
 @dataclass(frozen=True)
 class Caps:
-    """The most layers of a stage of kind i within a bound, 0 if none; ``[j, i]`` after kind j."""
+    """Most layers of a stage on kind i within a bound, 0 if none; ``[j, i]``: after kind j."""
 
     only: Ints
     first: Ints
@@ -36,7 +36,7 @@ class Caps:
 
 @dataclass(frozen=True)
 class Kinds:
-    """A graph of kinds: ``members`` are places in the graph, ``links[j, i]`` of two devices."""
+    """Graph of kinds: ``members`` are devices of the graph, ``links[j, i]`` the links of kinds."""
 
     demand: Demand
     graph: Graph
@@ -84,7 +84,7 @@ class Kinds:
 
     @cached_property
     def links(self) -> Floats:
-        """Within a kind: between two of it; infinite where it has no two."""
+        """Links between kinds, in seconds; within a kind of one device, infinite."""
         links, here = np.array(self.graph.links), np.array([kind[0] for kind in self.members])
         between: Floats = links[np.ix_(here, here)].astype(np.float64)
         for place, kind in enumerate(self.members):
@@ -93,7 +93,7 @@ class Kinds:
 
     @cached_property
     def states(self) -> int:
-        """Ways to use some of the devices."""
+        """Number of ways to choose devices, up to exchange within a kind."""
         return int(np.prod(self.counts.astype(np.float64) + 1))
 
     @cached_property
@@ -101,7 +101,7 @@ class Kinds:
         return min(self.demand.layers, len(self.graph.nodes))
 
     def caps(self, bound: float) -> Caps:
-        """What a stage may hold, by memory and by ``bound`` seconds of being busy."""
+        """Most layers of a stage by memory, and by ``bound`` seconds of being busy."""
 
         def most(extra_s: Floats, extra_bytes: float) -> Ints:
             room = self.memory - self.demand.stage_bytes - extra_bytes
@@ -119,7 +119,7 @@ class Kinds:
         )
 
     def bounds(self) -> Floats:
-        """All times for which any stage can be busy, in ascending order."""
+        """All times that a stage can be busy for, in seconds, ascending."""
         counts = np.arange(1, self.demand.layers + 1)
         layers = self.stage_s[:, None] + self.layer_s[:, None] * counts
         times = (
@@ -133,7 +133,7 @@ class Kinds:
         return finite
 
     def pipeline(self, kinds: Sequence[int], layers: Sequence[int]) -> Pipeline:
-        """With a device for each kind, the first of a kind first."""
+        """Build a pipeline with a device of each of these kinds, lowest index first."""
         left = [iter(kind) for kind in self.members]
         return tuple(
             Stage(next(left[kind]), int(count)) for kind, count in zip(kinds, layers, strict=True)

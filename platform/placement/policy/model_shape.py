@@ -1,4 +1,4 @@
-"""A model's layers and their sizes."""
+"""Shape of a model: its layers and their sizes."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Parameters, not bytes: in what format they are computed is the device's matter."""
+    """Layers of a model and numbers of parameters; their bytes depend on the device."""
 
     layers: int
     hidden_size: int
     layer_parameters: float
-    """Of a layer, on average."""
+    """Average of the layers."""
     embedding_parameters: int
     head_parameters: int
-    """The embeddings' again where the two are tied, as the last stage needs its own copy."""
+    """Those of the embeddings if the two are tied, as the last stage needs its own copy."""

@@ -1,11 +1,10 @@
-"""From a configuration, its models' shapes and a device profile to maps of all its models.
+"""Places several models that share devices, one after the other.
 
-Models share devices. They are placed one after the other, the hottest first: a map of all models at
-once would have as many states as all the maps together, and what a cold model does with a device
-hardly shows to the hot one, which so gets the best map there is. If a later model then does not
-fit, the largest are placed first instead. What is placed takes memory, and ``load`` takes speed: of
-a model whose slowest stage is busy for a share of the time, later ones find its devices slower by
-as much.
+The hottest model is placed first and so gets its best map: a cold model hardly slows the devices
+that they share. Placing all at once would multiply the states of the search. If a later model then
+does not fit, the largest are placed first instead. A placed model takes memory from its devices,
+and its ``load`` takes speed: a device that is busy for a share of the time is slower by that share
+for later models.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _TENSORS_PASSED = 2
 
 @dataclass(frozen=True)
 class Wanted:
-    """A model to be placed; ``load`` is the share of the time that its slowest stage is busy."""
+    """Model to be placed; ``load`` is the share of the time that its slowest stage is busy."""
 
     name: str
     source: str
@@ -43,7 +42,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """Where a model goes, or None if its devices do not hold it; the graph is what it found."""
+    """Model with its placement (None: its devices do not hold it) and the graph that it saw."""
 
     wanted: Wanted
     demand: Demand
@@ -52,21 +51,21 @@ class PlacedModel:
 
     @property
     def stages(self) -> list[tuple[str, int]]:
-        """Devices and their layers."""
+        """Devices and their numbers of layers, in the order of the stages."""
         pipeline = self.placement.pipeline if self.placement else ()
         return [(self.wanted.devices[stage.node], stage.layers) for stage in pipeline]
 
 
 @dataclass
 class _Taken:
-    """By device: bytes, and the share of the time that it is busy."""
+    """Bytes that placed models take of each device, and the share of the time it is busy."""
 
     memory: dict[str, float] = field(default_factory=dict)
     busy: dict[str, float] = field(default_factory=dict)
 
 
 def place_models(models: Sequence[Wanted], profile: DeviceProfile) -> list[PlacedModel]:
-    """All models, in the order given.
+    """Place all models; the result is in their order.
 
     Raises:
         ConfigError: a device or a link was not measured.
@@ -109,7 +108,7 @@ def problem(
     memory_taken: Mapping[str, float],
     busy: Mapping[str, float],
 ) -> tuple[Demand, Graph]:
-    """What HELR decides on."""
+    """Input of HELR for a model: its demand, and the graph of its devices."""
     devices = [profile.device(name) for name in model.devices]
     shape, itemsize = model.shape, max(device.itemsize for device in devices)
     demand = Demand(
