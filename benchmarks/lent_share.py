@@ -42,7 +42,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
             runs.append({})
             for share in SHARES:
                 await hot.call("place", "ratio", share)
-                one = await served_woven(hot, cold, "parts", args.rate, load, str(number))
+                one = await served_woven(hot, cold, "slices", args.rate, load, str(number))
                 runs[-1][share] = one
                 tpot_ms = [statistics.fmean(of.tpot_ms) for of in (one.hot, one.cold)]
                 print(f"run {number + 1}, share {share}: hot and cold TPOT, ms: {tpot_ms}")

@@ -8,8 +8,8 @@ hot engine's own KV memory is too small for its batch
 (``--own-blocks``), and the cold engine lends ``--lent-blocks`` blocks of its own. Arms:
 
 * ``dedicated``: nothing is lent.
-* ``steps``, ``operators``, ``parts``: woven; the lender looks for tasks between its steps only,
-  between operators too, and between the parts of cut operators too (Weaver, figure 7).
+* ``steps``, ``operators``, ``slices``: woven; the lender looks for tasks between its steps only,
+  between operators too, and between the slices of sliced operators too (Weaver, figure 7).
 * ``local``: what is lent is the hot engine's own instead, the ideal.
 * ``multiplexed``: both models on both cores, half of the layers on each, in each other's idle time.
   (Tensor parallelism cannot divide the model's 9 query heads.)
@@ -51,7 +51,7 @@ RESULTS = Path(__file__).parent / "results"
 CONTEXT = 512
 STEP_TOKENS = 256
 COLD_SHARE = 0.1
-WOVEN = ("steps", "operators", "parts")
+WOVEN = ("steps", "operators", "slices")
 ARMS = ("dedicated", *WOVEN, "local", "multiplexed")
 SETUP = (
     "arms",
@@ -304,7 +304,7 @@ def peaks(runs: Runs, arm: str) -> list[float]:
 
 def compared(runs: Runs) -> dict[str, Any]:
     """Ratios within runs."""
-    best = next(arm for arm in ("parts", "operators", "steps") if arm in runs)
+    best = next(arm for arm in ("slices", "operators", "steps") if arm in runs)
     busiest = max(runs[best])
     woven, apart = runs[best][busiest], runs["dedicated"][busiest]
     result: dict[str, Any] = {

@@ -28,17 +28,17 @@ class LendingOptions(BaseModel):
     )
     move: bool = Field(
         True,
-        description="Whether running requests change sides, their KV copied, where they would be "
-        "preempted else.",
+        description="Whether running requests move to another partition, their KV copied, where "
+        "they would be preempted else.",
     )
     lend_bytes: int = Field(0, ge=0, description="The most that it lends to others.")
     tpot_budget: float = Field(
         1.15,
         gt=1,
-        description="The p99 of a lender's steps may be so many times that without guests.",
+        description="The p99 of a lender's steps may be so many times that without borrowers.",
     )
-    polling: Literal["steps", "operators", "parts"] = Field(
-        "parts",
+    polling: Literal["steps", "operators", "slices"] = Field(
+        "slices",
         description="Where a lender looks for tasks while it computes: nowhere within a step, "
-        "between operators, or between parts of those that take long, too.",
+        "between operators, or between slices of those that take long, too.",
     )

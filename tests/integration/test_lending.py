@@ -105,14 +105,14 @@ def test_cut_operators_compute_the_same(pair: Pair) -> None:
     whole = answers(pair.cold, asked)
     with pair.loan():
         # What a cut costs is measured, and too much on cores that others take just then.
-        for polling in ("operators", *["parts"] * MEASUREMENTS):
+        for polling in ("operators", *["slices"] * MEASUREMENTS):
             plans = pair.call(pair.cold, "look_for_tasks", polling)
             pair.cold.reset_prefix_cache()
             assert answers(pair.cold, asked) == whole
-            if plans and max(plans["decode"]["parts"].values()) > 1:
+            if plans and max(plans["decode"]["slices"].values()) > 1:
                 break
     # The output projection, whose packed weights are cut along the vocabulary.
-    assert max(plans["decode"]["parts"].values()) > 1
+    assert max(plans["decode"]["slices"].values()) > 1
 
 
 def test_a_lender_that_needs_its_memory_gets_it_back_and_nothing_is_lost(

@@ -303,7 +303,7 @@ class LendingScheduler(BorrowingScheduler):
 
 def _slicing(plan: SlicingPlan) -> SlicingReport:
     return SlicingReport(
-        slices=dict(plan.parts),
+        slices=dict(plan.slices),
         wait_before_s=plan.wait_before_s,
         wait_after_s=plan.wait_after_s,
     )

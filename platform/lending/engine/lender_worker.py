@@ -59,7 +59,7 @@ class LenderWorker:
         elif polling == "operators":
             self._operators.poll_only()
         else:
-            self._operators.cut(0.0, 0.0, _BEARABLE_WAIT_S)
+            self._operators.poll_in_slices(0.0, 0.0, _BEARABLE_WAIT_S)
         self._poll = None if polling == "steps" else self._server.poll
         self._poll_while_lending()
         return self.slicing_plans()

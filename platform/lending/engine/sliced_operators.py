@@ -1,10 +1,10 @@
-"""A lender's linear operators, with a look for guests' tasks before each, and before each part.
+"""A lender's linear operators, which look for borrowers' tasks before they run, and between slices.
 
 The operators that take long are linear: those of a prefill, which have many rows, and the output
-projection of every step, which has a vocabulary of columns. The first are cut along their rows as
-they run, into few parts, for a part of few rows does not use a core's vector units as well. The
-second is cut along its columns beforehand, since weights are packed for a CPU's kernels and cannot
-be sliced afterwards. Each part runs vLLM's own kernel on its part of the same numbers.
+projection of every step, which has a column for each word of the vocabulary. The first are sliced
+along their rows as they run, into few slices, since few rows use a core's vector units less well.
+The second is sliced along its columns beforehand, since weights are packed for a CPU's kernels and
+cannot be sliced afterwards. Each slice runs vLLM's own kernel on its share of the same numbers.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ Poll = Callable[[], Any]
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 PREFILL_ROWS = 256
-"""Rows of the prefill step that operators are timed for."""
+"""Rows of the prefill step for which operators are timed."""
 _REPEATS = 5
-_MOST_ROW_PARTS, _MOST_COLUMN_PARTS = 4, 16
+_MOST_ROW_SLICES, _MOST_COLUMN_SLICES = 4, 16
 _MOST_OVERHEAD = 0.03
-"""Of the lender's own step, that cutting may cost."""
+"""Share of the lender's own step that slicing may cost."""
 
 
 class SlicedOperators:
-    """The linear operators of one model, as they are cut now.
+    """The linear operators of one model, each whole or in slices.
 
     Args:
         model: vLLM's, whose weights are loaded.
@@ -52,54 +52,54 @@ class SlicedOperators:
         self._whole: dict[str, Linear] = {
             name: layer.cpu_linear for name, layer in self._layers.items()
         }
-        self._woven = self._whole
+        self._prepared = self._whole
         self.plans: dict[str, SlicingPlan] = {}
-        """``decode`` and ``prefill``: what was planned for steps of either kind."""
+        """The plans of ``decode`` and ``prefill`` steps; empty while nothing is sliced."""
 
-    def use(self, woven: bool) -> None:
-        """Let steps run the operators as they were prepared, or as vLLM has them."""
+    def use(self, prepared: bool) -> None:
+        """Let steps run the operators as they were prepared last, or as vLLM made them."""
         for name, layer in self._layers.items():
-            layer.cpu_linear = (self._woven if woven else self._whole)[name]
+            layer.cpu_linear = (self._prepared if prepared else self._whole)[name]
 
     def poll_never(self) -> None:
-        """Prepare to leave vLLM's operators as they are."""
-        self._woven, self.plans = self._whole, {}
+        """Prepare vLLM's operators as they are."""
+        self._prepared, self.plans = self._whole, {}
 
     def poll_only(self) -> None:
-        """Prepare to look before each operator, and to cut none."""
-        self._woven = {name: _polled(linear, self._poll) for name, linear in self._whole.items()}
+        """Prepare to look for tasks before each operator, and to slice none."""
+        self._prepared = {name: _polled(linear, self._poll) for name, linear in self._whole.items()}
         self.plans = {}
 
-    def cut(self, local_s: float, service_s: float, threshold_s: float) -> None:
-        """Prepare to cut them as Weaver's algorithm says, on times measured now.
+    def poll_in_slices(self, local_s: float, service_s: float, threshold_s: float) -> None:
+        """Prepare slices as Weaver's algorithm plans them, on times measured now.
 
         Args:
-            local_s: what the borrower computes itself while a task is out.
-            service_s: what the task itself takes here.
-            threshold_s: the mean delay of a task that is borne.
+            local_s: seconds that the borrower computes itself while a task is out.
+            service_s: seconds that the task itself takes here.
+            threshold_s: the mean delay of a task that is borne, in seconds.
         """
         self.plans = {}
         for kind, rows in (("decode", 1), ("prefill", PREFILL_ROWS)):
             timed = list(self._timed(rows))
             most_s = _MOST_OVERHEAD * sum(operator.seconds for operator in timed)
             self.plans[kind] = split(timed, local_s, service_s, threshold_s, most_s)
-        self._woven = {}
+        self._prepared = {}
         for name, layer in self._layers.items():
             linear = self._whole[name]
             if _is_head(layer):
-                linear = _by_columns(layer, self.plans["decode"].parts[name], self._poll) or linear
+                linear = _by_columns(layer, self.plans["decode"].slices[name], self._poll) or linear
             else:
-                rows = PREFILL_ROWS // self.plans["prefill"].parts[name]
+                rows = PREFILL_ROWS // self.plans["prefill"].slices[name]
                 linear = _by_rows(linear, rows, self._poll)
-            self._woven[name] = _polled(linear, self._poll)
+            self._prepared[name] = _polled(linear, self._poll)
 
     def _timed(self, rows: int) -> Iterator[Operator]:
-        """A step's operators; those of a kind, such as all layers' ``qkv_proj``, take the same."""
+        """Yield a step's operators; those of a kind, as all layers' ``qkv_proj``, are timed once."""
         timed: dict[str, Operator] = {}
         for name, layer in self._layers.items():
             kind = name.rpartition(".")[2]
             if kind not in timed:
-                timed[kind] = _timed_whole_and_cut(self._whole[name], layer, rows)
+                timed[kind] = _timed_whole_and_sliced(self._whole[name], layer, rows)
             yield replace(timed[kind], name=name)
 
 
@@ -115,26 +115,26 @@ def _by_rows(linear: Linear, rows: int, poll: Poll) -> Linear:
     def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         if x.shape[0] <= rows or x.dim() != 2:
             return linear(x, weight, bias)
-        parts = []
-        for part in x.split(rows):
+        outputs = []
+        for some in x.split(rows):
             poll()
-            parts.append(linear(part, weight, bias))
-        return torch.cat(parts)
+            outputs.append(linear(some, weight, bias))
+        return torch.cat(outputs)
 
     return run
 
 
-def _by_columns(layer: Any, parts: int, poll: Poll) -> Linear | None:
-    if parts == 1:
+def _by_columns(layer: Any, slices: int, poll: Poll) -> Linear | None:
+    if slices == 1:
         return None
-    linears = [_packed(weight) for weight in layer.weight.data.chunk(parts)]
+    linears = [_packed(weight) for weight in layer.weight.data.chunk(slices)]
 
     def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         outputs, first = [], 0
         for width, linear in linears:
             poll()
-            of_part = None if bias is None else bias[first : first + width]
-            outputs.append(linear(x, weight, of_part))
+            some = None if bias is None else bias[first : first + width]
+            outputs.append(linear(x, weight, some))
             first += width
         return torch.cat(outputs, dim=-1)
 
@@ -142,30 +142,30 @@ def _by_columns(layer: Any, parts: int, poll: Poll) -> Linear | None:
 
 
 def _packed(weight: torch.Tensor) -> tuple[int, Linear]:
-    part: Any = torch.nn.Module()
-    part.weight = torch.nn.Parameter(weight, requires_grad=False)
-    dispatch_cpu_unquantized_gemm(part, remove_weight=True)
-    return weight.shape[0], part.cpu_linear
+    layer: Any = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    return weight.shape[0], layer.cpu_linear
 
 
 def _is_head(layer: Any) -> bool:
-    """The output projection, of which only rows that are sampled are computed."""
+    """Return whether it is the output projection, which computes only rows that are sampled."""
     return isinstance(layer, ParallelLMHead)
 
 
 def _looks_up(layer: Any) -> bool:
-    """An embedding, which vLLM packs as if it were multiplied by."""
+    """Return whether it is an embedding, which vLLM packs as if rows were multiplied by it."""
     return isinstance(layer, VocabParallelEmbedding) and not _is_head(layer)
 
 
-def _timed_whole_and_cut(linear: Linear, layer: Any, rows: int) -> Operator:
+def _timed_whole_and_sliced(linear: Linear, layer: Any, rows: int) -> Operator:
     if _is_head(layer):
-        most, whole_s = _MOST_COLUMN_PARTS, _seconds(linear, layer, 1)
-        part_s = _seconds(_packed(layer.weight.data.chunk(most)[0])[1], layer, 1)
+        most, whole_s = _MOST_COLUMN_SLICES, _seconds(linear, layer, 1)
+        slice_s = _seconds(_packed(layer.weight.data.chunk(most)[0])[1], layer, 1)
     else:
-        most, whole_s = (_MOST_ROW_PARTS if rows > 1 else 1), _seconds(linear, layer, rows)
-        part_s = _seconds(linear, layer, rows // most)
-    return Operator("", whole_s, most, max(0.0, part_s - whole_s / most))
+        most, whole_s = (_MOST_ROW_SLICES if rows > 1 else 1), _seconds(linear, layer, rows)
+        slice_s = _seconds(linear, layer, rows // most)
+    return Operator("", whole_s, most, max(0.0, slice_s - whole_s / most))
 
 
 def _seconds(linear: Linear, layer: Any, rows: int) -> float:

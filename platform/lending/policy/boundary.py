@@ -1,27 +1,26 @@
-"""How much of a lender's memory its guests have: the tail, whose boundary moves. A pure policy."""
+"""How much of a lender's memory its borrowers have: the tail, whose boundary moves. Pure."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Of the lender's blocks: what stays free beyond what its requests need when the tail grows, and
-# half of which is freed beyond what they lack when it shrinks. In between, the boundary rests.
+# Share of the lender's blocks that stays free, beyond what its requests need, when the tail grows.
+# Half of it is freed, beyond what they lack, when the tail shrinks. In between the boundary rests.
 _RESERVE = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """A lender's, in its own blocks.
+    """A lender's KV memory, counted in its own blocks.
 
     Attributes:
-        blocks: All that it has.
-        tail_blocks: Of them the guests', used or not.
-        most_tail_blocks: That guests may ever have.
-        free_blocks: Before the tail, cached prefixes that may be evicted included.
-        queued_blocks: That the lender's own next steps need: those of requests that run and of
-            those that wait.
-        wanted_blocks: That the guests would use, those that they use already included.
-        used_blocks: From the tail's end to the farthest block that a guest uses.
+        blocks: All of them.
+        tail_blocks: The borrowers', used or not.
+        most_tail_blocks: The most that borrowers may ever have.
+        free_blocks: Free ones before the tail, with cached prefixes that may be evicted.
+        queued_blocks: Needed by the lender's own next steps, of running and waiting requests.
+        wanted_blocks: That borrowers would use, with those that they use already.
+        used_blocks: From the tail's end to the farthest block that a borrower uses.
     """
 
     blocks: int
@@ -34,12 +33,12 @@ class Memory:
 
 
 def tail(memory: Memory) -> int:
-    """How many blocks the tail shall have.
+    """Return how many blocks the tail shall have.
 
-    What own requests lack is taken back at once, with a margin, also where guests use it: those
-    beyond the answer must leave. What guests want is lent from what own requests leave free above
-    a reserve of twice the margin. What guests have ceased to want goes back once it is more than a
-    margin.
+    Blocks that own requests lack are taken back at once, with a margin, even if borrowers use them:
+    whoever is beyond the new boundary must leave. Blocks that borrowers want are lent if own
+    requests leave them free above a reserve of two margins. Blocks that borrowers no longer want
+    are taken back once they are more than a margin.
     """
     margin = max(int(memory.blocks * _RESERVE / 2), 1)
     missing = memory.queued_blocks - memory.free_blocks

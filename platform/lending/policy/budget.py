@@ -1,4 +1,4 @@
-"""How much a lender's own steps take longer because it serves guests within them."""
+"""How much longer a lender's own steps take because it serves borrowers within them."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import NamedTuple
 
 _STEPS = 128
 _ANSWER = 32
-"""Tokens of a short answer. The time per output token is the mean over an answer, which one slow
-step in it does not make slow."""
+"""Tokens of a short answer. The time per output token is the mean over an answer, so one slow step
+does not make an answer slow."""
 
 
 class LenderStepTimes(NamedTuple):
-    """Seconds for each output token of recent answers, p99: as they were, and without guests."""
+    """p99 of recent answers' seconds per output token: measured, and without borrowers' tasks."""
 
     disturbed_s: float
     undisturbed_s: float
 
 
 IDLE = LenderStepTimes(1.0, 1.0)
-"""Of a lender without requests: guests disturb nobody."""
+"""The times of a lender without requests, which borrowers cannot disturb."""
 
 
 class ServedTime:
-    """What guests' tasks took of the lender's recent steps.
+    """The lender's recent steps, each with the time that borrowers' tasks took of it.
 
-    A step's own time is what it took without the tasks served within it, since these are all that a
-    guest adds to it: the lender looks for tasks in less than a microsecond.
+    A step without borrowers would take its time less that of the tasks served within it, since
+    looking for tasks takes less than a microsecond.
     """
 
     def __init__(self) -> None:
         self._steps: deque[tuple[float, float]] = deque(maxlen=_STEPS)
 
     def add(self, step_s: float, served_s: float) -> None:
-        """A step of so many seconds, so many of which were guests'."""
+        """Add a step of ``step_s`` seconds, ``served_s`` of which went to borrowers' tasks."""
         self._steps.append((step_s, max(0.0, step_s - served_s)))
 
     def p99(self) -> LenderStepTimes | None:
-        """None until there are enough steps to tell."""
+        """Return the p99 of both; None until there are enough steps to tell."""
         if len(self._steps) < _STEPS // 2:
             return None
         disturbed_s, own_s = zip(*self._steps, strict=True)
@@ -47,7 +47,7 @@ class ServedTime:
 
 
 def _slowest_answer(steps_s: Iterable[float]) -> float:
-    """p99 of the means of consecutive steps, as many as an answer has tokens."""
+    """Return the p99 of the means over runs of steps, each as long as a short answer."""
     ends = list(accumulate(steps_s, initial=0.0))
     means = sorted(
         (end - begin) / _ANSWER for begin, end in zip(ends, ends[_ANSWER:], strict=False)

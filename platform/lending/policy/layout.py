@@ -1,11 +1,11 @@
-"""How many of a guest's KV blocks fit into a range of a lender's, whose geometry is another.
+"""How many of a borrower's KV blocks fit into a range of a lender's blocks of another geometry.
 
-KV is layer-major: a range of a lender's blocks is one run of bytes in each of its layers. Guest
-layer ``g`` lies in lender layer ``g mod L``. Where the guest has more layers, ``stacked`` of them
-stand side by side in each guest block's bytes of a lender layer. Where it has fewer, several of its
-blocks may lie ``abreast``, in the same bytes of different layers. Guest blocks count upwards from
-the range's first byte, all that are abreast before the next, so a range that grows or shrinks at
-its end leaves the others where they are.
+KV is layer-major: a range of a lender's blocks is one run of bytes in each of its layers. The
+borrower's layer ``g`` lies in the lender's layer ``g mod L``. If the borrower has more layers,
+``stacked`` of them stand side by side in each of its blocks' bytes of a lender's layer. If it has
+fewer, several of its blocks may lie ``abreast``, in the same bytes of different layers. The
+borrower's blocks count upwards from the range's first byte, all that are abreast before the next,
+so a range that grows or shrinks at its end leaves the others where they are.
 """
 
 from __future__ import annotations
@@ -14,30 +14,30 @@ from typing import Any, NamedTuple
 
 
 class Layout(NamedTuple):
-    """Of a model's KV: its layers, and the bytes of one block in one of them."""
+    """The layers of a model's KV, and the bytes of one block in one of them."""
 
     layers: int
     block_bytes: int
 
 
-def stacked(lender: Layout, guest: Layout) -> int:
-    """Guest layers in one of the lender's."""
-    return -(-guest.layers // lender.layers)
+def stacked(lender: Layout, borrower: Layout) -> int:
+    """Return how many of the borrower's layers lie in one of the lender's."""
+    return -(-borrower.layers // lender.layers)
 
 
-def abreast(lender: Layout, guest: Layout) -> int:
-    """Guest blocks in the same bytes of different layers of the lender's.
+def abreast(lender: Layout, borrower: Layout) -> int:
+    """Return how many of the borrower's blocks lie in the same bytes of different lender's layers.
 
-    Several only where the guest's block divides the lender's, as one stride must lead from any of
-    the guest's blocks to any other.
+    They are several only if the borrower's block size divides the lender's, as one stride must lead
+    from any of the borrower's blocks to any other.
     """
-    if lender.block_bytes % guest.block_bytes:
+    if lender.block_bytes % borrower.block_bytes:
         return 1
-    return max(1, lender.layers // guest.layers)
+    return max(1, lender.layers // borrower.layers)
 
 
 class Rows(NamedTuple):
-    """In which row of its layers' caches a guest's block is.
+    """Maps a borrower's block to its row in the caches of its layers.
 
     Attributes:
         abreast: Blocks that are beside one another.
@@ -48,25 +48,25 @@ class Rows(NamedTuple):
     apart: int = 0
 
     def of(self, block: Any) -> Any:
-        """Of a number, or of each in an array."""
+        """Return the row of a block number, or of each in an array."""
         return block % self.abreast * self.apart + block // self.abreast
 
     def blocks(self, rows: int) -> int:
-        """That so many rows hold."""
+        """Return how many blocks ``rows`` rows hold."""
         return (rows - (self.abreast - 1) * self.apart) * self.abreast
 
 
 PLAIN = Rows()
-"""One behind the other."""
+"""Blocks that lie one behind the other."""
 
 
-def borrower_blocks(lender: Layout, guest: Layout, blocks: int) -> int:
-    """Of the guest's, in so many of the lender's."""
-    places = blocks * lender.block_bytes // (stacked(lender, guest) * guest.block_bytes)
-    return places * abreast(lender, guest)
+def borrower_blocks(lender: Layout, borrower: Layout, blocks: int) -> int:
+    """Return how many of the borrower's blocks fit into ``blocks`` of the lender's."""
+    places = blocks * lender.block_bytes // (stacked(lender, borrower) * borrower.block_bytes)
+    return places * abreast(lender, borrower)
 
 
-def lender_blocks(lender: Layout, guest: Layout, blocks: int) -> int:
-    """The fewest of the lender's that hold so many of the guest's."""
-    places = -(-blocks // abreast(lender, guest))
-    return -(-places * stacked(lender, guest) * guest.block_bytes // lender.block_bytes)
+def lender_blocks(lender: Layout, borrower: Layout, blocks: int) -> int:
+    """Return the fewest of the lender's blocks that hold ``blocks`` of the borrower's."""
+    places = -(-blocks // abreast(lender, borrower))
+    return -(-places * stacked(lender, borrower) * borrower.block_bytes // lender.block_bytes)

@@ -2,9 +2,9 @@
 
 Two things bound a lender: its own model must stay within its budget, and it must not make the
 borrower's steps long. How near it is to either is its *pressure*: 1 at the limit. While it is open,
-the context that guests may have there follows additive increase, multiplicative decrease. A stall
-stops it at once; if the stall lasts, its guests must be computed again elsewhere. After a backoff,
-which doubles from one stop to the next, it is tried again with few guests.
+the context that the borrower may have there follows additive increase, multiplicative decrease. A
+stall stops it at once; if the stall lasts, the requests there must be computed again elsewhere.
+After a backoff, which doubles from one stop to the next, it is tried again with few requests.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ class LoanPhase(StrEnum):
     """What a borrower does with a lender."""
 
     OPEN = "open"
-    """It places requests there, up to the limit."""
+    """It places requests with the lender, up to the limit."""
     STOPPED = "stopped"
-    """It places none; those that are there go on."""
+    """It places no more; those that are there go on."""
     EJECT = "eject"
-    """It places none, and computes those that are there again elsewhere."""
+    """It places no more, and computes those that are there again elsewhere."""
     PROBING = "probing"
-    """It places few, to see how they fare."""
+    """It places few requests, to see how they fare."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a lender is held to.
+    """The bounds that a lender must keep.
 
     Attributes:
-        most_tokens: Of guests' context that its memory can hold.
+        most_tokens: Of borrowers' context that its memory can hold.
         step_tokens: By which the limit grows, and with which a lender is probed.
         tpot_ratio: The lender's p99 time per output token over its undisturbed one, at most.
         slowdown: The borrower's step over what it would take if the lender were never late, at
             most. More memory is worth some slowness, for more requests share a step; how much,
-            placement weighs for each of them. Few guests are attended to in less time than they
-            wait, so that it is the step that says what a wait costs.
+            placement weighs for each of them. A few requests are attended to in less
+            time than they wait, so the step tells what a wait costs.
         stall_s: A task that waits so long is stalled. Observed as often, at least, a lender is
             stopped within twice that of its stall's begin: 0.1 s.
         settle_s: Between two decreases, so that the first one can show its effect.
-        eject_s: A stall that is seen later than this after a stop ejects the guests.
-        least_backoff_s: After the first stop.
-        most_backoff_s: After any.
+        eject_s: A stall that is seen later than this after a stop ejects the requests.
+        least_backoff_s: From the first stop to the next probe.
+        most_backoff_s: The longest from any stop to the next probe.
     """
 
     most_tokens: int
@@ -66,17 +66,17 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """Of a period, by the borrower and its lender. Without tasks the first four count for nothing.
+    """What borrower and lender saw in one period. Without tasks the first four count for nothing.
 
     Attributes:
-        tasks: The lender has served, or has not served yet.
-        step_s: Of the borrower's steps.
-        late_s: Of these, waiting for the lender for longer than it computed.
+        tasks: That the borrower has posted, served or not.
+        step_s: Seconds of the borrower's steps.
+        late_s: Of these, seconds of waiting for the lender beyond what it computed.
         worst_wait_s: The longest wait, the time that a task has been waiting so far included.
         timed_out: Whether the borrower gave a task up.
-        used_tokens: Of guests' context in the lender's memory.
+        used_tokens: Of the borrower's context in the lender's memory.
         tpot_s: p99 of the lender's own time per output token; None if it generated none.
-        undisturbed_tpot_s: The same without guests, under the same load of its own.
+        undisturbed_tpot_s: The same without borrowers, under the same load of its own.
     """
 
     tasks: int
@@ -91,12 +91,12 @@ class Observation:
 
 @dataclass(frozen=True, slots=True)
 class LoanLimit:
-    """Of one lender, for one borrower.
+    """How much one borrower may use one lender just now.
 
     Attributes:
-        rules: Which never change.
-        phase: See there.
-        tokens: Of context that guests may have there; 0 where none may be placed.
+        rules: Bounds, which never change.
+        phase: What the borrower does with the lender.
+        tokens: Of context that the borrower may have there; 0 if it may place no request.
         since_s: When the phase began.
         changed_s: When ``tokens`` was last decreased.
         backoff_s: From the last stop to the next probe; 0 if no stop is held against the lender.
@@ -113,12 +113,12 @@ class LoanLimit:
 
 
 def first(rules: Rules, now_s: float) -> LoanLimit:
-    """Of a lender that nothing is known of: it is probed."""
+    """Return the limit for a lender of which nothing is known: it is probed."""
     return _probed(LoanLimit(rules, LoanPhase.PROBING, 0, now_s, now_s), now_s)
 
 
 def after(state: LoanLimit, seen: Observation, now_s: float) -> LoanLimit:
-    """The state once ``seen`` is known, at ``now_s`` of a clock that does not go back."""
+    """Return the limit once ``seen`` is known, at ``now_s`` of a clock that does not go back."""
     rules = state.rules
     if seen.timed_out or (seen.tasks and seen.worst_wait_s >= rules.stall_s):
         return _stalled(state, seen.timed_out, now_s)
@@ -138,9 +138,9 @@ def after(state: LoanLimit, seen: Observation, now_s: float) -> LoanLimit:
 
 
 def pressure(rules: Rules, seen: Observation) -> float | None:
-    """How much of what it may take a lender takes: of its own budget, or of the borrower's time.
+    """Return the share that a loan uses of the lender's budget or of the borrower's, the greater.
 
-    The greater of both; 1 is the limit and 0 no disturbance at all. None if nothing was seen.
+    1 is the limit and 0 no disturbance at all; None: nothing was seen.
     """
     strains: list[float] = []
     if seen.tpot_s is not None and seen.undisturbed_tpot_s:
@@ -181,7 +181,7 @@ def _probed(state: LoanLimit, now_s: float) -> LoanLimit:
 
 
 def _decreased(state: LoanLimit, seen: Observation, now_s: float) -> LoanLimit:
-    """Half of what is used; none at all if the lender is strained by the fewest guests already."""
+    """Halve what is used; stop if the fewest requests already strain the lender."""
     state = replace(state, calm_periods=0)
     if now_s - state.changed_s < state.rules.settle_s:
         return state
@@ -193,7 +193,7 @@ def _decreased(state: LoanLimit, seen: Observation, now_s: float) -> LoanLimit:
 
 
 def _calmer(state: LoanLimit, seen: Observation, now_s: float) -> LoanLimit:
-    """Open, or a step more, after enough calm periods; more only where the limit was in the way."""
+    """After enough calm periods, open, or raise a limit that is more than half used by a step."""
     if not seen.tasks:
         return state
     if state.calm_periods + 1 < _CALM_PERIODS:

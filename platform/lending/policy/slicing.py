@@ -1,4 +1,4 @@
-"""Operator splitting: how finely a lender cuts its operators so that guests' tasks wait little.
+"""Operator slicing: how finely a lender slices its operators so that borrowers' tasks wait little.
 
 A lender serves a borrower's task between two of its own operators. A task that arrives at a
 uniformly random time of the lender's step meets operator i, of T_i seconds, with probability
@@ -14,8 +14,8 @@ Weaver (§4.2) states the conditional wait E[W | K < W + N] instead: (T_i + s)/2
 weighted by T_i. It does not drive the algorithm here, because it is the wait of those who are
 blocked and says nothing of how many are: it stays above s until the very last operator is shorter
 than s, when hardly any task is delayed any more, and it counts waiting that the sender's own work
-hides. The delay also bounds what splitting can gain: (N - K)⁺ is the guests' own service, which no
-cut shortens.
+hides. The delay also bounds what slicing can gain: (N - K)⁺ is the tasks' own service, which no
+slice shortens.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ _THRESHOLD = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One of the lender's operators, which runs whole or in equal parts.
+    """One of the lender's operators, which runs whole or in equal slices.
 
     Attributes:
-        name: Of this operator alone among those of a step.
-        seconds: It takes whole.
-        most_parts: It can be cut into; 1 if it cannot be cut.
-        part_overhead_s: What each part takes beyond its share, once it is cut.
+        name: Unique among the operators of a step.
+        seconds: That it takes whole.
+        most_slices: Into which it can be sliced; 1 if it cannot be sliced.
+        slice_overhead_s: What each slice takes beyond its share.
     """
 
     name: str
     seconds: float
-    most_parts: int = 1
-    part_overhead_s: float = 0.0
+    most_slices: int = 1
+    slice_overhead_s: float = 0.0
 
-    def part_s(self, parts: int) -> float:
-        """Seconds of one of so many parts."""
-        return self.seconds / parts + (self.part_overhead_s if parts > 1 else 0.0)
+    def slice_s(self, slices: int) -> float:
+        """Return the seconds of one slice if there are ``slices``."""
+        return self.seconds / slices + (self.slice_overhead_s if slices > 1 else 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class SlicingPlan:
-    """How the operators of a step are cut.
+    """How the operators of a step are sliced.
 
     Attributes:
-        parts: Of each operator, by its name.
-        wait_before_s: The mean delay of a task with all operators whole; see ``expected_wait``.
-        wait_after_s: With the operators cut.
-        overhead_s: What the cuts add to a step of the lender.
+        slices: By operator's name.
+        wait_before_s: Mean delay of a task with all operators whole; see ``expected_wait``.
+        wait_after_s: Mean delay of a task with the operators sliced.
+        overhead_s: What the slices add to a step of the lender.
     """
 
-    parts: Mapping[str, int]
+    slices: Mapping[str, int]
     wait_before_s: float
     wait_after_s: float
     overhead_s: float
 
 
 def threshold(step_s: float, tasks: int) -> float:
-    """The seconds that a task may be delayed in the mean, for a sender whose step posts ``tasks``.
+    """Return the bearable mean delay of a task in seconds, for a sender whose step posts ``tasks``.
 
     Weaver's 5 % of the sender's mean step, for all of the step's tasks together: one for each
     task would be more than its whole attention, and longer than any operator that the paper names.
@@ -76,7 +76,7 @@ def threshold(step_s: float, tasks: int) -> float:
 
 
 def expected_wait(operator_s: Sequence[float], local_s: float, service_s: float) -> float:
-    """The mean seconds by which a task delays its sender: E[(W + N - K)⁺].
+    """Return the mean seconds by which a task delays its sender: E[(W + N - K)⁺].
 
     Args:
         operator_s: Seconds of each operator of the lender's step.
@@ -90,7 +90,7 @@ def expected_wait(operator_s: Sequence[float], local_s: float, service_s: float)
 
 
 def conditional_wait(operator_s: Sequence[float], local_s: float, service_s: float) -> float:
-    """Weaver's objective, to compare with: Σ E[W | K < W + N] T_i/ΣT, in seconds.
+    """Return Weaver's objective, to compare with: Σ E[W | K < W + N] T_i/ΣT, in seconds.
 
     An operator that ends before the sender would notice counts as no wait.
     """
@@ -107,26 +107,26 @@ def split(
     threshold_s: float,
     most_overhead_s: float = math.inf,
 ) -> SlicingPlan:
-    """Weaver's algorithm 1: halves the operator of the longest parts until tasks wait little.
+    """Plan by Weaver's algorithm 1: halve the longest slices until tasks wait little.
 
     It goes on while the mean delay that the operators cause exceeds ``threshold_s`` and their
-    longest part K - N. Parts of one operator are equal, so they are halved together. One that
+    longest slice K - N. Slices of one operator are equal, so they are halved together. One that
     cannot be halved, or whose overhead would make tasks wait longer or, with that of the others,
     exceed ``most_overhead_s`` a step, stays as it is.
 
     Raises:
         ValueError: Two operators have the same name.
     """
-    parts = {operator.name: 1 for operator in operators}
-    if len(parts) < len(operators):
+    slices = {operator.name: 1 for operator in operators}
+    if len(slices) < len(operators):
         raise ValueError("two operators of a step have the same name")
     slack_s, floor_s = max(local_s - service_s, 0.0), max(service_s - local_s, 0.0)
 
     def wait_s() -> float:
-        return expected_wait(list(_part_seconds(operators, parts)), local_s, service_s)
+        return expected_wait(list(_slice_seconds(operators, slices)), local_s, service_s)
 
     def overhead_s() -> float:
-        return sum(_part_seconds(operators, parts)) - sum(each.seconds for each in operators)
+        return sum(_slice_seconds(operators, slices)) - sum(each.seconds for each in operators)
 
     before_s = after_s = wait_s()
     longest = [(-operator.seconds, at) for at, operator in enumerate(operators)]
@@ -134,20 +134,20 @@ def split(
     while longest and after_s - floor_s > threshold_s and -longest[0][0] > slack_s:
         at = heapq.heappop(longest)[1]
         operator = operators[at]
-        if 2 * parts[operator.name] > operator.most_parts:
+        if 2 * slices[operator.name] > operator.most_slices:
             continue
-        parts[operator.name] *= 2
+        slices[operator.name] *= 2
         halved_s = wait_s()
         if halved_s < after_s and overhead_s() <= most_overhead_s:
             after_s = halved_s
-            heapq.heappush(longest, (-operator.part_s(parts[operator.name]), at))
+            heapq.heappush(longest, (-operator.slice_s(slices[operator.name]), at))
         else:
-            parts[operator.name] //= 2
-    return SlicingPlan(parts, before_s, after_s, overhead_s())
+            slices[operator.name] //= 2
+    return SlicingPlan(slices, before_s, after_s, overhead_s())
 
 
-def _part_seconds(operators: Sequence[Operator], parts: Mapping[str, int]) -> Iterator[float]:
+def _slice_seconds(operators: Sequence[Operator], slices: Mapping[str, int]) -> Iterator[float]:
     for operator in operators:
-        count = parts[operator.name]
+        count = slices[operator.name]
         for _ in range(count):
-            yield operator.part_s(count)
+            yield operator.slice_s(count)

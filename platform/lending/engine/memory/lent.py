@@ -1,4 +1,4 @@
-"""Views of a guest's KV cache in a lender's memory.
+"""Views of a borrower's KV cache in a lender's memory.
 
 :mod:`loomserve.platform.lending.policy.layout` says where each block lies.
 """
@@ -17,48 +17,48 @@ Caches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def borrower_caches(
-    kv_caches: Sequence[torch.Tensor], first_block: int, blocks: int, guest: Geometry
+    kv_caches: Sequence[torch.Tensor], first_block: int, blocks: int, borrower: Geometry
 ) -> tuple[Caches, Rows]:
-    """Key and value cache of each guest layer, and which of their rows are the guest's blocks.
+    """Return the key and value cache of each of the borrower's layers, and the rows of its blocks.
 
     Args:
-        kv_caches: the lender's, a layer each, [blocks, kv_heads, block_size, 2 * head_size], evenly
+        kv_caches: the lender's, one a layer, [blocks, kv_heads, block_size, 2 * head_size], evenly
             spaced in memory.
-        first_block: the first of the lender's blocks that guests may use.
+        first_block: the first of the lender's blocks that the borrower may use.
         blocks: how many.
-        guest: the guest's geometry.
+        borrower: geometry of its attention.
 
     Returns:
-        For each guest layer two views of shape [rows, kv_heads, block_size, head_size]. Rows that
-        are no guest block's are not the guest's.
+        Two views a layer, of shape [rows, kv_heads, block_size, head_size], and the rows of them in
+        which the borrower's blocks are; the others are not the borrower's.
 
     Raises:
-        ValueError: the lender's layers are not evenly spaced, and the guest's blocks lie abreast.
+        ValueError: the lender's layers are not evenly spaced, and blocks lie abreast.
     """
     layouts = (
         Layout(len(kv_caches), kv_caches[0][0].nbytes),
-        Layout(guest.layers, guest.layer_block_bytes),
+        Layout(borrower.layers, borrower.layer_block_bytes),
     )
     together = stacked(*layouts)
     rows = PLAIN
     if (several := abreast(*layouts)) > 1:
-        rows = Rows(several, guest.layers * _stride(kv_caches) // guest.layer_block_bytes)
-    dtype: torch.dtype = getattr(torch, guest.dtype)
-    size = guest.layer_block_bytes // dtype.itemsize
+        rows = Rows(several, borrower.layers * _stride(kv_caches) // borrower.layer_block_bytes)
+    dtype: torch.dtype = getattr(torch, borrower.dtype)
+    size = borrower.layer_block_bytes // dtype.itemsize
     caches = []
-    for layer in range(guest.layers):
+    for layer in range(borrower.layers):
         lender = kv_caches[layer % len(kv_caches)]
         held = lender[first_block : first_block + blocks].view(-1).view(torch.uint8)
-        number = held.numel() // (together * guest.layer_block_bytes)
-        place = held[layer // len(kv_caches) * guest.layer_block_bytes :].view(dtype)
+        number = held.numel() // (together * borrower.layer_block_bytes)
+        place = held[layer // len(kv_caches) * borrower.layer_block_bytes :].view(dtype)
         cache = place.as_strided(
             (
                 (rows.abreast - 1) * rows.apart + number,
-                guest.kv_heads,
-                2 * guest.block_size,
-                guest.head_size,
+                borrower.kv_heads,
+                2 * borrower.block_size,
+                borrower.head_size,
             ),
-            (together * size, size // guest.kv_heads, guest.head_size, 1),
+            (together * size, size // borrower.kv_heads, borrower.head_size, 1),
         )
         key, value = cache.chunk(2, dim=2)
         caches.append((key, value))
@@ -66,7 +66,7 @@ def borrower_caches(
 
 
 def _stride(kv_caches: Sequence[torch.Tensor]) -> int:
-    """Bytes from one layer to the next."""
+    """Return the bytes from one layer to the next."""
     strides: set[int] = {
         after.data_ptr() - before.data_ptr() for before, after in pairwise(kv_caches)
     }

@@ -1,4 +1,4 @@
-"""The boundary of guests' memory: where it shall stand, and where guests' blocks lie behind it."""
+"""The boundary of borrowers' memory: where it shall stand, and where blocks lie behind it."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ REST = Memory(
     [
         (REST, 400),
         (replace(REST, wanted_blocks=500), 500),
-        # As far as the reserve stays free, and as guests may ever have.
+        # As far as the reserve stays free, and as borrowers may ever have.
         (replace(REST, wanted_blocks=900), 700),
         (replace(REST, wanted_blocks=900, free_blocks=199), 400),
         (replace(REST, wanted_blocks=1_500, free_blocks=1_150), 1_200),
-        # What own requests lack, and a margin, also from under the guests.
+        # What own requests lack, and a margin, also from under the borrowers.
         (replace(REST, queued_blocks=500), 400),
         (replace(REST, queued_blocks=501), 349),
         (replace(REST, queued_blocks=700), 150),
@@ -67,7 +67,7 @@ def memories(draw: st.DrawFn) -> Memory:
 
 
 def moved(memory: Memory) -> Memory:
-    """Once the boundary stands where it shall, and the guests beyond it have left."""
+    """Once the boundary stands where it shall, and the borrowers beyond it have left."""
     now = tail(memory)
     free = memory.free_blocks + memory.tail_blocks - now
     used = min(memory.used_blocks, now)

@@ -1,4 +1,4 @@
-"""What guests add to a lender's time per output token."""
+"""What borrowers add to a lender's time per output token."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_one_slow_step_makes_no_answer_slow() -> None:
     assert after(steps).p99() == pytest.approx((0.022, 0.02))
 
 
-def test_the_lenders_own_prefill_is_not_its_guests_doing() -> None:
+def test_the_lenders_own_prefill_is_not_its_borrowers_doing() -> None:
     steps = [(0.02, 0.0)] * 60 + [(0.3, 0.0)] * 8 + [(0.02, 0.0)] * 60
     times = after(steps).p99()
     assert times is not None
@@ -46,7 +46,7 @@ def test_old_steps_are_forgotten() -> None:
 
 
 @given(st.lists(st.tuples(seconds, seconds), min_size=64, max_size=200))
-def test_guests_make_no_answer_quicker(steps: list[tuple[float, float]]) -> None:
+def test_borrowers_make_no_answer_quicker(steps: list[tuple[float, float]]) -> None:
     times = after(steps).p99()
     assert times is not None
     assert 0 <= times.undisturbed_s <= times.disturbed_s <= 1.0 + 1e-9

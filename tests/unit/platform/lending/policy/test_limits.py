@@ -105,7 +105,7 @@ def stops(reached: list[LoanLimit]) -> int:
         (OPEN, SLOW, LoanPhase.OPEN, 16_000),
         # The last decrease shall show its effect first.
         (replace(OPEN, changed_s=99.5), SLOW, LoanPhase.OPEN, 32_000),
-        # It cannot even bear the fewest guests.
+        # It cannot even bear the fewest borrowers.
         (replace(OPEN, tokens=4_000), OVER_BUDGET, LoanPhase.STOPPED, 0),
         (PROBING, OVER_BUDGET, LoanPhase.STOPPED, 0),
         (PROBING, STALLED, LoanPhase.STOPPED, 0),
@@ -223,7 +223,7 @@ def test_a_lender_that_stalls_every_five_seconds_is_left_alone_most_of_the_time(
 
 @pytest.mark.parametrize("bearable", [0.2, 0.5, 0.9])
 def test_the_limit_settles_below_what_the_lender_bears(bearable: float) -> None:
-    # The lender's time per token rises with its guests, who take all that they may.
+    # The lender's time per token rises with its borrowers, who take all that they may.
     bears_tokens = bearable * RULES.most_tokens
     state, used = first(RULES, 0.0), []
     for period in range(1, 2_000):

@@ -1,4 +1,4 @@
-"""Operator splitting: the queueing model against simulation, the algorithm by its properties."""
+"""Operator slicing: the queueing model against simulation, the algorithm by its properties."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ plain = st.builds(
     Operator,
     name=st.uuids().map(str),
     seconds=seconds,
-    most_parts=st.integers(1, 32),
-    part_overhead_s=st.just(0.0) | st.floats(0, 1e-3),
+    most_slices=st.integers(1, 32),
+    slice_overhead_s=st.just(0.0) | st.floats(0, 1e-3),
 )
 steps = st.lists(plain, max_size=12, unique_by=lambda operator: operator.name)
 
@@ -109,14 +109,14 @@ def test_a_task_waits_at_least_for_its_service_and_no_longer_than_for_the_longes
 
 def test_a_lender_without_operators_delays_nobody() -> None:
     plan = split([], local_s=1e-3, service_s=0.5e-3, threshold_s=0.0)
-    assert (plan.parts, plan.wait_before_s, plan.wait_after_s, plan.overhead_s) == ({}, 0, 0, 0)
+    assert (plan.slices, plan.wait_before_s, plan.wait_after_s, plan.overhead_s) == ({}, 0, 0, 0)
     assert conditional_wait([], 1e-3, 0.5e-3) == 0
 
 
 def test_operators_within_the_slack_delay_nobody_and_stay_whole() -> None:
     operators = [Operator("a", 1e-3, 8), Operator("b", 2e-3, 8)]
     plan = split(operators, local_s=3e-3, service_s=1e-3, threshold_s=0.0)
-    assert plan.parts == {"a": 1, "b": 1}
+    assert plan.slices == {"a": 1, "b": 1}
     assert plan.wait_before_s == plan.wait_after_s == 0
 
 
@@ -124,39 +124,39 @@ def test_the_longest_is_halved_until_the_wait_is_below_the_threshold() -> None:
     # In seconds: 8 with 1 + 1 waits (64 + 1 + 1) / 20 = 3.3; 4 + 4: 1.7; 2 + 2 + 2 + 2: 0.9.
     operators = [Operator("head", 8.0, 16), Operator("up", 1.0, 16), Operator("down", 1.0, 16)]
     plan = split(operators, local_s=0.0, service_s=0.0, threshold_s=1.0)
-    assert plan.parts == {"head": 4, "up": 1, "down": 1}
+    assert plan.slices == {"head": 4, "up": 1, "down": 1}
     assert plan.wait_before_s == pytest.approx(3.3)
     assert plan.wait_after_s == pytest.approx(0.9)
 
 
 def test_no_operator_is_cut_below_the_slack_however_low_the_threshold() -> None:
     plan = split([Operator("head", 8.0, 64)], local_s=1.5, service_s=0.5, threshold_s=0.0)
-    assert plan.parts == {"head": 8}
+    assert plan.slices == {"head": 8}
     assert plan.wait_after_s == 0
 
 
 def test_an_operator_that_cannot_be_cut_leaves_the_others_to_be_cut() -> None:
     operators = [Operator("sampling", 8.0), Operator("head", 4.0, 2)]
     plan = split(operators, local_s=0.0, service_s=0.0, threshold_s=0.0)
-    assert plan.parts == {"sampling": 1, "head": 2}
+    assert plan.slices == {"sampling": 1, "head": 2}
 
 
 def test_the_service_of_the_guests_themselves_cuts_no_operator() -> None:
     # The sender waits a second whatever the lender does, and 0.05 s for the operator.
     plan = split([Operator("head", 0.1, 64)], local_s=0.0, service_s=1.0, threshold_s=0.06)
-    assert plan.parts == {"head": 1}
+    assert plan.slices == {"head": 1}
     assert plan.wait_before_s == pytest.approx(1.05)
 
 
-def test_an_operator_whose_parts_cost_as_much_as_the_whole_is_not_cut() -> None:
-    plan = split([Operator("head", 1.0, 64, part_overhead_s=0.6)], 0.0, 0.0, threshold_s=0.0)
-    assert plan.parts == {"head": 1}
+def test_an_operator_whose_slices_cost_as_much_as_the_whole_stays_whole() -> None:
+    plan = split([Operator("head", 1.0, 64, slice_overhead_s=0.6)], 0.0, 0.0, threshold_s=0.0)
+    assert plan.slices == {"head": 1}
 
 
-def test_overhead_is_that_of_all_parts_of_what_is_cut() -> None:
-    operators = [Operator("head", 8.0, 4, part_overhead_s=0.5), Operator("norm", 0.25)]
+def test_overhead_is_that_of_all_slices() -> None:
+    operators = [Operator("head", 8.0, 4, slice_overhead_s=0.5), Operator("norm", 0.25)]
     plan = split(operators, local_s=0.0, service_s=0.0, threshold_s=0.0)
-    assert plan.parts == {"head": 4, "norm": 1}
+    assert plan.slices == {"head": 4, "norm": 1}
     assert plan.overhead_s == pytest.approx(4 * 0.5)
 
 
@@ -168,7 +168,7 @@ def test_cutting_costs_no_more_than_it_may(operators: list[Operator], most_s: fl
 def test_an_operator_that_is_cheap_to_cut_is_cut_where_others_cost_too_much() -> None:
     operators = [Operator("dear", 2e-3, 2, 1e-3), Operator("cheap", 1e-3, 4, 1e-5)]
     plan = split(operators, 0.0, 0.0, 0.0, 1e-4)
-    assert plan.parts == {"dear": 1, "cheap": 4}
+    assert plan.slices == {"dear": 1, "cheap": 4}
 
 
 def test_two_operators_of_one_name_are_refused() -> None:
@@ -177,11 +177,11 @@ def test_two_operators_of_one_name_are_refused() -> None:
 
 
 @given(steps, seconds, seconds, seconds)
-def test_a_plan_keeps_to_the_most_parts_and_never_makes_tasks_wait_longer(
+def test_a_plan_keeps_to_the_most_slices_and_never_makes_tasks_wait_longer(
     operators: list[Operator], local_s: float, service_s: float, threshold_s: float
 ) -> None:
     plan = split(operators, local_s, service_s, threshold_s)
-    assert all(1 <= plan.parts[each.name] <= each.most_parts for each in operators)
+    assert all(1 <= plan.slices[each.name] <= each.most_slices for each in operators)
     assert plan.wait_after_s <= plan.wait_before_s
     assert plan.overhead_s >= -1e-12
 
@@ -190,25 +190,25 @@ def test_a_plan_keeps_to_the_most_parts_and_never_makes_tasks_wait_longer(
 def test_a_plan_above_the_threshold_has_nothing_left_to_halve(
     operators: list[Operator], local_s: float, service_s: float, threshold_s: float
 ) -> None:
-    free = [Operator(each.name, each.seconds, each.most_parts) for each in operators]
+    free = [Operator(each.name, each.seconds, each.most_slices) for each in operators]
     plan = split(free, local_s, service_s, threshold_s)
     slack_s = max(local_s - service_s, 0.0)
     blocked_s = plan.wait_after_s - max(service_s - local_s, 0.0)
     if blocked_s > threshold_s:
         for each in free:
-            parts = plan.parts[each.name]
+            slices = plan.slices[each.name]
             # Up to where the wait is too little for a halving to show in floating point.
-            short = each.part_s(parts) <= slack_s * (1 + 1e-6) + 1e-9
-            assert short or 2 * parts > each.most_parts
+            short = each.slice_s(slices) <= slack_s * (1 + 1e-6) + 1e-9
+            assert short or 2 * slices > each.most_slices
 
 
 @given(steps, seconds, seconds, st.lists(seconds, min_size=2, max_size=4))
-def test_a_lower_threshold_never_means_fewer_parts(
+def test_a_lower_threshold_never_means_fewer_slices(
     operators: list[Operator], local_s: float, service_s: float, thresholds: list[float]
 ) -> None:
     plans = [split(operators, local_s, service_s, each) for each in sorted(thresholds)]
     for fine, coarse in pairwise(plans):
-        assert all(fine.parts[each.name] >= coarse.parts[each.name] for each in operators)
+        assert all(fine.slices[each.name] >= coarse.slices[each.name] for each in operators)
 
 
 def test_the_threshold_is_five_percent_of_a_step_over_all_its_tasks() -> None:

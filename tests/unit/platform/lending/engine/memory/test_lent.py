@@ -41,12 +41,12 @@ def test_guests_write_into_the_range_only_and_nowhere_twice(
     first: int,
 ) -> None:
     caches = lender_caches(layers, heads, 32, 32)
-    guest = Geometry(
+    borrower = Geometry(
         layers=guest_layers, query_heads=guest_heads, kv_heads=guest_heads, head_size=32,
         block_size=guest_block, dtype=dtype, scale=1.0, isa="vec",
     )  # fmt: skip
-    shapes = (Layout(layers, caches[0][0].nbytes), Layout(guest_layers, guest.layer_block_bytes))
-    views, rows = borrower_caches(caches, first, BLOCKS - first, guest)
+    shapes = (Layout(layers, caches[0][0].nbytes), Layout(guest_layers, borrower.layer_block_bytes))
+    views, rows = borrower_caches(caches, first, BLOCKS - first, borrower)
     places = borrower_blocks(*shapes, BLOCKS - first)
     assert [rows.blocks(len(key)) for key, _ in views] == [places] * guest_layers
     at = [rows.of(block) for block in range(places)]
@@ -69,11 +69,11 @@ def test_blocks_of_some_layers_lie_abreast_and_leave_from_the_end(away: int, abr
         layers=5, query_heads=2, kv_heads=2, head_size=32, block_size=32, dtype="float32",
         scale=1.0, isa="vec",
     )  # fmt: skip
-    guest, shape = replace(whole, layers=away), Layout(5, whole.layer_block_bytes)
-    part = Layout(away, guest.layer_block_bytes)
+    borrower, shape = replace(whole, layers=away), Layout(5, whole.layer_block_bytes)
+    part = Layout(away, borrower.layer_block_bytes)
     assert borrower_blocks(shape, part, 4) == 4 * abreast
     caches = lender_caches(5, 2, 32, 32)
-    views, rows = borrower_caches(caches, 0, BLOCKS, guest)
+    views, rows = borrower_caches(caches, 0, BLOCKS, borrower)
     for key, _ in views:
         for block in range(4 * abreast):
             key[rows.of(block)] = 1
@@ -81,12 +81,12 @@ def test_blocks_of_some_layers_lie_abreast_and_leave_from_the_end(away: int, abr
 
 
 def test_blocks_lie_abreast_only_where_layers_are_evenly_spaced_in_memory() -> None:
-    guest = Geometry(
+    borrower = Geometry(
         layers=1, query_heads=1, kv_heads=1, head_size=32, block_size=32, dtype="float32",
         scale=1.0, isa="vec",
     )  # fmt: skip
     with pytest.raises(ValueError, match="evenly spaced"):
-        borrower_caches(lender_caches(2, 1, 32, 32)[::-1], 0, 3, guest)
+        borrower_caches(lender_caches(2, 1, 32, 32)[::-1], 0, 3, borrower)
 
 
 @given(
@@ -95,11 +95,11 @@ def test_blocks_lie_abreast_only_where_layers_are_evenly_spaced_in_memory() -> N
 def test_so_many_blocks_hold_what_they_are_said_to_hold(
     layers: int, guest_layers: int, size: int, guest_size: int, blocks: int
 ) -> None:
-    lender, guest = Layout(layers, 64 * size), Layout(guest_layers, 64 * guest_size)
-    needed = lender_blocks(lender, guest, blocks)
-    assert borrower_blocks(lender, guest, needed) >= blocks
+    lender, borrower = Layout(layers, 64 * size), Layout(guest_layers, 64 * guest_size)
+    needed = lender_blocks(lender, borrower, blocks)
+    assert borrower_blocks(lender, borrower, needed) >= blocks
     if needed:
-        assert borrower_blocks(lender, guest, needed - 1) < blocks
+        assert borrower_blocks(lender, borrower, needed - 1) < blocks
 
 
 def test_a_guest_like_the_lender_loses_nothing() -> None:
