@@ -157,7 +157,7 @@ def resume(url: Url = DEFAULT_URL, token: Token = None) -> None:
 
 @plans.command()
 def events(
-    limit: Annotated[int, typer.Option(min=1, max=1000, help="At most so many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="Events at most.")] = 20,
     url: Url = DEFAULT_URL,
     token: Token = None,
 ) -> None:

@@ -22,7 +22,7 @@ class Rebalancing(BaseModel):
         description="off: no plans; advise: plans are made, and a person carries them out; auto: "
         "the controller carries them out.",
     )
-    period_s: float = Field(10.0, gt=0, description="Between two looks at the fleet.")
+    period_s: float = Field(10.0, gt=0, description="Seconds between two looks at the fleet.")
     rising: float = Field(
         0.4,
         gt=0,
@@ -31,7 +31,7 @@ class Rebalancing(BaseModel):
         "below the most loaded cold; utilisations are compute and memory together, 0 to 2.",
     )
     falling: float = Field(
-        0.2, gt=0, le=2, description="δ↓: where it ceases to be; plans aim at this."
+        0.2, gt=0, le=2, description="δ↓: where it is even again; plans aim at this."
     )
     confirm_periods: int = Field(
         3, ge=1, description="A device changes between hot and cold only if so many looks agree."
@@ -39,23 +39,25 @@ class Rebalancing(BaseModel):
     efficiency: float = Field(
         0.01,
         ge=0,
-        description="The paper's rho: by how much an action narrows the gap between two devices "
-        "for each second that it costs, at least.",
+        description="The paper's rho: an action must narrow the gap between two devices by this "
+        "much for each second that it costs.",
     )
     least_gain: float = Field(
-        0.05, gt=0, le=2, description="The gap must become narrower by this much, at least."
+        0.05, gt=0, le=2, description="An action must narrow the gap by this much."
     )
     pause_budget_ms: float = Field(
-        100.0, gt=0, description="How long the actions of a plan may halt an engine, together."
+        100.0,
+        gt=0,
+        description="Milliseconds that a plan may halt an engine, all its actions together.",
     )
-    duration_budget_s: float = Field(120.0, gt=0, description="The longest that an action takes.")
+    duration_budget_s: float = Field(120.0, gt=0, description="Seconds that an action may take.")
     tpot_budget: float = Field(
         1.5,
         gt=1,
-        description="An engine's predicted time per output token after an action over that at "
-        "present, at most; a plan's actions together.",
+        description="The most by which a plan may multiply an engine's predicted time per output "
+        "token, all its actions together.",
     )
-    most_actions: int = Field(4, ge=1, description="Of a plan.")
+    most_actions: int = Field(4, ge=1, description="Actions of a plan, at most.")
     headroom: float = Field(
         0.1, ge=0, lt=1, description="The share of memory that no action may fill."
     )
@@ -66,20 +68,22 @@ class Rebalancing(BaseModel):
         "this prevents plans.",
     )
     links_stale_after_s: float = Field(
-        86_400.0, gt=0, description="The same of a link; only actions over it are prevented."
+        86_400.0,
+        gt=0,
+        description="A link that was last measured longer ago prevents actions over it.",
     )
     settle_s: float = Field(
-        20.0, ge=0, description="After a plan, before what is measured counts again."
+        20.0, ge=0, description="Seconds after a plan before measurements count again."
     )
 
     profile: str | None = Field(
         None,
-        description="What loomserve profile devices wrote, relative to this file; null: the file "
-        "that pipelines use.",
+        description="The file that loomserve profile devices wrote, relative to this one; null: "
+        "the file that pipelines use.",
     )
     folder: str | None = Field(
         None,
-        description="Where plans and their history are kept, relative to this file; null: a folder "
+        description="The folder of plans and their history, relative to this file; null: a folder "
         "by server.port in the user's cache folder ($LOOMSERVE_HOME).",
     )
 

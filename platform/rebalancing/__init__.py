@@ -1,1 +1,1 @@
-"""Moving work from hot devices to cold ones: BanaServe's policy and its protocol, without hands."""
+"""Moving work from hot devices to cold ones: BanaServe's policy, and how plans are carried out."""

@@ -22,7 +22,9 @@ from loomserve.platform.rebalancing.policy.actions import Action
 class PlanRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
     actions: tuple[Action, ...] = Field(
-        (), max_length=100, description="What to do, in this order; none: what the planner finds."
+        (),
+        max_length=100,
+        description="Actions to take, in this order; none: the planner finds them.",
     )
     force: bool = Field(
         False,
@@ -67,14 +69,14 @@ def build_plans_router(ask: Ask) -> APIRouter:
 
     @router.get("/rebalancing/events", response_model=Events)
     async def events(
-        limit: Annotated[int, Query(ge=1, le=1000, description="At most so many.")] = 100,
+        limit: Annotated[int, Query(ge=1, le=1000, description="Events at most.")] = 100,
     ) -> Any:
-        """What was done, the newest first, with the devices' loads before and after."""
+        """Events, the newest first, with the devices' loads before and after."""
         return await ask("rebalancing_events", limit)
 
     @router.get("/plans", response_model=PlanList)
     async def plans() -> Any:
-        """The latest plans, the newest first, with what they were to gain and did gain."""
+        """The latest plans, the newest first, with predicted and measured gain."""
         return await ask("plans")
 
     @router.post("/plans", status_code=201, response_model=MadePlan)

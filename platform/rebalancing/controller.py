@@ -217,12 +217,12 @@ class Rebalancer:
         return self._history.plan(id_)
 
     def plans(self) -> tuple[Plan, ...]:
-        """The newest first."""
+        """All that are remembered, the newest first."""
         self._refuse_unless_acting()
         return self._history.plans[::-1]
 
     async def events(self, limit: int) -> list[Event]:
-        """The latest, the newest first."""
+        """The latest events, the newest first."""
         self._refuse_unless_acting()
         return await asyncio.to_thread(self._store.events, limit)
 

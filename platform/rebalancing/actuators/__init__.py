@@ -1,1 +1,1 @@
-"""What carries a plan's actions out."""
+"""Actuators: each carries out one kind of a plan's actions, and takes it back."""

@@ -1,1 +1,1 @@
-"""Rebalancing plans: as operators see them, what became of them, and their SQLite."""
+"""Plans of rebalancing: their states, their history, and the SQLite that keeps both."""

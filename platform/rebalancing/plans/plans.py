@@ -51,19 +51,21 @@ class _Object(BaseModel):
 
 class PlanStep(_Object):
     action: Action
-    source: str = Field(description="The hot device for which it was chosen.")
-    target: str = Field(description="The cold one.")
-    raw: Forecast = Field(description="As predicted from measurements alone.")
-    predicted: Forecast = Field(description="Corrected by actions of its kind before.")
+    source: str = Field(description="The hot device from which it takes work.")
+    target: str = Field(description="The cold device to which it brings work.")
+    raw: Forecast = Field(description="The forecast from measurements alone.")
+    predicted: Forecast = Field(
+        description="The forecast corrected by earlier actions of its kind."
+    )
     status: StepStatus = StepStatus.PENDING
     record: AnyRecord | None = Field(None, description="What its actuator remembers of it.")
     began: float | None = Field(None, description="Unix time, seconds.")
-    acted: float | None = Field(None, description="When it was done and not yet measured.")
+    acted: float | None = Field(None, description="Unix time, seconds, when it was carried out.")
     loads_before: dict[str, float] | None = Field(None, description="Utilisation by device.")
     loads_after: dict[str, float] | None = None
     moved_bytes: int = 0
     paused_s: float = 0.0
-    real: Forecast | None = Field(None, description="As measured, once it is done.")
+    real: Forecast | None = Field(None, description="Measured gain and cost, once it is done.")
     message: str = Field("", description="Why it failed, for a person.")
 
 
@@ -85,10 +87,14 @@ class Plan(_Object):
     steps: tuple[PlanStep, ...]
     rejected: tuple[RejectedStep, ...]
     predicted: Forecast = Field(
-        description="Of all steps; its gain is of the most and the least loaded device's gap."
+        description="Forecast of all steps; its gain is by how much the spread becomes less."
     )
-    spread: float = Field(description="That gap when the plan was made.")
-    real_gain: float | None = Field(None, description="Measured once the plan has ended.")
+    spread: float = Field(
+        description="Utilisation of the most over that of the least loaded device, as it was made."
+    )
+    real_gain: float | None = Field(
+        None, description="By how much the spread became less, measured after the last step."
+    )
 
     @property
     def next_step(self) -> int | None:

@@ -31,11 +31,11 @@ class Kept(_Object):
 
     mode: Mode
     configured: Mode = Field(
-        description="What the configuration said then; if it says another, that counts."
+        description="Mode of the configuration at that time; a new one there counts."
     )
     paused: bool = False
     heat: dict[str, Heat] = Field(default_factory=dict)
-    changed_at_s: float = Field(0.0, description="When the last action ended: Unix time, seconds.")
+    changed_at_s: float = Field(0.0, description="Unix time, seconds, when the last action ended.")
 
 
 class EventKind(StrEnum):
@@ -52,7 +52,7 @@ class Event(_Object):
     at: float = Field(description="Unix time, seconds.")
     kind: EventKind
     plan: str | None = None
-    step: int | None = Field(None, description="Of the plan, from 0.")
+    step: int | None = Field(None, description="Number of the plan's step, from 0.")
     action: Action | None = None
     loads_before: dict[str, float] | None = Field(None, description="Utilisation by device.")
     loads_after: dict[str, float] | None = None
@@ -68,7 +68,7 @@ class DeviceLoad(_Object):
     device: str
     compute: float = Field(description="Device seconds a second that are asked for.")
     memory: float = Field(description="Share in use; KV memory that nobody uses is not.")
-    level: Level = Field(description="As the controller has confirmed it.")
+    level: Level = Field(description="Level that the controller has confirmed.")
 
     @property
     def utilisation(self) -> float:
@@ -88,14 +88,21 @@ class RebalancingState(_Object):
     paused: bool
     problem: str | None = Field(description="Why the controller does not act; null: it may.")
     devices: tuple[DeviceLoad, ...] = Field(description="Empty while something is missing.")
-    flaws: tuple[FlawState, ...] = Field(description="What keeps plans from being made just now.")
+    flaws: tuple[FlawState, ...] = Field(description="Why no plan can be made just now.")
     running: str | None = Field(description="The plan that is carried out.")
-    actions: tuple[ActionCount, ...] = Field((), description="Since this controller started.")
-    rejected: dict[str, int] = Field(
-        default_factory=dict, description="Candidates by reason, since this controller started."
+    actions: tuple[ActionCount, ...] = Field(
+        (), description="Actions that ended since this controller started."
     )
-    moved_bytes: dict[str, int] = Field(default_factory=dict, description="By kind, likewise.")
-    paused_s: float = Field(0.0, description="That engines stood still for actions, likewise.")
+    rejected: dict[str, int] = Field(
+        default_factory=dict,
+        description="Candidates not chosen, by reason, since this controller started.",
+    )
+    moved_bytes: dict[str, int] = Field(
+        default_factory=dict, description="Bytes moved, by kind, since then."
+    )
+    paused_s: float = Field(
+        0.0, description="Seconds that engines stood still for actions, since then."
+    )
 
 
 class PlanSummary(_Object):

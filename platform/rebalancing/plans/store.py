@@ -156,7 +156,7 @@ class PlanStore:
         self._written = plans
 
     def events(self, limit: int) -> list[Event]:
-        """The latest, the newest first."""
+        """The latest events, the newest first."""
         with self._transaction() as db:
             rows = db.execute("SELECT body FROM events ORDER BY seq DESC LIMIT ?", (limit,))
             return [Event.model_validate_json(body) for (body,) in rows]

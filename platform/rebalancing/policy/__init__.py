@@ -1,1 +1,1 @@
-"""What should move from hot devices to cold ones: BanaServe's algorithm 4-1. Pure."""
+"""Planning of moves from hot devices to cold ones: BanaServe's algorithm 4-1. Pure."""

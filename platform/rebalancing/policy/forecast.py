@@ -32,10 +32,10 @@ class Forecast(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    gain: float = Field(description="By which the gap in utilisation becomes narrower.")
-    cost_s: float = Field(ge=0, description="Transfer, synchronising and laying memory out anew.")
-    pause_s: float = Field(ge=0, description="That the engine stands still.")
-    duration_s: float = Field(ge=0, description="From begin to end, while steps run.")
+    gain: float = Field(description="Decrease of the gap between two devices' utilisations.")
+    cost_s: float = Field(ge=0, description="Seconds of transfer and synchronisation.")
+    pause_s: float = Field(ge=0, description="Seconds that the engine stands still.")
+    duration_s: float = Field(ge=0, description="Seconds from begin to end, while steps run.")
 
 
 def forecast(
