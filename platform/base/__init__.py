@@ -1,1 +1,1 @@
-"""What every package stands on: errors, folders, and helpers without a feature of their own."""
+"""Ground of all packages: errors, folders, SQLite, periodic work, actors' replies."""

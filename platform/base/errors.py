@@ -169,7 +169,7 @@ class TooManyRequests(RequestError):
 
 
 class InternalError(RequestError):
-    """Something Loomserve did not foresee; the log has the cause under the request's id."""
+    """An unexpected failure; the log has its cause under the request's id."""
 
 
 class EngineGone(RequestError):

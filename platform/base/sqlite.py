@@ -1,4 +1,4 @@
-"""SQLite databases of which nothing that was committed may be lost."""
+"""Durable SQLite databases, shared by threads."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ class Database:
                 raise
 
     def read(self, query: str, *values: object) -> list[sqlite3.Row]:
+        """Run a query outside of a transaction, and return all its rows."""
         with self._lock:
             return self._connection.execute(query, values).fetchall()
 

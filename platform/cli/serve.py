@@ -41,12 +41,12 @@ Say = Callable[[str], None]
 _POLL_S = 0.5
 # A first start compiles kernels; a second one finds them in vLLM's cache.
 _START_TIMEOUT_S = 900.0
-# Ray's CPUs are places for actors here, not cores: engines are bound to cores by their devices.
+# Ray's CPUs only count actors here: engines are bound to cores by their devices.
 _LOGICAL_CPUS = 128
 _CLAIM_TIMEOUT_S = 5.0
 _OBJECT_STORE_BYTES = 128 * 2**20
 
-# Read by Ray in every process of the cluster, so they must stand before it is imported.
+# Ray reads these in every process of the cluster; they must be set before it is imported.
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -61,7 +61,7 @@ _RAY_ENVIRONMENT = {
 
 
 def check_machine(config: Config, base: Path) -> None:
-    """Fail now rather than at the first request.
+    """Check the machine, to fail now rather than at the first request.
 
     Raises:
         StartError: a busy port, a core, a compiler or a folder that is not there, or a vLLM or Ray
@@ -114,7 +114,7 @@ def _check_batch_folder(config: Config, base: Path) -> None:
     path = batch_folder(config, base)
     if path is not None:
         folder = BatchFolder(path)
-        # A platform that was killed a moment ago may still be about to go.
+        # A platform that was killed a moment ago may still be ending.
         folder.claim(_CLAIM_TIMEOUT_S)
         folder.release()
 
@@ -139,7 +139,7 @@ def _check_plans_folder(config: Config, base: Path) -> None:
 
 
 def _left_behind(config: Config) -> int:
-    """Bytes of shared memory that a killed platform's store left; ours takes them over."""
+    """Bytes of shared memory that a killed platform's store left, which our store takes over."""
     if config.kvstore is None:
         return 0
     arena = arena_path(config.server.port)
@@ -147,7 +147,7 @@ def _left_behind(config: Config) -> int:
 
 
 def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
-    """Fetch and check every model, and say how many replicas of each to start.
+    """Fetch and check every model, and plan how many replicas of each to start.
 
     Raises:
         ConfigError: a model's source is wrong.
@@ -189,7 +189,7 @@ class Platform:
         self._store: Any = None
 
     def start(self, replicas: dict[str, int]) -> None:
-        """Start everything in the background; engines need some 30 s."""
+        """Start everything in the background; engines take some 30 s."""
         os.environ.update(_RAY_ENVIRONMENT)
         # What Ray and Serve say about themselves drowns what the user wants to know.
         logging.disable(logging.INFO)
@@ -223,7 +223,7 @@ class Platform:
         return reply.get()
 
     def wait_ready(self, say: Say) -> None:
-        """Tell of each model as it gets ready.
+        """Wait until all models are ready, and tell ``say`` of each.
 
         Raises:
             StartError: a model failed, or they took too long.
@@ -243,14 +243,14 @@ class Platform:
             time.sleep(_POLL_S)
 
     def _models_if_told(self) -> tuple[ModelState, ...] | None:
-        """None while the controller is too busy to say, as on cores that engines start on."""
+        """States of the models; None while the controller is too busy, as when engines start."""
         try:
             return tuple(self.state().models)
         except TimeoutError:
             return None
 
     def _answers(self) -> bool:
-        """Whether the gateway, too, has heard that every model is there."""
+        """Whether the gateway too knows that every model is ready."""
         try:
             with urllib.request.urlopen(f"{url_of(self._config)}/ready", timeout=5):
                 return True
@@ -264,7 +264,7 @@ class Platform:
         return session_folder() / "logs" / "serve"
 
     def stop(self) -> None:
-        """Finish running requests, then leave no process behind."""
+        """Let running requests finish, then end every process."""
         import ray
         from ray import serve
 
@@ -284,7 +284,7 @@ class Platform:
         self._give_memory_back()
 
     def kill(self) -> None:
-        """End everything at once."""
+        """Kill every process at once."""
         for process in psutil.Process().children(recursive=True):
             process.kill()
         self._give_memory_back()
@@ -367,7 +367,7 @@ def _greet(config: Config, say: Say) -> None:
 
 
 def url_of(config: Config) -> str:
-    """Where this machine reaches the gateway."""
+    """URL at which this machine reaches the gateway."""
     host = config.server.host
     if host in {"0.0.0.0", "::"}:
         host = "127.0.0.1"

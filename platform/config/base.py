@@ -1,20 +1,13 @@
-"""What the sections of the configuration are made of: nodes, names, sizes."""
+"""Building blocks of the configuration's sections: their base class, names and sizes."""
 
 from __future__ import annotations
 
 import re
 from typing import Annotated
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 _SIZE = re.compile(r"^\s*(\d{1,18}(?:\.\d+)?)\s*(B|KiB|MiB|GiB|TiB|KB|MB|GB|TB)?\s*$")
-
-
 _UNITS = {
     None: 1, "B": 1,
     "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40,
@@ -23,7 +16,7 @@ _UNITS = {
 
 
 class FieldError(ValueError):
-    """What a validator of a whole node raises to point at the field that is wrong."""
+    """Error of a validator of a whole section, which points at the wrong field in it."""
 
     def __init__(self, message: str, *field: str | int) -> None:
         super().__init__(message)
@@ -31,7 +24,9 @@ class FieldError(ValueError):
 
 
 def parse_bytes(value: object) -> int:
-    """``512MiB``, ``1.5 GiB`` or a plain number of bytes.
+    """Parse ``512MiB``, ``1.5 GiB`` or a plain number of bytes.
+
+    pydantic.ByteSize takes ``8bit`` and ``512M`` too, and its errors give no example.
 
     Raises:
         ValueError: not a size, negative or zero.
@@ -48,13 +43,11 @@ def parse_bytes(value: object) -> int:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
-
-
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
-
-
 ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,126}$")]
 
 
 class Section(BaseModel):
+    """A section of the configuration: strict about unknown fields, and immutable."""
+
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)

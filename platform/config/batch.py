@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import (
-    Field,
-)
+from pydantic import Field
 
 from loomserve.platform.config.base import Bytes, ModelName, Name, Section
 from loomserve.platform.config.lengths import Lengths

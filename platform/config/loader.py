@@ -1,4 +1,8 @@
-"""Reads a configuration; its errors name the field and the line of the file."""
+"""Reads a configuration; errors name the field and the line of the file.
+
+ruamel.yaml refuses repeated keys itself, but accepts dates, sets, keys that are no text and nodes
+that contain themselves, and reads a field named ``y`` as true: it would save little of this.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import (
-    ValidationError,
-)
+from pydantic import ValidationError
 from yaml.constructor import ConstructorError
 from yaml.error import MarkedYAMLError
 from yaml.reader import ReaderError
@@ -48,7 +50,7 @@ def parse(text: str, source: str = "config") -> Config:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML of what JSON can say too: no dates, sets or binary data, which no field takes."""
+    """Loader of the YAML that JSON can express: no dates, sets or binary data."""
 
     def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
         kind = node.tag.rpartition(":")[2]
@@ -57,7 +59,7 @@ class _Loader(yaml.SafeLoader):
                 raise ValueError
             value = super().construct_object(node, deep)
             if isinstance(value, str):
-                value.encode()  # "\\ud800" is no character
+                value.encode()  # half a pair of surrogates is no character
         except ValueError:
             what = repr(node.value[:40]) if isinstance(node, yaml.ScalarNode) else "this"
             raise ConstructorError(
@@ -106,7 +108,7 @@ def _refuse_repeated_keys(node: yaml.Node | None, source: str) -> None:
             _refuse_repeated_keys(item, source)
 
 
-# Pydantic's types of errors whose messages speak of JSON or Python rather than of YAML.
+# For the types of pydantic's errors whose messages speak of JSON or Python.
 _MESSAGES = {
     "bool_type": "must be true or false",
     "dict_type": "must be a mapping",
@@ -132,7 +134,7 @@ def _explain(error: ValidationError, root: yaml.Node | None, source: str) -> lis
 
 
 def _locate(loc: tuple[int | str, ...], root: yaml.Node | None) -> tuple[str, int]:
-    """The dotted name of a field and the line of the nearest thing the user wrote."""
+    """Dotted name of a field, and the line of the nearest thing that the user wrote."""
     field, node = "", root
     line = root.start_mark.line + 1 if root else 1
     for part in loc:

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from loomserve.platform.config.base import Bytes, FieldError, ModelName, Name, Section
 from loomserve.platform.config.lending import Lending
@@ -18,8 +14,8 @@ from loomserve.platform.config.roles import Roles
 from loomserve.platform.config.router import Router
 from loomserve.platform.config.scheduling import Scheduling
 
-# What an engine that lends or borrows leaves of vLLM's options, and why.
-_LENDING_LEAVES: dict[str, tuple[tuple[object, ...], str]] = {
+# Values that lending and borrowing allow for options of vLLM's engine, and why.
+_ALLOWED_WITH_LENDING: dict[str, tuple[tuple[object, ...], str]] = {
     "tensor_parallel_size": ((1,), "a model whose attention is lent runs in one process"),
     "pipeline_parallel_size": ((1,), "a model whose attention is lent runs in one process"),
     "speculative_config": ((None,), "attention that is lent knows no speculative decoding"),
@@ -30,8 +26,8 @@ _LENDING_LEAVES: dict[str, tuple[tuple[object, ...], str]] = {
 }
 
 
-# What an engine of several stages leaves of a model's fields and of vLLM's options, and why.
-_PIPELINE_LEAVES = {
+# Fields of a model that a pipeline does not allow, and why.
+_REFUSED_WITH_PIPELINE = {
     "roles": "a pipeline is one replica, which both prefills and decodes",
     "lending": "a pipeline's attention is on several devices already",
 }
@@ -66,10 +62,12 @@ class Model(Section):
         None, description="The store's memory that its blocks may take at most; null: all of it."
     )
     scheduling: Scheduling = Field(
-        default_factory=Scheduling, description="Who is served first, and who makes room how."
+        default_factory=Scheduling,
+        description="The order of its requests, and what preemption does with their KV.",
     )
     lengths: Lengths | None = Field(
-        None, description="Predict its answers' lengths; null: a request may be as long as it may."
+        None,
+        description="Predict its answers' lengths; null: answers may be as long as requests allow.",
     )
     roles: Roles | None = Field(
         None, description="Separate prefill from decode; null: every replica does both."
@@ -86,7 +84,9 @@ class Model(Section):
     )
     router: Router = Field(default_factory=Router, description="How requests are spread.")
     max_concurrent_requests: int = Field(
-        512, ge=1, description="More than this at once over all replicas are answered 429."
+        512,
+        ge=1,
+        description="Requests beyond so many at once, over all replicas, are answered 429.",
     )
 
     @field_validator("engine")
@@ -146,7 +146,7 @@ class Model(Section):
                 "or leave this out",
                 *("pipeline", "layers"),
             )
-        for field, why in _PIPELINE_LEAVES.items():
+        for field, why in _REFUSED_WITH_PIPELINE.items():
             if getattr(self, field) is not None:
                 raise FieldError(f"{why}: leave it out, or pipeline", field)
         for option in ("pipeline_parallel_size", "tensor_parallel_size"):
@@ -165,7 +165,7 @@ class Model(Section):
                 "(kv_cache_memory) and cannot lend more",
                 *("lending", "lend_memory"),
             )
-        for option, (allowed, why) in _LENDING_LEAVES.items():
+        for option, (allowed, why) in _ALLOWED_WITH_LENDING.items():
             if option in self.engine and self.engine[option] not in allowed:
                 raise FieldError(f"{why}: leave it out, or lending", "engine", option)
         if self.lending.among_replicas and len(self.devices) < 2:

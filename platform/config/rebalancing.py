@@ -1,10 +1,12 @@
-"""What a user may say of rebalancing: the section ``rebalancing`` of the configuration."""
+"""The section ``rebalancing``."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+
+from loomserve.platform.config.base import Section
 
 
 def _off(value: Any) -> Any:
@@ -12,10 +14,8 @@ def _off(value: Any) -> Any:
     return "off" if value is False else value
 
 
-class Rebalancing(BaseModel):
+class Rebalancing(Section):
     """When work moves between devices (BanaServe, section 4.5.1), and what that may cost."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     controller: Annotated[Literal["off", "advise", "auto"], BeforeValidator(_off)] = Field(
         "off",

@@ -24,25 +24,25 @@ _WIDTH = 100
 
 
 def describe() -> str:
-    """Every field with its type, its default and what it means, a field after another."""
-    return "\n".join(_node(Config, ""))
+    """Describe every field: its type, its default and its meaning."""
+    return "\n".join(_section(Config, ""))
 
 
-def _node(node: type[BaseModel], prefix: str) -> Iterator[str]:
-    for name, field in node.model_fields.items():
+def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in section.model_fields.items():
         path = f"{prefix}{name}"
-        inner, many = _inner_node(field)
+        inner, many = _inner_section(field)
         kind = ("list" if many else "mapping") if inner else _type(field.annotation, field.metadata)
         yield f"{path}: {kind}, {_default(field)}"
         yield textwrap.fill(
             field.description or "", _WIDTH, initial_indent="    ", subsequent_indent="    "
         )
         if inner:
-            yield from _node(inner, f"{path}[]." if many else f"{path}.")
+            yield from _section(inner, f"{path}[]." if many else f"{path}.")
 
 
-def _inner_node(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
-    """The node that a field holds, and whether it holds a list of them."""
+def _inner_section(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
+    """The section that a field holds, if any, and whether it holds a list of them."""
     many = get_origin(field.annotation) is tuple
     arguments = get_args(field.annotation)
     optional = types.NoneType in arguments

@@ -1,11 +1,8 @@
-"""The whole file, and what holds between its sections."""
+"""The whole configuration, and checks between its sections."""
 
 from __future__ import annotations
 
-from pydantic import (
-    Field,
-    model_validator,
-)
+from pydantic import Field, model_validator
 
 from loomserve.platform.config.base import FieldError, Section
 from loomserve.platform.config.batch import Batch, OfflineModel
@@ -15,12 +12,12 @@ from loomserve.platform.config.model import Model
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.config.server import Server
 
-# vLLM's options that put a connector of their own where the store's is.
+# vLLM's options that set a KV connector, where the store's own is.
 _KV_TRANSFER_OPTIONS = ("kv_transfer_config", "kv_offloading_size")
 
 
 class Config(Section):
-    """The whole file."""
+    """The whole configuration file."""
 
     devices: tuple[Device, ...] = Field(min_length=1, description="Where engines may run.")
     models: tuple[Model, ...] = Field(description="What is served from the start.")

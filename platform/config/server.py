@@ -5,11 +5,7 @@ from __future__ import annotations
 import ipaddress
 from typing import Annotated
 
-from pydantic import (
-    Field,
-    field_validator,
-    model_validator,
-)
+from pydantic import Field, field_validator, model_validator
 
 from loomserve.platform.config.base import Bytes, FieldError, ModelName, Name, Section
 

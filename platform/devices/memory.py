@@ -1,4 +1,4 @@
-"""How many replicas memory allows: a plan made before anything starts."""
+"""Plans how many replicas memory allows, before anything starts."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from loomserve.platform.config import Model, OfflineModel
 # An idle CPU engine of a tiny model (front end, EngineCore, worker) takes about this without
 # weights and KV; measured as proportional set size, rounded up.
 ENGINE_BYTES = 2 * 2**30
-# Each further worker process of an engine that is a pipeline.
+# Each further worker process of a pipeline's engine.
 STAGE_BYTES = 0.75 * 2**30
-# A process with torch and transformers, without weights and KV, computing.
+# A computing process with torch and transformers, without weights and KV.
 OFFLINE_BYTES = 1.0 * 2**30
 # Ray's own processes, the gateway and the controller.
 PLATFORM_BYTES = 1.5 * 2**30
 
 
 def replica_bytes(model: Model, weight_bytes: int) -> float:
-    """Memory of one replica: CPU weights are held packed beside the loaded ones for a while."""
+    """Memory of one replica. At its start CPU weights are held twice: as loaded, and packed."""
     further_stages = len(model.devices) - 1 if model.pipeline is not None else 0
     return ENGINE_BYTES + further_stages * STAGE_BYTES + 2 * weight_bytes + model.kv_cache_memory
 
 
 def offline_bytes(model: OfflineModel, weight_bytes: int) -> float:
-    """Memory of an offline model; what it computes in may be twice as wide as its file."""
+    """Memory of an offline model, whose weights may become twice as wide as in the file."""
     return OFFLINE_BYTES + 2 * weight_bytes + model.kv_cache_memory
 
 
 def least_replicas(model: Model) -> int:
-    """The replicas that a model's configuration insists on."""
+    """The fewest replicas that a model's configuration allows."""
     if model.replicas != "auto":
         return model.replicas
     return 1 if model.roles is None else model.roles.prefill + model.roles.decode
@@ -43,11 +43,14 @@ def plan_replicas(
     kvstore_bytes: int = 0,
     offline_bytes: float = 0,
 ) -> dict[str, int]:
-    """The number of replicas to start for each model, beside a KV store of so many bytes and
-    offline models of so many.
+    """Plan the number of replicas to start for each model.
 
-    Every model gets the replicas it insists on (at least one); what is left goes to the models with
-    ``replicas: auto``, one each in turn, up to one a device.
+    Every model gets its fewest replicas. The memory that is left goes to models with
+    ``replicas: auto``, a replica each in turn, up to one a device.
+
+    Args:
+        kvstore_bytes: Memory of the KV store.
+        offline_bytes: Memory of all offline models.
 
     Raises:
         StartError: the least that the configuration asks for does not fit.

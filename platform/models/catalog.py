@@ -25,14 +25,16 @@ _TOKENIZER_FILES = (
 
 
 def resolve(source: str, base: Path, progress: Callable[[str], None] = print) -> Path | str:
-    """Where the weights of a configured model are.
+    """Find the weights of a configured model; a hub id is returned as it is.
 
-    ``source`` is ``demo`` or ``demo:NAME`` (fetched on first use, which ``progress`` is told of),
-    a folder relative to ``base``, or a model's id on the hub, which is returned as it is.
+    Args:
+        source: ``demo`` or ``demo:NAME`` (fetched on first use), a folder relative to ``base``, or
+            a model's id on the hub.
+        progress: Called with a line of text for each slow step.
 
     Raises:
-        ConfigError: a folder that is not there or damaged, an unknown demo model, or neither a
-            folder nor a hub id.
+        ConfigError: the folder is missing or damaged, there is no such demo model, or ``source`` is
+            neither a folder nor a hub id.
         StartError: a demo model cannot be fetched.
     """
     kind, _, name = source.partition(":")
@@ -61,7 +63,7 @@ def check_folder(folder: Path) -> None:
     """Check that a model folder is whole, reading no more than its headers.
 
     Raises:
-        ConfigError: naming the file that is missing or damaged.
+        ConfigError: a file is missing or damaged; names it.
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give the folder that has config.json in it")
