@@ -33,17 +33,18 @@ Files = Annotated[
     ),
 ]
 Embeddings = Annotated[
-    str, typer.Option(help="Whose token embeddings: demo, demo:NAME, or a model's folder.")
+    str, typer.Option(help="Model whose token embeddings are read: demo, demo:NAME, or a folder.")
 ]
 Column = Annotated[
-    str | None, typer.Option("--model", help="Of whose, where out_tokens has several models'.")
+    str | None,
+    typer.Option("--model", help="Model whose lengths are taken, if out_tokens has several."),
 ]
 
 
 @lengths.command()
 def train(
     files: Files,
-    name: Annotated[str, typer.Option(help="What to call it: the served model's name.")],
+    name: Annotated[str, typer.Option(help="Name of the predictor: the served model's name.")],
     kind: Annotated[str, typer.Option(help="magnus or uellm.")] = "magnus",
     embeddings: Embeddings = "demo",
     model: Column = None,
@@ -77,7 +78,9 @@ def evaluate(
     files: Files,
     embeddings: Embeddings = "demo",
     model: Column = None,
-    save: Annotated[Path | None, typer.Option(help="Write the table as JSON, too.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the table as JSON to this file, too.")
+    ] = None,
 ) -> None:
     """Compare all predictors on requests unlike those that each was trained on."""
     known = _embeddings(embeddings)
