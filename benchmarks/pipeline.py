@@ -50,7 +50,7 @@ LINK_HIT_SHARES = (0.5, 0.9)
 LINKS_MBPS = (8, 16, 32, 64, 128, 256)
 OWN_STEPS = 3
 """With the engine's own prefix cache; their median counts."""
-LANES = ("load", "save")
+WAYS = ("load", "save")
 AT_ONCE_S = 0.0005
 """Between two pieces of one transfer there is at most a checksum of a few."""
 COMMITTED_S = 0.2
@@ -62,7 +62,7 @@ class Step:
     """One prompt's only step, in seconds, and what its transfers took."""
 
     seconds: float
-    lanes: Mapping[str, TransferTime]
+    transfers: Mapping[str, TransferTime]
 
 
 class Link:
@@ -136,11 +136,11 @@ class Engine:
         seconds = time.perf_counter() - begin
         time.sleep(COMMITTED_S)
         after = self._llm.collective_rpc(transfer_times)[0]
-        lanes = {
-            lane: TransferTime(Copied(new[0] - old[0], new[1] - old[1]), new[2] - old[2])
-            for lane, new, old in zip(LANES, after, before, strict=True)
+        transfers = {
+            way: TransferTime(Copied(new[0] - old[0], new[1] - old[1]), new[2] - old[2])
+            for way, new, old in zip(WAYS, after, before, strict=True)
         }
-        return Step(seconds, lanes)
+        return Step(seconds, transfers)
 
 
 def transfer_times(worker: Any) -> list[tuple[int, float, float]]:
@@ -148,8 +148,8 @@ def transfer_times(worker: Any) -> list[tuple[int, float, float]]:
     the forward pass waited."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    loader, _, saver = get_kv_transfer_group().connector_worker.lanes
-    return [(*lane.time.copied, lane.time.waited_s) for lane in (loader, saver)]
+    loader, _, saver = get_kv_transfer_group().connector_worker.threads
+    return [(*thread.time.copied, thread.time.waited_s) for thread in (loader, saver)]
 
 
 def put_link(worker: Any, bytes_per_s: float | None) -> None:
@@ -157,9 +157,9 @@ def put_link(worker: Any, bytes_per_s: float | None) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     worker_half = get_kv_transfer_group().connector_worker
-    for lane in worker_half.lanes:
+    for thread in worker_half.threads:
         memory = worker_half.memory
-        lane.memory = memory if bytes_per_s is None else Link(memory, bytes_per_s)
+        thread.memory = memory if bytes_per_s is None else Link(memory, bytes_per_s)
 
 
 def hit_tokens(length: int, share: float) -> int:
@@ -173,17 +173,17 @@ def point(engine: Engine, base: Sequence[int], share: float, link: float | None)
     engine.forget()
     step = engine.step([*base[:hit], *engine.tokens(len(base) - hit)])
     blocks = {"load": hit // BLOCK_TOKENS, "save": (len(base) - hit) // BLOCK_TOKENS}
-    for lane, count in blocks.items():
-        if step.lanes[lane].copied.size != count * LAYERS * LAYER_BYTES:
-            raise RuntimeError(f"the step did not {lane} {count} blocks")
+    for way, count in blocks.items():
+        if step.transfers[way].copied.size != count * LAYERS * LAYER_BYTES:
+            raise RuntimeError(f"the step did not {way} {count} blocks")
     return {
         "length": len(base),
         "hit_tokens": hit,
         "link_mbps": None if link is None else link / 1e6,
         "step_s": step.seconds,
         **{
-            f"{lane}_{what}": value
-            for lane, time_ in step.lanes.items()
+            f"{way}_{what}": value
+            for way, time_ in step.transfers.items()
             for what, value in (
                 ("ms", 1e3 * time_.copied.busy_s),
                 ("waited_ms", 1e3 * time_.waited_s),
@@ -242,8 +242,8 @@ def predict(
     for one in points:
         length, hit, link = one["length"], one["hit_tokens"], one["link_mbps"]
         load_s, save_s = (
-            LAYER_BYTES / BLOCK_TOKENS * tokens / (1e6 * link if link else memory_bps[lane])
-            for lane, tokens in (("load", hit), ("save", length - hit))
+            LAYER_BYTES / BLOCK_TOKENS * tokens / (1e6 * link if link else memory_bps[way])
+            for way, tokens in (("load", hit), ("save", length - hit))
         )
         paper_s = whole_s[length] * (length - hit) / length / LAYERS
         stage_s = computed_s[length, hit]
@@ -268,9 +268,9 @@ def predict(
 def errors(points: Sequence[Mapping[str, Any]], kind: str) -> dict[str, float]:
     """How far the measured shares are from one of the predictions."""
     off = [
-        abs(one[f"{lane}_hidden_share"] - one["model"][f"{lane}_hidden_share"][kind])
+        abs(one[f"{way}_hidden_share"] - one["model"][f"{way}_hidden_share"][kind])
         for one in points
-        for lane in LANES
+        for way in WAYS
     ]
     return {"median": statistics.median(off), "max": max(off)}
 
@@ -284,8 +284,8 @@ def medians(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]
             for what, value in same[0].items()
         }
         one["spread"] = {
-            f"{lane}_hidden_share": asdict(Spread.of([run[f"{lane}_hidden_share"] for run in same]))
-            for lane in LANES
+            f"{way}_hidden_share": asdict(Spread.of([run[f"{way}_hidden_share"] for run in same]))
+            for way in WAYS
         }
         joined.append(one)
     return joined
@@ -293,8 +293,8 @@ def medians(runs: Sequence[Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]
 
 def hidden_share(points: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]]:
     """Of loads and of saves, over all points."""
-    shares = {lane: [point[f"{lane}_hidden_share"] for point in points] for lane in LANES}
-    return {lane: {"median": statistics.median(of), "min": min(of)} for lane, of in shares.items()}
+    shares = {way: [point[f"{way}_hidden_share"] for point in points] for way in WAYS}
+    return {way: {"median": statistics.median(of), "min": min(of)} for way, of in shares.items()}
 
 
 def measured_hidden_share(store_options: StoreOptions) -> dict[str, dict[str, float]]:
@@ -308,8 +308,8 @@ def measured_hidden_share(store_options: StoreOptions) -> dict[str, dict[str, fl
 def benchmark(store_options: StoreOptions, runs: int) -> dict[str, Any]:
     memory = [memory_run(store_options, run) for run in range(runs)]
     memory_bps = {
-        lane: 1e9 * statistics.median(run[f"{what}_gbps"] for run in memory)
-        for lane, what in (("load", "get"), ("save", "put"))
+        way: 1e9 * statistics.median(run[f"{what}_gbps"] for run in memory)
+        for way, what in (("load", "get"), ("save", "put"))
     }
     engine = Engine(store_options)
     engine.step(engine.tokens(LINK_LENGTH))
@@ -329,7 +329,7 @@ def benchmark(store_options: StoreOptions, runs: int) -> dict[str, Any]:
         },
         "runs": runs,
         "layers": LAYERS,
-        "memory_gbps": {lane: speed / 1e9 for lane, speed in memory_bps.items()},
+        "memory_gbps": {way: speed / 1e9 for way, speed in memory_bps.items()},
         "whole_prompt_s": {str(length): asdict(of) for length, of in whole.items()},
         **points,
     }
@@ -347,11 +347,11 @@ def table(points: Sequence[Mapping[str, Any]]) -> str:
         line = f"{one['length']:6d}{one['hit_tokens']:8d}"
         line += f"{'memory' if link is None else f'{link:.0f}':>8}"
         line += f"{1e3 * one['step_s'] / LAYERS:10.2f} ({model['paper_layer_ms']:7.2f})"
-        for lane in LANES:
-            share = model[f"{lane}_hidden_share"]
-            line += f"{one[f'{lane}_ms'] / LAYERS:9.3f}"
-            line += f" ({model[f'{lane}_layer_ms']:6.3f})"
-            line += f"{one[f'{lane}_hidden_share']:8.3f}"
+        for way in WAYS:
+            share = model[f"{way}_hidden_share"]
+            line += f"{one[f'{way}_ms'] / LAYERS:9.3f}"
+            line += f" ({model[f'{way}_layer_ms']:6.3f})"
+            line += f"{one[f'{way}_hidden_share']:8.3f}"
             line += f" ({share['paper']:.3f}, {share['stages']:.3f})"
         lines.append(line)
     return "\n".join(lines)
@@ -380,10 +380,10 @@ def draw_margin(axes: Any, points: Sequence[Mapping[str, Any]]) -> None:
         axes.plot(lengths, [1e3 * one["step_s"] / LAYERS for one in some], "s-", color=color,
                   label=f"{share:.0%} loaded")  # fmt: skip
         axes.plot(lengths, [one["model"]["paper_layer_ms"] for one in some], ":", color=color)
-        for lane, marker in zip(LANES, "ov", strict=True):
-            axes.plot(lengths, [one[f"{lane}_ms"] / LAYERS for one in some], marker,
+        for way, marker in zip(WAYS, "ov", strict=True):
+            axes.plot(lengths, [one[f"{way}_ms"] / LAYERS for one in some], marker,
                       color=color, fillstyle="none")  # fmt: skip
-            axes.plot(lengths, [one["model"][f"{lane}_layer_ms"] for one in some], ":", color=color)
+            axes.plot(lengths, [one["model"][f"{way}_layer_ms"] for one in some], ":", color=color)
     axes.set(
         xscale="log",
         yscale="log",
@@ -399,13 +399,13 @@ def draw_margin(axes: Any, points: Sequence[Mapping[str, Any]]) -> None:
 
 def draw_border(axes: Any, points: Sequence[Mapping[str, Any]]) -> None:
     """Hidden shares by how long a transfer lasts beside what it has to hide behind."""
-    for lane, marker in zip(LANES, "ov", strict=True):
-        shares = [one[f"{lane}_hidden_share"] for one in points]
-        spreads = [one["spread"][f"{lane}_hidden_share"] for one in points]
+    for way, marker in zip(WAYS, "ov", strict=True):
+        shares = [one[f"{way}_hidden_share"] for one in points]
+        spreads = [one["spread"][f"{way}_hidden_share"] for one in points]
         low = [share - spread["min"] for share, spread in zip(shares, spreads, strict=True)]
         high = [spread["max"] - share for share, spread in zip(shares, spreads, strict=True)]
-        ratios = [one["model"][f"{lane}_over_stage"] for one in points]
-        axes.errorbar(ratios, shares, (low, high), fmt=marker, fillstyle="none", label=lane)
+        ratios = [one["model"][f"{way}_over_stage"] for one in points]
+        axes.errorbar(ratios, shares, (low, high), fmt=marker, fillstyle="none", label=way)
     x = np.geomspace(1e-4, 1e2, 500)
     axes.plot(x, np.minimum(1, 1 / x), "k:", label="model: min(1, 1 / x)")
     axes.axvline(1, color="lightgray", zorder=0)

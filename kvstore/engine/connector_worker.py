@@ -28,7 +28,7 @@ class StoreConnectorWorker:
         self._options = options
         self._rank = rank
         self._failed: set[int] = set()
-        self._lanes: tuple[Loader, Loader, Saver] | None = None
+        self._threads: tuple[Loader, Loader, Saver] | None = None
         self._fetches: dict[str, Future[set[int]]] = {}
         self._reported = Transferred(0, 0.0, 0, 0.0)
         self._computed: set[int] = set()
@@ -40,7 +40,7 @@ class StoreConnectorWorker:
         pin(memory.device, arena.base_address, arena.nbytes)
         address = self._options["address"]
         self.memory = memory
-        self._lanes = (
+        self._threads = (
             Loader(memory, arena, stream, StoreClient(address)),
             # What is fetched must not keep a step's loads waiting.
             Loader(memory, arena, stream_for(memory.device), StoreClient(address)),
@@ -55,16 +55,16 @@ class StoreConnectorWorker:
     def use(self, memory: BlockMemory) -> None:
         """Copy from and to this memory from now on; call it between steps, after :meth:`settle`."""
         self.memory = memory
-        for lane in self.lanes:
-            lane.memory = memory
+        for thread in self.threads:
+            thread.memory = memory
 
     def swap_out(self, saves: list[dict[int, Save]]) -> None:
         if saves:
-            *_, saver = self.lanes
+            *_, saver = self.threads
             saver.save_computed([save[self._rank] for save in saves])
 
     def start_loads(self, transfers: StepTransfers) -> None:
-        loader, fetcher, _ = self.lanes
+        loader, fetcher, _ = self.threads
         if transfers.loads:
             loader.start([load[self._rank] for load in transfers.loads])
             if not self.memory.beside_steps:
@@ -83,7 +83,7 @@ class StoreConnectorWorker:
 
     def take_transferred(self) -> Transferred | None:
         """Copies since the last call; None if there were none."""
-        loader, fetcher, saver = self.lanes
+        loader, fetcher, saver = self.threads
         out, loaded, fetched = saver.time.copied, loader.time.copied, fetcher.time.copied
         before, self._reported = (
             self._reported,
@@ -98,19 +98,19 @@ class StoreConnectorWorker:
         return new if new.out_bytes or new.in_bytes else None
 
     def before_layer(self, layer_name: str, saves: list[dict[int, Save]]) -> None:
-        loader, _, saver = self.lanes
+        loader, _, saver = self.threads
         if saves and not saver.running and self.memory.beside_steps:
             saver.start([save[self._rank] for save in saves])
         loader.wait_layer(self.memory.layer_of[layer_name])
 
     def after_layer(self, layer_name: str) -> None:
-        *_, saver = self.lanes
+        *_, saver = self.threads
         layer = self.memory.layer_of[layer_name]
         self._computed.add(layer)
         saver.layer_done(layer)
 
     def end_step(self, saves: list[dict[int, Save]]) -> None:
-        loader, _, saver = self.lanes
+        loader, _, saver = self.threads
         failed = loader.finish()
         self._failed |= failed
         computed, self._computed = self._computed, set()
@@ -124,12 +124,12 @@ class StoreConnectorWorker:
         return failed
 
     @property
-    def lanes(self) -> tuple[Loader, Loader, Saver]:
-        assert self._lanes is not None, "register_kv_caches() comes first"
-        return self._lanes
+    def threads(self) -> tuple[Loader, Loader, Saver]:
+        assert self._threads is not None, "register_kv_caches() comes first"
+        return self._threads
 
     def close(self) -> None:
-        if self._lanes is not None:
-            for lane in self._lanes:
-                lane.close()
-            self._lanes = None
+        if self._threads is not None:
+            for thread in self._threads:
+                thread.close()
+            self._threads = None

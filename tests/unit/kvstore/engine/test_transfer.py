@@ -499,22 +499,22 @@ def test_transfers_beside_computation_count_as_hidden(
 
 
 class Onlooker(HostStream):
-    """Reads what a lane says of itself after each of its copies, as the engine's thread may."""
+    """Reads the figures of a transfer thread after each copy, as the engine's thread may."""
 
     def __init__(self) -> None:
-        self.lane: Loader | Saver | None = None
+        self.thread: Loader | Saver | None = None
         self.seen: list[Copied] = []
 
     def settle(self) -> None:
-        if self.lane is not None:
-            self.seen.append(self.lane.time.copied)
+        if self.thread is not None:
+            self.seen.append(self.thread.time.copied)
 
 
-@pytest.mark.parametrize("lane", ["loader", "saver"])
-def test_bytes_are_never_told_without_the_seconds_that_they_took(store: Store, lane: str) -> None:
+@pytest.mark.parametrize("thread", ["loader", "saver"])
+def test_bytes_are_never_told_without_the_seconds_that_they_took(store: Store, thread: str) -> None:
     onlooker = Onlooker()
     engine = Engine(store, 1, onlooker)
-    onlooker.lane = getattr(engine, lane)
+    onlooker.thread = getattr(engine, thread)
     # Apart in the engine's memory, so that a layer takes several copies.
     blocks = [0, 2, 4, 6]
     engine.save([save_of("a", blocks)])
