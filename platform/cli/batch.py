@@ -49,7 +49,10 @@ def render(state: BatchLaneState) -> RenderableType:
         f"{state.failed_lines} failed, {state.retries} attempts failed"
     )
     offline = [
-        Text(f"model {model.name} is not ready: {model.problem or 'it is being loaded'}", "yellow")
+        Text(
+            f"offline model {model.name} is not ready: {model.problem or 'it is being loaded'}",
+            "yellow",
+        )
         for model in state.offline_models
         if not model.ready
     ]

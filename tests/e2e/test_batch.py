@@ -227,7 +227,7 @@ def test_a_killed_lane_goes_on_where_it_was_and_online_requests_do_not_notice(
     assert platform.metric("loomserve_batch_batches", status="completed") >= 1
 
 
-def test_a_model_for_batches_only_answers_them_although_its_process_is_killed(
+def test_an_offline_model_answers_them_although_its_process_is_killed(
     platform: Platform,
 ) -> None:
     client = platform.client()

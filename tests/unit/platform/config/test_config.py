@@ -418,7 +418,7 @@ batch:
 """
 
 
-def test_models_for_batches_only_are_read_as_written() -> None:
+def test_offline_models_are_read_as_written() -> None:
     (model,) = parse(GOOD + OFFLINE).offline_models
     assert (model.name, model.device, model.kv_cache_memory) == ("old", "core1", 64 * 2**20)
     assert parse(GOOD).offline_models == ()
@@ -435,7 +435,7 @@ def test_models_for_batches_only_are_read_as_written() -> None:
         ("64MiB", "0", "kv_cache_memory", "more than zero"),
     ],
 )
-def test_a_wrong_model_for_batches_only_is_named_with_its_field(
+def test_a_wrong_offline_model_is_named_with_its_field(
     old: str, new: str, field: str, words: str
 ) -> None:
     named = GOOD.replace("    replicas: 2", "    lengths: {predictor: hot-v1}\n    replicas: 2")

@@ -47,7 +47,7 @@ def test_the_kv_store_takes_its_memory_before_replicas_grow() -> None:
         plan_replicas([model("a")], {"a": 0}, available, kvstore_bytes=64 * GIB)
 
 
-def test_models_for_batches_only_take_their_memory_first() -> None:
+def test_offline_models_take_their_memory_first() -> None:
     one = model("a", "auto", 2)
     beside = OfflineModel(name="s", source="demo", device="d", kv_cache_memory=GIB)
     needed = offline_bytes(beside, GIB)

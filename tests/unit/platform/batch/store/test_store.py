@@ -26,14 +26,12 @@ from loomserve.platform.batch.policy.objects import (
     BatchRecord,
     FileRecord,
     LineError,
-    window_seconds,
 )
 from loomserve.platform.batch.policy.status import (
     CANCELLABLE,
     ENDED,
     TRANSITIONS,
     BatchStatus,
-    stamp,
 )
 from loomserve.platform.batch.store.lines import StoredAnswer
 from loomserve.platform.batch.store.store import BatchStore
@@ -71,18 +69,6 @@ def begun(store: BatchStore, lines: int = 3) -> None:
     store.files.add(a_file())
     store.batches.add(a_batch())
     assert store.batches.begin("batch_1", some_lines(lines), 2)
-
-
-def test_every_state_but_the_first_has_a_stamp_and_every_state_can_end() -> None:
-    for status in BatchStatus:
-        field = stamp(status)
-        assert (field is None) == (status is BatchStatus.VALIDATING)
-        assert field is None or field in BatchRecord.model_fields
-        reached, todo = set(), [status]
-        while todo:
-            reached.add(now := todo.pop())
-            todo += TRANSITIONS[now] - reached
-        assert reached & ENDED
 
 
 def test_a_batch_goes_from_validating_to_completed_and_counts_its_answers(
@@ -236,14 +222,6 @@ def test_what_is_no_database_or_a_newer_one_is_refused_with_a_way_out(tmp_path: 
         newer.execute("PRAGMA user_version = 99")
     with pytest.raises(StartError, match="newer Loomserve"):
         BatchStore(tmp_path / "newer")
-
-
-@pytest.mark.parametrize(
-    ("window", "seconds"),
-    [("24h", 86_400), ("90s", 90), ("7d", 604_800), ("0h", None), ("24", None), (24, None)],
-)
-def test_windows_are_read(window: object, seconds: int | None) -> None:
-    assert window_seconds(window) == seconds
 
 
 class StoreModel(RuleBasedStateMachine):
