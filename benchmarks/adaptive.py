@@ -401,9 +401,9 @@ class Engine:
 
     def predicted_s(self, tokens: int) -> tuple[float, float]:
         """To compute so many tokens again, and to swap them out and in."""
-        transfers = self._scheduler.transfer_times
+        transfers = self._scheduler.costs.transfer_times
         return (
-            self._scheduler.step_times.prefill_s(tokens, STEP_TOKENS),
+            self._scheduler.costs.step_times.prefill_s(tokens, STEP_TOKENS),
             transfers.out_s(kv_bytes(tokens)) + transfers.in_s(kv_bytes(tokens)),
         )
 
@@ -412,7 +412,7 @@ class Engine:
         from loomserve.platform.costs.transfer_time import TransferTimes
 
         self._llm.collective_rpc(put_link, args=(bytes_per_s,))
-        self._scheduler.transfer_times = TransferTimes.unprofiled()
+        self._scheduler.costs.transfer_times = TransferTimes.unprofiled()
 
 
 def kv_bytes(tokens: int) -> int:

@@ -86,7 +86,7 @@ def lending_engine(
         model,
         kv_transfer_config,
         worker_cls="loomserve.platform.lending.engine.worker.RemoteAttentionWorker",
-        scheduler_cls="loomserve.platform.lending.engine.lender_scheduler.make_scheduler",
+        scheduler_cls="loomserve.platform.lending.engine.scheduler.make_scheduler",
         distributed_executor_backend="loomserve.platform.engine.executor.NonSpinningExecutor",
         additional_config={ADDITIONAL_CONFIG: scheduling, LENDING_CONFIG: lending},
         **options,

@@ -148,7 +148,7 @@ def woven(core: int, blocks: int, places: int, **lending: Any) -> Engine:
         blocks,
         places,
         worker_cls="loomserve.platform.lending.engine.worker.RemoteAttentionWorker",
-        scheduler_cls="loomserve.platform.lending.engine.lender_scheduler.make_scheduler",
+        scheduler_cls="loomserve.platform.lending.engine.scheduler.make_scheduler",
         additional_config={"loomserve": {"queue": "fcfs"}, LENDING_CONFIG: lending},
     )
 

@@ -69,7 +69,7 @@ def _cpu_options() -> dict[str, str]:
 def _lending_options() -> dict[str, Any]:
     return {
         "worker_cls": "loomserve.platform.lending.engine.worker.RemoteAttentionWorker",
-        "scheduler_cls": "loomserve.platform.lending.engine.lender_scheduler.make_scheduler",
+        "scheduler_cls": "loomserve.platform.lending.engine.scheduler.make_scheduler",
         # A lender looks for tasks between its model's operators.
         "enforce_eager": True,
     }

@@ -1,4 +1,4 @@
-"""Calls that open and end loans: each concerns an engine's scheduler and its worker, in one order.
+"""Calls from outside an engine to its scheduler, which may call the engine's workers.
 
 They come as ``collective_rpc`` of names that begin with ``PREFIX``, between two steps.
 """
@@ -15,13 +15,36 @@ PREFIX = "loans."
 
 Workers = Callable[..., list[Any]]
 """``collective_rpc`` of the engine's workers: method, timeout, args."""
+WorkerCall = Callable[..., Any]
+"""Calls a method of the engine's first worker: its name, and what it is given."""
 
-_schedulers: WeakSet[Any] = WeakSet()
+
+class SchedulerCalls:
+    """Answers the calls of one protocol for the engine with this configuration.
+
+    Args:
+        config: the engine's, whose EngineCore this process is.
+        protocol: its methods are the calls.
+        answerer: makes an implementation of the protocol that calls these workers.
+    """
+
+    def __init__(
+        self, config: VllmConfig, protocol: type, answerer: Callable[[WorkerCall], object]
+    ) -> None:
+        self.config = config
+        self._names = frozenset(name for name in vars(protocol) if not name.startswith("_"))
+        self._answerer = answerer
+        _served.add(self)
+
+    def answer(self, name: str, workers: WorkerCall, *args: Any, **kwargs: Any) -> Any:
+        if name not in self._names:
+            known = ", ".join(sorted(self._names))
+            raise ValueError(f"there is no call {name!r}; there are: {known}")
+        return getattr(self._answerer(workers), name)(*args, **kwargs)
 
 
-def serve(scheduler: Any) -> None:
-    """Let this scheduler answer the calls to its engine, whose EngineCore this process is."""
-    _schedulers.add(scheduler)
+# An engine's scheduler holds its own; here they are found by the executor.
+_served: WeakSet[SchedulerCalls] = WeakSet()
 
 
 def answer(
@@ -32,16 +55,17 @@ def answer(
     args: Sequence[Any] = (),
     kwargs: dict[str, Any] | None = None,
 ) -> Any:
-    """What the scheduler's method of this name returns; it may call its workers.
+    """Answer the call of this name.
 
     Raises:
         RuntimeError: the engine takes part in no lending.
+        ValueError: there is no such call, or it is refused.
     """
-    scheduler = next((each for each in _schedulers if each.vllm_config is config), None)
-    if scheduler is None:
+    calls = next((each for each in _served if each.config is config), None)
+    if calls is None:
         raise RuntimeError("this engine neither lends nor borrows: give its model `lending`")
 
-    def of_workers(name: str, *given: Any) -> Any:
+    def of_first(name: str, *given: Any) -> Any:
         return workers(name, timeout, given)[0]
 
-    return getattr(scheduler, method.removeprefix(PREFIX))(of_workers, *args, **(kwargs or {}))
+    return calls.answer(method.removeprefix(PREFIX), of_first, *args, **(kwargs or {}))

@@ -17,10 +17,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from loomserve.platform.scheduling.policy.admission import Candidate, never_computed_twice, start
+from loomserve.platform.scheduling.policy.admission import (
+    StartCandidate,
+    never_computed_twice,
+    start,
+)
 from loomserve.platform.scheduling.policy.expected import Expected
 from loomserve.platform.scheduling.policy.peak import Growing, PastAnswers, fitting
-from loomserve.platform.scheduling.policy.preemption import PREEMPTIONS, Victim, Way
+from loomserve.platform.scheduling.policy.preemption import PREEMPTIONS, PreemptionMode, Victim
 from loomserve.platform.scheduling.policy.queue import QUEUES, QueuedRequest
 
 
@@ -79,7 +83,7 @@ class Policies:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StepShare:
     """A request's share of a step: ``tokens`` after ``computed`` ones."""
 
     name: str
@@ -98,9 +102,9 @@ class ScheduledStep:
     """
 
     start_s: float
-    parts: list[Part] = field(default_factory=list)
-    preempted: dict[str, Way] = field(default_factory=dict)
-    resumed: dict[str, Way] = field(default_factory=dict)
+    parts: list[StepShare] = field(default_factory=list)
+    preempted: dict[str, PreemptionMode] = field(default_factory=dict)
+    resumed: dict[str, PreemptionMode] = field(default_factory=dict)
     swapped_out_bytes: int = 0
     swapped_in_bytes: int = 0
 
@@ -160,7 +164,7 @@ class _Progress:
     computed: int = 0
     blocks: int = 0
     swap_bytes: int = 0
-    left_by: Way | None = None
+    left_by: PreemptionMode | None = None
     prefilling: bool = False
     started_s: float | None = None
 
@@ -333,8 +337,8 @@ class Simulator:
             left = expected.answer(one.generated, longest) - one.generated
         return Growing(one.tokens, left)
 
-    def _candidate(self, one: _Progress, now: float) -> Candidate:
-        return Candidate(
+    def _candidate(self, one: _Progress, now: float) -> StartCandidate:
+        return StartCandidate(
             priority=self._priority_of(one, now),
             blocks=self._limits.blocks_for(one.computed + 1 if one.swap_bytes else one.tokens),
             most_blocks=self._limits.blocks_for(one.most_tokens),
@@ -364,7 +368,7 @@ class Simulator:
         )
         one.left_by = PREEMPTIONS[self._policies.preemption](victim, self._free_swap)
         step.preempted[one.request.name] = one.left_by
-        if one.left_by is Way.SWAP:
+        if one.left_by is PreemptionMode.SWAP:
             one.swap_bytes = size
             self._free_swap -= size
             step.swapped_out_bytes += size
@@ -408,7 +412,7 @@ class Simulator:
         needed = self._needed(one, tokens)
         one.blocks += needed
         self._free_blocks -= needed
-        step.parts.append(Part(one.request.name, one.computed, tokens))
+        step.parts.append(StepShare(one.request.name, one.computed, tokens))
 
     def _needed(self, one: _Progress, tokens: int) -> int:
         """Blocks beside those that it has."""

@@ -204,20 +204,20 @@ def test_no_more_blocks_are_saved_as_they_fill_than_are_copied_beside_a_step(
     engine: SchedulingEngine,
 ) -> None:
     scheduler, (prompt,) = engine.scheduler, prompts(9, 1)
-    measured = scheduler.transfer_times
+    measured = scheduler.costs.transfer_times
     long = (prompt * 20)[:400]
     for bytes_per_s, saved in ((1e12, 400 // 32), (1e5, 1)):
         engine.begin(ADAPTIVE)
-        scheduler.transfer_times = TransferTimes(bytes_per_s, bytes_per_s)
+        scheduler.costs.transfer_times = TransferTimes(bytes_per_s, bytes_per_s)
         # Long ago, so that one block is copied to see how fast the link is.
-        scheduler._copied_out_at = -math.inf
+        scheduler.swap.copied_out_at = -math.inf
         engine.add(f"link-{bytes_per_s}", long, max_tokens=4)
         engine.finish()
         time.sleep(1.0)  # blocks are committed beside the next step
         used = engine.ask_store(Inspect(), StoreUsage).used_bytes
         # The store's own lines of a block take less than one block in all.
-        assert used // scheduler._block_bytes == saved
-    scheduler.transfer_times = measured
+        assert used // scheduler.costs.block_bytes == saved
+    scheduler.costs.transfer_times = measured
 
 
 def test_nothing_stays_leased_once_all_have_come_back(engine: SchedulingEngine) -> None:
@@ -233,7 +233,7 @@ def swap_someone_out(engine: SchedulingEngine, seed: int) -> list[str]:
     names = [f"{seed}-{at}" for at in range(16)]
     for name, prompt in zip(names, prompts(seed, 16), strict=True):
         engine.add(name, prompt, max_tokens=80)
-    while not engine.scheduler._swapped:
+    while not engine.scheduler.swap:
         assert not engine.finish(steps=1)
     return names
 
@@ -243,11 +243,11 @@ def test_a_client_that_leaves_while_its_request_is_swapped_out_leaves_nothing(
 ) -> None:
     engine.begin(ADAPTIVE)
     names = swap_someone_out(engine, 31)
-    (gone,) = engine.scheduler._swapped
+    (gone,) = engine.scheduler.swap
     external = next(name for name in names if gone.startswith(name))
     engine.llm.llm_engine.abort_request([external])
     engine.finish(steps=1)
-    assert gone not in engine.scheduler._swapped
+    assert gone not in engine.scheduler.swap
     assert gone not in engine.scheduler.connector.connector_scheduler.swapped
     assert set(engine.finish()) == {name for name in names if name != external}
 
@@ -262,7 +262,7 @@ def test_with_the_store_away_what_was_swapped_out_is_computed_again(
     for at, prompt in enumerate(prompts(32, 16)):
         engine.add(f"32-{at}", prompt, max_tokens=source.randrange(16, 90))
     done: dict[str, Any] = {}
-    while not engine.scheduler._swapped:
+    while not engine.scheduler.swap:
         done |= engine.finish(steps=1)
     assert engine.server is not None
     engine.server.stop()
@@ -347,7 +347,7 @@ def test_in_a_queue_too_long_to_look_at_in_each_step_a_short_newcomer_goes_first
     for at, prompt in enumerate(prompts(42, 90)):
         engine.add(f"plain-{at}", prompt[:10], max_tokens=6)
     done = engine.finish(steps=2)
-    monkeypatch.setattr(engine.scheduler, "_whole_order_due", math.inf)
+    monkeypatch.setattr(engine.scheduler.order, "_sort_all_at", math.inf)
     engine.add("long", prompts(43, 1)[0][:10], max_tokens=30)
     engine.add("short", prompts(44, 1)[0][:10], max_tokens=3)
     done |= engine.finish()
@@ -377,7 +377,7 @@ def test_of_two_deadlines_the_one_with_the_longer_predicted_answer_is_served_fir
     assert order() == ["early", "late"]
     # As long as a step takes more than 1.2 ms.
     assert order(early=10, late=850) == ["late", "early"]
-    assert not engine.scheduler._told, "nothing is kept of requests that are gone"
+    assert not engine.scheduler.order._hints, "nothing is kept of requests that are gone"
 
 
 def test_resetting_the_prefix_cache_under_running_requests_keeps_nothing_in_swap_space(
@@ -388,7 +388,7 @@ def test_resetting_the_prefix_cache_under_running_requests_keeps_nothing_in_swap
         engine.add(f"36-{at}", prompt[:BLOCK_TOKENS], max_tokens=20)
     assert not engine.finish(steps=5)
     assert engine.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
-    assert not engine.scheduler._swapped
+    assert not engine.scheduler.swap
     assert len(engine.finish()) == 4
 
 

@@ -22,14 +22,14 @@ from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.policy.deadline import DEADLINE, deadline_of
 from loomserve.platform.scheduling.policy.expected import EXPECTED, expected_of
-from loomserve.platform.scheduling.policy.preemption import Preemption, Victim, Way
+from loomserve.platform.scheduling.policy.preemption import Preemption, PreemptionMode, Victim
 from loomserve.platform.scheduling.simulator import (
     Costs,
     Limits,
-    Part,
     Policies,
     SimulatedRequest,
     Simulation,
+    StepShare,
     replay,
 )
 
@@ -47,12 +47,12 @@ POLICIES = {
     "sjf, swap": Policies("sjf", "swap"),
     "deadline, recompute": Policies("deadline", "recompute"),
 }
-# Copies are quick here: only little swap space makes some requests leave the other way.
+# Copies are quick here: only little swap space makes some requests leave in the other mode.
 SWAP_BLOCKS = {"adaptive": 6, "swap": 40, "recompute": 0}
-EXPECTED_WAYS: dict[str, set[Way]] = {
-    "adaptive": {Way.SWAP, Way.RECOMPUTE},
-    "swap": {Way.SWAP},
-    "recompute": {Way.RECOMPUTE},
+EXPECTED_MODES: dict[str, set[PreemptionMode]] = {
+    "adaptive": {PreemptionMode.SWAP, PreemptionMode.RECOMPUTE},
+    "swap": {PreemptionMode.SWAP},
+    "recompute": {PreemptionMode.RECOMPUTE},
 }
 
 
@@ -73,12 +73,12 @@ class Recorded:
     limits: Limits
     requests: list[SimulatedRequest] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
-    parts: list[list[Part]] = field(default_factory=list)
-    preempted: list[dict[str, Way]] = field(default_factory=list)
+    parts: list[list[StepShare]] = field(default_factory=list)
+    preempted: list[dict[str, PreemptionMode]] = field(default_factory=list)
     victims: list[Victim] = field(default_factory=list)
 
-    def ways(self) -> Counter[Way]:
-        return Counter(way for ways in self.preempted for way in ways.values())
+    def modes(self) -> Counter[PreemptionMode]:
+        return Counter(mode for modes in self.preempted for mode in modes.values())
 
     def simulated(self, policies: Policies) -> Simulation:
         # What is predicted changes with what was measured, so it is part of the record.
@@ -100,7 +100,7 @@ def recording(kind: type[Any]) -> type[Any]:
         recorded: Recorded
 
         def schedule(self, throttle_prefills: bool = False) -> Any:
-            self.now, self.left = time.time(), dict[str, Way]()
+            self.now, self.left = time.time(), dict[str, PreemptionMode]()
             scheduled = super().schedule(throttle_prefills)
             computed = {one.req_id: one.num_computed_tokens for one in scheduled.scheduled_new_reqs}
             cached = scheduled.scheduled_cached_reqs
@@ -108,7 +108,7 @@ def recording(kind: type[Any]) -> type[Any]:
             self.recorded.starts.append(self.now)
             self.recorded.parts.append(
                 [
-                    Part(name, computed[name], tokens)
+                    StepShare(name, computed[name], tokens)
                     for name, tokens in scheduled.num_scheduled_tokens.items()
                 ]
             )
@@ -117,10 +117,10 @@ def recording(kind: type[Any]) -> type[Any]:
 
         def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
             super()._preempt_request(request, *args, **kwargs)
-            self.left[request.request_id] = self.way_of(request)
+            self.left[request.request_id] = self.mode_of(request)
 
-        def way_of(self, request: Any) -> Way:
-            return Way.RECOMPUTE
+        def mode_of(self, request: Any) -> PreemptionMode:
+            return PreemptionMode.RECOMPUTE
 
         def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
             self.recorded.requests.append(
@@ -144,31 +144,29 @@ def recording_ours() -> type[Any]:
     from loomserve.platform.scheduling.options import SchedulerOptions
 
     class RecordingOurs(recording(AdaptiveScheduler)):  # type: ignore[misc]
-        _way_out: Preemption
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            # The store is swap space only: what is computed again, is computed whole.
+            setattr(self.costs, "worth_loading", lambda tokens: False)  # noqa: B010
+            setattr(self.costs, "worth_swapping", lambda tokens: True)  # noqa: B010
 
         def use(self, options: SchedulerOptions) -> None:
             super().use(options)
-            decided = self._way_out
+            decided: Preemption = self.swap.mode_of
 
-            def way_out(victim: Victim, free_bytes: int) -> Way:
+            def mode_of(victim: Victim, free_bytes: int) -> PreemptionMode:
                 self.recorded.victims.append(victim)
                 return decided(victim, free_bytes)
 
-            self._way_out = way_out
+            self.swap.mode_of = mode_of
 
         def _put_in_order(self, now: float) -> None:
             self.now = now
             super()._put_in_order(now)
 
-        def _worth_loading(self, tokens: int) -> bool:
-            # The store is swap space only: what is computed again, is computed whole.
-            return False
-
-        def _worth_swapping(self, tokens: int) -> bool:
-            return True
-
-        def way_of(self, request: Any) -> Way:
-            return Way.SWAP if request.request_id in self._swapped else Way.RECOMPUTE
+        def mode_of(self, request: Any) -> PreemptionMode:
+            swapped = request.request_id in self.swap
+            return PreemptionMode.SWAP if swapped else PreemptionMode.RECOMPUTE
 
     return RecordingOurs
 
@@ -245,7 +243,7 @@ def served_by_ours(kv_transfer_config: dict[str, Any]) -> dict[str, Recorded]:
 
     llm = engine_of(recording_ours(), kv_transfer_config)
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    block_bytes = scheduler._block_bytes
+    block_bytes = scheduler.costs.block_bytes
     found = {}
     for name, policies in POLICIES.items():
         swap_blocks = SWAP_BLOCKS[policies.preemption]
@@ -295,7 +293,7 @@ def recorded_by_ours(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reco
 def assert_agreement(recorded: Recorded, policies: Policies) -> None:
     assert len(recorded.requests) == REQUESTS
     # Which of them, depends on the machine's speed where both may be taken.
-    assert set() < recorded.ways().keys() <= EXPECTED_WAYS[policies.preemption]
+    assert set() < recorded.modes().keys() <= EXPECTED_MODES[policies.preemption]
     simulated = recorded.simulated(policies)
     steps = zip(simulated.steps, recorded.preempted, recorded.parts, strict=True)
     for step, preempted, parts in steps:

@@ -20,12 +20,8 @@ MOST_CLASS_LINES = 250
 LARGE_FOLDERS = {"platform/config": "one section of the configuration a file"}
 LONG_FILES: dict[str, str] = {
     "platform/engine/hook_table.py": "one table",
-    "platform/engine/scheduler.py": "to be divided",
-    "platform/lending/engine/borrower_scheduler.py": "to be divided",
 }
 LONG_CLASSES: dict[str, str] = {
-    "platform/engine/scheduler.py:AdaptiveScheduler": "to be divided",
-    "platform/lending/engine/borrower_scheduler.py:BorrowingScheduler": "to be divided",
 }
 SHARED_NAMES: dict[str, str] = {}
 

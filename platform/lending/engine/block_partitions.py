@@ -28,7 +28,7 @@ OWN = 0
 """The side of the engine's own memory."""
 
 
-class Sides:
+class Partitions:
     """Which block is on which side; ``starts`` are the sides' first blocks, from 0 on."""
 
     def __init__(self, starts: Sequence[int], blocks: int) -> None:
@@ -50,7 +50,7 @@ class Sides:
         self._joined.discard(side)
 
 
-def borrowed_sides(config: KVCacheConfig, lending: LendingOptions) -> Sides:
+def borrowed_partitions(config: KVCacheConfig, lending: LendingOptions) -> Partitions:
     """Own blocks first, then an equal part for each lender.
 
     Scheduler and worker both compute it, from the configuration that vLLM made of the worker's own
@@ -59,17 +59,17 @@ def borrowed_sides(config: KVCacheConfig, lending: LendingOptions) -> Sides:
     part = lending.borrow_bytes // block_bytes(config) // lending.lenders
     own = config.num_blocks - part * lending.lenders
     starts = [own + i * part for i in range(lending.lenders)] if part else []
-    return Sides([0, *starts], config.num_blocks)
+    return Partitions([0, *starts], config.num_blocks)
 
 
-class SidedQueue:
+class PartitionedQueue:
     """vLLM's queue of free blocks, one a side; blocks that are withheld stand in none.
 
     While ``side`` is set, blocks are counted and taken there; else they are counted everywhere, and
     none can be taken.
     """
 
-    def __init__(self, sides: Sides, free: Sequence[KVCacheBlock]) -> None:
+    def __init__(self, sides: Partitions, free: Sequence[KVCacheBlock]) -> None:
         self.side: int | None = None
         self._sides = sides
         for block in free:
@@ -155,10 +155,10 @@ class SidedQueue:
             yield self._queues[side], of_it
 
 
-class SidedHashes:
+class PartitionedHashes:
     """vLLM's prefix cache, one a side: a prefix on one is no help on another."""
 
-    def __init__(self, sides: Sides) -> None:
+    def __init__(self, sides: Partitions) -> None:
         self.side: int | None = None
         self._sides = sides
         self._maps = [BlockHashToBlockMap() for _ in sides.ranges]
@@ -183,24 +183,24 @@ class SidedHashes:
         return self._maps[self._sides.of(block_id)]
 
 
-class SidedBlockPool(BlockPool):  # type: ignore[misc]
+class PartitionedBlockPool(BlockPool):  # type: ignore[misc]
     """vLLM's block pool, of which each caller sees one side at a time."""
 
-    sides: Sides
-    free_block_queue: SidedQueue
-    cached_block_hash_to_block: SidedHashes
+    sides: Partitions
+    free_block_queue: PartitionedQueue
+    cached_block_hash_to_block: PartitionedHashes
     blocks: list[KVCacheBlock]
     num_gpu_blocks: int
 
     @classmethod
-    def divide(cls, pool: BlockPool, sides: Sides) -> SidedBlockPool:
+    def divide(cls, pool: BlockPool, sides: Partitions) -> PartitionedBlockPool:
         """Take over a pool of which nothing but the null block is in use."""
         free = pool.free_block_queue.get_all_free_blocks()
         pool.__class__ = cls
         pool.sides = sides
-        pool.free_block_queue = SidedQueue(sides, free)
-        pool.cached_block_hash_to_block = SidedHashes(sides)
-        divided: SidedBlockPool = pool
+        pool.free_block_queue = PartitionedQueue(sides, free)
+        pool.cached_block_hash_to_block = PartitionedHashes(sides)
+        divided: PartitionedBlockPool = pool
         return divided
 
     @contextmanager
@@ -233,7 +233,7 @@ class SidedBlockPool(BlockPool):  # type: ignore[misc]
         finally:
             self.num_gpu_blocks = every
         if done:
-            self.cached_block_hash_to_block = SidedHashes(self.sides)
+            self.cached_block_hash_to_block = PartitionedHashes(self.sides)
         return done
 
     def get_usage(self) -> float:
@@ -241,29 +241,29 @@ class SidedBlockPool(BlockPool):  # type: ignore[misc]
         return 1.0 - self.get_num_free_blocks() / backed if backed else 0.0
 
 
-class SidedKVCacheManager(KVCacheManager):  # type: ignore[misc]
+class PartitionedKVCacheManager(KVCacheManager):  # type: ignore[misc]
     """vLLM's KV cache manager; ``place`` says on which side a request without blocks starts.
 
     ``place`` is asked for each attempt to start a request, and None means that it has to wait.
     """
 
-    block_pool: SidedBlockPool
+    block_pool: PartitionedBlockPool
     place: Callable[[Request], int | None]
     _placed: dict[str, int | None]
 
     @classmethod
     def divide(
-        cls, manager: KVCacheManager, sides: Sides, place: Callable[[Request], int | None]
-    ) -> SidedKVCacheManager:
+        cls, manager: KVCacheManager, sides: Partitions, place: Callable[[Request], int | None]
+    ) -> PartitionedKVCacheManager:
         """Take over a manager that has no request yet."""
-        SidedBlockPool.divide(manager.block_pool, sides)
+        PartitionedBlockPool.divide(manager.block_pool, sides)
         manager.__class__ = cls
         manager.place = place
         manager._placed = {}
-        divided: SidedKVCacheManager = manager
+        divided: PartitionedKVCacheManager = manager
         return divided
 
-    def side_of(self, request: Request) -> int | None:
+    def partition_of(self, request: Request) -> int | None:
         """Where its blocks are; else where it was last placed."""
         blocks: Sequence[KVCacheBlock] = self.coordinator.get_blocks(request.request_id)[0]
         if blocks:
@@ -277,7 +277,7 @@ class SidedKVCacheManager(KVCacheManager):  # type: ignore[misc]
         return found
 
     def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
-        side = self.side_of(request)
+        side = self.partition_of(request)
         if side is None:
             return None
         with self.block_pool.on(side):

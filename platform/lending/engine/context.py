@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from loomserve.platform.lending.engine.block_partitions import Sides
+from loomserve.platform.lending.engine.block_partitions import Partitions
 from loomserve.platform.lending.engine.shards.shard import RemoteShard
 from loomserve.platform.lending.ring.borrower import Borrower
 
@@ -29,7 +29,7 @@ class LendingContext:
     """
 
     patience_s: float = 0.1
-    partitions: Sides = field(default_factory=lambda: Sides([0], 0))
+    partitions: Partitions = field(default_factory=lambda: Partitions([0], 0))
     borrowers: dict[int, Borrower] = field(default_factory=dict)
     shard: RemoteShard | None = None
     poll: Callable[[], Any] | None = None

@@ -19,7 +19,7 @@ from loomserve.kvstore.engine.connector import StoreConnector
 from loomserve.kvstore.engine.connector_worker import StoreConnectorWorker
 from loomserve.platform.engine.worker import NonSpinningWorker
 from loomserve.platform.lending.engine.attention import share_context, use_remote_attention
-from loomserve.platform.lending.engine.block_partitions import OWN, borrowed_sides
+from loomserve.platform.lending.engine.block_partitions import OWN, borrowed_partitions
 from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
 from loomserve.platform.lending.engine.context import LendingContext
 from loomserve.platform.lending.engine.lender_worker import LenderWorker
@@ -65,7 +65,7 @@ class RemoteAttentionWorker(NonSpinningWorker):
         return int(super().determine_available_memory()) + self._options.borrow_bytes
 
     def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
-        self._context.partitions = partitions = borrowed_sides(kv_cache_config, self._options)
+        self._context.partitions = partitions = borrowed_partitions(kv_cache_config, self._options)
         own = len(partitions.ranges[OWN])
         self._check_own(kv_cache_config, own)
         # A layer's memory begins where the one before would end if it had a block for each number.

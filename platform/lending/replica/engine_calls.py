@@ -20,7 +20,7 @@ class EngineRpc(Protocol):
 
 
 class BorrowerCalls:
-    """Calls of ``BorrowingScheduler``."""
+    """Calls to an engine that borrows: those of :class:`LoanCalls`."""
 
     def __init__(self, rpc: EngineRpc) -> None:
         self._rpc = rpc
@@ -51,7 +51,7 @@ class BorrowerCalls:
 
 
 class LenderCalls:
-    """Calls of ``LendingScheduler``."""
+    """Calls to an engine that lends: those of :class:`LoanCalls`."""
 
     def __init__(self, rpc: EngineRpc) -> None:
         self._rpc = rpc

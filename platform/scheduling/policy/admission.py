@@ -12,7 +12,7 @@ from statistics import fmean
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class StartCandidate:
     """A waiting request.
 
     Attributes:
@@ -29,14 +29,14 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartChoice:
     """Candidates that start, by their place in the sequence they were given in."""
 
     chosen: tuple[int, ...]
     prefill: bool
 
 
-def start(candidates: Sequence[Candidate], free_blocks: int, places: int) -> Start:
+def start(candidates: Sequence[StartCandidate], free_blocks: int, places: int) -> StartChoice:
     """Either swapped requests come back or prompts are computed: AdaptiveLLM, algorithm 2.
 
     ``candidates`` are in the order of their priority, and at most ``places`` may start. Each side
@@ -46,14 +46,14 @@ def start(candidates: Sequence[Candidate], free_blocks: int, places: int) -> Sta
     swapped = _fitting(candidates, free_blocks, places, swapped=True)
     prefill = _fitting(candidates, free_blocks, places, swapped=False)
     if not (swapped or prefill):
-        return Start((), prefill=False)
+        return StartChoice((), prefill=False)
     if not swapped or (prefill and _mean(candidates, prefill) > _mean(candidates, swapped)):
-        return Start(prefill, prefill=True)
-    return Start(swapped, prefill=False)
+        return StartChoice(prefill, prefill=True)
+    return StartChoice(swapped, prefill=False)
 
 
 def never_computed_twice(
-    candidates: Iterable[Candidate],
+    candidates: Iterable[StartCandidate],
     swapped: int,
     held: Iterable[int],
     blocks: int,
@@ -89,7 +89,7 @@ def never_computed_twice(
 
 
 def _fitting(
-    candidates: Sequence[Candidate], free_blocks: int, places: int, *, swapped: bool
+    candidates: Sequence[StartCandidate], free_blocks: int, places: int, *, swapped: bool
 ) -> tuple[int, ...]:
     chosen: list[int] = []
     for at, candidate in enumerate(candidates):
@@ -102,5 +102,5 @@ def _fitting(
     return tuple(chosen)
 
 
-def _mean(candidates: Sequence[Candidate], chosen: Sequence[int]) -> float:
+def _mean(candidates: Sequence[StartCandidate], chosen: Sequence[int]) -> float:
     return fmean(candidates[at].priority for at in chosen)

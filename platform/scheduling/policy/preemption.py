@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Way(StrEnum):
+class PreemptionMode(StrEnum):
     """Out of the engine's memory, and back."""
 
     SWAP = "swap"
@@ -33,23 +33,25 @@ class Victim:
     recompute_s: float
 
 
-Preemption = Callable[[Victim, int], Way]
+Preemption = Callable[[Victim, int], PreemptionMode]
 """Of a victim and the free bytes of swap space."""
 
 
-def adaptive(victim: Victim, free_bytes: int) -> Way:
+def adaptive(victim: Victim, free_bytes: int) -> PreemptionMode:
     """The way that is predicted to be the cheaper one: AdaptiveLLM, algorithm 1."""
-    return swap(victim, free_bytes) if victim.swap_s < victim.recompute_s else Way.RECOMPUTE
+    if victim.swap_s < victim.recompute_s:
+        return swap(victim, free_bytes)
+    return PreemptionMode.RECOMPUTE
 
 
-def swap(victim: Victim, free_bytes: int) -> Way:
+def swap(victim: Victim, free_bytes: int) -> PreemptionMode:
     """Always to swap space, if there is room."""
-    return Way.SWAP if victim.swap_bytes <= free_bytes else Way.RECOMPUTE
+    return PreemptionMode.SWAP if victim.swap_bytes <= free_bytes else PreemptionMode.RECOMPUTE
 
 
-def recompute(victim: Victim, free_bytes: int) -> Way:
+def recompute(victim: Victim, free_bytes: int) -> PreemptionMode:
     """As stock vLLM does."""
-    return Way.RECOMPUTE
+    return PreemptionMode.RECOMPUTE
 
 
 PREEMPTIONS: Mapping[str, Preemption] = {

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from loomserve.platform.lending.engine.block_partitions import OWN, Sides
+from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import RingTask
@@ -30,7 +30,7 @@ class BlockMover:
         self,
         kv_caches: Sequence[torch.Tensor],
         geometry: Geometry,
-        partitions: Sides,
+        partitions: Partitions,
         borrowers: Mapping[int, Borrower],
         patience_s: float,
     ) -> None:

@@ -23,16 +23,16 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from loomserve.platform.lending.engine.block_partitions import OWN, SidedBlockPool, Sides
+from loomserve.platform.lending.engine.block_partitions import OWN, PartitionedBlockPool, Partitions
 
 _COPY_SHARE = 0.2
 """Of the time of a step, for copying beside it."""
 _SMOOTHING = 0.3
 
-Call = Callable[..., Any]
+WorkerCall = Callable[..., Any]
 
 
-class Phase(StrEnum):
+class MigrationPhase(StrEnum):
     LEAVING = "leaving"
     """Copied to the lender while steps compute it here; an end now costs nothing."""
     AWAY = "away"
@@ -43,7 +43,7 @@ class Phase(StrEnum):
     """As before the loan."""
 
 
-class PartLoan:
+class ShardMigration:
     """Of one scheduler and one lender.
 
     Args:
@@ -57,14 +57,14 @@ class PartLoan:
 
     def __init__(
         self,
-        pool: SidedBlockPool,
-        sides: Sides,
+        pool: PartitionedBlockPool,
+        sides: Partitions,
         side: int,
         blocks: int,
         block_bytes: int,
-        workers: Call,
+        workers: WorkerCall,
     ) -> None:
-        self.phase = Phase.LEAVING
+        self.phase = MigrationPhase.LEAVING
         self.usable = 0
         """Of the side's blocks, from the first on, those that are own ones now."""
         self.pause_s = 0.0
@@ -88,19 +88,19 @@ class PartLoan:
 
     @property
     def away(self) -> bool:
-        return self.phase in (Phase.AWAY, Phase.RETURNING)
+        return self.phase in (MigrationPhase.AWAY, MigrationPhase.RETURNING)
 
     @property
     def has(self) -> int:
         """The lender's blocks in use, from the first on."""
-        return 0 if self.phase is Phase.HOME else self._own + self.usable
+        return 0 if self.phase is MigrationPhase.HOME else self._own + self.usable
 
     def state(self) -> dict[str, Any]:
         return {
             "phase": str(self.phase),
             "pause_s": self.pause_s,
             "copied_bytes": self.copied_blocks * self._block_bytes,
-            "why": self.why,
+            "why": str(self.why),
         }
 
     def fits(self, granted: int) -> bool:
@@ -119,11 +119,11 @@ class PartLoan:
         Returns:
             False if the lender's ring has closed.
         """
-        if self.phase is Phase.AWAY:
+        if self.phase is MigrationPhase.AWAY:
             self._let_go_of_memory(_COPY_SHARE * step_s if running else math.inf)
-        if self.phase not in (Phase.LEAVING, Phase.RETURNING) or not self.fits(granted):
+        leaving = self.phase is MigrationPhase.LEAVING
+        if not (leaving or self.phase is MigrationPhase.RETURNING) or not self.fits(granted):
             return True
-        leaving = self.phase is Phase.LEAVING
         if not leaving and not self._prepare(running):
             return True
         rest = [
@@ -146,7 +146,7 @@ class PartLoan:
 
         They are withheld, but requests may still hold them, which must leave before the next step.
         """
-        here = self.phase is Phase.AWAY and self._let_go
+        here = self.phase is MigrationPhase.AWAY and self._let_go
         usable = max(0, min(granted - self._own, self._most)) if here else 0
         extra, before = self._sides.ranges[self._side], self.usable
         if usable < before:
@@ -159,11 +159,11 @@ class PartLoan:
     def come_home(self, why: str) -> None:
         """Begin to copy the part back; :meth:`use` then tells which blocks must be left."""
         self.why = self.why or why
-        if self.phase is Phase.AWAY:
-            self.phase = Phase.RETURNING
+        if self.phase is MigrationPhase.AWAY:
+            self.phase = MigrationPhase.RETURNING
             self._copied.clear()
-        elif self.phase is Phase.LEAVING:
-            self.phase = Phase.HOME
+        elif self.phase is MigrationPhase.LEAVING:
+            self.phase = MigrationPhase.HOME
 
     def lose(self) -> None:
         """The lender has it no more: nothing of any block counts, and all are whole again."""
@@ -171,7 +171,7 @@ class PartLoan:
             self._pool.evict_blocks(set(self._sides.ranges[OWN]))
             self._workers("take_back_shard", self._side, [])
             self._sides.separate(self._side)
-        self.phase = Phase.HOME
+        self.phase = MigrationPhase.HOME
 
     def _prepare(self, running: bool) -> bool:
         """As much as fits beside a step, or all if none waits; whether all is done."""
@@ -218,10 +218,10 @@ class PartLoan:
         self.copied_blocks += len(rest)
         if leaving:
             self._sides.join(self._side)
-            self.phase = Phase.AWAY
+            self.phase = MigrationPhase.AWAY
         else:
             self._sides.separate(self._side)
-            self.phase = Phase.HOME
+            self.phase = MigrationPhase.HOME
         self._copied.clear()
         self.pause_s = max(self.pause_s, time.perf_counter() - begin)
         return True

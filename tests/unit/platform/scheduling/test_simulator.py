@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.scheduling.policy.preemption import PREEMPTIONS, Way
+from loomserve.platform.scheduling.policy.preemption import PREEMPTIONS, PreemptionMode
 from loomserve.platform.scheduling.policy.queue import QUEUES
 from loomserve.platform.scheduling.simulator import (
     Costs,
     Limits,
-    Part,
     Policies,
     ScheduledStep,
     SimulatedRequest,
     Simulation,
+    StepShare,
     replay,
     simulate,
 )
@@ -106,9 +106,9 @@ def audit(
     swapped: dict[str, int] = {}
     generated = dict.fromkeys(prompts, 0)
     for step in simulation.steps:
-        for name, way in step.preempted.items():
+        for name, mode in step.preempted.items():
             computed = memory.pop(name)
-            if way is Way.SWAP:
+            if mode is PreemptionMode.SWAP:
                 swapped[name] = computed
         assert sum(map(limits.blocks_for, swapped.values())) * BLOCK_BYTES <= limits.swap_bytes
         assert sum(part.tokens for part in step.parts) <= limits.step_tokens
@@ -134,16 +134,17 @@ def test_the_last_that_runs_leaves_and_is_computed_again_before_newer_ones() -> 
     limits = replace(LIMITS, blocks=5, running=2)
     simulation = simulate(requests, limits, Policies(), replace(COSTS, step_s=lambda step: 1.0))
     assert [step.parts for step in simulation.steps] == [
-        [Part("a", 0, 8), Part("b", 0, 8)],
+        [StepShare("a", 0, 8), StepShare("b", 0, 8)],
         # Of five blocks, b had two and gets no third.
-        [Part("a", 8, 1)],
-        [Part("a", 9, 1)],
-        [Part("a", 10, 1)],
-        [Part("b", 0, 9), Part("c", 0, 4)],
-        [Part("b", 9, 1)],
+        [StepShare("a", 8, 1)],
+        [StepShare("a", 9, 1)],
+        [StepShare("a", 10, 1)],
+        [StepShare("b", 0, 9), StepShare("c", 0, 4)],
+        [StepShare("b", 9, 1)],
     ]
-    assert [step.preempted for step in simulation.steps[:3]] == [{}, {"b": Way.RECOMPUTE}, {}]
-    assert simulation.steps[4].resumed == {"b": Way.RECOMPUTE}
+    recomputed = {"b": PreemptionMode.RECOMPUTE}
+    assert [step.preempted for step in simulation.steps[:3]] == [{}, recomputed, {}]
+    assert simulation.steps[4].resumed == recomputed
     b = simulation.times["b"]
     assert (b.arrived_s, b.started_s, b.finished_s) == (0.0, 0.0, 6.0)
     assert simulation.times["c"].weighted_turnaround == pytest.approx(4.9 / 1.0)
@@ -153,18 +154,18 @@ def test_what_was_swapped_goes_on_where_it_was() -> None:
     requests = [request("a", 8, 4), request("b", 8, 3)]
     limits = replace(LIMITS, blocks=5, swap_bytes=2 * BLOCK_BYTES)
     steps = simulate(requests, limits, Policies(preemption="adaptive"), COSTS).steps
-    assert steps[1].preempted == {"b": Way.SWAP}
+    assert steps[1].preempted == {"b": PreemptionMode.SWAP}
     assert (steps[1].swapped_out_bytes, steps[4].swapped_in_bytes) == (2 * BLOCK_BYTES,) * 2
-    assert steps[4].parts == [Part("b", 8, 1)]
+    assert steps[4].parts == [StepShare("b", 8, 1)]
 
 
 def test_prompts_longer_than_a_step_are_computed_in_pieces_beside_decodes() -> None:
     requests = [request("a", 4, 4), request("b", 20, 1, arrived_s=0.01)]
     steps = simulate(requests, replace(LIMITS, step_tokens=8), Policies(), COSTS).steps
     assert [step.parts for step in steps[1:4]] == [
-        [Part("a", 4, 1), Part("b", 0, 7)],
-        [Part("a", 5, 1), Part("b", 7, 7)],
-        [Part("a", 6, 1), Part("b", 14, 6)],
+        [StepShare("a", 4, 1), StepShare("b", 0, 7)],
+        [StepShare("a", 5, 1), StepShare("b", 7, 7)],
+        [StepShare("a", 6, 1), StepShare("b", 14, 6)],
     ]
 
 
@@ -233,11 +234,13 @@ def test_adaptive_swaps_what_is_dearer_to_compute_while_there_is_room(
     free = limits.swap_bytes
     sizes: dict[str, int] = {}
     for step in simulate(requests, limits, Policies(queue, "adaptive"), COSTS).steps:
-        for name, way in step.preempted.items():
+        for name, mode in step.preempted.items():
             size = limits.blocks_for(computed[name]) * BLOCK_BYTES
             cheaper = COSTS.swap_s(computed[name]) < COSTS.recompute_s(computed[name])
-            assert way is (Way.SWAP if cheaper and size <= free else Way.RECOMPUTE)
-            if way is Way.SWAP:
+            assert mode is (
+                PreemptionMode.SWAP if cheaper and size <= free else PreemptionMode.RECOMPUTE
+            )
+            if mode is PreemptionMode.SWAP:
                 sizes[name] = size
                 free -= size
         for name in step.resumed:

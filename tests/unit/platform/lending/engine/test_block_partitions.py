@@ -17,16 +17,16 @@ from vllm.v1.request import Request
 
 from loomserve.platform.lending.engine.block_partitions import (
     OWN,
-    SidedBlockPool,
-    SidedKVCacheManager,
-    Sides,
-    borrowed_sides,
+    PartitionedBlockPool,
+    PartitionedKVCacheManager,
+    Partitions,
+    borrowed_partitions,
 )
 from loomserve.platform.state.lending_options import LendingOptions
 
 SIZE = 32
 BLOCKS = 24
-SIDES = Sides([0, 8, 16], BLOCKS)
+SIDES = Partitions([0, 8, 16], BLOCKS)
 
 
 def config() -> KVCacheConfig:
@@ -36,9 +36,9 @@ def config() -> KVCacheConfig:
     )
 
 
-def pool() -> SidedBlockPool:
+def pool() -> PartitionedBlockPool:
     plain = BlockPool(num_gpu_blocks=BLOCKS, enable_caching=True, hash_block_size=SIZE)
-    return SidedBlockPool.divide(plain, SIDES)
+    return PartitionedBlockPool.divide(plain, SIDES)
 
 
 class Manager:
@@ -53,7 +53,7 @@ class Manager:
             config(), max_model_len=512, scheduler_block_size=SIZE, hash_block_size=SIZE
         )
         self.places: dict[str, int | None] = {}
-        self.manager = SidedKVCacheManager.divide(
+        self.manager = PartitionedKVCacheManager.divide(
             plain, SIDES, lambda request: self.places[request.request_id]
         )
         self.requests = 0
@@ -113,7 +113,7 @@ def test_a_request_that_is_placed_nowhere_waits_and_may_come_later() -> None:
     _, table = kv.start(request)
     assert table is not None
     assert set(table) <= set(SIDES.ranges[2])
-    assert kv.manager.side_of(request) == 2
+    assert kv.manager.partition_of(request) == 2
 
 
 def test_a_request_grows_where_it_is_and_is_refused_when_that_side_is_full() -> None:
@@ -149,9 +149,9 @@ def test_what_is_withheld_is_neither_given_nor_found_until_it_is_offered_again()
 
 def test_the_parts_of_lenders_are_equal_and_the_rest_is_the_engines_own() -> None:
     block = 2 * SIZE * 32 * 4
-    sides = borrowed_sides(config(), LendingOptions(borrow_bytes=9 * block, lenders=2))
+    sides = borrowed_partitions(config(), LendingOptions(borrow_bytes=9 * block, lenders=2))
     assert [len(side) for side in sides.ranges] == [16, 4, 4]
-    alone = borrowed_sides(config(), LendingOptions())
+    alone = borrowed_partitions(config(), LendingOptions())
     assert [len(side) for side in alone.ranges] == [BLOCKS]
 
 

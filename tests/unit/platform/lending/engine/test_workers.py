@@ -14,7 +14,7 @@ from torch import nn
 from vllm import _custom_ops  # noqa: F401  (the kernels that the server looks for)
 
 from loomserve.kvstore.engine.memory import BlockMemory, KvMemory
-from loomserve.platform.lending.engine.block_partitions import OWN, Sides
+from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
 from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
 from loomserve.platform.lending.engine.context import LendingContext
 from loomserve.platform.lending.engine.lender_worker import LenderWorker
@@ -61,7 +61,7 @@ class Engines:
         self.path = str(path)
         numbers = OWN_BLOCKS + LENT_BLOCKS
         self.kv = local_kv(OWN_BLOCKS, numbers)
-        self.context = LendingContext(5.0, Sides([0, OWN_BLOCKS], numbers))
+        self.context = LendingContext(5.0, Partitions([0, OWN_BLOCKS], numbers))
         self.borrower = BorrowerWorker(self.context, self.kv, LIMITS)
         names = [each.layer_name for each in self.kv.attention]
         self.store = StoreSeen(KvMemory(dict(zip(names, self.kv.caches, strict=True))))

@@ -1,4 +1,4 @@
-"""Queue orders, ways out of memory, and who starts: tables for the paper's formulas, properties."""
+"""Queue orders, preemption modes, and who starts: tables for the paper's formulas, properties."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.platform.scheduling.policy.admission import Candidate, never_computed_twice, start
-from loomserve.platform.scheduling.policy.preemption import PREEMPTIONS, Victim, Way
+from loomserve.platform.scheduling.policy.admission import (
+    StartCandidate,
+    never_computed_twice,
+    start,
+)
+from loomserve.platform.scheduling.policy.preemption import PREEMPTIONS, PreemptionMode, Victim
 from loomserve.platform.scheduling.policy.queue import QUEUES, Priority, QueuedRequest, fair
 
 BASE = QueuedRequest(arrived_s=100.0, tokens=50, left=20)
@@ -76,25 +80,25 @@ def test_of_two_that_came_together_fairness_serves_the_shorter(
 
 
 @pytest.mark.parametrize(
-    ("preemption", "swap_s", "free", "way"),
+    ("preemption", "swap_s", "free", "mode"),
     [
-        ("adaptive", 0.1, 1_000, Way.SWAP),
-        ("adaptive", 0.1, 999, Way.RECOMPUTE),
-        ("adaptive", 0.5, 1_000, Way.RECOMPUTE),
-        ("adaptive", 0.9, 1_000, Way.RECOMPUTE),
-        ("swap", 0.9, 1_000, Way.SWAP),
-        ("swap", 0.1, 999, Way.RECOMPUTE),
-        ("recompute", 0.1, 1_000, Way.RECOMPUTE),
+        ("adaptive", 0.1, 1_000, PreemptionMode.SWAP),
+        ("adaptive", 0.1, 999, PreemptionMode.RECOMPUTE),
+        ("adaptive", 0.5, 1_000, PreemptionMode.RECOMPUTE),
+        ("adaptive", 0.9, 1_000, PreemptionMode.RECOMPUTE),
+        ("swap", 0.9, 1_000, PreemptionMode.SWAP),
+        ("swap", 0.1, 999, PreemptionMode.RECOMPUTE),
+        ("recompute", 0.1, 1_000, PreemptionMode.RECOMPUTE),
     ],
 )
-def test_the_way_out_is_the_cheaper_one_that_has_room(
-    preemption: str, swap_s: float, free: int, way: Way
+def test_the_mode_is_the_cheaper_one_that_has_room(
+    preemption: str, swap_s: float, free: int, mode: PreemptionMode
 ) -> None:
-    assert PREEMPTIONS[preemption](Victim(1_000, swap_s, recompute_s=0.5), free) is way
+    assert PREEMPTIONS[preemption](Victim(1_000, swap_s, recompute_s=0.5), free) is mode
 
 
-def candidate(priority: float, blocks: int, *, swapped: bool) -> Candidate:
-    return Candidate(priority, blocks, blocks + 2, swapped)
+def candidate(priority: float, blocks: int, *, swapped: bool) -> StartCandidate:
+    return StartCandidate(priority, blocks, blocks + 2, swapped)
 
 
 @pytest.mark.parametrize(

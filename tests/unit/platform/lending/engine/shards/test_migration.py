@@ -17,8 +17,8 @@ from hypothesis.stateful import (
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from loomserve.platform.lending.engine.block_partitions import OWN, SidedBlockPool, Sides
-from loomserve.platform.lending.engine.shards.migration import PartLoan, Phase
+from loomserve.platform.lending.engine.block_partitions import OWN, PartitionedBlockPool, Partitions
+from loomserve.platform.lending.engine.shards.migration import MigrationPhase, ShardMigration
 
 OWN_BLOCKS, EXTRA, SIDE = 3, 3, 1
 ROOM = 5
@@ -95,11 +95,11 @@ class Migration(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sides = Sides([0, OWN_BLOCKS], OWN_BLOCKS + EXTRA)
+        self.sides = Partitions([0, OWN_BLOCKS], OWN_BLOCKS + EXTRA)
         plain = BlockPool(
             num_gpu_blocks=OWN_BLOCKS + EXTRA, enable_caching=True, hash_block_size=32
         )
-        self.pool = SidedBlockPool.divide(plain, self.sides)
+        self.pool = PartitionedBlockPool.divide(plain, self.sides)
         self.pool.withhold(self.sides.ranges[SIDE])
         self.numbers = itertools.count()
         self.used: list[KVCacheBlock] = []
@@ -110,7 +110,7 @@ class Migration(RuleBasedStateMachine):
     def _begin(self) -> None:
         self.worker, self.granted, self.open = Worker(), OWN_BLOCKS + EXTRA, True
         self.worker.here = dict(self.content)
-        self.part = PartLoan(self.pool, self.sides, SIDE, ROOM, 1, self.worker)
+        self.part = ShardMigration(self.pool, self.sides, SIDE, ROOM, 1, self.worker)
 
     # Requests
 
@@ -159,7 +159,7 @@ class Migration(RuleBasedStateMachine):
             self._lose()
             return
         self._leave(self.part.use(self.granted))
-        if self.part.phase is Phase.HOME:
+        if self.part.phase is MigrationPhase.HOME:
             self._end()
 
     def _leave(self, gone: range) -> None:
@@ -211,7 +211,7 @@ class Migration(RuleBasedStateMachine):
     @invariant()
     def more_blocks_are_used_only_while_the_part_is_away(self) -> None:
         assert self.part.away == self.worker.away == (self.sides.of(OWN_BLOCKS) == OWN)
-        assert self.part.usable <= (ROOM - OWN_BLOCKS) * (self.part.phase is Phase.AWAY)
+        assert self.part.usable <= (ROOM - OWN_BLOCKS) * (self.part.phase is MigrationPhase.AWAY)
         assert not (self.part.usable and self.worker.kept)
         assert all(block < OWN_BLOCKS + self.part.usable for block in self._held())
 
@@ -249,7 +249,7 @@ def test_a_block_that_is_filled_anew_while_others_are_copied_is_copied_again() -
     world.free(0)
     world.take()
     world.fill(1)
-    while world.part.phase is Phase.LEAVING:
+    while world.part.phase is MigrationPhase.LEAVING:
         world.step(running=True)
     world.every_block_is_right_where_it_counts()
     assert world.part.copied_blocks == 3

@@ -1,0 +1,1 @@
+"""The parts that decide for vLLM's scheduler, each over a narrow view of it."""

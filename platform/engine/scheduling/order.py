@@ -1,0 +1,151 @@
+"""The order in which an engine serves its requests."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import NamedTuple
+
+from vllm.v1.request import Request
+
+from loomserve.platform.engine.scheduling.costs import EngineCosts
+from loomserve.platform.engine.scheduling.gated_queue import GatedQueue
+from loomserve.platform.engine.scheduling.swap_space import SwapSpace
+from loomserve.platform.scheduling.options import SchedulerOptions
+from loomserve.platform.scheduling.policy.background import is_background
+from loomserve.platform.scheduling.policy.deadline import deadline_of
+from loomserve.platform.scheduling.policy.expected import Expected, expected_of
+from loomserve.platform.scheduling.policy.queue import QUEUES, QueuedRequest
+
+# Per step, sort only the first so many waiting requests and new arrivals; sort the whole queue so
+# seldom that it takes this share of the time.
+_HEAD, _ORDERING_SHARE = 32, 0.001
+# By what share the mean step must change until predictions made with it are made anew.
+_CHANGED = 0.1
+
+
+class RequestHints(NamedTuple):
+    """What a request says of itself."""
+
+    expected: Expected | None
+    deadline_s: float | None
+    background: bool
+
+
+class QueueOrder:
+    """Sorts running and waiting requests by the queue's policy.
+
+    What it finds out about a request is kept until the request's tokens change.
+    """
+
+    def __init__(self, costs: EngineCosts, swap: SwapSpace) -> None:
+        self._costs = costs
+        self._swap = swap
+        self._queued: dict[str, tuple[int, int, QueuedRequest]] = {}
+        self._hints: dict[str, RequestHints] = {}
+        self._token_s = 0.0
+        self._newcomers = 0
+        self._sort_all_at = -math.inf
+
+    def use(self, options: SchedulerOptions, *, foresees: bool) -> None:
+        """Order by these options; ``foresees``: memory is planned ahead for those that start."""
+        self._options = options
+        self._foresees = foresees
+        self._priority = QUEUES[options.queue]
+        # Some were looked at without their deadlines.
+        self._queued.clear()
+
+    def on_arrival(self) -> None:
+        """Note that a request was added to the end of the waiting queue."""
+        self._newcomers += 1
+
+    def forget(self, request: Request) -> None:
+        self._queued.pop(request.request_id, None)
+        self._hints.pop(request.request_id, None)
+
+    def on_step(self, mean_step_s: float) -> None:
+        """Learn the mean step, in which each running request generates a token."""
+        if abs(mean_step_s - self._token_s) > _CHANGED * self._token_s:
+            self._token_s = mean_step_s
+            # They hold predictions made with the old mean.
+            self._queued.clear()
+
+    def sort_running(self, running: list[Request], now: float) -> None:
+        running.sort(key=lambda request: self.rank(request, now))
+
+    def sort_waiting(self, waiting: GatedQueue, now: float) -> None:
+        """Sort the queue's head, where preempted requests are, and its new arrivals into it.
+
+        Priorities of the others change slowly, and a long queue is all that there is to decide.
+        """
+        begin = time.perf_counter()
+        # vLLM's own order is not found again from a part of it.
+        whole = begin >= self._sort_all_at or self._options.queue == "fcfs"
+        new = waiting.take_last(min(self._newcomers, len(waiting)))
+        head = waiting.take_first(len(waiting) if whole else min(_HEAD, len(waiting)))
+        waiting.put_first(sorted([*head, *new], key=lambda request: self.rank(request, now)))
+        self._newcomers = 0
+        if whole:
+            end = time.perf_counter()
+            self._sort_all_at = end + (end - begin) / _ORDERING_SHARE
+
+    def rank(self, request: Request, now: float) -> tuple[object, ...]:
+        """Sort key: the least is served first and preempted last."""
+        if self._options.queue == "fcfs":
+            # Else the order is that of vLLM: what was preempted comes first.
+            return (self.hints(request).background,)
+        seen = self.seen(request)
+        # What is swapped out comes back first, or swap space would stay full behind newer ones.
+        later = self._foresees and request.request_id not in self._swap
+        priority = self._priority(seen, now)
+        return seen.background, later, -priority, request.arrival_time, request.request_id
+
+    def priority(self, request: Request, now: float) -> float:
+        return self._priority(self.seen(request), now)
+
+    def is_background(self, request: Request) -> bool:
+        return self.seen(request).background
+
+    def seen(self, request: Request) -> QueuedRequest:
+        """The request as its policy sees it."""
+        tokens, computed = request.num_tokens, request.num_computed_tokens
+        known = self._queued.get(request.request_id)
+        if known is None or known[0] != tokens or known[1] != computed:
+            known = tokens, computed, self._look_at(request)
+            self._queued[request.request_id] = known
+        return known[2]
+
+    def hints(self, request: Request) -> RequestHints:
+        hints = self._hints.get(request.request_id)
+        if hints is None:
+            parameters = request.sampling_params
+            extra = parameters.extra_args if parameters else None
+            hints = RequestHints(expected_of(extra), deadline_of(extra), is_background(extra))
+            self._hints[request.request_id] = hints
+        return hints
+
+    def _look_at(self, request: Request) -> QueuedRequest:
+        swapped = self._swap.tokens_of(request.request_id)
+        done = request.num_computed_tokens if swapped is None else swapped
+        expected, deadline_s, background = self.hints(request)
+        answer, tokens = request.max_tokens, request.num_tokens
+        if expected is not None:
+            answer = expected.answer(request.num_output_tokens, answer)
+            tokens = request.num_prompt_tokens + answer
+        return QueuedRequest(
+            arrived_s=request.arrival_time,
+            tokens=tokens,
+            left=request.num_prompt_tokens + answer - done,
+            left_s=0.0 if expected is None else self._left_s(request, done, answer),
+            deadline_s=deadline_s if self._options.deadlines else None,
+            background=background,
+        )
+
+    def _left_s(self, request: Request, done: int, answer: int) -> float:
+        """Predicted seconds until the request ends once it runs: its prefill, then its steps."""
+        if self._options.queue != "deadline":
+            return 0.0
+        to_compute = request.num_tokens - done
+        prefill_s = self._costs.prefill_s(to_compute) if to_compute > 1 else 0.0
+        to_generate: int = answer - request.num_output_tokens
+        return prefill_s + to_generate * self._token_s

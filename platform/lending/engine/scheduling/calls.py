@@ -1,0 +1,225 @@
+"""Loan calls, answered by an engine's scheduler and its worker together."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from loomserve.platform.lending.engine.block_partitions import OWN
+from loomserve.platform.lending.engine.scheduling.borrower import BorrowerHooks
+from loomserve.platform.lending.engine.scheduling.lender import LenderHooks, Lent
+from loomserve.platform.lending.engine.scheduling.loan import Loan
+from loomserve.platform.lending.engine.shards.migration import ShardMigration, WorkerCall
+from loomserve.platform.lending.loan_calls import LoanCalls
+from loomserve.platform.lending.messages import (
+    BorrowerReport,
+    LentReport,
+    LoanReport,
+    ShardReport,
+    SlicingReport,
+)
+from loomserve.platform.lending.policy.layout import Layout
+from loomserve.platform.lending.policy.limits import LoanLimit, Rules, first
+from loomserve.platform.lending.policy.slicing import SlicingPlan
+from loomserve.platform.lending.ring.geometry import Geometry
+from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.state.lending_options import LendingOptions, ShardSpec
+
+_PROBE_BLOCKS = 8
+"""Of context, with which a lender that nothing is known of is tried."""
+
+
+class EngineLoanCalls(LoanCalls):
+    """One call's answer by an engine, which lends or borrows at a time but not both.
+
+    Args:
+        borrower: the engine's loans from others.
+        lender: its loans to others.
+        block_size: tokens a KV block.
+        block_bytes: bytes a KV block, of all layers of one rank.
+        stall_s: a lender that takes longer for a task is too slow.
+        prefix_caching: whether the engine has it.
+        workers: calls a method of the engine's worker.
+    """
+
+    def __init__(
+        self,
+        borrower: BorrowerHooks,
+        lender: LenderHooks,
+        *,
+        block_size: int,
+        block_bytes: int,
+        stall_s: float,
+        prefix_caching: bool,
+        workers: WorkerCall,
+    ) -> None:
+        self._borrower = borrower
+        self._lender = lender
+        self._block_size = block_size
+        self._block_bytes = block_bytes
+        self._stall_s = stall_s
+        self._prefix_caching = prefix_caching
+        self._workers = workers
+
+    # Of a borrower
+
+    def borrowing(self, shard: ShardSpec | None = None) -> dict[str, Any]:
+        return dict(self._workers("borrowing", shard))
+
+    def borrow(self, name: str, path: str, shard: ShardSpec | None = None) -> int:
+        partition = self._free_partition(shard)
+        ring = Ring.attach(Path(path))
+        migration = None
+        if shard:
+            migration = self._begin_migration(partition, path, ring, shard)
+        else:
+            self._workers("borrow", partition, path)
+        blocks = self._borrower.partitions.ranges[partition]
+        loan = Loan(
+            name, partition, ring, blocks, ring.stats(), self._first_limit(len(blocks)),
+            shard=migration, layers=shard is not None and "layers" in shard,
+        )  # fmt: skip
+        self._borrower.open(loan, self._workers)
+        return partition
+
+    def limit_loan(self, partition: int, most_bytes: int | None) -> None:
+        loan = self._borrower.loans.get(partition)
+        if loan is not None:  # else it has just ended by itself
+            loan.most = None if most_bytes is None else most_bytes // self._block_bytes
+            self._borrower.follow(loan)
+
+    def drain_loan(self, partition: int) -> bool:
+        loan = self._borrower.loans.get(partition)
+        # One that is not there has just ended by itself.
+        return loan is None or self._borrower.drain(loan)
+
+    def end_loan(self, partition: int) -> None:
+        loan = self._borrower.loans.get(partition)
+        if loan is not None:
+            self._borrower.end(loan)
+        self._workers("end_loan", partition)
+
+    def loan_state(self) -> dict[str, Any]:
+        self._borrower.follow_idle()
+        return BorrowerReport(
+            own_blocks=self._borrower.placement.own_blocks,
+            own_free_blocks=self._borrower.use.free_on(OWN),
+            moved=self._borrower.moves.count,
+            broken={reason.name: count for reason, count in self._borrower.broken.items()},
+            loans=tuple(map(self._report, self._borrower.loans.values())),
+        ).model_dump()
+
+    def place(self, placement: str, lent_share: float) -> None:
+        options = self._borrower.placement.options
+        given = {**options.model_dump(), "placement": placement, "lent_share": lent_share}
+        self._borrower.placement.options = LendingOptions.model_validate(given)
+
+    def _free_partition(self, shard: ShardSpec | None) -> int:
+        """A partition for one more loan; ``ValueError`` where there can be none."""
+        if self._lender.lent:
+            raise ValueError("it lends just now, and its borrowers would wait for its own lender")
+        loans = self._borrower.loans
+        if any(loan.shard is not None and (shard or loan.layers) for loan in loans.values()):
+            raise ValueError("a shard of this engine is with a lender: let it come home first")
+        if shard and "layers" in shard and loans:
+            raise ValueError("layers move for all requests: drain the other loans first")
+        if shard and not self._prefix_caching:
+            raise ValueError("shards move where prefix caching is on, which tells blocks apart")
+        free = set(range(1, len(self._borrower.partitions.ranges))) - loans.keys()
+        if not free:
+            raise ValueError(f"{len(loans)} loans are open, and lending.lenders allows no more")
+        return min(free)
+
+    def _begin_migration(
+        self, partition: int, path: str, ring: Ring, shard: ShardSpec
+    ) -> ShardMigration:
+        room = self._workers("begin_shard", partition, path, shard)
+        size = ring.geometry.layers * ring.geometry.layer_block_bytes
+        pool, partitions = self._borrower.use.pool, self._borrower.partitions
+        return ShardMigration(pool, partitions, partition, room, size, self._workers)
+
+    def _first_limit(self, blocks: int) -> LoanLimit:
+        rules = Rules(
+            most_tokens=blocks * self._block_size,
+            step_tokens=self._block_size * _PROBE_BLOCKS,
+            stall_s=self._stall_s,
+        )
+        return first(rules, time.perf_counter())
+
+    def _report(self, loan: Loan) -> LoanReport:
+        stats = loan.ring.stats()
+        return LoanReport(
+            name=loan.name,
+            partition=loan.partition,
+            usable_blocks=loan.usable,
+            free_blocks=self._borrower.use.free_on(loan.partition),
+            requests=len(self._borrower.use.running_on(loan.partition)),
+            open=loan.open,
+            phase=str(loan.limit.phase),
+            shard=ShardReport(**loan.shard.state()) if loan.shard is not None else None,
+            most_tokens=loan.limit.tokens,
+            tasks=stats.tasks,
+            post_ns=stats.post_ns,
+            wait_ns=stats.wait_ns,
+            wait_max_ns=stats.wait_max_ns,
+            pickup_ns=stats.pickup_ns,
+            service_ns=stats.service_ns,
+        )
+
+    # Of a lender
+
+    def lend(self, name: str, path: str, borrower: dict[str, Any]) -> int:
+        if self._borrower.loans:
+            raise ValueError("it borrows just now, and its borrowers would wait for its own lender")
+        geometry = Geometry.from_json(borrower["geometry"])
+        layout = Layout(geometry.layers, geometry.layer_block_bytes)
+        blocks, places = self._lender.room_for(layout, borrower["blocks"])
+        if places < (least := borrower["least"]):
+            raise ValueError(
+                f"there is room for {places} of the borrower's blocks, which are {least} at least: "
+                "raise lending.lend_memory of this model"
+            )
+        self._lender.prepare(self._workers)
+        self._workers("lend", path, blocks.start, len(blocks), borrower)
+        self._lender.plans = self._workers("slicing_plans")
+        self._lender.open(Lent(name, Ring.attach(Path(path)), blocks, layout, len(blocks)))
+        return places
+
+    def end_lending(self, name: str) -> None:
+        lent = self._lender.lent.get(name)
+        if lent is not None:
+            self._lender.end(lent, self._workers)
+
+    def rest(self) -> None:
+        self._lender.rest()
+
+    def look_for_tasks(self, polling: str) -> dict[str, Any]:
+        self._lender.plans = self._workers("look_for_tasks", polling)
+        return self._lender.plans
+
+    def lent_state(self) -> list[dict[str, Any]]:
+        return [self._lent_report(lent).model_dump() for lent in self._lender.lent.values()]
+
+    def _lent_report(self, lent: Lent) -> LentReport:
+        stats = lent.ring.stats()
+        return LentReport(
+            name=lent.name,
+            blocks=lent.held,
+            most_blocks=len(lent.blocks),
+            taken_back_blocks=lent.taken_back,
+            closed=lent.ring.closed.name,
+            slicing={k: _slicing(SlicingPlan(**plan)) for k, plan in self._lender.plans.items()},
+            polled=stats.polled,
+            idled=stats.idled,
+            service_ns=stats.service_ns,
+            pickup_ns=stats.pickup_ns,
+        )
+
+
+def _slicing(plan: SlicingPlan) -> SlicingReport:
+    return SlicingReport(
+        slices=dict(plan.slices),
+        wait_before_s=plan.wait_before_s,
+        wait_after_s=plan.wait_after_s,
+    )
