@@ -1,0 +1,179 @@
+"""A borrower's hooks, without vLLM's scheduler."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
+from loomserve.platform.lending.engine.scheduling.borrower import BorrowerHooks
+from loomserve.platform.lending.engine.scheduling.loan import Loan
+from loomserve.platform.lending.policy.limits import Rules, first
+from loomserve.platform.lending.ring.ring import Closed, Ring
+from loomserve.platform.state.lending_options import LendingOptions
+from tests.unit.platform.lending.engine.scheduling.scheduled import (
+    SIZE,
+    Scheduled,
+    config,
+    new_ring,
+)
+
+BLOCKS, LENT = 16, range(8, 16)
+"""Own blocks are 0 to 7, of which vLLM takes one for itself."""
+
+
+class Borrower:
+    def __init__(self, folder: Path, **options: Any) -> None:
+        self.partitions = Partitions([0, LENT.start], BLOCKS)
+        self.engine = Scheduled(self.partitions)
+        self.hooks = BorrowerHooks(
+            self.engine,
+            self.partitions,
+            LendingOptions(**options),
+            config(BLOCKS),
+            prefix_caching=True,
+        )
+        self.pool = self.engine.kv_cache_manager.block_pool
+        self.pool.withhold(LENT)
+        self.ring = new_ring(folder, granted=len(LENT))
+        self.called: list[tuple[Any, ...]] = []
+
+    def open(self) -> Loan:
+        rules = Rules(most_tokens=512, step_tokens=SIZE, stall_s=1.0)
+        ring, limit = Ring.attach(self.ring.path), first(rules, time.perf_counter())
+        loan = Loan("one", 1, ring, LENT, ring.stats(), limit)
+        self.hooks.open(loan, self.call)
+        return loan
+
+    def call(self, *given: Any) -> bool:
+        self.called.append(given)
+        return True
+
+    def free_on(self, partition: int) -> int:
+        return self.hooks.use.free_on(partition)
+
+
+@pytest.fixture
+def borrower(tmp_path: Path) -> Borrower:
+    return Borrower(tmp_path)
+
+
+def test_a_loan_offers_as_many_blocks_as_its_lender_grants(borrower: Borrower) -> None:
+    assert borrower.free_on(1) == 0
+    loan = borrower.open()
+    assert (loan.usable, borrower.free_on(1)) == (8, 8)
+    borrower.ring.wanted = 5
+    assert borrower.hooks.before_schedule()
+    assert (loan.usable, borrower.free_on(1), borrower.ring.vacated) == (5, 5, 5)
+
+
+def test_what_a_lender_takes_back_moves_home_where_there_is_room(borrower: Borrower) -> None:
+    borrower.open()
+    request = borrower.engine.run(3 * SIZE, 1)
+    borrower.ring.wanted = 0
+    borrower.hooks.before_schedule()
+    ((method, source, target, pairs),) = borrower.called
+    assert (method, source, target, len(pairs)) == ("move_blocks", 1, OWN, 3)
+    assert borrower.engine.preempted == [(request, False)]
+    assert borrower.hooks.placement.start_on(request) == OWN
+    assert borrower.hooks.moves.count == 1
+
+
+@pytest.mark.parametrize("options", [{"move": False}, {}])
+def test_what_finds_no_room_is_preempted(tmp_path: Path, options: dict[str, Any]) -> None:
+    borrower = Borrower(tmp_path, **options)
+    borrower.open()
+    borrower.engine.run(6 * SIZE, OWN)
+    request = borrower.engine.run(3 * SIZE, 1)
+    borrower.ring.wanted = 0
+    borrower.hooks.before_schedule()
+    assert borrower.called == []
+    assert borrower.engine.preempted == [(request, False)]
+    assert borrower.hooks.moves.target_of(request) is None
+
+
+def test_when_a_ring_closes_its_requests_leave_and_the_step_in_flight_is_dropped(
+    borrower: Borrower,
+) -> None:
+    borrower.open()
+    own, lent = borrower.engine.run(SIZE, OWN), borrower.engine.run(SIZE, 1)
+    borrower.ring.shut(Closed.REVOKED)
+    borrower.hooks.before_update(scheduled_tokens=2)
+    assert borrower.engine.preempted == [(lent, True)]
+    assert borrower.engine.running == [own]
+    assert borrower.hooks.loans == {}
+    assert borrower.hooks.broken == {Closed.REVOKED: 1}
+    assert borrower.free_on(1) == 0
+
+
+def test_nobody_starts_in_a_step_that_a_full_partition_preempts_for(borrower: Borrower) -> None:
+    older, newer = borrower.engine.run(4 * SIZE, OWN), borrower.engine.run(3 * SIZE, OWN)
+    for request in (older, newer):
+        borrower.engine.grow(request)
+    assert borrower.free_on(OWN) == 0
+    assert not borrower.hooks.before_schedule()
+    assert borrower.engine.preempted == [(newer, False)]
+    assert borrower.hooks.before_schedule()
+
+
+def test_a_full_partition_leaves_the_requests_of_others_alone(tmp_path: Path) -> None:
+    borrower = Borrower(tmp_path, move=False)
+    borrower.open()
+    full = borrower.engine.run(7 * SIZE, OWN)
+    other = borrower.engine.run(SIZE, 1)
+    borrower.engine.grow(full)
+    assert not borrower.hooks.before_schedule()
+    assert borrower.engine.preempted == [(full, False)]
+    assert borrower.engine.running == [other]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "place"),
+    [
+        (lambda one: None, OWN),
+        (lambda one: one.engine.run(7 * SIZE, OWN), 1),
+        (lambda one: [one.engine.run(7 * SIZE, OWN), one.hooks.drain(one.hooks.loans[1])], None),
+    ],
+    ids=["own memory has room", "own memory is full", "it is, and the loan drains"],
+)
+def test_a_request_starts_where_there_is_room(
+    borrower: Borrower, prepare: Callable[[Borrower], None], place: int | None
+) -> None:
+    borrower.open()
+    prepare(borrower)
+    assert borrower.hooks.placement.start_on(borrower.engine.request(SIZE)) == place
+
+
+def test_a_request_that_waits_alone_starts_in_own_memory(borrower: Borrower) -> None:
+    borrower.hooks.drain(borrower.open())
+    borrower.pool.withhold(range(1, LENT.start))
+    assert borrower.hooks.placement.start_on(borrower.engine.request(SIZE)) == OWN
+
+
+def test_a_drained_loan_is_empty_once_its_requests_have_moved(borrower: Borrower) -> None:
+    loan = borrower.open()
+    borrower.engine.run(2 * SIZE, 1)
+    assert borrower.hooks.drain(loan)
+    assert [call[0] for call in borrower.called] == ["move_blocks"]
+
+
+def test_kv_of_a_request_that_moves_is_kept_and_of_one_that_is_lent_is_not_swapped(
+    borrower: Borrower,
+) -> None:
+    borrower.open()
+    own, lent = borrower.engine.run(SIZE, OWN), borrower.engine.run(SIZE, 1)
+    assert [borrower.hooks.in_own_memory(each) for each in (own, lent)] == [True, False]
+    assert not borrower.hooks.keeps_kv(lent)
+    kept = list[bool]()
+
+    def preempt(request: Any, *, drop_output: bool = False) -> None:
+        kept.append(borrower.hooks.keeps_kv(request))
+        Scheduled.preempt(borrower.engine, request, drop_output=drop_output)
+
+    borrower.engine.preempt = preempt  # type: ignore[method-assign]
+    borrower.hooks.drain(borrower.hooks.loans[1])
+    assert kept == [True]

@@ -1,0 +1,122 @@
+"""A lender's hooks, without vLLM's scheduler."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
+from loomserve.platform.lending.engine.scheduling import lender as module
+from loomserve.platform.lending.engine.scheduling.lender import LenderHooks, Lent
+from loomserve.platform.lending.policy.layout import Layout
+from loomserve.platform.lending.ring.ring import Closed, Ring
+from loomserve.platform.state.lending_options import LendingOptions
+from tests.unit.platform.lending.engine.scheduling.scheduled import (
+    GEOMETRY,
+    SIZE,
+    SPEC,
+    Scheduled,
+    config,
+    new_ring,
+)
+
+BLOCKS, LENDABLE = 32, 8
+LAYOUT = Layout(GEOMETRY.layers, GEOMETRY.layer_block_bytes)
+
+
+class Lender:
+    def __init__(self, folder: Path) -> None:
+        partitions = Partitions([0], BLOCKS)
+        self.engine = Scheduled(partitions)
+        options = LendingOptions(lend_bytes=LENDABLE * SPEC.page_size_bytes)
+        self.hooks = LenderHooks(self.engine, partitions, options, config(BLOCKS))
+        self.ring = new_ring(folder, granted=0)
+        self.called: list[tuple[Any, ...]] = []
+
+    def open(self) -> Lent:
+        blocks, _ = self.hooks.room_for(LAYOUT, LENDABLE)
+        self.hooks.prepare(self.call)
+        lent = Lent("one", Ring.attach(self.ring.path), blocks, LAYOUT, len(blocks))
+        self.hooks.open(lent)
+        return lent
+
+    def call(self, *given: Any) -> None:
+        self.called.append(given)
+
+    @property
+    def free(self) -> int:
+        return self.engine.kv_cache_manager.block_pool.free_block_queue.free_on(OWN)
+
+
+@pytest.fixture
+def lender(tmp_path: Path) -> Lender:
+    return Lender(tmp_path)
+
+
+def test_the_tail_of_own_memory_is_lent_and_no_more_than_that(lender: Lender) -> None:
+    assert lender.hooks.room_for(LAYOUT, 100) == (range(24, 32), LENDABLE)
+    assert lender.hooks.room_for(LAYOUT, 3) == (range(29, 32), 3)
+    lent = lender.open()
+    assert (lent.held, lender.ring.granted, lender.free) == (8, 8, BLOCKS - 1 - 8)
+    assert lender.hooks.room_for(LAYOUT, 1)[1] == 0
+
+
+def test_blocks_in_use_are_lent_once_they_are_free(lender: Lender) -> None:
+    requests = [lender.engine.run(blocks * SIZE, OWN) for blocks in (16, 15)]
+    lent = lender.open()
+    assert (lent.held, lender.ring.granted) == (0, 0)
+    for request in requests:
+        lender.engine.preempt(request)
+    lender.hooks.after_update(scheduled_tokens=0)
+    assert (lent.held, lender.ring.granted) == (8, 8)
+
+
+def test_a_borrower_is_asked_for_what_own_requests_lack_and_gives_it_back(lender: Lender) -> None:
+    lent = lender.open()
+    lender.engine.waiting.add_request(lender.engine.request(30 * SIZE))
+    lender.ring.vacated = 8
+    assert lender.hooks.before_schedule()
+    assert lender.ring.wanted == 0
+    assert (lent.held, lender.ring.granted) == (8, 8), "the borrower is still there"
+    lender.ring.vacated = 0
+    lender.hooks.before_schedule()
+    assert (lent.held, lent.taken_back, lender.ring.granted) == (0, 8, 0)
+    assert lender.free == BLOCKS - 1
+
+
+def test_a_borrower_that_does_not_give_back_in_time_loses_its_loan(
+    lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lender.open()
+    lender.engine.waiting.add_request(lender.engine.request(30 * SIZE))
+    lender.ring.vacated = 8
+    lender.hooks.before_schedule()
+    monkeypatch.setattr(module, "GIVE_BACK_S", 0.0)
+    lender.hooks.before_schedule()
+    assert lender.ring.closed is Closed.REVOKED
+    lender.hooks.before_schedule()
+    assert lender.hooks.lent == {}
+    assert lender.called == [("end_lending", str(lender.ring.path))]
+    assert lender.free == BLOCKS - 1
+
+
+def test_all_is_back_at_once_when_a_loan_ends(lender: Lender) -> None:
+    lender.hooks.end(lender.open(), lender.call)
+    assert lender.ring.closed is Closed.DRAINED
+    assert lender.free == BLOCKS - 1
+
+
+def test_an_idle_lender_lends_all_again(lender: Lender) -> None:
+    lent = lender.open()
+    waiting = lender.engine.request(30 * SIZE)
+    lender.engine.waiting.add_request(waiting)
+    lender.hooks.before_schedule()
+    assert lent.held == 0
+    lender.hooks.rest()
+    assert lent.held == 0, "it is not idle"
+    lender.engine.waiting.remove_request(waiting)
+    for _ in range(4):
+        lender.hooks.rest()
+    assert lent.held == 8
