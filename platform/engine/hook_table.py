@@ -463,18 +463,15 @@ TABLE: tuple[Hook, ...] = (
     Hook(
         "vllm.v1.core.block_pool:BlockPool",
         (
-            "__init__",
             "free_block_queue",
             "cached_block_hash_to_block",
             "blocks",
             "num_gpu_blocks",
-            "reset_prefix_cache",
-            "get_usage",
             "evict_blocks(block_ids)",
-            "get_num_free_blocks",
         ),
         HookKind.WRITE,
-        "One block address space over several memories, with one free queue each.",
+        "One block address space over several memories: its queue of free blocks and its prefix "
+        "cache are replaced by one for each partition.",
         "platform/lending/engine/block_partitions.py",
     ),
     Hook(
@@ -513,15 +510,19 @@ TABLE: tuple[Hook, ...] = (
     Hook(
         "vllm.v1.core.kv_cache_manager:KVCacheManager",
         (
+            "__init__",
             "block_pool",
             "coordinator",
             "get_computed_blocks(request)",
             "allocate_slots(request)",
             "free(request)",
             "pop_blocks_for_free(request)",
+            "reset_prefix_cache",
+            "usage",
         ),
         HookKind.SUBCLASS,
-        "A request's blocks are all in one partition.",
+        "A request's blocks are all in one partition. It adopts the state of vLLM's own manager, "
+        "whose place it takes.",
         "platform/lending/engine/block_partitions.py",
     ),
     Hook(

@@ -21,8 +21,7 @@ LARGE_FOLDERS = {"platform/config": "one section of the configuration a file"}
 LONG_FILES: dict[str, str] = {
     "platform/engine/hook_table.py": "one table",
 }
-LONG_CLASSES: dict[str, str] = {
-}
+LONG_CLASSES: dict[str, str] = {}
 SHARED_NAMES: dict[str, str] = {}
 
 

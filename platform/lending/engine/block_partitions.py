@@ -1,11 +1,8 @@
-"""One block address space over several memories: vLLM's block pool, divided into sides.
+"""One block address space over several memories: vLLM's KV blocks, divided into partitions.
 
-Side 0 is the engine's own memory; each other side is a loan, whose blocks lie with a lender. A
-request's blocks all lie on one side, so its attention is computed in one place. Blocks that no
-memory backs just now are withheld: nobody is given them until they are offered.
-
-vLLM builds pool and manager itself and many of its parts hold on to them, so both are taken over as
-the instances that they are (``divide``).
+Partition 0 is the engine's own memory; each other partition is a loan, whose blocks lie with a
+lender. A request's blocks are all in one partition, so its attention is computed in one place.
+Blocks that no memory backs just now are withheld: nobody is given them until they are offered.
 """
 
 from __future__ import annotations
@@ -25,11 +22,11 @@ from loomserve.platform.engine.kv_blocks import block_bytes
 from loomserve.platform.state.lending_options import LendingOptions
 
 OWN = 0
-"""The side of the engine's own memory."""
+"""Partition of the engine's own memory."""
 
 
 class Partitions:
-    """Which block is on which side; ``starts`` are the sides' first blocks, from 0 on."""
+    """Ranges of block numbers; ``starts`` are the partitions' first blocks, from 0 on."""
 
     def __init__(self, starts: Sequence[int], blocks: int) -> None:
         self._starts = list(starts)
@@ -38,57 +35,68 @@ class Partitions:
         self._joined: set[int] = set()
 
     def of(self, block: int) -> int:
-        side = bisect_right(self._starts, block) - 1
-        return OWN if side in self._joined else side
+        partition = bisect_right(self._starts, block) - 1
+        return OWN if partition in self._joined else partition
 
-    def join(self, side: int) -> None:
-        """Its blocks are own ones from now on; all of them are withheld just now."""
-        self._joined.add(side)
+    def join(self, partition: int) -> None:
+        """Count its blocks, which are all withheld just now, to own memory."""
+        self._joined.add(partition)
 
-    def separate(self, side: int) -> None:
-        """They are its own again; all of them are withheld."""
-        self._joined.discard(side)
+    def separate(self, partition: int) -> None:
+        """Count its blocks, which are all withheld just now, to itself again."""
+        self._joined.discard(partition)
 
 
 def borrowed_partitions(config: KVCacheConfig, lending: LendingOptions) -> Partitions:
-    """Own blocks first, then an equal part for each lender.
+    """Own blocks first, then as many for each lender.
 
     Scheduler and worker both compute it, from the configuration that vLLM made of the worker's own
     memory and what it may borrow together.
     """
-    part = lending.borrow_bytes // block_bytes(config) // lending.lenders
-    own = config.num_blocks - part * lending.lenders
-    starts = [own + i * part for i in range(lending.lenders)] if part else []
+    each = lending.borrow_bytes // block_bytes(config) // lending.lenders
+    own = config.num_blocks - each * lending.lenders
+    starts = [own + i * each for i in range(lending.lenders)] if each else []
     return Partitions([0, *starts], config.num_blocks)
 
 
 class PartitionedQueue:
-    """vLLM's queue of free blocks, one a side; blocks that are withheld stand in none.
+    """Free queues of vLLM's, one a partition; blocks that are withheld stand in none.
 
-    While ``side`` is set, blocks are counted and taken there; else they are counted everywhere, and
-    none can be taken.
+    While ``partition`` is set, blocks are counted and taken there; else counted everywhere,
+    and none can be taken.
     """
 
-    def __init__(self, sides: Partitions, free: Sequence[KVCacheBlock]) -> None:
-        self.side: int | None = None
-        self._sides = sides
+    def __init__(self, partitions: Partitions, free: Sequence[KVCacheBlock]) -> None:
+        self.partition: int | None = None
+        self._partitions = partitions
         for block in free:
             block.prev_free_block = block.next_free_block = None
         self._queues = [
-            FreeKVCacheBlockQueue([block for block in free if block.block_id in side])
-            for side in sides.ranges
+            FreeKVCacheBlockQueue([block for block in free if block.block_id in partition])
+            for partition in partitions.ranges
         ]
         self._withheld: set[int] = set()
         self._kept: dict[int, KVCacheBlock] = {}
+        self._counts_withheld = False
 
     @property
     def num_free_blocks(self) -> int:
-        if self.side is not None:
-            return self.free_on(self.side)
-        return sum(queue.num_free_blocks for queue in self._queues)
+        if self.partition is not None:
+            return self.free_on(self.partition)
+        withheld = self.unbacked if self._counts_withheld else 0
+        return withheld + sum(int(queue.num_free_blocks) for queue in self._queues)
 
-    def free_on(self, side: int) -> int:
-        return int(self._queues[side].num_free_blocks)
+    @contextmanager
+    def counting_withheld(self) -> Iterator[None]:
+        """Within, blocks that are free but withheld are counted among the free ones."""
+        self._counts_withheld = True
+        try:
+            yield
+        finally:
+            self._counts_withheld = False
+
+    def free_on(self, partition: int) -> int:
+        return int(self._queues[partition].num_free_blocks)
 
     @property
     def unbacked(self) -> int:
@@ -100,9 +108,9 @@ class PartitionedQueue:
         return block in self._kept
 
     def popleft_n(self, number: int) -> list[KVCacheBlock]:
-        if self.side is None:
-            raise RuntimeError("blocks are taken from one side")
-        return list(self._queues[self.side].popleft_n(number))
+        if self.partition is None:
+            raise RuntimeError("blocks are taken from one partition: enter on() first")
+        return list(self._queues[self.partition].popleft_n(number))
 
     def popleft(self) -> KVCacheBlock:
         return self.popleft_n(1)[0]
@@ -140,31 +148,31 @@ class PartitionedQueue:
                 self.append(block)
 
     def _queue_of(self, block: KVCacheBlock) -> FreeKVCacheBlockQueue:
-        return self._queues[self._sides.of(block.block_id)]
+        return self._queues[self._partitions.of(block.block_id)]
 
     def _divided(
         self, blocks: Sequence[KVCacheBlock]
     ) -> Iterator[tuple[FreeKVCacheBlockQueue, list[KVCacheBlock]]]:
-        by_side: dict[int, list[KVCacheBlock]] = {}
+        by_partition: dict[int, list[KVCacheBlock]] = {}
         for block in blocks:
             if block.block_id in self._withheld:
                 self._kept[block.block_id] = block
             else:
-                by_side.setdefault(self._sides.of(block.block_id), []).append(block)
-        for side, of_it in by_side.items():
-            yield self._queues[side], of_it
+                by_partition.setdefault(self._partitions.of(block.block_id), []).append(block)
+        for partition, of_it in by_partition.items():
+            yield self._queues[partition], of_it
 
 
 class PartitionedHashes:
-    """vLLM's prefix cache, one a side: a prefix on one is no help on another."""
+    """Prefix caches of vLLM's, one a partition: a prefix in one is no help in another."""
 
-    def __init__(self, sides: Partitions) -> None:
-        self.side: int | None = None
-        self._sides = sides
-        self._maps = [BlockHashToBlockMap() for _ in sides.ranges]
+    def __init__(self, partitions: Partitions) -> None:
+        self.partition: int | None = None
+        self._partitions = partitions
+        self._maps = [BlockHashToBlockMap() for _ in partitions.ranges]
 
     def get_one_block(self, key: Any) -> KVCacheBlock | None:
-        maps = self._maps if self.side is None else [self._maps[self.side]]
+        maps = self._maps if self.partition is None else [self._maps[self.partition]]
         return next((block for each in maps if (block := each.get_one_block(key))), None)
 
     def contain(self, key: Any, block_id: int) -> bool:
@@ -180,107 +188,111 @@ class PartitionedHashes:
         return sum(len(each) for each in self._maps)
 
     def _map_of(self, block_id: int) -> BlockHashToBlockMap:
-        return self._maps[self._sides.of(block_id)]
+        return self._maps[self._partitions.of(block_id)]
 
 
-class PartitionedBlockPool(BlockPool):  # type: ignore[misc]
-    """vLLM's block pool, of which each caller sees one side at a time."""
+class PartitionedPool:
+    """vLLM's block pool, of which each caller sees one partition at a time.
 
-    sides: Partitions
-    free_block_queue: PartitionedQueue
-    cached_block_hash_to_block: PartitionedHashes
-    blocks: list[KVCacheBlock]
-    num_gpu_blocks: int
+    Much of vLLM holds on to the pool, which stays what it is: only its queue of free blocks and its
+    prefix cache are replaced.
+    """
 
-    @classmethod
-    def divide(cls, pool: BlockPool, sides: Partitions) -> PartitionedBlockPool:
-        """Take over a pool of which nothing but the null block is in use."""
-        free = pool.free_block_queue.get_all_free_blocks()
-        pool.__class__ = cls
-        pool.sides = sides
-        pool.free_block_queue = PartitionedQueue(sides, free)
-        pool.cached_block_hash_to_block = PartitionedHashes(sides)
-        divided: PartitionedBlockPool = pool
-        return divided
+    def __init__(self, block_pool: BlockPool, partitions: Partitions) -> None:
+        """Divide a pool of which nothing but the null block is in use."""
+        self.block_pool = block_pool
+        self.partitions = partitions
+        self.queue = PartitionedQueue(partitions, block_pool.free_block_queue.get_all_free_blocks())
+        block_pool.free_block_queue = self.queue
+        self._forget_hashes()
+
+    @property
+    def blocks(self) -> list[KVCacheBlock]:
+        blocks: list[KVCacheBlock] = self.block_pool.blocks
+        return blocks
+
+    def free_on(self, partition: int) -> int:
+        """Free blocks of the partition that may be taken."""
+        return self.queue.free_on(partition)
 
     @contextmanager
-    def on(self, side: int) -> Iterator[None]:
-        """Within, only what is on this side is seen."""
-        queue, hashes = self.free_block_queue, self.cached_block_hash_to_block
-        before = queue.side
-        queue.side = hashes.side = side
+    def on(self, partition: int) -> Iterator[None]:
+        """Within, only what is on this partition is seen."""
+        before = self.queue.partition
+        self.queue.partition = self._hashes.partition = partition
         try:
             yield
         finally:
-            queue.side = hashes.side = before
+            self.queue.partition = self._hashes.partition = before
 
     def withhold(self, blocks: Iterable[int]) -> None:
         """Give none of these blocks to anybody any more, nor find prefixes in them."""
         numbers = set(blocks)
-        self.evict_blocks(numbers)
-        self.free_block_queue.withhold(self.blocks[block] for block in sorted(numbers))
+        self.block_pool.evict_blocks(numbers)
+        self.queue.withhold(self.blocks[block] for block in sorted(numbers))
 
     def offer(self, blocks: Iterable[int]) -> None:
         """Give these blocks to whoever needs some."""
-        self.free_block_queue.offer(self.blocks[block] for block in blocks)
+        self.queue.offer(self.blocks[block] for block in blocks)
 
-    def reset_prefix_cache(self) -> bool:
-        # What is withheld is nobody's, and must not look used.
-        every, unbacked = self.num_gpu_blocks, self.free_block_queue.unbacked
-        self.num_gpu_blocks = every - unbacked
-        try:
-            done: bool = super().reset_prefix_cache()
-        finally:
-            self.num_gpu_blocks = every
+    def reset_prefix_cache(self, reset: Callable[[], bool]) -> bool:
+        """Let vLLM ``reset`` the pool's prefix cache, which is empty then in each partition."""
+        # Blocks that are withheld are nobody's, and must not look used.
+        with self.queue.counting_withheld():
+            done = reset()
         if done:
-            self.cached_block_hash_to_block = PartitionedHashes(self.sides)
+            self._forget_hashes()
         return done
 
-    def get_usage(self) -> float:
-        backed = self.num_gpu_blocks - 1 - self.free_block_queue.unbacked
-        return 1.0 - self.get_num_free_blocks() / backed if backed else 0.0
+    @property
+    def usage(self) -> float:
+        """Share of the blocks with memory that is in use."""
+        backed = int(self.block_pool.num_gpu_blocks) - 1 - self.queue.unbacked
+        return 1.0 - self.queue.num_free_blocks / backed if backed else 0.0
+
+    def _forget_hashes(self) -> None:
+        self._hashes = PartitionedHashes(self.partitions)
+        self.block_pool.cached_block_hash_to_block = self._hashes
 
 
 class PartitionedKVCacheManager(KVCacheManager):  # type: ignore[misc]
-    """vLLM's KV cache manager; ``place`` says on which side a request without blocks starts.
+    """vLLM's KV cache manager, with all blocks of a request in one partition.
 
-    ``place`` is asked for each attempt to start a request, and None means that it has to wait.
+    ``place`` names the partition on which a request without blocks starts. It is asked for each
+    attempt to start a request, and None means that the request has to wait.
     """
 
-    block_pool: PartitionedBlockPool
-    place: Callable[[Request], int | None]
-    _placed: dict[str, int | None]
-
-    @classmethod
-    def divide(
-        cls, manager: KVCacheManager, sides: Partitions, place: Callable[[Request], int | None]
-    ) -> PartitionedKVCacheManager:
-        """Take over a manager that has no request yet."""
-        PartitionedBlockPool.divide(manager.block_pool, sides)
-        manager.__class__ = cls
-        manager.place = place
-        manager._placed = {}
-        divided: PartitionedKVCacheManager = manager
-        return divided
+    def __init__(
+        self,
+        plain: KVCacheManager,
+        partitions: Partitions,
+        place: Callable[[Request], int | None],
+    ) -> None:
+        """Take the place of a manager that has no request yet."""
+        # The same coordinator and block pool, which others hold on to.
+        self.__dict__.update(plain.__dict__)
+        self.pool = PartitionedPool(plain.block_pool, partitions)
+        self._place = place
+        self._placed: dict[str, int | None] = {}
 
     def partition_of(self, request: Request) -> int | None:
-        """Where its blocks are; else where it was last placed."""
+        """The partition of the request's blocks; without any, where it was last placed."""
         blocks: Sequence[KVCacheBlock] = self.coordinator.get_blocks(request.request_id)[0]
         if blocks:
-            return self.block_pool.sides.of(blocks[0].block_id)
+            return self.pool.partitions.of(blocks[0].block_id)
         return self._placed.get(request.request_id, OWN)
 
     def get_computed_blocks(self, request: Request) -> tuple[KVCacheBlocks, int, int]:
-        side = self._placed[request.request_id] = self.place(request)
-        with self.block_pool.on(OWN if side is None else side):
+        partition = self._placed[request.request_id] = self._place(request)
+        with self.pool.on(OWN if partition is None else partition):
             found: tuple[KVCacheBlocks, int, int] = super().get_computed_blocks(request)
         return found
 
     def allocate_slots(self, request: Request, *args: Any, **kwargs: Any) -> KVCacheBlocks | None:
-        side = self.partition_of(request)
-        if side is None:
+        partition = self.partition_of(request)
+        if partition is None:
             return None
-        with self.block_pool.on(side):
+        with self.pool.on(partition):
             return super().allocate_slots(request, *args, **kwargs)
 
     def free(self, request: Request) -> None:
@@ -291,3 +303,10 @@ class PartitionedKVCacheManager(KVCacheManager):  # type: ignore[misc]
         self._placed.pop(request.request_id, None)
         blocks: list[KVCacheBlock] = super().pop_blocks_for_free(request)
         return blocks
+
+    def reset_prefix_cache(self) -> bool:
+        return self.pool.reset_prefix_cache(super().reset_prefix_cache)
+
+    @property
+    def usage(self) -> float:
+        return self.pool.usage

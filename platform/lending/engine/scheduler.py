@@ -35,7 +35,7 @@ def take_part(scheduler: AdaptiveScheduler, options: LendingOptions) -> Schedule
     config, caching = scheduler.kv_cache_config, scheduler.cache_config.enable_prefix_caching
     partitions = borrowed_partitions(config, options)
     borrower = BorrowerHooks(scheduler, partitions, options, config, prefix_caching=caching)
-    PartitionedKVCacheManager.divide(
+    scheduler.kv_cache_manager = PartitionedKVCacheManager(
         scheduler.kv_cache_manager, partitions, borrower.placement.start_on
     )
     for blocks in partitions.ranges[1:]:

@@ -244,7 +244,7 @@ class LenderHooks(StepHooks):
         if lent.asked_at is not None or lent.held == lent.target:
             return
         self._use.pool.withhold(lent.blocks[: lent.target])
-        queue = self._use.pool.free_block_queue
+        queue = self._use.pool.queue
         lent.held = next(
             (i for i, block in enumerate(lent.blocks[: lent.target]) if not queue.is_kept(block)),
             lent.target,

@@ -67,8 +67,8 @@ class RequestMoves:
 
     def _copy(self, request: Request, table: Sequence[int], target: int, copy: Copy) -> bool:
         """Leave a copy of these blocks in the target's prefix cache; False if that is not to be."""
-        pool, size, full = self._use.pool, self._engine.costs.block_size, len(table)
-        with pool.on(target):
+        pool, size, full = self._use.pool.block_pool, self._engine.costs.block_size, len(table)
+        with self._use.pool.on(target):
             there, _ = self._use.cached_blocks(request, full * size, target)
             pool.touch(there)
             begin, cached = time.perf_counter(), len(there)

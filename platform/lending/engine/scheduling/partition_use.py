@@ -9,8 +9,8 @@ from vllm.v1.request import Request
 
 from loomserve.platform.engine.scheduling.step_hooks import HookedScheduler
 from loomserve.platform.lending.engine.block_partitions import (
-    PartitionedBlockPool,
     PartitionedKVCacheManager,
+    PartitionedPool,
 )
 
 
@@ -21,8 +21,8 @@ class PartitionUse:
         self._engine = engine
 
     @property
-    def pool(self) -> PartitionedBlockPool:
-        return self._manager.block_pool
+    def pool(self) -> PartitionedPool:
+        return self._manager.pool
 
     @property
     def _manager(self) -> PartitionedKVCacheManager:
@@ -33,7 +33,7 @@ class PartitionUse:
         return self._manager.partition_of(request)
 
     def free_on(self, partition: int) -> int:
-        return self.pool.free_block_queue.free_on(partition)
+        return self.pool.free_on(partition)
 
     def running_on(self, partition: int | None) -> list[Request]:
         return [each for each in self._engine.running if self.partition_of(each) == partition]

@@ -23,7 +23,7 @@ from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-from loomserve.platform.lending.engine.block_partitions import OWN, PartitionedBlockPool, Partitions
+from loomserve.platform.lending.engine.block_partitions import OWN, PartitionedPool, Partitions
 
 _COPY_SHARE = 0.2
 """Of the time of a step, for copying beside it."""
@@ -57,7 +57,7 @@ class ShardMigration:
 
     def __init__(
         self,
-        pool: PartitionedBlockPool,
+        pool: PartitionedPool,
         sides: Partitions,
         side: int,
         blocks: int,
@@ -168,7 +168,7 @@ class ShardMigration:
     def lose(self) -> None:
         """The lender has it no more: nothing of any block counts, and all are whole again."""
         if self.away:
-            self._pool.evict_blocks(set(self._sides.ranges[OWN]))
+            self._pool.block_pool.evict_blocks(set(self._sides.ranges[OWN]))
             self._workers("take_back_shard", self._side, [])
             self._sides.separate(self._side)
         self.phase = MigrationPhase.HOME

@@ -56,7 +56,7 @@ class Scheduled(HookedScheduler):
             config(blocks), max_model_len=512, scheduler_block_size=SIZE, hash_block_size=SIZE
         )
         self._place: int | None = OWN
-        self.kv_cache_manager = PartitionedKVCacheManager.divide(
+        self.kv_cache_manager = PartitionedKVCacheManager(
             plain, partitions, lambda request: self._place
         )
         self.running: list[Request] = []

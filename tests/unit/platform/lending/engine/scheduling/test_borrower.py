@@ -37,7 +37,7 @@ class Borrower:
             config(BLOCKS),
             prefix_caching=True,
         )
-        self.pool = self.engine.kv_cache_manager.block_pool
+        self.pool = self.engine.kv_cache_manager.pool
         self.pool.withhold(LENT)
         self.ring = new_ring(folder, granted=len(LENT))
         self.called: list[tuple[Any, ...]] = []

@@ -47,7 +47,7 @@ class Lender:
 
     @property
     def free(self) -> int:
-        return self.engine.kv_cache_manager.block_pool.free_block_queue.free_on(OWN)
+        return self.engine.kv_cache_manager.pool.free_on(OWN)
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from hypothesis.stateful import (
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, make_block_hash_with_group_id
 
-from loomserve.platform.lending.engine.block_partitions import OWN, PartitionedBlockPool, Partitions
+from loomserve.platform.lending.engine.block_partitions import OWN, PartitionedPool, Partitions
 from loomserve.platform.lending.engine.shards.migration import MigrationPhase, ShardMigration
 
-OWN_BLOCKS, EXTRA, SIDE = 3, 3, 1
+OWN_BLOCKS, EXTRA, PARTITION = 3, 3, 1
 ROOM = 5
 """Own blocks once the part is away: fewer than the lender could hold."""
 
@@ -39,8 +39,8 @@ class Worker:
         self.away = False
         self.closed = False
 
-    def __call__(self, call: str, side: int, *given: Any) -> bool:
-        assert side == SIDE
+    def __call__(self, call: str, partition: int, *given: Any) -> bool:
+        assert partition == PARTITION
         done: bool = getattr(self, call)(*given)
         return done
 
@@ -95,12 +95,12 @@ class Migration(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sides = Partitions([0, OWN_BLOCKS], OWN_BLOCKS + EXTRA)
+        self.partitions = Partitions([0, OWN_BLOCKS], OWN_BLOCKS + EXTRA)
         plain = BlockPool(
             num_gpu_blocks=OWN_BLOCKS + EXTRA, enable_caching=True, hash_block_size=32
         )
-        self.pool = PartitionedBlockPool.divide(plain, self.sides)
-        self.pool.withhold(self.sides.ranges[SIDE])
+        self.pool = PartitionedPool(plain, self.partitions)
+        self.pool.withhold(self.partitions.ranges[PARTITION])
         self.numbers = itertools.count()
         self.used: list[KVCacheBlock] = []
         self.content: dict[int, int] = {}
@@ -110,15 +110,15 @@ class Migration(RuleBasedStateMachine):
     def _begin(self) -> None:
         self.worker, self.granted, self.open = Worker(), OWN_BLOCKS + EXTRA, True
         self.worker.here = dict(self.content)
-        self.part = ShardMigration(self.pool, self.sides, SIDE, ROOM, 1, self.worker)
+        self.part = ShardMigration(self.pool, self.partitions, PARTITION, ROOM, 1, self.worker)
 
     # Requests
 
-    @precondition(lambda self: self.pool.free_block_queue.free_on(OWN))
+    @precondition(lambda self: self.pool.free_on(OWN))
     @rule()
     def take(self) -> None:
         with self.pool.on(OWN):
-            self.used += self.pool.get_new_blocks(1)
+            self.used += self.pool.block_pool.get_new_blocks(1)
         self._write(self.used[-1])
 
     @precondition(lambda self: self.used)
@@ -131,12 +131,12 @@ class Migration(RuleBasedStateMachine):
             name = BlockHash(next(self.numbers).to_bytes(32))
             key = make_block_hash_with_group_id(name, 0)
             block.set_block_hash(key, num_tokens=32)
-            self.pool.cached_block_hash_to_block.insert(key, block)
+            self.pool.block_pool.cached_block_hash_to_block.insert(key, block)
 
     @precondition(lambda self: self.used)
     @rule(at=PLACES)
     def free(self, at: int) -> None:
-        self.pool.free_blocks([self.used.pop(at % len(self.used))])
+        self.pool.block_pool.free_blocks([self.used.pop(at % len(self.used))])
 
     def _write(self, block: KVCacheBlock) -> None:
         self.content[block.block_id] = next(self.numbers)
@@ -165,11 +165,11 @@ class Migration(RuleBasedStateMachine):
     def _leave(self, gone: range) -> None:
         left = [block for block in self.used if block.block_id in gone]
         self.used = [block for block in self.used if block.block_id not in gone]
-        self.pool.free_blocks(left)
+        self.pool.block_pool.free_blocks(left)
 
     def _lose(self) -> None:
         if self.part.away:
-            self.pool.free_blocks(self.used)
+            self.pool.block_pool.free_blocks(self.used)
             self.used = []
             self.part.use(0)
             self.worker.closed = True
@@ -210,7 +210,7 @@ class Migration(RuleBasedStateMachine):
 
     @invariant()
     def more_blocks_are_used_only_while_the_part_is_away(self) -> None:
-        assert self.part.away == self.worker.away == (self.sides.of(OWN_BLOCKS) == OWN)
+        assert self.part.away == self.worker.away == (self.partitions.of(OWN_BLOCKS) == OWN)
         assert self.part.usable <= (ROOM - OWN_BLOCKS) * (self.part.phase is MigrationPhase.AWAY)
         assert not (self.part.usable and self.worker.kept)
         assert all(block < OWN_BLOCKS + self.part.usable for block in self._held())
@@ -230,7 +230,7 @@ class Migration(RuleBasedStateMachine):
             if self.ended == ended:
                 self.step(running=False)
         assert self.ended > ended
-        assert self.pool.free_block_queue.free_on(OWN) + len(self.used) == OWN_BLOCKS - 1
+        assert self.pool.free_on(OWN) + len(self.used) == OWN_BLOCKS - 1
 
 
 def test_a_part_that_moves_has_one_right_copy_and_ends_at_home() -> None:
