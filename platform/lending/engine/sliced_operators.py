@@ -94,7 +94,7 @@ class SlicedOperators:
             self._prepared[name] = _polled(linear, self._poll)
 
     def _timed(self, rows: int) -> Iterator[Operator]:
-        """Yield a step's operators; those of a kind, as all layers' ``qkv_proj``, are timed once."""
+        """Yield a step's operators; those of a kind, like ``qkv_proj``, are timed once."""
         timed: dict[str, Operator] = {}
         for name, layer in self._layers.items():
             kind = name.rpartition(".")[2]
