@@ -126,6 +126,6 @@ def _llm_config(spec: EngineSpec) -> LLMConfig:
         log_engine_metrics=False,
         # The catalog has put local models in place, and vLLM fetches hub models itself; Ray's own
         # step would start one more process that imports vLLM, for nothing.
-        callback_config={"callback_class": "loomserve.deployments.engine.server.NoNodeInit"},
+        callback_config={"callback_class": "loomserve.deployments.engine.ray_engine.NoNodeInit"},
         runtime_env={"env_vars": _environment(spec, engine_options)},
     )
