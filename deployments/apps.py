@@ -1,4 +1,4 @@
-"""Starts the applications that are not models: the controller and the gateway; then the models."""
+"""Starts the Serve applications: controller, gateway and batch lane, then the models."""
 
 from __future__ import annotations
 

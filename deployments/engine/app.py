@@ -1,4 +1,4 @@
-"""Builds the Serve applications. Classes stay undecorated; decoration happens here."""
+"""Builds the Serve application of a model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Puts a model's application on Serve, in a worker process of its own.
 
-Building a model's deployment imports vLLM, which costs seconds and hundreds of megabytes; neither
-the command line nor the controller should carry that for good.
+Building a model's deployment imports vLLM, which takes seconds and hundreds of megabytes that
+neither the command line nor the controller should keep.
 """
 
 from __future__ import annotations

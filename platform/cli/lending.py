@@ -1,4 +1,4 @@
-"""``loomserve admin lending``: who lends to whom, and how to stop it."""
+"""``loomserve admin lending``: shows and switches loans."""
 
 from __future__ import annotations
 

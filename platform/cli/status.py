@@ -303,11 +303,11 @@ def loan_table(loans: Iterable[LoanState]) -> Table:
     return table
 
 
-def _shard(part: ShardState) -> str:
+def _shard(shard: ShardState) -> str:
     """Such as ``1 head away``."""
-    if part.layers is None:
-        return f"{part.heads} head{'s' if part.heads > 1 else ''} {part.phase}"
-    return f"layers {part.layers[0]} to {part.layers[1] - 1} {part.phase}"
+    if shard.layers is None:
+        return f"{shard.heads} head{'s' if shard.heads > 1 else ''} {shard.phase}"
+    return f"layers {shard.layers[0]} to {shard.layers[1] - 1} {shard.phase}"
 
 
 def _devices(state: PlatformState) -> Table:

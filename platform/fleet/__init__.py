@@ -1,1 +1,1 @@
-"""Which replicas there are, and what each is to do."""
+"""Replicas that there are, and the state desired of each."""

@@ -1,6 +1,6 @@
-"""What operators and plans have ordered of loans: kept while replicas come and go.
+"""Loans as operators and plans want them.
 
-A place is a model and its device; whichever replica is there is told the same.
+They belong to a place, which is a model on a device: whichever replica is there is told the same.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class DesiredShard:
-    """What of a replica a lender's model is to compute; ``device`` where, None: wherever it is."""
+    """Shard of a replica that a lender's model computes on ``device``; None: on any device."""
 
     shard: ShardSpec
     device: str | None = None
@@ -25,16 +25,16 @@ class DesiredShard:
 
 @dataclass
 class DesiredLoans:
-    """Pairs are of a borrower's and a lender's model."""
+    """Wishes that outlive replicas; a pair is a borrower's and a lender's model."""
 
     draining: set[str] = field(default_factory=set)
-    """Names of loans whose requests are to finish or leave."""
+    """Names of loans that end once their requests have finished or left."""
     _pairs_off: set[tuple[str, str]] = field(default_factory=set)
     _limits: dict[Place, dict[str, int]] = field(default_factory=dict)
     _shards: dict[Place, dict[str, DesiredShard]] = field(default_factory=dict)
 
     def recover(self, report: Heartbeat) -> None:
-        """From what a replica was told by a controller before this one."""
+        """Take over what an earlier controller told a replica."""
         said, place = report.borrowing, place_of(report)
         if said is None:
             return
@@ -44,21 +44,22 @@ class DesiredLoans:
         self._shards.setdefault(place, told)
 
     def observe(self, before: Heartbeat, now: Heartbeat) -> None:
-        """A shard that came home although it is desired stays home: its lender was slow, needed its
-        memory or died, and whoever plans has to see that first.
+        """Leave a shard at home that came home by itself.
+
+        Its lender was slow, needed its memory or died, which a planner has to see first.
 
         Args:
-            before, now: reports of one replica that follow each other.
+            before, now: consecutive heartbeats of one replica.
         """
         for lender in _with_shards(before) - _with_shards(now):
             self._shards.get(place_of(now), {}).pop(lender, None)
 
     def is_off(self, borrower: str, lender: str) -> bool:
-        """Whether an operator wants no loan between the two."""
+        """Whether an operator has switched the pair off."""
         return (borrower, lender) in self._pairs_off
 
     def switch(self, borrower: str, lender: str, enabled: bool) -> None:
-        """Where the pair is enabled, the limits that plans have set end."""
+        """Switch a pair; one that is enabled loses the limits that plans have set."""
         if not enabled:
             self._pairs_off.add((borrower, lender))
             return
@@ -68,11 +69,11 @@ class DesiredLoans:
                 limits.pop(lender, None)
 
     def limit(self, place: Place, lender: str, most_bytes: int | None) -> None:
-        """How much KV may be with a lender's model; None: as much as its borrower finds right."""
+        """Limit the KV with a lender's model; None: the borrower decides."""
         _tell(self._limits, place, lender, most_bytes)
 
     def move_shard(self, place: Place, lender: str, desired: DesiredShard | None) -> None:
-        """What a lender's model is to compute; None: nothing, any more."""
+        """Have a lender's model compute a shard; None: have it come home."""
         _tell(self._shards, place, lender, desired)
 
     def limits(self, place: Place) -> dict[str, int]:
@@ -84,7 +85,7 @@ class DesiredLoans:
         return {lender: desired.shard for lender, desired in self._shards.get(place, {}).items()}
 
     def device_of(self, place: Place, lender: str) -> str | None:
-        """Where a lender's model is to compute what it was ordered to, if that was said."""
+        """The device on which a lender's model computes the shard; None: any."""
         desired = self._shards.get(place, {}).get(lender)
         return desired.device if desired else None
 
@@ -98,7 +99,7 @@ class DesiredLoans:
 
 
 def _with_shards(report: Heartbeat) -> set[str]:
-    """Models that compute a shard of the replica's."""
+    """Models that compute a shard of the replica."""
     return {loan.lender for loan in report.loans if loan.shard is not None and loan.shard.is_away}
 
 

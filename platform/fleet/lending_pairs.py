@@ -11,8 +11,8 @@ from loomserve.platform.state.lending_options import LendingOptions
 def lenders_of(model: Model, models: Iterable[Model]) -> tuple[str, ...]:
     """The models among ``models`` from which ``model`` may borrow; none if it borrows nothing.
 
-    It alone, if it lends too: its replicas have parts of one another. A replica lends or borrows at
-    a time, or its guests would wait while it waits for its own lender.
+    A model that lends too borrows from itself only: its replicas compute shards of one another. One
+    replica lends or borrows at a time, or its borrowers would wait while it waits for its lender.
     """
     wants = model.lending
     if wants is None or wants.borrow_memory is None:
@@ -20,12 +20,12 @@ def lenders_of(model: Model, models: Iterable[Model]) -> tuple[str, ...]:
     if wants.among_replicas:
         return (model.name,)
     lend = [m.name for m in models if m.lending is not None and m.lending.lends_to_others]
-    # In the order in which the user named them, who may have put the best one first.
+    # In the user's order, who may have put the best one first.
     return tuple(name for name in wants.lenders or lend if name in lend)
 
 
 def lending_options(model: Model, models: Iterable[Model]) -> LendingOptions | None:
-    """What an engine of ``model`` is told; None: it neither lends nor borrows.
+    """Options of an engine of ``model``; None: it neither lends nor borrows.
 
     One replica of each lender's model lends to a borrower's replica, so it has as many lenders as
     there are such models.

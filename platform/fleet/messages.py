@@ -1,4 +1,4 @@
-"""What crosses between gateways, engine replicas and the controller. No Ray, no vLLM."""
+"""Messages between the controller, gateways, the batch lane and engine replicas."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ PREFILL_PATH = "/loomserve/prefill"
 # Where borrowers open and end loans, on a lender replica's own port.
 LOANS_PATH = "/loomserve/loans"
 
-# Gateways and other replicas show this to engines, whose ports any local user could reach.
+# Gateways and replicas show it to engines, whose ports any local user can reach.
 INTERNAL_TOKEN_HEADER = "x-loomserve-internal"
-# Gateways tell the batch lane whose request it is: the name of an API key, or nothing.
+# Gateways tell the batch lane the name of the request's API key, or nothing.
 OWNER_HEADER = "x-loomserve-owner"
 
 
@@ -52,30 +52,30 @@ class _Message(BaseModel):
 
 
 class EngineSpec(_Message):
-    """Everything a replica needs to start its engine."""
+    """An engine that a replica starts."""
 
     model: Model
-    devices: tuple[Device, ...] = Field(description="In the order they are to be claimed.")
+    devices: tuple[Device, ...] = Field(description="A replica claims the first that is free.")
     stage_layers: tuple[int, ...] = Field(
-        (), description="Of a pipeline: how many layers each of the devices has; else none."
+        (), description="Layers of each device of a pipeline; else none."
     )
     path: str = Field(description="Local folder or hub id of the weights, once they are resolved.")
     internal_token: str
     drain_timeout_s: float
     kv_transfer_config: dict[str, Any] | None = Field(
-        description="vLLM's option that connects to the KV store; None: it keeps nothing there."
+        description="vLLM's option that connects to the KV store; None: blocks are not stored."
     )
     scheduling: SchedulerOptions
     lending: LendingOptions | None = Field(description="None: it neither lends nor borrows.")
 
 
 class Heartbeat(_Message):
-    """What a replica tells the controller every two seconds."""
+    """State of a replica, which it sends to the controller every two seconds."""
 
     model: Model
     replica_id: str
     device: str
-    stages: tuple[StageState, ...] = Field((), description="Of a pipeline, its first device's too.")
+    stages: tuple[StageState, ...] = Field((), description="Of a pipeline, all stages; else none.")
     address: str
     pid: int
     max_model_len: int
@@ -83,16 +83,16 @@ class Heartbeat(_Message):
     stats: RoutingStats
     borrowing: BorrowingState | None = None
     lent: tuple[LentState, ...] = ()
-    footprint: FootprintState | None = Field(None, description="None before it was measured.")
+    footprint: FootprintState | None = Field(None, description="None until it is measured.")
 
     @property
     def loans(self) -> tuple[LoanState, ...]:
-        """Those that it has borrowed."""
+        """Loans that the replica has borrowed."""
         return self.borrowing.loans if self.borrowing else ()
 
 
 class LiveReplica(_Message):
-    """A live replica, as another of its model needs to know it."""
+    """A live replica and its load, for another of its model and for the batch lane."""
 
     id: str
     address: str
@@ -108,7 +108,7 @@ class OfflineSpec(_Message):
 
 
 class ModelEngines(_Message):
-    """A model's live replicas, as the batch lane needs to know them."""
+    """A model's live replicas, for the batch lane."""
 
     max_model_len: int | None
     predictor: str | None = Field(description="What predicts its answers' lengths, if any.")
@@ -116,13 +116,13 @@ class ModelEngines(_Message):
 
 
 class ServedEngines(_Message):
-    """All models, ready or not."""
+    """All models, ready or not, for the batch lane."""
 
     models: dict[str, ModelEngines]
 
 
 class LenderReplica(_Message):
-    """A live replica that a borrower's replica may borrow from."""
+    """A live replica from which a borrower's replica may borrow."""
 
     model: str
     id: str
@@ -130,36 +130,36 @@ class LenderReplica(_Message):
 
 
 class DesiredState(_Message):
-    """The controller's answer to a report."""
+    """State that the controller wants a replica to be in: its answer to a heartbeat."""
 
-    draining: bool = Field(description="Take no new requests.")
-    stop_timeout_s: float = Field(description="When stopped, wait this long for open requests.")
+    draining: bool = Field(description="True: take no new requests.")
+    stop_timeout_s: float = Field(description="Seconds to wait for open requests when stopped.")
     role: Role
     peers: tuple[LiveReplica, ...] = Field(
-        description="All live replicas of the model; only decode replicas are told."
+        description="All live replicas of the model, for a decode replica; else none."
     )
     lenders: tuple[LenderReplica, ...] = Field(
-        (), description="Whom it may borrow from, the best first; all other loans are to end."
+        (), description="Replicas from which it may borrow, the best first; all other loans end."
     )
     lenders_off: tuple[str, ...] = Field(
-        (), description="Models that an operator does not let it borrow from."
+        (), description="Models from which an operator does not let it borrow."
     )
     lender_limits: dict[str, int] = Field(
         default_factory=dict,
-        description="Bytes of KV that it may have with a lender's model, at most; 0: no loan.",
+        description="Most bytes of KV that it may keep with a lender's model; 0: no loan.",
     )
     shards: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="Heads or layers that a lender's model is to compute for all requests.",
+        description="Shards that a lender's model computes, by its name.",
     )
-    drain_loans: tuple[str, ...] = Field((), description="Loans of its that are to end.")
+    drain_loans: tuple[str, ...] = Field((), description="Names of its loans that end.")
     loans: tuple[str, ...] = Field(
-        (), description="Of what it lends: the loans that live borrowers know of."
+        (), description="Names of the loans with it that live borrowers know of."
     )
 
 
 class KvAccess(_Message):
-    """What a gateway knows of the KV store."""
+    """The KV store, for gateways."""
 
     address: str = Field(description="Its socket, as ZMQ writes it.")
     isolated_tenants: tuple[str, ...] = Field(
@@ -178,7 +178,7 @@ class LineRequest(_Message):
 
 
 class ReplicaRoute(_Message):
-    """Where a live engine is."""
+    """Address of a live replica."""
 
     id: str
     device: str
@@ -186,7 +186,7 @@ class ReplicaRoute(_Message):
 
 
 class ModelRoute(_Message):
-    """What a gateway knows of a model."""
+    """A model and its replicas, for gateways."""
 
     name: str
     app: str
@@ -200,7 +200,7 @@ class ModelRoute(_Message):
 
 
 class Routes(_Message):
-    """All models, with a version that grows whenever anything in it changes."""
+    """All models; the version grows with each change of any of them."""
 
     version: int
     models: tuple[ModelRoute, ...]

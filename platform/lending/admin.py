@@ -1,4 +1,4 @@
-"""The admin API's part for lending: see who lends to whom, switch pairs, end loans."""
+"""The admin API's paths for lending: show loans, switch pairs, end loans."""
 
 from __future__ import annotations
 

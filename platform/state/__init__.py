@@ -1,4 +1,4 @@
-"""What processes and operators are told of each other: typed, frozen, JSON."""
+"""States of the platform's parts, as processes and operators see them: frozen, JSON."""
 
 from loomserve.platform.state.batch import BatchLaneState, BatchState, OfflineModelState
 from loomserve.platform.state.kvstore import KvModelState, KvState

@@ -1,4 +1,4 @@
-"""What all of it is: frozen, and open to fields that a newer version adds."""
+"""The base class of all states."""
 
 from __future__ import annotations
 
@@ -6,4 +6,6 @@ from pydantic import BaseModel, ConfigDict
 
 
 class StateModel(BaseModel):
+    """State that is frozen, and ignores fields that a newer version has added."""
+
     model_config = ConfigDict(frozen=True, extra="ignore")

@@ -1,4 +1,4 @@
-"""What the KV store holds: behind ``GET /admin/v1/kv``."""
+"""State of the KV store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from loomserve.platform.state.base import StateModel
 
 
 class KvModelState(StateModel):
-    """What a model holds in the KV store; hits, misses and evictions since the store started."""
+    """KV blocks of a model in the store; hits, misses and evictions since the store started."""
 
     model: str
     blocks_in_memory: int
@@ -21,7 +21,7 @@ class KvModelState(StateModel):
 
 
 class KvState(StateModel):
-    """What the KV store holds: the snapshot behind ``GET /admin/v1/kv`` and ``loomserve kv``."""
+    """The KV store: behind ``GET /admin/v1/kv`` and ``loomserve admin kv``."""
 
     capacity_bytes: int = Field(description="Shared memory for blocks.")
     used_bytes: int

@@ -1,4 +1,4 @@
-"""What an engine measured about itself."""
+"""Measurements of an engine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from loomserve.platform.state.base import StateModel
 
 
 class SchedulingState(StateModel):
-    """What an engine's scheduler did with its memory since it started."""
+    """Preemptions by an engine's scheduler since it started."""
 
-    queue: str = Field(description="The policy of who is served first.")
-    preemption: str = Field(description="The policy of how a request leaves memory.")
+    queue: str = Field(description="Policy of the order in which requests are served.")
+    preemption: str = Field(description="Policy of how a request leaves memory.")
     swapped_out: int = Field(description="Requests preempted to swap space.")
     swapped_in: int = Field(description="Requests that came back from there.")
     recomputed: int = Field(description="Requests preempted to be computed again.")
@@ -20,44 +20,46 @@ class SchedulingState(StateModel):
     step_time_error: float | None = Field(
         description="Mean absolute error of predicted step times, a share; None before any."
     )
-    swap_time_error: float | None = Field(description="The same of predicted swap times.")
+    swap_time_error: float | None = Field(
+        description="Mean absolute error of predicted swap times."
+    )
 
 
 class Pace(StateModel):
-    """How fast an engine served the requests that ended lately, as its load then was."""
+    """Pace at which an engine served the requests that ended lately."""
 
-    prefill_token_s: float = Field(description="Time for each prompt token that was computed.")
+    prefill_token_s: float = Field(description="Mean time of a prompt token that was computed.")
     output_token_s: float = Field(description="Mean time between two tokens of an answer.")
     request_s: float = Field(description="Mean time from a request's start to its end.")
 
 
 class WorkState(StateModel):
-    """What an engine has done since it started; two of them tell what a while took."""
+    """Sums of an engine's work since it started; the difference of two tells what a while took."""
 
-    prefill_s: float = Field(description="Seconds that prompts took.")
-    attention_s: float = Field(description="Seconds that decoding's attention took.")
-    linear_s: float = Field(description="Seconds that all else in decoding took.")
-    tokens: int = Field(description="Whose KV was written, of prompts and generated.")
+    prefill_s: float = Field(description="Seconds of prefill.")
+    attention_s: float = Field(description="Seconds of attention of decode.")
+    linear_s: float = Field(description="Seconds of all else in decode.")
+    tokens: int = Field(description="Tokens whose KV was written, of prompts and answers.")
 
 
 class FootprintState(StateModel):
-    """What an engine is made of, and what it takes."""
+    """Size of an engine, and its memory."""
 
     layers: int
-    layer_bytes: int = Field(description="Weights of a layer; 0 where its files tell nothing.")
-    kv_heads: int = Field(description="Of a layer.")
-    block_bytes: int = Field(description="Of a KV block, all layers.")
+    layer_bytes: int = Field(description="Weights of a layer; 0 where the files do not tell.")
+    kv_heads: int = Field(description="KV heads of a layer.")
+    block_bytes: int = Field(description="Bytes of a KV block, all layers.")
     block_tokens: int
     memory_bytes: int | None = Field(
         description="Its processes' own memory, KV included; None on a GPU, where nobody measures."
     )
     memory_measured_at: float = Field(description="Unix time, seconds.")
-    start_s: float = Field(description="That it took from its first line until it served.")
-    ready_at: float = Field(description="When that was: Unix time, seconds.")
+    start_s: float = Field(description="Seconds from the start of the replica until it served.")
+    ready_at: float = Field(description="Unix time at which it served, seconds.")
 
 
 class ReplicaLoad(StateModel):
-    """What an engine measured about itself."""
+    """Load of an engine."""
 
     running: int = Field(description="Requests in the running batch.")
     waiting: int = Field(description="Requests in the engine's queue.")

@@ -1,4 +1,4 @@
-"""Devices, models and replicas: behind ``GET /admin/v1/state`` and ``loomserve status``."""
+"""State of devices, models and replicas."""
 
 from __future__ import annotations
 
@@ -21,39 +21,45 @@ class ModelStatus(StrEnum):
 
 
 class StageState(StateModel):
-    """A part of a replica that is a pipeline."""
+    """Stage of a replica that is a pipeline."""
 
     device: str
     layers: int
 
 
 class ReplicaState(StateModel):
+    """A live replica."""
+
     id: str = Field(description="Ray Serve's replica id.")
-    device: str = Field(description="The device its engine is bound to; of a pipeline, the first.")
+    device: str = Field(description="Device of the engine; of a pipeline, the first.")
     stages: tuple[StageState, ...] = Field(
-        (), description="Of a pipeline, in the order of its layers; else none."
+        (), description="Stages of a pipeline, in the order of layers; else none."
     )
     address: str = Field(description="host:port of the engine's own HTTP server.")
     pid: int = Field(description="Process of the replica; its engine is a child.")
-    draining: bool = Field(description="True: finishes its requests and takes no new ones.")
-    role: Role = Field(description="unified, or what is sent to it: prefill or decode.")
+    draining: bool = Field(description="True: it finishes its requests and takes no new ones.")
+    role: Role = Field(description="unified, prefill or decode.")
     in_flight: int = Field(description="Requests that gateways have open on it.")
-    load: ReplicaLoad | None = Field(description="None until the engine has reported.")
+    load: ReplicaLoad | None = Field(description="None until the engine has measured.")
     borrowing: BorrowingState | None = Field(None, description="None: its model borrows nothing.")
 
 
 class ModelState(StateModel):
+    """A model and its live replicas."""
+
     name: str
     source: str
     status: ModelStatus
     message: str = Field("", description="Why it is not ready, for a person.")
     target_replicas: int
-    router: str = Field(description="The routing policy in use.")
+    router: str = Field(description="Routing policy.")
     max_model_len: int | None = Field(None, description="Tokens of context, once known.")
     replicas: tuple[ReplicaState, ...] = ()
 
 
 class DeviceState(StateModel):
+    """A device and the models on it."""
+
     name: str
     kind: str
     place: str = Field(description="cores 0,1 or gpu 0.")
@@ -61,6 +67,8 @@ class DeviceState(StateModel):
 
 
 class SoftwareVersions(StateModel):
+    """Versions that the controller runs on."""
+
     loomserve: str
     vllm: str
     ray: str
@@ -68,6 +76,8 @@ class SoftwareVersions(StateModel):
 
 
 class PlatformState(StateModel):
+    """The platform: behind ``GET /admin/v1/state`` and ``loomserve status``."""
+
     versions: SoftwareVersions
     uptime_s: float
     devices: tuple[DeviceState, ...]

@@ -1,4 +1,4 @@
-"""What a replica is for: prefill, decode, or both.
+"""Roles of replicas: prefill, decode, or both.
 
 Every replica can do both; a role only says what is sent to it. So a role may change at any time,
 and where the replicas of one role are missing, those of the other do the whole work.
@@ -24,8 +24,8 @@ class PrefillAwayError(Exception):
 def configured_role(model: Model, device: str) -> Role:
     """The role that a replica of ``model`` on ``device`` starts with.
 
-    It goes by the device's place in the model's list, so that a replica that is started anew on
-    its device has the role of the one before.
+    It follows from the device's position in the model's list, so that a replica that restarts on
+    its device has the role of its predecessor.
     """
     if model.roles is None:
         return Role.UNIFIED

@@ -1,7 +1,7 @@
-"""Where borrowers open and end loans at a lender's replica.
+"""HTTP endpoint at which borrowers open and end loans with a lender's replica.
 
-What is lent comes back even if nobody says so: when the ring is closed, because a side gave the
-loan up, or when no live borrower knows of the loan any more.
+Memory comes back even if no borrower ends a loan: when the task ring is closed, because one end
+gave the loan up, or when no live borrower knows of the loan any more.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from loomserve.platform.lending.replica.engine_calls import EngineRpc, LenderCal
 from loomserve.platform.state import LentState, SlicingState
 
 _MISSES = 6
-"""Orders in a row without a loan: time enough for a new loan, or controller, to be told of."""
+"""Heartbeats in a row, answered without a loan: a new loan or controller takes a few."""
 
 
 class LoanEndpoint:
-    """All that one lender's replica lends."""
+    """Loans of one lender's replica."""
 
     def __init__(self, rpc: EngineRpc, *, model: str, replica_id: str) -> None:
         """
@@ -58,7 +58,7 @@ class LoanEndpoint:
         )
 
     async def reconcile(self) -> None:
-        """Take back what nobody uses any more, and look at the rest."""
+        """Take back loans that nobody uses, and publish what the others are."""
         async with self._one_at_a_time:
             await self._engine.rest()
             for lent in await self._engine.lent_state():
@@ -67,7 +67,7 @@ class LoanEndpoint:
             await self._publish_metrics()
 
     async def close(self) -> None:
-        """Take all back and lend no more; borrowers compute elsewhere what they have here."""
+        """Take all loans back and lend no more; borrowers compute elsewhere."""
         self._draining = True
         async with self._one_at_a_time:
             for name in list(self._borrowers):

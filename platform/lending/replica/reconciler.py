@@ -1,8 +1,8 @@
-"""A borrower's replica keeps the loans that the controller allows: opens, watches and ends them.
+"""Reconciles a borrower's loans with those that the controller wants.
 
 A loan is opened at the lender's replica first, which makes the task ring, then in the borrower's
-engine. It is ended in the other order, once no request's KV lies there any more. One that ended by
-itself, because the lender stalled, died or wanted its memory back, is opened anew after a backoff.
+engine. It ends in the reverse order, once no request's KV lies there. A loan that ended by itself,
+because the lender stalled, died or wanted its memory back, is opened again after a backoff.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _RING_NAME = re.compile(r"loomserve-ring-(\d+)-")
 _LENDER_TIMEOUT_S = 10.0
 _LEAST_BACKOFF_S, _MOST_BACKOFF_S = 1.0, 60.0
 _LIVED_LONG_S = 60.0
-"""A loan that broke after so long makes its lender none the worse."""
+"""A loan that broke after so long does not lengthen the lender's backoff."""
 _MISSES = 3
-"""A controller that was started anew learns of all replicas within two heartbeats."""
+"""A controller that restarted knows all replicas after two heartbeats."""
 
 
 class LenderError(Exception):
-    """The lender's replica refused; the message is its own."""
+    """Refusal of a lender's replica, with its message."""
 
 
 @dataclass
@@ -63,11 +63,11 @@ class _Loan:
     ring: Path
     opened_at: float
     most_bytes: int | None = None
-    """Of KV that may lie there, as the engine knows it; None: as much as the lender grants."""
+    """Most bytes of KV that the engine keeps there; None: as much as the lender grants."""
     shard: ShardSpec | None = None
-    """What of all requests is to be there; None: some requests, as a whole."""
+    """Shard of all requests that moves there; None: some requests lie there, as a whole."""
     drained_by: float | None = None
-    """While it drains: when it is ended whatever lies there."""
+    """While it drains: time at which it ends whatever lies there."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class _Backoff:
 
 
 class LoanReconciler:
-    """The loans of one borrower's replica; times are monotonic seconds of the caller's clock."""
+    """Loans of one borrower's replica; times are monotonic seconds of the caller's clock."""
 
     def __init__(
         self,
@@ -95,10 +95,10 @@ class LoanReconciler:
             rpc: to the engine that borrows.
             model: whose engine that is.
             replica_id: the replica's.
-            most: how many loans the engine can have at a time.
+            most: loans that the engine can have at a time.
             internal_token: what lenders' replicas ask for.
-            drain_timeout_s: how long requests may stay with a lender that is to be left.
-            folder: in shared memory, for the rings.
+            drain_timeout_s: time that requests may stay with a lender while a loan drains.
+            folder: of the task rings, in shared memory.
         """
         self.state: BorrowingState | None = None
         self._engine = BorrowerCalls(rpc)
@@ -145,7 +145,7 @@ class LoanReconciler:
         self._publish_metrics(await self._engine.loan_state(), self._desired, now)
 
     async def close(self) -> None:
-        """End all loans at once; the engine computes elsewhere what lies there."""
+        """End all loans at once; requests that lie there are computed elsewhere."""
         for loan in list(self._loans.values()):
             await self._end(loan)
         await self._session.close()
@@ -205,7 +205,7 @@ class LoanReconciler:
         if await self._engine.drain_loan(loan.partition) or now >= loan.drained_by:
             await self._end(loan)
             if self._desired is not None and loan.name in self._desired.drain_loans:
-                # The operator wants it to be gone for a while.
+                # The operator wants no loan here for a while.
                 self._backoffs[loan.lender.id] = _Backoff(_MOST_BACKOFF_S, now + _MOST_BACKOFF_S)
 
     async def _on_loan_ended(self, loan: _Loan, now: float, how: str = "ended by itself") -> None:
@@ -303,7 +303,7 @@ def _shard(loan: _Loan, report: ShardReport | None) -> ShardState | None:
 
 
 def remove_left_rings(folder: Path) -> None:
-    """Remove the rings of replicas that were killed: shared memory outlives all processes."""
+    """Remove the task rings of replicas that were killed, as shared memory outlives processes."""
     for path in folder.iterdir():
         left = _RING_NAME.match(path.name)
         if left and not psutil.pid_exists(int(left[1])):
