@@ -1,9 +1,14 @@
-"""How vLLM's processes wait for each other's messages where devices are cores.
+"""Waits of vLLM's processes for each other's messages, without spinning.
 
 vLLM's EngineCore and its workers pass messages through shared memory and, for a second after each,
 poll for the next in a loop of ``sched_yield``. That suits a host with cores to spare. Where a
 device is a core, the loop takes a core that another engine, the gateway or EngineCore's own threads
 could use: an idle model's worker slows the busy one's front end for a second after each request.
+
+vLLM makes these queues by names of its modules (``MultiprocExecutor._init_executor``,
+``WorkerProc._init_message_queues``), which leads to ``shm_broadcast.SpinCondition`` with a fixed
+second. No option, subclass or argument reaches them, and a worker never sees the queue on which its
+process waits. So the class is replaced in its module.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ _RECHECK_MS = 1
 
 
 class SleepingCondition(SpinCondition):  # type: ignore[misc]
-    """Sleeps on vLLM's own notification where vLLM spins, and looks again every millisecond.
+    """Condition that sleeps on vLLM's notification where vLLM spins, and looks every millisecond.
 
     The second look is there because a socket that holds one notification may swallow another, as
     when a worker answers twice at the end of a step.
@@ -35,5 +40,5 @@ class SleepingCondition(SpinCondition):  # type: ignore[misc]
 
 
 def sleep_instead_of_spinning() -> None:
-    """From now on in this process. vLLM has no option for it."""
+    """Make every queue that this process makes from now on wait asleep."""
     shm_broadcast.SpinCondition = SleepingCondition

@@ -1,4 +1,4 @@
-"""vLLM's process executor, waiting for its workers without spinning."""
+"""vLLM's process executor that waits for its workers without spinning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 
 
 def executor_class(config: VllmConfig) -> type[Executor]:
-    """The executor that vLLM would take, or its patient kind where devices are cores."""
+    """Return vLLM's choice of executor, or the non-spinning one in its place if devices are cores."""
     chosen: type[Executor] = Executor.get_class(config)
     if chosen is MultiprocExecutor and current_platform.is_cpu():
         return NonSpinningExecutor
@@ -22,7 +22,7 @@ def executor_class(config: VllmConfig) -> type[Executor]:
 
 
 class NonSpinningExecutor(MultiprocExecutor):  # type: ignore[misc]
-    """EngineCore's side: asleep while its workers compute.
+    """Multiprocess executor whose EngineCore sleeps while its workers compute.
 
     Calls that open and end loans concern EngineCore's scheduler too, and vLLM's way to EngineCore
     from outside leads through here.

@@ -1,8 +1,7 @@
 """A pipeline's later stages on a CPU, without compiling.
 
-vLLM makes the memory that a stage receives activations in when it warms the model up for
-compilation. An engine on a CPU that compiles nothing is not warmed up, and ends with its first
-step.
+vLLM allocates the memory for a stage's incoming activations when it warms the model up for
+compilation. An engine on a CPU that compiles nothing is not warmed up, and fails in its first step.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from loomserve.platform.engine.seeds import SeedKeepingModelRunner
 
 
 class StageModelRunner(SeedKeepingModelRunner):
-    """Ready to receive activations as soon as its model is there."""
+    """CPU model runner that can receive activations as soon as its model is loaded."""
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)

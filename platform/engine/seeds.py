@@ -16,7 +16,7 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
 
 class SeedKeepingModelRunner(CPUModelRunner):  # type: ignore[misc]
-    """Takes draws back by the generator's whole state."""
+    """CPU model runner that takes draws back by restoring the generator's whole state."""
 
     _states: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
 
@@ -34,7 +34,7 @@ class SeedKeepingModelRunner(CPUModelRunner):  # type: ignore[misc]
             self.input_batch.generators = generators
 
     def _drawn_in_vain(self) -> Iterator[torch.Generator]:
-        """Generators of requests whose prompt is not computed to its end by this step."""
+        """Yield the generators of requests whose prompts this step does not complete."""
         batch = self.input_batch
         for place in np.nonzero(self.discard_request_mask.np[: batch.num_reqs])[0]:
             generator = batch.generators.get(int(place))

@@ -1,4 +1,4 @@
-"""vLLM's CPU worker, waiting for work without spinning, and safe for seeded requests."""
+"""vLLM's CPU worker that waits for work without spinning, and takes seeded requests."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from loomserve.platform.engine.pipeline_stage import StageModelRunner
 
 
 class NonSpinningWorker(CPUWorker):  # type: ignore[misc]
-    """Its core is another engine's, or the gateway's, while it has nothing to do."""
+    """CPU worker that leaves its core to another engine, or the gateway, while it waits."""
 
     runner_class = StageModelRunner
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Its process makes the queue that it waits on later.
+        # vLLM makes the queue on which this process waits once the model is loaded.
         sleep_instead_of_spinning()
 
     def init_device(self) -> None:

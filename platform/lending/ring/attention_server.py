@@ -28,19 +28,21 @@ from loomserve.platform.lending.ring.ring import (
 log = logging.getLogger(__name__)
 
 LOOK_NS = 100_000_000
-"""So often it looks which borrowers live."""
+"""Nanoseconds between two looks at which borrowers live."""
 IDLE_SLEEP_S = 100e-6
-"""The fallback does not sleep until it is woken, but so long between two looks."""
+"""The fallback's thread is not woken: it sleeps so long between two looks for tasks."""
 
 Caches = Sequence[tuple[Tensor, Tensor]]
 ComputeLayers = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
-"""Computes whole layers of a guest's batch, whose hidden states and residual it is given in the
-ring's ``query`` and ``output`` and leaves in ``output`` and ``query``; then query_start_loc,
-seq_lens, block_table, slot_mapping and the metadata of vLLM's kernel."""
+"""Computes whole layers of a borrower's batch.
+
+Takes hidden states and residual in the ring's ``query`` and ``output``, then query_start_loc,
+seq_lens, block_table, slot_mapping and the metadata of vLLM's kernel. Leaves hidden states and
+residual in ``output`` and ``query``."""
 
 
 class AttentionServer:
-    """All rings that one worker serves, one task at a time.
+    """Serves all rings of one lender's worker, one task at a time.
 
     While the engine runs a step (:meth:`busy`) tasks are served by :meth:`poll`, which the model's
     forward calls between its operators; in between (:meth:`idle`) by a thread of its own,
@@ -55,8 +57,8 @@ class AttentionServer:
     """
 
     poll: Callable[[], int]
-    """Serve what is posted, at most one task a ring; returns how many it were. Where nothing is,
-    it costs a fraction of a microsecond."""
+    """Serve posted tasks, at most one a ring, and return how many; takes a fraction of a microsecond
+    if there are none."""
 
     def __init__(self, spin_s: float = 50e-6, *, split_kv: bool = True) -> None:
         """
@@ -67,16 +69,14 @@ class AttentionServer:
         module = native.extension()
         self._split_kv = split_kv
         self._module = module
-        self._server: Any = (
-            module.AttentionServer(int(spin_s * 1e9)) if module else _Fallback(spin_s)
-        )
+        self._end: Any = module.AttentionServer(int(spin_s * 1e9)) if module else _Fallback(spin_s)
         # Called so often that a call of Python's own in between would double what it costs.
-        self.poll = self._server.poll
-        # Each ring as that server knows it.
+        self.poll = self._end.poll
+        # Each ring as that end knows it.
         self._mapped: dict[Ring, Any] = {}
         self._layers: dict[Ring, ComputeLayers | None] = {}
         # A thread of the module's must not outlive Python.
-        self._end = weakref.finalize(self, self._server.stop)
+        self._stop = weakref.finalize(self, self._end.stop)
 
     def open(
         self, ring: Ring, caches: Caches, layers: ComputeLayers | None = None, rows: Rows = PLAIN
@@ -84,16 +84,16 @@ class AttentionServer:
         """Serve this ring from now on.
 
         vLLM's kernel reads a sequence's last block to its end and gives what is behind the sequence
-        the weight zero, so all that is granted must hold finite numbers of the guest's dtype: zero
-        it first, if it held another.
+        the weight zero, so all granted memory must hold finite numbers of the borrower's dtype:
+        zero it first, if it held another.
 
         Args:
             ring: made by :meth:`Ring.create`; ``granted`` may change while it is served.
-            caches: key and value cache of each of the guest's layers in the lender's memory,
+            caches: key and value cache of each of the borrower's layers in the lender's memory,
                 [rows, kv_heads, block_size, head_size]; a head's tokens are contiguous, heads and
                 blocks may be apart. Both of a layer have the same strides.
-            layers: what a task computes in place of attention; its errors close the ring, too.
-            rows: of the caches, in which the guest's blocks are.
+            layers: computes a task in place of attention; its errors close the ring, too.
+            rows: of the caches, in which the borrower's blocks are.
 
         Raises:
             ValueError: the caches are not of the ring's geometry.
@@ -103,11 +103,11 @@ class AttentionServer:
         _check(caches, geometry)
         ring.words[ControlLine.LENDER * LINE_WORDS] = os.getpid()
         if self._module is None:
-            self._server.open(ring, self._split_kv, caches, layers, rows)
+            self._end.open(ring, self._split_kv, caches, layers, rows)
             self._mapped[ring] = ring
             return
         mapped = native.mapped(self._module, ring)
-        self._server.open(
+        self._end.open(
             mapped,
             geometry.query_heads,
             geometry.scale,
@@ -124,34 +124,34 @@ class AttentionServer:
         self._layers[ring] = layers
 
     def close(self, ring: Ring) -> bool:
-        """Serve the ring no more: afterwards nothing of it touches the lender's memory.
+        """Serve the ring no more: from then on it does not touch the lender's memory.
 
         Waits for a task that is being served. The ring itself stays open unless it is shut.
 
         Returns:
-            Whether it had layers, which are let go.
+            Whether it had layers, which are freed.
         """
-        self._server.close(self._mapped.pop(ring))
+        self._end.close(self._mapped.pop(ring))
         return self._layers.pop(ring, None) is not None
 
     def busy(self) -> None:
         """The engine begins a step. Waits for a task that the idle thread serves just now."""
-        self._server.busy()
+        self._end.busy()
 
     def idle(self) -> None:
         """The engine has ended its step. A new server starts idle."""
-        self._server.idle()
+        self._end.idle()
 
     def dead(self) -> list[Ring]:
-        """The open rings that are closed for whatever reason, be it that the borrower died.
+        """Return the served rings that have been closed, as when their borrower died.
 
         That is seen within 0.1 s while the server is idle, else when the next step begins.
         """
         return [ring for ring in self._mapped if ring.closed is not Closed.OPEN]
 
     def stop(self) -> None:
-        """End the idle thread and close all rings' service, for good."""
-        self._end()
+        """End the idle thread, and serve no ring any more, for good."""
+        self._stop()
         self._mapped.clear()
 
 
@@ -169,7 +169,7 @@ def _check(caches: Caches, geometry: Geometry) -> None:
         if not sound:
             raise ValueError(
                 f"KV caches of {tuple(key.shape)} and {tuple(value.shape)}, strides {key.stride()} "
-                f"and {value.stride()} are not of the guest's geometry {geometry}"
+                f"and {value.stride()} are not of the borrower's geometry {geometry}"
             )
     if len(caches) != geometry.layers or len({len(key) for key, _ in caches}) != 1:
         raise ValueError(
@@ -179,11 +179,11 @@ def _check(caches: Caches, geometry: Geometry) -> None:
 
 
 class _Fallback:
-    """What the extension does, in Python: for machines without a compiler."""
+    """The native server's counterpart in Python, for machines without a compiler."""
 
     def __init__(self, spin_s: float) -> None:
         self._spin_s = spin_s
-        self._guests: dict[Ring, _ServedRing] = {}
+        self._rings: dict[Ring, _ServedRing] = {}
         self._lock = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
@@ -195,7 +195,7 @@ class _Fallback:
         self, ring: Ring, split_kv: bool, caches: Caches, layers: ComputeLayers | None, rows: Rows
     ) -> None:
         with self._lock:
-            self._guests[ring] = _ServedRing(ring, split_kv, caches, layers, rows)
+            self._rings[ring] = _ServedRing(ring, split_kv, caches, layers, rows)
             if self._thread is None:
                 threads = torch.get_num_threads()
                 self._thread = threading.Thread(target=self._serve_while_idle, args=(threads,))
@@ -204,7 +204,7 @@ class _Fallback:
 
     def close(self, ring: Ring) -> None:
         with self._lock:
-            del self._guests[ring]
+            del self._rings[ring]
 
     def poll(self) -> int:
         with self._lock:
@@ -223,25 +223,25 @@ class _Fallback:
         self._idle.set()
         if self._thread is not None:
             self._thread.join()
-        self._guests.clear()
+        self._rings.clear()
 
     def _serve_all(self, counter: int) -> int:
-        now, served = time.monotonic_ns(), 0
-        for ring, guest in self._guests.items():
+        now, count = time.monotonic_ns(), 0
+        for ring, served in self._rings.items():
             ring.words[ControlLine.LENDER * LINE_WORDS + 1] = now
             try:
-                served += guest.serve(counter)
+                count += served.serve(counter)
             except Exception:
                 ring.shut(Closed.FAILED)
-                log.exception("a guest's attention failed")
-        return served
+                log.exception("a borrower's attention failed")
+        return count
 
     def _look_for_dead(self, now: int) -> None:
         if now - self._looked < LOOK_NS:
             return
         self._looked = now
-        for ring, guest in self._guests.items():
-            if guest.borrower.gone():
+        for ring, served in self._rings.items():
+            if served.borrower.gone():
                 ring.shut(Closed.DIED)
 
     def _serve_while_idle(self, threads: int) -> None:
@@ -261,7 +261,7 @@ class _Fallback:
 
 
 class _ServedRing:
-    """One ring, and what is known of the step that its borrower is in."""
+    """One ring, and the step that its borrower is in."""
 
     def __init__(
         self, ring: Ring, split_kv: bool, caches: Caches, layers: ComputeLayers | None, rows: Rows
@@ -280,7 +280,7 @@ class _ServedRing:
         self._metadata: Tensor | None = None
 
     def serve(self, counter: int) -> bool:
-        """At most one task; False where there is none to serve."""
+        """Serve at most one task; False if none is there."""
         ring, words, posted = self._ring, self._ring.words, ControlLine.POSTED * LINE_WORDS
         number = words[posted]
         if number == self._done or ring.closed is not Closed.OPEN:
@@ -314,7 +314,7 @@ class _ServedRing:
         return self._end <= min(self._rows.blocks(len(self._caches[0][0])), self._ring.granted)
 
     def _take_step(self) -> bool:
-        """Copy the step's metadata, so that it stays as it was when it was looked at."""
+        """Copy the step's metadata and check the copy, which the borrower cannot change."""
         ring, areas, block_size = self._ring, self._ring.areas, self._ring.geometry.block_size
         requests, tokens, work = ring.words[
             ControlLine.STEP * LINE_WORDS + 1 : ControlLine.STEP * LINE_WORDS + 4

@@ -1,4 +1,4 @@
-"""The borrower's end of a task ring: posts rows of its batch, fetches their attention."""
+"""The borrower's end of a task ring: posts rows of its batch, and fetches their attention."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from loomserve.platform.lending.ring.ring import (
 )
 
 YIELD_NS = 200_000
-"""A wait that lasts so long lets others have the core between its looks."""
+"""After so many nanoseconds a wait yields the core between two looks."""
 LOOK_NS = 1_000_000
-"""So often it looks whether the lender lives."""
+"""Nanoseconds between two looks at whether the lender lives."""
 
 SYS_FUTEX = 202
-"""Of x86-64, on which alone the fallback runs."""
+"""The system call's number on x86-64, where alone the fallback runs."""
 
 
 class Borrower:
     """A worker's end of one ring, for the thread that runs its model.
 
-    Once a step :meth:`begin_step`, then for each layer :meth:`post`, own work, :meth:`wait`; in
-    between, blocks are copied by :meth:`begin_copy`, then :meth:`write` or :meth:`read`. When
-    the ring is closed, whoever closed it, nothing is posted any more and each wait is False at
-    once, so that the caller need not ask in every layer.
+    Call :meth:`begin_step` once a step, then for each layer :meth:`post`, own work, :meth:`wait`.
+    Between steps, blocks are copied by :meth:`begin_copy`, then :meth:`write` or :meth:`read`. Once
+    the ring is closed, by whomever, nothing is posted and each wait is False at once, so callers
+    need not ask in every layer.
     """
 
     def __init__(self, ring: Ring) -> None:
         self.ring = ring
         self._in_flight = False
-        # Of the step, what copies of blocks write over.
+        # The part of the step's metadata that copies of blocks overwrite.
         self._step: tuple[int, int, torch.Tensor] | None = None
         ring.words[ControlLine.BORROWER * LINE_WORDS] = os.getpid()
         module = native.extension()
@@ -54,14 +54,14 @@ class Borrower:
         block_table: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Say what the rows of this step's tasks are, as vLLM's attention metadata does.
+        """Write what the rows of this step's tasks are, as in vLLM's attention metadata.
 
         Args:
             query_start_loc: int32 [requests + 1], counted from these rows' first.
             seq_lens: int32 [requests], tokens in the cache after this step.
-            block_table: int32 [requests, up to ``ring.max_blocks``], guest blocks; nobody looks
-                at what stands behind a sequence's last block.
-            slot_mapping: int64 [tokens], guest block * block size + place in the block.
+            block_table: int32 [requests, up to ``ring.max_blocks``], blocks in the loan's own
+                numbering; entries behind a sequence's last block are not read.
+            slot_mapping: int64 [tokens], block * block size + place in the block.
 
         Raises:
             RuntimeError: a task is in flight.
@@ -84,21 +84,21 @@ class Borrower:
         self._begin(requests, tokens, RingTask.ATTEND)
 
     def resume_step(self) -> None:
-        """The next tasks are the step's again: blocks were copied between its begin and them."""
+        """Go on with the step's tasks after blocks were copied within it."""
         if self._step is not None:
             requests, tokens, first_row = self._step
             self.ring.areas.block_table[0, : len(first_row)] = first_row
             self._begin(requests, tokens, RingTask.ATTEND)
 
-    def _begin(self, requests: int, tokens: int, work: RingTask) -> None:
+    def _begin(self, requests: int, tokens: int, task: RingTask) -> None:
         step = ControlLine.STEP * LINE_WORDS
         self.ring.words[step] += 1
         self.ring.words[step + 1] = requests
         self.ring.words[step + 2] = tokens
-        self.ring.words[step + 3] = work
+        self.ring.words[step + 3] = task
 
-    def begin_copy(self, blocks: Sequence[int], work: RingTask) -> None:
-        """Say which guest blocks the next calls of :meth:`write` or :meth:`read` copy.
+    def begin_copy(self, blocks: Sequence[int], task: RingTask) -> None:
+        """Write which of the loan's blocks the next calls of :meth:`write` or :meth:`read` copy.
 
         Raises:
             RuntimeError: a task is in flight.
@@ -110,7 +110,7 @@ class Borrower:
             raise ValueError(f"{len(blocks)} blocks are not 1 to {self.ring.most_copied}")
         self.ring.areas.block_table[0, : len(blocks)] = torch.tensor(blocks, dtype=torch.int32)
         self._copied = self.ring.copied(len(blocks))
-        self._begin(len(blocks), 0, work)
+        self._begin(len(blocks), 0, task)
 
     def write(self, layer: int, key: torch.Tensor, value: torch.Tensor, timeout_s: float) -> bool:
         """Copy one layer of the blocks into the lender's memory.
@@ -128,8 +128,12 @@ class Borrower:
         return bool(self._end.copy(layer, timeout_s))
 
     def read(self, layer: int, timeout_s: float) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """One layer of the blocks from the lender's memory, key and value as :meth:`write` takes
-        them; they stand in the ring, until its next task. None if it is closed."""
+        """Copy one layer of the blocks from the lender's memory.
+
+        Returns:
+            Key and value as :meth:`write` takes them, in the ring until its next task; None if the
+            ring is closed.
+        """
         return self._copied if self._end.copy(layer, timeout_s) else None
 
     def post(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -161,7 +165,7 @@ class Borrower:
             timeout_s: as of :meth:`wait`.
 
         Returns:
-            Both behind those layers; None if the ring is closed.
+            Hidden states and residual behind those layers; None if the ring is closed.
         """
         tokens, width = hidden.shape
         query, output = (
@@ -194,7 +198,7 @@ class Borrower:
 
 
 class _Fallback:
-    """What the extension does, in Python: for machines without a compiler."""
+    """The native end's counterpart in Python, for machines without a compiler."""
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring

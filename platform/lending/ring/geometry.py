@@ -1,4 +1,4 @@
-"""What a lender must know of a borrower's attention to keep its KV cache and to compute with it."""
+"""The shape of a borrower's attention, by which a lender keeps its KV and computes with it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,16 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 class Geometry:
     """Shape, type and arithmetic of one model's attention, alike in all its layers.
 
-    ``dtype`` is of activations and KV cache alike; ``isa`` is the variant of vLLM's CPU attention
-    kernel ("vec", "vec16", "amx", "neon", …) that packs a block's interior; ``scale`` multiplies
-    the logits; ``sliding_window`` counts tokens, -1 is none; a ``softcap`` of 0 is none.
+    Attributes:
+        dtype: Of activations and KV cache alike.
+        scale: By which logits are multiplied.
+        isa: Variant of vLLM's CPU attention kernel that packs a block's interior ("vec", "vec16",
+            "amx", "neon", …).
+        sliding_window: In tokens; -1 is none.
+        softcap: Of logits; 0 is none.
 
-    Raises ``ValueError`` where no such attention can be.
+    Raises:
+        ValueError: no attention has this geometry.
     """
 
     layers: int
@@ -50,5 +55,5 @@ class Geometry:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """The geometry that :meth:`to_json` wrote; ``ValueError`` if it is none."""
+        """Read what :meth:`to_json` wrote; ``ValueError`` if it is none."""
         return msgspec.json.decode(text, type=cls)

@@ -1,8 +1,7 @@
-"""The native hot path of the ring: built once a machine, then loaded.
+"""The native extension with the ring's hot path: built once a machine, then loaded.
 
-The module lies in ``native`` under Loomserve's cache folder, by a hash of all that it depends on.
-``python -m loomserve.platform.lending.ring.native`` builds it; so does its first user where nobody
-did.
+It lies in ``native`` under Loomserve's cache folder, by a hash of all that it depends on. ``python
+-m loomserve.platform.lending.ring.native`` builds it; else its first user does.
 """
 
 from __future__ import annotations
@@ -35,12 +34,12 @@ SOURCE = Path(__file__).with_name("ring.cpp")
 NAME = "loomserve_ring"
 FLAGS = ("-O3", "-std=c++20", "-fopenmp", "-Wall")
 IN_ORDER = ("x86_64", "AMD64")
-"""Machines whose memory model carries the ring without fences."""
+"""Machines on whose memory model the ring needs no fences."""
 
 
 @functools.cache
 def extension() -> Any | None:
-    """The module, or None where it cannot be built and the Python fallback may stand in.
+    """Return the extension, or None if it cannot be built and the Python fallback may stand in.
 
     Raises:
         StartError: it cannot be built, and the fallback would be unsafe on this machine.
@@ -55,7 +54,7 @@ def extension() -> Any | None:
 
 
 def load() -> Any:
-    """The module, built before if need be, by one of the processes that need it.
+    """Return the extension; one of the processes that need it builds it first, if need be.
 
     Raises:
         StartError: it cannot be built; the message says what to install.
@@ -78,7 +77,7 @@ def load() -> Any:
 
 
 def target() -> Path:
-    """Where the module lies, or shall lie."""
+    """Return the path of the extension, built or not."""
     parts = (
         SOURCE.read_bytes(),
         torch.__version__.encode(),
@@ -90,12 +89,12 @@ def target() -> Path:
 
 
 def mapped(module: Any, ring: Ring) -> Any:
-    """The ring as the module sees it; it keeps the mapping."""
+    """Return the extension's view of the ring, which keeps the mapping."""
     return module.Ring(*ring.areas)
 
 
 def _build(path: Path) -> None:
-    # It looks at compilers and environment when imported, which only a build needs.
+    # Its import inspects compilers and environment, which only a build needs.
     from torch.utils import cpp_extension
 
     folder = path.with_name("build")
@@ -125,7 +124,7 @@ def _build(path: Path) -> None:
 
 @contextmanager
 def _own_tools_found() -> Iterator[None]:
-    """Have the ninja of Loomserve's environment on the PATH, which need not be active."""
+    """Put the ninja of Loomserve's environment on the PATH, as the environment may be inactive."""
     path = os.environ.get("PATH", "")
     os.environ["PATH"] = os.pathsep.join((str(Path(sys.executable).parent), path))
     try:

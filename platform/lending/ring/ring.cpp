@@ -96,7 +96,7 @@ class Ring {
     word(line, place).store(value, std::memory_order_relaxed);
   }
 
-  // To a word that this side alone writes.
+  // To a word that this end alone writes.
   void add(ControlLine line, int place, int64_t value) {
     store(line, place, load(line, place) + value);
   }
@@ -128,7 +128,7 @@ class Ring {
 // Whether the other worker's process is gone; a process that nobody has reaped is, too.
 class RingPeer {
  public:
-  RingPeer(std::shared_ptr<Ring> ring, ControlLine side) : ring_(std::move(ring)), side_(side) {}
+  RingPeer(std::shared_ptr<Ring> ring, ControlLine end) : ring_(std::move(ring)), end_(end) {}
   RingPeer(const RingPeer&) = delete;
   ~RingPeer() {
     if (descriptor_ >= 0) close(descriptor_);
@@ -137,7 +137,7 @@ class RingPeer {
   // Soon after it came, lest its number meanwhile means another process.
   void meet() {
     if (descriptor_ >= 0 || gone_) return;
-    int64_t pid = ring_->load(side_);
+    int64_t pid = ring_->load(end_);
     if (pid == 0) return;
     descriptor_ = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
     gone_ = descriptor_ < 0 && errno == ESRCH;
@@ -154,7 +154,7 @@ class RingPeer {
 
  private:
   std::shared_ptr<Ring> ring_;
-  ControlLine side_;
+  ControlLine end_;
   int descriptor_ = -1;
   bool gone_ = false;
 };

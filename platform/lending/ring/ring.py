@@ -7,8 +7,8 @@ with the borrower's layers, so every area below holds one task::
     page 0          superblock: magic, version, sizes, the borrower's geometry
     page 1          control lines of 128 bytes, in words of 8 bytes (:class:`ControlLine`)
     then, each from a page of its own:
-    query_start_loc int32 [max_requests + 1]            a step's metadata, in the numbering
-    seq_lens        int32 [max_requests]                of the guest's own blocks
+    query_start_loc int32 [max_requests + 1]            a step's metadata, in the loan's own
+    seq_lens        int32 [max_requests]                numbering of blocks, from 0
     block_table     int32 [max_requests, max_blocks]
     slot_mapping    int64 [max_tokens]
     query           [max_tokens, query_heads, head_size]   a task's tensors, in the
@@ -30,7 +30,7 @@ may stand.
     → stores ``done = n`` (release) → borrower loads ``done = n`` (acquire) → reads the output
     → only then writes the tensors of task n + 1, or the metadata of a new step.
 
-So neither side ever writes what the other may still read, and no lock is needed. Counters never
+So neither end ever writes what the other may still read, and no lock is needed. Counters never
 repeat in practice (2^63 tasks), so a late or doubled answer cannot pass for another's. The native
 sides use C++ atomics, which are fences on ARM and POWER and plain moves on x86. The Python fallback
 has no fences, so it runs on x86 only, where stores become visible in program order and loads happen
@@ -73,13 +73,13 @@ class Closed(enum.IntEnum):
 
     OPEN = 0
     DRAINED = 1
-    """In good order: nothing of the guest's is left."""
+    """The loan has ended in good order."""
     REVOKED = 2
     """The lender took its memory back."""
     TIMED_OUT = 3
     """The borrower waited too long for a result."""
     DIED = 4
-    """The process of the other side is gone."""
+    """The process at the other end is gone."""
     REFUSED = 5
     """The borrower asked for what no borrower may."""
     FAILED = 6
@@ -87,7 +87,7 @@ class Closed(enum.IntEnum):
 
 
 class ControlLine(enum.IntEnum):
-    """The control lines, and in brackets what their words hold besides the first."""
+    """The control lines; in brackets stands what their words hold after the first."""
 
     GRANTED = 0
     WANTED = 1
@@ -110,7 +110,7 @@ class ControlLine(enum.IntEnum):
 
 
 class RingTask(enum.IntEnum):
-    """What the tasks of a step are; of copies, its ``requests`` are the blocks."""
+    """What the tasks of a step do. In a step that copies, ``requests`` counts blocks."""
 
     ATTEND = 0
     WRITE = 1
@@ -120,7 +120,7 @@ class RingTask(enum.IntEnum):
 
 
 class RingStats(NamedTuple):
-    """What has happened so far, but for copies; times in ns.
+    """Counts of a ring's tasks but for copies, and their times in ns.
 
     ``tasks`` to ``wait_max_ns`` are the borrower's: waits last until a result was copied out. The
     others are the lender's: ``pickup_ns`` passed between post and begin of service.
@@ -137,7 +137,7 @@ class RingStats(NamedTuple):
 
 
 class Areas(NamedTuple):
-    """A ring's tensors; shapes and types stand above, ``control`` is int64 [lines, words]."""
+    """A ring's tensors, of the shapes and types above; ``control`` is int64 [lines, words]."""
 
     control: torch.Tensor
     query_start_loc: torch.Tensor
@@ -179,7 +179,7 @@ class Ring:
     def create(
         cls, path: Path, geometry: Geometry, max_tokens: int, max_requests: int, max_blocks: int
     ) -> Self:
-        """Make a ring for steps of up to so many tokens and requests of so many blocks each.
+        """Make a ring for steps of up to ``max_tokens``, and requests of up to ``max_blocks`` each.
 
         A ring already at ``path`` is replaced; who has it mapped keeps the old one.
 
@@ -213,7 +213,7 @@ class Ring:
             return cls(path, file)
 
     def close(self) -> None:
-        """Let go of the mapping, which goes with the last view of it. Says nothing to others."""
+        """Drop this process's mapping, which ends with its last view; the ring stays open."""
         self.words.release()
         self.__dict__.pop("areas", None)
 
@@ -223,7 +223,7 @@ class Ring:
 
     @property
     def granted(self) -> int:
-        """Guest blocks that the borrower may use now; the lender's scheduler writes it."""
+        """Blocks of the loan that the borrower may use now; the lender's scheduler writes it."""
         return self.words[ControlLine.GRANTED * LINE_WORDS]
 
     @granted.setter
@@ -232,7 +232,7 @@ class Ring:
 
     @property
     def wanted(self) -> int:
-        """Guest blocks that the borrower shall shrink to; the lender's scheduler writes it."""
+        """Blocks to which the borrower shall shrink; the lender's scheduler writes it."""
         return self.words[ControlLine.WANTED * LINE_WORDS]
 
     @wanted.setter
@@ -241,7 +241,7 @@ class Ring:
 
     @property
     def vacated(self) -> int:
-        """The borrower uses no block from this one on; its scheduler writes it."""
+        """The first block from which on the borrower uses none; its scheduler writes it."""
         return self.words[ControlLine.VACATED * LINE_WORDS]
 
     @vacated.setter
@@ -253,18 +253,18 @@ class Ring:
         return Closed(self.words[ControlLine.CLOSED * LINE_WORDS])
 
     def shut(self, reason: Closed) -> None:
-        """Close the ring for both sides, for good; nothing if it is closed already."""
+        """Close the ring for both ends, for good; does nothing if it is closed already."""
         if self.closed is Closed.OPEN:
             self.words[ControlLine.CLOSED * LINE_WORDS] = reason
 
-    def pid(self, side: ControlLine) -> int:
-        """Process id of the worker at ``side``, BORROWER or LENDER; 0 while it is not there."""
-        return self.words[side * LINE_WORDS]
+    def pid(self, end: ControlLine) -> int:
+        """Return the process id of the worker at BORROWER or LENDER; 0 while it is not there."""
+        return self.words[end * LINE_WORDS]
 
-    def beat_ns(self, side: ControlLine) -> int:
-        """When, by CLOCK_MONOTONIC, the side was last seen to run: a lender beats with every poll
-        and some ten times a second while it sleeps, a borrower with every task."""
-        return self.words[side * LINE_WORDS + 1]
+    def beat_ns(self, end: ControlLine) -> int:
+        """Return when that worker was last seen to run, by CLOCK_MONOTONIC: a lender beats with
+        every poll and some ten times a second while it sleeps, a borrower with every task."""
+        return self.words[end * LINE_WORDS + 1]
 
     def stats(self) -> RingStats:
         borrower, lender = (
@@ -275,11 +275,11 @@ class Ring:
 
     @property
     def most_copied(self) -> int:
-        """Blocks that one step can copy."""
+        """The most blocks that one step can copy."""
         return min(self.max_tokens // self.geometry.block_size, self.max_blocks)
 
     def copied(self, blocks: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where keys and values of a copying task's blocks are, as views of a cache's shape:
+        """Return the keys and values of a copying task's blocks, as views of a cache's shape:
         [blocks, kv_heads, block_size, head_size]."""
         geometry = self.geometry
         shape = (blocks, geometry.kv_heads, geometry.block_size, geometry.head_size)
@@ -295,17 +295,17 @@ class Ring:
 
 
 class RingPeer:
-    """The worker on one side of a ring, as the other sees it; both share a PID namespace."""
+    """The worker at the other end of a ring; both share a PID namespace."""
 
-    def __init__(self, ring: Ring, side: ControlLine) -> None:
+    def __init__(self, ring: Ring, end: ControlLine) -> None:
         self._ring = ring
-        self._side = side
+        self._end = end
         self._process: FileIO | None = None
         self._gone = False
 
     def meet(self) -> None:
-        """Take hold of the process soon after it came, lest its pid mean another one later."""
-        pid = self._ring.words[self._side * LINE_WORDS]
+        """Open the process soon after it came, lest its pid mean another one later."""
+        pid = self._ring.words[self._end * LINE_WORDS]
         if pid and self._process is None and not self._gone:
             try:
                 self._process = FileIO(os.pidfd_open(pid))
@@ -313,7 +313,7 @@ class RingPeer:
                 self._gone = True
 
     def gone(self) -> bool:
-        """Whether its process has ended, be it reaped or not."""
+        """Return whether its process has ended, reaped or not."""
         self.meet()
         if self._process is not None:
             ended = select.poll()
@@ -363,7 +363,7 @@ class _Superblock(NamedTuple):
 
 
 def _in_pages(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    """Bytes of the whole pages that such a tensor takes."""
+    """Return the bytes of the whole pages that such a tensor takes."""
     size: int = prod(shape) * dtype.itemsize
     return -(-size // _PAGE) * _PAGE
 
@@ -376,7 +376,7 @@ def _superblock(path: Path, file: FileIO) -> _Superblock:
     if version != VERSION:
         raise StartError(
             f"the task ring {path} has format {version}, this Loomserve reads {VERSION}: "
-            "run the same Loomserve on both sides"
+            "run the same Loomserve at both ends"
         )
     text = page[_SUPERBLOCK.size : _SUPERBLOCK.size + length]
     superblock = _Superblock(Geometry.from_json(text), tokens, requests, blocks)
@@ -386,7 +386,7 @@ def _superblock(path: Path, file: FileIO) -> _Superblock:
 
 
 def _reserve(path: Path, file: FileIO, size: int) -> None:
-    """Back the file with memory now, for a store to a page that cannot be had is a SIGBUS."""
+    """Back the file with memory now, as a store to a page that cannot be had is a SIGBUS."""
     free = shutil.disk_usage(path.parent).free
     if size > free:
         raise StartError(
