@@ -14,7 +14,7 @@ from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 
 
 def executor_class(config: VllmConfig) -> type[Executor]:
-    """Return vLLM's choice of executor, or the non-spinning one in its place if devices are cores."""
+    """Return vLLM's choice of executor, or the non-spinning one if devices are cores."""
     chosen: type[Executor] = Executor.get_class(config)
     if chosen is MultiprocExecutor and current_platform.is_cpu():
         return NonSpinningExecutor

@@ -57,8 +57,8 @@ class AttentionServer:
     """
 
     poll: Callable[[], int]
-    """Serve posted tasks, at most one a ring, and return how many; takes a fraction of a microsecond
-    if there are none."""
+    """Serve posted tasks, at most one a ring, and return how many. If there are none, it takes a
+    fraction of a microsecond."""
 
     def __init__(self, spin_s: float = 50e-6, *, split_kv: bool = True) -> None:
         """
