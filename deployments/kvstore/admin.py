@@ -23,7 +23,7 @@ Complete = Callable[[str, dict[str, Any], str | None, Receive], Awaitable[tuple[
 
 class FlushRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    model: str | None = Field(None, description="Whose blocks; null: all.")
+    model: str | None = Field(None, description="Model whose blocks are forgotten; null: all.")
 
 
 class Flushed(BaseModel):
@@ -39,7 +39,7 @@ class PinRequest(BaseModel):
     prompt: str | list[int] | None = Field(None, description="Or the beginning of a prompt.")
     pinned: bool = Field(description="True: keep its blocks; false: let them go.")
     api_key: str | None = Field(
-        None, description="Name of the API key whose blocks, where tenants are isolated."
+        None, description="Name of the API key that the blocks belong to, if tenants are isolated."
     )
 
     @model_validator(mode="after")
@@ -52,7 +52,7 @@ class PinRequest(BaseModel):
 class Pinned(BaseModel):
     prompt_tokens: int = Field(description="Tokens of the text, of which whole blocks are kept.")
     blocks: int = Field(
-        description="Its blocks that are pinned or let go; 0: it is too short, or no room was left."
+        description="Blocks pinned or let go; 0: the text is too short, or there was no room."
     )
 
 

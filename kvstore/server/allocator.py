@@ -13,7 +13,7 @@ from loomserve.kvstore.server.spaces import Spaces
 from loomserve.kvstore.storage.arena import ArenaOwner
 
 UNKNOWN_RECOMPUTE_S = 0.03
-"""For blocks whose engine did not live to say it: a prefill of 1,000 tokens a second."""
+"""Seconds to compute a block whose engine died before it told: 1,000 tokens a second."""
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from loomserve.kvstore.storage.checksum import seed
 from loomserve.kvstore.storage.ssd import SsdTier
 
 _READERS = 4
-# Until reads have been timed.
+# The rate until reads have been timed.
 _FIRST_GUESS_BYTES_PER_S = 5e8
 _SMOOTHING = 0.2
-# Below it, what a clock tells of a read is chance.
+# A measured time below this is noise.
 _SHORTEST_READ_S = 1e-3
 
 
@@ -138,7 +138,7 @@ class Promotions:
     def _forget(self, reservation: Reservation, position: int, location: int) -> None:
         """Drop the location of a block that was not whole there."""
         chain = reservation.keys[: (position + 1) * KEY_BYTES]
-        # Elsewhere or nowhere by now: its segment was dropped meanwhile, so the block is not bad.
+        # If the block has another location by now, or none, its segment was dropped meanwhile.
         if self._index.locations(reservation.namespace, chain, position) == [location]:
             self.corrupt_blocks += 1
         self._index.drop_ssd([location])

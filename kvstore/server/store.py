@@ -184,7 +184,7 @@ class BlockStore:
             return Refused("this write took too long and was given up")
         namespace, keys, blocks = reservation.namespace, reservation.keys, len(reservation.slots)
         self._allocator.fill(reservation, blocks, now, request.recompute_s)
-        # What came before may have been found corrupt meanwhile, and the new blocks are gone too.
+        # If a block before them was found corrupt meanwhile, the new blocks are gone too.
         there = self._index.match(namespace, keys).in_memory
         if request.keep_s and there:
             self._leases.give(namespace, keys, there, 0, now, request.keep_s)
@@ -207,13 +207,13 @@ class BlockStore:
             return Done()
         slot = self._slot_of(namespace, keys, now)
         layout = self._spaces[namespace].layout
-        # Whoever outlived his lease has read what another wrote there; the block may be well, or
-        # on SSD only, from where it is checked on its way back.
+        # A reader that outlived its lease has read another block's bytes. This block may be whole,
+        # or only on SSD, and is checked when it comes back.
         if slot is None or layout.check(
             self._arena.view(slot, layout.slot_bytes), seed(namespace, keys[-KEY_BYTES:])
         ):
             return Done()
-        # While it is leased it stays allocated, and a crash would bring it back.
+        # A leased slot stays allocated, and after a crash its header would bring the block back.
         self._arena.retract(slot)
         self._corrupt_blocks += 1
         freed = self._index.remove(namespace, keys, blocks - 1)
@@ -221,7 +221,7 @@ class BlockStore:
         return Done(len(freed.slots))
 
     def _slot_of(self, namespace: bytes, keys: bytes, now: float) -> int | None:
-        """The last block's slot; None if it is not in memory."""
+        """Slot of the last block of ``keys``; None if it is not in memory."""
         blocks = len(keys) // KEY_BYTES
         lease = self._leases.give(namespace, keys, blocks, blocks - 1, now, math.inf)
         if lease is None:
@@ -236,7 +236,7 @@ class BlockStore:
             return Done()
         chain = (request.namespace, request.keys[-KEY_BYTES:])
         pinned = self._pins.pop(chain, b"")
-        # Another chain may have the same blocks in memory, and pinned.
+        # Another chain may have pinned the same blocks.
         if pinned and pinned not in self._pins.values():
             self._index.unpin(request.namespace, pinned, len(pinned) // KEY_BYTES)
         blocks = self._index.match(request.namespace, request.keys).in_memory

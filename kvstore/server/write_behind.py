@@ -20,10 +20,11 @@ from loomserve.kvstore.storage.ssd import SsdFullError, SsdTier
 
 _logger = logging.getLogger(__name__)
 
-# Blocks are copied to SSD while this share of the arena is used, so that evicting them is free.
+# Blocks are copied to SSD while more than this share of the arena is used, so eviction is free.
 _ABOVE = 0.5
 _BATCH_BLOCKS = 16
-# Looking for blocks to copy passes over all; so long after one found none, or the SSD took none.
+# The search for blocks passes over all: seconds until the next one, after one that found none and
+# after a copy that the SSD did not take.
 _PAUSE_S = 1.0
 _FAILED_PAUSE_S = 30.0
 

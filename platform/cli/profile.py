@@ -52,11 +52,11 @@ def profile_model(
     minutes: Annotated[float, typer.Option(min=0, help="How long steps are timed.")] = 3.0,
     device: Annotated[str, typer.Option(help="cpu:CORE[,CORE...] or cuda:NUMBER.")] = "cpu:0",
     max_model_len: Annotated[int, typer.Option(min=64, help="Longest request, in tokens.")] = 2048,
-    max_num_batched_tokens: Annotated[int, typer.Option(min=64, help="Of one step.")] = 2048,
-    max_num_seqs: Annotated[int, typer.Option(min=4, help="Requests of one step.")] = 64,
-    kv_cache_memory: Annotated[str, typer.Option(help="Such as 256MiB.")] = "256MiB",
+    max_num_batched_tokens: Annotated[int, typer.Option(min=64, help="Tokens of a step.")] = 2048,
+    max_num_seqs: Annotated[int, typer.Option(min=4, help="Requests of a step.")] = 64,
+    kv_cache_memory: Annotated[str, typer.Option(help="KV memory, such as 256MiB.")] = "256MiB",
     block_size: Annotated[int, typer.Option(min=16, help="Tokens of a KV block.")] = 32,
-    compile_model: Annotated[bool, typer.Option("--compile", help="Not eager.")] = False,
+    compile_model: Annotated[bool, typer.Option("--compile", help="Compile the model.")] = False,
 ) -> None:
     """Measure a model's costs on a device, so that schedulers predict them from the start."""
     place = parse_device(device)
