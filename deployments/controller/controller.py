@@ -93,7 +93,7 @@ class Controller:
     async def report(self, heartbeat: Heartbeat) -> DesiredState:
         """Take in a replica's heartbeat; returns what the replica shall be."""
         desired = self._fleet.report(heartbeat, time.monotonic())
-        self._rebalancing.learn(heartbeat)
+        self._rebalancing.observe(heartbeat)
         await self._publish()
         return desired
 

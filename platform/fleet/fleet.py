@@ -18,14 +18,14 @@ class EngineRecord:
     """A live replica, as those see it who decide what moves between replicas.
 
     Attributes:
-        report: The last heartbeat.
+        heartbeat: The last.
         role: As the replica is told with its next heartbeat.
         lenders: Replicas with which it may keep requests' KV, an operator's switches considered.
         limits: Of these loans, bytes by the lender's model; those without one have none.
         shard_lenders: Replicas that may compute heads or layers of it.
     """
 
-    report: Heartbeat
+    heartbeat: Heartbeat
     role: Role
     lenders: tuple[LenderReplica, ...]
     limits: Mapping[str, int]
@@ -92,7 +92,7 @@ class Fleet:
 
     def _engine_record(self, replica: ReplicaRecord, now: float) -> EngineRecord:
         return EngineRecord(
-            report=replica.heartbeat,
+            heartbeat=replica.heartbeat,
             role=self.registry.record(replica.model.name).role(replica.heartbeat),
             lenders=tuple(self.loans.lenders(replica, now)),
             limits=self.loans.limits(replica.id),

@@ -48,8 +48,8 @@ class _Complete:
     rates: Mapping[str, float]
 
     @property
-    def report(self) -> Heartbeat:
-        return self.record.report
+    def heartbeat(self) -> Heartbeat:
+        return self.record.heartbeat
 
 
 def sums_of(report: Heartbeat) -> tuple[float, dict[str, float]] | None:
@@ -95,7 +95,7 @@ def measured_snapshot(
     for record in records:
         complete = _complete(record, rates)
         if complete is None:
-            missing.append(Flaw(Unfit.PARTIAL, record.report.replica_id))
+            missing.append(Flaw(Unfit.PARTIAL, record.heartbeat.replica_id))
         else:
             whole.append(complete)
     if missing or profile is None:
@@ -127,7 +127,7 @@ def _not_profiled(
 
 
 def _complete(record: EngineRecord, rates: Rates) -> _Complete | None:
-    report = record.report
+    report = record.heartbeat
     load, footprint = report.stats.load, report.footprint
     grown = rates.of(report.replica_id)
     if load is None or load.work is None or footprint is None or grown is None:
@@ -149,7 +149,7 @@ def _device(
     name: str, whole: Sequence[_Complete], profile: DeviceProfile, at_s: float
 ) -> DeviceSnapshot:
     facts = profile.device(name)
-    there = [(each, share) for each in whole if (share := _shares(each.report).get(name))]
+    there = [(each, share) for each in whole if (share := _shares(each.heartbeat).get(name))]
     return DeviceSnapshot(
         name=name,
         node=_NODE,
@@ -165,7 +165,7 @@ def _engines(
     each: _Complete, whole: Sequence[_Complete], movable: Mapping[MoveKind, frozenset[str]]
 ) -> Iterator[EngineSnapshot]:
     """The replica as one engine; a pipeline as one for each stage, none of which moves."""
-    report, load, facts, rates = each.report, each.load, each.footprint, each.rates
+    report, load, facts, rates = each.heartbeat, each.load, each.footprint, each.rates
     # What waits asks for as much as what runs is given.
     asked = (load.running + load.waiting) / load.running if load.running else 1.0
     kv_bytes, kv_used = _kv(each)
@@ -225,9 +225,9 @@ def _engines(
 
 def _kv(each: _Complete) -> tuple[int, int]:
     """Bytes of its KV memory at home, and bytes of it that its own requests use."""
-    size = each.report.model.kv_cache_memory
-    if each.report.borrowing is not None:
-        return size, int(_own_used(each, each.report.borrowing) * (1 - _share_away(each)))
+    size = each.heartbeat.model.kv_cache_memory
+    if each.heartbeat.borrowing is not None:
+        return size, int(_own_used(each, each.heartbeat.borrowing) * (1 - _share_away(each)))
     # vLLM's share is of what is not lent.
     lent = _lent_blocks(each) * each.footprint.block_bytes
     return size, int(each.load.kv_cache_usage * max(size - lent, 0))
@@ -254,17 +254,17 @@ def _own_used(each: _Complete, said: BorrowingState) -> int:
 
 
 def _lent_blocks(each: _Complete) -> int:
-    return sum(lent.blocks for lent in each.report.lent)
+    return sum(lent.blocks for lent in each.heartbeat.lent)
 
 
 def _share_away(each: _Complete) -> float:
     """The share of each block that is away."""
-    heads, layers = _away(each.report)
+    heads, layers = _away(each.heartbeat)
     return heads / each.footprint.kv_heads + layers / each.footprint.layers
 
 
 def _loans(each: _Complete) -> Iterator[LoanSnapshot]:
-    for loan in each.report.loans:
+    for loan in each.heartbeat.loans:
         if loan.shard is not None:
             yield from _shard(each, loan)
             continue
@@ -272,7 +272,7 @@ def _loans(each: _Complete) -> Iterator[LoanSnapshot]:
         if used > 0:
             yield LoanSnapshot(
                 kind=MoveKind.REQUESTS,
-                engine=each.report.replica_id,
+                engine=each.heartbeat.replica_id,
                 lender=loan.lender_replica,
                 amount=used,
                 attention=each.rates.get(loan.name, 0.0),
@@ -283,17 +283,17 @@ def _loans(each: _Complete) -> Iterator[LoanSnapshot]:
 
 def _shard(each: _Complete, loan: LoanState) -> Iterator[LoanSnapshot]:
     """A loan of heads or layers, which have a share of each block in use."""
-    heads, layers = _away(each.report)
-    assert each.report.borrowing is not None
+    heads, layers = _away(each.heartbeat)
+    assert each.heartbeat.borrowing is not None
     if not heads and not layers:
         return
     yield LoanSnapshot(
         kind=MoveKind.HEADS if heads else MoveKind.LAYERS,
-        engine=each.report.replica_id,
+        engine=each.heartbeat.replica_id,
         lender=loan.lender_replica,
         amount=heads or layers,
         attention=each.rates.get(loan.name, 0.0),
-        kv_bytes=int(_own_used(each, each.report.borrowing) * _share_away(each)),
+        kv_bytes=int(_own_used(each, each.heartbeat.borrowing) * _share_away(each)),
         weights_bytes=layers * each.footprint.layer_bytes,
         measured_at_s=each.load.measured_at,
     )
@@ -311,7 +311,7 @@ def _model(
     if not of:
         # The snapshot's flaws say that its replicas are missing.
         return ModelSnapshot(name=name, devices=(), replicas=count, replica_bytes=0)
-    configured, stages = of[0].report.model, max(1, len(of[0].report.stages))
+    configured, stages = of[0].heartbeat.model, max(1, len(of[0].heartbeat.stages))
     like = next(engine for engine in engines if engine.model == name)
     comes_and_goes = stages == 1 and configured.replicas == "auto"
     return ModelSnapshot(
@@ -332,7 +332,7 @@ def _without_work(like: EngineSnapshot) -> EngineSnapshot:
 
 
 def _of(model: str, whole: Sequence[_Complete]) -> list[_Complete]:
-    return [each for each in whole if each.report.model.name == model]
+    return [each for each in whole if each.heartbeat.model.name == model]
 
 
 def _links(profile: DeviceProfile) -> tuple[Link, ...]:

@@ -79,10 +79,10 @@ class RebalancingRunner:
             time.time,
         )
 
-    def learn(self, report: Heartbeat) -> None:
-        sums = sums_of(report)
+    def observe(self, heartbeat: Heartbeat) -> None:
+        sums = sums_of(heartbeat)
         if sums is not None:
-            self._rates.take(report.replica_id, *sums)
+            self._rates.take(heartbeat.replica_id, *sums)
 
     async def run(self) -> None:
         """Tick until the process ends, which gives the store's lock back."""
@@ -141,7 +141,7 @@ class RebalancingRunner:
 
     def _observe(self, changed_at_s: float) -> Measured:
         records = self._fleet.engine_records(time.monotonic())
-        self._rates.keep(each.report.replica_id for each in records)
+        self._rates.keep(each.heartbeat.replica_id for each in records)
         return measured_snapshot(
             time.time(),
             changed_at_s,
@@ -155,7 +155,7 @@ class RebalancingRunner:
 
     def _movable(self, kind: MoveKind, records: Sequence[EngineRecord]) -> frozenset[str]:
         actuator = self._actuators[ActionKind(kind.value)]
-        ids = (each.report.replica_id for each in records)
+        ids = (each.heartbeat.replica_id for each in records)
         return frozenset(id_ for id_ in ids if _may(actuator.movable, id_))
 
 

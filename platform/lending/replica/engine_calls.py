@@ -1,4 +1,4 @@
-"""A replica's loan calls to its own engine, with the types that cross."""
+"""A replica's end of :class:`~loomserve.platform.lending.loan_calls.LoanCalls`, with types."""
 
 from __future__ import annotations
 

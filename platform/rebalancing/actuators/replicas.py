@@ -50,12 +50,12 @@ class RequestsActuator:
         self._fleet = fleet
 
     def movable(self, engine: str) -> bool:
-        return record_of(self._fleet, engine).report.model.lending is not None
+        return record_of(self._fleet, engine).heartbeat.model.lending is not None
 
     def prepare(self, name: str, action: Action) -> RequestsRecord:
         assert isinstance(action, Move)
         borrower = record_of(self._fleet, action.engine)
-        lender = record_of(self._fleet, action.lender).report.model.name
+        lender = record_of(self._fleet, action.lender).heartbeat.model.name
         there = _kv_there(borrower, lender)
         return RequestsRecord(
             name=name,
@@ -75,7 +75,7 @@ class RequestsActuator:
     async def progress(self, record: RequestsRecord) -> Progress:
         lender, limit = record.lender, record.limit
         borrower = record_of(self._fleet, record.borrower)
-        said = borrower.report.borrowing
+        said = borrower.heartbeat.borrowing
         reported = said.limits.get(lender) if said else None
         there = _kv_there(borrower, lender)
         moved = abs(there - record.bytes_before)
@@ -90,9 +90,9 @@ class RequestsActuator:
 
 
 def _kv_there(borrower: EngineRecord, lender: str) -> int:
-    said, footprint = borrower.report.borrowing, borrower.report.footprint
+    said, footprint = borrower.heartbeat.borrowing, borrower.heartbeat.footprint
     if said is None or footprint is None:
-        raise Conflict(f"replica {borrower.report.replica_id!r} has not said what it borrows")
+        raise Conflict(f"replica {borrower.heartbeat.replica_id!r} has not said what it borrows")
     return sum(kv_at(loan, footprint) for loan in said.loans if loan.lender == lender)
 
 
@@ -118,7 +118,7 @@ class RoleActuator:
 
     async def progress(self, record: RoleRecord) -> Progress:
         there = record_of(self._fleet, record.replica)
-        if there.report.stats.role != there.role:
+        if there.heartbeat.stats.role != there.role:
             return Progress()  # the replica learns of it with its next heartbeat
         done = there.role == record.role
         return Progress(outcome=ActionOutcome.DONE if done else ActionOutcome.ABORTED)
@@ -139,7 +139,7 @@ class ReplicasActuator:
                 model, leaving, more = action.model, None, 1
             case RemoveReplica():
                 leaving, more = action.engine, -1
-                model = record_of(self._fleet, action.engine).report.model.name
+                model = record_of(self._fleet, action.engine).heartbeat.model.name
             case _:
                 raise AssertionError(f"{action} is of another kind")
         before = self._target(model)
@@ -183,4 +183,4 @@ class ReplicasActuator:
 
     def _live(self, model: str) -> set[str]:
         records = self._fleet.engine_records(time.monotonic())
-        return {each.report.replica_id for each in records if each.report.model.name == model}
+        return {each.heartbeat.replica_id for each in records if each.heartbeat.model.name == model}

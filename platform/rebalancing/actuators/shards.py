@@ -24,7 +24,7 @@ class ShardActuator:
         self._fleet = fleet
 
     def movable(self, engine: str) -> bool:
-        return record_of(self._fleet, engine).report.model.lending is not None
+        return record_of(self._fleet, engine).heartbeat.model.lending is not None
 
     def prepare(self, name: str, action: Action) -> ShardRecord:
         """
@@ -33,7 +33,7 @@ class ShardActuator:
             NotFound: one of the replicas does not report any more.
         """
         assert isinstance(action, Move)
-        there = record_of(self._fleet, action.lender).report
+        there = record_of(self._fleet, action.lender).heartbeat
         lender = there.model.name
         away = self._fleet.loans.shards(action.engine)
         if action.back:
@@ -59,7 +59,7 @@ class ShardActuator:
     def _shard(self, action: Move) -> ShardSpec:
         if action.kind is MoveKind.HEADS:
             return {"heads": action.amount}
-        footprint = record_of(self._fleet, action.engine).report.footprint
+        footprint = record_of(self._fleet, action.engine).heartbeat.footprint
         if footprint is None:
             raise Conflict(f"{action.engine!r} has not said what it is made of: try again soon")
         # The last ones: which they are makes no difference to what moves.
@@ -75,7 +75,7 @@ class ShardActuator:
 
     async def progress(self, record: ShardRecord) -> Progress:
         lender = record.lender
-        said = record_of(self._fleet, record.engine).report.borrowing
+        said = record_of(self._fleet, record.engine).heartbeat.borrowing
         if said is None:
             return Progress()
         aborted = self._fleet.loans.shards(record.engine).get(lender) != record.shard

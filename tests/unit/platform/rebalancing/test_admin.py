@@ -65,7 +65,7 @@ def runner(tmp_path: Path) -> RebalancingRunner:
                 made_up.footprint(memory_measured_at=wall),
             )
             fleet.report(said, now)
-            runner.learn(said)
+            runner.observe(said)
     asyncio.run(runner._rebalancer.tick())
     return runner
 
