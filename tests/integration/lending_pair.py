@@ -48,12 +48,12 @@ class Pair:
         name = f"test-{next(_names)}"
         path = f"/dev/shm/loomserve-ring-{os.getpid()}-{name}"
         self.call(self.cold, "lend", name, path, self.call(self.hot, "borrowing"))
-        side = self.call(self.hot, "borrow", name, path)
+        partition = self.call(self.hot, "borrow", name, path)
         ring = Ring.attach(Path(path))
         try:
             yield ring.stats
         finally:
-            self.call(self.hot, "end_loan", side)
+            self.call(self.hot, "end_loan", partition)
             self.call(self.cold, "end_lending", name)
             ring.close()
 
@@ -73,12 +73,14 @@ class PartLoan:
         self._part = part
         self._name = f"part-{os.urandom(3).hex()}"
         self._path = f"/dev/shm/loomserve-ring-{os.getpid()}-{self._name}"
-        self._side: int | None = None
+        self._partition: int | None = None
 
     def begin(self) -> None:
-        guest = self._pair.call(self._pair.hot, "borrowing", self._part)
-        self._pair.call(self._pair.cold, "lend", self._name, self._path, guest)
-        self._side = self._pair.call(self._pair.hot, "borrow", self._name, self._path, self._part)
+        asked = self._pair.call(self._pair.hot, "borrowing", self._part)
+        self._pair.call(self._pair.cold, "lend", self._name, self._path, asked)
+        self._partition = self._pair.call(
+            self._pair.hot, "borrow", self._name, self._path, self._part
+        )
         self.ring = Ring.attach(Path(self._path))
 
     @property
@@ -88,11 +90,11 @@ class PartLoan:
         return str(loan["shard"]["phase"])
 
     def come_home(self) -> bool:
-        return bool(self._pair.call(self._pair.hot, "drain_loan", self._side))
+        return bool(self._pair.call(self._pair.hot, "drain_loan", self._partition))
 
     def end(self) -> None:
-        if self._side is not None:
-            self._pair.call(self._pair.hot, "end_loan", self._side)
+        if self._partition is not None:
+            self._pair.call(self._pair.hot, "end_loan", self._partition)
             self.ring.close()
         self._pair.call(self._pair.cold, "end_lending", self._name)
 

@@ -101,7 +101,9 @@ def test_an_engine_that_borrows_lends_nothing_and_one_that_lends_borrows_nothing
         with pytest.raises(Exception, match="it borrows just now"), back.loan():
             pass
     with (
-        pytest.raises(Exception, match="room for 18 of the guest's blocks, which are 24 at least"),
+        pytest.raises(
+            Exception, match="room for 18 of the borrower's blocks, which are 24 at least"
+        ),
         part_loan(back, heads=2) as loan,
     ):
         loan.begin()

@@ -1,8 +1,8 @@
-"""On which side a request's KV starts, and whether it moves: pure policies, chosen by name.
+"""In which partition a request's KV starts, and whether it moves: pure policies, chosen by name.
 
-A borrower's requests live on sides: side 0 is its own memory, the others are lenders'. A policy
-answers the side on which a request that holds no KV starts, or None if it shall wait. A step
-attends on all sides at once, so its attention takes as long as that of its slowest side.
+Each of a borrower's requests is in one partition: 0 is its own memory, the others are lenders'. A
+policy returns the partition in which a request that holds no KV starts, or None if it shall wait. A
+step attends in all partitions at once, so its attention takes as long as that of the slowest.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from itertools import takewhile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A memory that may hold requests' KV, in the borrower's blocks, with what it costs to attend.
+    """A memory that may hold requests' KV, in the borrower's blocks, and what attending there costs.
 
     Attributes:
-        blocks: It has for the borrower's requests.
-        free_blocks: Of them, cached prefixes that may be evicted included.
-        needed_blocks: The arriving request needs there, beyond the prefix that is cached there.
-        requests: Of the borrower, running there.
-        tokens: Of context that a step attends to there.
-        token_s: Seconds a step for attending to one of them: measured on the own side; on a
-            lender's its service, and waiting for it, with the hand-off of the request's rows.
-        handoff_s: Seconds that a step takes for using this side at all; 0 for the own one.
-        allowed: Whether requests may start there; False while a lender drains, is slow, or has as
-            many guests as it may.
-        growth_blocks: What a request running there will still come to need, in the mean; None if
-            that is not known.
+        blocks: That it has for the borrower's requests.
+        free_blocks: Of these, with cached prefixes that may be evicted.
+        needed_blocks: That the arriving request needs there, beyond its prefix cached there.
+        requests: That run there.
+        tokens: Of context to which a step attends there.
+        token_s: Seconds of a step for each of these tokens: measured in the own partition; in a
+            lender's its service and the wait for it, with the hand-off of the request's rows.
+        handoff_s: Seconds that a step takes for using this partition at all; 0 for the own one.
+        allowed: Whether requests may start there; False while a lender drains, is slow, or holds
+            as much as it may.
+        growth_blocks: Mean number of blocks that a request running there will still need; None: not
+            known.
     """
 
     blocks: int
@@ -47,54 +47,62 @@ class Arrival:
     """A request that holds no KV, and where it could start.
 
     Attributes:
-        sides: The borrower's own memory first.
-        tokens: Of context that the request will attend to.
-        rest_s: Seconds of a step of the borrower beside attention.
+        partitions: The borrower's own memory first.
+        tokens: Of context to which the request will attend.
+        rest_s: Seconds of the borrower's step beside attention.
     """
 
-    sides: Sequence[Partition]
+    partitions: Sequence[Partition]
     tokens: int
     rest_s: float
 
 
 Placement = Callable[[Arrival, float], int | None]
-"""Of an arrival and the share of the requests that is lent, which only ``ratio`` reads."""
+"""Maps an arrival and the share of requests to lend, which only ``ratio`` reads, to a partition."""
 
 
 def local(arrival: Arrival, lent_share: float) -> int | None:
-    """Never lends: as stock vLLM, a request starts as soon as its blocks are free."""
-    return 0 if _fits(arrival.sides[0], arrival.sides[0].needed_blocks) else None
+    """Never lend: as in stock vLLM, a request starts as soon as its blocks are free."""
+    return 0 if _fits(arrival.partitions[0], arrival.partitions[0].needed_blocks) else None
 
 
 def ratio(arrival: Arrival, lent_share: float) -> int | None:
-    """Weaver's fixed share: ``lent_share`` of the running requests is lent, in [0, 1].
+    """Lend ``lent_share`` of the running requests, in [0, 1]: Weaver's fixed share.
 
-    The paper's ratio is one of sequences, each put on a side at random and left there; here a
-    request goes where the share is missed, which meets it without the noise. The emptiest lender
-    takes it. A request for which its kind of side has no room starts on the other.
+    In the paper each sequence is put in a partition at random and left there; here a request goes
+    where the share is missed, which meets it without the noise. The emptiest lender takes it. A
+    request for which its kind of partition has no room starts in the other.
     """
-    sides = arrival.sides
-    running = sum(side.requests for side in sides)
-    lent = running - sides[0].requests
+    partitions = arrival.partitions
+    running = sum(partition.requests for partition in partitions)
+    lent = running - partitions[0].requests
     lend = lent + 0.5 < lent_share * (running + 1)
-    fitting = [at for at, side in enumerate(sides) if _fits(side, side.needed_blocks)]
+    fitting = [
+        at for at, partition in enumerate(partitions) if _fits(partition, partition.needed_blocks)
+    ]
     wanted = [at for at in fitting if (at > 0) is lend]
-    return max(wanted or fitting, key=lambda at: sides[at].free_blocks, default=None)
+    return max(wanted or fitting, key=lambda at: partitions[at].free_blocks, default=None)
 
 
 def adaptive(arrival: Arrival, lent_share: float) -> int | None:
-    """Own memory while it has room and attention is not most of a step; else balances the work.
+    """Prefer own memory while it has room and attention is not most of a step; else balance work.
 
-    Of the sides that keep the headroom which running requests will grow into, the one with which
-    attention takes least takes the request, if that lets the borrower generate more tokens a
-    second than without the request. What no lender takes starts as ``local`` has it, without
-    headroom: lending never makes a request wait that would not have waited otherwise.
+    Of the partitions that keep headroom for running requests to grow, the one with which attention
+    takes least takes the request, if the borrower then generates more tokens a second than without
+    it. A request that no lender takes starts as with ``local``, without headroom: lending never makes a request wait that would not have waited otherwise.
     """
-    sides = arrival.sides
-    roomy = [at for at, side in enumerate(sides) if _has_room(side, side.needed_blocks)]
-    if 0 in roomy and _side_s(sides[0], sides[0].tokens + arrival.tokens) <= arrival.rest_s:
+    partitions = arrival.partitions
+    roomy = [
+        at
+        for at, partition in enumerate(partitions)
+        if _has_room(partition, partition.needed_blocks)
+    ]
+    if (
+        0 in roomy
+        and _partition_s(partitions[0], partitions[0].tokens + arrival.tokens) <= arrival.rest_s
+    ):
         return 0
-    by_work = sorted(roomy, key=lambda at: (_attention_s(sides, arrival.tokens, to=at), at))
+    by_work = sorted(roomy, key=lambda at: (_attention_s(partitions, arrival.tokens, to=at), at))
     if by_work and _speeds_up(arrival, by_work[0]):
         return by_work[0]
     return local(arrival, lent_share)
@@ -105,12 +113,12 @@ PLACEMENTS: Mapping[str, Placement] = {"local": local, "ratio": ratio, "adaptive
 
 @dataclass(frozen=True, slots=True)
 class Resident:
-    """A request that runs on a side that has too few free blocks for its next step.
+    """A request that runs in a partition with too few free blocks for its next step.
 
     Attributes:
-        blocks: It holds there.
+        blocks: That it holds there.
         tokens: Of its context.
-        copy_s: Predicted seconds to copy its KV to another side.
+        copy_s: Predicted seconds to copy its KV to another partition.
         recompute_s: Predicted seconds to compute it again.
     """
 
@@ -122,28 +130,31 @@ class Resident:
 
 @dataclass(frozen=True, slots=True)
 class RequestMove:
-    """A request, by its place in the sequence it was given in, goes to a side."""
+    """The move of a request, named by its index among those given, to a partition."""
 
     request: int
-    side: int
+    partition: int
 
 
 def move(
-    sides: Sequence[Partition], requests: Sequence[Resident], exhausted: int, missing_blocks: int
+    partitions: Sequence[Partition],
+    requests: Sequence[Resident],
+    exhausted: int,
+    missing_blocks: int,
 ) -> RequestMove | None:
-    """The cheapest move that makes the preemptions unnecessary which a side would else need.
+    """Return the cheapest move that makes an exhausted partition's preemptions unnecessary.
 
     Args:
-        sides: With no request arriving: ``needed_blocks`` is not read.
-        requests: Those on the exhausted side, in the order in which they would be preempted and
-            computed again.
-        exhausted: The side.
-        missing_blocks: What its next step lacks there.
+        partitions: All of them; ``needed_blocks`` is not read.
+        requests: Those in the exhausted partition, in the order in which they would be preempted
+            and computed again.
+        exhausted: Index of the partition.
+        missing_blocks: That its next step lacks.
 
     Returns:
-        The request whose blocks suffice and that is copied in the shortest time, and the side with
-        headroom for it where attention then takes least; None if there is none, or if computing
-        again what would be preempted takes no longer than the copy.
+        The request whose blocks suffice and that is copied in the shortest time, and the partition
+        with headroom for it where attention then takes least; None if there is none, or if
+        computing again what would be preempted takes no longer than the copy.
     """
     victims = takewhile(
         lambda at: sum(each.blocks for each in requests[:at]) < missing_blocks,
@@ -153,21 +164,21 @@ def move(
     moves = [
         (
             request.copy_s,
-            _attention_s(sides, request.tokens, to=to, leaves=exhausted),
+            _attention_s(partitions, request.tokens, to=to, leaves=exhausted),
             RequestMove(at, to),
         )
         for at, request in enumerate(requests)
-        for to, side in enumerate(sides)
+        for to, partition in enumerate(partitions)
         if to != exhausted
         and request.blocks >= missing_blocks
         and request.copy_s < recompute_s
-        and _has_room(side, request.blocks)
+        and _has_room(partition, request.blocks)
     ]
     return min(moves, key=lambda each: each[:2])[2] if moves else None
 
 
-def headroom_blocks(side: Partition, blocks: int) -> float:
-    """What must stay free for the requests of a side to grow, once one more holds ``blocks``.
+def headroom_blocks(partition: Partition, blocks: int) -> float:
+    """Return how many blocks a partition's requests need to grow, once one more holds ``blocks``.
 
     Of n requests that hold h blocks each and will grow by g each, in the mean, the first to end
     give their blocks back before the last have grown. If what is left to grow is uniform on
@@ -175,43 +186,50 @@ def headroom_blocks(side: Partition, blocks: int) -> float:
     at most n (2g - h)² / 8g more than now, and never more than now if h >= 2g. A request that is
     alone pushes no other out, so it needs none; where the growth is not known, it is one block.
     """
-    if not side.requests:
+    if not partition.requests:
         return 0.0
-    requests = side.requests + 1
-    if side.growth_blocks is None:
+    requests = partition.requests + 1
+    if partition.growth_blocks is None:
         return float(requests)
-    if side.growth_blocks <= 0:
+    if partition.growth_blocks <= 0:
         return 0.0
-    held = (side.blocks - side.free_blocks + blocks) / requests
-    lacking = max(2 * side.growth_blocks - held, 0.0)
-    return requests * lacking**2 / (8 * side.growth_blocks)
+    held = (partition.blocks - partition.free_blocks + blocks) / requests
+    lacking = max(2 * partition.growth_blocks - held, 0.0)
+    return requests * lacking**2 / (8 * partition.growth_blocks)
 
 
-def _fits(side: Partition, blocks: int) -> bool:
-    return side.allowed and blocks <= side.free_blocks
+def _fits(partition: Partition, blocks: int) -> bool:
+    return partition.allowed and blocks <= partition.free_blocks
 
 
-def _has_room(side: Partition, blocks: int) -> bool:
-    return _fits(side, blocks) and headroom_blocks(side, blocks) <= side.free_blocks - blocks
+def _has_room(partition: Partition, blocks: int) -> bool:
+    return (
+        _fits(partition, blocks)
+        and headroom_blocks(partition, blocks) <= partition.free_blocks - blocks
+    )
 
 
-def _side_s(side: Partition, tokens: int) -> float:
-    return side.handoff_s + tokens * side.token_s if tokens else 0.0
+def _partition_s(partition: Partition, tokens: int) -> float:
+    return partition.handoff_s + tokens * partition.token_s if tokens else 0.0
 
 
 def _attention_s(
-    sides: Sequence[Partition], tokens: int, *, to: int | None = None, leaves: int | None = None
+    partitions: Sequence[Partition],
+    tokens: int,
+    *,
+    to: int | None = None,
+    leaves: int | None = None,
 ) -> float:
-    """Of a step, in seconds, with a context of ``tokens`` on ``to`` that may leave ``leaves``."""
+    """Return a step's attention in seconds, with ``tokens`` more in ``to``, fewer in ``leaves``."""
     return max(
-        _side_s(side, side.tokens + tokens * ((at == to) - (at == leaves)))
-        for at, side in enumerate(sides)
+        _partition_s(partition, partition.tokens + tokens * ((at == to) - (at == leaves)))
+        for at, partition in enumerate(partitions)
     )
 
 
 def _speeds_up(arrival: Arrival, at: int) -> bool:
-    """Whether tokens a second, those of a step over its time, rise with the request."""
-    running = sum(side.requests for side in arrival.sides)
-    without_s = arrival.rest_s + _attention_s(arrival.sides, 0)
-    with_s = arrival.rest_s + _attention_s(arrival.sides, arrival.tokens, to=at)
+    """Return whether a step yields more tokens a second with the request there."""
+    running = sum(partition.requests for partition in arrival.partitions)
+    without_s = arrival.rest_s + _attention_s(arrival.partitions, 0)
+    with_s = arrival.rest_s + _attention_s(arrival.partitions, arrival.tokens, to=at)
     return running * with_s < (running + 1) * without_s or not running

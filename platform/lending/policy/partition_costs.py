@@ -1,37 +1,37 @@
-"""What attending costs on each side, learnt from the steps that were."""
+"""Costs of attention in each partition, learnt from past steps."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 
 _SMOOTHING = 0.1
-# Until the first lent step: of the order of reading a small model's KV from a CPU's memory.
+# Before the first lent step: about the time of reading a small model's KV from a CPU's memory.
 _FIRST_TOKEN_S = 1e-5
 _FIRST_STEP_S = 0.03
-# Until the first copy: of the order of a lender's looking for tasks some times while it computes.
+# Before the first copy: about the time in which a computing lender looks for tasks some times.
 _FIRST_BLOCK_COPY_S = 0.01
 
 
 class PartitionCosts:
-    """Moving averages, in seconds a step, and of copies.
+    """Moving averages of seconds a step, and a copied block.
 
-    A token of context costs its reading wherever it lies, so what lenders' service shows is taken
-    for the own side too, whose attention stands within operators that nobody times.
+    A token of context costs its reading wherever it lies, so the cost seen in lenders' service is
+    taken for the own partition too, whose attention runs within operators that nobody times.
     """
 
     def __init__(self) -> None:
         self.token_s = _FIRST_TOKEN_S
         self.step_s = _FIRST_STEP_S
-        """Of any step."""
+        """Of a whole step."""
         self._block_copy_s = _FIRST_BLOCK_COPY_S
         self._handoff_s: defaultdict[int, float] = defaultdict(float)
 
-    def handoff_s(self, side: int) -> float:
-        """What a step takes for using this lender at all: waiting until it serves."""
-        return self._handoff_s[side]
+    def handoff_s(self, partition: int) -> float:
+        """Return the seconds that a step waits until this lender serves."""
+        return self._handoff_s[partition]
 
     def copy_s(self, blocks: int) -> float:
-        """To copy so many blocks from one side to another."""
+        """Return the seconds to copy ``blocks`` from one partition to another."""
         return blocks * self._block_copy_s
 
     def saw_copy(self, blocks: int, seconds: float) -> None:
@@ -39,25 +39,25 @@ class PartitionCosts:
             self._block_copy_s += _SMOOTHING * (seconds / blocks - self._block_copy_s)
 
     def rest_s(self, own_tokens: int) -> float:
-        """Of a step beside attention."""
+        """Return the seconds of a step beside attention to ``own_tokens``."""
         return max(0.0, self.step_s - own_tokens * self.token_s)
 
     def saw_step(self, seconds: float) -> None:
         self.step_s += _SMOOTHING * (seconds - self.step_s)
 
-    def saw_lender(self, side: int, tokens: int, service_s: float, delay_s: float) -> None:
-        """A step in which a lender attended to so many tokens of context, in all its layers.
+    def saw_lender(self, partition: int, tokens: int, service_s: float, delay_s: float) -> None:
+        """Learn from a step in which a lender attended to ``tokens`` of context, in all layers.
 
         Args:
-            side: the lender's.
+            partition: the lender's.
             tokens: of context.
-            service_s: that the lender took.
-            delay_s: until it began, of all layers.
+            service_s: seconds that the lender took.
+            delay_s: seconds until it began, summed over layers.
         """
         if tokens:
             self.token_s += _SMOOTHING * (service_s / tokens - self.token_s)
-            self._handoff_s[side] += _SMOOTHING * (delay_s - self._handoff_s[side])
+            self._handoff_s[partition] += _SMOOTHING * (delay_s - self._handoff_s[partition])
 
-    def forget(self, side: int) -> None:
-        """Another lender may take its place."""
-        self._handoff_s.pop(side, None)
+    def forget(self, partition: int) -> None:
+        """Forget a lender, whose partition another may get."""
+        self._handoff_s.pop(partition, None)

@@ -242,8 +242,8 @@ class BorrowerHooks(StepHooks):
         chosen = move(self.placement.partitions(None), residents, partition, missing_blocks)
         return chosen is not None and self.moves.move(
             requests[chosen.request],
-            chosen.side,
-            lambda pairs: self._call("move_blocks", partition, chosen.side, pairs),
+            chosen.partition,
+            lambda pairs: self._call("move_blocks", partition, chosen.partition, pairs),
         )
 
     @property

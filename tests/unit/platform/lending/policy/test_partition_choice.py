@@ -63,10 +63,12 @@ def memories(draw: st.DrawFn) -> Partition:
     )
 
 
-own_memories = memories().map(lambda side: replace(side, handoff_s=0.0, allowed=True))
+own_memories = memories().map(lambda partition: replace(partition, handoff_s=0.0, allowed=True))
 arrivals = st.builds(
     Arrival,
-    sides=st.tuples(own_memories, st.lists(memories(), max_size=3)).map(lambda s: [s[0], *s[1]]),
+    partitions=st.tuples(own_memories, st.lists(memories(), max_size=3)).map(
+        lambda s: [s[0], *s[1]]
+    ),
     tokens=st.integers(1, 2_000),
     rest_s=st.just(0.0) | st.floats(1e-3, 1.0),
 )
@@ -74,8 +76,8 @@ shares = st.floats(0, 1)
 policies = st.sampled_from(list(PLACEMENTS.values()))
 
 
-def arrival(*sides: Partition, tokens: int = 150, rest_s: float = REST_S) -> Arrival:
-    return Arrival(sides, tokens, rest_s)
+def arrival(*partitions: Partition, tokens: int = 150, rest_s: float = REST_S) -> Arrival:
+    return Arrival(partitions, tokens, rest_s)
 
 
 @given(policies, arrivals, shares)
@@ -84,9 +86,9 @@ def test_no_request_starts_where_it_does_not_fit_or_may_not(
 ) -> None:
     at = place(given_, share)
     if at is not None:
-        side = given_.sides[at]
-        assert side.allowed
-        assert side.needed_blocks <= side.free_blocks
+        partition = given_.partitions[at]
+        assert partition.allowed
+        assert partition.needed_blocks <= partition.free_blocks
 
 
 @given(policies, arrivals, shares)
@@ -101,9 +103,12 @@ def test_a_request_that_stock_vllm_would_start_never_waits(
 def test_without_a_lender_that_may_lend_every_policy_is_stock_vllm(
     place: Placement, given_: Arrival, share: float
 ) -> None:
-    none_lends = [given_.sides[0], *(replace(each, allowed=False) for each in given_.sides[1:])]
-    for sides in ([given_.sides[0]], none_lends):
-        alone = replace(given_, sides=sides)
+    none_lends = [
+        given_.partitions[0],
+        *(replace(each, allowed=False) for each in given_.partitions[1:]),
+    ]
+    for partitions in ([given_.partitions[0]], none_lends):
+        alone = replace(given_, partitions=partitions)
         assert place(alone, share) == LOCAL(alone, share)
 
 
@@ -116,23 +121,25 @@ def test_the_local_policy_lends_nothing(given_: Arrival, share: float) -> None:
 def test_with_nothing_running_a_request_starts_wherever_it_fits(
     given_: Arrival, share: float
 ) -> None:
-    sides = [replace(each, requests=0, tokens=0) for each in given_.sides]
-    assume(any(each.allowed and each.needed_blocks <= each.free_blocks for each in sides))
-    assert ADAPTIVE(replace(given_, sides=sides), share) is not None
+    partitions = [replace(each, requests=0, tokens=0) for each in given_.partitions]
+    assume(any(each.allowed and each.needed_blocks <= each.free_blocks for each in partitions))
+    assert ADAPTIVE(replace(given_, partitions=partitions), share) is not None
 
 
 @given(shares, st.integers(1, 3), st.integers(1, 120))
 def test_a_fixed_ratio_is_never_missed_by_more_than_half_a_request(
     share: float, lenders: int, requests: int
 ) -> None:
-    sides = [replace(OWN, blocks=10_000, free_blocks=10_000, requests=0)]
-    sides += [replace(sides[0])] * lenders
+    partitions = [replace(OWN, blocks=10_000, free_blocks=10_000, requests=0)]
+    partitions += [replace(partitions[0])] * lenders
     for count in range(1, requests + 1):
-        at = RATIO(arrival(*sides), share)
+        at = RATIO(arrival(*partitions), share)
         assert at is not None
-        taken = sides[at]
-        sides[at] = replace(taken, requests=taken.requests + 1, free_blocks=taken.free_blocks - 4)
-        lent = count - sides[0].requests
+        taken = partitions[at]
+        partitions[at] = replace(
+            taken, requests=taken.requests + 1, free_blocks=taken.free_blocks - 4
+        )
+        lent = count - partitions[0].requests
         assert abs(lent - share * count) <= 0.5 + 1e-9
 
 
@@ -145,7 +152,7 @@ def test_a_fixed_ratio_gives_to_the_emptiest_lender_and_else_to_the_other_kind_o
 
 
 @pytest.mark.parametrize(
-    ("given_", "side"),
+    ("given_", "partition"),
     [
         (arrival(OWN, LENDER), 0),
         (arrival(FULL, LENDER), 1),
@@ -164,39 +171,39 @@ def test_a_fixed_ratio_gives_to_the_emptiest_lender_and_else_to_the_other_kind_o
         (arrival(FULL, replace(LENDER, token_s=1e-4)), None),
         (arrival(FULL, replace(LENDER, allowed=False)), None),
         (arrival(FULL, replace(LENDER, free_blocks=3)), None),
-        # The guests that are there would grow into what is left.
+        # The requests that are there would grow into what is left.
         (arrival(FULL, replace(LENDER, free_blocks=6, requests=9, tokens=9)), 1),
         (arrival(FULL, replace(LENDER, free_blocks=6, requests=9, growth_blocks=30.0)), None),
     ],
 )
 def test_requests_start_where_there_is_room_and_attention_takes_least(
-    given_: Arrival, side: int | None
+    given_: Arrival, partition: int | None
 ) -> None:
-    assert ADAPTIVE(given_, 0.0) == side
+    assert ADAPTIVE(given_, 0.0) == partition
 
 
 @given(arrivals, memories(), st.floats(1.0, 10.0))
-def test_a_lender_that_has_no_guest_yet_is_not_chosen_for_being_slower(
+def test_a_lender_that_holds_no_request_yet_is_not_chosen_for_being_slower(
     given_: Arrival, lender: Partition, slower: float
 ) -> None:
-    # With guests of its own it makes every step longer, which hides more work of other sides.
+    # With requests of others it makes every step longer, which hides more work of other partitions.
     lender = replace(lender, allowed=True, requests=0, tokens=0)
     slow = replace(lender, token_s=lender.token_s * slower)
-    last = len(given_.sides)
-    if ADAPTIVE(replace(given_, sides=[*given_.sides, slow]), 0.0) == last:
-        assert ADAPTIVE(replace(given_, sides=[*given_.sides, lender]), 0.0) == last
+    last = len(given_.partitions)
+    if ADAPTIVE(replace(given_, partitions=[*given_.partitions, slow]), 0.0) == last:
+        assert ADAPTIVE(replace(given_, partitions=[*given_.partitions, lender]), 0.0) == last
 
 
 def test_requests_are_balanced_by_the_time_that_their_attention_takes() -> None:
     # Memory for all anywhere; the lender takes three times as long for a token.
     roomy = replace(OWN, blocks=10_000, free_blocks=10_000, requests=0, tokens=0)
-    sides = [roomy, replace(roomy, token_s=6e-6)]
+    partitions = [roomy, replace(roomy, token_s=6e-6)]
     for _ in range(200):
-        at = ADAPTIVE(arrival(*sides, tokens=200, rest_s=1e-3), 0.0)
+        at = ADAPTIVE(arrival(*partitions, tokens=200, rest_s=1e-3), 0.0)
         assert at is not None
-        each = sides[at]
-        sides[at] = replace(each, requests=each.requests + 1, tokens=each.tokens + 200)
-    assert sides[1].requests == pytest.approx(200 / 4, abs=2)
+        each = partitions[at]
+        partitions[at] = replace(each, requests=each.requests + 1, tokens=each.tokens + 200)
+    assert partitions[1].requests == pytest.approx(200 / 4, abs=2)
 
 
 @pytest.mark.parametrize(("held", "growth"), [(0, 40), (20, 40), (60, 40), (100, 40)])
@@ -208,14 +215,16 @@ def test_headroom_is_what_growing_requests_come_to_need_beyond_what_they_hold(
     grown = np.arange(2 * growth + 1)
     running = (left[None, :] > grown[:, None]).sum(axis=1)
     most_more = max(float((running * (held + grown)).max()) - requests * held, 0.0)
-    side = replace(
+    partition = replace(
         OWN,
         blocks=requests * held,
         free_blocks=held,
         requests=requests - 1,
         growth_blocks=float(growth),
     )
-    assert headroom_blocks(side, held) == pytest.approx(most_more, rel=0.01, abs=0.01 * requests)
+    assert headroom_blocks(partition, held) == pytest.approx(
+        most_more, rel=0.01, abs=0.01 * requests
+    )
 
 
 LONG = Resident(blocks=9, tokens=400, copy_s=0.009, recompute_s=0.4)
@@ -226,16 +235,16 @@ TINY = Resident(blocks=1, tokens=40, copy_s=0.001, recompute_s=0.05)
 
 
 @pytest.mark.parametrize(
-    ("sides", "requests", "missing_blocks", "moved"),
+    ("partitions", "requests", "missing_blocks", "moved"),
     [
         ((FULL, LENDER), (LONG, SHORT, TINY), 1, RequestMove(2, 1)),
         # What moves must make room for the whole step.
         ((FULL, LENDER), (LONG, SHORT, TINY), 2, RequestMove(1, 1)),
         ((FULL, LENDER), (SHORT, TINY), 3, None),
-        # The side on which attention then takes least, and which has room.
+        # The partition in which attention then takes least, and which has room.
         ((FULL, replace(LENDER, tokens=9_000), LENDER), (SHORT,), 1, RequestMove(0, 2)),
         ((FULL, LENDER, replace(LENDER, free_blocks=1)), (SHORT,), 1, RequestMove(0, 1)),
-        # The exhausted side would hide how slow the first lender is, but for what leaves it.
+        # The exhausted partition would hide how slow the first lender is, but for what leaves it.
         ((replace(FULL, tokens=400), SLOWER, FASTER), (SHORT,), 1, RequestMove(0, 2)),
         ((FULL, replace(LENDER, allowed=False)), (SHORT,), 1, None),
         # A copy that takes longer than computing again what would be preempted.
@@ -247,12 +256,12 @@ TINY = Resident(blocks=1, tokens=40, copy_s=0.001, recompute_s=0.05)
     ],
 )
 def test_the_cheapest_copy_that_spares_a_preemption_moves(
-    sides: tuple[Partition, ...],
+    partitions: tuple[Partition, ...],
     requests: tuple[Resident, ...],
     missing_blocks: int,
     moved: RequestMove | None,
 ) -> None:
-    assert move(sides, requests, 0, missing_blocks) == moved
+    assert move(partitions, requests, 0, missing_blocks) == moved
 
 
 def test_a_request_comes_home_from_a_lender_that_has_no_room_left() -> None:
@@ -272,14 +281,14 @@ residents = st.builds(
 def test_a_move_fits_frees_enough_and_costs_less_than_what_it_spares(
     given_: Arrival, requests: list[Resident], data: st.DataObject
 ) -> None:
-    sides = given_.sides
-    exhausted = data.draw(st.integers(0, len(sides) - 1))
+    partitions = given_.partitions
+    exhausted = data.draw(st.integers(0, len(partitions) - 1))
     missing_blocks = data.draw(st.integers(1, 60))
-    moved = move(sides, requests, exhausted, missing_blocks)
+    moved = move(partitions, requests, exhausted, missing_blocks)
     if moved is not None:
-        victim, side = requests[moved.request], sides[moved.side]
-        assert moved.side != exhausted
-        assert side.allowed
-        assert victim.blocks <= side.free_blocks
+        victim, partition = requests[moved.request], partitions[moved.partition]
+        assert moved.partition != exhausted
+        assert partition.allowed
+        assert victim.blocks <= partition.free_blocks
         assert victim.blocks >= missing_blocks
         assert victim.copy_s < sum(each.recompute_s for each in requests)

@@ -69,7 +69,7 @@ def implementation(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 class Memory:
-    """A lender's memory: a guest's layers lie side by side in each block, and a stranger's."""
+    """A lender's memory: a borrower's layers lie side by side in each block, and a stranger's."""
 
     def __init__(self, of: Geometry) -> None:
         shape = (BLOCKS, of.layers + 1, of.kv_heads, 2 * BLOCK, of.head_size)

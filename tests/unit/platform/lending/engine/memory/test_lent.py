@@ -1,4 +1,4 @@
-"""Guests' KV in a lender's blocks: every byte of theirs is theirs alone, and of the range."""
+"""Borrowers' KV in a lender's blocks: every byte of theirs is theirs alone, and of the range."""
 
 from __future__ import annotations
 
