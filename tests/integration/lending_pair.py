@@ -65,21 +65,21 @@ class Pair:
         return loans
 
 
-class PartLoan:
-    """Of the pair's one loan, on which part of the hot engine lies from :meth:`begin` on."""
+class ShardLoan:
+    """The pair's one loan, which holds a shard of the hot engine from :meth:`begin` on."""
 
-    def __init__(self, pair: Pair, **part: Any) -> None:
+    def __init__(self, pair: Pair, **shard: Any) -> None:
         self._pair = pair
-        self._part = part
-        self._name = f"part-{os.urandom(3).hex()}"
+        self._shard = shard
+        self._name = f"shard-{os.urandom(3).hex()}"
         self._path = f"/dev/shm/loomserve-ring-{os.getpid()}-{self._name}"
         self._partition: int | None = None
 
     def begin(self) -> None:
-        asked = self._pair.call(self._pair.hot, "borrowing", self._part)
+        asked = self._pair.call(self._pair.hot, "borrowing", self._shard)
         self._pair.call(self._pair.cold, "lend", self._name, self._path, asked)
         self._partition = self._pair.call(
-            self._pair.hot, "borrow", self._name, self._path, self._part
+            self._pair.hot, "borrow", self._name, self._path, self._shard
         )
         self.ring = Ring.attach(Path(self._path))
 
@@ -100,9 +100,9 @@ class PartLoan:
 
 
 @contextmanager
-def part_loan(pair: Pair, **part: Any) -> Iterator[PartLoan]:
+def shard_loan(pair: Pair, **shard: Any) -> Iterator[ShardLoan]:
     """Ended even if the test fails, so that the others have a pair without one."""
-    loan = PartLoan(pair, **part)
+    loan = ShardLoan(pair, **shard)
     try:
         yield loan
     finally:

@@ -15,12 +15,12 @@ from benchmarks.engine import BLOCK_TOKENS, EXACT_BLOCK_BYTES
 from tests.integration.lending_pair import (
     OWN_BLOCKS,
     Pair,
-    PartLoan,
+    ShardLoan,
     answers,
     begin,
     outputs,
-    part_loan,
     prompts,
+    shard_loan,
 )
 
 pytestmark = pytest.mark.engine
@@ -49,18 +49,18 @@ def served(
     raise AssertionError
 
 
-@pytest.mark.parametrize("part", [{"heads": 2}, {"layers": [10, 22]}], ids=str)
-def test_a_part_leaves_and_comes_home_while_streams_run_and_tokens_are_the_same(
-    pair: Pair, alone: list[list[int]], part: dict[str, Any]
+@pytest.mark.parametrize("shard", [{"heads": 2}, {"layers": [10, 22]}], ids=str)
+def test_a_shard_leaves_and_comes_home_while_streams_run_and_tokens_are_the_same(
+    pair: Pair, alone: list[list[int]], shard: dict[str, Any]
 ) -> None:
     phases: list[str] = []
 
-    def look(loan: PartLoan) -> None:
+    def look(loan: ShardLoan) -> None:
         phases.append(loan.phase)
         if phases.count("away") == STEPS_AWAY:
             loan.come_home()
 
-    with part_loan(pair, **part) as loan:
+    with shard_loan(pair, **shard) as loan:
         orders = {20: loan.begin, **{at: lambda: look(loan) for at in range(21, 100)}}
         assert served(pair, prompts(1, 16), orders) == alone
         # How fast it is copied is the machine's, the order of phases is not.
@@ -80,7 +80,7 @@ def test_a_part_leaves_and_comes_home_while_streams_run_and_tokens_are_the_same(
 def test_blocks_are_gained_while_heads_are_away_and_prefixes_stay_cached(pair: Pair) -> None:
     prompt = prompts(23, 1, 150)[0] + list(range(2000, 2000 + 3 * BLOCK_TOKENS))
     (first,) = outputs(pair.hot, [prompt], 8)
-    with part_loan(pair, heads=2) as loan:
+    with shard_loan(pair, heads=2) as loan:
         loan.begin()
         assert loan.phase == "away"
         # Two thirds of each block are elsewhere.
@@ -96,7 +96,7 @@ def test_the_weights_of_layers_that_leave_become_blocks_and_come_back(
     worker = psutil.Process(pair.hot.collective_rpc("process_id")[0])
     answers(pair.hot, prompts(1, 16))
     before = worker.memory_full_info().uss
-    with part_loan(pair, layers=[10, 22]) as loan:
+    with shard_loan(pair, layers=[10, 22]) as loan:
         loan.begin()
         assert loan.phase == "away"
         blocks = pair.call(pair.hot, "loan_state")["own_blocks"]
@@ -111,7 +111,7 @@ def test_the_weights_of_layers_that_leave_become_blocks_and_come_back(
     assert worker.memory_full_info().uss - before < 2 * LAYER_BYTES
 
 
-def test_a_part_waits_for_blocks_that_its_lenders_requests_hold(
+def test_a_shard_waits_for_blocks_that_its_lenders_requests_hold(
     pair: Pair, alone: list[list[int]]
 ) -> None:
     cold = pair.cold.llm_engine
@@ -121,7 +121,7 @@ def test_a_part_waits_for_blocks_that_its_lenders_requests_hold(
         begin(cold, f"own-{at}", (prompts(6 + at, 1)[0] * 30)[:150], 40)
     for _ in range(20):
         cold.step()
-    with part_loan(pair, heads=1) as loan:
+    with shard_loan(pair, heads=1) as loan:
         loan.begin()
         assert loan.phase != "home"
         while cold.has_unfinished_requests():
@@ -131,7 +131,7 @@ def test_a_part_waits_for_blocks_that_its_lenders_requests_hold(
 
 
 def test_a_move_that_is_called_off_changes_nothing(pair: Pair, alone: list[list[int]]) -> None:
-    with part_loan(pair, heads=1) as loan:
+    with shard_loan(pair, heads=1) as loan:
         # After one step with one block copied.
         orders = {20: loan.begin, 21: loan.come_home}
         assert served(pair, prompts(1, 16), orders) == alone
@@ -140,12 +140,12 @@ def test_a_move_that_is_called_off_changes_nothing(pair: Pair, alone: list[list[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", [{"heads": 1}, {"layers": [10, 22]}], ids=str)
-def test_a_lender_that_stalls_with_a_part_costs_no_token(
-    pair: Pair, alone: list[list[int]], part: dict[str, Any]
+@pytest.mark.parametrize("shard", [{"heads": 1}, {"layers": [10, 22]}], ids=str)
+def test_a_lender_that_stalls_with_a_shard_costs_no_token(
+    pair: Pair, alone: list[list[int]], shard: dict[str, Any]
 ) -> None:
     worker = pair.cold.collective_rpc("process_id")[0]
-    with part_loan(pair, **part) as loan:
+    with shard_loan(pair, **shard) as loan:
         loan.begin()
         assert loan.phase == "away"
         try:

@@ -1,4 +1,4 @@
-"""Part of a hot engine's KV is with a cold one; whole blocks go to the store and come back."""
+"""A shard of a hot engine's KV is with a cold one; whole blocks go to the store and come back."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import pytest
 from benchmarks.engine import BLOCK_TOKENS
 from loomserve.kvstore.server.protocol import HANDS_OVER
 from tests.integration.conftest import Answer, StoredEngine
-from tests.integration.lending_pair import Pair, answers, part_loan, prompts
+from tests.integration.lending_pair import Pair, answers, prompts, shard_loan
 
 pytestmark = pytest.mark.engine
 
-PARTS = [{"heads": 2}, {"layers": [10, 22]}]
+SHARDS = [{"heads": 2}, {"layers": [10, 22]}]
 TOKENS = 20
 
 
@@ -36,7 +36,7 @@ def from_store(engine: StoredEngine, asked: list[list[int]]) -> list[Answer]:
 
 
 def long_prompts(seed: int) -> list[list[int]]:
-    """Of several blocks, and part of one."""
+    """Of several blocks, the last of them in part."""
     return [prompt * 4 for prompt in prompts(seed, 4, 70)]
 
 
@@ -45,14 +45,14 @@ def full_blocks(prompt: list[int]) -> int:
     return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-@pytest.mark.parametrize("part", PARTS, ids=str)
-def test_blocks_of_before_are_loaded_while_a_part_is_away_and_the_other_way_round(
-    pair: Pair, lent: Pair, stored_hot: StoredEngine, part: dict[str, Any]
+@pytest.mark.parametrize("shard", SHARDS, ids=str)
+def test_blocks_of_before_are_loaded_while_a_shard_is_away_and_the_other_way_round(
+    pair: Pair, lent: Pair, stored_hot: StoredEngine, shard: dict[str, Any]
 ) -> None:
     before, meanwhile = long_prompts(71), long_prompts(72)
     expected = answers(pair.hot, [*before, *meanwhile], TOKENS)
     stored_hot.answer(before, kv_transfer={HANDS_OVER: True})
-    with part_loan(lent, **part) as loan:
+    with shard_loan(lent, **shard) as loan:
         loan.begin()
         assert loan.phase == "away"
         loaded = from_store(stored_hot, before)
@@ -69,16 +69,16 @@ def test_blocks_of_before_are_loaded_while_a_part_is_away_and_the_other_way_roun
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("part", PARTS, ids=str)
+@pytest.mark.parametrize("shard", SHARDS, ids=str)
 def test_what_a_stalled_lender_should_have_had_loaded_is_computed(
-    pair: Pair, lent: Pair, stored_hot: StoredEngine, part: dict[str, Any]
+    pair: Pair, lent: Pair, stored_hot: StoredEngine, shard: dict[str, Any]
 ) -> None:
     asked = long_prompts(73)
     expected = answers(pair.hot, asked, TOKENS)
     stored_hot.answer(asked, kv_transfer={HANDS_OVER: True})
     stored_hot.forget()
     worker = pair.cold.collective_rpc("process_id")[0]
-    with part_loan(lent, **part) as loan:
+    with shard_loan(lent, **shard) as loan:
         loan.begin()
         assert loan.phase == "away"
         os.kill(worker, signal.SIGSTOP)
@@ -96,7 +96,7 @@ def test_an_engine_that_borrows_lends_nothing_and_one_that_lends_borrows_nothing
     pair: Pair, lent: Pair
 ) -> None:
     back = Pair(pair.hot, lent.hot)
-    with part_loan(lent, heads=1) as loan:
+    with shard_loan(lent, heads=1) as loan:
         loan.begin()
         with pytest.raises(Exception, match="it borrows just now"), back.loan():
             pass
@@ -104,13 +104,13 @@ def test_an_engine_that_borrows_lends_nothing_and_one_that_lends_borrows_nothing
         pytest.raises(
             Exception, match="room for 18 of the borrower's blocks, which are 24 at least"
         ),
-        part_loan(back, heads=2) as loan,
+        shard_loan(back, heads=2) as loan,
     ):
         loan.begin()
     with (
         back.loan(),
         pytest.raises(Exception, match="it lends just now"),
-        part_loan(lent, heads=1) as loan,
+        shard_loan(lent, heads=1) as loan,
     ):
         loan.begin()
     assert lent.loans() == back.loans() == []

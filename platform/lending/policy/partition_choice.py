@@ -14,7 +14,7 @@ from itertools import takewhile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A memory that may hold requests' KV, in the borrower's blocks, and what attending there costs.
+    """A memory for requests' KV, in the borrower's blocks, and what attending there costs.
 
     Attributes:
         blocks: That it has for the borrower's requests.
@@ -89,7 +89,8 @@ def adaptive(arrival: Arrival, lent_share: float) -> int | None:
 
     Of the partitions that keep headroom for running requests to grow, the one with which attention
     takes least takes the request, if the borrower then generates more tokens a second than without
-    it. A request that no lender takes starts as with ``local``, without headroom: lending never makes a request wait that would not have waited otherwise.
+    it. A request that no lender takes starts as with ``local``, without headroom: lending never
+    makes a request wait that would not have waited otherwise.
     """
     partitions = arrival.partitions
     roomy = [
