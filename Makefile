@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all lint typecheck format bench-overhead bench-store bench-pipeline bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance check-batch check-day clean
+.PHONY: help install serve test test-all lint typecheck format bench-overhead bench-store bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance check-batch check-day clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -41,8 +41,8 @@ bench-overhead: install ## measure what the platform costs over bare vLLM
 bench-store: install ## measure the KV store against memory and disk
 	@$(PYTHON) -m benchmarks.store
 
-bench-pipeline: install ## measure what of the KV store's transfers is hidden, and plot it
-	@$(PYTHON) -m benchmarks.pipeline --plot docs/pipeline.svg
+bench-transfer: install ## measure what of the KV store's transfers is hidden, and plot it
+	@$(PYTHON) -m benchmarks.transfer --plot docs/transfer.svg
 
 bench-prefix: install ## measure what the KV store gains on shared prefixes
 	@$(PYTHON) -m benchmarks.prefix

@@ -51,8 +51,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, offline_engine
-from benchmarks.pipeline import put_link
 from benchmarks.report import Spread, machine, publish
+from benchmarks.transfer import put_link
 from benchmarks.workload import Likeness
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.opening import open_store

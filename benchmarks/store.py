@@ -1,10 +1,11 @@
 """How fast is the KV store, against what the machine's memory and disk can do?
 
 Without an engine: blocks of the demo model's shape go from a KV cache into the store and back
-through the very pipeline that a worker runs, layer by layer, checksums included, against plain
-copies of the same pieces between the same places. A worker's first writes to shared memory also
-map its pages, once, and are told apart ("put_first"). The SSD tier's reads stand against sequential
-``O_DIRECT`` reads of a file, block by block, by as many threads. Lookups go through the socket.
+through the very transfer threads that a worker runs, layer by layer, checksums included, against
+plain copies of the same pieces between the same places. A worker's first writes to shared memory
+also map its pages, once, and are told apart ("put_first"). The SSD tier's reads stand against
+sequential ``O_DIRECT`` reads of a file, block by block, by as many threads. Lookups go through the
+socket.
 
 Every figure is taken ``--runs`` times, each run's ratio against that run's own baseline. The last
 line of the output is one JSON object, also written to ``benchmarks/results``.
@@ -290,7 +291,7 @@ def main() -> int:
     ):
         figures = benchmark(store_options, Path(folder), options.runs)
     # That benchmark takes its parts from this one.
-    from benchmarks.pipeline import measured_hidden_share
+    from benchmarks.transfer import measured_hidden_share
 
     with tempfile.TemporaryDirectory() as folder, running_store(Path(folder)) as store_options:
         figures["hidden_share"] = measured_hidden_share(store_options)

@@ -1,12 +1,13 @@
 """How much of the KV store's transfers hides behind the forward pass, and is it as predicted?
 
-BanaServe, section 4.3.3: of a prompt of L tokens a share h comes from the store and r = 1 - h is
-computed and saved. With N layers, T_F seconds for the whole prompt, S bytes of KV a token and layer
-and B bytes a second, a layer computes for T_F * r / N, while the next one loads for S * L * h / B
-and the last one is saved for S * L * r / B. A transfer that takes x times a layer's computation is
-hidden as long as x <= 1, else 1 / x of it is. Beside the paper's prediction stands one by stages
-("stages"): a layer computes for as long as it did with shared memory, since what is computed also
-attends to what was loaded, and a save has the longer of computation and load to hide behind.
+BanaServe, section 4.3.3: of a prompt of L tokens a share h comes from the store (its hit rate, the
+paper's r), and the rest, r = 1 - h here, is computed and saved. With N layers, T_F seconds for the
+whole prompt, S bytes of KV a token and layer and B bytes a second, a layer computes for T_F * r /
+N, while the next one loads for S * L * h / B and the last one is saved for S * L * r / B. A
+transfer that takes x times a layer's computation is hidden as long as x <= 1, else 1 / x of it is.
+Beside the paper's prediction stands one by stages ("stages"): a layer computes for as long as it
+did with shared memory, since what is computed also attends to what was loaded, and a save has the
+longer of computation and load to hide behind.
 
 A real engine takes prompts of each length and share, first from shared memory. As that is far from
 the border on a CPU, it then reaches the store through links of given bandwidths: each piece's copy
@@ -361,7 +362,7 @@ def plot(figures: Mapping[str, Any], file: Path) -> None:
     import matplotlib as mpl
 
     # The same figures give the same file.
-    mpl.rcParams["svg.hashsalt"] = "pipeline"
+    mpl.rcParams["svg.hashsalt"] = "transfer"
     mpl.use("svg")
     from matplotlib import pyplot
 
@@ -421,7 +422,7 @@ def draw_border(axes: Any, points: Sequence[Mapping[str, Any]]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.pipeline", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m benchmarks.transfer", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the points (SVG)")
@@ -435,7 +436,7 @@ def main() -> int:
     print(table(figures["memory"]), table(figures["links"]), sep="\n\n")
     if options.plot:
         plot(figures, options.plot)
-    publish("pipeline", {"benchmark": "pipeline", **figures, "machine": facts}, RESULTS)
+    publish("transfer", {"benchmark": "transfer", **figures, "machine": facts}, RESULTS)
     return 0
 
 
