@@ -40,7 +40,7 @@ class DesiredLoans:
             return
         self._pairs_off |= {(report.model.name, lender) for lender in said.switched_off}
         self._limits[place] = said.limits | self._limits.get(place, {})
-        told = {lender: DesiredShard(dict(shard)) for lender, shard in said.shards.items()}
+        told = {lender: DesiredShard(shard) for lender, shard in said.shards.items()}
         self._shards.setdefault(place, told)
 
     def observe(self, before: Heartbeat, now: Heartbeat) -> None:

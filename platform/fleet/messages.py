@@ -16,7 +16,7 @@ from loomserve.platform.state import (
     ModelStatus,
     StageState,
 )
-from loomserve.platform.state.lending_options import LendingOptions
+from loomserve.platform.state.lending_options import LendingOptions, ShardSpec
 from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats
 
@@ -148,7 +148,7 @@ class DesiredState(_Message):
         default_factory=dict,
         description="Most bytes of KV that it may keep with a lender's model; 0: no loan.",
     )
-    shards: dict[str, dict[str, Any]] = Field(
+    shards: dict[str, ShardSpec] = Field(
         default_factory=dict,
         description="Shards that a lender's model computes, by its name.",
     )

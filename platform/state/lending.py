@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from loomserve.platform.state.base import StateModel
+from loomserve.platform.state.lending_options import ShardSpec
 
 
 class ShardState(StateModel):
@@ -70,7 +71,7 @@ class BorrowingState(StateModel):
     limits: dict[str, int] = Field(
         {}, description="Most bytes of KV that a plan allows, by the lender's model."
     )
-    shards: dict[str, dict[str, int | list[int]]] = Field(
+    shards: dict[str, ShardSpec] = Field(
         {}, description="Shards that a plan has moved, by the lender's model."
     )
 

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+from typing_extensions import TypedDict
 
 LENDING_CONFIG = "loomserve_lending"
 """The key of ``additional_config`` under which an engine finds its :class:`LendingOptions`."""
 
-ShardSpec = dict[str, Any]
-"""Shard of an engine that a lender computes: ``{"heads": 1}``, the last KV heads of each layer; or
-``{"layers": [10, 20]}``, the decoder layers from 10 to 19."""
+
+class ShardSpec(TypedDict, total=False):
+    """Heads or layers of an engine that a lender computes: one of both keys.
+
+    Attributes:
+        heads: How many KV heads of each layer, the last ones.
+        layers: Decoder layers: the first, and the one behind the last.
+    """
+
+    heads: int
+    layers: list[int]
 
 
 class LendingOptions(BaseModel):
