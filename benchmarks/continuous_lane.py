@@ -134,7 +134,7 @@ def simulated(
     while (due := simulator.due_s) is not None:
         now = max(now, due)
         step = simulator.schedule(now)
-        now += steps.seconds(Step.of((part.computed, part.tokens) for part in step.parts))
+        now += steps.seconds(Step.of((share.computed, share.tokens) for share in step.shares))
         simulator.end(step, now)
     return {name: times.finished_s for name, times in simulator.times.items()}
 

@@ -1,4 +1,4 @@
-"""What an engine's front end measures about how its requests were scheduled.
+"""Metrics of how an engine's requests were scheduled, measured in its front end.
 
 Like vLLM's own metrics they stand in the default registry of the engine's process; the gateway adds
 the labels ``model``, ``replica`` and ``device``.

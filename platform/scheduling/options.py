@@ -1,4 +1,4 @@
-"""What an engine's scheduler is told: one dictionary in vLLM's ``additional_config``."""
+"""Options of an engine's scheduler: one dictionary in vLLM's ``additional_config``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ADDITIONAL_CONFIG = "loomserve"
 
 
 class SchedulerOptions(BaseModel):
-    """Of one engine; the fields that ``models[].scheduling`` has too mean the same."""
+    """Options of one engine's scheduler; fields of ``models[].scheduling`` mean the same here."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -28,7 +28,7 @@ class SchedulerOptions(BaseModel):
 
 
 def scheduler_options(model: Model, store: KvStore | None) -> SchedulerOptions:
-    """Of an engine of this model; ``store`` is the one that it is connected to."""
+    """Options of an engine of this model that is connected to this ``store``."""
     given = model.scheduling
     preemption = given.preemption or ("adaptive" if store else "recompute")
     return SchedulerOptions(

@@ -30,13 +30,13 @@ from loomserve.platform.scheduling.policy.queue import QUEUES, QueuedRequest
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRequest:
-    """A request, and how long its answer is going to be.
+    """A request with the length that its answer is going to have.
 
     Attributes:
-        output_tokens: That it generates before it ends by itself; at least 1.
-        max_tokens: That it may generate.
-        deadline_s: By the clock of ``arrived_s``.
-        expected: What is predicted of ``output_tokens``; without it a policy knows ``max_tokens``.
+        output_tokens: Tokens that it generates before it ends by itself; at least 1.
+        max_tokens: Tokens that it may generate.
+        deadline_s: Deadline by the clock of ``arrived_s``.
+        expected: Prediction of ``output_tokens``; without it policies know ``max_tokens`` alone.
     """
 
     name: str
@@ -50,14 +50,15 @@ class SimulatedRequest:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of an engine.
+    """Sizes of an engine.
 
     Attributes:
-        blocks: That requests can hold: vLLM's number without its null block.
-        block_bytes: Of a block in swap space.
+        blocks: Blocks that requests can hold: vLLM's number without its null block.
+        block_bytes: Bytes of a block in swap space.
         running: Requests that may run at once, vLLM's ``max_num_seqs``.
         step_tokens: vLLM's ``max_num_batched_tokens``.
-        spare_blocks: That must stay free when a request starts beside others, vLLM's ``watermark``.
+        spare_blocks: Blocks that stay free when a request starts beside others, vLLM's
+            ``watermark``.
     """
 
     blocks: int
@@ -74,7 +75,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """By the names that they are chosen by."""
+    """Names of the policies that an engine uses."""
 
     queue: str = "fcfs"
     preemption: str = "recompute"
@@ -84,7 +85,7 @@ class Policies:
 
 @dataclass(frozen=True, slots=True)
 class StepShare:
-    """A request's share of a step: ``tokens`` after ``computed`` ones."""
+    """A request's share of a step: ``tokens`` after the ``computed`` ones."""
 
     name: str
     computed: int
@@ -93,16 +94,16 @@ class StepShare:
 
 @dataclass(slots=True)
 class ScheduledStep:
-    """What an engine does in one step.
+    """One step of an engine.
 
     Attributes:
-        parts: In the order in which they were scheduled.
-        preempted: Requests that had to leave before it, and how.
-        resumed: Requests among ``parts`` that had left before, and how.
+        shares: Shares of its requests, in the order in which they were scheduled.
+        preempted: Requests that had to leave before it, with their modes.
+        resumed: Requests among ``shares`` that had left before, with their modes.
     """
 
     start_s: float
-    parts: list[StepShare] = field(default_factory=list)
+    shares: list[StepShare] = field(default_factory=list)
     preempted: dict[str, PreemptionMode] = field(default_factory=dict)
     resumed: dict[str, PreemptionMode] = field(default_factory=dict)
     swapped_out_bytes: int = 0
@@ -111,12 +112,12 @@ class ScheduledStep:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Predictions in seconds.
+    """Predicted seconds of an engine's work.
 
     Attributes:
-        swap_s: Of so many tokens' KV, out of memory and back.
-        recompute_s: Of so many tokens.
-        step_s: Of a step with what is swapped in it.
+        swap_s: To copy so many tokens' KV out of memory and back.
+        recompute_s: To compute so many tokens again.
+        step_s: Of a step with the swaps in it.
         token_s: Of a token that a running request generates.
     """
 
@@ -131,7 +132,7 @@ class Costs:
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Of a finished request, in seconds of one clock."""
+    """Life of a finished request, in seconds of one clock."""
 
     arrived_s: float
     started_s: float
@@ -145,14 +146,14 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """``times`` of all requests by name."""
+    """Steps of an engine, and ``times`` of all requests by name."""
 
     steps: list[ScheduledStep]
     times: dict[str, Times]
 
 
 class StalledError(Exception):
-    """Requests wait, and none of them will ever start."""
+    """Raised where requests wait of which none will ever start."""
 
 
 @dataclass(slots=True, eq=False)
@@ -196,7 +197,7 @@ class _Progress:
 
 
 class Simulator:
-    """An engine that computes nothing; :meth:`schedule` and :meth:`end` make a step."""
+    """Engine that computes nothing; :meth:`schedule` and :meth:`end` make a step."""
 
     def __init__(
         self,
@@ -226,13 +227,13 @@ class Simulator:
 
     @property
     def due_s(self) -> float | None:
-        """When there is something to do: 0 for at once, else the next arrival, if there is one."""
+        """Time of the next step: 0 for at once, else the next arrival; None if all have ended."""
         if self._running or self._waiting:
             return 0.0
         return self._coming[0].request.arrived_s if self._coming else None
 
     def schedule(self, now: float) -> ScheduledStep:
-        """A step that begins now; as vLLM's ``Scheduler.schedule``."""
+        """Schedule a step that begins now, as vLLM's ``Scheduler.schedule``."""
         while self._coming and self._coming[0].request.arrived_s <= now:
             self._waiting.append(self._coming.popleft())
         self._sort(now)
@@ -248,8 +249,8 @@ class Simulator:
         return step
 
     def end(self, step: ScheduledStep, now: float) -> None:
-        """The step ended; as vLLM's ``update_from_output``."""
-        scheduled = {part.name: part.tokens for part in step.parts}
+        """End the step, as vLLM's ``update_from_output``."""
+        scheduled = {share.name: share.tokens for share in step.shares}
         for one in self._running:
             tokens = scheduled.get(one.request.name)
             if tokens is None:
@@ -281,7 +282,7 @@ class Simulator:
         )
 
     def _allowed(self, now: float) -> tuple[list[_Progress], list[_Progress]]:
-        """Those that may run in this step, and those that may start in it, in their order."""
+        """Requests that may run in this step, and those that may start in it, in their order."""
         waiting = list(self._waiting)
         if self._policies.preemption == "swap":
             started = [*self._running, *(one for one in waiting if one.swap_bytes)]
@@ -321,7 +322,7 @@ class Simulator:
         )
 
     def _swap_room(self, held: int) -> int:
-        """Blocks that swap space takes instead, where that is quicker than to compute them."""
+        """Blocks that swap space takes instead of memory, where that beats computing them again."""
         if not self._running:
             return 0
         tokens = held * self._limits.block_tokens // len(self._running)
@@ -346,7 +347,7 @@ class Simulator:
         )
 
     def _go_on(self, step: ScheduledStep, running: list[_Progress]) -> int:
-        """Schedule those that run; returns the tokens that are left of the step."""
+        """Schedule running requests; returns the tokens that are left of the step."""
         left = self._limits.step_tokens
         at = 0
         while at < len(running) and left:
@@ -385,7 +386,7 @@ class Simulator:
         starting: list[_Progress],
         left: int,
     ) -> None:
-        """Schedule those that wait, with what is left of the step's tokens."""
+        """Schedule waiting requests with the tokens that are left of the step."""
         for one in starting:
             spare = self._limits.spare_blocks if running else 0
             # Blocks for all its tokens, however few of them this step has room for.
@@ -412,17 +413,17 @@ class Simulator:
         needed = self._needed(one, tokens)
         one.blocks += needed
         self._free_blocks -= needed
-        step.parts.append(StepShare(one.request.name, one.computed, tokens))
+        step.shares.append(StepShare(one.request.name, one.computed, tokens))
 
     def _needed(self, one: _Progress, tokens: int) -> int:
-        """Blocks beside those that it has."""
+        """Blocks that the request needs beyond those it has."""
         return self._limits.blocks_for(one.computed + tokens) - one.blocks
 
 
 def simulate(
     requests: Iterable[SimulatedRequest], limits: Limits, policies: Policies, costs: Costs
 ) -> Simulation:
-    """All requests to their end, each step taking the time that is predicted for it.
+    """Run all requests to their end, each step in its predicted time.
 
     Raises:
         StalledError: the policies let nothing start although nothing runs.
@@ -434,7 +435,7 @@ def simulate(
     while (due_s := engine.due_s) is not None:
         now = max(now, due_s)
         step = engine.schedule(now)
-        if not (step.parts or step.preempted):
+        if not (step.shares or step.preempted):
             raise StalledError(f"nothing starts at {now} s")
         now += costs.step_s(step)
         engine.end(step, now)
@@ -449,7 +450,7 @@ def replay(
     policies: Policies,
     costs: Costs,
 ) -> Simulation:
-    """Steps at given ``times``, of which the last one is the last step's end."""
+    """Run steps that begin at the given ``times``, of which the last is the last step's end."""
     engine = Simulator(requests, limits, policies, costs)
     steps: list[ScheduledStep] = []
     for start_s, end_s in pairwise(times):

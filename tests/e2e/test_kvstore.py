@@ -100,11 +100,11 @@ def test_requests_that_make_room_for_others_come_back_from_the_store(platform: P
         return answer.choices[0].text
 
     with only_on(platform, "core0"):
-        before = platform.metric(swapped, model=HOT, way="swap")
+        before = platform.metric(swapped, model=HOT, mode="swap")
         # More than the engine's memory holds at their ends.
         with ThreadPoolExecutor(len(prompts)) as pool:
             together = list(pool.map(ask, prompts))
-        assert platform.metric(swapped, model=HOT, way="swap") > before
+        assert platform.metric(swapped, model=HOT, mode="swap") > before
         time.sleep(3)  # a report must have come
         replicas = model_state(platform, HOT)["replicas"]
         figures = next(r["load"]["scheduling"] for r in replicas if r["device"] == "core0")

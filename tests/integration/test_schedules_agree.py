@@ -73,7 +73,7 @@ class Recorded:
     limits: Limits
     requests: list[SimulatedRequest] = field(default_factory=list)
     starts: list[float] = field(default_factory=list)
-    parts: list[list[StepShare]] = field(default_factory=list)
+    shares: list[list[StepShare]] = field(default_factory=list)
     preempted: list[dict[str, PreemptionMode]] = field(default_factory=list)
     victims: list[Victim] = field(default_factory=list)
 
@@ -106,7 +106,7 @@ def recording(kind: type[Any]) -> type[Any]:
             cached = scheduled.scheduled_cached_reqs
             computed.update(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
             self.recorded.starts.append(self.now)
-            self.recorded.parts.append(
+            self.recorded.shares.append(
                 [
                     StepShare(name, computed[name], tokens)
                     for name, tokens in scheduled.num_scheduled_tokens.items()
@@ -295,9 +295,9 @@ def assert_agreement(recorded: Recorded, policies: Policies) -> None:
     # Which of them, depends on the machine's speed where both may be taken.
     assert set() < recorded.modes().keys() <= EXPECTED_MODES[policies.preemption]
     simulated = recorded.simulated(policies)
-    steps = zip(simulated.steps, recorded.preempted, recorded.parts, strict=True)
-    for step, preempted, parts in steps:
-        assert (step.preempted, step.parts) == (preempted, parts)
+    steps = zip(simulated.steps, recorded.preempted, recorded.shares, strict=True)
+    for step, preempted, shares in steps:
+        assert (step.preempted, step.shares) == (preempted, shares)
     assert simulated.times.keys() == {one.name for one in recorded.requests}
 
 

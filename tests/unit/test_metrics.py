@@ -385,8 +385,8 @@ def test_totals_of_an_engine_are_counted_once() -> None:
         numbers = {"swapped_out": swapped, "recomputed": recomputed, "swap_used_bytes": used}
         metrics.observe(numbers, ("0",))
     name = "loomserve_preemptions_total"
-    assert registry.get_sample_value(name, {"engine": "0", "way": "swap"}) == 5
-    assert registry.get_sample_value(name, {"engine": "0", "way": "recompute"}) == 1
+    assert registry.get_sample_value(name, {"engine": "0", "mode": "swap"}) == 5
+    assert registry.get_sample_value(name, {"engine": "0", "mode": "recompute"}) == 1
     assert registry.get_sample_value("loomserve_swap_used_bytes", {"engine": "0"}) == 0
 
 

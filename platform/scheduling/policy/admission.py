@@ -13,12 +13,12 @@ from statistics import fmean
 
 @dataclass(frozen=True, slots=True)
 class StartCandidate:
-    """A waiting request.
+    """A waiting request that may start.
 
     Attributes:
-        priority: In the queue; the greater goes first.
-        blocks: What it needs to start: for what it has computed so far and its next token.
-        most_blocks: What it may come to hold.
+        priority: Its priority in the queue; the greater goes first.
+        blocks: Blocks that it needs to start: for its computed tokens and the next one.
+        most_blocks: Blocks that it may come to hold.
         swapped: Whether its KV is in swap space, so that it needs no prefill.
     """
 
@@ -30,18 +30,18 @@ class StartCandidate:
 
 @dataclass(frozen=True, slots=True)
 class StartChoice:
-    """Candidates that start, by their place in the sequence they were given in."""
+    """Candidates that start, by their places in the given sequence."""
 
     chosen: tuple[int, ...]
     prefill: bool
 
 
 def start(candidates: Sequence[StartCandidate], free_blocks: int, places: int) -> StartChoice:
-    """Either swapped requests come back or prompts are computed: AdaptiveLLM, algorithm 2.
+    """Choose between swapped requests and prompts: AdaptiveLLM, algorithm 2.
 
-    ``candidates`` are in the order of their priority, and at most ``places`` may start. Each side
-    takes the largest set that fits; the one of the higher mean priority goes, the swapped ones if
-    they are equal.
+    ``candidates`` are in the order of their priority, and at most ``places`` may start. Of either
+    kind the largest set that fits is formed. The set of the higher mean priority starts, the
+    swapped requests if they are equal.
     """
     swapped = _fitting(candidates, free_blocks, places, swapped=True)
     prefill = _fitting(candidates, free_blocks, places, swapped=False)
@@ -59,17 +59,17 @@ def never_computed_twice(
     blocks: int,
     swap_blocks: int,
 ) -> tuple[int, ...]:
-    """Which candidates may start so that swap space can take whatever must leave memory.
+    """Choose the candidates that may start such that swap space takes whatever must leave memory.
 
-    Those that are swapped may always come back. No other overtakes one that may not start.
+    Swapped requests may always come back. No other overtakes one that may not start.
 
     Args:
         candidates: In the order of their priority. The rest is not looked at when nothing but
             swapped ones may start any more, and all of those have been seen.
-        swapped: How many of them are.
-        held: What each request that has started, swapped ones too, may come to hold.
-        blocks: Of the engine's memory.
-        swap_blocks: Of swap space.
+        swapped: How many candidates are swapped out.
+        held: Blocks that each started request, swapped ones too, may come to hold.
+        blocks: Blocks of the engine's memory.
+        swap_blocks: Blocks of swap space.
 
     Returns:
         Their places among the candidates.

@@ -1,4 +1,4 @@
-"""Requests that run only beside others: how the engine's scheduler knows them."""
+"""The mark of background requests, which run only beside others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 BACKGROUND = "loomserve_background"
-"""Where a request says so, in vLLM's ``vllm_xargs`` and ``SamplingParams.extra_args``, as 1."""
+"""Key of the mark, whose value is 1, in ``vllm_xargs`` and ``SamplingParams.extra_args``."""
 
 
 def is_background(extra_args: Mapping[str, Any] | None) -> bool:

@@ -1,4 +1,4 @@
-"""When a client wants to have its whole answer, as the engine's scheduler is told."""
+"""A request's deadline: when its client wants to have the whole answer."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 DEADLINE = "loomserve_deadline"
-"""Where a request carries its deadline, in vLLM's ``vllm_xargs`` and ``SamplingParams.extra_args``.
+"""Key of the deadline in vLLM's ``vllm_xargs`` and ``SamplingParams.extra_args``.
 
-Unix time in seconds, for it crosses processes."""
+It is Unix time in seconds, for it crosses processes."""
 
 
 def deadline_of(extra_args: Mapping[str, Any] | None) -> float | None:

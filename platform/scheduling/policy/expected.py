@@ -1,4 +1,4 @@
-"""How long an answer is expected to be, as the engine's scheduler is told."""
+"""A request's expected answer length, as an engine's scheduler receives it."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from dataclasses import dataclass
 from typing import Any
 
 EXPECTED = "loomserve_expected_tokens"
-"""Where a request carries its prediction, in vLLM's ``vllm_xargs`` and
-``SamplingParams.extra_args``: a list of the expected number of tokens and of the high bound."""
+"""Key of the prediction in vLLM's ``vllm_xargs`` and ``SamplingParams.extra_args``: a list of the
+expected number of tokens and of the high bound."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """Tokens of an answer; ``0 <= tokens <= high``.
+    """Predicted tokens of an answer; ``0 <= tokens <= high``.
 
     Attributes:
         tokens: The predicted number.
-        high: That only few answers exceed: the upper end of the prediction's interval.
+        high: Upper end of the prediction's interval, which few answers exceed.
     """
 
     tokens: float
     high: float
 
     def answer(self, generated: int, longest: int) -> int:
-        """The whole answer's tokens, to the best knowledge after so many of them.
+        """Estimate the whole answer's tokens after ``generated`` of them.
 
-        What was predicted, until it is reached; then the high bound; beyond that all that it may
-        have. So a request that exceeds its prediction is neither free, for something is always
-        left of it, nor first for ever, for what is left grows with each bound that it passes.
+        The estimate is the prediction until the answer reaches it, then the high bound, then the
+        most that the answer may have. So a request that exceeds its prediction still has tokens
+        left, and more of them with each bound that it passes: it is not first for ever.
 
         Args:
             generated: Tokens that the answer has, at least 0.
-            longest: That it may have; returned if it is not more than ``generated``.
+            longest: Tokens that it may have; returned if it is not more than ``generated``.
         """
         for bound in (self.tokens, self.high):
             if generated < bound:

@@ -1,10 +1,10 @@
-"""Who starts so that memory suffices until the end: pure, in tokens of KV.
+"""Admission by peak memory: pure, in tokens of KV.
 
-A request that starts because there is room just now takes the room that those which run are about
-to grow into, and one of them leaves soon after. So what counts is the most that all of them come to
-hold at once, each ending when it is expected to (LightLLM's past-future scheduler: Gong et al.,
-ASPLOS 2025, section 4). Without predictions, answers are expected to be as long as those that ended
-lately and were at least as long as this one is already.
+A request that starts because there is room just now takes room that running requests are about to
+grow into, and one of them is preempted soon after. So a request starts only if memory holds the
+peak of all requests together, each ending when it is expected to (LightLLM's past-future scheduler:
+Gong et al., ASPLOS 2025, section 4). Without predictions, answers are expected to be as long as
+those that ended lately and were at least as long as this one is already.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Growing(NamedTuple):
     """A request that runs, or may start.
 
     Attributes:
-        tokens: Of KV that it holds, or needs to start, beside what others hold already.
-        left: That it is expected to generate yet.
-        background: It makes way to those that are not, so that they do not count it.
+        tokens: Tokens of KV that it holds, or needs to start beyond what others hold already.
+        left: Tokens that it is expected to generate yet.
+        background: Whether it makes way to those that are not, which therefore do not count it.
     """
 
     tokens: int
@@ -35,7 +35,7 @@ class Growing(NamedTuple):
 
 
 def peak_tokens(requests: Iterable[Growing], block_tokens: int) -> int:
-    """The most that all of them hold at once, each with a last block that is half full."""
+    """Most tokens that all requests hold at once, each with a last block that is half full."""
     held = peak = 0
     in_order = sorted(requests, key=lambda request: request.left, reverse=True)
     for number, request in enumerate(in_order, 1):
@@ -48,14 +48,14 @@ def peak_tokens(requests: Iterable[Growing], block_tokens: int) -> int:
 def fitting(
     candidates: Iterable[Growing], running: Sequence[Growing], room_tokens: int, block_tokens: int
 ) -> int:
-    """How many of the candidates may start, from the first on.
+    """Count the candidates that may start, from the first on.
 
     One that is alone always may, and none overtakes one that may not.
 
     Args:
         candidates: In the order of their priority.
-        running: All that hold memory.
-        room_tokens: What is free, what these hold, and what may be swapped out.
+        running: All requests that hold memory.
+        room_tokens: Tokens of KV that are free, that ``running`` hold, and that swap space takes.
         block_tokens: Tokens in a block.
     """
     started = list(running)
@@ -69,14 +69,14 @@ def fitting(
 
 @dataclass(slots=True)
 class PastAnswers:
-    """How long an engine's latest answers were."""
+    """Lengths of an engine's latest answers."""
 
     _latest: deque[int] = field(default_factory=deque)
     _sorted: list[int] = field(default_factory=list)
     _sums: list[int] = field(default_factory=list)
 
     def note(self, tokens: int) -> None:
-        """An answer ended."""
+        """Add the length of an answer that has ended."""
         self._latest.append(tokens)
         insort(self._sorted, tokens)
         if len(self._latest) > _MOST:
@@ -84,9 +84,10 @@ class PastAnswers:
         self._sums = [0, *accumulate(self._sorted)]
 
     def left(self, generated: int, longest: int) -> int:
-        """Tokens that an answer is expected to have yet, which may have ``longest``; 0 if unknown.
+        """Estimate an answer's remaining tokens, of ``longest`` at most; 0 while little is known.
 
-        The mean of the answers that were longer; as many again if none was.
+        The answer is expected to be as long as the mean of the longer ones, or twice ``generated``
+        if none was longer.
         """
         if len(self._sorted) < _FEWEST:
             return 0

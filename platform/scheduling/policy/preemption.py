@@ -1,7 +1,7 @@
-"""What happens to the KV of a request that must leave the engine's memory: pure policies, by name.
+"""Preemption modes, which decide what happens to a preempted request's KV: policies by name.
 
-Which request leaves is the queue's order (:mod:`loomserve.platform.scheduling.policy.queue`): that
-of the lowest priority, one after the other, until the next step fits (AdaptiveLLM, algorithm 1).
+The queue's order says which request leaves (:mod:`loomserve.platform.scheduling.policy.queue`): the
+one of the lowest priority, until the next step fits (AdaptiveLLM, algorithm 1).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 
 class PreemptionMode(StrEnum):
-    """Out of the engine's memory, and back."""
+    """How a request leaves the engine's memory and comes back."""
 
     SWAP = "swap"
     RECOMPUTE = "recompute"
@@ -20,10 +20,10 @@ class PreemptionMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """The request of the lowest priority.
+    """The request of the lowest priority, which is to be preempted.
 
     Attributes:
-        swap_bytes: What its KV takes in swap space.
+        swap_bytes: Bytes that its KV takes in swap space.
         swap_s: Predicted seconds to copy it out and in again.
         recompute_s: Predicted seconds to compute it again.
     """
@@ -34,23 +34,23 @@ class Victim:
 
 
 Preemption = Callable[[Victim, int], PreemptionMode]
-"""Of a victim and the free bytes of swap space."""
+"""Chooses the mode from a victim and the free bytes of swap space."""
 
 
 def adaptive(victim: Victim, free_bytes: int) -> PreemptionMode:
-    """The way that is predicted to be the cheaper one: AdaptiveLLM, algorithm 1."""
+    """Choose the mode that is predicted to be cheaper: AdaptiveLLM, algorithm 1."""
     if victim.swap_s < victim.recompute_s:
         return swap(victim, free_bytes)
     return PreemptionMode.RECOMPUTE
 
 
 def swap(victim: Victim, free_bytes: int) -> PreemptionMode:
-    """Always to swap space, if there is room."""
+    """Swap whenever swap space has room."""
     return PreemptionMode.SWAP if victim.swap_bytes <= free_bytes else PreemptionMode.RECOMPUTE
 
 
 def recompute(victim: Victim, free_bytes: int) -> PreemptionMode:
-    """As stock vLLM does."""
+    """Compute again, as stock vLLM does."""
     return PreemptionMode.RECOMPUTE
 
 

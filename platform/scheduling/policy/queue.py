@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-# What a request that names no deadline is taken to have, so that it is not passed over for ever.
+# Seconds to the assumed deadline of a request that names none: it must not wait for ever.
 _PATIENCE_S = 600.0
 # The last moments before a deadline count no more than this.
 _GREATEST_URGENCY = 100.0
@@ -20,13 +20,13 @@ class QueuedRequest(NamedTuple):
 
     Attributes:
         arrived_s: When it entered the queue for the first time.
-        tokens: Of its prompt and of its answer as predicted, else of what it has generated; at
-            least 1.
-        left: The tokens still to be computed until it ends, as predicted, else at the latest: of
-            its prompt, and those that it may generate.
+        tokens: Prompt tokens and predicted answer tokens; without a prediction, those that it has
+            generated. At least 1.
+        left: Tokens still to be computed until it ends; without a prediction, the most that it may
+            generate are assumed.
         left_s: Predicted time until it ends, once it runs; 0 where nothing predicts its length.
         deadline_s: When its client wants to have the whole answer, if it said so.
-        background: It comes after every request that is not, whatever their priorities.
+        background: It comes after all requests that are not, whatever their priorities.
     """
 
     arrived_s: float

@@ -1,16 +1,17 @@
-"""A loan on which a part of all requests' attention lives: the scheduler's part of its migration.
+"""Migration of a shard of all requests to a lender and home again: the scheduler's part of it.
 
-Where an ordinary loan keeps whole requests, this one keeps some heads of every block of KV, in a
-block of the same number. The own memory has room for more blocks then, which take the numbers of
-the loan's side.
+An ordinary loan keeps whole requests. This one keeps some heads or layers of each KV block, in a
+block of the same number. Own memory then has room for more blocks, which take the numbers of the
+loan's partition.
 
-The part moves while steps run (BanaServe, section 4.3.1): full blocks never change, so they are
-copied a few in each step; when only those are left that are being filled, one pause copies them,
-and the next step runs with the part elsewhere. The memory that it took here is let go in the steps
-that follow, and then there are more blocks. It comes home the same way. The engine decides alone
-when it pauses, within one call between two steps, so whoever ordered the move may be gone
-meanwhile; and it has one copy that counts, its own before the pause ends and the lender's after.
-What is lost with a lender is computed again from tokens.
+The shard moves while steps run (BanaServe, section 4.3.1). Full blocks never change, so a few of
+them are copied in each step. Once only blocks that are being filled are left, one pause copies
+those, and the next step runs with the shard at the lender. The memory that the shard took here is
+freed in the steps that follow, and then there are more blocks. The shard comes home the same way.
+
+The engine alone decides when it pauses, within one call between two steps, so whoever ordered the
+move may be gone meanwhile. One copy counts: the engine's own before the pause ends, the lender's
+after. KV that is lost with a lender is computed again from tokens.
 """
 
 from __future__ import annotations
@@ -26,62 +27,64 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from loomserve.platform.lending.engine.block_partitions import OWN, PartitionedPool, Partitions
 
 _COPY_SHARE = 0.2
-"""Of the time of a step, for copying beside it."""
+"""Share of a step's time that copies beside it may add."""
 _SMOOTHING = 0.3
 
 WorkerCall = Callable[..., Any]
 
 
 class MigrationPhase(StrEnum):
+    """Where a shard is computed, and where it is copied to."""
+
     LEAVING = "leaving"
-    """Copied to the lender while steps compute it here; an end now costs nothing."""
+    """Computed here, copied to the lender; to end now costs nothing."""
     AWAY = "away"
-    """The lender has it."""
+    """Computed by the lender."""
     RETURNING = "returning"
-    """Copied back while steps compute it there."""
+    """Computed by the lender, copied back."""
     HOME = "home"
-    """As before the loan."""
+    """Computed here, as before the loan."""
 
 
 class ShardMigration:
-    """Of one scheduler and one lender.
+    """Migrates one shard between this engine and one lender.
 
     Args:
-        pool: of all sides.
-        sides: whose blocks are which.
-        side: the lender's.
-        blocks: own blocks for which there is room once the part is away.
-        block_bytes: of the part in one block.
+        pool: the engine's KV blocks.
+        partitions: ranges of block numbers.
+        partition: the loan's.
+        blocks: own blocks for which there is room once the shard is away.
+        block_bytes: bytes of the shard in one block.
         workers: calls a method of the engine's worker.
     """
 
     def __init__(
         self,
         pool: PartitionedPool,
-        sides: Partitions,
-        side: int,
+        partitions: Partitions,
+        partition: int,
         blocks: int,
         block_bytes: int,
         workers: WorkerCall,
     ) -> None:
         self.phase = MigrationPhase.LEAVING
         self.usable = 0
-        """Of the side's blocks, from the first on, those that are own ones now."""
+        """Blocks of the partition, from the first on, that are own ones now."""
         self.pause_s = 0.0
-        """The longest time that steps stood still for it."""
+        """Longest pause of steps, in seconds."""
         self.copied_blocks = 0
         self.why = ""
-        """It comes home, once it does."""
+        """Why it comes home, once it does."""
         self._pool = pool
-        self._sides = sides
-        self._side = side
-        self._own = len(sides.ranges[OWN])
+        self._partitions = partitions
+        self._partition = partition
+        self._own = len(partitions.ranges[OWN])
         self._most = blocks - self._own
         self._block_bytes = block_bytes
         self._workers = workers
-        # There are no more blocks before the memory is given back that the part took here.
+        # There are no more blocks before the memory is freed that the shard took here.
         self._let_go = False
-        # What has been copied, by number, as which content.
+        # Hash of each copied block's content, by number.
         self._copied: dict[int, Any] = {}
         self._block_s = 0.0
         self._prepared = False
@@ -92,7 +95,7 @@ class ShardMigration:
 
     @property
     def has(self) -> int:
-        """The lender's blocks in use, from the first on."""
+        """Blocks of the lender's in use, from the first on."""
         return 0 if self.phase is MigrationPhase.HOME else self._own + self.usable
 
     def state(self) -> dict[str, Any]:
@@ -104,16 +107,15 @@ class ShardMigration:
         }
 
     def fits(self, granted: int) -> bool:
-        """Whether the lender has room for the part, be it for no more own blocks than there are
-        without it."""
+        """Whether the lender has room for the shard of the own blocks, even if for no more."""
         return granted >= self._own
 
     def advance(self, granted: int, step_s: float, running: bool) -> bool:
-        """A few copies, or the switch if nothing else is left.
+        """Copy a few blocks, or switch to the other copy if nothing else is left.
 
         Args:
             granted: blocks of the lender's that may be used.
-            step_s: the time of a step; copies may add a part of it.
+            step_s: seconds of a step, to which copies may add a share.
             running: whether a step waits for this.
 
         Returns:
@@ -142,13 +144,13 @@ class ShardMigration:
         return True
 
     def use(self, granted: int) -> range:
-        """Let so many of the lender's blocks be used; those that were and must not any more.
+        """Let so many of the lender's blocks be used; returns those that no longer may be.
 
-        They are withheld, but requests may still hold them, which must leave before the next step.
+        These are withheld, but requests may still hold them, which must leave before the next step.
         """
         here = self.phase is MigrationPhase.AWAY and self._let_go
         usable = max(0, min(granted - self._own, self._most)) if here else 0
-        extra, before = self._sides.ranges[self._side], self.usable
+        extra, before = self._partitions.ranges[self._partition], self.usable
         if usable < before:
             self._pool.withhold(extra[usable:])
         else:
@@ -157,7 +159,7 @@ class ShardMigration:
         return extra[usable:before]
 
     def come_home(self, why: str) -> None:
-        """Begin to copy the part back; :meth:`use` then tells which blocks must be left."""
+        """Begin to copy the shard back; :meth:`use` then tells which blocks must be left."""
         self.why = self.why or why
         if self.phase is MigrationPhase.AWAY:
             self.phase = MigrationPhase.RETURNING
@@ -166,29 +168,29 @@ class ShardMigration:
             self.phase = MigrationPhase.HOME
 
     def lose(self) -> None:
-        """The lender has it no more: nothing of any block counts, and all are whole again."""
+        """Forget the lender's copy: no cached block counts, and all blocks are whole again."""
         if self.away:
-            self._pool.block_pool.evict_blocks(set(self._sides.ranges[OWN]))
-            self._workers("take_back_shard", self._side, [])
-            self._sides.separate(self._side)
+            self._pool.block_pool.evict_blocks(set(self._partitions.ranges[OWN]))
+            self._workers("take_back_shard", self._partition, [])
+            self._partitions.separate(self._partition)
         self.phase = MigrationPhase.HOME
 
     def _prepare(self, running: bool) -> bool:
-        """As much as fits beside a step, or all if none waits; whether all is done."""
+        """Prepare the return: a piece beside a step, or all if no step waits; returns if done."""
         while not self._prepared:
-            self._prepared = self._workers("prepare_shard_return", self._side)
+            self._prepared = self._workers("prepare_shard_return", self._partition)
             if running:
                 break
         return self._prepared
 
     def _let_go_of_memory(self, most_s: float) -> None:
-        """A piece at least, and as many as take so long."""
+        """Free the shard's memory here: one piece, and more until ``most_s`` have passed."""
         begin = time.perf_counter()
         while not self._let_go and time.perf_counter() - begin <= most_s:
-            self._let_go = self._workers("free_shard_memory", self._side)
+            self._let_go = self._workers("free_shard_memory", self._partition)
 
     def _held(self) -> list[KVCacheBlock]:
-        """Blocks with KV in them: in use, or cached. The null block's is never read."""
+        """Blocks with KV in them: in use, or cached. The null block's KV is never read."""
         return [
             block
             for block in self._pool.blocks[: self._own + self.usable]
@@ -200,7 +202,7 @@ class ShardMigration:
 
     def _copy(self, call: str, blocks: list[KVCacheBlock]) -> bool:
         begin = time.perf_counter()
-        if not self._workers(call, self._side, _numbers(blocks)):
+        if not self._workers(call, self._partition, _numbers(blocks)):
             return False
         took_s = (time.perf_counter() - begin) / len(blocks)
         weight = _SMOOTHING if self._block_s else 1.0
@@ -210,17 +212,17 @@ class ShardMigration:
         return True
 
     def _switch(self, rest: list[KVCacheBlock], leaving: bool) -> bool:
-        """Copy the rest, and compute the part on the other side."""
+        """Copy the rest, and have the shard computed at the other end."""
         begin = time.perf_counter()
         call = "hand_over_shard" if leaving else "take_back_shard"
-        if not self._workers(call, self._side, _numbers(rest)):
+        if not self._workers(call, self._partition, _numbers(rest)):
             return False
         self.copied_blocks += len(rest)
         if leaving:
-            self._sides.join(self._side)
+            self._partitions.join(self._partition)
             self.phase = MigrationPhase.AWAY
         else:
-            self._sides.separate(self._side)
+            self._partitions.separate(self._partition)
             self.phase = MigrationPhase.HOME
         self._copied.clear()
         self.pause_s = max(self.pause_s, time.perf_counter() - begin)

@@ -37,7 +37,7 @@ LIMITS = Limits(
 
 def step_s(step: ScheduledStep) -> float:
     moved = step.swapped_out_bytes + step.swapped_in_bytes
-    return 0.05 + 0.01 * sum(part.tokens for part in step.parts) + 1e-4 * moved
+    return 0.05 + 0.01 * sum(share.tokens for share in step.shares) + 1e-4 * moved
 
 
 # Up to 6 tokens are computed again sooner than swapped.
@@ -111,19 +111,19 @@ def audit(
             if mode is PreemptionMode.SWAP:
                 swapped[name] = computed
         assert sum(map(limits.blocks_for, swapped.values())) * BLOCK_BYTES <= limits.swap_bytes
-        assert sum(part.tokens for part in step.parts) <= limits.step_tokens
-        for part in step.parts:
-            before = memory.get(part.name, swapped.pop(part.name, 0))
-            assert part.computed == before
-            memory[part.name] = before + part.tokens
+        assert sum(share.tokens for share in step.shares) <= limits.step_tokens
+        for share in step.shares:
+            before = memory.get(share.name, swapped.pop(share.name, 0))
+            assert share.computed == before
+            memory[share.name] = before + share.tokens
         assert len(memory) <= limits.running
         assert sum(map(limits.blocks_for, memory.values())) <= limits.blocks
-        for part in step.parts:
-            whole = prompts[part.name] + generated[part.name]
-            assert memory[part.name] <= whole
-            generated[part.name] += memory[part.name] == whole
-            if generated[part.name] == outputs[part.name]:
-                del memory[part.name]
+        for share in step.shares:
+            whole = prompts[share.name] + generated[share.name]
+            assert memory[share.name] <= whole
+            generated[share.name] += memory[share.name] == whole
+            if generated[share.name] == outputs[share.name]:
+                del memory[share.name]
     assert not memory
     assert not swapped
     return generated
@@ -133,7 +133,7 @@ def test_the_last_that_runs_leaves_and_is_computed_again_before_newer_ones() -> 
     requests = [request("a", 8, 4), request("b", 8, 3), request("c", 4, 1, arrived_s=0.1)]
     limits = replace(LIMITS, blocks=5, running=2)
     simulation = simulate(requests, limits, Policies(), replace(COSTS, step_s=lambda step: 1.0))
-    assert [step.parts for step in simulation.steps] == [
+    assert [step.shares for step in simulation.steps] == [
         [StepShare("a", 0, 8), StepShare("b", 0, 8)],
         # Of five blocks, b had two and gets no third.
         [StepShare("a", 8, 1)],
@@ -156,13 +156,13 @@ def test_what_was_swapped_goes_on_where_it_was() -> None:
     steps = simulate(requests, limits, Policies(preemption="adaptive"), COSTS).steps
     assert steps[1].preempted == {"b": PreemptionMode.SWAP}
     assert (steps[1].swapped_out_bytes, steps[4].swapped_in_bytes) == (2 * BLOCK_BYTES,) * 2
-    assert steps[4].parts == [StepShare("b", 8, 1)]
+    assert steps[4].shares == [StepShare("b", 8, 1)]
 
 
 def test_prompts_longer_than_a_step_are_computed_in_pieces_beside_decodes() -> None:
     requests = [request("a", 4, 4), request("b", 20, 1, arrived_s=0.01)]
     steps = simulate(requests, replace(LIMITS, step_tokens=8), Policies(), COSTS).steps
-    assert [step.parts for step in steps[1:4]] == [
+    assert [step.shares for step in steps[1:4]] == [
         [StepShare("a", 4, 1), StepShare("b", 0, 7)],
         [StepShare("a", 5, 1), StepShare("b", 7, 7)],
         [StepShare("a", 6, 1), StepShare("b", 14, 6)],
@@ -173,7 +173,7 @@ def test_blocks_are_spared_only_beside_others() -> None:
     requests = [request("a", 36, 2), request("b", 4, 1, arrived_s=0.01)]
     limits = replace(LIMITS, step_tokens=64, spare_blocks=3)
     steps = simulate(requests, limits, Policies(), COSTS).steps
-    assert [[part.name for part in step.parts] for step in steps] == [["a"], ["a"], ["b"]]
+    assert [[share.name for share in step.shares] for step in steps] == [["a"], ["a"], ["b"]]
 
 
 def test_a_request_that_memory_can_never_hold_is_refused() -> None:
@@ -212,9 +212,11 @@ def test_without_chunks_no_step_computes_prompts_beside_decodes(
     prompts = {one.name: one.prompt_tokens for one in requests}
     for step in simulate(requests, limits, policies, COSTS).steps:
         fresh = [
-            part for part in step.parts if part.computed == 0 or part.computed < prompts[part.name]
+            share
+            for share in step.shares
+            if share.computed == 0 or share.computed < prompts[share.name]
         ]
-        assert len(fresh) in (0, len(step.parts))
+        assert len(fresh) in (0, len(step.shares))
 
 
 @given(workloads(), limits)
@@ -245,7 +247,7 @@ def test_adaptive_swaps_what_is_dearer_to_compute_while_there_is_room(
                 free -= size
         for name in step.resumed:
             free += sizes.pop(name, 0)
-        computed |= {part.name: part.computed + part.tokens for part in step.parts}
+        computed |= {share.name: share.computed + share.tokens for share in step.shares}
 
 
 @given(workloads(), st.sampled_from(list(QUEUES)))
@@ -254,7 +256,7 @@ def test_nothing_is_computed_twice_if_swap_space_has_room_for_all(
 ) -> None:
     limits = replace(LIMITS, swap_bytes=len(requests) * LIMITS.blocks * BLOCK_BYTES)
     steps = simulate(requests, limits, Policies(queue, "swap"), COSTS).steps
-    computed = sum(part.tokens for step in steps for part in step.parts)
+    computed = sum(share.tokens for step in steps for share in step.shares)
     assert computed == sum(one.prompt_tokens + one.output_tokens - 1 for one in requests)
 
 

@@ -1,4 +1,4 @@
-"""A part that moves, under any order of requests' and lenders' doings, has one right copy."""
+"""A shard that moves, under any order of requests' and lenders' doings, has one right copy."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from loomserve.platform.lending.engine.shards.migration import MigrationPhase, S
 
 OWN_BLOCKS, EXTRA, PARTITION = 3, 3, 1
 ROOM = 5
-"""Own blocks once the part is away: fewer than the lender could hold."""
+"""Own blocks once the shard is away: fewer than the lender could hold."""
 
 PLACES = st.integers(0, ROOM)
 
 
 class Worker:
-    """Memories of the part, here and at the lender: what stands in each block. It takes two steps
+    """Memories of the shard, here and at the lender: what stands in each block. It takes two steps
     to give its memory back once it has left, and two to get ready for its coming home."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Worker:
 
 
 class Migration(RuleBasedStateMachine):
-    """Blocks are taken, filled, freed and found again, while the part comes and goes."""
+    """Blocks are taken, filled, freed and found again, while the shard comes and goes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class Migration(RuleBasedStateMachine):
     def _begin(self) -> None:
         self.worker, self.granted, self.open = Worker(), OWN_BLOCKS + EXTRA, True
         self.worker.here = dict(self.content)
-        self.part = ShardMigration(self.pool, self.partitions, PARTITION, ROOM, 1, self.worker)
+        self.shard = ShardMigration(self.pool, self.partitions, PARTITION, ROOM, 1, self.worker)
 
     # Requests
 
@@ -152,14 +152,14 @@ class Migration(RuleBasedStateMachine):
         if self.worker.closed:
             self._lose()
             return
-        if not self.open or not self.part.fits(self.granted):
-            self.part.come_home("it was told to")
-        self._leave(self.part.use(self.granted))
-        if not self.part.advance(self.granted, 0.0, running):
+        if not self.open or not self.shard.fits(self.granted):
+            self.shard.come_home("it was told to")
+        self._leave(self.shard.use(self.granted))
+        if not self.shard.advance(self.granted, 0.0, running):
             self._lose()
             return
-        self._leave(self.part.use(self.granted))
-        if self.part.phase is MigrationPhase.HOME:
+        self._leave(self.shard.use(self.granted))
+        if self.shard.phase is MigrationPhase.HOME:
             self._end()
 
     def _leave(self, gone: range) -> None:
@@ -168,12 +168,12 @@ class Migration(RuleBasedStateMachine):
         self.pool.block_pool.free_blocks(left)
 
     def _lose(self) -> None:
-        if self.part.away:
+        if self.shard.away:
             self.pool.block_pool.free_blocks(self.used)
             self.used = []
-            self.part.use(0)
+            self.shard.use(0)
             self.worker.closed = True
-        self.part.lose()
+        self.shard.lose()
         self._end()
 
     def _end(self) -> None:
@@ -190,7 +190,7 @@ class Migration(RuleBasedStateMachine):
     @rule(blocks=st.integers(0, OWN_BLOCKS + EXTRA))
     def grant(self, blocks: int) -> None:
         # It takes nothing back that is in use: it closes the ring then.
-        self.granted = max(blocks, self.part.has)
+        self.granted = max(blocks, self.shard.has)
 
     @rule()
     def close(self) -> None:
@@ -210,10 +210,10 @@ class Migration(RuleBasedStateMachine):
 
     @invariant()
     def more_blocks_are_used_only_while_the_part_is_away(self) -> None:
-        assert self.part.away == self.worker.away == (self.partitions.of(OWN_BLOCKS) == OWN)
-        assert self.part.usable <= (ROOM - OWN_BLOCKS) * (self.part.phase is MigrationPhase.AWAY)
-        assert not (self.part.usable and self.worker.kept)
-        assert all(block < OWN_BLOCKS + self.part.usable for block in self._held())
+        assert self.shard.away == self.worker.away == (self.partitions.of(OWN_BLOCKS) == OWN)
+        assert self.shard.usable <= (ROOM - OWN_BLOCKS) * (self.shard.phase is MigrationPhase.AWAY)
+        assert not (self.shard.usable and self.worker.kept)
+        assert all(block < OWN_BLOCKS + self.shard.usable for block in self._held())
 
     def _held(self) -> list[int]:
         return [
@@ -249,8 +249,8 @@ def test_a_block_that_is_filled_anew_while_others_are_copied_is_copied_again() -
     world.free(0)
     world.take()
     world.fill(1)
-    while world.part.phase is MigrationPhase.LEAVING:
+    while world.shard.phase is MigrationPhase.LEAVING:
         world.step(running=True)
     world.every_block_is_right_where_it_counts()
-    assert world.part.copied_blocks == 3
+    assert world.shard.copied_blocks == 3
     world.teardown()
