@@ -19,7 +19,7 @@ from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.http.ingress import exception_handlers
 from loomserve.platform.lending.admin import build_lending_router
 from loomserve.platform.state import LendingState
-from tests.unit.platform.fleet.test_fleet import COLD, borrowing, lending_fleet, loan, report
+from tests.unit.platform.fleet.heartbeats import COLD, borrowing, lending_fleet, loan, report
 from tests.unit.served import served
 from tests.unit.shown_tables import printed, rows
 

@@ -25,7 +25,7 @@ from loomserve.platform.rebalancing.admin import build_plans_router
 from loomserve.platform.rebalancing.plans.reports import Event, EventKind
 from loomserve.platform.rebalancing.runner import RebalancingRunner
 from loomserve.platform.state.roles import Role
-from tests.unit.platform.fleet.test_fleet import COLD, DEVICES, HOT, borrowing, loan, report
+from tests.unit.platform.fleet.heartbeats import COLD, DEVICES, HOT, borrowing, loan, report
 from tests.unit.platform.rebalancing import test_observe as made_up
 from tests.unit.served import served
 

@@ -34,7 +34,7 @@ from loomserve.platform.state import (
     StageState,
     WorkState,
 )
-from tests.unit.platform.fleet.test_fleet import COLD, DEVICES, HOT, MODEL, borrowing, loan, report
+from tests.unit.platform.fleet.heartbeats import COLD, DEVICES, HOT, MODEL, borrowing, loan, report
 
 MIB = 2**20
 NOW = 1_000_000.0

@@ -21,7 +21,7 @@ from loomserve.platform.rebalancing.plans.records import ActionRecord
 from loomserve.platform.rebalancing.policy.actions import AddReplica, Move, RemoveReplica, SetRole
 from loomserve.platform.rebalancing.policy.snapshot import MoveKind
 from loomserve.platform.state.roles import Role
-from tests.unit.platform.fleet.test_fleet import (
+from tests.unit.platform.fleet.heartbeats import (
     COLD,
     DEVICES,
     MODEL,

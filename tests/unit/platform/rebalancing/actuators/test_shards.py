@@ -16,7 +16,7 @@ from loomserve.platform.rebalancing.policy.actions import Move
 from loomserve.platform.rebalancing.policy.snapshot import MoveKind
 from loomserve.platform.state import LoanState, ShardState
 from loomserve.platform.state.lending_options import ShardSpec as MovedPart
-from tests.unit.platform.fleet.test_fleet import COLD, borrowing, lending_fleet, loan, report
+from tests.unit.platform.fleet.heartbeats import COLD, borrowing, lending_fleet, loan, report
 from tests.unit.platform.rebalancing.test_observe import footprint
 
 pytestmark = pytest.mark.anyio

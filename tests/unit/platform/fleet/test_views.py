@@ -1,0 +1,75 @@
+"""What gateways, the batch lane and operators see of a fleet."""
+
+from __future__ import annotations
+
+from loomserve.platform.config import Lengths
+from loomserve.platform.fleet.registry import HEARTBEAT_EXPIRES_S, SILENCE_ENDS_S
+from loomserve.platform.state import (
+    ModelStatus,
+    StageState,
+)
+from tests.unit.platform.fleet.heartbeats import HOT, fleet, report, status
+
+
+def test_a_model_goes_from_loading_over_degraded_to_ready_as_replicas_report() -> None:
+    some = fleet()
+    assert status(some, 0) is ModelStatus.LOADING
+    some.report(report("r0"), 1)
+    assert status(some, 1) is ModelStatus.DEGRADED
+    some.report(report("r1", "core1"), 2)
+    assert status(some, 2) is ModelStatus.READY
+    assert [device.models for device in some.views.used_devices(2)] == [("org/m",), ("org/m",)]
+
+
+def test_a_pipeline_shows_on_all_of_its_devices() -> None:
+    some = fleet(target=1)
+    stages = (StageState(device="core1", layers=9), StageState(device="core0", layers=21))
+    some.report(report("r0", "core1", stages=stages), 1)
+    assert status(some, 1) is ModelStatus.READY
+    assert [device.models for device in some.views.used_devices(1)] == [("org/m",), ("org/m",)]
+    assert some.views.models(1)[0].replicas[0].stages == stages
+
+
+def test_requests_wait_for_a_silent_replica_only_where_there_is_no_other() -> None:
+    some = fleet(target=1)
+    some.report(report(), 0)
+    later = HEARTBEAT_EXPIRES_S + 0.1
+    assert [replica.id for replica in some.views.routes(later)[0].replicas] == ["r0"]
+    assert not some.views.routes(SILENCE_ENDS_S)[0].replicas
+    assert status(some, later) is ModelStatus.LOADING
+    (state,) = some.views.models(HEARTBEAT_EXPIRES_S + 2)
+    assert state.message.startswith("nothing was heard of its replicas for 12 s")
+    some.report(report("r1", "core1"), later)
+    assert [replica.id for replica in some.views.routes(later)[0].replicas] == ["r1"]
+
+
+def test_a_failure_shows_only_while_nothing_answers() -> None:
+    some = fleet()
+    some.registry.set_failure("org/m", "no memory")
+    assert some.views.models(0)[0].status is ModelStatus.FAILED
+    assert some.views.models(0)[0].message == "no memory"
+    some.report(report(), 1)
+    assert status(some, 1) is ModelStatus.DEGRADED
+
+
+def test_the_batch_lane_hears_of_live_replicas_as_they_will_be() -> None:
+    some = fleet()
+    assert some.views.engines(0).models["org/m"].replicas == ()
+    some.report(report("r0"), 1)
+    some.report(report("r1", "core1"), 1)
+    some.registry.set_draining("r1", True)
+    model = some.views.engines(1).models["org/m"]
+    assert model.max_model_len == 64
+    assert {peer.id: peer.stats.draining for peer in model.replicas} == {"r0": False, "r1": True}
+    assert some.views.engines(1 + HEARTBEAT_EXPIRES_S).models["org/m"].replicas == ()
+    some.registry.begin_unload("org/m", 60)
+    assert some.views.engines(1).models["org/m"].replicas == ()
+
+
+def test_the_batch_lane_hears_what_predicts_a_models_lengths() -> None:
+    some = fleet()
+    some.registry.add(
+        HOT.model_copy(update={"lending": None, "lengths": Lengths(predictor="hot-v1")}), 1
+    )
+    found = some.views.engines(0).models
+    assert (found["org/m"].predictor, found["org/hot"].predictor) == (None, "hot-v1")
