@@ -76,7 +76,7 @@ def _lending_options() -> dict[str, Any]:
 
 
 def _kv_bytes_of_a_worker(spec: EngineSpec) -> int:
-    """vLLM gives each stage the same; the one with the most layers then has the fewest blocks."""
+    """KV bytes of a stage: vLLM gives all the same, so the largest has the fewest blocks."""
     layers = spec.stage_layers or (1,)
     return spec.model.kv_cache_memory * max(layers) // sum(layers)
 
@@ -99,7 +99,7 @@ def _engine_options(spec: EngineSpec) -> dict[str, Any]:
 
 
 def _environment(spec: EngineSpec, engine_options: Mapping[str, Any]) -> dict[str, str]:
-    """Of an engine's processes."""
+    """Environment variables of an engine's processes."""
     of_engine = {
         "VLLM_MAX_N_SEQUENCES": _MAX_SEQUENCES_PER_REQUEST,
         "VLLM_NO_USAGE_STATS": "1",

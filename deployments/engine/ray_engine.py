@@ -43,7 +43,7 @@ class MeteredEngine(VLLMEngine):  # type: ignore[misc]
         return self._engine_client
 
     async def call_loans(self, name: str, *given: Any) -> Any:
-        """One of the engine's calls that open, end and show loans; errors are plain exceptions."""
+        """Call a method of ``LoanCalls`` in EngineCore; errors are plain exceptions."""
         (answer,) = await self.llm.collective_rpc(f"loans.{name}", args=given)
         return answer
 
@@ -52,7 +52,7 @@ class MeteredEngine(VLLMEngine):  # type: ignore[misc]
         return int(self._engine_client.model_config.max_model_len)
 
     def facts(self, path: str, borrowed_bytes: int, kv_bytes: int) -> dict[str, int]:
-        """What never changes of a :class:`loomserve.platform.state.FootprintState`."""
+        """Constant fields of a :class:`loomserve.platform.state.FootprintState`."""
         config = self.llm.vllm_config
         model, cache = config.model_config, config.cache_config
         return {

@@ -1,0 +1,42 @@
+"""The port of an engine, which only the platform's own processes may use."""
+
+from __future__ import annotations
+
+import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER
+from loomserve.platform.http.guarded_app import GuardedApp
+
+
+async def open_requests(request: Request) -> Response:
+    if "fail" in request.query_params:
+        raise RuntimeError("broken")
+    return JSONResponse(request.app.state.guard.open_requests)
+
+
+@pytest.fixture
+def guard() -> GuardedApp:
+    app = Starlette(routes=[Route("/", open_requests)])
+    app.state.guard = GuardedApp(app, "secret")
+    guard: GuardedApp = app.state.guard
+    return guard
+
+
+@pytest.mark.parametrize("headers", [{}, {INTERNAL_TOKEN_HEADER: "guessed"}])
+def test_others_are_told_whom_to_ask(guard: GuardedApp, headers: dict[str, str]) -> None:
+    answer = TestClient(guard).get("/", headers=headers)
+    assert answer.status_code == 403
+    assert "ask the server's own address" in answer.json()["error"]["message"]
+
+
+def test_open_requests_are_counted_until_they_end_or_fail(guard: GuardedApp) -> None:
+    client = TestClient(guard, headers={INTERNAL_TOKEN_HEADER: "secret"})
+    assert client.get("/").json() == 1
+    with pytest.raises(RuntimeError):
+        client.get("/?fail")
+    assert guard.open_requests == 0
