@@ -212,7 +212,7 @@ class Fleet:
             "a loan is open" if enabled else "the loan has ended",
         )
 
-    def part_away(self) -> dict[str, Any] | None:
+    def shard_away(self) -> dict[str, Any] | None:
         """The heads or layers that are with the lender."""
         loans = self.get("lending")["loans"]
         return next((loan["shard"] for loan in loans if loan["shard"]), None)
@@ -265,9 +265,9 @@ class Fleet:
     def bring_home(self) -> None:
         """All that is with the lender, unless it has come home by itself."""
         self.idle()
-        if (part := self.part_away()) is not None:
-            first, end = part["layers"] or (0, 0)
-            kind, amount = ("heads", part["heads"]) if part["heads"] else ("layers", end - first)
+        if (shard := self.shard_away()) is not None:
+            first, end = shard["layers"] or (0, 0)
+            kind, amount = ("heads", shard["heads"]) if shard["heads"] else ("layers", end - first)
             self.carry_out({"kind": kind, "amount": amount, "back": True})
 
     def mode(self, mode: str) -> None:

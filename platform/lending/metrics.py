@@ -42,18 +42,18 @@ MOVED_REQUESTS = Counter(
     "loomserve_lending_moved_requests",
     "Running requests whose KV was copied from a lender, to one, or from one to another.",
 )
-PART_AWAY = Gauge(
-    "loomserve_lending_part_away",
+SHARD_AWAY = Gauge(
+    "loomserve_lending_shard_away",
     "1 while a lender computes heads or layers of all requests, 0 while they move there.",
     ["lender"],
 )
-PART_PAUSE = Gauge(
-    "loomserve_lending_part_pause_seconds",
+SHARD_PAUSE = Gauge(
+    "loomserve_lending_shard_pause_seconds",
     "The longest that steps stood still for heads or layers to move, of the open loan.",
     ["lender"],
 )
-PART_BYTES = Counter(
-    "loomserve_lending_part_copied_bytes", "KV of heads or layers that was copied.", ["lender"]
+SHARD_BYTES = Counter(
+    "loomserve_lending_shard_copied_bytes", "KV of heads or layers that was copied.", ["lender"]
 )
 LENT_BLOCKS = Gauge(
     "loomserve_lending_lent_blocks", "The lender's own KV blocks that a borrower has.", ["borrower"]
@@ -99,14 +99,14 @@ class LendingMetrics:
         MOVED_REQUESTS.inc(self._growth("", "moved", moved))
 
     def _show_shards(self, loans: Sequence[tuple[str, LoanReport]]) -> None:
-        PART_AWAY.clear()
-        PART_PAUSE.clear()
+        SHARD_AWAY.clear()
+        SHARD_PAUSE.clear()
         for lender, loan in loans:
             if (shard := loan.shard) is not None:
-                PART_AWAY.labels(lender).set(shard.phase in ("away", "returning"))
-                PART_PAUSE.labels(lender).set(shard.pause_s)
+                SHARD_AWAY.labels(lender).set(shard.phase in ("away", "returning"))
+                SHARD_PAUSE.labels(lender).set(shard.pause_s)
                 copied = self._growth(loan.name, "shard", shard.copied_bytes)
-                PART_BYTES.labels(lender).inc(copied)
+                SHARD_BYTES.labels(lender).inc(copied)
 
     def lent(self, loans: Sequence[tuple[str, LentReport]]) -> None:
         """

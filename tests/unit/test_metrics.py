@@ -418,12 +418,12 @@ def test_a_shard_is_shown_while_its_loan_is_open_and_its_bytes_are_counted() -> 
     metrics = LendingMetrics()
     for phase, copied, away in (("leaving", 100, 0), ("away", 400, 1), ("returning", 500, 1)):
         metrics.borrowed([("of-part", borrowed(shard=shard(phase, copied)))], {}, 0)
-        assert of_lending("part_away", lender="of-part") == away
-        assert of_lending("part_pause_seconds", lender="of-part") == 0.25
-        assert of_lending("part_copied_bytes_total", lender="of-part") == copied
+        assert of_lending("shard_away", lender="of-part") == away
+        assert of_lending("shard_pause_seconds", lender="of-part") == 0.25
+        assert of_lending("shard_copied_bytes_total", lender="of-part") == copied
     metrics.borrowed([("of-part", borrowed("loan-2"))], {}, 0)
-    assert of_lending("part_away", lender="of-part") is None
-    assert of_lending("part_copied_bytes_total", lender="of-part") == 500
+    assert of_lending("shard_away", lender="of-part") is None
+    assert of_lending("shard_copied_bytes_total", lender="of-part") == 500
 
 
 def test_counters_of_loans_go_on_from_one_loan_to_the_next() -> None:
