@@ -1,0 +1,249 @@
+"""The connector's half in EngineCore, with a store that answers as it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from loomserve.kvstore.engine.connector_scheduler import StoreConnectorScheduler
+from loomserve.kvstore.engine.namespaces import Namespaces
+from loomserve.kvstore.engine.transfer_policy import TransferAll
+from loomserve.kvstore.index.radix import KEY_BYTES
+from loomserve.kvstore.server.client import StoreAwayError, StoreClient
+from loomserve.kvstore.server.protocol import (
+    HANDS_OVER,
+    PROMPT_CHAIN,
+    Done,
+    Found,
+    Lookup,
+    Release,
+)
+from loomserve.kvstore.server.slots import encode_slots
+
+SIZE = 4
+RANKS = [b"rank 0", b"rank 1"]
+
+
+@dataclass
+class Asked:
+    """A request as the connector knows it; block hashes of its full blocks are counted up."""
+
+    request_id: str
+    num_tokens: int
+    num_prompt_tokens: int
+    kv_transfer_params: dict[str, Any] | None = None
+    skip_reading_prefix_cache: bool = False
+    lora_request: None = None
+
+    @property
+    def block_hashes(self) -> list[bytes]:
+        return [bytes([at]) * 32 for at in range(self.num_tokens // SIZE)]
+
+    @property
+    def all_token_ids(self) -> list[int]:
+        return list(range(self.num_tokens))
+
+
+@dataclass
+class Store:
+    """Holds the first ``blocks`` blocks of every chain, and leases them."""
+
+    blocks: int = 0
+    ready_s: float = 0.0
+    resident: int = 0
+    away: bool = False
+    asked: list[Any] = field(default_factory=list)
+    leased: set[int] = field(default_factory=set)
+
+    def ask(self, request: Any, expected: type[Any]) -> Any:
+        if self.away:
+            raise StoreAwayError("away")
+        self.asked.append(request)
+        if isinstance(request, Release):
+            self.leased -= set(request.leases)
+            return Done()
+        assert isinstance(request, Lookup)
+        here = min(self.blocks, len(request.keys) // KEY_BYTES)
+        lease = len(self.asked) if here > request.skip else 0
+        self.leased |= {lease} - {0}
+        slots = encode_slots(list(range(request.skip, here)))
+        return Found(here, max(here, self.resident), lease, slots, self.ready_s)
+
+    def lookups(self) -> list[Lookup]:
+        return [one for one in self.asked if isinstance(one, Lookup)]
+
+
+@pytest.fixture
+def store() -> Store:
+    return Store()
+
+
+@pytest.fixture
+def half(store: Store) -> StoreConnectorScheduler:
+    names = SimpleNamespace(block_size=SIZE, of_ranks=lambda adapter: RANKS)
+    return StoreConnectorScheduler(cast("StoreClient", store), cast("Namespaces", names))
+
+
+def asked(tokens: int = 10, **given: Any) -> Any:
+    return Asked("r", tokens, tokens, **given)
+
+
+def step(
+    half: StoreConnectorScheduler, request: Any, tokens: int, table: Sequence[int], now: float = 1.0
+) -> Any:
+    """A step that computes the request's first tokens."""
+    scheduled = SimpleNamespace(
+        total_num_scheduled_tokens=tokens,
+        num_scheduled_tokens={request.request_id: tokens},
+        scheduled_new_reqs=[SimpleNamespace(req_id=request.request_id, num_computed_tokens=0)],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], num_computed_tokens=[]),
+        kv_connector_block_state=SimpleNamespace(block_ids={request.request_id: (list(table),)}),
+    )
+    return half.step(cast("Any", scheduled), now)
+
+
+@dataclass
+class Policy(TransferAll):
+    prefetches: bool = False  # type: ignore[misc]
+    early: int = 10**9
+    own: bool = True
+    worth: bool = True
+
+    def early_blocks(self, tokens: int) -> int:
+        return self.early
+
+    def in_own_memory(self, request: Any) -> bool:
+        return self.own
+
+    def worth_loading(self, tokens: int) -> bool:
+        return self.worth
+
+
+def test_what_the_store_has_is_loaded_by_every_rank(
+    half: StoreConnectorScheduler, store: Store
+) -> None:
+    store.blocks = 2
+    request = asked()
+    assert half.matched_tokens(request, 0, 0.0) == 2 * SIZE
+    assert half.matched_tokens(request, 0, 0.1) == 2 * SIZE
+    assert len(store.lookups()) == len(RANKS), "the answer stands for a while"
+    half.allocated(request, [7, 8, 9], 2 * SIZE)
+    (load,) = step(half, request, 2, [7, 8, 9]).loads
+    assert {rank: (one.blocks, one.slots) for rank, one in load.items()} == {
+        0: ([7, 8], [0, 1]),
+        1: ([7, 8], [0, 1]),
+    }
+    assert {one.lease for one in load.values()} == store.leased
+    assert step(half, request, 1, [7, 8, 9]).loads == []
+
+
+def test_a_lease_ends_when_its_request_needs_nothing_or_is_gone(
+    half: StoreConnectorScheduler, store: Store
+) -> None:
+    store.blocks = 2
+    half.matched_tokens(asked(), 0, 0.0)
+    assert len(store.leased) == len(RANKS)
+    half.allocated(asked(), [7, 8, 9], 0)
+    assert not store.leased
+    half.matched_tokens(asked(), 0, 0.0)
+    assert half.remove(asked()) is None
+    assert not store.leased
+
+
+@pytest.mark.parametrize(
+    ("policy", "request_"),
+    [
+        (Policy(own=False), asked()),
+        (Policy(worth=False), asked()),
+        (Policy(), asked(skip_reading_prefix_cache=True)),
+        (Policy(), asked(SIZE)),
+    ],
+    ids=["with a lender", "computed sooner", "wants all logits", "one block"],
+)
+def test_the_store_is_not_asked_in_vain(
+    half: StoreConnectorScheduler, store: Store, policy: Policy, request_: Any
+) -> None:
+    half.policy = policy
+    assert half.matched_tokens(request_, 0, 0.0) == 0
+    assert store.asked == []
+
+
+def test_blocks_that_come_from_ssd_are_awaited_while_that_is_quicker(
+    half: StoreConnectorScheduler, store: Store
+) -> None:
+    store.resident, store.ready_s = 2, 0.005
+    assert half.matched_tokens(asked(), 0, 0.0) is None
+    assert half.matched_tokens(asked(), 0, 0.001) is None
+    assert len(store.lookups()) == len(RANKS), "not asked again at once"
+    store.blocks = 2
+    assert half.matched_tokens(asked(), 0, 0.01) == 2 * SIZE
+    store.blocks, store.ready_s = 0, 5.0
+    other = replace(asked(), request_id="other")
+    assert half.matched_tokens(other, 0, 0.0) == 0
+
+
+def test_with_the_store_away_requests_are_computed(
+    half: StoreConnectorScheduler, store: Store
+) -> None:
+    store.away = True
+    assert half.matched_tokens(asked(), 0, 0.0) == 0
+    half.remove(asked())
+
+
+def test_full_blocks_are_saved_once_and_only_as_many_as_the_policy_allows(
+    half: StoreConnectorScheduler,
+) -> None:
+    request = asked(14)
+    half.add(request)
+    half.policy = Policy(early=1)
+    (save,) = step(half, request, 10, [5, 6, 7]).saves
+    assert [len(one.keys) // KEY_BYTES for one in save.values()] == [1, 1]
+    half.policy = Policy()
+    (save,) = step(half, request, 14, [5, 6, 7, 8]).saves
+    assert save[0].blocks == [5, 6, 7]
+    assert step(half, request, 14, [5, 6, 7, 8]).saves == []
+
+
+def test_a_prompt_that_is_handed_over_is_saved_to_its_last_token(
+    half: StoreConnectorScheduler,
+) -> None:
+    request = asked(10, kv_transfer_params={HANDS_OVER: True})
+    half.add(request)
+    half.policy = Policy(early=0)
+    (save,) = step(half, request, 10, [5, 6, 7]).saves
+    assert save[0].blocks == [5, 6, 7]
+
+
+def test_what_is_swapped_out_is_saved_before_the_step_and_leased_until_it_is_back(
+    half: StoreConnectorScheduler, store: Store
+) -> None:
+    request = asked()
+    half.add(request)
+    half.policy = Policy(prefetches=True)
+    assert half.unsaved_blocks(request, 10) == 3
+    half.swap_out(request, 10, [5, 6, 7], recompute_s=3.0, now=1.0)
+    (swap_out,) = step(half, request, 0, [], now=1.1).swap_outs
+    assert [(one.blocks, one.recompute_s) for one in swap_out.values()] == [([5, 6, 7], 1.0)] * 2
+    assert half.unsaved_blocks(request, 10) == 1
+    store.blocks = 3
+    step(half, request, 0, [], now=1.2)
+    assert len(store.leased) == len(RANKS)
+    assert half.matched_tokens(request, 0, 1.3) == 9
+    assert half.prefetches(request)
+    half.allocated(request, [1, 2, 3], 9)
+    assert not half.prefetches(request)
+    transfers = step(half, request, 0, [], now=1.4)
+    assert (list(transfers.fetches), transfers.loads) == ([request.request_id], [])
+    assert {one.lease for one in transfers.fetches["r"].values()} == store.leased
+
+
+def test_a_request_that_asks_is_told_the_chain_of_its_prompt(half: StoreConnectorScheduler) -> None:
+    told = half.remove(asked(10, kv_transfer_params={PROMPT_CHAIN: True}))
+    keys = bytes(KEY_BYTES) + bytes([1]) * KEY_BYTES
+    assert told == {
+        PROMPT_CHAIN: {"namespaces": [name.hex() for name in RANKS], "keys": keys.hex()}
+    }
