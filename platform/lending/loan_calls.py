@@ -76,7 +76,7 @@ class LoanCalls(Protocol):
     def end_lending(self, name: str) -> None:
         """Take everything back at once; the borrower computes elsewhere what it had here."""
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         """Lend more while the engine has no requests.
 
         It is called about once a second, as an engine without requests does not schedule.

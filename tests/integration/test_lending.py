@@ -132,7 +132,7 @@ def test_a_lender_that_needs_its_memory_gets_it_back_and_nothing_is_lost(
         assert taken_back or not pair.loans()
         # Without requests it lends everything again, once it is asked: it does nothing by itself.
         for _ in range(30):
-            pair.call(pair.cold, "rest")
+            pair.call(pair.cold, "on_idle")
         for one in pair.call(pair.cold, "lent_state"):
             assert one["blocks"] == one["most_blocks"]
 

@@ -60,7 +60,7 @@ class LoanEndpoint:
     async def reconcile(self) -> None:
         """Take back loans that nobody uses, and publish what the others are."""
         async with self._one_at_a_time:
-            await self._engine.rest()
+            await self._engine.on_idle()
             for lent in await self._engine.lent_state():
                 if not lent.is_open or self._missed[lent.name] >= _MISSES:
                     await self._take_back(lent.name)

@@ -65,9 +65,9 @@ class LenderCalls:
         """Take a loan's memory back at once."""
         await self._rpc("end_lending", name)
 
-    async def rest(self) -> None:
+    async def on_idle(self) -> None:
         """Lend more while the engine has no requests; call it about once a second."""
-        await self._rpc("rest")
+        await self._rpc("on_idle")
 
     async def lent_state(self) -> tuple[LentReport, ...]:
         """All loans that are open, or closed and not yet taken back."""

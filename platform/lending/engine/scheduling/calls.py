@@ -191,8 +191,8 @@ class EngineLoanCalls(LoanCalls):
         if lent is not None:
             self._lender.end(lent, self._workers)
 
-    def rest(self) -> None:
-        self._lender.rest()
+    def on_idle(self) -> None:
+        self._lender.on_idle()
 
     def look_for_tasks(self, polling: str) -> dict[str, Any]:
         self._lender.plans = self._workers("look_for_tasks", polling)

@@ -115,7 +115,7 @@ class LenderHooks(StepHooks):
         self._use.pool.offer(lent.blocks)
         lent.ring.close()
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         """Lend more while the engine has no requests; call it about once a second."""
         if not self.lent or self._engine.has_unfinished_requests():
             return

@@ -62,5 +62,5 @@ async def test_only_a_lender_listens_for_loans() -> None:
     assert {route.path for route in lender.routes} == {LOANS_PATH, LOANS_PATH + "/{name}"}
     assert borrower.routes == []
     await lender._reconcile()
-    assert engine.called == ["rest", "lent_state", "lent_state"]
+    assert engine.called == ["on_idle", "lent_state", "lent_state"]
     await borrower.give_back()

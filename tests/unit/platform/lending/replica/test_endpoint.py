@@ -49,7 +49,7 @@ class Cold:
     def end_lending(self, name: str) -> None:
         self.loans.pop(name, None)
 
-    def rest(self) -> None:
+    def on_idle(self) -> None:
         pass
 
     def lent_state(self) -> list[dict[str, Any]]:

@@ -48,5 +48,5 @@ async def test_a_lenders_calls_are_known_to_its_engine() -> None:
     request = LendRequest(name="loan-1", ring="/dev/shm/ring", borrower="hot", engine=ENGINE)
     assert await LenderCalls(Engine(8)).lend(request) == 8
     await LenderCalls(Engine(None)).end_lending("loan-1")
-    await LenderCalls(Engine(None)).rest()
+    await LenderCalls(Engine(None)).on_idle()
     assert await LenderCalls(Engine([])).lent_state() == ()

@@ -114,9 +114,9 @@ def test_an_idle_lender_lends_all_again(lender: Lender) -> None:
     lender.engine.waiting.add_request(waiting)
     lender.hooks.before_schedule()
     assert lent.held == 0
-    lender.hooks.rest()
+    lender.hooks.on_idle()
     assert lent.held == 0, "it is not idle"
     lender.engine.waiting.remove_request(waiting)
     for _ in range(4):
-        lender.hooks.rest()
+        lender.hooks.on_idle()
     assert lent.held == 8
