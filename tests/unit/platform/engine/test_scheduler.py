@@ -1,0 +1,195 @@
+"""The scheduler over vLLM's own, without a worker: each step's tokens come from the test."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from loomserve.platform.engine.scheduler import AdaptiveScheduler, make_scheduler
+from loomserve.platform.engine.scheduling.step_hooks import StepHooks
+from loomserve.platform.scheduling.options import SchedulerOptions
+from loomserve.platform.scheduling.policy.background import BACKGROUND
+from tests.integration import tiny_llama
+
+BLOCKS, SIZE = 33, 32
+OPTIONS = {
+    "vLLM's own": SchedulerOptions(),
+    "fair": SchedulerOptions(queue="fair"),
+    "sjf, by peak memory": SchedulerOptions(queue="sjf", preemption="adaptive"),
+    "prompts apart": SchedulerOptions(queue="fair", chunked_recompute=False),
+    "never computed twice": SchedulerOptions(queue="deadline", preemption="swap"),
+}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path))
+
+
+@pytest.fixture(scope="module", name="model")
+def _model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_llama.save(folder, vocabulary=1000, context=1024)
+    return folder
+
+
+def scheduler_of(model: Path, options: SchedulerOptions) -> AdaptiveScheduler:
+    config = VllmConfig(
+        model_config=ModelConfig(
+            model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=1024
+        ),
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=16,
+            max_num_batched_tokens=256,
+            max_model_len=1024,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+        ),
+        cache_config=CacheConfig(block_size=SIZE, enable_prefix_caching=True),
+        device_config=DeviceConfig("cpu"),
+        parallel_config=ParallelConfig(),
+        additional_config={"loomserve": options.model_dump()},
+    )
+    config.cache_config.num_gpu_blocks = BLOCKS
+    spec = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    return make_scheduler(
+        config,
+        kv_cache_config=KVCacheConfig(
+            num_blocks=BLOCKS,
+            kv_cache_tensors=[],
+            kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)],
+        ),
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=SIZE,
+    )
+
+
+def add(scheduler: AdaptiveScheduler, name: str, prompt: int, answer: int, **extra: Any) -> None:
+    init_none_hash(sha256)
+    source = random.Random(name)
+    scheduler.add_request(
+        Request(
+            request_id=name,
+            prompt_token_ids=[source.randrange(1000) for _ in range(prompt)],
+            sampling_params=SamplingParams(max_tokens=answer, ignore_eos=True, extra_args=extra),
+            pooling_params=None,
+            block_hasher=get_request_block_hasher(SIZE, sha256),
+        )
+    )
+
+
+def step(scheduler: AdaptiveScheduler) -> list[str]:
+    """A step, in which each request whose prompt is computed is given a token; who has ended."""
+    scheduled = scheduler.schedule()
+    names = list(scheduled.num_scheduled_tokens)
+    requests = [scheduler.requests[name] for name in names]
+    output = ModelRunnerOutput(
+        req_ids=names,
+        req_id_to_index={name: at for at, name in enumerate(names)},
+        sampled_token_ids=[
+            [7] if one.num_computed_tokens >= one.num_tokens else [] for one in requests
+        ],
+    )
+    outputs = scheduler.update_from_output(scheduled, output)
+    return [one.request_id for each in outputs.values() for one in each.outputs if one.finished]
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_all_requests_end_and_leave_nothing_however_memory_is_shared(
+    model: Path, options: SchedulerOptions
+) -> None:
+    scheduler = scheduler_of(model, options)
+    source = random.Random(1)
+    for at in range(40):
+        extra = {BACKGROUND: 1} if at % 5 == 0 else {}
+        add(scheduler, str(at), source.randrange(10, 130), source.randrange(16, 90), **extra)
+    ended: list[str] = []
+    for _ in range(1000):
+        ended += step(scheduler)
+        assert len(scheduler.running) <= 16
+    assert sorted(ended) == sorted(map(str, range(40)))
+    assert not scheduler.has_unfinished_requests()
+    assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
+    assert not scheduler.order._hints
+    assert scheduler.swap.totals["recomputed"] > 0 or options.preemption == "swap"
+
+
+class Recorder(StepHooks):
+    def __init__(self) -> None:
+        self.may_start = True
+        self.kept = False
+        self.calls: list[str] = []
+
+    def before_schedule(self) -> bool:
+        self.calls.append("before_schedule")
+        return self.may_start
+
+    def before_update(self, scheduled_tokens: int) -> None:
+        self.calls.append(f"before_update {scheduled_tokens}")
+
+    def after_update(self, scheduled_tokens: int) -> None:
+        self.calls.append(f"after_update {scheduled_tokens}")
+
+    def keeps_kv(self, request: Request) -> bool:
+        return self.kept
+
+    def on_free(self, request: Request) -> None:
+        self.calls.append(f"on_free {request.request_id}")
+
+
+def test_hooks_take_part_in_a_step_in_order(model: Path) -> None:
+    scheduler, hooks = scheduler_of(model, OPTIONS["fair"]), Recorder()
+    scheduler.hooks = (hooks,)
+    add(scheduler, "a", prompt=10, answer=1)
+    assert step(scheduler) == ["a"]
+    assert hooks.calls == ["before_schedule", "before_update 10", "on_free a", "after_update 10"]
+
+
+def test_nobody_starts_in_a_step_that_a_hook_needs_for_others(model: Path) -> None:
+    scheduler, hooks = scheduler_of(model, OPTIONS["fair"]), Recorder()
+    scheduler.hooks = (hooks,)
+    add(scheduler, "a", prompt=10, answer=5)
+    step(scheduler)
+    hooks.may_start = False
+    for name in "bc":
+        add(scheduler, name, prompt=10, answer=5)
+    step(scheduler)
+    assert [one.request_id for one in scheduler.running] == ["a"]
+    assert [one.request_id for one in scheduler.waiting] == ["b", "c"]
+    hooks.may_start = True
+    step(scheduler)
+    assert len(scheduler.running) == 3
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_request_that_a_hook_preempts_goes_on_and_is_counted_if_its_kv_is_lost(
+    model: Path, kept: bool
+) -> None:
+    scheduler, hooks = scheduler_of(model, OPTIONS["fair"]), Recorder()
+    scheduler.hooks, hooks.kept = (hooks,), kept
+    add(scheduler, "a", prompt=40, answer=5)
+    step(scheduler)
+    scheduler.preempt(scheduler.requests["a"])
+    assert scheduler.swap.totals["recomputed"] == (not kept)
+    ended = [name for _ in range(10) for name in step(scheduler)]
+    assert ended == ["a"]
