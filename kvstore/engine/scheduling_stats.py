@@ -1,7 +1,7 @@
-"""What an engine's scheduler counts, on its way from EngineCore to Prometheus and the admin API.
+"""Statistics of an engine's scheduler, from EngineCore to Prometheus and the admin API.
 
 vLLM carries a connector's statistics from EngineCore to the engine's front end after every step;
-the scheduler's travel with them.
+the scheduler's go with them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 from loomserve.platform.scheduling.preemption_metrics import PreemptionMetrics
 
 SCHEDULING = "scheduling"
-"""The key of these numbers among a connector's statistics."""
+"""Key of these numbers in a connector's statistics."""
 
 
 class SchedulingStats(KVConnectorStats):  # type: ignore[misc]
-    """The latest totals; those of a later step take the place of an earlier one's."""
+    """Totals since the engine's start; a later step's replace an earlier one's."""
 
     data: dict[str, Any]
 
@@ -44,7 +44,7 @@ class SchedulingStats(KVConnectorStats):  # type: ignore[misc]
 
 
 class SchedulingMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """Registered by vLLM in the front end, with its labels ``model_name`` and ``engine``."""
+    """Prometheus metrics that vLLM registers in the front end, labelled with model and engine."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.request import Request
 
 from loomserve.kvstore.engine.request_keys import hands_over
+from loomserve.platform.engine.scheduler_calls import WorkerCall
 from loomserve.platform.engine.scheduling.step_hooks import HookedScheduler, StepHooks
 from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
 from loomserve.platform.lending.engine.scheduling.loan import Loan
@@ -25,11 +26,7 @@ from loomserve.platform.lending.engine.scheduling.moves import RequestMoves
 from loomserve.platform.lending.engine.scheduling.observer import LoanObserver
 from loomserve.platform.lending.engine.scheduling.partition_use import PartitionUse
 from loomserve.platform.lending.engine.scheduling.placement import RequestPlacement
-from loomserve.platform.lending.engine.shards.migration import (
-    MigrationPhase,
-    ShardMigration,
-    WorkerCall,
-)
+from loomserve.platform.lending.engine.shards.migration import MigrationPhase, ShardMigration
 from loomserve.platform.lending.policy.limits import LoanPhase
 from loomserve.platform.lending.policy.partition_choice import move
 from loomserve.platform.lending.policy.partition_costs import PartitionCosts

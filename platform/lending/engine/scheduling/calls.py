@@ -6,11 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from loomserve.platform.engine.scheduler_calls import WorkerCall
 from loomserve.platform.lending.engine.block_partitions import OWN
 from loomserve.platform.lending.engine.scheduling.borrower import BorrowerHooks
 from loomserve.platform.lending.engine.scheduling.lender import LenderHooks, Lent
 from loomserve.platform.lending.engine.scheduling.loan import Loan
-from loomserve.platform.lending.engine.shards.migration import ShardMigration, WorkerCall
+from loomserve.platform.lending.engine.shards.migration import ShardMigration
 from loomserve.platform.lending.loan_calls import LoanCalls
 from loomserve.platform.lending.messages import (
     BorrowerReport,

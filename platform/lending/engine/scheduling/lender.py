@@ -13,10 +13,10 @@ from typing import Any
 
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from loomserve.platform.engine.scheduler_calls import WorkerCall
 from loomserve.platform.engine.scheduling.step_hooks import HookedScheduler, StepHooks
 from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
 from loomserve.platform.lending.engine.scheduling.partition_use import PartitionUse
-from loomserve.platform.lending.engine.shards.migration import WorkerCall
 from loomserve.platform.lending.policy.boundary import Memory, tail
 from loomserve.platform.lending.policy.budget import IDLE, LenderStepTimes, ServedTime
 from loomserve.platform.lending.policy.layout import Layout, borrower_blocks, lender_blocks

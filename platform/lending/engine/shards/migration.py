@@ -18,19 +18,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
+from loomserve.platform.engine.scheduler_calls import WorkerCall
 from loomserve.platform.lending.engine.block_partitions import OWN, PartitionedPool, Partitions
 
 _COPY_SHARE = 0.2
 """Share of a step's time that copies beside it may add."""
 _SMOOTHING = 0.3
-
-WorkerCall = Callable[..., Any]
 
 
 class MigrationPhase(StrEnum):
