@@ -455,7 +455,7 @@ def test_what_stands_behind_a_sequences_last_block_is_not_looked_at(
     assert torch.equal(pair.attend(0, one), expected)
 
 
-def test_a_desk_serves_several_rings_of_different_geometries(
+def test_a_server_serves_several_rings_of_different_geometries(
     tmp_path: Path, implementation: None
 ) -> None:
     server = AttentionServer()
@@ -595,7 +595,7 @@ def test_a_closed_ring_takes_no_task_and_its_lender_serves_none(
     assert not pair.memory.bytes[:, : GQA.layers].any()
 
 
-def test_a_desk_that_gave_a_ring_up_does_not_touch_memory_for_it(
+def test_a_server_that_gave_a_ring_up_does_not_touch_memory_for_it(
     tmp_path: Path, implementation: None
 ) -> None:
     pair = Pair(tmp_path, GQA)
@@ -669,7 +669,9 @@ def in_turn(pair: Pair, one: Step, tasks: int) -> None:
         assert pair.borrower.wait(pair.output(one), PATIENCE_S)
 
 
-def test_while_no_step_runs_the_desk_serves_by_itself(tmp_path: Path, implementation: None) -> None:
+def test_while_no_step_runs_the_server_serves_by_itself(
+    tmp_path: Path, implementation: None
+) -> None:
     pair, local = Pair(tmp_path, GQA), Local(GQA)
     one = step(GQA, [0, 0], [4, 9])
     pair.begin(one)
@@ -702,7 +704,7 @@ def test_while_a_step_runs_tasks_wait_for_its_polls(tmp_path: Path, implementati
 @pytest.mark.parametrize("rings", [1, 2])
 @pytest.mark.parametrize("lender", IMPLEMENTATIONS)
 @pytest.mark.parametrize("borrower", IMPLEMENTATIONS)
-def test_a_post_wakes_a_desk_that_sleeps(
+def test_a_post_wakes_a_server_that_sleeps(
     tmp_path: Path, lender: str, borrower: str, rings: int
 ) -> None:
     with implemented(lender):
@@ -730,7 +732,7 @@ def test_a_post_wakes_a_desk_that_sleeps(
     server.stop()
 
 
-def test_the_desk_serves_whatever_its_engine_does_meanwhile(
+def test_the_server_serves_whatever_its_engine_does_meanwhile(
     tmp_path: Path, implementation: None
 ) -> None:
     pair = Pair(tmp_path, GQA)

@@ -146,7 +146,7 @@ def test_a_lender_killed_at_any_moment_gives_no_wrong_result(shm: Path, how: str
 
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
-def test_a_desk_takes_up_the_successors_of_borrowers_killed_at_any_moment(
+def test_a_server_takes_up_the_successors_of_borrowers_killed_at_any_moment(
     shm: Path, how: str
 ) -> None:
     moments = random.Random(2)
