@@ -254,7 +254,7 @@ def likely(batches: FittedBatches, lengths: Sequence[Length]) -> list[TimedBatch
     They take what the model says: to measure as many would take longer than everything else.
     """
     source = random.Random("likely")
-    shapes = []
+    shapes: list[BatchShape] = []
     while len(shapes) < _KNOWN_BATCHES:
         members = source.sample(lengths, source.randint(1, max(_BATCH_SIZES)))
         longest = max(one.prompt for one in members), max(one.answer for one in members)

@@ -165,7 +165,8 @@ class Comparison:
         other = self.engine(pipeline)
         try:
             with throttled(self._args.slow_core, self._args.throttle):
-                ours, theirs = [], []
+                ours: list[float] = []
+                theirs: list[float] = []
                 for run in range(-1, self._args.runs):
                     # Which comes first alternates; a first pair warms up.
                     pair = [(helr, ours), (other, theirs)]

@@ -33,10 +33,11 @@ import torch
 from vllm import _custom_ops as ops
 
 from benchmarks.report import Spread, machine, publish
+from loomserve.platform.lending.ring import native
 from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
-from loomserve.platform.lending.ring.ring import Ring, native
+from loomserve.platform.lending.ring.ring import Ring
 
 RESULTS = Path(__file__).parent / "results"
 SHAPE = Geometry(30, 9, 3, 64, 32, "float32", 64**-0.5, "vec")

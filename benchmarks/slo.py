@@ -218,7 +218,7 @@ class Engine:
         """All requests to their end; tokens by ``seed``."""
         from loomserve.platform.scheduling.options import SchedulerOptions
 
-        self._scheduler.use(SchedulerOptions(queue=queue))  # type: ignore[arg-type]
+        self._scheduler.use(SchedulerOptions(queue=queue))
         source = random.Random(seed)
         before = self._preemptions()
         waiting = deque(coming)

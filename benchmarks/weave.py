@@ -200,10 +200,10 @@ class Load(NamedTuple):
     """A trace of which each run takes another window."""
 
     arrivals: list[Arrival]
-    count: int
+    requests: int
 
     def hot(self, rate: float, seed: str) -> list[PrefixRequest]:
-        return window(self.arrivals, requests=self.count, rate=rate, seed=seed)
+        return window(self.arrivals, requests=self.requests, rate=rate, seed=seed)
 
     def cold(self, rate: float, until_s: float, seed: str) -> list[PrefixRequest]:
         count = max(2, round(rate * until_s))
