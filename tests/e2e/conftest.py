@@ -141,6 +141,16 @@ def write_config(path: Path, port: int, hashes: tuple[str, ...]) -> None:
     path.write_text(yaml.safe_dump(config, sort_keys=False))
 
 
+# They serve other models instead of the shared platform's, which do not come back.
+LAST = ("test_lending.py", "test_shards_of_replicas.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(
+        key=lambda item: item.path.parent == Path(__file__).parent and item.path.name in LAST
+    )
+
+
 @pytest.fixture(scope="session")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     folder = tmp_path_factory.mktemp("platform")

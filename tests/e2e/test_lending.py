@@ -52,8 +52,10 @@ def lending(platform: Platform) -> Platform:
 
 
 def serve_instead(platform: Platform, *models: dict[str, Any]) -> None:
-    """These models instead of those that there are, for which there is no memory; the platform's
-    own do not come back, so this file and those behind it are the last."""
+    """Serve these models instead of those that there are, for which there is no memory.
+
+    The platform's own do not come back, so files that call it run last (``conftest.LAST``).
+    """
     with platform.admin() as admin:
         for model in platform.state()["models"]:
             admin.delete(f"/admin/v1/models/{model['name']}").raise_for_status()
