@@ -50,7 +50,7 @@ def blocks(platform: Platform) -> int:
 
 def store_process(platform: Platform) -> psutil.Process:
     children = platform.process.children(recursive=True)
-    return next(child for child in children if child.cmdline()[:1] == ["ray::Store"])
+    return next(child for child in children if child.cmdline()[:1] == ["ray::StoreActor"])
 
 
 def store_answers(platform: Platform) -> bool:
