@@ -74,8 +74,9 @@ ARM_BYTES = 7 * 2**30
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how often to measure; seconds."""
+    """What to measure, how long and how often; seconds."""
 
+    loads: tuple[str, ...]
     runs: int
     seconds: float
     warmup: float
@@ -137,9 +138,9 @@ def in_turn(run: int) -> tuple[int, int]:
 
 
 def measure_pairs(arms: Sequence[Arm], plan: Plan, rate: float) -> dict[str, list[Pair]]:
-    pairs: dict[str, list[Pair]] = {name: [] for name in LOADS}
+    pairs: dict[str, list[Pair]] = {name: [] for name in plan.loads}
     for run in range(plan.runs):
-        for name in LOADS:
+        for name in plan.loads:
             # Both arms get the same prompts, and no two loads share one: prefix caches stay cold.
             samples = {
                 index: measure(arms[index], name, plan, f"{run}/{name}", rate)
@@ -194,16 +195,20 @@ def benchmark(arms: Sequence[Arm], plan: Plan) -> dict[str, Any]:
     print(summary({name: throughput_ratio(of) for name, of in pairs.items()}), flush=True)
     return {
         **comparison(pairs),
-        "open_loop": {
-            "requests_per_second": rate,
-            "share_of_8_stream_capacity": OPEN_SHARE,
-            "throughput_ratio": asdict(throughput_ratio(pairs["open"])),
-        },
+        **({"open_loop": open_loop_figures(pairs["open"], rate)} if "open" in pairs else {}),
         "absolute": {
             arm.name: {name: absolute([pair[side] for pair in of]) for name, of in pairs.items()}
             for side, arm in enumerate(arms)
         },
         "at_rest": at_rest,
+    }
+
+
+def open_loop_figures(pairs: Sequence[Pair], rate: float) -> dict[str, Any]:
+    return {
+        "requests_per_second": rate,
+        "share_of_8_stream_capacity": OPEN_SHARE,
+        "throughput_ratio": asdict(throughput_ratio(pairs)),
     }
 
 
@@ -250,6 +255,12 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         help="baseline and compared: bare,loomserve; bare,bare for the noise floor; "
         "loomserve:FOLDER,loomserve for another checkout",
     )
+    parser.add_argument(
+        "--loads",
+        default=LOADS,
+        type=_loads,
+        help=f"which loads, by their streams, of {','.join(LOADS)} (the default)",
+    )
     parser.add_argument("--runs", type=int, default=5, help="pairs of each load")
     parser.add_argument("--seconds", type=float, default=8, help="measured time a load and arm")
     parser.add_argument("--warmup", type=float, default=2, help="time before each measurement, s")
@@ -278,11 +289,18 @@ def _arms(text: str) -> list[str]:
     return kinds
 
 
+def _loads(text: str) -> tuple[str, ...]:
+    loads = tuple(text.split(","))
+    if len(set(loads)) < len(loads) or not set(loads) <= set(LOADS):
+        raise argparse.ArgumentTypeError(f"give some of {','.join(LOADS)}, each once")
+    return loads
+
+
 def main() -> int:
     options = arguments()
     # SIGTERM must end the servers too, so it takes Ctrl-C's way out.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    plan = Plan(options.runs, options.seconds, options.warmup, options.max_tokens)
+    plan = Plan(options.loads, options.runs, options.seconds, options.warmup, options.max_tokens)
     flags = EngineFlags(dtype=options.dtype or cpu_dtype())
     logs = options.logs or Path(tempfile.mkdtemp(prefix="overhead-"))
     facts = machine()

@@ -118,12 +118,13 @@ def absolute(samples: Sequence[Sample]) -> dict[str, float | int]:
 
 
 def comparison(pairs: Mapping[str, Sequence[Pair]]) -> dict[str, Any]:
-    """All paired figures of loads ``first``, ``1``, ``8``, … (streams) and ``open``."""
+    """All paired figures of loads ``first``, ``1``, ``8``, … (streams) and ``open``, or some."""
     closed = {load: of for load, of in pairs.items() if load.isdigit()}
     spreads = {f"throughput_ratio_{load}": throughput_ratio(of) for load, of in closed.items()}
-    spreads["ttft_added_ms_p50"] = ttft_added_ms(pairs["first"])
+    if "first" in pairs:
+        spreads["ttft_added_ms_p50"] = ttft_added_ms(pairs["first"])
     result: dict[str, Any] = {name: spread.median for name, spread in spreads.items()}
-    result["runs"] = len(closed["1"])
+    result["runs"] = min(map(len, pairs.values()))
     result["spread"] = {name: [spread.min, spread.max] for name, spread in spreads.items()}
     result["by_load"] = {
         load: {"ttft_added_ms_p50": asdict(ttft_added_ms(of)), "tpot_ratio": asdict(tpot_ratio(of))}

@@ -31,7 +31,7 @@ from benchmarks.load import (
     prompts,
     tokens_within,
 )
-from benchmarks.overhead import RequestsFailedError, in_turn
+from benchmarks.overhead import RequestsFailedError, arguments, in_turn
 from benchmarks.report import (
     Sample,
     WindowTooShortError,
@@ -255,6 +255,19 @@ def test_the_result_has_the_agreed_keys() -> None:
     assert result.keys() == ratios | {"ttft_added_ms_p50", "runs", "spread", "by_load"}
     assert result["spread"].keys() == ratios | {"ttft_added_ms_p50"}
     assert result["runs"] == 3
+
+
+def test_the_result_has_only_the_loads_that_were_asked_for() -> None:
+    result = comparison({"8": PAIRS})
+    assert result.keys() == {"throughput_ratio_8", "runs", "spread", "by_load"}
+    assert result["runs"] == 3
+
+
+def test_loads_are_chosen_each_once() -> None:
+    assert arguments(["--loads", "8,open"]).loads == ("8", "open")
+    for wrong in ("9", "8,8", ""):
+        with pytest.raises(SystemExit):
+            arguments(["--loads", wrong])
 
 
 def test_arms_take_turns_at_going_first() -> None:
