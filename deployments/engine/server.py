@@ -37,6 +37,7 @@ from loomserve.platform.fleet.messages import (
     EngineSpec,
     Heartbeat,
 )
+from loomserve.platform.http.dead_engine import DeadEngineApp
 from loomserve.platform.http.guarded_app import GuardedApp
 from loomserve.platform.http.server import HttpServer, listen
 from loomserve.platform.lending.replica.agent import LoanAgent
@@ -91,7 +92,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         app = await self.engine.build_asgi_app()
         app.router.routes.append(Route(PREFILL_PATH, PrefillEndpoint(self.engine.llm)))
         app.router.routes += self._loans.routes
-        self._app = GuardedApp(app, self._spec.internal_token)
+        living = DeadEngineApp(app, lambda: self.engine.llm.errored)
+        self._app = GuardedApp(living, self._spec.internal_token)
         host = node_address()
         sock = listen(host, 0)
         self._address = f"{host}:{sock.getsockname()[1]}"

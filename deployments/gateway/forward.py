@@ -1,14 +1,14 @@
-"""Forwards a request to an engine and its bytes back: the path every token takes.
+"""Forwards a request to the engine of its model that the router chooses, or to another.
 
-Nothing is parsed on the way back but the status; an error body is rewritten into OpenAI's shape.
-A request that an engine has not begun to answer is tried on another replica; afterwards a failure
-ends the stream with an error event.
+What no engine has taken is sent to the next. An engine that ends while it has a request may have
+ended because of it, so such a request is sent on once at most, and no engine is asked of which it
+is known that two have ended. Once an answer has begun, a failure ends it with an error event.
 """
 
 from __future__ import annotations
 
 import asyncio
-import json
+import hashlib
 import math
 import time
 from dataclasses import dataclass
@@ -18,39 +18,35 @@ from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Message, Receive, Send
 
-from loomserve.platform.base.errors import EngineGone, TooManyRequests, Unavailable
-from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER
+from loomserve.deployments.gateway.relay import (
+    Destination,
+    EngineEndedWithItError,
+    NotTakenError,
+    Relay,
+)
+from loomserve.platform.base.errors import QUERY_OF_DEATH, EngineGone, TooManyRequests, Unavailable
 from loomserve.platform.http.client_gone import ClientGoneError, while_connected
-from loomserve.platform.http.engine_errors import normalise
 from loomserve.platform.lengths.predict.request import longest
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.requests.query_of_death import QueriesOfDeath
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.lateness import finish
 from loomserve.routers.ticket import RoutingTicket
 
-# A replica that Serve still lists but that refuses connections is dead or restarting.
-_CONNECT_TIMEOUT_S = 2.0
 # How long a request waits for any replica before it is refused.
 _ROUTE_TIMEOUT_S = 30.0
 # A retry looks for another replica, as does whoever pinned the request; one that is only just
 # starting is not worth the wait.
 _REROUTE_TIMEOUT_S = 1.0
-_MAX_ATTEMPTS = 3
+# Replicas that do not take a request, and engines that end with it.
+_MOST_NOT_TAKEN = 3
+_MOST_ENDED = 2
 _RETRY_AFTER_S = 5.0
 # A rough bound for routing only; engines count exactly.
 _BYTES_PER_TOKEN = 4
 _ANSWER_TOKENS = 256
-
-_PASSED_BACK = frozenset({b"content-type", b"content-length", b"cache-control"})
-
-
-class ReplicaFailedError(Exception):
-    """An engine failed before it began to answer; another may succeed."""
-
-    def __init__(self, replica_id: str, message: str) -> None:
-        super().__init__(message)
-        self.replica_id = replica_id
+_DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -64,6 +60,8 @@ class ForwardRequest:
     """Id of the only replica that may take it; None: any may."""
     expected_tokens: float | None = None
     """Predicted length of the answer."""
+    received: bytes | None = None
+    """The client's own bytes, by which a request is known again; None: those the engine gets."""
     refuse_after: float | None = None
     """Unix time; a request that is predicted to end later is refused."""
 
@@ -87,36 +85,29 @@ async def never_gone() -> Message:
 
 
 class Forwarder:
-    """Client of all engines: relays requests and answers over kept connections."""
+    """Finds the engines that answer requests, and relays the answers."""
 
-    def __init__(self, internal_token: str, metrics: GatewayMetrics) -> None:
-        self._internal_token = internal_token
+    def __init__(
+        self, internal_token: str, metrics: GatewayMetrics, *, idle_timeout_s: float
+    ) -> None:
+        """``idle_timeout_s``: an answer that has begun ends after so long without a byte."""
         self._metrics = metrics
+        self._relay = Relay(internal_token, metrics, idle_timeout_s=idle_timeout_s)
+        self._deadly = QueriesOfDeath(time.monotonic)
         self.ledger = InFlight()
         """The requests that this gateway has open on engines."""
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
-            auto_decompress=False,
-            read_bufsize=2**18,
-        )
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The session whose connections to the platform's own processes are kept."""
+        return self._relay.session
 
     async def get(self, address: str, path: str, timeout_s: float) -> str:
-        """The body of an engine's answer to a GET request.
-
-        Raises:
-            aiohttp.ClientError: the engine cannot be reached.
-            TimeoutError: it has not answered in time.
-        """
-        async with self.session.get(
-            f"http://{address}{path}",
-            headers={INTERNAL_TOKEN_HEADER: self._internal_token},
-            timeout=aiohttp.ClientTimeout(total=timeout_s),
-        ) as response:
-            return await response.text()
+        """The body of an engine's answer to a GET request; raises what the relay raises."""
+        return await self._relay.get(address, path, timeout_s)
 
     async def close(self) -> None:
-        await self.session.close()
+        await self._relay.close()
 
     async def forward(
         self, request: ForwardRequest, handle: DeploymentHandle, receive: Receive, send: Send
@@ -126,7 +117,8 @@ class Forwarder:
         Raises:
             Unavailable: no replica took it in time.
             TooManyRequests: it is predicted to end after ``request.refuse_after``.
-            EngineGone: engines failed before or while answering.
+            EngineGone: engines ended before or while answering.
+            InternalError: the engine failed on it.
         """
         try:
             # Closing the connection to the engine is what makes vLLM abort the request.
@@ -149,29 +141,59 @@ class Forwarder:
         self, request: ForwardRequest, handle: DeploymentHandle, send: Send
     ) -> None:
         excluded: frozenset[str] = frozenset()
-        last_failure = ""
-        for _ in range(_MAX_ATTEMPTS):
+        ended = False
+        for _ in range(_MOST_NOT_TAKEN + _MOST_ENDED - 1):
+            self._refuse_if_deadly(request)
             try:
                 with self._ticket(request, excluded) as ticket:
-                    replica_id, address = await self._choose(request, handle, ticket)
+                    replica = await self._choose(request, handle, ticket)
                     if not excluded:
                         self._refuse_if_late(request, ticket)
-                    await self._relay(request, replica_id, address, send)
-                return
-            except ReplicaFailedError as failure:
+                    await self._relay.answer(replica, request.content, request.request_id, send)
+            except NotTakenError:
                 self._metrics.engine_failed(request.model)
-                excluded |= {failure.replica_id}
-                last_failure = str(failure)
+            except EngineEndedWithItError as failure:
+                self._metrics.engine_failed(request.model)
+                if self._others_ended(request, replica.replica_id) or failure.begun:
+                    raise _engine_gone(request) from None
+                ended = True
             except Unavailable:
-                if not last_failure:
-                    raise
-                break  # that it failed says more than that there is no other
+                if ended:
+                    raise _engine_gone(request) from None
+                if excluded:
+                    break  # that replicas are restarted says more than that there is no other
+                raise
+            else:
+                if self._deadly:
+                    self._deadly.answered(_digest(request))
+                return
+            if request.pinned_to is not None:
+                break
+            excluded |= {replica.replica_id}
+        if ended:
+            raise _engine_gone(request)
         raise Unavailable(
-            f"no replica of model {request.model!r} could answer ({last_failure}); "
-            "it is being restarted, try again shortly",
-            reason="engine_gone",
+            f"no replica of model {request.model!r} takes requests now; those that did are being "
+            "restarted, try again shortly",
+            reason="no_replica",
             retry_after_s=_RETRY_AFTER_S,
         )
+
+    def _others_ended(self, request: ForwardRequest, replica_id: str) -> bool:
+        """Note that a replica's engine ended, and tell whether others had ended likewise."""
+        digest = _digest(request)
+        others = self._deadly.replicas(digest) - {replica_id}
+        self._deadly.ended(digest, replica_id)
+        return bool(others)
+
+    def _refuse_if_deadly(self, request: ForwardRequest) -> None:
+        if self._deadly and len(self._deadly.replicas(_digest(request))) >= _MOST_ENDED:
+            raise EngineGone(
+                f"{_MOST_ENDED} engines of model {request.model!r} ended while they worked on this "
+                "very request, so no other is asked for a minute. Change the request, or give the "
+                f"operator its id, {request.request_id}",
+                reason=QUERY_OF_DEATH,
+            )
 
     def _ticket(self, request: ForwardRequest, excluded: frozenset[str]) -> RoutingTicket:
         fields = request.content.fields
@@ -186,14 +208,18 @@ class Forwarder:
 
     async def _choose(
         self, request: ForwardRequest, handle: DeploymentHandle, ticket: RoutingTicket
-    ) -> tuple[str, str]:
-        """Id and address of the replica that the router has booked the request on."""
+    ) -> Destination:
+        """The replica that the router has booked the request on."""
         no_wait = bool(ticket.exclude) or ticket.pinned_to is not None
         with self._metrics.queued(request.model):
             try:
                 async with asyncio.timeout(_REROUTE_TIMEOUT_S if no_wait else _ROUTE_TIMEOUT_S):
                     async with handle.choose_replica(ticket, _reserve=False) as selection:
-                        return selection.replica_id, selection.replica_metadata["address"]
+                        return Destination(
+                            request.model,
+                            selection.replica_id,
+                            selection.replica_metadata["address"],
+                        )
             except (TimeoutError, DeploymentUnavailableError, RayServeException):
                 raise Unavailable(
                     f"model {request.model!r} has no replica that takes requests now; "
@@ -220,61 +246,6 @@ class Forwarder:
             retry_after_s=predicted.wait_s,
         )
 
-    async def _relay(
-        self, request: ForwardRequest, replica_id: str, address: str, send: Send
-    ) -> None:
-        started = time.monotonic()
-        headers = {
-            "Content-Type": "application/json",
-            "X-Request-Id": request.request_id,
-            INTERNAL_TOKEN_HEADER: self._internal_token,
-        }
-        begun = False
-        with self._metrics.in_flight(request.model, replica_id):
-            try:
-                async with self.session.post(
-                    f"http://{address}{request.content.engine_path}",
-                    data=request.content.encoded,
-                    headers=headers,
-                ) as response:
-                    if response.status >= 500:
-                        raise ReplicaFailedError(replica_id, await _engine_says(response))
-                    if response.status >= 400:
-                        await _send_error(response, send)
-                        return
-                    begun = True
-                    await self._relay_body(request, response, started, send)
-            except (aiohttp.ClientError, ConnectionError, TimeoutError) as error:
-                if begun:
-                    self._metrics.engine_failed(request.model)
-                    raise EngineGone(
-                        f"the engine of model {request.model!r} ended while it answered; "
-                        "send the request again"
-                    ) from None
-                raise ReplicaFailedError(replica_id, type(error).__name__) from None
-
-    async def _relay_body(
-        self,
-        request: ForwardRequest,
-        response: aiohttp.ClientResponse,
-        started: float,
-        send: Send,
-    ) -> None:
-        headers = [(k, v) for k, v in response.raw_headers if k.lower() in _PASSED_BACK]
-        await send({"type": "http.response.start", "status": response.status, "headers": headers})
-        chunks, first = 0, 0.0
-        async for chunk in response.content.iter_any():
-            if not chunks:
-                first = time.monotonic()
-            chunks += 1
-            await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        if response.content_type == "text/event-stream":
-            self._metrics.streamed(
-                request.model, ttft_s=first - started, stream_s=time.monotonic() - first,
-                chunks=chunks,
-            )  # fmt: skip
-
 
 def _output_tokens(request: ForwardRequest) -> int:
     if request.expected_tokens is not None:
@@ -282,15 +253,16 @@ def _output_tokens(request: ForwardRequest) -> int:
     return longest(request.content.fields) or _ANSWER_TOKENS
 
 
-async def _engine_says(response: aiohttp.ClientResponse) -> str:
-    return f"HTTP {response.status} from its engine: {(await response.text())[:200]}"
+def _digest(request: ForwardRequest) -> bytes:
+    content = request.content
+    sent = content.encoded if request.received is None else request.received
+    digest = hashlib.blake2b(content.path.encode(), digest_size=_DIGEST_BYTES)
+    digest.update(sent)
+    return digest.digest()
 
 
-async def _send_error(response: aiohttp.ClientResponse, send: Send) -> None:
-    body = json.dumps(normalise(await response.read(), response.status)).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": response.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+def _engine_gone(request: ForwardRequest) -> EngineGone:
+    return EngineGone(
+        f"the engine of model {request.model!r} ended while it worked on this request; send it "
+        f"again. If that happens again, give the operator its id, {request.request_id}"
+    )

@@ -80,7 +80,9 @@ class Gateway:
         registry = CollectorRegistry()
         self._metrics = GatewayMetrics(registry)
         self._lengths = LengthPredictions(self._metrics)
-        self._forwarder = Forwarder(internal_token, self._metrics)
+        self._forwarder = Forwarder(
+            internal_token, self._metrics, idle_timeout_s=self._server.stream_idle_timeout_s
+        )
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
         options = Batch.model_validate(batch) if batch else None
         self._routes = ModelRoutes([one.name for one in options.offline_models] if options else ())

@@ -172,6 +172,10 @@ class InternalError(RequestError):
     """An unexpected failure; the log has its cause under the request's id."""
 
 
+QUERY_OF_DEATH = "query_of_death"
+"""Code of an :class:`EngineGone` that several engines have ended with; no other is asked."""
+
+
 class EngineGone(RequestError):
     status = 502
     type = "server_error"

@@ -50,6 +50,12 @@ class Server(Section):
     request_timeout_s: float = Field(
         600.0, gt=0, description="A request that takes longer is ended with 408."
     )
+    stream_idle_timeout_s: float = Field(
+        60.0,
+        gt=0,
+        description="An answer that has begun and of which nothing more comes from its engine for "
+        "so long is ended with an error.",
+    )
     header_timeout_s: float = Field(
         10.0, gt=0, description="A client must have sent its whole request by then."
     )

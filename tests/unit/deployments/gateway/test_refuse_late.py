@@ -64,7 +64,7 @@ def forward(replica: Replica, within_s: float | None, expected: float | None = 3
         registry = CollectorRegistry()
         metrics = GatewayMetrics(registry)
         metrics.set_models({"chat": ["r1"]})
-        forwarder = Forwarder("token", metrics)
+        forwarder = Forwarder("token", metrics, idle_timeout_s=60)
         request = ForwardRequest(
             model="chat",
             content=REQUEST,
@@ -122,7 +122,7 @@ def test_the_router_counts_on_what_is_predicted_and_else_on_what_is_allowed() ->
 
 def _forward_through(handle: Any, expected: float | None) -> None:
     async def run() -> None:
-        forwarder = Forwarder("token", GatewayMetrics(CollectorRegistry()))
+        forwarder = Forwarder("token", GatewayMetrics(CollectorRegistry()), idle_timeout_s=60)
         request = ForwardRequest(
             model="chat", content=REQUEST, request_id="1", expected_tokens=expected
         )
