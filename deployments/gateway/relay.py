@@ -18,7 +18,7 @@ from starlette.types import Send
 from loomserve.platform.base.errors import EngineGone, InternalError, Unavailable
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER
 from loomserve.platform.http.engine_errors import normalise
-from loomserve.platform.http.stall_watch import StalledError, StallWatch
+from loomserve.platform.http.stall_watch import StallWatch, StandstillError
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 
@@ -185,7 +185,7 @@ class Relay:
                 chunks += 1
                 watch.taken += len(chunk)
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except StalledError:
+        except StandstillError:
             raise EngineGone(
                 f"the engine of model {model!r} sent nothing for {self._idle_timeout_s:g} s in the "
                 "midst of its answer; send the request again",

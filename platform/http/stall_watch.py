@@ -10,12 +10,12 @@ from aiohttp import StreamReader
 _LOOKS = 8
 
 
-class StalledError(Exception):
+class StandstillError(Exception):
     """No byte of an answer came for too long."""
 
 
 class StallWatch:
-    """Timer of an answer's body, which fails with :class:`StalledError` once it stands still.
+    """Timer of an answer's body, which fails with :class:`StandstillError` once it stands still.
 
     Whoever reads the body adds what it has read to ``taken``. That is all that a chunk costs: the
     timer looks at the body a few times within its limit. It does not count the time in which the
@@ -44,6 +44,6 @@ class StallWatch:
         self._looks = self._looks + 1 if still else 0
         self._seen = come
         if self._looks == _LOOKS:
-            self._body.set_exception(StalledError())
+            self._body.set_exception(StandstillError())
         else:
             self.start()
