@@ -28,6 +28,7 @@ from benchmarks.workload import (
     brief_conversations,
     window,
 )
+from loomserve.platform.cli.admin_token import token_for
 
 CONTEXT = 256
 NORTH, SOUTH = "north", "south"
@@ -136,6 +137,12 @@ def config(kind: str, model: str, port: int, dtype: str) -> dict[str, Any]:
     }
 
 
+def _with_token(request: httpx.Request) -> httpx.Request:
+    # For each request, since the platform's first start makes the token.
+    request.headers["Authorization"] = f"Bearer {token_for(str(request.url))}"
+    return request
+
+
 class Fleet:
     """A running platform and its admin API."""
 
@@ -150,7 +157,7 @@ class Fleet:
             kind, [executable, "serve", str(self.config)], {}, port, "/ready", folder / "serve.log"
         )
         self.url = f"http://127.0.0.1:{port}"
-        self._admin = httpx.Client(base_url=f"{self.url}/admin/v1", timeout=60)
+        self._admin = httpx.Client(base_url=f"{self.url}/admin/v1", timeout=60, auth=_with_token)
 
     @contextlib.contextmanager
     def running(self, start_timeout: float) -> Iterator[Fleet]:

@@ -1,1 +1,1 @@
-"""Ground of all packages: errors, folders, SQLite, periodic work, actors' replies."""
+"""Ground of all packages: errors, folders, loopback, SQLite, periodic work, actors' replies."""

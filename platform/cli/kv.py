@@ -10,7 +10,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from loomserve.platform.base.errors import LoomserveError
-from loomserve.platform.cli.status import DEFAULT_URL, TIMEOUT_S, Token, Url, ask
+from loomserve.platform.cli.status import DEFAULT_URL, Token, Url, ask, client_for
 from loomserve.platform.cli.tables import display, new_table, stacked
 from loomserve.platform.state import KvModelState, KvState
 
@@ -79,7 +79,7 @@ def _mebibytes(size: int) -> str:
 def _admin(
     method: str, url: str, token: str | None, path: str, body: object = None
 ) -> httpx.Response:
-    with httpx.Client(timeout=TIMEOUT_S) as client:
+    with client_for(url) as client:
         answer = ask(client, url, token, path, method=method, body=body)
     if not answer.is_success:
         raise KvError(_message(answer))

@@ -26,6 +26,7 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.folder import BatchFolder, batch_folder
 from loomserve.platform.batch.offline.models import check_offline_models
+from loomserve.platform.cli.admin_token import with_admin_token
 from loomserve.platform.config import Config
 from loomserve.platform.devices.memory import plan_replicas
 from loomserve.platform.engine.hooks import verify
@@ -298,6 +299,7 @@ class Platform:
 def run(config: Config, base: Path, say: Say) -> None:
     """Serve until SIGINT or SIGTERM."""
     check_machine(config, base)
+    config = with_admin_token(config, say)
     replicas = plan(config, base, say)
     stopped = threading.Event()
     platform = Platform(config, base)

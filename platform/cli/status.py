@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from loomserve.platform.base.errors import LoomserveError
+from loomserve.platform.cli.admin_token import on_this_machine, token_for
 from loomserve.platform.cli.tables import display, new_table, stacked
 from loomserve.platform.state import (
     LoanState,
@@ -44,7 +45,10 @@ _STYLES = {
 Url = Annotated[str, typer.Option(help="Where the platform listens.")]
 Token = Annotated[
     str | None,
-    typer.Option(envvar="LOOMSERVE_ADMIN_TOKEN", help="The admin token, if one is set."),
+    typer.Option(
+        envvar="LOOMSERVE_ADMIN_TOKEN",
+        help="The admin token; of a platform on this machine it is found without.",
+    ),
 ]
 
 
@@ -64,7 +68,7 @@ def status(
 ) -> None:
     """Show models, replicas and devices."""
     try:
-        with httpx.Client(timeout=TIMEOUT_S) as client:
+        with client_for(url) as client:
             if as_json:
                 for state in _states(client, url, token, watch):
                     typer.echo(state.model_dump_json())
@@ -102,6 +106,13 @@ def fetch(client: httpx.Client, url: str, token: str | None) -> PlatformState:
         ) from None
 
 
+def client_for(url: str) -> httpx.Client:
+    """Client for a platform; to one on this machine it goes directly."""
+    # A proxy that the environment names may be on another machine, which would see the token.
+    direct = httpx.HTTPTransport() if on_this_machine(url) else None
+    return httpx.Client(timeout=TIMEOUT_S, transport=direct)
+
+
 def ask(
     client: httpx.Client,
     url: str,
@@ -112,9 +123,13 @@ def ask(
 ) -> httpx.Response:
     """What the admin API of the platform at ``url`` answers.
 
+    Without a token it is asked with the user's own, if it is on this machine.
+
     Raises:
         StatusError: nothing listens, or the token is missing or wrong.
+        StartError: the file of the user's own token cannot be trusted.
     """
+    token = token or token_for(url)
     headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
         answer = client.request(
@@ -134,7 +149,7 @@ def ask(
     if answer.status_code in {401, 403}:
         raise StatusError(
             f"{url} {'refuses this admin token' if token else 'asks for an admin token'}; "
-            "pass it with --token or LOOMSERVE_ADMIN_TOKEN"
+            "pass it with --token or LOOMSERVE_ADMIN_TOKEN; loomserve serve says where it is"
         )
     return answer
 
@@ -148,7 +163,7 @@ def carry_out(
         StatusError: nothing listens, or the token is missing or wrong.
         AdminError: it was refused.
     """
-    with httpx.Client(timeout=TIMEOUT_S) as client:
+    with client_for(url) as client:
         answer = ask(client, url, token, path, method=method, body=body)
     if answer.is_success:
         return answer

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from typing import Annotated
 
 from pydantic import Field, field_validator, model_validator
 
+from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.config.base import Bytes, FieldError, ModelName, Name, Section
 
 
@@ -41,10 +41,13 @@ class Server(Section):
     api_keys: tuple[ApiKey, ...] = Field((), description="Without keys, anyone may ask.")
     admin_token_hash: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = Field(
         None,
-        description="Hash of the admin token; without it the admin API is open on loopback only.",
+        description="Hash of the admin token; without it loomserve serve keeps a token in the file "
+        "admin-token of the user's cache folder.",
     )
     allow_unauthenticated: bool = Field(
-        False, description="Serve without keys although the address is not loopback."
+        False,
+        description="Serve /v1 without keys although the address is not loopback; all else asks "
+        "for its token.",
     )
     max_body: Bytes = Field(8 * 2**20, description="Larger request bodies are answered 413.")
     request_timeout_s: float = Field(
@@ -69,33 +72,17 @@ class Server(Section):
 
     @property
     def is_loopback(self) -> bool:
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     @model_validator(mode="after")
     def _open_only_at_home(self) -> Server:
-        if self.is_loopback or self.allow_unauthenticated:
+        if self.is_loopback or self.allow_unauthenticated or self.api_keys:
             return self
-        missing = [
-            what
-            for what, there in (
-                ("api_keys", self.api_keys),
-                ("admin_token_hash", self.admin_token_hash),
-            )
-            if not there
-        ]
-        if missing:
-            raise FieldError(
-                f"{self.host!r} can be reached from other machines, so "
-                f"{' and '.join(missing)} must be set (loomserve key create); "
-                "or set allow_unauthenticated: true",
-                "host",
-            )
-        return self
+        raise FieldError(
+            f"{self.host!r} can be reached from other machines, so api_keys must be set (loomserve "
+            "key create); or set allow_unauthenticated: true",
+            "host",
+        )
 
     @field_validator("api_keys")
     @classmethod

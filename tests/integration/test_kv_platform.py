@@ -39,7 +39,7 @@ def running(
         url=f"http://127.0.0.1:{port}",
         key=keys[0],
         limited_key=keys[1],
-        admin_token="",
+        admin_token=keys[2],
         process=psutil.Process(process.pid),
         log=log,
     )
@@ -102,16 +102,17 @@ def blocks(platform: Platform) -> int:
 def test_tenants_share_no_blocks_and_each_finds_its_own_after_all_was_killed(
     tmp_path: Path,
 ) -> None:
-    keys = [new_key() for _ in range(2)]
+    keys = [new_key() for _ in range(3)]
     port = free_port()
     api_keys = [
         {"name": name, "hash": digest}
-        for name, (_, digest) in zip(("alice", "bob"), keys, strict=True)
+        for name, (_, digest) in zip(("alice", "bob"), keys[:2], strict=True)
     ]
     kvstore = {"memory": "128MiB", "ssd": "1GiB", "ssd_path": "blocks", "isolate_tenants": True}
-    config = write_config(tmp_path, kvstore, {"port": port, "api_keys": api_keys})
+    server = {"port": port, "api_keys": api_keys, "admin_token_hash": keys[2][1]}
+    config = write_config(tmp_path, kvstore, server)
     secrets = [key for key, _ in keys]
-    alice, bob = secrets
+    alice, bob, _ = secrets
     with running(config, tmp_path / "log", port, secrets) as (platform, process):
         text, cached = complete(platform, alice)
         assert cached == 0

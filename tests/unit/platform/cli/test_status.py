@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -67,7 +68,7 @@ def answer() -> Answer:
 
 
 @pytest.fixture
-def url(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def url(answer: Answer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             answer.paths.append(self.path)
@@ -81,7 +82,7 @@ def url(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             """Keep the test's output clean."""
 
     monkeypatch.delenv("LOOMSERVE_ADMIN_TOKEN", raising=False)
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path))  # no token of whoever runs the tests
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
@@ -261,6 +262,43 @@ def test_without_the_right_token_the_error_says_how_to_pass_it(
     assert (code, out) == (1, "")
     assert says in err
     assert "--token or LOOMSERVE_ADMIN_TOKEN" in err
+
+
+def test_the_users_own_token_opens_the_admin_api_of_this_machine(
+    url: str, answer: Answer, tmp_path: Path
+) -> None:
+    write_token(tmp_path, "secret")
+    answer.token = "secret"
+    code, _, err = run("--url", url)
+    assert (code, err) == (0, "")
+
+
+def test_a_given_token_goes_before_the_users_own(url: str, answer: Answer, tmp_path: Path) -> None:
+    write_token(tmp_path, "another platform's")
+    answer.token = "secret"
+    assert run("--url", url, "--token", "secret")[0] == 0
+
+
+@pytest.mark.parametrize("scheme", ["http_proxy", "all_proxy"])
+def test_a_proxy_does_not_see_what_is_asked_of_this_machine(
+    url: str, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    with socket.socket() as proxy:
+        proxy.bind(("127.0.0.1", 0))
+        proxy.listen()
+        proxy.setblocking(False)
+        monkeypatch.delenv("no_proxy", raising=False)
+        monkeypatch.delenv("NO_PROXY", raising=False)
+        monkeypatch.setenv(scheme, f"http://127.0.0.1:{proxy.getsockname()[1]}")
+        assert run("--url", url)[0] == 0
+        with pytest.raises(BlockingIOError):
+            proxy.accept()
+
+
+def write_token(folder: Path, token: str) -> None:
+    path = folder / "admin-token"
+    path.touch(mode=0o600)
+    path.write_text(token)
 
 
 @pytest.mark.parametrize("option", [(), ("--json",), ("--watch",), ("--json", "--watch")])
