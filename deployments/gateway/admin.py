@@ -1,10 +1,14 @@
-"""The admin REST API under ``/admin/v1``; the middleware has checked the operator's token."""
+"""The admin REST API under ``/admin/v1``; the middleware has checked the operator's token.
+
+Its description is open on loopback, so that a browser can read it and be given the token there.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
+from fastapi.security import HTTPBearer
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
@@ -24,6 +28,11 @@ def build_admin_api(controller: DeploymentHandle, *others: APIRouter) -> FastAPI
         version="1",
         summary="See and change what is served, while it serves.",
         exception_handlers=exception_handlers,
+        # Declares the token in the description; whether it is right, the middleware has checked.
+        dependencies=[Depends(HTTPBearer(description="The admin token.", auto_error=False))],
+        # Other pages of documentation would need a token that browsers do not send for pages.
+        redoc_url=None,
+        swagger_ui_oauth2_redirect_url=None,
     )
 
     async def ask(method: str, *args: Any) -> Any:

@@ -33,16 +33,25 @@ class ApiKey(Section):
     )
 
 
+TokenHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
+HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?$")]
+
+
 class Server(Section):
     """The HTTP server: where it listens, who may ask, and within which limits."""
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")
     api_keys: tuple[ApiKey, ...] = Field((), description="Without keys, anyone may ask.")
-    admin_token_hash: Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")] | None = Field(
+    admin_token_hash: TokenHash | None = Field(
         None,
         description="Hash of the admin token; without it loomserve serve keeps a token in the file "
         "admin-token of the user's cache folder.",
+    )
+    metrics_token_hash: TokenHash | None = Field(
+        None,
+        description="Hash of a token that opens /metrics alone, as for Prometheus; the admin token "
+        "opens it too. Open without either on loopback, if there are no keys.",
     )
     allow_unauthenticated: bool = Field(
         False,
@@ -66,6 +75,11 @@ class Server(Section):
         1024, ge=1, description="A client that connects beyond these is answered 503."
     )
     cors_origins: tuple[str, ...] = Field((), description="Origins browsers may call from.")
+    allowed_hosts: tuple[HostName, ...] = Field(
+        (),
+        description="Names, without ports, by which clients may ask for the server beside those "
+        "of loopback; others are answered 403. None named: on loopback no others, elsewhere any.",
+    )
     drain_timeout_s: float = Field(
         60.0, gt=0, description="How long unload, drain and stop wait for running requests."
     )
@@ -83,6 +97,16 @@ class Server(Section):
             "key create); or set allow_unauthenticated: true",
             "host",
         )
+
+    @model_validator(mode="after")
+    def _tokens_differ(self) -> Server:
+        if self.metrics_token_hash and self.metrics_token_hash == self.admin_token_hash:
+            raise FieldError(
+                "is the admin token's, which Prometheus should not have: make another one "
+                "(loomserve key create), or leave it out",
+                "metrics_token_hash",
+            )
+        return self
 
     @field_validator("api_keys")
     @classmethod

@@ -1,17 +1,19 @@
-"""Authentication of HTTP requests by path: API keys, the admin token, or nothing."""
+"""Authentication of HTTP requests by path: API keys, tokens, or nothing."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 from loomserve.platform.access.keys import KeyRing
-from loomserve.platform.base.errors import Forbidden, NotFound, Unauthorized
+from loomserve.platform.base.errors import NotFound, Unauthorized
 from loomserve.platform.config import ApiKey, Server
+from loomserve.platform.http.ingress.sites import Sites
 
-_OPEN = frozenset({"/health", "/ready"})
-_ADMIN = ("/admin", "/docs", "/redoc", "/openapi.json", "/metrics")
-_LOOPBACK_ORIGIN = re.compile(rb"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]+)?")
+_PROBES = frozenset({"/health", "/ready"})
+_METRICS = "/metrics"
+_ADMIN = ("/admin", "/docs", "/redoc", "/openapi.json", _METRICS)
+# They describe the admin API, and show nothing of what runs.
+_ADMIN_DOCS = frozenset({"/admin/v1/docs", "/admin/v1/openapi.json"})
 
 
 def under(path: str, root: str) -> bool:
@@ -19,44 +21,62 @@ def under(path: str, root: str) -> bool:
 
 
 class Authentication:
-    """Checks API keys under ``/v1``, and the admin token everywhere else but on health checks.
+    """Checks API keys under ``/v1``, and a token everywhere else but on probes.
 
     A path that is not listed here needs the admin token too, so that a new route is never open by
-    accident; without the token it is answered 404.
+    accident; without the token it is answered 404. Without a key or token a path may be open, but
+    not to the web pages of other sites.
     """
 
     def __init__(self, server: Server) -> None:
-        token = server.admin_token_hash
-        self._keys = KeyRing(server.api_keys)
-        # The configuration allows no token only on loopback or with allow_unauthenticated.
-        self._admin = KeyRing(
-            (ApiKey(name="admin", hash=token),) if token else (), what="admin token"
-        )
+        self._sites = Sites(server)
         self._loopback = server.is_loopback
-        self._refuse_web_pages = server.is_loopback and token is None
-        self._origins = frozenset(origin.encode() for origin in server.cors_origins)
+        self._keys = KeyRing(server.api_keys)
+        admin, metrics = server.admin_token_hash, server.metrics_token_hash
+        self._admin = _token_ring("admin token", admin)
+        self._metrics = _token_ring("admin or metrics token", admin, metrics)
+        self._open = _ADMIN_DOCS if server.is_loopback else frozenset()
+        if server.is_loopback and not server.api_keys and metrics is None:
+            self._open |= {_METRICS}
 
     def check(self, path: str, headers: Mapping[bytes, bytes]) -> ApiKey | None:
         """The request's API key; None where none is needed.
 
         Raises:
             Unauthorized: the key or token is missing or wrong.
-            Forbidden: a web page of another site asks for a path that is open on loopback.
+            Forbidden: the request is for another server, or a web page of another site sends it
+                without a key.
             NotFound: the path is not listed, and the token is missing or wrong.
         """
-        if path in _OPEN:
-            return None
+        # Probes of a server in a network ask it by its address.
+        if self._loopback or path not in _PROBES:
+            self._sites.check_host(headers.get(b"host"))
+        presented = _bearer(headers)
+        if path in _PROBES:
+            return self._known_key(presented)
         if under(path, "/v1"):
-            return self._keys.identify(_bearer(headers))
-        if not (path == "/metrics" and self._loopback):
-            self._check_admin(path, headers)
+            key = self._keys.identify(presented)
+            if key is None:
+                self._sites.check_origin(headers.get(b"origin"))
+            return key
+        if path in self._open:
+            self._sites.check_origin(headers.get(b"origin"))
+        else:
+            self._check_token(path, presented)
         return None
 
-    def _check_admin(self, path: str, headers: Mapping[bytes, bytes]) -> None:
-        if self._refuse_web_pages:
-            self._check_origin(headers.get(b"origin"))
+    def _known_key(self, presented: str | None) -> ApiKey | None:
         try:
-            self._admin.identify(_bearer(headers))
+            return self._keys.identify(presented)
+        except Unauthorized:
+            return None
+
+    def _check_token(self, path: str, presented: str | None) -> None:
+        ring = self._metrics if path == _METRICS else self._admin
+        try:
+            if ring is None:
+                raise Unauthorized(f"{path} asks for a token. Set server.admin_token_hash.")
+            ring.identify(presented)
         except Unauthorized:
             if any(under(path, root) for root in _ADMIN):
                 raise
@@ -65,16 +85,13 @@ class Authentication:
                 "/admin/v1."
             ) from None
 
-    def _check_origin(self, origin: bytes | None) -> None:
-        # A browser on this machine reaches loopback for any page it shows, and a page's POST needs
-        # no permission from us, so without a token the page's origin is all that tells it apart.
-        if origin is None or origin in self._origins:
-            return
-        if not _LOOPBACK_ORIGIN.fullmatch(origin):
-            raise Forbidden(
-                "Web pages of other sites may not use the admin API. Set server.admin_token_hash, "
-                "or name the page's origin in server.cors_origins."
-            )
+
+def _token_ring(what: str, *hashes: str | None) -> KeyRing | None:
+    tokens = tuple(
+        ApiKey(name=f"token-{index}", hash=each) for index, each in enumerate(hashes) if each
+    )
+    # An empty ring would let anyone in.
+    return KeyRing(tokens, what=what) if tokens else None
 
 
 def _bearer(headers: Mapping[bytes, bytes]) -> str | None:

@@ -335,7 +335,8 @@ def _admin_api() -> FastAPI:
 def test_a_mounted_fastapi_answers_in_the_same_shape_and_counts_once(
     method: str, path: str, status: int, param: str | None
 ) -> None:
-    reply = _door(_starlette(Mount("/admin/v1", _admin_api()))).ask(method, path)
+    door = _keyed(_starlette(Mount("/admin/v1", _admin_api())))
+    reply = door.ask(method, path, _bearer("token"))
     assert (reply.status, reply.error["param"], len(reply.rejected)) == (status, param, 1)
 
 
@@ -440,7 +441,7 @@ ADMIN_PATHS = ["/admin/v1/state", "/docs", "/openapi.json"]
         ({}, "/new", None, 404),
         ({}, "/v1x", None, 404),
         ({}, "/administrator", None, 404),
-        ({}, "/metrics", None, 200),
+        ({}, "/metrics", None, 401),
         (REMOTE, "/metrics", None, 401),
         (REMOTE, "/metrics", "lsk-alice", 401),
         (REMOTE, "/metrics", "token", 200),
@@ -451,33 +452,6 @@ def test_each_path_is_behind_its_door(
 ) -> None:
     reply = _keyed(server=server).ask(path=path, headers=_bearer(key) if key else {})
     assert reply.status == status
-
-
-@pytest.mark.parametrize("path", [*ADMIN_PATHS, "/metrics"])
-@pytest.mark.parametrize("server", [{}, {**REMOTE, "allow_unauthenticated": True}])
-def test_without_an_admin_token_loopback_and_who_asked_for_it_are_open(
-    server: dict[str, Any], path: str
-) -> None:
-    assert _door(**server).ask(path=path).status == 200
-
-
-@pytest.mark.parametrize(
-    ("origin", "status"),
-    [
-        ("https://evil.example", 403),
-        ("http://evil.example:8000", 403),
-        ("null", 403),
-        ("http://localhost.evil.example", 403),
-        ("http://[not-an-address", 403),
-        ("http://localhost:8000", 200),
-        ("http://127.0.0.1:8000", 200),
-        ("http://[::1]:8000", 200),
-        ("https://ops.example", 200),
-    ],
-)
-def test_other_sites_pages_may_not_use_the_open_admin_api(origin: str, status: int) -> None:
-    door = _door(cors_origins=["https://ops.example"])
-    assert door.ask("POST", "/admin/v1/state", {"Origin": origin}).status == status
 
 
 def test_a_websocket_does_not_slip_past_the_keys() -> None:

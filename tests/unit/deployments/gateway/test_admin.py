@@ -1,0 +1,104 @@
+"""The whole admin API behind the ingress middleware: none of its routes answers without a token."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from starlette.applications import Starlette
+from starlette.routing import Mount
+from starlette.types import Receive
+
+from loomserve.deployments.gateway.admin import build_admin_api
+from loomserve.deployments.kvstore.admin import build_kv_router
+from loomserve.platform.access.keys import hash_key
+from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.batch.admin import build_batch_router
+from loomserve.platform.config import Server
+from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
+
+TOKEN = {"Authorization": "Bearer token"}
+KEY = {"Authorization": "Bearer lsk-alice"}
+DOCS = {"/docs", "/openapi.json"}
+SERVERS: dict[str, dict[str, Any]] = {
+    "open to the network": {"host": "0.0.0.0", "allow_unauthenticated": True},
+    "on loopback": {},
+    "with keys": {"api_keys": [{"name": "alice", "hash": hash_key("lsk-alice")}]},
+}
+
+
+async def _away(*_: Any) -> Any:
+    raise Unavailable("this is as far as the token leads")
+
+
+async def _pin(path: str, body: Any, tenant: str | None, receive: Receive) -> tuple[int, bytes]:
+    raise AssertionError("nothing is pinned here")
+
+
+class Away:
+    """Takes the place of the controller's handle."""
+
+    def __getattr__(self, method: str) -> Any:
+        return type("Method", (), {"remote": staticmethod(_away)})
+
+
+@pytest.fixture(scope="module", name="api")
+def admin_api() -> FastAPI:
+    controller: Any = Away()
+    return build_admin_api(controller, build_kv_router(None, _pin), build_batch_router(_away))
+
+
+def statuses(api: FastAPI, server: dict[str, Any], headers: dict[str, str]) -> dict[str, int]:
+    """The status of each method and path."""
+    checked = Server.model_validate({**server, "admin_token_hash": hash_key("token")})
+    app = Starlette(routes=[Mount("/admin/v1", api)], exception_handlers=exception_handlers)
+    asgi = ingress_middleware(app, checked, rejected=lambda _: None)
+    requests = [
+        (method.upper(), path)
+        for path, methods in api.openapi()["paths"].items()
+        for method in methods
+    ]
+    requests += [(method, path) for path in (*DOCS, "/redoc") for method in ("GET", "HEAD")]
+
+    async def ask() -> dict[str, int]:
+        transport = httpx.ASGITransport(asgi)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return {
+                f"{method} {path}": (
+                    await client.request(
+                        method, "/admin/v1" + re.sub(r"\{[^}]*\}", "x", path), headers=headers
+                    )
+                ).status_code
+                for method, path in requests
+            }
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize("server", SERVERS.values(), ids=SERVERS)
+@pytest.mark.parametrize("headers", [{}, KEY, {"Authorization": "Bearer "}], ids=str)
+def test_no_route_answers_without_the_token(
+    api: FastAPI, server: dict[str, Any], headers: dict[str, str]
+) -> None:
+    found = statuses(api, server, headers)
+    assert len(found) > 25
+    entered = {route for route, status in found.items() if status != 401}
+    at_home = {f"{method} {path}" for path in DOCS for method in ("GET", "HEAD")}
+    assert entered == (set() if "host" in server else at_home)
+
+
+@pytest.mark.parametrize("server", SERVERS.values(), ids=SERVERS)
+def test_with_the_token_each_route_answers(api: FastAPI, server: dict[str, Any]) -> None:
+    assert not {401, 403} & set(statuses(api, server, TOKEN).values())
+
+
+def test_the_description_says_how_to_give_the_token(api: FastAPI) -> None:
+    described = api.openapi()
+    (name, scheme), *others = described["components"]["securitySchemes"].items()
+    assert (scheme["type"], scheme["scheme"], others) == ("http", "bearer", [])
+    operations = [each for path in described["paths"].values() for each in path.values()]
+    assert all(operation["security"] == [{name: []}] for operation in operations)
