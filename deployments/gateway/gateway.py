@@ -85,7 +85,10 @@ class Gateway:
         )
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
         options = Batch.model_validate(batch) if batch else None
-        self._routes = ModelRoutes([one.name for one in options.offline_models] if options else ())
+        self._routes = ModelRoutes(
+            [one.name for one in options.offline_models] if options else (),
+            with_keys=bool(self._server.api_keys),
+        )
         self._isolated_tenants = tenants = frozenset(self._kv.isolated_tenants if self._kv else ())
         self._clients = ClientEndpoint(
             self._routes, self._forwarder, self._lengths, self._metrics, tenants

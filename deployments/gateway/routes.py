@@ -10,7 +10,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from loomserve.platform.access.key_models import check_model
+from loomserve.platform.access.key_models import check_model, may_use
 from loomserve.platform.base.errors import BadRequest, Unavailable, UnknownModel
 from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import ENGINE_DEPLOYMENT, ModelRoute
@@ -21,11 +21,19 @@ _SERVING = frozenset({ModelStatus.READY, ModelStatus.DEGRADED})
 
 
 class ModelRoutes:
-    """Routing table of the gateway: each model's route and Serve handle; and its endpoints."""
+    """Routing table of the gateway: each model's route and Serve handle; and its endpoints.
 
-    def __init__(self, batch_only: Collection[str] = ()) -> None:
-        """``batch_only`` names models that no gateway serves, only the batch lane."""
+    A client learns the names of those models only that its key may use.
+    """
+
+    def __init__(self, batch_only: Collection[str] = (), *, with_keys: bool = False) -> None:
+        """
+        Args:
+            batch_only: models that no gateway serves, only the batch lane.
+            with_keys: who has no API key may use no model.
+        """
         self._batch_only = batch_only
+        self._with_keys = with_keys
         self._routes: dict[str, ModelRoute] = {}
         self._handles: dict[str, DeploymentHandle] = {}
 
@@ -54,16 +62,12 @@ class ModelRoutes:
             Forbidden: the key is for other models.
             Unavailable: no replica of the model is ready.
         """
-        if model is None and len(self._routes) == 1:
-            model = next(iter(self._routes))
+        names = self._names(key)
+        if model is None and len(names) == 1:
+            model = names[0]
         if not isinstance(model, str) or not model:
-            raise BadRequest(
-                f"say which model, one of: {', '.join(sorted(self._routes))}", param="model"
-            )
-        route = self._routes.get(model)
-        if route is None:
-            raise UnknownModel(self._why_unknown(model), param="model")
-        check_model(key, model)
+            raise BadRequest(f"say which model, one of: {', '.join(names)}", param="model")
+        route = self._known(model, key)
         if route.status is ModelStatus.UNLOADING:
             raise UnknownModel(f"The model {model!r} is being unloaded.", param="model")
         if not route.replicas:
@@ -74,38 +78,52 @@ class ModelRoutes:
             )
         return route
 
-    def _why_unknown(self, model: str) -> str:
+    def _names(self, key: ApiKey | None) -> list[str]:
+        return sorted(name for name in self._routes if may_use(key, name))
+
+    def _known(self, model: str, key: ApiKey | None) -> ModelRoute:
+        # First, so that the answer for a model that the key may not use does not depend on whether
+        # there is one.
+        check_model(key, model)
+        if model in self._routes:
+            return self._routes[model]
         if model in self._batch_only:
-            return (
+            raise UnknownModel(
                 f"The model {model!r} answers batches only: send its requests in a file, to "
-                "/v1/batches."
+                "/v1/batches.",
+                param="model",
             )
-        return unknown_model_message(model, self._routes)
+        raise UnknownModel(unknown_model_message(model, self._names(key)), param="model")
 
     async def list_models(self, request: Request) -> Response:
-        key = request.scope["state"].get("api_key")
+        key = _key(request)
         allowed = [
             route
             for route in self
-            if route.status is not ModelStatus.UNLOADING
-            and (key is None or not key.models or route.name in key.models)
+            if route.status is not ModelStatus.UNLOADING and may_use(key, route.name)
         ]
         return JSONResponse({"object": "list", "data": [_card(route) for route in allowed]})
 
     async def retrieve_model(self, request: Request) -> Response:
-        name = request.path_params["model"]
-        if name not in self._routes:
-            raise UnknownModel(self._why_unknown(name), param="model")
-        return JSONResponse(_card(self._routes[name]))
+        return JSONResponse(_card(self._known(request.path_params["model"], _key(request))))
 
     async def ready(self, request: Request) -> Response:
-        models = {route.name: route.status for route in self}
-        ready = bool(models) and all(status in _SERVING for status in models.values())
+        ready = bool(self._routes) and all(route.status in _SERVING for route in self)
+        key = _key(request)
+        shown = self._names(key) if key is not None or not self._with_keys else ()
         return JSONResponse(
-            {"status": "ready" if ready else "not ready", "models": models},
+            {
+                "status": "ready" if ready else "not ready",
+                "models": {name: self._routes[name].status for name in shown},
+            },
             status_code=200 if ready else 503,
             headers={} if ready else {"Retry-After": "5"},
         )
+
+
+def _key(request: Request) -> ApiKey | None:
+    key: ApiKey | None = request.scope["state"].get("api_key")
+    return key
 
 
 def _handle(route: ModelRoute) -> DeploymentHandle:

@@ -27,13 +27,18 @@ class KnownKeys:
         return self._keys[name]
 
 
+def may_use(key: ApiKey | None, model: str) -> bool:
+    """Whether a key may use a model; None: no key is needed."""
+    return key is None or not key.models or model in key.models
+
+
 def check_model(key: ApiKey | None, model: str) -> None:
     """Check that a key may use a model; None: no key is needed.
 
     Raises:
         Forbidden: the key is for other models.
     """
-    if key is not None and key.models and model not in key.models:
+    if key is not None and not may_use(key, model):
         raise Forbidden(
             f"this API key may not use model {model!r}; it may use: {', '.join(key.models)}",
             param="model",

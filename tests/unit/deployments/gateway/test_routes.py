@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-from types import SimpleNamespace
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
 
 from loomserve.deployments.gateway import routes as model_routes
 from loomserve.deployments.gateway.routes import ModelRoutes
@@ -36,6 +38,18 @@ def route(name: str, status: ModelStatus = ModelStatus.READY, replicas: int = 1)
         kvstore=False,
         replicas=tuple(ReplicaRoute(id=f"{n}", device="d", address="a") for n in range(replicas)),
     )
+
+
+def asked(
+    endpoint: Callable[[Request], Awaitable[Response]], key: ApiKey | None, model: str = ""
+) -> Any:
+    """What an endpoint answers to this key."""
+    scope = {"type": "http", "state": {"api_key": key}, "path_params": {"model": model}}
+
+    async def ask() -> Response:
+        return await endpoint(Request(scope))
+
+    return json.loads(bytes(asyncio.run(ask()).body))
 
 
 @pytest.fixture
@@ -77,9 +91,27 @@ def test_who_gets_none_is_told_why(
         routes.find(model, None)
 
 
-def test_a_key_for_other_models_is_refused(routes: ModelRoutes) -> None:
-    with pytest.raises(Forbidden, match="it may use: chat"):
-        routes.find("code", NARROW)
+@pytest.mark.parametrize("model", ["code", "starting", "leaving", "old", "gpt-9"])
+def test_a_key_is_told_the_same_of_all_models_that_it_may_not_use(
+    routes: ModelRoutes, model: str
+) -> None:
+    for ask in (routes.find, lambda model, key: asked(routes.retrieve_model, key, model)):
+        with pytest.raises(Forbidden) as refused:
+            ask(model, NARROW)
+        assert str(refused.value) == f"this API key may not use model {model!r}; it may use: chat"
+
+
+def test_no_error_names_a_model_that_the_key_may_not_use(routes: ModelRoutes) -> None:
+    key = NARROW.model_copy(update={"models": ("chat", "code", "away")})
+    with pytest.raises(BadRequest, match=r"one of: chat, code$"):
+        routes.find(None, key)
+    for ask in (routes.find, lambda model, key: asked(routes.retrieve_model, key, model)):
+        with pytest.raises(UnknownModel, match=r"Models: chat, code\.$"):
+            ask("away", key)
+
+
+def test_a_key_for_one_model_need_not_name_it(routes: ModelRoutes) -> None:
+    assert routes.find(None, NARROW).name == "chat"
 
 
 def test_where_there_is_one_model_it_need_not_be_named(routes: ModelRoutes) -> None:
@@ -98,9 +130,24 @@ def test_a_model_that_comes_back_keeps_its_handle_and_one_without_replicas_has_n
 
 def test_models_are_listed_as_far_as_a_key_may_use_them(routes: ModelRoutes) -> None:
     def listed(key: ApiKey | None) -> list[str]:
-        request: Any = SimpleNamespace(scope={"state": {"api_key": key}})
-        body = asyncio.run(routes.list_models(request)).body
-        return [model["id"] for model in json.loads(bytes(body))["data"]]
+        return [model["id"] for model in asked(routes.list_models, key)["data"]]
 
     assert listed(None) == ["chat", "code", "starting"]
     assert listed(NARROW) == ["chat"]
+
+
+def test_readiness_names_the_models_of_the_key_and_none_to_who_has_no_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(model_routes, "_handle", lambda route: route.name)
+    for with_keys, key, names in (
+        (False, None, ["chat", "code"]),
+        (True, None, []),
+        (True, NARROW, ["chat"]),
+    ):
+        routes = ModelRoutes(with_keys=with_keys)
+        routes.apply([route("code"), route("chat")])
+        shown = asked(routes.ready, key)
+        assert (shown["status"], list(shown["models"])) == ("ready", names)
+        routes.apply([route("code"), route("starting", ModelStatus.LOADING, 0)])
+        assert asked(routes.ready, key)["status"] == "not ready"
