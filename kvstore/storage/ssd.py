@@ -46,10 +46,12 @@ from loomserve.kvstore.storage.checksum import (
     unseal,
 )
 from loomserve.platform.base.errors import LoomserveError, StartError
+from loomserve.platform.base.paths import check_private
 
 NAME = b"loomserve-kv-ssd"
 VERSION = 1
 
+_SETTING = "kvstore.ssd_path"
 _SEGMENT_NAME = re.compile(r"segment-(\d{10})\.kv", re.ASCII)
 _RECORD = struct.Struct(f"<{HEADER.size}sQQ")
 
@@ -315,6 +317,8 @@ def _claim(folder: Path) -> int:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         fresh = not {file.name for file in folder.iterdir()} - {"format", "lost+found"}
+        if fresh:
+            check_private(folder, _SETTING)
         fd = os.open(path, os.O_RDWR | (os.O_CREAT if fresh else 0), 0o600)
     except FileNotFoundError as error:
         raise _foreign(folder) from error
@@ -326,6 +330,7 @@ def _claim(folder: Path) -> int:
             os.pwrite(fd, (NAME + b" %d\n" % VERSION).ljust(PAGE), 0)
             os.fsync(fd)
         _check_format(folder, os.pread(fd, PAGE, 0))
+        check_private(folder, _SETTING)
     except BlockingIOError as error:
         os.close(fd)
         raise StartError(f"another process keeps KV blocks in {folder}: stop it") from error

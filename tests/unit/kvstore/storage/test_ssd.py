@@ -461,6 +461,24 @@ def test_a_foreign_or_newer_folder_is_refused_and_left_alone(
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
 
 
+@pytest.mark.parametrize("used", [False, True])
+def test_a_folder_that_others_get_into_is_refused_and_left_alone(
+    tmp_path: Path, used: bool
+) -> None:
+    folder = tmp_path / "ssd"
+    if used:
+        tier_in(tmp_path).close()
+    else:
+        folder.mkdir()
+    folder.chmod(0o750)
+    before = [path.name for path in folder.iterdir()]
+    with pytest.raises(StartError, match=r"chmod 700 .*, or set kvstore\.ssd_path"):
+        tier_in(tmp_path)
+    assert [path.name for path in folder.iterdir()] == before
+    folder.chmod(0o700)
+    tier_in(tmp_path).close()
+
+
 def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     (tmp_path / "ssd").write_text("a file")
     with pytest.raises(StartError, match="cannot keep KV blocks"):
@@ -468,7 +486,7 @@ def test_a_folder_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_folder_whose_maker_was_killed_at_once_is_taken(tmp_path: Path) -> None:
-    (tmp_path / "ssd").mkdir()
+    (tmp_path / "ssd").mkdir(mode=0o700)
     (tmp_path / "ssd/format").touch()
     tier_in(tmp_path).close()
     tier = tier_in(tmp_path)
