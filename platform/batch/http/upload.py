@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import AsyncIterator, Mapping
 from typing import BinaryIO
@@ -9,11 +10,16 @@ from typing import BinaryIO
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from loomserve.platform.base.errors import BadRequest, BodyTooLarge
+from loomserve.platform.base.errors import BadRequest, BodyTooLarge, RequestTimeout
 
 # Fields beside the file are a word or a number each.
 _MAX_FIELD = 1024
-_MAX_FIELDS = 32
+_MAX_PARTS = 32
+# RFC 2046.
+_LONGEST_BOUNDARY = 70
+# An upload that is slower than this for so long is given up.
+_PACE_S = 8.0
+_PACE_BYTES = 8 * 1024
 _FILE = "file"
 
 
@@ -26,6 +32,7 @@ class Upload:
         self.size = 0
         self._target = target
         self._max_bytes = max_bytes
+        self._parts = 0
         self._header = b""
         self._disposition = b""
         self._name = ""
@@ -46,6 +53,8 @@ class Upload:
             raise BadRequest(
                 "Upload the file as multipart/form-data, with the fields file and purpose."
             )
+        if len(boundary) > _LONGEST_BOUNDARY:
+            raise BadRequest(f"The form's boundary has more than {_LONGEST_BOUNDARY} characters.")
         try:
             parser = MultipartParser(
                 boundary,
@@ -72,6 +81,9 @@ class Upload:
         os.fsync(self._target.fileno())
 
     def _part_begins(self) -> None:
+        self._parts += 1
+        if self._parts > _MAX_PARTS:
+            raise BadRequest(f"The form has more than {_MAX_PARTS} parts.")
         self._header = self._disposition = self._value = b""
 
     def _header_field(self, data: bytes, start: int, end: int) -> None:
@@ -93,8 +105,6 @@ class Upload:
                 raise BadRequest("There is more than one file; send one.", param=_FILE)
             filename = options.get(b"filename", b"").decode("utf-8", "replace")
             self.filename = filename[:_MAX_FIELD] or "upload.jsonl"
-        elif len(self.fields) == _MAX_FIELDS:
-            raise BadRequest("The form has too many fields.")
 
     def _data(self, data: bytes, start: int, end: int) -> None:
         if self._in_file:
@@ -116,6 +126,32 @@ class Upload:
 
     def _ends(self) -> None:
         self._whole = True
+
+
+async def paced(stream: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """The stream, as long as it is not too slow.
+
+    Raises:
+        RequestTimeout: too little came for too long.
+    """
+    loop = asyncio.get_running_loop()
+    until, come = loop.time() + _PACE_S, 0
+    chunks = aiter(stream)
+    while True:
+        try:
+            async with asyncio.timeout_at(until):
+                chunk = await anext(chunks)
+        except StopAsyncIteration:
+            return
+        except TimeoutError:
+            raise RequestTimeout(
+                f"Less than {_PACE_BYTES} bytes of the file came within {_PACE_S:g} s. Send it "
+                "faster, and without pauses."
+            ) from None
+        come += len(chunk)
+        if come >= _PACE_BYTES:
+            until, come = loop.time() + _PACE_S, 0
+        yield chunk
 
 
 def expiry_seconds(fields: Mapping[str, object]) -> int | None:
