@@ -23,6 +23,8 @@ from loomserve.platform.batch.offline.worker import (
     WorkerGoneError,
 )
 
+_ALIVE_S = 60.0
+
 
 class OfflineProcess:
     """The actor's class. Errors travel as values, because Ray wraps exceptions."""
@@ -77,6 +79,9 @@ class OfflineProcess:
             for one in zip(lines, requests, found, strict=True)
         ]
 
+    async def answer(self) -> None:
+        """Show that the process is not stopped."""
+
     async def leave(self, line_id: str) -> None:
         if line_id in self._running:
             self._left.add(self._running[line_id])
@@ -122,7 +127,16 @@ class RayOfflineWorker:
         ray.kill(self._actor)
 
     async def _ask(self, method: Any, *given: Any) -> Any:
+        # A batch may take hours, so only the process itself is asked within a time.
+        asked = asyncio.ensure_future(method.remote(*given))
         try:
-            return await method.remote(*given)
+            while not (await asyncio.wait((asked,), timeout=_ALIVE_S))[0]:
+                async with asyncio.timeout(_ALIVE_S):
+                    await self._actor.answer.remote()
+            return asked.result()
+        except TimeoutError:
+            raise WorkerGoneError(f"its process has not answered for {_ALIVE_S:g} s") from None
         except RayError as error:
             raise WorkerGoneError(str(error).splitlines()[-1]) from None
+        finally:
+            asked.cancel()

@@ -17,6 +17,8 @@ from loomserve.routers.snapshot import snapshot
 from loomserve.routers.ticket import RoutingTicket
 
 _CONNECT_TIMEOUT_S = 2.0
+# Longer than a prompt waits behind others; one that is away is computed here.
+_ANSWER_TIMEOUT_S = 120.0
 
 
 class PrefillReplicas:
@@ -31,7 +33,9 @@ class PrefillReplicas:
         self._session = aiohttp.ClientSession(
             headers={INTERNAL_TOKEN_HEADER: internal_token},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
+            timeout=aiohttp.ClientTimeout(
+                total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_ANSWER_TIMEOUT_S
+            ),
         )
 
     def set_replicas(self, peers: Iterable[LiveReplica]) -> None:

@@ -9,11 +9,19 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
-from loomserve.deployments.batch.offline_worker import OfflineProcess, run_last_on
+import pytest
+
+from loomserve.deployments.batch import offline_worker
+from loomserve.deployments.batch.offline_worker import (
+    OfflineProcess,
+    RayOfflineWorker,
+    run_last_on,
+)
 from loomserve.platform.base.errors import BadRequest
-from loomserve.platform.batch.offline.worker import OfflineAnswer, OfflineLine
+from loomserve.platform.batch.offline.worker import OfflineAnswer, OfflineLine, WorkerGoneError
 
 CORE = min(os.sched_getaffinity(0))
 
@@ -98,3 +106,28 @@ def test_a_refusal_travels_as_a_value_and_arrives_whole() -> None:
     refused = asyncio.run(process().prompt_tokens(*lines("bad")))
     assert isinstance(refused, BadRequest)
     assert pickle.loads(pickle.dumps(refused)).body() == refused.body()
+
+
+def test_a_batch_may_take_long_and_a_process_that_is_stopped_may_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(offline_worker, "_ALIVE_S", 0.05)
+
+    class Method:
+        """An actor's method, which takes so long."""
+
+        def __init__(self, takes_s: float) -> None:
+            self.takes_s = takes_s
+
+        async def remote(self, *given: object) -> str:
+            await asyncio.sleep(self.takes_s)
+            return "done"
+
+    async def run(answers_s: float) -> object:
+        worker = RayOfflineWorker.__new__(RayOfflineWorker)
+        worker._actor = SimpleNamespace(run=Method(0.5), answer=Method(answers_s))
+        return await worker.run(lines("a"))
+
+    assert asyncio.run(run(0.0)) == "done"
+    with pytest.raises(WorkerGoneError, match=r"not answered for 0\.05 s"):
+        asyncio.run(run(60.0))

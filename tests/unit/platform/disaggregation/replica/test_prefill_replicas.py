@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import pytest
 from aiohttp import web
 
+from loomserve.platform.disaggregation.replica import prefill_replicas
 from loomserve.platform.disaggregation.replica.prefill_replicas import PrefillReplicas
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, PREFILL_PATH, LiveReplica
 from loomserve.platform.state import ReplicaLoad
@@ -135,6 +136,22 @@ async def test_a_replica_that_hangs_is_waited_for_only_while_it_reports() -> Non
         some.set_replicas([])
         with pytest.raises(PrefillAwayError, match="reports no more"):
             await asked
+        assert some.ledger.of("hangs").requests == 0
+
+
+async def test_a_replica_that_is_stopped_is_not_waited_for_without_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prefill_replicas, "_ANSWER_TIMEOUT_S", 0.2)
+
+    async def hang(request: web.Request) -> None:
+        await asyncio.sleep(60)
+
+    async with prefill_server(hang) as address, replicas() as some:
+        some.set_replicas([peer("hangs", address)])
+        async with asyncio.timeout(5):
+            with pytest.raises(PrefillAwayError, match="replica hangs failed"):
+                await some.prefill(b"x", 10)
         assert some.ledger.of("hangs").requests == 0
 
 
