@@ -12,7 +12,12 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from loomserve.platform.base.errors import EngineGone, InternalError, TooManyRequests
+from loomserve.platform.base.errors import (
+    QUERY_OF_DEATH,
+    EngineGone,
+    TooManyRequests,
+    Unavailable,
+)
 from loomserve.platform.batch.executor import LineAnswer, LineCall, LineOutcome, ServedModel
 from loomserve.platform.fleet.messages import LineRequest, ServedEngines
 
@@ -21,8 +26,9 @@ _log = logging.getLogger("ray.serve")
 # Engines report every two seconds.
 _FRESH_S = 0.5
 _ANSWER_S = 5.0
-# Error codes of a gateway whose engine took the line and failed.
-_FAILURES = frozenset({EngineGone.reason, InternalError.reason})
+# A gateway ends a line by itself; one that is stopped does not.
+_GATEWAY_GRACE_S = 30.0
+_BY_CODE = {EngineGone.reason: LineOutcome.ENGINE_ENDED, QUERY_OF_DEATH: LineOutcome.DEADLY}
 _GATEWAY_FAILED = (
     b'{"error": {"message": "The server failed on this request. Send it again.", '
     b'"type": "server_error", "param": null, "code": "internal_error"}}'
@@ -33,9 +39,13 @@ _GATEWAY_AWAY = b'{"error": {"message": "no gateway answers", "code": "gateway_a
 class GatewayExecutor:
     """The :class:`~loomserve.platform.batch.executor.LineExecutor` of the platform's engines."""
 
-    def __init__(self, gateway: DeploymentHandle, controller: DeploymentHandle) -> None:
+    def __init__(
+        self, gateway: DeploymentHandle, controller: DeploymentHandle, line_timeout_s: float
+    ) -> None:
+        """``line_timeout_s``: an engine has a line for so long at most."""
         self._gateway = gateway
         self._controller = controller
+        self._line_timeout_s = line_timeout_s
         self._models: Mapping[str, ServedModel] = {}
         self._asked_s = float("-inf")
 
@@ -67,10 +77,16 @@ class GatewayExecutor:
             body=dict(call.body),
             request_id=call.request_id,
             engine=call.engine,
+            timeout_s=self._line_timeout_s,
         )
         response = self._gateway.complete_line.remote(line.model_dump())
         try:
-            status, body = await response
+            async with asyncio.timeout(self._line_timeout_s + _GATEWAY_GRACE_S):
+                status, body = await response
+        except TimeoutError:
+            response.cancel()
+            _log.warning("a gateway holds a batch's line without end")
+            return LineAnswer(LineOutcome.AWAY, 503, _GATEWAY_AWAY)
         except asyncio.CancelledError:
             response.cancel()
             raise
@@ -93,4 +109,6 @@ def outcome(status: int, body: bytes) -> LineOutcome:
         code = json.loads(body)["error"]["code"]
     except (ValueError, KeyError, TypeError):
         return LineOutcome.ENGINE_FAILED
-    return LineOutcome.ENGINE_FAILED if code in _FAILURES or status != 503 else LineOutcome.AWAY
+    if status == Unavailable.status:
+        return LineOutcome.AWAY
+    return _BY_CODE.get(code, LineOutcome.ENGINE_FAILED)

@@ -63,6 +63,7 @@ class BatchLaneDeployment:
         gateway = GatewayExecutor(
             serve.get_deployment_handle(GATEWAY_DEPLOYMENT, GATEWAY_APP),
             serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP),
+            checked.line_timeout_s,
         )
         executor = CombinedExecutor(gateway, queues, KnownKeys(front.api_keys))
         self._lane = BatchLane(

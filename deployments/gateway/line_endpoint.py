@@ -1,18 +1,25 @@
 """Where the batch lane has a line computed: the way of a request from a gateway on.
 
 A line differs from a client's own request in whose name it comes, which the lane says, and in what
-bounds it: no limit that spreads clients' requests, and no time but its batch's window.
+bounds it: no limit that spreads clients' requests, and a time that leaves room for online requests
+to go first.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Collection
 
 from loomserve.deployments.gateway.forward import Forwarder, ForwardRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.platform.access.key_models import KnownKeys
-from loomserve.platform.base.errors import BadRequest, BodyTooLarge, RequestError
+from loomserve.platform.base.errors import (
+    BadRequest,
+    BodyTooLarge,
+    InternalError,
+    RequestError,
+)
 from loomserve.platform.config import Server
 from loomserve.platform.fleet.messages import LineRequest
 from loomserve.platform.requests.engine_request import EngineRequest
@@ -38,9 +45,18 @@ class LineEndpoint:
     async def complete(self, line: LineRequest) -> tuple[int, bytes]:
         try:
             request = self._request(line)
-            return await self._forwarder.collect(request, self._routes.handle(request.model))
+            async with asyncio.timeout(line.timeout_s):
+                return await self._forwarder.collect(request, self._routes.handle(request.model))
         except RequestError as error:
-            return error.status, json.dumps(error.body()).encode()
+            return _refused(error)
+        except TimeoutError:
+            return _refused(
+                InternalError(
+                    f"The engine had no answer after {line.timeout_s:g} s. Ask for fewer tokens, "
+                    "or ask the operator to raise batch.line_timeout_s.",
+                    reason="line_timeout",
+                )
+            )
 
     def _request(self, line: LineRequest) -> ForwardRequest:
         request = EngineRequest.of_fields(line.path, line.body)
@@ -63,3 +79,7 @@ class LineEndpoint:
             # The lane has looked for room there.
             pinned_to=line.engine,
         )
+
+
+def _refused(error: RequestError) -> tuple[int, bytes]:
+    return error.status, json.dumps(error.body()).encode()

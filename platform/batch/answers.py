@@ -15,6 +15,10 @@ _UNANSWERED = {
         "batch_expired",
         "This request could not be executed before the completion window expired.",
     ),
+    BatchStatus.FAILED: (
+        "batch_failed",
+        "This request was not executed because the batch failed; see the batch's errors.",
+    ),
     BatchStatus.CANCELLED: (
         "batch_cancelled",
         "This request was not executed before the batch was cancelled.",

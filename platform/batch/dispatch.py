@@ -17,7 +17,10 @@ Started = tuple[LiveBatch, RunningLine]
 
 
 class Dispatcher:
-    """Batches in progress, whose lines take turns; ``now`` is Unix seconds."""
+    """Batches in progress, whose lines take turns.
+
+    ``now`` is seconds of the lane's clock, ``load_now`` of the clock of engines' load reports.
+    """
 
     def __init__(self, concurrency: int) -> None:
         """``concurrency``: most lines with engines at once, not counting executors' own queues."""
@@ -62,7 +65,7 @@ class Dispatcher:
         return [batch for batch in self.live.values() if model in batch.models]
 
     def starts(
-        self, models: Mapping[str, ServedModel | QueuedModel], now: float
+        self, models: Mapping[str, ServedModel | QueuedModel], now: float, load_now: float
     ) -> Iterator[Started]:
         """Take lines from their batches' queues, to be sent to their engines at once."""
         self._known_models |= models.keys()
@@ -72,33 +75,33 @@ class Dispatcher:
         for model in self.wanted(now):
             served = models.get(model)
             if isinstance(served, QueuedModel):
-                yield from self._to_queue(model, served, served.places - taken[model], now)
+                yield from self._to_queue(model, served, served.places - taken[model], load_now)
             elif free > 0:
-                started = list(self._to_engines(model, served, free, now))
+                started = list(self._to_engines(model, served, free, load_now))
                 free -= len(started)
                 yield from started
 
     def _to_queue(
-        self, model: str, served: QueuedModel, most: int, now: float
+        self, model: str, served: QueuedModel, most: int, load_now: float
     ) -> Iterator[Started]:
         if most > 0:
             queues = self._queues(model, served, most)
             for batch, line in list(islice(in_turn(queues), most)):
-                yield self._start(model, LineStart(batch, line.number, served.engine), now)
+                yield self._start(model, LineStart(batch, line.number, served.engine), load_now)
 
     def _to_engines(
-        self, model: str, served: ServedModel | None, most: int, now: float
+        self, model: str, served: ServedModel | None, most: int, load_now: float
     ) -> Iterator[Started]:
         if served is not None:
             queues = self._queues(model, served, most)
-            known = engines(served.engines, self._with_engines(now), now)
+            known = engines(served.engines, self._with_engines(load_now), load_now)
             for start in admit(known, queues, most):
-                yield self._start(model, start, now)
+                yield self._start(model, start, load_now)
         elif model not in self._known_models:
             # The gateway answers each line that there is no such model; a known one may come back.
             batch = self.waiting_for(model)[0]
             for line in batch.queue(model, most, self._counters).lines:
-                yield batch, batch.start(model, line.number, None, now)
+                yield batch, batch.start(model, line.number, None, load_now)
 
     def _queues(self, model: str, served: ServedModel | QueuedModel, most: int) -> list[LineQueue]:
         batches = self.waiting_for(model)
@@ -106,18 +109,20 @@ class Dispatcher:
             batch.learn(model, served.max_model_len)
         return [batch.queue(model, most, self._counters) for batch in batches]
 
-    def _start(self, model: str, start: LineStart, now: float) -> Started:
+    def _start(self, model: str, start: LineStart, load_now: float) -> Started:
         batch = self.live[start.batch]
-        running = batch.start(model, start.number, start.engine, now)
+        running = batch.start(model, start.number, start.engine, load_now)
         self.took(batch, batch.expected(running))
         return batch, running
 
     def _running(self) -> list[RunningLine]:
         return [run for batch in self.live.values() for run in batch.running.values()]
 
-    def _with_engines(self, now: float) -> list[RunningLine]:
+    def _with_engines(self, load_now: float) -> list[RunningLine]:
         """Lines that engines have, or may have had when they measured their load."""
-        self._just_ended = [run for run in self._just_ended if now - (run.ended_s or now) < STALE_S]
+        self._just_ended = [
+            run for run in self._just_ended if load_now - (run.ended_s or load_now) < STALE_S
+        ]
         return [run for run in self._running() if run.ended_s is None] + self._just_ended
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from contextlib import ExitStack
 from typing import BinaryIO
 
 from loomserve.platform.batch.answers import unanswered
 from loomserve.platform.batch.folder import BatchFolder
-from loomserve.platform.batch.policy.objects import OUTPUT, BatchRecord, FileRecord, new_id
+from loomserve.platform.batch.policy.objects import OUTPUT, BatchRecord, FileRecord
 from loomserve.platform.batch.policy.status import BatchStatus
 from loomserve.platform.batch.store.store import BatchStore
+
+_KINDS = {True: "output", False: "error"}
 
 
 def end(
@@ -18,36 +21,57 @@ def end(
 ) -> BatchRecord:
     """End a batch that is finalizing or cancelling; repeating it after a crash is safe.
 
-    One transaction makes both files known, once they are whole and in their places.
+    One transaction makes both files known, once they are whole and in their places. What fails
+    before, a full disk most of all, leaves neither of them behind; what is written again replaces
+    what there is.
     """
-    ending = batch.ending or BatchStatus.CANCELLED
-    ids = {True: new_id("file-"), False: new_id("file-")}
+    ids = {ok: _file_id(batch.id, kind) for ok, kind in _KINDS.items()}
+    try:
+        sizes = _write(store, folder, batch, ids)
+        expires_at = int(now + (batch.output_expires_s or retention_s))
+        records: dict[bool, FileRecord | None] = {}
+        for ok, kind in _KINDS.items():
+            records[ok] = None
+            if not sizes[ok]:
+                continue
+            folder.publish(ids[ok])
+            records[ok] = FileRecord(
+                id=ids[ok],
+                owner=batch.owner,
+                filename=f"{batch.id}_{kind}.jsonl",
+                purpose=OUTPUT,
+                bytes=sizes[ok],
+                created_at=int(now),
+                expires_at=expires_at,
+            )
+    except BaseException:
+        for file_id in ids.values():
+            folder.remove(file_id)
+        raise
+    finally:
+        for file_id in ids.values():
+            folder.incoming(file_id).unlink(missing_ok=True)
+    return store.batches.finish(batch.id, records[True], records[False], now)
+
+
+def _write(
+    store: BatchStore, folder: BatchFolder, batch: BatchRecord, ids: dict[bool, str]
+) -> dict[bool, int]:
+    """Write both files under ``incoming``, and return their sizes in bytes."""
+    status = batch.ending or BatchStatus.CANCELLED
     with ExitStack() as opened:
         streams = {ok: opened.enter_context(folder.incoming(ids[ok]).open("wb")) for ok in ids}
         for custom_id, ok, answer in store.lines.answers(batch.id):
-            streams[ok].write((answer or unanswered(custom_id, ending)) + b"\n")
-        sizes = {ok: _synced(stream) for ok, stream in streams.items()}
-    expires_at = int(now + (batch.output_expires_s or retention_s))
-    records: dict[bool, FileRecord | None] = {}
-    for ok, kind in ((True, "output"), (False, "error")):
-        records[ok] = None
-        if not sizes[ok]:
-            folder.incoming(ids[ok]).unlink()
-            continue
-        folder.publish(ids[ok])
-        records[ok] = FileRecord(
-            id=ids[ok],
-            owner=batch.owner,
-            filename=f"{batch.id}_{kind}.jsonl",
-            purpose=OUTPUT,
-            bytes=sizes[ok],
-            created_at=int(now),
-            expires_at=expires_at,
-        )
-    return store.batches.finish(batch.id, records[True], records[False], now)
+            streams[ok].write((answer or unanswered(custom_id, status)) + b"\n")
+        return {ok: _synced(stream) for ok, stream in streams.items()}
 
 
 def _synced(stream: BinaryIO) -> int:
     stream.flush()
     os.fsync(stream.fileno())
     return stream.tell()
+
+
+def _file_id(batch_id: str, kind: str) -> str:
+    """Id of a batch's file: always the same, and guessed by nobody, as the batch's own is not."""
+    return "file-" + hashlib.sha256(f"{batch_id} {kind}".encode()).hexdigest()[:32]

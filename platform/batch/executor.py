@@ -37,17 +37,25 @@ class LineOutcome(Enum):
     """It has its answer, good or bad: another attempt would answer the same."""
     ENGINE_FAILED = "engine_failed"
     """An engine took it and failed."""
+    ENGINE_ENDED = "engine_ended"
+    """An engine took it and ended, perhaps because of it."""
+    DEADLY = "deadly"
+    """It has its answer: engines ended because of it, and no other is asked."""
     AWAY = "away"
     """No engine took it."""
 
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """The result of a call: an HTTP status and a JSON body on one line."""
+    """The result of a call: an HTTP status and a JSON body on one line.
+
+    ``ended`` names the engine that ended, if it was another than the call's.
+    """
 
     outcome: LineOutcome
     status: int
     body: bytes
+    ended: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from loomserve.platform.base.errors import StartError
-from loomserve.platform.base.paths import cache_folder
+from loomserve.platform.base.errors import StartError, Unavailable
+from loomserve.platform.base.paths import cache_folder, check_private
 from loomserve.platform.config import Config
+
+_RETRY_AFTER_S = 60.0
 
 
 class BatchFolder:
@@ -33,11 +36,7 @@ class BatchFolder:
         try:
             for one in (self.path, self._files, self._incoming):
                 one.mkdir(parents=True, exist_ok=True, mode=0o700)
-            if self.path.stat().st_mode & 0o077:
-                raise StartError(
-                    f"{self.path} holds users' requests and others can get into it: "
-                    f"chmod 700 {self.path}, or set batch.folder"
-                )
+            check_private(self.path, "batch.folder")
             self._lock.acquire(timeout=timeout_s)
         except Timeout:
             raise StartError(
@@ -67,6 +66,20 @@ class BatchFolder:
             os.fsync(folder)
         finally:
             os.close(folder)
+
+    def check_room(self, least: int) -> None:
+        """
+        Raises:
+            Unavailable: fewer than ``least`` bytes are free.
+        """
+        if shutil.disk_usage(self.path).free < least:
+            raise Unavailable(
+                "there is no room for files of batches now: delete files that you no longer need, "
+                f"and tell the operator, who frees the disk of batch.folder to more than {least} "
+                "bytes, or lowers batch.min_free_space",
+                reason="batch_folder_full",
+                retry_after_s=_RETRY_AFTER_S,
+            )
 
     def remove(self, file_id: str) -> None:
         self.blob(file_id).unlink(missing_ok=True)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import sqlite3
-import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from loomserve.platform.base.clock import steady_unix_clock
 from loomserve.platform.base.periodic import every
 from loomserve.platform.batch.executor import LineExecutor
 from loomserve.platform.batch.folder import BatchFolder
@@ -46,8 +45,10 @@ class BatchLane:
         *,
         max_body: int,
         estimator: LengthEstimator | None = None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] | None = None,
     ) -> None:
+        """``clock``: Unix seconds, by which batches expire; None: one that takes no steps."""
+        clock = clock or steady_unix_clock()
         self._store = store
         self._clock = clock
         self._thread = StoreThread()
@@ -61,7 +62,7 @@ class BatchLane:
         )
 
     async def run(self) -> None:
-        """Work until cancelled; after an error of the disk or the database, try again."""
+        """Work until cancelled; after an error, try again."""
         work = (self._runner.dispatch, self._runner.store_answers, self._lifecycle.advance_all)
         try:
             async with asyncio.TaskGroup() as group:
@@ -71,20 +72,24 @@ class BatchLane:
                             0.0,
                             step,
                             failed=self._warn,
-                            errors=(sqlite3.Error, OSError),
                             retry_s=_FAILED_S,
                         )
                     )
         finally:
+            self._lifecycle.close()
             self._runner.close()
             self._thread.close()
 
     def _warn(self, error: Exception) -> None:
-        _log.warning("the batch lane cannot go on, and tries again: %r", error)
+        _log.error("the batch lane cannot go on, and tries again", exc_info=error)
 
     async def call(self, work: Callable[..., R], *given: Any) -> R:
         """Run ``work``, which reads or writes the store, in the store's thread."""
         return await self._thread.call(work, *given)
+
+    def now(self) -> float:
+        """Unix seconds of the clock by which batches expire."""
+        return self._clock()
 
     def nudge(self) -> None:
         """Look for work now: a batch has come or gone."""

@@ -17,8 +17,9 @@ from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.length_estimation import LengthEstimator
 from loomserve.platform.batch.live import LiveBatch, RunningLine
 from loomserve.platform.batch.policy import lines
+from loomserve.platform.batch.policy.breaker import MOST_ENDS
 from loomserve.platform.batch.policy.lines import BatchLine
-from loomserve.platform.batch.policy.objects import BatchRecord, new_id
+from loomserve.platform.batch.policy.objects import BatchRecord, LineError, new_id
 from loomserve.platform.batch.store.lines import StoredAnswer
 from loomserve.platform.batch.store.store import BatchStore
 from loomserve.platform.batch.store.thread import StoreThread
@@ -31,6 +32,11 @@ _TICK_S = 0.5
 _GATHER_S = 0.02
 _AWAY_S = 2.0
 _FAILED_S = 1.0
+
+
+class _FileGoneError(Exception):
+    """The content of a batch's input file is not there any more."""
+
 
 _Ended = tuple[LiveBatch, RunningLine, StoredAnswer]
 
@@ -50,7 +56,7 @@ class LineRunner:
         concurrency: int,
         *,
         estimator: LengthEstimator,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float],
     ) -> None:
         self._store = store
         self._thread = thread
@@ -59,6 +65,8 @@ class LineRunner:
         self._estimator = estimator
         self._estimations: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._clock = clock
+        # That of engines' load reports.
+        self._load_clock = time.time
         self._dispatcher = Dispatcher(concurrency)
         self._answers: list[_Ended] = []
         self._wake = asyncio.Event()
@@ -115,7 +123,7 @@ class LineRunner:
             if served is not None and served.predictor is not None:
                 for batch in self._dispatcher.waiting_for(model):
                     self._estimate(batch, model, served.predictor)
-        for batch, running in self._dispatcher.starts(models, self._clock()):
+        for batch, running in self._dispatcher.starts(models, self._clock(), self._load_clock()):
             running.task = asyncio.create_task(self._compute(batch, running))
 
     def _estimate(self, batch: LiveBatch, model: str, predictor: str) -> None:
@@ -126,26 +134,17 @@ class LineRunner:
 
     async def _compute(self, batch: LiveBatch, running: RunningLine) -> None:
         request_id = new_id("")
-        try:
-            call = await self._thread.call(self._call, batch, running, request_id)
-            said = await self._executor.execute(call)
-        except asyncio.CancelledError:
-            if self.live.get(batch.record.id) is not batch:
-                raise
-            # Whoever computed it cancelled it, not we.
-            said = LineAnswer(LineOutcome.AWAY, 503, b"{}")
-        except Exception as error:
-            _log.warning("line %d of %s: %r", running.line.number, batch.record.id, error)
-            said = _broken(error)
-        running.ended_s = self._clock()
+        said = await self._attempt(batch, running, request_id)
+        running.ended_s = self._load_clock()
         self._dispatcher.ended(running)
         line = running.line
-        if said.outcome is LineOutcome.ENGINE_FAILED:
+        failed = said.outcome in (LineOutcome.ENGINE_FAILED, LineOutcome.ENGINE_ENDED)
+        if failed:
             self.retries += 1
             line = replace(line, attempts=line.attempts + 1)
-        if said.outcome is LineOutcome.AWAY or (
-            said.outcome is LineOutcome.ENGINE_FAILED and line.attempts < MOST_ATTEMPTS
-        ):
+        again = said.outcome is LineOutcome.AWAY or (failed and line.attempts < MOST_ATTEMPTS)
+        self._judge(batch, running, said, again=again)
+        if again:
             if line is not running.line:
                 await self._keep_attempt(batch.record.id, line.number)
             pause = _AWAY_S if said.outcome is LineOutcome.AWAY else _FAILED_S * line.attempts
@@ -155,11 +154,53 @@ class LineRunner:
         self._answers.append((batch, running, answer))
         self._answered.set()
 
+    async def _attempt(self, batch: LiveBatch, running: RunningLine, request_id: str) -> LineAnswer:
+        try:
+            call = await self._thread.call(self._call, batch, running, request_id)
+            return await self._executor.execute(call)
+        except asyncio.CancelledError:
+            if self.live.get(batch.record.id) is not batch:
+                raise
+            # Whoever computed it cancelled it, or the batch was stopped.
+            return LineAnswer(LineOutcome.AWAY, 503, b"{}")
+        except _FileGoneError:
+            self._stop(batch, FILE_GONE)
+            return LineAnswer(LineOutcome.AWAY, 503, b"{}")
+        except Exception as error:
+            _log.warning("line %d of %s: %r", running.line.number, batch.record.id, error)
+            return _broken(error)
+
+    def _judge(
+        self, batch: LiveBatch, running: RunningLine, said: LineAnswer, *, again: bool
+    ) -> None:
+        """Tell the batch's breaker how an attempt ended; if it opens, stop the batch."""
+        number, breaker = running.line.number, batch.breaker
+        if said.outcome is LineOutcome.ENGINE_ENDED:
+            engine = said.ended or str(running.engine)
+            breaker.ended(engine, number, running.line.model, alone=running.alone)
+        if said.outcome is LineOutcome.ANSWERED:
+            breaker.answered(number, computed=said.status == 200)
+        elif not again:
+            breaker.condemned(number)
+        if breaker.is_open and batch.problem is None:
+            _log.error("batch %s is stopped: its lines end engines", batch.record.id)
+            self._stop(batch, _ENDS_ENGINES)
+
+    def _stop(self, batch: LiveBatch, problem: LineError) -> None:
+        """Take a batch's lines from their engines and start no more; the lifecycle ends it."""
+        batch.problem = problem
+        for running in batch.running.values():
+            if running.task is not None and running.task is not asyncio.current_task():
+                running.task.cancel()
+
     def _call(self, batch: LiveBatch, running: RunningLine, request_id: str) -> LineCall:
         record, line = batch.record, running.line
-        with self._folder.blob(record.input_file_id).open("rb") as stream:
-            stream.seek(line.offset)
-            body = lines.parse(stream.read(line.size))["body"]
+        try:
+            with self._folder.blob(record.input_file_id).open("rb") as stream:
+                stream.seek(line.offset)
+                body = lines.parse(stream.read(line.size))["body"]
+        except FileNotFoundError:
+            raise _FileGoneError from None
         return LineCall(
             owner=record.owner,
             path=record.endpoint,
@@ -210,6 +251,19 @@ class LineRunner:
                 self._dispatcher.took(batch, took - expected)
         if once:
             self.lines_ended["answered" if answer.ok else "failed"] += 1
+
+
+FILE_GONE = LineError(
+    code="input_file_gone",
+    message="The content of the input file is gone from the server's disk. Upload it again, and "
+    "tell the operator.",
+    param="input_file_id",
+)
+_ENDS_ENGINES = LineError(
+    code="engines_ended",
+    message=f"The batch was stopped because {MOST_ENDS} engines ended while they worked on its "
+    "lines. Lines with an answer keep it; give the operator the batch's id.",
+)
 
 
 def _broken(error: Exception) -> LineAnswer:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from bisect import insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import islice, takewhile
 
 from loomserve.platform.batch.policy.admission import BatchCandidate, LineQueue, LineWork
+from loomserve.platform.batch.policy.breaker import CircuitBreaker
 from loomserve.platform.batch.policy.fairness import TokenCounters
 from loomserve.platform.batch.policy.lengths import LineLength, LineLengths
 from loomserve.platform.batch.policy.lines import BatchLine
-from loomserve.platform.batch.policy.objects import BatchRecord
+from loomserve.platform.batch.policy.objects import BatchRecord, LineError
 from loomserve.platform.batch.policy.progress import BatchPace, is_late
 
 # Bound of prompt and answer of a model whose engines have not reported theirs yet.
@@ -22,13 +24,15 @@ _FIRST_SORT = 8
 
 @dataclass(eq=False)
 class RunningLine:
-    """A line that an engine has, or has just answered; times are Unix seconds."""
+    """A line that an engine has, or has just answered; times are of the clock of load reports."""
 
     line: BatchLine
     engine: str | None
     length: LineLength
     started_s: float
     ended_s: float | None = None
+    batch: str = ""
+    alone: bool = False
     task: asyncio.Task[None] | None = field(default=None, repr=False)
 
     def work(self, now: float, step_s: float) -> LineWork:
@@ -42,11 +46,17 @@ class RunningLine:
 
 
 class LiveBatch:
-    """A batch's lines that wait or are with engines, and its pace; ``now`` is Unix seconds."""
+    """A batch's lines that wait or are with engines, and its pace.
+
+    ``now`` is seconds of the lane's clock, ``load_now`` of the clock of engines' load reports.
+    """
 
     def __init__(self, record: BatchRecord, lines: Iterable[BatchLine], now: float) -> None:
         self.record = record
         self.running: dict[int, RunningLine] = {}
+        self.breaker = CircuitBreaker()
+        self.problem: LineError | None = None
+        """Why the batch cannot go on, if it cannot."""
         self.late = False
         self.eta_s: float | None = None
         self._lengths = LineLengths()
@@ -61,8 +71,10 @@ class LiveBatch:
 
     @property
     def models(self) -> list[str]:
-        """The models that lines wait for."""
-        return [model for model, lines in self._waiting.items() if lines]
+        """The models that lines wait for which may leave."""
+        if self.problem is not None:
+            return []
+        return [model for model in self._waiting if any(self._may_leave(model))]
 
     @property
     def waiting(self) -> int:
@@ -77,7 +89,7 @@ class LiveBatch:
         self._lengths.set_estimates(found)
 
     def sort(self) -> None:
-        """Order waiting lines by their expected tokens, the shortest first."""
+        """Order waiting lines by their expected tokens, the shortest first, after suspects."""
         for lines in self._waiting.values():
             lines.sort(key=self._rank)
 
@@ -97,6 +109,10 @@ class LiveBatch:
     def queue(self, model: str, most: int, counters: TokenCounters) -> LineQueue:
         """The batch's next lines for a model, for the policy."""
         owner, batch = self.record.owner, self.record.id
+        most_engines = self.breaker.most_engines(model)
+        if most_engines is not None:
+            others = {run.engine for run in self.running.values() if run.line.model != model}
+            most_engines = max(0, most_engines - len(others))
         return LineQueue(
             owner=owner,
             batch=batch,
@@ -104,15 +120,21 @@ class LiveBatch:
             served=counters.of(batch),
             deadline_s=self.record.expires_at,
             late=self.late,
-            lines=[self._candidate(line) for line in self._waiting.get(model, ())[:most]],
+            lines=[self._candidate(line) for line in islice(self._may_leave(model), most)],
+            alone=self.breaker.is_testing(model),
+            most_engines=most_engines,
         )
 
-    def start(self, model: str, number: int, engine: str | None, now: float) -> RunningLine:
+    def start(self, model: str, number: int, engine: str | None, load_now: float) -> RunningLine:
         """Take a line from the queue, for an engine."""
         lines = self._waiting[model]
         at = next(at for at, line in enumerate(lines) if line.number == number)
         line = lines.pop(at)
-        running = self.running[number] = RunningLine(line, engine, self.length(line), now)
+        running = self.running[number] = RunningLine(
+            *(line, engine, self.length(line), load_now),
+            batch=self.record.id,
+            alone=self.breaker.is_testing(model),
+        )
         return running
 
     def put_off(self, running: RunningLine, line: BatchLine, until: float) -> None:
@@ -147,6 +169,12 @@ class LiveBatch:
     def expected(self, running: RunningLine) -> float:
         return running.length.prompt + running.length.tokens * running.line.sequences
 
+    def _may_leave(self, model: str) -> Iterator[BatchLine]:
+        lines = iter(self._waiting.get(model, ()))
+        if self.breaker.is_testing(model):
+            return takewhile(lambda line: self.breaker.is_suspect(line.number), lines)
+        return lines
+
     def _candidate(self, line: BatchLine) -> BatchCandidate:
         length = self.length(line)
         return BatchCandidate(
@@ -155,5 +183,7 @@ class LiveBatch:
             work=LineWork(length.prompt, length.high, line.sequences),
         )
 
-    def _rank(self, line: BatchLine) -> tuple[float, int]:
-        return self._candidate(line).expected, line.number
+    def _rank(self, line: BatchLine) -> tuple[bool, float, int]:
+        # Suspects go first: the others wait until they are cleared.
+        suspect = self.breaker.is_suspect(line.number)
+        return not suspect, self._candidate(line).expected, line.number

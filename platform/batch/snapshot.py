@@ -51,6 +51,8 @@ def _engine(
                 run.work(now, load.step_time_s),
                 measured=run.started_s <= measured_at,
                 ended=run.ended_s is not None,
+                batch=run.batch,
+                alone=run.alone,
             )
             for run in lines
             if run.engine == name and (run.ended_s is None or run.ended_s > measured_at)

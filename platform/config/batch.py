@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from loomserve.platform.config.base import Bytes, ModelName, Name, Section
+from loomserve.platform.config.base import Bytes, FieldError, ModelName, Name, Section
 from loomserve.platform.config.lengths import Lengths
 
 
@@ -38,6 +38,29 @@ class Batch(Section):
         200 * 2**20, description="Larger input files are answered 413, such as 200MiB."
     )
     max_lines: int = Field(50_000, ge=1, description="Requests in one batch.")
+    max_bytes_per_key: Bytes = Field(
+        10 * 2**30,
+        description="Uploads beyond so many bytes of files of one API key, answers among them, are "
+        "answered 413, such as 10GiB.",
+    )
+    max_batches_per_key: int = Field(
+        10, ge=1, description="Batches of one API key beyond so many unended ones are answered 429."
+    )
+    max_unended_lines: int = Field(
+        500_000,
+        ge=1,
+        description="Lines of all unended batches; beyond them new batches are answered 429, and "
+        "accepted ones wait.",
+    )
+    min_free_space: Bytes = Field(
+        2**30, description="Uploads that leave less room in the folder are answered 503."
+    )
+    line_timeout_s: float = Field(
+        3600.0,
+        gt=0,
+        description="Most seconds that an engine may have one line; then it is tried again, three "
+        "times in all.",
+    )
     concurrency: int = Field(
         256,
         ge=1,
@@ -52,3 +75,13 @@ class Batch(Section):
         description="Offline models, run by transformers: those that vLLM does not serve, "
         "or that need not answer online.",
     )
+
+    @model_validator(mode="after")
+    def _one_batch_fits(self) -> Batch:
+        if self.max_lines > self.max_unended_lines:
+            raise FieldError(
+                f"one batch of max_lines ({self.max_lines}) would never begin: raise "
+                "max_unended_lines, or lower max_lines",
+                "max_unended_lines",
+            )
+        return self

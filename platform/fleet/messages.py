@@ -175,6 +175,7 @@ class LineRequest(_Message):
     body: dict[str, Any]
     request_id: str
     engine: str | None = Field(description="The replica that has room for it, if any is known.")
+    timeout_s: float = Field(description="Most seconds that an engine may have it.")
 
 
 class ReplicaRoute(_Message):

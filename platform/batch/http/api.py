@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hmac
 import re
-import time
+import sqlite3
+from collections.abc import AsyncIterator
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, StrictStr, ValidationError
@@ -20,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loomserve.platform.base.errors import BadRequest, Forbidden, RequestError, Unavailable
 from loomserve.platform.batch.folder import BatchFolder
-from loomserve.platform.batch.http.upload import Upload, expiry_seconds
+from loomserve.platform.batch.http.upload import Upload, expiry_seconds, paced
 from loomserve.platform.batch.lane import BatchLane
 from loomserve.platform.batch.policy.objects import (
     ENDPOINTS,
@@ -30,6 +31,7 @@ from loomserve.platform.batch.policy.objects import (
     new_id,
     window_seconds,
 )
+from loomserve.platform.batch.policy.quota import BatchQuota
 from loomserve.platform.batch.store.store import BatchStore
 from loomserve.platform.config import Batch
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, OWNER_HEADER
@@ -37,6 +39,8 @@ from loomserve.platform.http.ingress import exception_handlers
 from loomserve.platform.http.ingress.responses import as_request_error, error_response
 
 _DAY_S = 86_400
+# How much of an upload comes between two looks at the room in the folder.
+_LOOK_BYTES = 4 * 2**20
 _MOST_FILES, _MOST_BATCHES = 10_000, 100
 _LONGEST_WINDOW_S = 14 * _DAY_S
 _METADATA_PAIRS, _METADATA_KEY, _METADATA_VALUE = 16, 64, 512
@@ -61,6 +65,9 @@ class BatchApi:
         self._store = store
         self._folder = folder
         self._options = options
+        self._quota = BatchQuota(
+            options.max_bytes_per_key, options.max_batches_per_key, options.max_unended_lines
+        )
 
     def app(self, internal_token: str) -> ASGIApp:
         """The ASGI application; it answers requests with the token only."""
@@ -81,13 +88,15 @@ class BatchApi:
     # Files
 
     async def _upload(self, request: Request) -> Response:
-        file_id = new_id("file-")
+        file_id, owner = new_id("file-"), _owner(request)
         incoming = self._folder.incoming(file_id)
+        kept = await self._lane.call(self._store.files.bytes_of, owner)
         try:
             with incoming.open("wb") as target:
                 upload = Upload(target, self._options.max_file_bytes)
-                await upload.read(request.headers.get("content-type", ""), request.stream())
-            record = self._record(file_id, _owner(request), upload)
+                stream = self._bounded(request.stream(), upload, kept)
+                await upload.read(request.headers.get("content-type", ""), paced(stream))
+            record = self._record(file_id, owner, upload)
             self._folder.publish(file_id)
         except OSError as error:
             raise Unavailable(
@@ -96,8 +105,24 @@ class BatchApi:
             ) from None
         finally:
             incoming.unlink(missing_ok=True)
-        await self._lane.call(self._store.files.add, record)
+        try:
+            await self._lane.call(self._store.files.add, record, self._quota)
+        except (RequestError, sqlite3.Error):
+            self._folder.remove(file_id)
+            raise
         return JSONResponse(record.to_openai())
+
+    async def _bounded(
+        self, stream: AsyncIterator[bytes], upload: Upload, kept: int
+    ) -> AsyncIterator[bytes]:
+        """The stream of an upload, while the folder and its owner's quota have room for it."""
+        looked_at = -_LOOK_BYTES
+        async for chunk in stream:
+            if upload.size - looked_at >= _LOOK_BYTES:
+                looked_at = upload.size
+                self._folder.check_room(self._options.min_free_space)
+            self._quota.check_bytes(kept + max(1, upload.size))
+            yield chunk
 
     def _record(self, file_id: str, owner: str, upload: Upload) -> FileRecord:
         purpose = upload.fields.get("purpose")
@@ -108,7 +133,7 @@ class BatchApi:
         given = {
             name: upload.fields.get(f"expires_after[{name}]") for name in ("anchor", "seconds")
         }
-        now = int(time.time())
+        now = int(self._lane.now())
         kept_s = expiry_seconds(given) or int(self._options.retention_days * _DAY_S)
         return FileRecord(
             id=file_id,
@@ -157,7 +182,7 @@ class BatchApi:
 
     async def _create(self, request: Request) -> Response:
         asked = await _asked(request)
-        now = int(time.time())
+        now = int(self._lane.now())
         window_s = window_seconds(asked.completion_window)
         if asked.endpoint not in ENDPOINTS:
             raise BadRequest(
@@ -181,7 +206,7 @@ class BatchApi:
             created_at=now,
             expires_at=now + window_s,
         )
-        await self._lane.call(self._store.batches.add, batch)
+        await self._lane.call(self._store.batches.add, batch, self._quota)
         self._lane.nudge()
         return JSONResponse(batch.to_openai())
 

@@ -87,7 +87,7 @@ class OfflineQueue:
         self._times: BatchTimes | None = None
         self._reading = 0
         self._problem: str | None = None
-        self._completed = self._splits = 0
+        self._completed = self._splits = self._ended = 0
         self._waiting: dict[str, _Waiting] = {}
         self._wake = asyncio.Event()
 
@@ -212,8 +212,9 @@ class OfflineQueue:
         try:
             answers = await worker.run(lines)
         except WorkerGoneError:
+            self._ended += 1
             for line in lines:
-                self._answer(line.id, _gone(self._name))
+                self._answer(line.id, _gone(self._name, self._ended))
             raise
         if answers is None:
             self._split(batch)
@@ -286,6 +287,7 @@ def _too_large(kv_bytes: int) -> BadRequest:
     )
 
 
-def _gone(name: str) -> LineAnswer:
+def _gone(name: str, process: int) -> LineAnswer:
     error = EngineGone(f"the process of model {name!r} ended while it computed; send it again")
-    return LineAnswer(LineOutcome.ENGINE_FAILED, error.status, json.dumps(error.body()).encode())
+    body = json.dumps(error.body()).encode()
+    return LineAnswer(LineOutcome.ENGINE_ENDED, error.status, body, f"offline:{name}:{process}")

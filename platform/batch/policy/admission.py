@@ -41,11 +41,15 @@ class InFlightLine:
     Attributes:
         measured: The engine had it at the measurement.
         ended: It has ended since.
+        batch: Its batch.
+        alone: No other line may be beside it.
     """
 
     work: LineWork
     measured: bool
     ended: bool = False
+    batch: str = ""
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +92,8 @@ class LineQueue:
         served: Tokens that lines of the batch have had.
         deadline_s: The end of its window, Unix seconds.
         late: The batch is about to miss its deadline.
+        alone: Its lines share no engine with each other or with others.
+        most_engines: Most engines that may have lines of it at once; None: any number.
     """
 
     owner: str
@@ -97,6 +103,8 @@ class LineQueue:
     deadline_s: float
     late: bool
     lines: Sequence[BatchCandidate]
+    alone: bool = False
+    most_engines: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,17 +121,27 @@ def admit(
 ) -> list[LineStart]:
     """Choose at most ``most`` lines of one model to start now, and their engines.
 
-    No line overtakes one that fits nowhere, which else would wait as long as shorter ones come.
+    No line overtakes one that fits nowhere, which else would wait as long as shorter ones come. A
+    batch that is on as many engines as it may be holds nobody up.
     """
-    rooms = [_Room(engine) for engine in engines if engine.waiting == 0]
+    everywhere = [_Room(engine) for engine in engines]
+    rooms = [room for room in everywhere if room.engine.waiting == 0]
+    known = {queue.batch: queue for queue in queues}
     starts: list[LineStart] = []
     for batch, line in in_turn(queues):
-        fitting = [room for room in rooms if room.fits(line.work)]
-        if not fitting or len(starts) == most:
+        queue = known[batch]
+        allowed = rooms
+        if queue.most_engines is not None:
+            there = [room for room in everywhere if room.has(batch)]
+            if len(there) >= queue.most_engines:
+                allowed = [] if queue.alone else [room for room in rooms if room.has(batch)]
+        fitting = [room for room in allowed if room.fits(line.work, alone=queue.alone)]
+        if len(starts) == most or (not fitting and allowed is rooms):
             break
-        room = max(fitting, key=lambda r: (r.free_share, r.engine.id))
-        room.take(line.work)
-        starts.append(LineStart(batch, line.number, room.engine.id))
+        if fitting:
+            room = max(fitting, key=lambda r: (r.free_share, r.engine.id))
+            room.take(line.work, batch, alone=queue.alone)
+            starts.append(LineStart(batch, line.number, room.engine.id))
     return starts
 
 
@@ -163,7 +181,10 @@ class _Room:
 
     def __init__(self, engine: EngineCapacity) -> None:
         self.engine = engine
-        self._works = [line.work for line in engine.lines if not line.ended]
+        here = [line for line in engine.lines if not line.ended]
+        self._works = [line.work for line in here]
+        self._batches = {line.batch for line in here}
+        self._taken = any(line.alone for line in here)
         known = [line.work for line in engine.lines if line.measured]
         online = max(0, engine.running - sum(work.sequences for work in known))
         used = max(0.0, engine.used - sum(work.held * work.sequences for work in known))
@@ -172,16 +193,22 @@ class _Room:
         # Online requests are taken to need as much again as they hold: their lengths are not known.
         self._memory = engine.capacity * (1 - _MEMORY_LEFT) - 2 * used
 
-    def fits(self, work: LineWork) -> bool:
+    def has(self, batch: str) -> bool:
+        return batch in self._batches
+
+    def fits(self, work: LineWork, *, alone: bool) -> bool:
+        if self._taken or (alone and self._works):
+            return False
         if self._alone:
             # The engine itself refuses what it can never hold.
             return True
         places = sum(one.sequences for one in self._works) + work.sequences
         return places <= self._places and peak([*self._works, work]) <= self._memory
 
-    def take(self, work: LineWork) -> None:
-        self._alone = False
+    def take(self, work: LineWork, batch: str, *, alone: bool) -> None:
+        self._alone, self._taken = False, alone
         self._works.append(work)
+        self._batches.add(batch)
 
     @property
     def free_share(self) -> float:

@@ -27,15 +27,23 @@ TRANSITIONS: dict[BatchStatus, frozenset[BatchStatus]] = {
             BatchStatus.FINALIZING,
         }
     ),
-    BatchStatus.IN_PROGRESS: frozenset({BatchStatus.FINALIZING, BatchStatus.CANCELLING}),
-    BatchStatus.FINALIZING: frozenset({BatchStatus.COMPLETED, BatchStatus.EXPIRED}),
-    BatchStatus.CANCELLING: frozenset({BatchStatus.CANCELLED}),
+    BatchStatus.IN_PROGRESS: frozenset(
+        {BatchStatus.FINALIZING, BatchStatus.CANCELLING, BatchStatus.FAILED}
+    ),
+    BatchStatus.FINALIZING: frozenset(
+        {BatchStatus.COMPLETED, BatchStatus.EXPIRED, BatchStatus.FAILED}
+    ),
+    BatchStatus.CANCELLING: frozenset({BatchStatus.CANCELLED, BatchStatus.FAILED}),
     BatchStatus.FAILED: frozenset(),
     BatchStatus.COMPLETED: frozenset(),
     BatchStatus.EXPIRED: frozenset(),
     BatchStatus.CANCELLED: frozenset(),
 }
-"""Allowed transitions. An expired batch too is ``finalizing`` while its files are written."""
+"""Allowed transitions.
+
+A batch that expires or fails in progress too is ``finalizing`` while its files are written; one
+that cannot even be ended fails where it stands.
+"""
 
 ENDED = frozenset(status for status, after in TRANSITIONS.items() if not after)
 CANCELLABLE = frozenset(s for s, after in TRANSITIONS.items() if BatchStatus.CANCELLING in after)

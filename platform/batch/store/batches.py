@@ -10,6 +10,7 @@ from loomserve.platform.base.errors import BadRequest, Conflict, NotFound
 from loomserve.platform.base.sqlite import Database
 from loomserve.platform.batch.policy.lines import BatchLine
 from loomserve.platform.batch.policy.objects import INPUT, BatchRecord, FileRecord, LineError
+from loomserve.platform.batch.policy.quota import BatchQuota
 from loomserve.platform.batch.policy.status import (
     CANCELLABLE,
     ENDED,
@@ -26,12 +27,16 @@ class BatchTable:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def add(self, batch: BatchRecord) -> None:
-        """
+    def add(self, batch: BatchRecord, quota: BatchQuota | None = None) -> None:
+        """Add a batch, within a quota if one is given.
+
         Raises:
             BadRequest: its input file is not there, or not for batches.
+            TooManyRequests: there are as many batches as the quota allows.
         """
         with self._database.transaction() as db:
+            if quota is not None:
+                quota.check_batches(_unended(db, batch.owner), _unended_lines(db))
             row = db.execute(
                 "SELECT purpose FROM files WHERE id = ? AND owner = ?",
                 (batch.input_file_id, batch.owner),
@@ -75,11 +80,15 @@ class BatchTable:
 
     def unended(self) -> list[BatchRecord]:
         """All batches that have not ended, the oldest first."""
-        marks = ", ".join("?" * len(ENDED))
         rows = self._database.read(
-            f"SELECT * FROM batches WHERE status NOT IN ({marks}) ORDER BY seq", *ENDED
+            f"SELECT * FROM batches WHERE status NOT IN ({_marks()}) ORDER BY seq", *ENDED
         )
         return [schema.batch_of(row) for row in rows]
+
+    def unended_lines(self) -> int:
+        """Lines of all batches that have not ended, as far as their files have been read."""
+        with self._database.transaction() as db:
+            return _unended_lines(db)
 
     def counts(self) -> dict[BatchStatus, int]:
         """Batches by status."""
@@ -112,11 +121,21 @@ class BatchTable:
         with self._database.transaction() as db:
             if not _move(db, batch_id, BatchStatus.VALIDATING, BatchStatus.FAILED, now):
                 return False
-            record = _one(db, batch_id).model_copy(update={"errors": tuple(errors)})
-            db.execute(
-                "UPDATE batches SET errors = ? WHERE id = ?",
-                (schema.batch_values(record)["errors"], batch_id),
-            )
+            _set_errors(db, batch_id, errors)
+        return True
+
+    def give_up(self, batch_id: str, errors: Sequence[LineError], now: float) -> bool:
+        """Fail a batch that cannot be worked on, where it stands; its lines stay for the operator.
+
+        Returns:
+            False: it has ended.
+        """
+        with self._database.transaction() as db:
+            status = _one(db, batch_id).status
+            if BatchStatus.FAILED not in TRANSITIONS[status]:
+                return False
+            _move(db, batch_id, status, BatchStatus.FAILED, now)
+            _set_errors(db, batch_id, errors)
         return True
 
     def cancel(self, owner: str | None, batch_id: str, now: float) -> BatchRecord:
@@ -135,8 +154,10 @@ class BatchTable:
                 _move(db, batch_id, batch.status, BatchStatus.CANCELLING, now)
             return _one(db, batch_id)
 
-    def begin_to_end(self, batch_id: str, ending: BatchStatus, now: float) -> bool:
-        """Accept no more answers; the batch will end as ``ending``, completed or expired.
+    def begin_to_end(
+        self, batch_id: str, ending: BatchStatus, now: float, errors: Sequence[LineError] = ()
+    ) -> bool:
+        """Accept no more answers; the batch will end as ``ending``: completed, expired or failed.
 
         Returns:
             False: it is ending already, or was cancelled.
@@ -147,6 +168,8 @@ class BatchTable:
                 return False
             _move(db, batch_id, status, BatchStatus.FINALIZING, now)
             db.execute("UPDATE batches SET ending = ? WHERE id = ?", (ending, batch_id))
+            if errors:
+                _set_errors(db, batch_id, errors)
         return True
 
     def finish(
@@ -175,17 +198,45 @@ class BatchTable:
 
     def forget(self, before: float) -> None:
         """Delete batches that ended and were made before a time; their files stay."""
-        marks = ", ".join("?" * len(ENDED))
+        old = f"created_at < ? AND status IN ({_marks()})"
         with self._database.transaction() as db:
+            given = (int(before), *ENDED)
             db.execute(
-                f"DELETE FROM batches WHERE created_at < ? AND status IN ({marks})",
-                (int(before), *ENDED),
+                f"DELETE FROM lines WHERE batch IN (SELECT id FROM batches WHERE {old})", given
             )
+            db.execute(f"DELETE FROM batches WHERE {old}", given)
 
 
 def _one(db: sqlite3.Connection, batch_id: str) -> BatchRecord:
     row = db.execute("SELECT * FROM batches WHERE id = ?", (batch_id,)).fetchone()
     return schema.batch_of(row)
+
+
+def _marks() -> str:
+    return ", ".join("?" * len(ENDED))
+
+
+def _unended(db: sqlite3.Connection, owner: str) -> int:
+    (count,) = db.execute(
+        f"SELECT COUNT(*) FROM batches WHERE owner = ? AND status NOT IN ({_marks()})",
+        (owner, *ENDED),
+    ).fetchone()
+    return int(count)
+
+
+def _unended_lines(db: sqlite3.Connection) -> int:
+    (lines,) = db.execute(
+        f"SELECT COALESCE(SUM(total), 0) FROM batches WHERE status NOT IN ({_marks()})", [*ENDED]
+    ).fetchone()
+    return int(lines)
+
+
+def _set_errors(db: sqlite3.Connection, batch_id: str, errors: Sequence[LineError]) -> None:
+    record = _one(db, batch_id).model_copy(update={"errors": tuple(errors)})
+    db.execute(
+        "UPDATE batches SET errors = ? WHERE id = ?",
+        (schema.batch_values(record)["errors"], batch_id),
+    )
 
 
 def _move(

@@ -7,6 +7,7 @@ import sqlite3
 from loomserve.platform.base.errors import Conflict, NotFound
 from loomserve.platform.base.sqlite import Database
 from loomserve.platform.batch.policy.objects import FileRecord
+from loomserve.platform.batch.policy.quota import BatchQuota
 from loomserve.platform.batch.policy.status import ENDED
 from loomserve.platform.batch.store import schema
 
@@ -17,9 +18,21 @@ class FileTable:
     def __init__(self, database: Database) -> None:
         self._database = database
 
-    def add(self, file: FileRecord) -> None:
+    def add(self, file: FileRecord, quota: BatchQuota | None = None) -> None:
+        """Add a file, within a quota if one is given.
+
+        Raises:
+            BodyTooLarge: its owner's files would have more bytes than the quota allows.
+        """
         with self._database.transaction() as db:
+            if quota is not None:
+                quota.check_bytes(_bytes_of(db, file.owner) + file.bytes)
             schema.insert(db, "files", file.model_dump())
+
+    def bytes_of(self, owner: str) -> int:
+        """Bytes of all of an owner's files."""
+        with self._database.transaction() as db:
+            return _bytes_of(db, owner)
 
     def get(self, owner: str, file_id: str) -> FileRecord:
         """
@@ -72,6 +85,11 @@ class FileTable:
 
     def ids(self) -> list[str]:
         return [row["id"] for row in self._database.read("SELECT id FROM files")]
+
+
+def _bytes_of(db: sqlite3.Connection, owner: str) -> int:
+    row = db.execute("SELECT COALESCE(SUM(bytes), 0) AS n FROM files WHERE owner = ?", (owner,))
+    return int(row.fetchone()["n"])
 
 
 def _read_by_batches(db: sqlite3.Connection) -> set[str]:

@@ -51,18 +51,29 @@ class Engines:
 
     async def collect(self, request: ForwardRequest, handle: object) -> tuple[int, bytes]:
         self.requests.append(request)
+        if "hang" in request.content.fields:
+            await asyncio.sleep(60)
         return 200, b"{}"
 
 
 def complete(
-    body: dict[str, Any], owner: str = "alice", engine: str | None = "r2", keys: Any = KEYS
+    body: dict[str, Any],
+    owner: str = "alice",
+    engine: str | None = "r2",
+    keys: Any = KEYS,
+    timeout_s: float = 60,
 ) -> tuple[int, Any, list[ForwardRequest]]:
     models: Any = Models()
     engines: Any = Engines()
     server = Server(api_keys=keys, max_body="1KiB")  # type: ignore[arg-type]
     endpoint = LineEndpoint(server, models, engines, {"alice"})
     line = LineRequest(
-        owner=owner, path="/v1/completions", body=body, request_id="q", engine=engine
+        owner=owner,
+        path="/v1/completions",
+        body=body,
+        request_id="q",
+        engine=engine,
+        timeout_s=timeout_s,
     )
     status, answer = asyncio.run(endpoint.complete(line))
     return status, json.loads(answer), engines.requests
@@ -105,3 +116,9 @@ def test_a_key_that_is_gone_has_no_lines_computed() -> None:
     assert complete({"model": "m"}, owner="bob")[0] == 403
     assert complete({"model": "m"}, owner="")[0] == 403
     assert complete({"model": "m"}, owner="", keys=())[0] == 200
+
+
+def test_an_engine_that_holds_a_line_without_end_loses_it() -> None:
+    status, answer, _ = complete({"model": "m", "hang": True}, timeout_s=0.05)
+    assert (status, answer["error"]["code"]) == (500, "line_timeout")
+    assert "batch.line_timeout_s" in answer["error"]["message"]

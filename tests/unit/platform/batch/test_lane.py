@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sqlite3
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -69,7 +70,7 @@ class Engines:
             waiting=0,
             kv_cache_usage=0,
             step_time_s=0.01,
-            measured_at=lane_module.time.time(),
+            measured_at=time.time(),
         )
         stats = RoutingStats(
             load=load,
@@ -91,12 +92,17 @@ class Engines:
             self.now -= 1
 
 
-@pytest.fixture(autouse=True)
-def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shorten all pauses of lanes."""
     for name in ("_TICK_S", "_GATHER_S", "_AWAY_S", "_FAILED_S"):
         monkeypatch.setattr(line_runner, name, 0.01)
     monkeypatch.setattr(lifecycle, "_TICK_S", 0.01)
     monkeypatch.setattr(lane_module, "_FAILED_S", 0.01)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
 
 
 class Bench:
@@ -124,7 +130,7 @@ class Bench:
                 await task
 
     def submit(self, text: str, window_s: int = 3600, now: float | None = None) -> str:
-        now = lane_module.time.time() if now is None else now
+        now = time.time() if now is None else now
         file_id, batch_id = new_id("file-"), new_id("batch_")
         self.folder.blob(file_id).write_text(text)
         self.store.files.add(

@@ -261,8 +261,10 @@ def test_a_line_counts_the_sequences_it_asks_for(body: dict[str, Any], sequences
         (429, "rate_limit_exceeded", LineOutcome.AWAY),
         (503, "model_not_ready", LineOutcome.AWAY),
         (503, "no_replica", LineOutcome.AWAY),
-        (503, "engine_gone", LineOutcome.ENGINE_FAILED),
-        (502, "engine_gone", LineOutcome.ENGINE_FAILED),
+        (502, "engine_gone", LineOutcome.ENGINE_ENDED),
+        (502, "engine_stalled", LineOutcome.ENGINE_FAILED),
+        (502, "query_of_death", LineOutcome.DEADLY),
+        (500, "line_timeout", LineOutcome.ENGINE_FAILED),
         (500, "x", LineOutcome.ENGINE_FAILED),
     ],
 )

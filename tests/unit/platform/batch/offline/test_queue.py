@@ -236,7 +236,7 @@ def test_a_killed_process_costs_its_batch_an_attempt_and_those_that_wait_nothing
             answers = dict(
                 zip((f"{n}" for n in range(30)), await asyncio.gather(*asked), strict=True)
             )
-        failed = {name for name, one in answers.items() if one.outcome is LineOutcome.ENGINE_FAILED}
+        failed = {name for name, one in answers.items() if one.outcome is LineOutcome.ENGINE_ENDED}
         assert failed == set(batch)
         assert len(world.processes) == 2
         assert all(answers[name].status == 200 for name in answers.keys() - failed)
@@ -253,7 +253,7 @@ def test_a_line_that_kills_its_process_takes_others_with_it_once_only() -> None:
         attempts = 0
         while attempts < 3:
             said = await world.queue.execute(call(name, attempts=attempts))
-            attempts += said.outcome is LineOutcome.ENGINE_FAILED
+            attempts += said.outcome is LineOutcome.ENGINE_ENDED
             if said.outcome is LineOutcome.ANSWERED:
                 break
             await asyncio.sleep(0.01)

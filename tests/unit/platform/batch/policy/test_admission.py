@@ -289,3 +289,35 @@ def test_of_its_lines_those_count_as_measured_that_were_there_then() -> None:
     assert engine.lines[1].work.held == pytest.approx(15)
     assert engine.lines[0].work.held == 18
     assert engine.lines[0].work.left == 1
+
+
+def test_a_line_that_leaves_alone_shares_its_engine_with_none() -> None:
+    here = InFlightLine(LineWork(1, 1), measured=True, batch="other")
+    tested = LineQueue("k", "b", 0, 0, 0, False, some_candidates(3), alone=True, most_engines=2)
+    others = LineQueue("k", "c", 0, 1, 0, False, some_candidates(3))
+    idle = EngineCapacity("idle", 8, 1000, 0, 0, 0)
+    busy = EngineCapacity("busy", 8, 1000, 1, 0, 1, (here,))
+    assert [(one.batch, one.engine) for one in admit([idle, busy], [tested], 9)] == [("b", "idle")]
+    idle_ones = {"idle": idle, "second": EngineCapacity("second", 8, 1000, 0, 0, 0)}
+    starts = admit([*idle_ones.values()], [tested, others], 9)
+    on = {engine: [one.batch for one in starts if one.engine == engine] for engine in idle_ones}
+    # The next of the batch needs an engine of its own, and is not overtaken until it has one.
+    assert sorted(on.values()) == [["b"], ["c"]]
+    taken = EngineCapacity(
+        "taken", 8, 1000, 1, 0, 1, (InFlightLine(LineWork(1, 1), True, batch="b", alone=True),)
+    )
+    assert admit([taken], [others], 9) == []
+
+
+def test_a_batch_on_as_many_engines_as_it_may_be_holds_nobody_up() -> None:
+    fresh = LineQueue("k", "b", 0, 0, 0, False, some_candidates(20), most_engines=1)
+    others = LineQueue("k", "c", 0, 10**9, 0, False, some_candidates(3))
+    engines = [EngineCapacity(name, 8, 1000, 0, 0, 0) for name in ("e1", "e2")]
+    starts = admit(engines, [fresh, others], 99)
+    on = {batch: [one.engine for one in starts if one.batch == batch] for batch in "bc"}
+    assert len(set(on["b"])) == 1
+    assert len(on["c"]) == 3
+
+
+def some_candidates(count: int) -> list[BatchCandidate]:
+    return [BatchCandidate(number, 2, LineWork(1, 1)) for number in range(count)]

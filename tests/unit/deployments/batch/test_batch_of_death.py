@@ -1,0 +1,167 @@
+"""Batches whose lines end engines: the lane and a gateway's forwarder over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from loomserve.deployments.batch.executor import outcome
+from loomserve.deployments.gateway.forward import Forwarder
+from loomserve.deployments.gateway.line_endpoint import LineEndpoint
+from loomserve.platform.batch.executor import LineAnswer, LineCall, ServedModel
+from loomserve.platform.batch.policy.status import BatchStatus
+from loomserve.platform.config import ApiKey, Server
+from loomserve.platform.fleet.messages import LineRequest, ModelRoute
+from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.state import ModelStatus, ReplicaLoad
+from loomserve.platform.state.roles import Role
+from loomserve.routers.snapshot import RoutingStats
+from tests.unit.deployments.gateway.engines import Behave, Engine, Model, answered, dies
+from tests.unit.platform.batch.test_lane import ALICE, Bench, hurry, request
+
+KILLS = "kill"
+KEYS = (ApiKey(name=ALICE, hash="sha256:" + "0" * 64),)
+ANSWER = json.dumps({"usage": {"prompt_tokens": 4, "completion_tokens": 2}}).encode()
+ROUTE = ModelRoute(
+    name="m",
+    app="model:m",
+    status=ModelStatus.READY,
+    policy="load_aware",
+    max_concurrent_requests=1,
+    max_model_len=1024,
+    kvstore=False,
+    replicas=(),
+)
+
+
+@pytest.fixture(autouse=True)
+def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    hurry(monkeypatch)
+
+
+async def killed_by_some(engine: Engine, body: bytes) -> bytes | None:
+    if KILLS in json.loads(body)["prompt"]:
+        return await dies(engine, body)
+    # Long enough that lines of several batches are there when it ends.
+    await asyncio.sleep(0.02)
+    return answered(200, ANSWER)
+
+
+class Platform:
+    """An executor of lines through a gateway; an engine that ended is replaced by a new one."""
+
+    def __init__(self, count: int, behave: Behave) -> None:
+        self.behave = behave
+        self.names = (f"e{n}" for n in itertools.count(1))
+        self.model = Model([])
+        self.ended: list[Engine] = []
+        self.count = count
+        self.forwarder = Forwarder("token", GatewayMetrics(CollectorRegistry()), idle_timeout_s=60)
+        routes: Any = self
+        self.endpoint = LineEndpoint(Server(api_keys=KEYS), routes, self.forwarder, ())
+
+    def find(self, model: object, key: object) -> ModelRoute:
+        return ROUTE
+
+    def handle(self, model: str) -> Model:
+        return self.model
+
+    async def models(self) -> Mapping[str, ServedModel]:
+        self.ended += [engine for engine in self.model.engines if engine.dead]
+        living = [engine for engine in self.model.engines if not engine.dead]
+        while len(living) < self.count:
+            living.append(Engine(next(self.names), self.behave))
+            await living[-1].start()
+        self.model.engines = living
+        load = ReplicaLoad(
+            running=0, waiting=0, kv_cache_usage=0, step_time_s=0.01, measured_at=time.time()
+        )
+        stats = RoutingStats(
+            load=load,
+            max_running=16,
+            kv_capacity_tokens=100_000,
+            draining=False,
+            role=Role.UNIFIED,
+        )
+        return {"m": ServedModel(1024, {engine.name: stats for engine in living})}
+
+    async def execute(self, call: LineCall) -> LineAnswer:
+        line = LineRequest(
+            owner=call.owner,
+            path=call.path,
+            body=dict(call.body),
+            request_id=call.request_id,
+            engine=call.engine,
+            timeout_s=30,
+        )
+        status, body = await self.endpoint.complete(line)
+        return LineAnswer(outcome(status, body), status, body)
+
+    @property
+    def deaths(self) -> int:
+        return len(self.ended) + sum(engine.dead for engine in self.model.engines)
+
+
+@asynccontextmanager
+async def platform(path: Path, engines: int) -> AsyncIterator[tuple[Platform, Bench]]:
+    made = Platform(engines, killed_by_some)
+    executor: Any = made
+    bench = Bench(path / "b", executor)
+    try:
+        async with bench.running():
+            yield made, bench
+    finally:
+        await made.forwarder.close()
+        for engine in made.model.engines:
+            await engine.end()
+
+
+def lines(count: int, prompt: Callable[[int], str]) -> str:
+    return "".join(request(f"c{n}", prompt=prompt(n)) + "\n" for n in range(count))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("engines", [1, 2, 4])
+async def test_a_batch_of_killing_lines_is_stopped_after_three_engines_and_others_go_on(
+    tmp_path: Path, engines: int
+) -> None:
+    async with platform(tmp_path, engines) as (made, bench):
+        harmless = [bench.submit(lines(30, lambda n: f"a{n}"))]
+        deadly = bench.submit(lines(40, lambda n: f"{KILLS}{n}"))
+        harmless.append(bench.submit(lines(30, lambda n: f"b{n}")))
+        stopped = await bench.ended(deadly)
+        for batch_id in harmless:
+            batch = await bench.ended(batch_id)
+            assert (batch.status, batch.completed) == (BatchStatus.COMPLETED, 30)
+        assert stopped.status is BatchStatus.FAILED
+        assert [error.code for error in stopped.errors or ()] == ["engines_ended"]
+        assert 1 <= made.deaths <= 3
+        later = await bench.ended(bench.submit(lines(10, lambda n: f"c{n}")))
+        assert later.completed == 10
+        assert made.deaths <= 3
+
+
+@pytest.mark.anyio
+async def test_one_killing_line_among_many_fails_alone(tmp_path: Path) -> None:
+    async with platform(tmp_path, 2) as (made, bench):
+        batch_id = bench.submit(lines(60, lambda n: KILLS if n == 33 else f"p{n}"))
+        batch = await bench.ended(batch_id)
+        assert (batch.status, batch.completed, batch.failed) == (BatchStatus.COMPLETED, 59, 1)
+        (line,) = bench.lines_of(batch.error_file_id)
+        assert line["custom_id"] == "c33"
+        assert line["response"]["body"]["error"]["code"] == "query_of_death"
+        assert made.deaths == 2
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
