@@ -86,7 +86,7 @@ async def test_full_while_a_file_is_checked(disk: Path) -> None:
     batch_id = bench.submit(requests(300))
     async with bench.running():
         with filled(disk):
-            await asyncio.sleep(1)
+            await asyncio.sleep(0.6)
             assert bench.store.batches.get(None, batch_id).status is BatchStatus.VALIDATING
         await whole_after_room(bench, batch_id, 300, time.monotonic())
 
@@ -97,19 +97,19 @@ async def test_full_while_answers_come(disk: Path) -> None:
     async with bench.running():
         await until(lambda: bench.store.batches.get(None, batch_id).completed > 20)
         with filled(disk):
-            await asyncio.sleep(1.5)
-            asked = sum(bench.engines.calls.values())
             await asyncio.sleep(0.5)
+            asked = sum(bench.engines.calls.values())
+            await asyncio.sleep(0.3)
             assert sum(bench.engines.calls.values()) == asked, "no more than can be kept"
         await whole_after_room(bench, batch_id, 200, time.monotonic())
     assert set(bench.engines.calls.values()) == {1}, "no answer was lost"
 
 
 async def test_full_while_a_batch_ends_and_another_does_not_wait_for_it(disk: Path) -> None:
-    bench = Bench(disk / "b", answering(40_000))
-    large = bench.submit(requests(400))
+    bench = Bench(disk / "b", answering(100_000))
+    large = bench.submit(requests(160))
     async with bench.running() as lane:
-        await until(lambda: bench.store.batches.get(None, large).completed > 100)
+        await until(lambda: bench.store.batches.get(None, large).completed > 40)
         # Room for the answers, and not for a file of them as well.
         with filled(disk, left=22 * MIB):
             await until(
@@ -120,10 +120,10 @@ async def test_full_while_a_batch_ends_and_another_does_not_wait_for_it(disk: Pa
             began = time.monotonic()
             assert (await bench.ended(small)).status is BatchStatus.COMPLETED
             assert time.monotonic() - began < 5
-            await asyncio.sleep(1)
+            await asyncio.sleep(0.5)
             assert bench.store.batches.get(None, large).status is BatchStatus.FINALIZING
             assert len(left_behind(bench)) <= 2
-        await whole_after_room(bench, large, 400, time.monotonic())
+        await whole_after_room(bench, large, 160, time.monotonic())
 
 
 def test_full_while_a_file_is_uploaded(disk: Path) -> None:
