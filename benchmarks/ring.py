@@ -37,6 +37,7 @@ from loomserve.platform.lending.ring import native
 from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
+from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.ring import Ring
 
 RESULTS = Path(__file__).parent / "results"
@@ -140,7 +141,7 @@ def lend(path: Path, how: str, lender: str, requests: int, ready: Connection) ->
     on_core(LENDER_CORE)
     with implemented(how):
         server = AttentionServer()
-    server.open(Ring.attach(path), caches(requests))
+    server.open(LentRing.attach(path), caches(requests))
     if lender == "polling":
         server.busy()
     ready.send(None)
@@ -152,7 +153,7 @@ def lend(path: Path, how: str, lender: str, requests: int, ready: Connection) ->
 def measure(how: str, lender: str, requests: int, runs: int) -> dict[str, object]:
     path = Path(f"/dev/shm/loomserve-bench-ring-{os.getpid()}")
     width = CONTEXT // SHAPE.block_size
-    ring = Ring.create(path, SHAPE, requests, requests, width)
+    ring = LentRing.create(path, SHAPE, requests, requests, width)
     ring.granted = requests * width
     context = mp.get_context("forkserver")
     mine, its = context.Pipe()
@@ -175,7 +176,7 @@ def measure(how: str, lender: str, requests: int, runs: int) -> dict[str, object
 def empty_poll_ns(runs: int) -> Spread:
     """With one ring open."""
     path = Path(f"/dev/shm/loomserve-bench-ring-{os.getpid()}")
-    ring, server, calls = Ring.create(path, SHAPE, 1, 1, 1), AttentionServer(), 100_000
+    ring, server, calls = LentRing.create(path, SHAPE, 1, 1, 1), AttentionServer(), 100_000
     server.open(ring, caches(1))
     server.busy()
     taken = []

@@ -122,7 +122,10 @@ class LendingMetrics:
             SERVICE_SECONDS.labels(borrower).inc(1e-9 * service)
 
     def _growth(self, loan: str, figure: str, total: int) -> int:
-        """How much a loan's figure has grown since it was last counted."""
+        """How much a loan's figure has grown since it was last counted.
+
+        0 where it shrank: the other end of a loan can write its counts.
+        """
         before = self._counted.get((loan, figure), 0)
         self._counted[loan, figure] = total
-        return total - before
+        return max(0, total - before)

@@ -80,6 +80,9 @@ class HostedLayers:
         scheduler_metadata: torch.Tensor,
     ) -> None:
         tokens = len(slot_mapping)
+        if (longest := int(seq_lens.max())) > (most := self._config.model_config.max_model_len):
+            # There are no positions behind it.
+            raise ValueError(f"a sequence of {longest} tokens exceeds the model's {most}")
         given, out = (rows.view(tokens, -1)[:, : self._width] for rows in (query, output))
         hidden, residual = given.contiguous(), out.contiguous()
         added = query_start_loc.diff()

@@ -17,7 +17,7 @@ from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.engine.sliced_operators import SlicedOperators
 from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.geometry import Geometry
-from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.lent_ring import LentRing
 
 _BEARABLE_WAIT_S = 1e-4
 """The mean delay of a task that is borne: some 5 % of a small model's step, over its layers."""
@@ -42,7 +42,7 @@ class LenderWorker:
         self._server = server
         self._kv = kv
         self._model = model
-        self._rings: dict[str, Ring] = {}
+        self._rings: dict[str, LentRing] = {}
         self._operators: SlicedOperators | None = None
         self._poll: Callable[[], Any] | None = None
 
@@ -91,7 +91,7 @@ class LenderWorker:
         if geometry.dtype != own:
             # What one left in a block would not be finite numbers of the other's.
             raise ValueError(f"KV of {own} has no room for a borrower's of {geometry.dtype}")
-        ring = Ring.create(
+        ring = LentRing.create(
             Path(path),
             geometry,
             borrower["max_tokens"],

@@ -55,6 +55,17 @@ class Rows(NamedTuple):
         """Return how many blocks ``rows`` rows hold."""
         return (rows - (self.abreast - 1) * self.apart) * self.abreast
 
+    def between(self, first: int, end: int) -> list[slice]:
+        """Return the rows of blocks ``[first, end)``, a slice for each that are one behind the
+        other."""
+        return [
+            slice(
+                beside * self.apart + -(-(first - beside) // self.abreast),
+                beside * self.apart + -(-(end - beside) // self.abreast),
+            )
+            for beside in range(self.abreast)
+        ]
+
 
 PLAIN = Rows()
 """Blocks that lie one behind the other."""

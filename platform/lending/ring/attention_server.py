@@ -16,11 +16,11 @@ from torch import Tensor
 from loomserve.platform.lending.policy.layout import PLAIN, Rows
 from loomserve.platform.lending.ring import native
 from loomserve.platform.lending.ring.geometry import Geometry
+from loomserve.platform.lending.ring.lent_ring import STATS, LentRing
 from loomserve.platform.lending.ring.ring import (
     LINE_WORDS,
     Closed,
     ControlLine,
-    Ring,
     RingPeer,
     RingTask,
 )
@@ -31,6 +31,8 @@ LOOK_NS = 100_000_000
 """Nanoseconds between two looks at which borrowers live."""
 IDLE_SLEEP_S = 100e-6
 """The fallback's thread is not woken: it sleeps so long between two looks for tasks."""
+_POLLED, _IDLED, _SERVICE_NS, _PICKUP_NS = range(4)
+"""The lender's counters."""
 
 Caches = Sequence[tuple[Tensor, Tensor]]
 ComputeLayers = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None]
@@ -54,6 +56,10 @@ class AttentionServer:
     A task is served only if its layer, its rows and all its blocks are the borrower's to use; else
     the ring is closed as REFUSED, before any memory is touched. An error of the kernel closes it
     as FAILED. Copies of blocks are tasks like others.
+
+    What a borrower wrote is set to zero before memory that it gave back is used again, since any
+    bits may be among it: vLLM's kernel gives what stands behind a sequence the weight zero, but
+    infinity and NaN are not zero then.
     """
 
     poll: Callable[[], int]
@@ -73,13 +79,17 @@ class AttentionServer:
         # Called so often that a call of Python's own in between would double what it costs.
         self.poll = self._end.poll
         # Each ring as that end knows it.
-        self._mapped: dict[Ring, Any] = {}
-        self._layers: dict[Ring, ComputeLayers | None] = {}
+        self._mapped: dict[LentRing, Any] = {}
+        self._layers: dict[LentRing, ComputeLayers | None] = {}
         # A thread of the module's must not outlive Python.
         self._stop = weakref.finalize(self, self._end.stop)
 
     def open(
-        self, ring: Ring, caches: Caches, layers: ComputeLayers | None = None, rows: Rows = PLAIN
+        self,
+        ring: LentRing,
+        caches: Caches,
+        layers: ComputeLayers | None = None,
+        rows: Rows = PLAIN,
     ) -> None:
         """Serve this ring from now on.
 
@@ -88,7 +98,7 @@ class AttentionServer:
         zero it first, if it held another.
 
         Args:
-            ring: made by :meth:`Ring.create`; ``granted`` may change while it is served.
+            ring: made by :meth:`LentRing.create`; ``granted`` may change while it is served.
             caches: key and value cache of each of the borrower's layers in the lender's memory,
                 [rows, kv_heads, block_size, head_size]; a head's tokens are contiguous, heads and
                 blocks may be apart. Both of a layer have the same strides.
@@ -109,6 +119,7 @@ class AttentionServer:
         mapped = native.mapped(self._module, ring)
         self._end.open(
             mapped,
+            ring.own,
             geometry.query_heads,
             geometry.scale,
             geometry.isa,
@@ -123,10 +134,11 @@ class AttentionServer:
         # The module does not keep it alive.
         self._layers[ring] = layers
 
-    def close(self, ring: Ring) -> bool:
+    def close(self, ring: LentRing) -> bool:
         """Serve the ring no more: from then on it does not touch the lender's memory.
 
-        Waits for a task that is being served. The ring itself stays open unless it is shut.
+        Waits for a task that is being served, and clears what was written. The ring itself stays
+        open unless it is shut.
 
         Returns:
             Whether it had layers, which are freed.
@@ -135,14 +147,17 @@ class AttentionServer:
         return self._layers.pop(ring, None) is not None
 
     def busy(self) -> None:
-        """The engine begins a step. Waits for a task that the idle thread serves just now."""
+        """The engine begins a step, with memory that borrowers may have given back.
+
+        Waits for a task that the idle thread serves just now.
+        """
         self._end.busy()
 
     def idle(self) -> None:
         """The engine has ended its step. A new server starts idle."""
         self._end.idle()
 
-    def dead(self) -> list[Ring]:
+    def dead(self) -> list[LentRing]:
         """Return the served rings that have been closed, as when their borrower died.
 
         That is seen within 0.1 s while the server is idle, else when the next step begins.
@@ -183,7 +198,7 @@ class _Fallback:
 
     def __init__(self, spin_s: float) -> None:
         self._spin_s = spin_s
-        self._rings: dict[Ring, _ServedRing] = {}
+        self._rings: dict[LentRing, _ServedRing] = {}
         self._lock = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
@@ -192,7 +207,12 @@ class _Fallback:
         self._looked = 0
 
     def open(
-        self, ring: Ring, split_kv: bool, caches: Caches, layers: ComputeLayers | None, rows: Rows
+        self,
+        ring: LentRing,
+        split_kv: bool,
+        caches: Caches,
+        layers: ComputeLayers | None,
+        rows: Rows,
     ) -> None:
         with self._lock:
             self._rings[ring] = _ServedRing(ring, split_kv, caches, layers, rows)
@@ -202,17 +222,19 @@ class _Fallback:
                 self._thread.daemon = True
                 self._thread.start()
 
-    def close(self, ring: Ring) -> None:
+    def close(self, ring: LentRing) -> None:
         with self._lock:
-            del self._rings[ring]
+            self._rings.pop(ring).clear(0)
 
     def poll(self) -> int:
         with self._lock:
-            return self._serve_all(ControlLine.LENDER_STATS * LINE_WORDS)
+            return self._serve_all(_POLLED)
 
     def busy(self) -> None:
         self._idle.clear()
         with self._lock:
+            for ring, served in self._rings.items():
+                served.clear(ring.granted)
             self._look_for_dead(time.monotonic_ns())
 
     def idle(self) -> None:
@@ -252,7 +274,7 @@ class _Fallback:
             with self._lock:
                 served = 0
                 if self._idle.is_set() and not self._stopped:
-                    served = self._serve_all(ControlLine.LENDER_STATS * LINE_WORDS + 1)
+                    served = self._serve_all(_IDLED)
                     self._look_for_dead(time.monotonic_ns())
             if served:
                 last = time.monotonic()
@@ -264,7 +286,12 @@ class _ServedRing:
     """One ring, and the step that its borrower is in."""
 
     def __init__(
-        self, ring: Ring, split_kv: bool, caches: Caches, layers: ComputeLayers | None, rows: Rows
+        self,
+        ring: LentRing,
+        split_kv: bool,
+        caches: Caches,
+        layers: ComputeLayers | None,
+        rows: Rows,
     ) -> None:
         self._layers = layers
         self._rows = rows
@@ -273,8 +300,11 @@ class _ServedRing:
         self._split_kv = split_kv
         self._caches = caches
         self._done = ring.words[ControlLine.DONE * LINE_WORDS]
-        self._step = 0
+        self._done_at = time.monotonic_ns()
+        self._step: int | None = None
         self._end = 0
+        # Blocks from it on hold nothing of the borrower's.
+        self._written = 0
         self._work = RingTask.ATTEND
         self._blocks: list[int] = []
         self._metadata: Tensor | None = None
@@ -293,21 +323,39 @@ class _ServedRing:
         ):
             ring.shut(Closed.REFUSED)
             return False
+        self._written = max(self._written, self._end)
         if self._work is RingTask.ATTEND:
             self._attend(*self._caches[layer])
-            stats = ControlLine.LENDER_STATS * LINE_WORDS
-            words[counter] += 1
-            words[stats + 2] += time.monotonic_ns() - begin
-            words[stats + 3] += begin - words[posted + 2]
+            self._count(counter, 1)
+            self._count(_SERVICE_NS, time.monotonic_ns() - begin)
+            # No task is posted before the one before it is done.
+            self._count(_PICKUP_NS, begin - min(max(words[posted + 2], self._done_at), begin))
         else:
             self._copy(self._caches[layer])
+        self._done_at = time.monotonic_ns()
         self._done = words[ControlLine.DONE * LINE_WORDS] = number
         return True
+
+    def clear(self, first: int) -> None:
+        """Set to zero what the borrower has written from this block of its own on."""
+        if first >= self._written:
+            return
+        for rows in self._rows.between(first, self._written):
+            for key, value in self._caches:
+                key[rows].zero_()
+                value[rows].zero_()
+        self._written = first
+
+    def _count(self, counter: int, amount: int) -> None:
+        own = self._ring.own_words
+        own[STATS + counter] += amount
+        # So that the borrower sees it, too.
+        self._ring.words[ControlLine.LENDER_STATS * LINE_WORDS + counter] = own[STATS + counter]
 
     def _step_is_valid(self) -> bool:
         step = self._ring.words[ControlLine.STEP * LINE_WORDS]
         if step != self._step:
-            self._step = 0
+            self._step = None
             if not self._take_step():
                 return False
             self._step = step

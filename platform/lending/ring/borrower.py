@@ -43,6 +43,8 @@ class Borrower:
         self._in_flight = False
         # The part of the step's metadata that copies of blocks overwrite.
         self._step: tuple[int, int, torch.Tensor] | None = None
+        self._number = ring.counter(ControlLine.STEP)
+        self._tokens = 0
         ring.words[ControlLine.BORROWER * LINE_WORDS] = os.getpid()
         module = native.extension()
         self._end = module.Borrower(native.mapped(module, ring)) if module else _Fallback(ring)
@@ -92,7 +94,9 @@ class Borrower:
 
     def _begin(self, requests: int, tokens: int, task: RingTask) -> None:
         step = ControlLine.STEP * LINE_WORDS
-        self.ring.words[step] += 1
+        self._number += 1
+        self._tokens = tokens
+        self.ring.words[step] = self._number
         self.ring.words[step + 1] = requests
         self.ring.words[step + 2] = tokens
         self.ring.words[step + 3] = task
@@ -151,7 +155,7 @@ class Borrower:
         """
         if self._in_flight:
             raise RuntimeError("a task is in flight: wait for it before the next is posted")
-        self._end.post(layer, query, key, value)
+        self._end.post(layer, self._tokens, query, key, value)
         self._in_flight = True
 
     def through_layers(
@@ -177,9 +181,8 @@ class Borrower:
         begin = time.monotonic_ns()
         if not self._end.copy(0, timeout_s):
             return None
-        stats = ControlLine.BORROWER_STATS * LINE_WORDS
-        self.ring.words[stats] += 1
-        self.ring.words[stats + 2] += time.monotonic_ns() - begin
+        self.ring.count(0, 1)
+        self.ring.count(2, time.monotonic_ns() - begin)
         return output.clone(), query.clone()
 
     def wait(self, output: torch.Tensor, timeout_s: float) -> bool:
@@ -202,15 +205,22 @@ class _Fallback:
 
     def __init__(self, ring: Ring) -> None:
         self._ring = ring
-        self._posted = ring.words[ControlLine.POSTED * LINE_WORDS]
+        self._posted = ring.counter(ControlLine.POSTED)
         self._lender = RingPeer(ring, ControlLine.LENDER)
         self._fence = threading.Lock()
 
-    def post(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
-        ring, words = self._ring, self._ring.words
+    def post(
+        self,
+        layer: int,
+        tokens: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+    ) -> None:
+        ring = self._ring
         if ring.closed is not Closed.OPEN:
             return
-        begin, tokens = time.monotonic_ns(), words[ControlLine.STEP * LINE_WORDS + 2]
+        begin = time.monotonic_ns()
         if not len(query) == len(key) == len(value) == tokens:
             raise RuntimeError(f"a task of {len(query)} tokens in a step of {tokens}")
         ring.areas.query[:tokens] = query
@@ -218,8 +228,8 @@ class _Fallback:
         ring.areas.value[:tokens] = value
         self._lender.meet()
         self._announce(layer)
-        words[ControlLine.BORROWER_STATS * LINE_WORDS] += 1
-        words[ControlLine.BORROWER_STATS * LINE_WORDS + 1] += time.monotonic_ns() - begin
+        ring.count(0, 1)
+        ring.count(1, time.monotonic_ns() - begin)
 
     def _announce(self, layer: int) -> None:
         words, posted, now = self._ring.words, ControlLine.POSTED * LINE_WORDS, time.monotonic_ns()
@@ -249,7 +259,7 @@ class _Fallback:
         output.copy_(ring.areas.output[: len(output)].view(output.shape))
         waited, stats = time.monotonic_ns() - begin, ControlLine.BORROWER_STATS * LINE_WORDS
         words[ControlLine.BORROWER * LINE_WORDS + 1] = begin + waited
-        words[stats + 2] += waited
+        ring.count(2, waited)
         words[stats + 3] = max(waited, words[stats + 3])
         return True
 

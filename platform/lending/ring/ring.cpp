@@ -47,7 +47,13 @@ enum ControlLine {
 };
 enum RingTask { kAttend, kWrite, kRead };
 enum Closed { kOpen, kDrained, kRevoked, kTimedOut, kDied, kRefused, kFailed };
+// Words of the lender's own page (lent_ring.py).
+enum Own { kOwnGranted, kOwnStats };
+// The lender's counters.
+enum Count { kPolled, kIdled, kServiceNs, kPickupNs };
 constexpr int kLineWords = 16;
+// So that a counter that somebody spoiled does not outgrow its word.
+constexpr int64_t kMostCounted = (int64_t{1} << 62) - 1;
 
 constexpr int64_t kMicrosecond = 1'000;
 constexpr int64_t kMillisecond = 1'000'000;
@@ -96,16 +102,28 @@ class Ring {
     word(line, place).store(value, std::memory_order_relaxed);
   }
 
-  // To a word that this end alone writes.
+  // To a word that this end alone writes, unless the other spoils it.
   void add(ControlLine line, int place, int64_t value) {
-    store(line, place, load(line, place) + value);
+    store(line, place, (static_cast<uint64_t>(load(line, place)) + value) & kMostCounted);
   }
 
-  bool closed() { return load(kClosed) != kOpen; }
+  int64_t counter(ControlLine line) { return load(line) & kMostCounted; }
+
+  // Once it was seen so, the other end cannot open it again, and other processes of this end
+  // shall see it, too.
+  bool closed() {
+    const int64_t seen = load(kClosed);
+    if (seen == kOpen && closed_ == kOpen) return false;
+    if (closed_ == kOpen) closed_ = seen;
+    if (seen == kOpen) store(kClosed, 0, closed_);
+    return true;
+  }
 
   void shut(Closed reason) {
+    if (closed()) return;
     int64_t open = kOpen;
     word(kClosed).compare_exchange_strong(open, reason);
+    closed_ = reason;
   }
 
   // The half of the counter of posted tasks that changes with every task.
@@ -123,6 +141,8 @@ class Ring {
  private:
   at::Tensor control_;
   Word* words_;
+  // Of one thread at a time: the borrower's, or who holds the server's mutex.
+  int64_t closed_ = kOpen;
 };
 
 // Whether the other worker's process is gone; a process that nobody has reaped is, too.
@@ -137,10 +157,15 @@ class RingPeer {
   // Soon after it came, lest its number meanwhile means another process.
   void meet() {
     if (descriptor_ >= 0 || gone_) return;
-    int64_t pid = ring_->load(end_);
+    const int64_t pid = ring_->load(end_);
     if (pid == 0) return;
+    // What is no pid counts as a process that is gone.
+    if (pid < 0 || pid > std::numeric_limits<pid_t>::max()) {
+      gone_ = true;
+      return;
+    }
     descriptor_ = static_cast<int>(syscall(SYS_pidfd_open, pid, 0));
-    gone_ = descriptor_ < 0 && errno == ESRCH;
+    gone_ = descriptor_ < 0 && (errno == ESRCH || errno == EINVAL);
   }
 
   bool gone() {
@@ -193,12 +218,12 @@ void unpack(const at::Tensor& packed, const at::Tensor& rows) {
 class Borrower {
  public:
   explicit Borrower(std::shared_ptr<Ring> ring)
-      : ring_(std::move(ring)), lender_(ring_, kLender), posted_(ring_->load(kPosted)) {}
+      : ring_(std::move(ring)), lender_(ring_, kLender), posted_(ring_->counter(kPosted)) {}
 
-  void post(int64_t layer, const at::Tensor& query, const at::Tensor& key,
+  void post(int64_t layer, int64_t tokens, const at::Tensor& query, const at::Tensor& key,
             const at::Tensor& value) {
     if (ring_->closed()) return;
-    const int64_t begin = now_ns(), tokens = ring_->load(kStep, 2);
+    const int64_t begin = now_ns();
     TORCH_CHECK(query.size(0) == tokens && key.size(0) == tokens && value.size(0) == tokens,
                 "a task of ", query.size(0), " tokens in a step of ", tokens);
     pack(query, ring_->query);
@@ -334,17 +359,25 @@ struct Rows {
   int64_t abreast, apart;
   int64_t of(int64_t block) const { return block % abreast * apart + block / abreast; }
   int64_t blocks(int64_t rows) const { return (rows - (abreast - 1) * apart) * abreast; }
+  // Of the blocks from first to before end, those in this place beside others.
+  std::pair<int64_t, int64_t> between(int64_t beside, int64_t first, int64_t end) const {
+    const auto row = [&](int64_t block) {
+      return beside * apart + (std::max<int64_t>(0, block - beside) + abreast - 1) / abreast;
+    };
+    return {row(first), row(end)};
+  }
 };
 
 // One ring at the lender, with the borrower's KV in the lender's memory.
 class ServedRing {
  public:
-  ServedRing(std::shared_ptr<Ring> of, Attention::Shape shape, Caches caches, py::handle layers,
-        Rows rows)
-      : ring(of), borrower(of, kBorrower), shape_(std::move(shape)), caches_(std::move(caches)),
+  ServedRing(std::shared_ptr<Ring> of, at::Tensor own, Attention::Shape shape, Caches caches,
+             py::handle layers, Rows rows)
+      : ring(of), borrower(of, kBorrower), own_(std::move(own)),
+        own_words_(reinterpret_cast<Word*>(own_.data_ptr<int64_t>())), shape_(std::move(shape)), caches_(std::move(caches)),
         layers_(layers), rows_(rows),
         blocks_(rows.blocks(caches_.at(0).first.size(0))), block_size_(caches_.at(0).first.size(2)),
-        done_(ring->load(kDone)), query_start_loc_(at::empty_like(ring->query_start_loc)),
+        done_(ring->load(kDone)), done_at_(now_ns()), query_start_loc_(at::empty_like(ring->query_start_loc)),
         seq_lens_(at::empty_like(ring->seq_lens)), block_table_(at::zeros_like(ring->block_table)),
         slot_mapping_(at::empty_like(ring->slot_mapping)) {}
 
@@ -353,7 +386,7 @@ class ServedRing {
   }
 
   // At most one task; false where there is none to serve.
-  bool serve(Attention& attention, int place) {
+  bool serve(Attention& attention, Count place) {
     if (!posted()) return false;
     const int64_t begin = now_ns(), number = ring->load(kPosted), layer = ring->load(kPosted, 1);
     if (number != done_ + 1 || layer < 0 || layer >= static_cast<int64_t>(caches_.size()) ||
@@ -362,6 +395,7 @@ class ServedRing {
       return false;
     }
     const auto& [key_cache, value_cache] = caches_[layer];
+    written_ = std::max(written_, end_);
     if (work_ == kAttend) {
       if (layers_.ptr() != Py_None) {
         compute_layers();
@@ -370,34 +404,60 @@ class ServedRing {
         attention.attend(shape_, query_, key_cache, value_cache, output_, starts_, lens_, table_,
                          metadata_);
       }
-      ring->add(kLenderStats, place, 1);
-      ring->add(kLenderStats, 2, now_ns() - begin);
-      ring->add(kLenderStats, 3, begin - ring->load(kPosted, 2));
+      count(place, 1);
+      count(kServiceNs, now_ns() - begin);
+      // No task is posted before the one before it is done.
+      count(kPickupNs, begin - std::min(std::max(ring->load(kPosted, 2), done_at_), begin));
     } else {
       copy(key_, key_cache);
       copy(value_, value_cache);
     }
     done_ = number;
+    done_at_ = now_ns();
     ring->word(kDone).store(number, std::memory_order_release);
     return true;
   }
+
+  // Set to zero what the borrower has written from this block of its own on.
+  void clear(int64_t first) {
+    if (first >= written_) return;
+    for (int64_t beside = 0; beside < rows_.abreast; ++beside) {
+      const auto [begin, end] = rows_.between(beside, first, written_);
+      for (const auto& [key, value] : caches_) {
+        key.narrow(0, begin, end - begin).zero_();
+        value.narrow(0, begin, end - begin).zero_();
+      }
+    }
+    written_ = first;
+  }
+
+  // What the lender no longer grants.
+  void clear_given_back() { clear(own_words_[kOwnGranted].load(std::memory_order_relaxed)); }
 
   std::shared_ptr<Ring> ring;
   RingPeer borrower;
 
  private:
+  // On the ring, too, so that the borrower sees it.
+  void count(Count figure, int64_t amount) {
+    Word& own = own_words_[kOwnStats + figure];
+    const int64_t total = own.load(std::memory_order_relaxed) + amount;
+    own.store(total, std::memory_order_relaxed);
+    ring->store(kLenderStats, figure, total);
+  }
+
   // What is looked at once is a copy that the borrower cannot change afterwards.
   bool step_is_valid(Attention& attention) {
     const int64_t step = ring->load(kStep);
     if (step != step_) {
-      step_ = 0;
+      step_.reset();
       work_ = ring->load(kStep, 3);
       if (!(work_ == kAttend ? take_step() : take_copy())) return false;
       if (work_ == kAttend)
         metadata_ = attention.metadata(shape_, starts_.size(0) - 1, starts_, lens_);
       step_ = step;
     }
-    return end_ <= std::min(blocks_, ring->load(kGranted));
+    return end_ <= std::min(blocks_, own_words_[kOwnGranted].load(std::memory_order_relaxed));
   }
 
   bool take_copy() {
@@ -476,15 +536,20 @@ class ServedRing {
     return true;
   }
 
+  at::Tensor own_;
+  Word* own_words_;
   Attention::Shape shape_;
   Caches caches_;
   // Alive as long as the ring is open, or None: the borrower's tasks are attention.
   py::handle layers_;
   Rows rows_;
-  int64_t blocks_, block_size_, done_;
+  int64_t blocks_, block_size_, done_, done_at_;
   at::Tensor query_start_loc_, seq_lens_, block_table_, slot_mapping_;
   // Of the step that is being served: blocks from end_ on are not touched.
-  int64_t step_ = 0, end_ = 0, work_ = kAttend;
+  std::optional<int64_t> step_;
+  int64_t end_ = 0, work_ = kAttend;
+  // Blocks from it on hold nothing of the borrower's.
+  int64_t written_ = 0;
   std::vector<int32_t> copied_;
   at::Tensor starts_, lens_, table_, slots_, query_, key_, value_, output_, metadata_;
 };
@@ -496,15 +561,15 @@ class AttentionServer {
   explicit AttentionServer(int64_t spin_ns) : spin_ns_(spin_ns) {}
   ~AttentionServer() { stop(); }
 
-  void open(std::shared_ptr<Ring> ring, int64_t query_heads, double scale, const std::string& isa,
+  void open(std::shared_ptr<Ring> ring, at::Tensor own, int64_t query_heads, double scale, const std::string& isa,
             int64_t sliding_window, double softcap, bool split_kv, Caches caches,
             py::handle layers, int64_t abreast, int64_t apart) {
     const auto& cache = caches.at(0).first;
     Attention::Shape shape{query_heads,    cache.size(1), cache.size(3), sliding_window,
                            scale,          softcap,       split_kv,      cache.scalar_type(),
                            c10::IValue(isa)};
-    auto each = std::make_shared<ServedRing>(std::move(ring), std::move(shape), std::move(caches),
-                                             layers, Rows{abreast, apart});
+    auto each = std::make_shared<ServedRing>(std::move(ring), std::move(own), std::move(shape),
+                                             std::move(caches), layers, Rows{abreast, apart});
     each->ring->store(kLender, 1, now_ns());
     py::gil_scoped_release no_python;
     std::unique_lock lock(mutex_);
@@ -518,7 +583,12 @@ class AttentionServer {
     py::gil_scoped_release no_python;
     std::unique_lock lock(mutex_);
     ring->store(kSleeping, 0, 0);
-    std::erase_if(rings_, [&](const auto& each) { return each->ring == ring; });
+    c10::InferenceMode no_autograd;
+    std::erase_if(rings_, [&](const auto& each) {
+      if (each->ring != ring) return false;
+      each->clear(0);
+      return true;
+    });
   }
 
   int64_t poll() {
@@ -535,7 +605,7 @@ class AttentionServer {
     }
     if (!posted) return 0;
     py::gil_scoped_release no_python;
-    const int64_t served = serve_all(kByPoll);
+    const int64_t served = serve_all(kPolled);
     // Before Python is asked back, which may take a while.
     lock.unlock();
     return served;
@@ -545,7 +615,11 @@ class AttentionServer {
     py::gil_scoped_release no_python;
     idle_.store(false);
     std::unique_lock lock(mutex_);
-    for (const auto& each : rings_) each->ring->store(kSleeping, 0, 0);
+    c10::InferenceMode no_autograd;
+    for (const auto& each : rings_) {
+      each->ring->store(kSleeping, 0, 0);
+      each->clear_given_back();
+    }
     look_for_dead(now_ns());
   }
 
@@ -569,10 +643,8 @@ class AttentionServer {
   }
 
  private:
-  // Which of the lender's counters a service adds to.
-  enum Place { kByPoll, kByIdleThread };
-
-  int64_t serve_all(Place place) {
+  // Adds to this counter.
+  int64_t serve_all(Count place) {
     c10::InferenceMode no_autograd;
     int64_t served = 0;
     for (const auto& each : rings_) {
@@ -634,7 +706,7 @@ class AttentionServer {
         last = now_ns();
         continue;
       }
-      const int64_t served = serve_all(kByIdleThread);
+      const int64_t served = serve_all(kIdled);
       const int64_t now = now_ns();
       for (const auto& each : rings_) each->ring->store(kLender, 1, now);
       look_for_dead(now);

@@ -23,6 +23,12 @@ cache lines and others fetch 64-byte ones in pairs. ``CLOSED`` alone is written 
 first; it leaves OPEN once and for all, but of two that give up at the same instant either reason
 may stand.
 
+**Trust.** Each end may write anywhere in the file, so neither believes what it reads here. Numbers
+are copied and checked before they are used, a process's own counters are its own and only shown
+here, an end that has seen the ring closed does not take it for open again, and what the lender
+grants counts as its own two processes know it
+(:class:`~loomserve.platform.lending.ring.lent_ring.LentRing`).
+
 **Ordering.** Task n is posted by this chain, each arrow of which is an ordering:
 
     borrower writes metadata, tensors, layer → stores ``posted = n`` (release)
@@ -45,6 +51,7 @@ argument), either the lender sees the task or the borrower sees that it must wak
 from __future__ import annotations
 
 import enum
+import errno
 import mmap
 import os
 import select
@@ -65,11 +72,13 @@ VERSION = 2
 
 LINE_WORDS = 16
 _PAGE = 4096
+# So that a counter that somebody spoiled does not outgrow its word.
+_MOST_COUNTED = 2**62 - 1
 _SUPERBLOCK = struct.Struct("<8sQQQQQQ")
 
 
 class Closed(enum.IntEnum):
-    """Why a ring is closed."""
+    """Why a ring is closed; a word that is none of these counts as FAILED."""
 
     OPEN = 0
     DRAINED = 1
@@ -84,6 +93,10 @@ class Closed(enum.IntEnum):
     """The borrower asked for what no borrower may."""
     FAILED = 6
     """The lender's attention raised an error; its log has it."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Closed:
+        return cls.FAILED
 
 
 class ControlLine(enum.IntEnum):
@@ -135,6 +148,12 @@ class RingStats(NamedTuple):
     service_ns: int
     pickup_ns: int
 
+    def since(self, before: RingStats) -> RingStats:
+        """How much each has grown; 0 where it shrank, which no end in order lets happen."""
+        return RingStats(
+            *(max(0, now - then) for now, then in zip(self, before, strict=True)),
+        )
+
 
 class Areas(NamedTuple):
     """A ring's tensors, of the shapes and types above; ``control`` is int64 [lines, words]."""
@@ -173,6 +192,7 @@ class Ring:
         self._mapping = mmap.mmap(file.fileno(), superblock.nbytes)
         lines = memoryview(self._mapping)[_PAGE : _PAGE + len(ControlLine) * LINE_WORDS * 8]
         self.words = lines.cast("q")
+        self._closed = Closed.OPEN
         self.areas = Areas(*(self._tensor(*area) for area in superblock.areas()))
 
     @classmethod
@@ -224,7 +244,7 @@ class Ring:
     @property
     def granted(self) -> int:
         """Blocks of the loan that the borrower may use now; the lender's scheduler writes it."""
-        return self.words[ControlLine.GRANTED * LINE_WORDS]
+        return max(0, self.words[ControlLine.GRANTED * LINE_WORDS])
 
     @granted.setter
     def granted(self, blocks: int) -> None:
@@ -233,7 +253,7 @@ class Ring:
     @property
     def wanted(self) -> int:
         """Blocks to which the borrower shall shrink; the lender's scheduler writes it."""
-        return self.words[ControlLine.WANTED * LINE_WORDS]
+        return max(0, self.words[ControlLine.WANTED * LINE_WORDS])
 
     @wanted.setter
     def wanted(self, blocks: int) -> None:
@@ -250,12 +270,19 @@ class Ring:
 
     @property
     def closed(self) -> Closed:
-        return Closed(self.words[ControlLine.CLOSED * LINE_WORDS])
+        """Why the ring is closed; once it was seen so, the other end cannot open it again."""
+        word = self.words[ControlLine.CLOSED * LINE_WORDS]
+        if self._closed is Closed.OPEN:
+            self._closed = Closed(word)
+        elif word == Closed.OPEN:
+            # Other processes of this end shall see it, too.
+            self.words[ControlLine.CLOSED * LINE_WORDS] = self._closed
+        return self._closed
 
     def shut(self, reason: Closed) -> None:
         """Close the ring for both ends, for good; does nothing if it is closed already."""
         if self.closed is Closed.OPEN:
-            self.words[ControlLine.CLOSED * LINE_WORDS] = reason
+            self.words[ControlLine.CLOSED * LINE_WORDS] = self._closed = reason
 
     def pid(self, end: ControlLine) -> int:
         """Return the process id of the worker at BORROWER or LENDER; 0 while it is not there."""
@@ -272,6 +299,15 @@ class Ring:
             ControlLine.LENDER_STATS * LINE_WORDS,
         )
         return RingStats(*self.words[borrower : borrower + 4], *self.words[lender : lender + 4])
+
+    def counter(self, line: ControlLine) -> int:
+        """Return the first word of a line of which the caller counts on by itself."""
+        return self.words[line * LINE_WORDS] & _MOST_COUNTED
+
+    def count(self, figure: int, amount: int) -> None:
+        """Add to one of the borrower's counters, which it writes, to what stands there."""
+        at = ControlLine.BORROWER_STATS * LINE_WORDS + figure
+        self.words[at] = (self.words[at] + amount) & _MOST_COUNTED
 
     @property
     def most_copied(self) -> int:
@@ -304,13 +340,19 @@ class RingPeer:
         self._gone = False
 
     def meet(self) -> None:
-        """Open the process soon after it came, lest its pid mean another one later."""
+        """Open the process soon after it came, lest its pid mean another one later.
+
+        What is no pid counts as a process that is gone.
+        """
         pid = self._ring.words[self._end * LINE_WORDS]
         if pid and self._process is None and not self._gone:
             try:
                 self._process = FileIO(os.pidfd_open(pid))
-            except ProcessLookupError:
+            except (ProcessLookupError, OverflowError):
                 self._gone = True
+            except OSError as error:
+                # A process that may open no more files looks again.
+                self._gone = error.errno == errno.EINVAL
 
     def gone(self) -> bool:
         """Return whether its process has ended, reaped or not."""

@@ -24,6 +24,7 @@ from loomserve.platform.lending.policy.layout import Layout
 from loomserve.platform.lending.policy.limits import LoanLimit, Rules, first
 from loomserve.platform.lending.policy.slicing import SlicingPlan
 from loomserve.platform.lending.ring.geometry import Geometry
+from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.ring import Ring
 from loomserve.platform.state.lending_options import LendingOptions, ShardSpec
 
@@ -184,7 +185,7 @@ class EngineLoanCalls(LoanCalls):
         self._lender.prepare(self._workers)
         self._workers("lend", path, blocks.start, len(blocks), borrower)
         self._lender.plans = self._workers("slicing_plans")
-        self._lender.open(Lent(name, Ring.attach(Path(path)), blocks, layout, len(blocks)))
+        self._lender.open(Lent(name, LentRing.attach(Path(path)), blocks, layout, len(blocks)))
         return places
 
     def end_lending(self, name: str) -> None:

@@ -21,7 +21,8 @@ from loomserve.platform.lending.policy.boundary import Memory, tail
 from loomserve.platform.lending.policy.budget import IDLE, LenderStepTimes, ServedTime
 from loomserve.platform.lending.policy.layout import Layout, borrower_blocks, lender_blocks
 from loomserve.platform.lending.policy.limits import LoanLimit, LoanPhase, Observation, Rules, after
-from loomserve.platform.lending.ring.ring import Closed, Ring, RingStats
+from loomserve.platform.lending.ring.lent_ring import LentRing
+from loomserve.platform.lending.ring.ring import Closed, RingStats
 from loomserve.platform.state.lending_options import LendingOptions
 
 _JUDGE_EVERY_S = 0.5
@@ -34,7 +35,7 @@ class Lent:
     """Loan to one borrower: it shall have the first ``target`` of ``blocks``, and has ``held``."""
 
     name: str
-    ring: Ring
+    ring: LentRing
     blocks: range
     layout: Layout
     target: int
@@ -146,8 +147,9 @@ class LenderHooks(StepHooks):
         for lent in self.lent.values():
             before, lent.seen = lent.seen, lent.ring.stats()
             if before is not None:
-                served_s += _served_in_steps_s(before, lent.seen)
-                tasks += lent.seen.polled - before.polled
+                grown = lent.seen.since(before)
+                served_s += _served_in_steps_s(grown)
+                tasks += grown.polled
         self._served_time.add(now - self._engine.step_began, served_s)
         self._tasks += tasks
         if now >= self._judge_at and (times := self._served_time.p99()) is not None:
@@ -253,9 +255,8 @@ class LenderHooks(StepHooks):
         lent.ring.granted = borrower_blocks(self._layout, lent.layout, lent.held)
 
 
-def _served_in_steps_s(before: RingStats, now: RingStats) -> float:
+def _served_in_steps_s(grown: RingStats) -> float:
     """Seconds of all service that stood between the lender's own operators."""
-    polled, idled = now.polled - before.polled, now.idled - before.idled
-    if not polled:
+    if not grown.polled:
         return 0.0
-    return (now.service_ns - before.service_ns) / 1e9 * polled / (polled + idled)
+    return grown.service_ns / 1e9 * grown.polled / (grown.polled + grown.idled)

@@ -34,10 +34,11 @@ class LoanObserver:
 
     def _observe(self, loan: Loan, step_s: float, now: float) -> None:
         before, loan.seen = loan.seen, loan.ring.stats()
-        service_s = (loan.seen.service_ns - before.service_ns) / 1e9
-        delay_s = (loan.seen.pickup_ns - before.pickup_ns) / 1e9
-        wait_s = (loan.seen.wait_ns - before.wait_ns) / 1e9
-        tasks = loan.seen.tasks - before.tasks
+        grown = loan.seen.since(before)
+        service_s, delay_s, wait_s = (
+            ns / 1e9 for ns in (grown.service_ns, grown.pickup_ns, grown.wait_ns)
+        )
+        tasks = grown.tasks
         tokens = self._attended_by(loan)
         self._costs.saw_lender(loan.partition, tokens, service_s, delay_s)
         loan.limit = after(

@@ -23,7 +23,7 @@ from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.engine.shards.store_memory import ShardedMemory
 from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.geometry import Geometry
-from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.lent_ring import LentRing
 
 OWN_BLOCKS, LENT_BLOCKS, LENDER = 4, 6, 1
 GEOMETRY = Geometry(2, 4, 2, 32, 32, "float32", 1.0, "vec")
@@ -75,7 +75,7 @@ class Engines:
 
     def lend(self, asked: dict[str, Any]) -> None:
         self.lender.lend(self.path, 0, LENT_BLOCKS, asked)
-        ring = Ring.attach(Path(self.path))
+        ring = LentRing.attach(Path(self.path))
         ring.granted = LENT_BLOCKS
         ring.close()
 

@@ -31,6 +31,7 @@ from loomserve.platform.lending.ring import native, ring
 from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import ITEM_BYTES, Geometry
+from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine, Ring, RingTask
 
 IMPLEMENTATIONS = ("native", "python")
@@ -152,7 +153,7 @@ class Pair:
     ) -> None:
         self.geometry = of
         self.memory = Memory(of)
-        self.ring = Ring.create(folder / f"ring{id(self)}", of, 256, 4, 3)
+        self.ring = LentRing.create(folder / f"ring{id(self)}", of, 256, 4, 3)
         self.ring.granted = BLOCKS
         self.server = server or AttentionServer()
         self.server.open(self.ring, self.memory.caches, rows=rows)
@@ -628,7 +629,7 @@ def test_a_borrower_keeps_to_the_protocol(tmp_path: Path, implementation: None) 
 
 
 def test_caches_of_another_geometry_are_refused(tmp_path: Path, implementation: None) -> None:
-    made, server = Ring.create(tmp_path / "ring", GQA, 1, 1, 1), AttentionServer()
+    made, server = LentRing.create(tmp_path / "ring", GQA, 1, 1, 1), AttentionServer()
     fitting = Memory(GQA).caches
     for caches in (
         fitting[:1],
@@ -811,7 +812,7 @@ def serve(path: Path, how: str, idle: bool, ready: Connection) -> None:
     """A lender's process: by its idle thread, or polling without end."""
     torch.set_num_threads(1)
     with implemented(how):
-        mine, server = Ring.attach(path), AttentionServer()
+        mine, server = LentRing.attach(path), AttentionServer()
     server.open(mine, Memory(mine.geometry).caches)
     if not idle:
         server.busy()
@@ -857,7 +858,7 @@ def started(target: Callable[..., None], *arguments: object) -> Iterator[BasePro
 @pytest.mark.parametrize("idle", [True, False])
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 def test_a_borrower_outlives_its_lender(shm: Path, how: str, idle: bool) -> None:
-    made = Ring.create(shm / "ring", GQA, 256, 4, 3)
+    made = LentRing.create(shm / "ring", GQA, 256, 4, 3)
     made.granted = BLOCKS
     one = step(GQA, [0], [4])
     output = torch.zeros(4, 9 * 64)
@@ -879,7 +880,7 @@ def test_a_borrower_outlives_its_lender(shm: Path, how: str, idle: bool) -> None
 
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 def test_a_wait_for_a_lender_that_is_stopped_ends_in_time(shm: Path, how: str) -> None:
-    made = Ring.create(shm / "ring", GQA, 256, 4, 3)
+    made = LentRing.create(shm / "ring", GQA, 256, 4, 3)
     made.granted = BLOCKS
     one = step(GQA, [0], [4])
     output = torch.zeros(4, 9, 64)
@@ -906,7 +907,7 @@ def test_a_wait_for_a_lender_that_is_stopped_ends_in_time(shm: Path, how: str) -
 @pytest.mark.parametrize("idle", [True, False])
 @pytest.mark.parametrize("how", IMPLEMENTATIONS)
 def test_a_lender_notices_that_its_borrower_died(shm: Path, how: str, idle: bool) -> None:
-    made = Ring.create(shm / "ring", GQA, 256, 4, 3)
+    made = LentRing.create(shm / "ring", GQA, 256, 4, 3)
     made.granted = BLOCKS
     with implemented(how):
         server = AttentionServer()

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
+from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.ring import Closed, Ring
 from tests.unit.platform.lending.ring.test_ring import IMPLEMENTATIONS, implemented, shm, started
 
@@ -80,8 +81,8 @@ class Workload:
         return True
 
 
-def tiny_ring(folder: Path) -> Ring:
-    made = Ring.create(folder / "ring", TINY, REQUESTS, REQUESTS, 1)
+def tiny_ring(folder: Path) -> LentRing:
+    made = LentRing.create(folder / "ring", TINY, REQUESTS, REQUESTS, 1)
     made.granted = REQUESTS
     return made
 
@@ -90,7 +91,7 @@ def tiny_lender(path: Path, how: str, ready: Connection) -> None:
     """Lives as an engine does: some polls, then idle for a while, now and then long."""
     torch.set_num_threads(1)
     with implemented(how):
-        ring, server = Ring.attach(path), AttentionServer()
+        ring, server = LentRing.attach(path), AttentionServer()
     key, value = torch.zeros(LAYERS, REQUESTS, 1, 2 * BLOCK, HEAD).chunk(2, dim=3)
     server.open(ring, [(key[layer], value[layer]) for layer in range(LAYERS)])
     ready.send(None)

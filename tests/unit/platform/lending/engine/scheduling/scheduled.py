@@ -26,7 +26,7 @@ from loomserve.platform.lending.engine.block_partitions import (
     Partitions,
 )
 from loomserve.platform.lending.ring.geometry import Geometry
-from loomserve.platform.lending.ring.ring import Ring
+from loomserve.platform.lending.ring.lent_ring import LentRing
 
 SIZE, HEAD_SIZE = 32, 32
 SPEC = FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=HEAD_SIZE, dtype=torch.float32)
@@ -39,8 +39,8 @@ def config(blocks: int) -> KVCacheConfig:
     )
 
 
-def new_ring(folder: Path, granted: int) -> Ring:
-    ring = Ring.create(folder / "ring", GEOMETRY, 64, 4, 8)
+def new_ring(folder: Path, granted: int) -> LentRing:
+    ring = LentRing.create(folder / "ring", GEOMETRY, 64, 4, 8)
     ring.granted = ring.wanted = granted
     return ring
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -177,3 +178,30 @@ def test_kv_of_a_request_that_moves_is_kept_and_of_one_that_is_lent_is_not_swapp
     borrower.engine.preempt = preempt  # type: ignore[method-assign]
     borrower.hooks.drain(borrower.hooks.loans[1])
     assert kept == [True]
+
+
+def test_whatever_a_lender_writes_its_borrower_schedules_on_in_its_own_memory(
+    borrower: Borrower, tmp_path: Path
+) -> None:
+    values = random.Random(4)
+    kept = borrower.engine.run(3 * SIZE, OWN)
+    usable_most = 0
+    for _ in range(5_000):
+        if not borrower.hooks.loans:
+            borrower.ring = new_ring(tmp_path, granted=len(LENT))
+            borrower.open()
+        theirs = Ring.attach(borrower.ring.path)
+        word = values.randrange(len(theirs.words))
+        theirs.words[word] = values.choice((0, 1, 99, -1, 2**63 - 1, -(2**63), BLOCKS))
+        borrower.hooks.before_schedule()
+        borrower.engine.step_began = time.perf_counter()
+        borrower.hooks.before_update(scheduled_tokens=1)
+        for loan in borrower.hooks.loans.values():
+            assert 0 <= loan.usable <= len(LENT)
+            usable_most = max(usable_most, loan.usable)
+        theirs.close()
+    assert usable_most == len(LENT)
+    assert borrower.engine.running == [kept]
+    assert borrower.engine.preempted == []
+    assert borrower.free_on(OWN) == LENT.start - 1 - 3
+    assert set(borrower.hooks.broken) <= set(Closed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,11 @@ import pytest
 
 from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
 from loomserve.platform.lending.engine.scheduling import lender as module
+from loomserve.platform.lending.engine.scheduling.calls import EngineLoanCalls
 from loomserve.platform.lending.engine.scheduling.lender import LenderHooks, Lent
+from loomserve.platform.lending.messages import LentReport
 from loomserve.platform.lending.policy.layout import Layout
+from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.ring import Closed, Ring
 from loomserve.platform.state.lending_options import LendingOptions
 from tests.unit.platform.lending.engine.scheduling.scheduled import (
@@ -38,12 +42,19 @@ class Lender:
     def open(self) -> Lent:
         blocks, _ = self.hooks.room_for(LAYOUT, LENDABLE)
         self.hooks.prepare(self.call)
-        lent = Lent("one", Ring.attach(self.ring.path), blocks, LAYOUT, len(blocks))
+        lent = Lent("one", LentRing.attach(self.ring.path), blocks, LAYOUT, len(blocks))
         self.hooks.open(lent)
         return lent
 
     def call(self, *given: Any) -> None:
         self.called.append(given)
+
+    def calls(self) -> EngineLoanCalls:
+        borrower: Any = None
+        return EngineLoanCalls(
+            borrower, self.hooks, block_size=SIZE, block_bytes=1, stall_s=1.0,
+            prefix_caching=True, workers=self.call,
+        )  # fmt: skip
 
     @property
     def free(self) -> int:
@@ -120,3 +131,34 @@ def test_an_idle_lender_lends_all_again(lender: Lender) -> None:
     for _ in range(4):
         lender.hooks.on_idle()
     assert lent.held == 8
+
+
+def test_whatever_a_borrower_writes_its_lender_schedules_on(
+    lender: Lender, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "GIVE_BACK_S", 0.0)
+    values = random.Random(3)
+    held_most = 0
+    for at in range(5_000):
+        if not lender.hooks.lent:
+            lender.ring = new_ring(tmp_path, granted=0)
+            lender.open()
+        theirs = Ring.attach(lender.ring.path)
+        word = values.randrange(len(theirs.words))
+        theirs.words[word] = values.choice((0, 1, 99, -1, 2**63 - 1, -(2**63), BLOCKS))
+        if at % 50 == 0:
+            lender.engine.waiting.add_request(lender.engine.request(30 * SIZE))
+        elif at % 50 == 25:
+            lender.engine.waiting.remove_request(next(iter(lender.engine.waiting)))
+        lender.hooks.before_schedule()
+        lender.hooks.after_update(scheduled_tokens=1)
+        for lent in lender.hooks.lent.values():
+            assert lent.ring.granted == lent.held <= LENDABLE
+            held_most = max(held_most, lent.held)
+        for report in lender.calls().lent_state():
+            LentReport.model_validate(report)
+        theirs.close()
+    assert held_most == LENDABLE
+    for lent in list(lender.hooks.lent.values()):
+        lender.hooks.end(lent, lender.call)
+    assert lender.free == BLOCKS - 1
