@@ -60,6 +60,9 @@ class LeaseTable:
             slots.extend(node.slots)
         return Lease(id_, slots[skip:])
 
+    def __contains__(self, lease_id: int) -> bool:
+        return lease_id in self._leased
+
     def release(self, lease_id: int) -> list[int]:
         """Ends the lease, if it has not ended yet.
 

@@ -135,6 +135,10 @@ class Index:
         tree = self._namespaces[namespace].tree
         return self._leases.lock(tree, keys, blocks, skip, now + ttl)
 
+    def has_lease(self, lease_id: int) -> bool:
+        """Whether the lease has not ended yet."""
+        return lease_id in self._leases
+
     def release(self, lease_id: int) -> list[int]:
         """Ends the lease, if it has not ended yet.
 

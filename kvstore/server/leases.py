@@ -3,33 +3,45 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Iterable
 
 from loomserve.kvstore.index.holds import Lease
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.storage.arena import ArenaOwner
 
+ID_BITS = 63
+MOST_LEASES = 2**14
+"""Of all engines; each has a few for a request that it starts."""
+
 
 class Leases:
-    """The index's leases under ids that begin at ``epoch``, which differs from store to store.
+    """The index's leases under random ids, so that only who was given one can end it.
 
-    So an engine that outlives a store cannot end a lease of the next one. Id 0 is no lease.
+    Nor can an engine that outlives a store end a lease of the next one. Id 0 is no lease.
     """
 
-    def __init__(self, index: Index, arena: ArenaOwner, epoch: int) -> None:
+    def __init__(self, index: Index, arena: ArenaOwner) -> None:
         self._index = index
         self._arena = arena
-        self._epoch = epoch
+        # The index's id, by the random one.
+        self._ids: dict[int, int] = {}
 
     def give(
         self, namespace: bytes, keys: bytes, blocks: int, skip: int, now: float, ttl: float
     ) -> Lease | None:
         """Lease the first ``blocks`` blocks of ``keys``, and return the slots from ``skip`` on.
 
-        None if not all of them are in memory.
+        None if not all of them are in memory, or if there are too many leases.
         """
+        if len(self._ids) >= MOST_LEASES and ttl < math.inf:
+            return None
         lease = self._index.lease(namespace, keys, blocks, skip, now, ttl)
-        return None if lease is None else lease._replace(id=self._epoch + lease.id)
+        if lease is None:
+            return None
+        id_ = 1 + secrets.randbits(ID_BITS - 1)
+        self._ids[id_] = lease.id
+        return lease._replace(id=id_)
 
     def hold(self, namespace: bytes, keys: bytes, blocks: int, now: float) -> int:
         """Lease the first ``blocks`` blocks, which are in memory, until :meth:`release`."""
@@ -42,8 +54,11 @@ class Leases:
     def release(self, leases: Iterable[int]) -> None:
         """End the leases that have not ended yet, and free what was removed meanwhile."""
         for lease in leases:
-            self._arena.free(self._index.release(lease - self._epoch))
+            if (own := self._ids.pop(lease, None)) is not None:
+                self._arena.free(self._index.release(own))
 
     def expire(self, now: float) -> None:
         """End the leases whose time has come, as :meth:`release` does."""
         self._arena.free(self._index.expire(now))
+        has_lease = self._index.has_lease
+        self._ids = {id_: own for id_, own in self._ids.items() if has_lease(own)}

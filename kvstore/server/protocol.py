@@ -21,11 +21,15 @@ HANDED_OVER = "loomserve_handed_over"
 NAMESPACE_BYTES = 16
 WRITE_S = 60.0
 """Seconds after which a writer counts as dead, and its slots are given to others."""
+MOST_MESSAGE_BYTES = 2**22
+"""Of a request: the keys of a context of four million tokens, in blocks of sixteen."""
 _LONGEST_LEASE_S = 3600
 
 Namespace = Annotated[bytes, Meta(min_length=NAMESPACE_BYTES, max_length=NAMESPACE_BYTES)]
 Count = Annotated[int, Meta(ge=0, lt=2**32)]
 Size = Annotated[int, Meta(ge=1, lt=2**40)]
+ModelName = Annotated[str, Meta(max_length=512)]
+Seconds = Annotated[float, Meta(ge=0, le=1e6)]
 LeaseSeconds = Annotated[float, Meta(gt=0, le=_LONGEST_LEASE_S)]
 
 
@@ -67,7 +71,7 @@ class Reserve(msgspec.Struct, tag=True, frozen=True):
 
     namespace: Namespace
     keys: bytes
-    model: str
+    model: ModelName
     layers: Size
     layer_bytes: Size
 
@@ -88,7 +92,7 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
     """
 
     writer: int
-    recompute_s: float
+    recompute_s: Seconds
     keep_s: Annotated[float, Meta(ge=0, le=_LONGEST_LEASE_S)] = 0.0
 
 
@@ -125,7 +129,7 @@ class Pin(msgspec.Struct, tag=True, frozen=True):
 class Flush(msgspec.Struct, tag=True, frozen=True):
     """Forgets all blocks of a model, or of all models (empty name), but leased or pinned ones."""
 
-    model: str
+    model: ModelName
 
 
 class Inspect(msgspec.Struct, tag=True, frozen=True):

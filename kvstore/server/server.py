@@ -9,7 +9,7 @@ import time
 import msgspec
 import zmq
 
-from loomserve.kvstore.server.protocol import Refused, Reply, Request
+from loomserve.kvstore.server.protocol import MOST_MESSAGE_BYTES, Refused, Reply, Request
 from loomserve.kvstore.server.store import BlockStore
 
 _logger = logging.getLogger(__name__)
@@ -17,6 +17,8 @@ _logger = logging.getLogger(__name__)
 _IDLE_MS = 100
 # Threads that finish do not wake the socket, so waits are shorter while they work.
 _BUSY_MS = 2
+# Messages that wait for the store, or for a client: each has one request at a time.
+_MOST_WAITING = 8
 
 
 class StoreServer:
@@ -26,6 +28,10 @@ class StoreServer:
         self._store = store
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        # A client that sends more is cut off; one that reads nothing loses answers.
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MOST_MESSAGE_BYTES)
+        self._socket.setsockopt(zmq.RCVHWM, _MOST_WAITING)
+        self._socket.setsockopt(zmq.SNDHWM, _MOST_WAITING)
         self._socket.bind(address)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(Request)
@@ -66,9 +72,12 @@ class StoreServer:
     def _answer(self, message: bytes) -> bytes:
         reply: Reply
         try:
-            reply = self._store.answer(self._decoder.decode(message), time.monotonic())
-        except msgspec.DecodeError as error:
-            reply = Refused(f"not a request: {error}")
+            request = self._decoder.decode(message)
+        # Text that is no UTF-8, and arrays in arrays without end, are not DecodeErrors.
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            return self._encoder.encode(Refused(f"not a request: {error}"))
+        try:
+            reply = self._store.answer(request, time.monotonic())
         except Exception:
             _logger.exception("a request of an engine failed")
             reply = Refused("the KV store failed; its log says why")

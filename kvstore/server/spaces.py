@@ -15,6 +15,8 @@ from loomserve.kvstore.storage.checksum import BlockLayout, seal, unseal
 
 _logger = logging.getLogger(__name__)
 
+# Each model has one a rank and version of what it is computed with.
+_MOST_SPACES = 1024
 # An extent has its slots' headers too.
 _HEADERS_BYTES = 4096
 
@@ -85,6 +87,11 @@ class Spaces:
             return (
                 f"a KV block of model {space.model!r} has {space.layout.block_bytes} bytes, more "
                 f"than the {self._extent_bytes} of an extent: give the store more memory"
+            )
+        if known is None and len(self._spaces) >= _MOST_SPACES:
+            return (
+                f"{_MOST_SPACES} kinds of blocks are known, and there may be no more: stop the "
+                f"store and remove {self._file}, with which it forgets its blocks"
             )
         if known is None:
             self._index.add_namespace(namespace, space.layout.block_bytes)

@@ -8,7 +8,6 @@ to and from SSD run in threads, and :meth:`BlockStore.tick` takes in what they f
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
@@ -47,6 +46,8 @@ from loomserve.kvstore.storage.arena import ArenaOwner
 from loomserve.kvstore.storage.checksum import BlockLayout, seed
 from loomserve.kvstore.storage.ssd import SsdTier
 
+_MOST_PINS = 4096
+
 
 class BlockStore:
     """Index, arena and SSD tier of a node, kept in step for one thread.
@@ -70,11 +71,9 @@ class BlockStore:
         self._arena = arena
         self._index = index
         self._ssd = ssd
-        # An engine that outlives a store must not name another's lease or writer to the next one.
-        epoch = secrets.randbits(61)
         self._spaces = Spaces(spaces_file, index, arena.extent_bytes)
-        self._leases = Leases(index, arena, epoch)
-        self._writers = Writers(epoch)
+        self._leases = Leases(index, arena)
+        self._writers = Writers()
         self._allocator = Allocator(arena, index, self._spaces, quotas, self._leases)
         self._promotions: Promotions | None = None
         self._write_behind: WriteBehind | None = None
@@ -150,6 +149,9 @@ class BlockStore:
             lease = self._leases.give(
                 namespace, keys, match.in_memory, request.skip, now, request.lease_s
             )
+            if lease is None:
+                # Blocks that nobody keeps there are of no use to the engine.
+                return Found(0, 0, 0, b"", 0.0)
         ready_s = 0.0
         if request.promote and self._promotions and match.resident > match.in_memory:
             resident = keys[: match.resident * KEY_BYTES]
@@ -240,6 +242,8 @@ class BlockStore:
         if pinned and pinned not in self._pins.values():
             self._index.unpin(request.namespace, pinned, len(pinned) // KEY_BYTES)
         blocks = self._index.match(request.namespace, request.keys).in_memory
+        if request.pinned and len(self._pins) >= _MOST_PINS:
+            return Refused(f"{_MOST_PINS} chains are pinned: unpin some")
         if request.pinned and blocks:
             self._index.pin(request.namespace, request.keys, blocks)
             self._pins[chain] = request.keys[: blocks * KEY_BYTES]

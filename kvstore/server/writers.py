@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import count
 
 from loomserve.kvstore.index.radix import KEY_BYTES, key_at
 from loomserve.kvstore.server.allocator import Reservation
+from loomserve.kvstore.server.leases import ID_BITS
 from loomserve.kvstore.server.protocol import WRITE_S
 
 
@@ -18,14 +19,13 @@ class _Write:
 
 
 class Writers:
-    """Writes under way, by ids that begin after ``epoch``, which differs from store to store.
+    """Writes under way, by random ids, so that only who was given one can end it.
 
-    So an engine that outlives a store cannot end a write of the next one.
+    Nor can an engine that outlives a store end a write of the next one.
     """
 
-    def __init__(self, epoch: int) -> None:
+    def __init__(self) -> None:
         self._writes: dict[int, _Write] = {}
-        self._ids = count(epoch + 1)
         self._being_written: dict[bytes, set[bytes]] = defaultdict(set)
 
     def __len__(self) -> int:
@@ -33,7 +33,7 @@ class Writers:
 
     def begin(self, reservation: Reservation, now: float) -> int:
         """Give the reserved slots to a writer, for ``WRITE_S`` seconds; returns its id."""
-        writer = next(self._ids)
+        writer = 1 + secrets.randbits(ID_BITS - 1)
         self._writes[writer] = _Write(reservation, now + WRITE_S)
         self._being_written[reservation.namespace].update(reservation.block_keys())
         return writer

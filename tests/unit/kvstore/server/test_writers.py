@@ -19,7 +19,7 @@ def reserved(first: int, blocks: int, namespace: bytes = ONE) -> Reservation:
 
 @pytest.fixture
 def writers() -> Writers:
-    return Writers(epoch=1000)
+    return Writers()
 
 
 def test_a_block_is_being_written_until_its_writer_ends(writers: Writers) -> None:
@@ -33,7 +33,7 @@ def test_a_block_is_being_written_until_its_writer_ends(writers: Writers) -> Non
 
 
 def test_a_writer_of_an_earlier_store_is_nobody(writers: Writers) -> None:
-    earlier = Writers(epoch=0).begin(reserved(0, 1), 0.0)
+    earlier = Writers().begin(reserved(0, 1), 0.0)
     writers.begin(reserved(0, 1), 0.0)
     assert writers.end(earlier) is None
     assert len(writers) == 1
