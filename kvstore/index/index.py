@@ -79,7 +79,7 @@ class Index:
         self._policy = policy
         self._floor = 0.0
         self._namespaces: dict[bytes, _Namespace] = {}
-        self._leases = LeaseTable()
+        self.leases = LeaseTable()
 
     def add_namespace(self, namespace: bytes, block_bytes: int) -> None:
         """Adds a namespace with blocks of ``block_bytes`` bytes; adding it again changes nothing.
@@ -133,11 +133,7 @@ class Index:
             ValueError: not ``0 <= skip < blocks``.
         """
         tree = self._namespaces[namespace].tree
-        return self._leases.lock(tree, keys, blocks, skip, now + ttl)
-
-    def has_lease(self, lease_id: int) -> bool:
-        """Whether the lease has not ended yet."""
-        return lease_id in self._leases
+        return self.leases.lock(tree, keys, blocks, skip, now + ttl)
 
     def release(self, lease_id: int) -> list[int]:
         """Ends the lease, if it has not ended yet.
@@ -145,11 +141,11 @@ class Index:
         Returns:
             Slots that became free, of blocks that were removed meanwhile.
         """
-        return self._leases.release(lease_id)
+        return self.leases.release(lease_id)
 
     def expire(self, now: float) -> list[int]:
         """Releases the leases whose time has come."""
-        return self._leases.expire(now)
+        return self.leases.expire(now)
 
     def insert(
         self,
@@ -293,7 +289,7 @@ class Index:
         return Stats(
             in_memory=known.tree.in_memory,
             on_ssd=len(known.tree.by_location),
-            leases=self._leases.count_of(known.tree),
+            leases=self.leases.count_of(known.tree),
             hits=known.hits,
             misses=known.misses,
             evictions=known.evictions,
@@ -301,7 +297,7 @@ class Index:
 
     def check(self) -> None:
         """Raises ``AssertionError`` if an invariant is broken; for tests, since it visits all."""
-        lasts = list(self._leases.lasts())
+        lasts = list(self.leases.lasts())
         for known in self._namespaces.values():
             lasts.extend(known.pins.lasts())
         locks = Counter(node for last in lasts for node in last.path())

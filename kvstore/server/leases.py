@@ -60,5 +60,5 @@ class Leases:
     def expire(self, now: float) -> None:
         """End the leases whose time has come, as :meth:`release` does."""
         self._arena.free(self._index.expire(now))
-        has_lease = self._index.has_lease
-        self._ids = {id_: own for id_, own in self._ids.items() if has_lease(own)}
+        there = self._index.leases
+        self._ids = {id_: own for id_, own in self._ids.items() if own in there}

@@ -313,7 +313,7 @@ class Home:
 
     def nodes(self) -> set[RadixNode]:
         """Of the trees, and what leases keep of removed ones."""
-        nodes = {node for last in self.index._leases.lasts() for node in last.path()}
+        nodes = {node for last in self.index.leases.lasts() for node in last.path()}
         for known in self.index._namespaces.values():
             nodes.update(known.tree.nodes())
         return nodes
