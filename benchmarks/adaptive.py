@@ -318,7 +318,7 @@ class Engine:
                 if length.predicted is not None:
                     asked[EXPECTED] = [length.predicted.tokens, length.predicted.high]
                 if load.deadline_s is not None and len(sent) % 2 == 0:
-                    asked[DEADLINE] = time.time() + load.deadline_s
+                    asked[DEADLINE] = time.monotonic() + load.deadline_s
                 sent[self._send(ids, setting.max_output, asked)] = begin + at_s
             finished |= {one.request_id: one for one in self._engine.step() if one.finished}
         seconds = time.monotonic() - begin

@@ -229,7 +229,7 @@ class Engine:
         while waiting or open_:
             while waiting and waiting[0].at_s <= time.monotonic() - begin:
                 one = waiting.popleft()
-                open_[self._send(one, wall, lengths, source)] = one, []
+                open_[self._send(one, begin, wall, lengths, source)] = one, []
             if not open_:
                 time.sleep(max(0.0, waiting[0].at_s - (time.monotonic() - begin)))
                 continue
@@ -251,14 +251,15 @@ class Engine:
             preemptions=self._preemptions() - before,
         )
 
-    def _send(self, one: Timed, wall: float, lengths: str, source: random.Random) -> str:
+    def _send(
+        self, one: Timed, begin: float, wall: float, lengths: str, source: random.Random
+    ) -> str:
         from vllm import SamplingParams
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         self._names += 1
-        arrived = wall + one.at_s
-        extra: dict[str, Any] = {DEADLINE: arrived + one.deadline_s}
+        extra: dict[str, Any] = {DEADLINE: begin + one.at_s + one.deadline_s}
         if (known := one.job.known(lengths)) is not None:
             extra[EXPECTED] = [known.tokens, known.high]
         self._engine.add_request(
@@ -274,7 +275,7 @@ class Engine:
                 output_kind=RequestOutputKind.DELTA,
                 extra_args=extra,
             ),
-            arrival_time=arrived,
+            arrival_time=wall + one.at_s,
         )
         return str(self._names)
 

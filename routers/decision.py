@@ -22,7 +22,7 @@ def candidates(
     Prefill replicas take clients' requests only if no other replica can.
 
     A report counts in full until it is ``stale_after_s`` old (the ledger keeps it current until
-    then) and not at all afterwards. ``now`` is Unix time in seconds.
+    then) and not at all afterwards. ``now`` is in monotonic seconds.
     """
     willing = [
         _forget_stale_load(replica, now, stale_after_s)

@@ -43,15 +43,15 @@ class Booking:
 
 @dataclass
 class _Record:
-    # Parallel lists: at[i] (Unix seconds, ascending) is when the replica's open requests became
-    # were[i], which holds until at[i + 1]. The first entry also answers for all earlier times.
+    # Parallel lists: at[i] (monotonic seconds, ascending) is when the replica's open requests
+    # became were[i], which holds until at[i + 1]. The first entry answers for earlier times, too.
     at: list[float] = field(default_factory=lambda: [0.0])
     were: list[Assigned] = field(default_factory=lambda: [NOTHING])
 
     def change(self, requests: int, tokens: int, now: float, retain_s: float) -> None:
         last = self.were[-1]
         self.were.append(Assigned(last.requests + requests, last.tokens + tokens))
-        self.at.append(max(now, self.at[-1]))  # the wall clock may step back
+        self.at.append(max(now, self.at[-1]))  # threads come here in another order
         expired = max(0, bisect_right(self.at, now - retain_s) - 1)
         del self.at[:expired], self.were[:expired]
 
@@ -60,7 +60,7 @@ class InFlight:
     """Thread-safe ledger of open requests by replica.
 
     A replica without open requests is forgotten ``retain_s`` seconds after its last
-    change. Times are Unix seconds, the clock of load reports.
+    change. Times are monotonic seconds, the clock of load reports.
     """
 
     def __init__(self, retain_s: float = 60.0) -> None:

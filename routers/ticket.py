@@ -53,7 +53,7 @@ class RoutingTicket:
     def book(self, replica: Replica) -> None:
         """Raise the replica's load by the request's estimate."""
         self.replica = replica
-        self.ledger.started(self._booking, replica.id, self.tokens, time.time())
+        self.ledger.started(self._booking, replica.id, self.tokens, time.monotonic())
 
     def __enter__(self) -> Self:
         return self
@@ -64,4 +64,4 @@ class RoutingTicket:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.ledger.finished(self._booking, time.time())
+        self.ledger.finished(self._booking, time.monotonic())

@@ -211,7 +211,7 @@ class Controller:
         models = self._fleet.views.routes(time.monotonic())
         if models != self._routes.models:
             async with self._changed:
-                self._routes = Routes(version=time.time_ns(), models=models)
+                self._routes = Routes(version=time.monotonic_ns(), models=models)
                 self._changed.notify_all()
 
     def _state(self) -> PlatformState:

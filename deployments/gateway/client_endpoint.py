@@ -86,7 +86,7 @@ class ClientEndpoint:
         slo_ms: float | None = state.get("slo_ms")
         deadline = predicted = expected = None
         if request.takes_hints:
-            deadline = time.time() + slo_ms / 1000 if slo_ms is not None else None
+            deadline = time.monotonic() + slo_ms / 1000 if slo_ms is not None else None
             predicted = await self._lengths.predict(route.name, request.fields)
             expected = predicted.expected if predicted else None
         if key is not None and key.name in self._isolated_tenants:

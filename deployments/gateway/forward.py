@@ -232,7 +232,7 @@ class Forwarder:
         replica, expected = ticket.replica, request.expected_tokens
         if request.refuse_after is None or expected is None or replica is None:
             return
-        within_s = request.refuse_after - time.time()
+        within_s = request.refuse_after - time.monotonic()
         predicted = finish(replica, ticket.prompt_tokens, expected)
         if predicted is None or predicted.total_s <= within_s:
             return

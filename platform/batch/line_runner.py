@@ -66,7 +66,7 @@ class LineRunner:
         self._estimations: dict[tuple[str, str], asyncio.Task[None]] = {}
         self._clock = clock
         # That of engines' load reports.
-        self._load_clock = time.time
+        self._load_clock = time.monotonic
         self._dispatcher = Dispatcher(concurrency)
         self._answers: list[_Ended] = []
         self._wake = asyncio.Event()

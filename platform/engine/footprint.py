@@ -29,7 +29,7 @@ class Footprint:
             on_cpu: whether its device's memory is that of processes.
         """
         self.state: FootprintState | None = None
-        self._facts: dict[str, Any] = {**facts, "start_s": start_s, "ready_at": time.time()}
+        self._facts: dict[str, Any] = {**facts, "start_s": start_s, "ready_at": time.monotonic()}
         self._on_cpu = on_cpu
 
     async def keep(self) -> None:
@@ -37,7 +37,7 @@ class Footprint:
         while True:
             size = await asyncio.to_thread(own_bytes, psutil.Process()) if self._on_cpu else None
             self.state = FootprintState(
-                **self._facts, memory_bytes=size, memory_measured_at=time.time()
+                **self._facts, memory_bytes=size, memory_measured_at=time.monotonic()
             )
             await asyncio.sleep(_PERIOD_S)
 

@@ -29,8 +29,8 @@ _LONGEST_STEP_S = 5.0
 class LoadMeter:
     """The latest load of one engine; ``read`` may be called at any time, from the same loop."""
 
-    def __init__(self, wall_clock: Callable[[], float] = time.time) -> None:
-        self._wall_clock = wall_clock
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self._running = 0
         self._waiting = 0
         self._kv_cache_usage = 0.0
@@ -89,7 +89,7 @@ class LoadMeter:
             waiting=self._waiting,
             kv_cache_usage=self._kv_cache_usage,
             step_time_s=self._step_time_s,
-            oldest_waiting_s=turnaround.oldest_waiting_s(time.monotonic()),
+            oldest_waiting_s=turnaround.oldest_waiting_s(self._clock()),
             weighted_turnaround=turnaround.mean_weighted_turnaround,
             pace=self._served.pace,
             scheduling=SchedulingState.model_validate(scheduling) if scheduling else None,
@@ -99,7 +99,7 @@ class LoadMeter:
                 linear_s=self._work.linear_s,
                 tokens=self._work.tokens,
             ),
-            measured_at=self._wall_clock(),
+            measured_at=self._clock(),
         )
 
     def stat_logger(self, vllm_config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:

@@ -114,7 +114,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
 
     def _schedule(self, throttle_prefills: bool) -> SchedulerOutput:
         begin = time.perf_counter()
-        now = time.time()
+        now = time.monotonic()
         self._put_in_order(now)
         if self._make_way():
             self._put_in_order(now)
@@ -157,7 +157,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
 
     def add_request(self, request: Request) -> None:
         super().add_request(request)
-        self.order.on_arrival()
+        self.order.on_arrival(request)
 
     def _put_in_order(self, now: float) -> None:
         self.order.sort_running(self.running, now)
@@ -234,7 +234,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         self.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def sort_running(self) -> None:
-        self.order.sort_running(self.running, time.time())
+        self.order.sort_running(self.running, time.monotonic())
 
     def most_blocks(self, request: Request) -> int:
         return self.admission.most_blocks(request)

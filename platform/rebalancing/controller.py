@@ -41,7 +41,7 @@ from loomserve.platform.rebalancing.tally import Tally
 class Rebalancer:
     """Makes plans and carries them out, one at a time; only what is saved counts.
 
-    Times are Unix seconds of the caller's clock, which may go back a little, and no more.
+    Times are Unix seconds of the caller's clock, which takes no steps while it lives.
     """
 
     def __init__(
@@ -94,7 +94,11 @@ class Rebalancer:
         # An operator's switch holds until the configuration itself is changed.
         if kept is not None:
             changed = kept.configured != configured
-            update = {"mode": configured, "configured": configured} if changed else {}
+            update: dict[str, object] = (
+                {"mode": configured, "configured": configured} if changed else {}
+            )
+            # The time of day may have been set back since an earlier controller noted it.
+            update["changed_at_s"] = min(kept.changed_at_s, self._clock())
             self._kept = kept.model_copy(update=update)
         self._problem = None
         return True

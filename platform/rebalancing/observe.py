@@ -1,6 +1,7 @@
 """Makes the snapshot that rebalancing decides on, of heartbeats and the devices' profile.
 
-All times are Unix seconds, for what is measured outlives the controller that looks at it.
+Its times are Unix seconds, for plans outlive the controller that makes them. Replicas report theirs
+in monotonic seconds, since the time of day may step between two heartbeats.
 """
 
 from __future__ import annotations
@@ -71,6 +72,7 @@ def sums_of(report: Heartbeat) -> tuple[float, dict[str, float]] | None:
 
 def measured_snapshot(
     at_s: float,
+    monotonic_s: float,
     changed_at_s: float,
     devices: Sequence[ConfiguredDevice],
     targets: Mapping[str, int],
@@ -81,7 +83,8 @@ def measured_snapshot(
 ) -> Measured:
     """
     Args:
-        at_s: Now.
+        at_s: Now, in Unix seconds.
+        monotonic_s: Now, by the clock of reports.
         changed_at_s: When the last action ended.
         devices: The configuration's devices.
         targets: Number of replicas that there should be of each model.
@@ -93,7 +96,7 @@ def measured_snapshot(
     missing = list(_not_profiled(devices, profile))
     whole = []
     for record in records:
-        complete = _complete(record, rates)
+        complete = _complete(record, rates, at_s - monotonic_s)
         if complete is None:
             missing.append(Flaw(Unfit.PARTIAL, record.heartbeat.replica_id))
         else:
@@ -126,15 +129,19 @@ def _not_profiled(
             yield Flaw(Unfit.PARTIAL, f"{device.name} in {PROFILE}")
 
 
-def _complete(record: EngineRecord, rates: Rates) -> _Complete | None:
+def _complete(record: EngineRecord, rates: Rates, later_s: float) -> _Complete | None:
+    """None if it lacks something; ``later_s``: Unix time less that of reports."""
     report = record.heartbeat
     load, footprint = report.stats.load, report.footprint
     grown = rates.of(report.replica_id)
     if load is None or load.work is None or footprint is None or grown is None:
         return None
-    if footprint.memory_bytes is None:
+    if (memory_bytes := footprint.memory_bytes) is None:
         return None
-    return _Complete(record, load, footprint, footprint.memory_bytes, grown)
+    load = load.model_copy(update={"measured_at": load.measured_at + later_s})
+    memory_at = footprint.memory_measured_at + later_s
+    footprint = footprint.model_copy(update={"memory_measured_at": memory_at})
+    return _Complete(record, load, footprint, memory_bytes, grown)
 
 
 def _shares(report: Heartbeat) -> dict[str, float]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from loomserve.platform.base.clock import steady_unix_clock
 from loomserve.platform.base.errors import ConfigError, NotFound
 from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config
@@ -59,6 +60,7 @@ class RebalancingRunner:
         self, config: Config, base: Path, fleet: Fleet, set_role: SetRoleOf, scale: Scale
     ) -> None:
         options = config.rebalancing
+        self._clock = steady_unix_clock()
         self._fleet, self._devices = fleet, config.devices
         self._rates = Rates(_window_s(options))
         written = options.profile
@@ -76,7 +78,7 @@ class RebalancingRunner:
             PlanStore(plans_folder(config, base)),
             self._observe,
             self._actuators,
-            time.time,
+            self._clock,
         )
 
     def observe(self, heartbeat: Heartbeat) -> None:
@@ -140,10 +142,12 @@ class RebalancingRunner:
         return await self._rebalancer.abort(plan_id)
 
     def _observe(self, changed_at_s: float) -> Measured:
-        records = self._fleet.engine_records(time.monotonic())
+        at_s, monotonic_s = self._clock(), time.monotonic()
+        records = self._fleet.engine_records(monotonic_s)
         self._rates.keep(each.heartbeat.replica_id for each in records)
         return measured_snapshot(
-            time.time(),
+            at_s,
+            monotonic_s,
             changed_at_s,
             self._devices,
             self._fleet.registry.targets(),

@@ -53,9 +53,9 @@ class FootprintState(StateModel):
     memory_bytes: int | None = Field(
         description="Its processes' own memory, KV included; None on a GPU, where nobody measures."
     )
-    memory_measured_at: float = Field(description="Unix time, seconds.")
+    memory_measured_at: float = Field(description="Monotonic seconds of the machine.")
     start_s: float = Field(description="Seconds from the start of the replica until it served.")
-    ready_at: float = Field(description="Unix time at which it served, seconds.")
+    ready_at: float = Field(description="When it served, in monotonic seconds of the machine.")
 
 
 class ReplicaLoad(StateModel):
@@ -77,4 +77,6 @@ class ReplicaLoad(StateModel):
         None, description="None for an engine without the KV store."
     )
     work: WorkState | None = Field(None, description="None for an engine that counts none.")
-    measured_at: float = Field(description="Unix time of the measurement, seconds.")
+    measured_at: float = Field(
+        description="When it was measured, in monotonic seconds of the machine."
+    )

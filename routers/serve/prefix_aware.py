@@ -63,7 +63,7 @@ class PrefixAwareRouter(PrefixCacheAffinityRouter):  # type: ignore[misc]
         if text:
             # Not awaited: one caller's calls to an actor run in order, so the next request sees it.
             chosen = answer[0][0].replica_id.to_full_id_str()
-            self._tree_actor.insert.remote(text, chosen, time.time())
+            self._tree_actor.insert.remote(text, chosen, time.monotonic())
         return answer
 
     def on_request_routed(self, *_: Any) -> None:

@@ -96,7 +96,7 @@ def eligible_replicas(
         ],
         exclude=ticket.exclude,
         pinned_to=ticket.pinned_to,
-        now=time.time(),
+        now=time.monotonic(),
         stale_after_s=stale_after_s,
     )
 

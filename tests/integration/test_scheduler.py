@@ -312,7 +312,7 @@ def test_a_deadline_that_nears_is_served_first_and_can_be_ignored(
         for at, prompt in enumerate(prompts(34, 18)):
             engine.add(f"plain-{at}", prompt[:20] * 2, max_tokens=30)
         text = prompts(35, 1)[0][:20] * 10
-        soon = {DEADLINE: time.time() + 60}
+        soon = {DEADLINE: time.monotonic() + 60}
         engine.add("urgent", text, max_tokens=30, extra_args=soon)
         return list(engine.finish()).index("urgent")
 
@@ -364,7 +364,7 @@ def test_of_two_deadlines_the_one_with_the_longer_predicted_answer_is_served_fir
     def order(**lengths: int) -> list[str]:
         engine.begin(ADAPTIVE.model_copy(update={"queue": "deadline"}))
         for name, deadline_s in (("early", 1000.0), ("late", 1001.0)):
-            extra: dict[str, Any] = {DEADLINE: time.time() + deadline_s}
+            extra: dict[str, Any] = {DEADLINE: time.monotonic() + deadline_s}
             if lengths:
                 extra[EXPECTED] = [lengths[name]] * 2
             engine.add(name, prompts(41, 1)[0][:10], max_tokens=900, extra_args=extra)

@@ -100,7 +100,7 @@ def recording(kind: type[Any]) -> type[Any]:
         recorded: Recorded
 
         def schedule(self, throttle_prefills: bool = False) -> Any:
-            self.now, self.left = time.time(), dict[str, PreemptionMode]()
+            self.now, self.left = time.monotonic(), dict[str, PreemptionMode]()
             scheduled = super().schedule(throttle_prefills)
             computed = {one.req_id: one.num_computed_tokens for one in scheduled.scheduled_new_reqs}
             cached = scheduled.scheduled_cached_reqs
@@ -122,11 +122,14 @@ def recording(kind: type[Any]) -> type[Any]:
         def mode_of(self, request: Any) -> PreemptionMode:
             return PreemptionMode.RECOMPUTE
 
+        def arrived_s(self, request: Any) -> float:
+            return float(time.monotonic() - (time.time() - request.arrival_time))
+
         def _free_request(self, request: Any, *args: Any, **kwargs: Any) -> Any:
             self.recorded.requests.append(
                 SimulatedRequest(
                     name=request.request_id,
-                    arrived_s=request.arrival_time,
+                    arrived_s=self.arrived_s(request),
                     prompt_tokens=request.num_prompt_tokens,
                     output_tokens=request.num_output_tokens,
                     max_tokens=request.max_tokens,
@@ -168,6 +171,9 @@ def recording_ours() -> type[Any]:
             swapped = request.request_id in self.swap
             return PreemptionMode.SWAP if swapped else PreemptionMode.RECOMPUTE
 
+        def arrived_s(self, request: Any) -> float:
+            return float(self.order.seen(request).arrived_s)
+
     return RecordingOurs
 
 
@@ -202,14 +208,14 @@ def serve(
     )
     engine = llm.llm_engine
     source = random.Random(7)
-    begin = time.time()
+    begin = time.monotonic()
     sent = 0
     while sent < REQUESTS or engine.has_unfinished_requests():
-        while sent < min(REQUESTS, (time.time() - begin) / EVERY_S):
+        while sent < min(REQUESTS, (time.monotonic() - begin) / EVERY_S):
             prompt = [source.randrange(1000, 40000) for _ in range(source.randint(4, 100))]
             extra: dict[str, Any] = {}
             if sent % 3 == 0:
-                extra[DEADLINE] = time.time() + source.uniform(0.5, 10)
+                extra[DEADLINE] = time.monotonic() + source.uniform(0.5, 10)
             if predicted and sent % 4:
                 tokens = source.uniform(1, 30)
                 extra[EXPECTED] = [tokens, tokens + source.uniform(0, 20)]

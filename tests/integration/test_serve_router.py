@@ -39,7 +39,7 @@ class Echo:
         if mine not in reports:
             return {}
         stats: dict[str, Any] = reports[mine]
-        return stats | {"load": stats["load"] | {"measured_at": time.time()}}
+        return stats | {"load": stats["load"] | {"measured_at": time.monotonic()}}
 
     def __call__(self, word: str) -> str:
         return word

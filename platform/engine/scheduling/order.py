@@ -20,6 +20,8 @@ from loomserve.platform.scheduling.policy.queue import QUEUES, QueuedRequest
 # Per step, sort only the first so many waiting requests and new arrivals; sort the whole queue so
 # seldom that it takes this share of the time.
 _HEAD, _ORDERING_SHARE = 32, 0.001
+# Nothing is on its way from the front end for so long, unless the time of day has stepped.
+_LONGEST_WAY_S = 10.0
 # By what share the mean step must change until predictions made with it are made anew.
 _CHANGED = 0.1
 
@@ -44,6 +46,7 @@ class QueueOrder:
         self._queued: dict[str, tuple[int, int, QueuedRequest]] = {}
         self._hints: dict[str, RequestHints] = {}
         self._token_s = 0.0
+        self._arrived: dict[str, float] = {}
         self._newcomers = 0
         self._sort_all_at = -math.inf
 
@@ -55,13 +58,15 @@ class QueueOrder:
         # Some were looked at without their deadlines.
         self._queued.clear()
 
-    def on_arrival(self) -> None:
+    def on_arrival(self, request: Request) -> None:
         """Note that a request was added to the end of the waiting queue."""
         self._newcomers += 1
+        self._arrived.setdefault(request.request_id, _arrived_s(request))
 
     def forget(self, request: Request) -> None:
         self._queued.pop(request.request_id, None)
         self._hints.pop(request.request_id, None)
+        self._arrived.pop(request.request_id, None)
 
     def on_step(self, mean_step_s: float) -> None:
         """Learn the mean step, in which each running request generates a token."""
@@ -98,7 +103,7 @@ class QueueOrder:
         # What is swapped out comes back first, or swap space would stay full behind newer ones.
         later = self._foresees and request.request_id not in self._swap
         priority = self._priority(seen, now)
-        return seen.background, later, -priority, request.arrival_time, request.request_id
+        return seen.background, later, -priority, seen.arrived_s, request.request_id
 
     def priority(self, request: Request, now: float) -> float:
         return self._priority(self.seen(request), now)
@@ -133,7 +138,7 @@ class QueueOrder:
             answer = expected.answer(request.num_output_tokens, answer)
             tokens = request.num_prompt_tokens + answer
         return QueuedRequest(
-            arrived_s=request.arrival_time,
+            arrived_s=self._arrived.setdefault(request.request_id, _arrived_s(request)),
             tokens=tokens,
             left=request.num_prompt_tokens + answer - done,
             left_s=0.0 if expected is None else self._left_s(request, done, answer),
@@ -149,3 +154,9 @@ class QueueOrder:
         prefill_s = self._costs.prefill_s(to_compute) if to_compute > 1 else 0.0
         to_generate: int = answer - request.num_output_tokens
         return prefill_s + to_generate * self._token_s
+
+
+def _arrived_s(request: Request) -> float:
+    """When the request came, in monotonic seconds; vLLM's front end notes the time of day."""
+    under_way_s: float = time.time() - request.arrival_time
+    return time.monotonic() - min(max(under_way_s, 0.0), _LONGEST_WAY_S)

@@ -9,7 +9,8 @@ from typing import Any
 DEADLINE = "loomserve_deadline"
 """Key of the deadline in vLLM's ``vllm_xargs`` and ``SamplingParams.extra_args``.
 
-It is Unix time in seconds, for it crosses processes."""
+It is in seconds of CLOCK_MONOTONIC, which is one for all processes of a machine and takes no steps.
+"""
 
 
 def deadline_of(extra_args: Mapping[str, Any] | None) -> float | None:

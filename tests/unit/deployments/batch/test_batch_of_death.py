@@ -83,7 +83,7 @@ class Platform:
             await living[-1].start()
         self.model.engines = living
         load = ReplicaLoad(
-            running=0, waiting=0, kv_cache_usage=0, step_time_s=0.01, measured_at=time.time()
+            running=0, waiting=0, kv_cache_usage=0, step_time_s=0.01, measured_at=time.monotonic()
         )
         stats = RoutingStats(
             load=load,

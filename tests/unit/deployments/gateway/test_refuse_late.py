@@ -70,7 +70,7 @@ def forward(replica: Replica, within_s: float | None, expected: float | None = 3
             content=REQUEST,
             request_id="1",
             expected_tokens=expected,
-            refuse_after=None if within_s is None else time.time() + within_s,
+            refuse_after=None if within_s is None else time.monotonic() + within_s,
         )
         try:
             await forwarder.forward(request, handle, never_gone, CollectedAnswer().send)

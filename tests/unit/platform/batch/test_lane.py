@@ -70,7 +70,7 @@ class Engines:
             waiting=0,
             kv_cache_usage=0,
             step_time_s=0.01,
-            measured_at=time.time(),
+            measured_at=time.monotonic(),
         )
         stats = RoutingStats(
             load=load,

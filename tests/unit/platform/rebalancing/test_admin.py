@@ -55,14 +55,14 @@ def runner(tmp_path: Path) -> RebalancingRunner:
         raise AssertionError("there are neither roles nor replicas to change")
 
     runner = RebalancingRunner(config, tmp_path, fleet, nobody, nobody)
-    now, wall = time.monotonic(), time.time()
+    now = time.monotonic()
     limits = {"org/cold": 4 * made_up.MIB}
     for ago in (10.0, 0.0):
         for each in (report("c1", "core1", model=COLD), borrowing(loan("c1"), limits=limits)):
             said = made_up.with_(
                 each,
-                made_up.load(wall - ago, 100 - ago),
-                made_up.footprint(memory_measured_at=wall),
+                made_up.load(now - ago, 100 - ago),
+                made_up.footprint(memory_measured_at=now),
             )
             fleet.report(said, now)
             runner.observe(said)

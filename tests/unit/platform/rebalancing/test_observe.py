@@ -101,6 +101,7 @@ def seen(
         fleet.loans.limit("h0", lender, most)
     return measured_snapshot(
         NOW,
+        NOW,
         0.0,
         devices,
         fleet.registry.targets(),
@@ -192,7 +193,15 @@ def test_of_a_models_replicas_one_is_the_newest_and_one_more_would_be_without_wo
     fleet.registry.set_target("org/m", 2)
     whole = snapshot(
         measured_snapshot(
-            NOW, 0, DEVICES, fleet.registry.targets(), fleet.engine_records(10), rates, PROFILED, {}
+            NOW,
+            NOW,
+            0,
+            DEVICES,
+            fleet.registry.targets(),
+            fleet.engine_records(10),
+            rates,
+            PROFILED,
+            {},
         )
     )
     assert [engine.newest for engine in whole.engines] == [False, True]
@@ -227,7 +236,15 @@ def test_a_model_whose_replicas_are_missing_makes_the_snapshot_partial() -> None
     fleet = Fleet(DEVICES, drain_timeout_s=60)
     fleet.registry.add(MODEL, 2)
     measured = measured_snapshot(
-        NOW, 0, DEVICES, fleet.registry.targets(), fleet.engine_records(0), Rates(10), PROFILED, {}
+        NOW,
+        NOW,
+        0,
+        DEVICES,
+        fleet.registry.targets(),
+        fleet.engine_records(0),
+        Rates(10),
+        PROFILED,
+        {},
     )
     assert measured.snapshot is not None
     assert [each.why for each in flaws(measured.snapshot, Rebalancing())] == [Unfit.PARTIAL]
