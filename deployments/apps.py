@@ -64,6 +64,7 @@ def _controller_app(
         name=CONTROLLER_DEPLOYMENT,
         num_replicas=1,
         max_ongoing_requests=1000,
+        health_check_period_s=2,
         ray_actor_options={"num_cpus": 0},
         logging_config=QUIET,
     )

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import sqlite3
 import time
 from collections.abc import Awaitable
 from importlib import metadata
@@ -15,9 +17,10 @@ from platform import python_version
 from typing import Any, TypeVar
 
 import ray
-from ray import serve
 
 from loomserve.deployments.controller.models import ModelLifecycle
+from loomserve.deployments.controller.serve_apps import ServeApps
+from loomserve.deployments.ray_node import session_folder
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.base.periodic import every
 from loomserve.platform.base.reply import replies
@@ -28,8 +31,9 @@ from loomserve.platform.fleet.messages import (
     Heartbeat,
     Routes,
     ServedEngines,
-    model_app,
 )
+from loomserve.platform.fleet.wish_store import WishStore
+from loomserve.platform.fleet.wishes import Wishes
 from loomserve.platform.rebalancing.plans.plans import Plan
 from loomserve.platform.rebalancing.plans.reports import (
     Events,
@@ -42,6 +46,8 @@ from loomserve.platform.rebalancing.policy.actions import Action
 from loomserve.platform.rebalancing.runner import RebalancingRunner
 from loomserve.platform.state import LendingState, PlatformState, SoftwareVersions
 from loomserve.platform.state.roles import Role
+
+_log = logging.getLogger("ray.serve")
 
 _TICK_S = 0.5
 _SERVE_STATUS_PERIOD_S = 3.0
@@ -65,13 +71,15 @@ class Controller:
         self._replicas = replicas
         self._started_at = time.monotonic()
         self._fleet = Fleet(checked.devices, checked.server.drain_timeout_s)
-        # After a restart the models are on Serve already; those an operator unloaded are not.
-        there = (await asyncio.to_thread(serve.status)).applications
-        for model in checked.models:
-            if model_app(model.name) in there:
-                self._fleet.registry.add(model, replicas[model.name])
         options = StoreOptions.model_validate(store) if store else None
-        self._models = ModelLifecycle(checked, base, internal_token, options, self._fleet)
+        apps = ServeApps()
+        self._models = ModelLifecycle(checked, base, internal_token, options, self._fleet, apps)
+        # Ray's folder is this run's alone: the next one begins with the configuration again.
+        self._store = await asyncio.to_thread(WishStore, session_folder() / "loomserve")
+        self._saving, self._unsaved = asyncio.Lock(), False
+        self._fleet.restore(self._store.wishes or Wishes())
+        if self._store.wishes is not None:
+            self._models.resume(await apps.statuses())
         self._rebalancing = RebalancingRunner(
             checked, Path(base), self._fleet, self._models.set_role, self._models.scale
         )
@@ -83,10 +91,16 @@ class Controller:
             for work in (
                 # Heartbeats expire without anybody calling.
                 every(_TICK_S, self._publish),
+                # Plans change what is wished, too.
+                every(_TICK_S, self._save),
                 every(_SERVE_STATUS_PERIOD_S, follow, delay_s=_SERVE_STATUS_PERIOD_S),
                 self._rebalancing.run(),
             )
         ]
+
+    async def check_health(self) -> None:
+        if self._models.failure is not None or any(task.done() for task in self._tasks):
+            raise RuntimeError("work of the controller has ended; its log says why")
 
     # What replicas and gateways call
 
@@ -114,6 +128,7 @@ class Controller:
     async def load_configured(self) -> None:
         """Load the models of the configuration; called once, when the platform starts."""
         self._models.load_configured(self._replicas)
+        await self._save()
 
     # What the admin API calls: models and replicas
 
@@ -139,6 +154,7 @@ class Controller:
     @replies
     async def drain(self, replica_id: str, draining: bool) -> PlatformState:
         self._fleet.registry.set_draining(replica_id, draining)
+        await self._save()
         await self._publish()
         return self._state()
 
@@ -156,12 +172,14 @@ class Controller:
     @replies
     async def set_pair(self, pair: str, enabled: bool) -> LendingState:
         self._fleet.loans.set_pair(pair, enabled)
+        await self._save()
         await self._publish()
         return self._fleet.loans.state(time.monotonic())
 
     @replies
     async def drain_loan(self, name: str) -> LendingState:
         self._fleet.loans.drain(name, time.monotonic())
+        await self._save()
         await self._publish()
         return self._fleet.loans.state(time.monotonic())
 
@@ -202,10 +220,24 @@ class Controller:
     # What it publishes
 
     async def _published(self, work: Awaitable[T]) -> T:
-        """The result of ``work``, of which gateways are told first."""
+        """The result of ``work``, which is kept, and of which gateways are told first."""
         result = await work
+        await self._save()
         await self._publish()
         return result
+
+    async def _save(self) -> None:
+        """Keep what operators wish, for the controller after this one."""
+        async with self._saving:
+            try:
+                await asyncio.to_thread(self._store.save, self._fleet.wishes())
+            except sqlite3.Error as error:
+                # They are carried out nevertheless, and kept as soon as that can be.
+                if not self._unsaved:
+                    _log.error("operators' wishes cannot be kept just now: %s", error)
+                self._unsaved = True
+            else:
+                self._unsaved = False
 
     async def _publish(self) -> None:
         models = self._fleet.views.routes(time.monotonic())

@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine
+from functools import partial
 from typing import Any
 
-import ray
-from ray import serve
-from ray.serve._private.common import DeploymentID
-from ray.serve.context import _get_global_client
-
-from loomserve.deployments.engine.deploy import deploy_model
+from loomserve.deployments.controller.serve_apps import ServeApps
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.base.errors import BadRequest, ConfigError, Conflict
 from loomserve.platform.config import Config, Model
 from loomserve.platform.devices.memory import least_replicas
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.lending_pairs import lending_options
-from loomserve.platform.fleet.messages import ENGINE_DEPLOYMENT, EngineSpec, model_app
+from loomserve.platform.fleet.messages import EngineSpec, model_app
 from loomserve.platform.lengths.stored import check_predictor
 from loomserve.platform.scheduling.options import scheduler_options
 from loomserve.platform.state import ModelState
 from loomserve.platform.state.roles import Role
 
+_log = logging.getLogger("ray.serve")
+
 _POLL_S = 0.5
+_FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 15.0
 # Replicas learn of it with their next heartbeat; before that, a request may still start.
 _UNLOAD_KNOWN_S = 3.0
 
@@ -41,6 +41,7 @@ class ModelLifecycle:
         internal_token: str,
         store: StoreOptions | None,
         fleet: Fleet,
+        apps: ServeApps,
     ) -> None:
         """
         Args:
@@ -49,24 +50,50 @@ class ModelLifecycle:
             internal_token: what the engines' ports ask for.
             store: the KV store that engines connect to, if there is one.
             fleet: is told what there shall be.
+            apps: carries it out.
         """
+        self.failure: BaseException | None = None
+        """What ended work in the background that should not have ended; None: nothing."""
         self._config = config
         self._base = base
         self._internal_token = internal_token
         self._store = store
         self._fleet = fleet
+        self._apps = apps
         self._tasks: set[asyncio.Task[None]] = set()
 
     def load_configured(self, replicas: dict[str, int]) -> None:
         """Load the models of the configuration, each with so many replicas."""
         for model in self._config.models:
             self._fleet.registry.add(model, replicas[model.name])
-        self._spawn(self._deploy_configured(replicas))
+        self._spawn(self._deploy_all(self._config.models))
 
-    async def _deploy_configured(self, replicas: dict[str, int]) -> None:
+    def resume(self, there: Collection[str]) -> None:
+        """Go on with what an earlier controller was told, of which the fleet knows.
+
+        Args:
+            there: names of the applications that Serve has.
+        """
+        lost = []
+        for record in self._fleet.registry.records:
+            name = record.model.name
+            if record.unload_deadline is not None:
+                self._spawn(self._finish_unload(name))
+            elif model_app(name) in there:
+                self._spawn(self._until_done(f"scaling {name}", partial(self._rescale, name)))
+            else:
+                lost.append(record.model)
+        self._spawn(self._deploy_all(lost))
+
+    async def _deploy_all(self, models: Collection[Model]) -> None:
         # One after the other: Ray then uses one process, in which vLLM is imported once.
-        for model in self._config.models:
-            await self._deploy(model, replicas[model.name])
+        for model in models:
+            await self._deploy(model)
+
+    async def _rescale(self, name: str) -> None:
+        """Have Serve know the number that is wished: it may not have come so far."""
+        if (replicas := self._fleet.registry.targets().get(name)) is not None:
+            await self._apps.scale(name, replicas)
 
     async def load(self, model: Model) -> None:
         """Load a model, which serves later.
@@ -89,9 +116,8 @@ class ModelLifecycle:
                 "configuration and start again",
                 param="kvstore_quota",
             )
-        replicas = least_replicas(model)
-        self._fleet.registry.add(model, replicas)
-        self._spawn(self._deploy(model, replicas))
+        self._fleet.registry.add(model, least_replicas(model))
+        self._spawn(self._deploy(model))
 
     async def unload(self, name: str, timeout_s: float | None) -> None:
         """Unload a model once its requests have ended, at the latest after ``timeout_s``.
@@ -109,8 +135,22 @@ class ModelLifecycle:
         await asyncio.sleep(_UNLOAD_KNOWN_S)
         while not self._fleet.registry.unload_may_finish(name, time.monotonic()):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
-        await asyncio.to_thread(serve.delete, model_app(name), _blocking=True)
+        self._apps.stop_deploying(name)
+        await self._until_done(f"unloading {name}", partial(self._apps.delete, name))
         self._fleet.registry.remove(name)
+
+    async def _until_done(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
+        """Try again what Serve has not done, ever less often."""
+        pause_s = _FIRST_RETRY_S
+        while True:
+            try:
+                await work()
+            except Exception as error:
+                _log.error("%s failed, and is tried again in %.0f s", what, pause_s, exc_info=error)
+            else:
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LAST_RETRY_S)
 
     async def scale(self, name: str, replicas: int) -> None:
         """Change the number of a model's replicas.
@@ -128,10 +168,7 @@ class ModelLifecycle:
                 f"1 to {len(model.devices)} replicas",
                 param="replicas",
             )
-        controller = _get_global_client()._controller
-        await controller.update_deployment_replicas.remote(
-            DeploymentID(name=ENGINE_DEPLOYMENT, app_name=model_app(name)), replicas
-        )
+        await self._apps.scale(name, replicas)
         self._fleet.registry.set_target(name, replicas)
 
     async def set_role(self, replica_id: str, role: Role) -> None:
@@ -158,17 +195,22 @@ class ModelLifecycle:
                 await self._note_failures(unready)
 
     async def _note_failures(self, unready: list[ModelState]) -> None:
-        status = await asyncio.to_thread(serve.status)
+        statuses = await self._apps.statuses()
         for model in unready:
-            app = status.applications.get(model_app(model.name))
+            app = statuses.get(model_app(model.name))
             if app is not None and app.status in {"DEPLOY_FAILED", "UNHEALTHY"}:
                 self._fleet.registry.set_failure(model.name, _reason(app))
 
-    async def _deploy(self, model: Model, replicas: int) -> None:
+    async def _deploy(self, model: Model) -> None:
+        replicas = self._fleet.registry.targets().get(model.name)
+        if replicas is None:
+            return  # it was unloaded before its turn came
         try:
-            problem = await deploy_model.remote(self._spec(model), replicas, self._base)
-        except ray.exceptions.RayError as error:
-            problem = str(error).splitlines()[-1]
+            problem = await self._apps.deploy(self._spec(model), replicas, self._base)
+        except Exception as error:
+            # The model's own affair, for which no other must wait.
+            _log.error("loading %s failed", model.name, exc_info=error)
+            problem = f"{type(error).__name__}: {error}"
         self._fleet.registry.set_failure(model.name, problem)
 
     def _spec(self, model: Model) -> EngineSpec:
@@ -207,7 +249,13 @@ class ModelLifecycle:
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("work on models has ended with an error", exc_info=error)
+            self.failure = error
 
 
 def _reason(app: Any) -> str:

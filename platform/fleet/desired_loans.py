@@ -29,7 +29,8 @@ class DesiredLoans:
 
     draining: set[str] = field(default_factory=set)
     """Names of loans that end once their requests have finished or left."""
-    _pairs_off: set[tuple[str, str]] = field(default_factory=set)
+    pairs_off: set[tuple[str, str]] = field(default_factory=set)
+    """Pairs that an operator has switched off."""
     _limits: dict[Place, dict[str, int]] = field(default_factory=dict)
     _shards: dict[Place, dict[str, DesiredShard]] = field(default_factory=dict)
 
@@ -38,7 +39,6 @@ class DesiredLoans:
         said, place = report.borrowing, place_of(report)
         if said is None:
             return
-        self._pairs_off |= {(report.model.name, lender) for lender in said.switched_off}
         self._limits[place] = said.limits | self._limits.get(place, {})
         told = {lender: DesiredShard(shard) for lender, shard in said.shards.items()}
         self._shards.setdefault(place, told)
@@ -56,14 +56,14 @@ class DesiredLoans:
 
     def is_off(self, borrower: str, lender: str) -> bool:
         """Whether an operator has switched the pair off."""
-        return (borrower, lender) in self._pairs_off
+        return (borrower, lender) in self.pairs_off
 
     def switch(self, borrower: str, lender: str, enabled: bool) -> None:
         """Switch a pair; one that is enabled loses the limits that plans have set."""
         if not enabled:
-            self._pairs_off.add((borrower, lender))
+            self.pairs_off.add((borrower, lender))
             return
-        self._pairs_off.discard((borrower, lender))
+        self.pairs_off.discard((borrower, lender))
         for (model, _), limits in self._limits.items():
             if model == borrower:
                 limits.pop(lender, None)

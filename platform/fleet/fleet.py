@@ -10,6 +10,7 @@ from loomserve.platform.fleet.loans import FleetLoans
 from loomserve.platform.fleet.messages import DesiredState, Heartbeat, LenderReplica
 from loomserve.platform.fleet.registry import Registry, ReplicaRecord
 from loomserve.platform.fleet.views import FleetViews
+from loomserve.platform.fleet.wishes import Wishes
 from loomserve.platform.state.roles import Role
 
 
@@ -56,6 +57,11 @@ class Fleet:
 
     def report(self, heartbeat: Heartbeat, now: float) -> DesiredState:
         """Take in a replica's heartbeat, and say what the replica shall be."""
+        if heartbeat.model.name not in self.registry:
+            # Its model has just been unloaded.
+            return DesiredState(
+                draining=True, stop_timeout_s=0.0, role=heartbeat.stats.role, peers=()
+            )
         before = self.registry.find(heartbeat.replica_id)
         self.loans.observe(before.heartbeat if before else None, heartbeat)
         return self._desired_state(self.registry.take(heartbeat, now), now)
@@ -78,6 +84,21 @@ class Fleet:
             drain_loans=self.loans.draining(replica),
             loans=self.loans.borrowed_from(replica, now),
         )
+
+    def wishes(self) -> Wishes:
+        """What operators wish, and plans in their place."""
+        return Wishes(
+            models=self.registry.wishes(),
+            drained=tuple(sorted(self.registry.drained)),
+            pairs_off=tuple(sorted(self.loans.desired.pairs_off)),
+            draining_loans=tuple(sorted(self.loans.desired.draining)),
+        )
+
+    def restore(self, wishes: Wishes) -> None:
+        """Take over what was wished of an earlier controller of this run."""
+        self.registry.restore(wishes.models, wishes.drained)
+        self.loans.desired.pairs_off |= set(wishes.pairs_off)
+        self.loans.desired.draining |= set(wishes.draining_loans)
 
     def engine_records(self, now: float) -> tuple[EngineRecord, ...]:
         """All live replicas."""

@@ -25,7 +25,7 @@ class FleetLoans:
     """The desired loans of a registry's replicas; a pair is a borrower's and a lender's model."""
 
     registry: Registry
-    _desired: DesiredLoans = field(default_factory=DesiredLoans)
+    desired: DesiredLoans = field(default_factory=DesiredLoans)
 
     # What operators and plans change
 
@@ -43,7 +43,7 @@ class FleetLoans:
         if pair not in known:
             names = ", ".join(sorted(known)) or "none"
             raise NotFound(f"there is no pair {pair!r} of borrower/lender; the pairs are: {names}")
-        self._desired.switch(*known[pair], enabled)
+        self.desired.switch(*known[pair], enabled)
 
     def drain(self, name: str, now: float) -> None:
         """End a loan once nothing lies there.
@@ -56,7 +56,7 @@ class FleetLoans:
             names = ", ".join(sorted(known)) or "none"
             raise NotFound(f"there is no loan {name!r}; the loans are: {names}")
         # Names of loans that have ended meanwhile are of no use any more.
-        self._desired.draining = self._desired.draining & known | {name}
+        self.desired.draining = self.desired.draining & known | {name}
 
     def limit(self, replica_id: str, lender: str, most_bytes: int | None) -> None:
         """Limit the KV that a replica, and those after it on its device, keeps with a lender.
@@ -64,7 +64,7 @@ class FleetLoans:
         Raises:
             NotFound: no replica of that id has reported.
         """
-        self._desired.limit(self._place(replica_id), lender, most_bytes)
+        self.desired.limit(self._place(replica_id), lender, most_bytes)
 
     def move_shard(
         self, replica_id: str, lender: str, shard: ShardSpec | None, device: str | None = None
@@ -81,7 +81,7 @@ class FleetLoans:
             NotFound: no replica of that id has reported.
         """
         desired = DesiredShard(shard, device) if shard else None
-        self._desired.move_shard(self._place(replica_id), lender, desired)
+        self.desired.move_shard(self._place(replica_id), lender, desired)
 
     # What they are
 
@@ -91,7 +91,7 @@ class FleetLoans:
         Raises:
             NotFound: no replica of that id has reported.
         """
-        return self._desired.shards(self._place(replica_id))
+        return self.desired.shards(self._place(replica_id))
 
     def limits(self, replica_id: str) -> dict[str, int]:
         """Limits of a replica's loans in bytes, by the lender's model.
@@ -99,7 +99,7 @@ class FleetLoans:
         Raises:
             NotFound: no replica of that id has reported.
         """
-        return self._desired.limits(self._place(replica_id))
+        return self.desired.limits(self._place(replica_id))
 
     def state(self, now: float) -> LendingState:
         """What operators see."""
@@ -118,9 +118,9 @@ class FleetLoans:
                 LendingPairState(
                     borrower=borrower,
                     lender=lender,
-                    enabled=not self._desired.is_off(borrower, lender),
+                    enabled=not self.desired.is_off(borrower, lender),
                     problem=self._problem(borrower, lender, now),
-                    limits=self._desired.limits_of_pair(borrower, lender),
+                    limits=self.desired.limits_of_pair(borrower, lender),
                 )
                 for borrower, lender in self._pairs()
             ),
@@ -135,16 +135,16 @@ class FleetLoans:
     def observe(self, before: Heartbeat | None, heartbeat: Heartbeat) -> None:
         """Take in a replica's heartbeat; ``before`` is the one that came before it, if any."""
         if before is None:
-            self._desired.recover(heartbeat)
+            self.desired.recover(heartbeat)
         else:
-            self._desired.observe(before, heartbeat)
+            self.desired.observe(before, heartbeat)
 
     def lenders_off(self, borrower: ReplicaRecord) -> tuple[str, ...]:
         """Models from which an operator does not let the replica borrow."""
         return tuple(
             lender
             for lender in lenders_of(borrower.model, self.registry.models)
-            if self._desired.is_off(borrower.model.name, lender)
+            if self.desired.is_off(borrower.model.name, lender)
         )
 
     def draining(self, borrower: ReplicaRecord) -> tuple[str, ...]:
@@ -152,7 +152,7 @@ class FleetLoans:
         return tuple(
             loan.name
             for loan in borrower.heartbeat.loans
-            if loan.name in self._desired.draining or self._must_leave(loan, borrower)
+            if loan.name in self.desired.draining or self._must_leave(loan, borrower)
         )
 
     def borrowed_from(self, lender: ReplicaRecord, now: float) -> tuple[str, ...]:
@@ -166,9 +166,9 @@ class FleetLoans:
         asked = Counter(loan.lender_replica for loan in self._loans(now))
         place = place_of(borrower.heartbeat)
         for lender in lenders_of(borrower.model, self.registry.models):
-            if lender == borrower.model.name and lender not in self._desired.shards(place):
+            if lender == borrower.model.name and lender not in self.desired.shards(place):
                 continue  # requests are shared out among replicas by their router
-            device = self._desired.device_of(place, lender)
+            device = self.desired.device_of(place, lender)
             best = min(
                 self._may_lend_to(borrower, lender, now),
                 key=lambda each: (
@@ -208,7 +208,7 @@ class FleetLoans:
             said = replica.heartbeat.borrowing
             if said is not None and lender in said.problems:
                 return said.problems[lender]
-            if self._desired.limits(place_of(replica.heartbeat)).get(lender) == 0:
+            if self.desired.limits(place_of(replica.heartbeat)).get(lender) == 0:
                 return "a plan moved home what lay there, and lets nothing go there"
             if not any(self._may_lend(each, replica) for each in self.registry.live(lender, now)):
                 return f"no other device of {replica.device}'s node has it ready to lend"
@@ -216,7 +216,7 @@ class FleetLoans:
 
     def _may_lend_to(self, borrower: ReplicaRecord, lender: str, now: float) -> list[ReplicaRecord]:
         """Replicas of the lender's model."""
-        if self._desired.is_off(borrower.model.name, lender):
+        if self.desired.is_off(borrower.model.name, lender):
             return []
         return [each for each in self.registry.live(lender, now) if self._may_lend(each, borrower)]
 

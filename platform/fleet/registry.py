@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from loomserve.platform.base.errors import Conflict, NotFound, UnknownModel
 from loomserve.platform.config import Model
 from loomserve.platform.fleet.messages import Heartbeat, LiveReplica, model_app
+from loomserve.platform.fleet.wishes import ModelWish
 from loomserve.platform.state.roles import Role
 
 # Four heartbeats missed in a row: the replica is gone or hangs, and must not count as an answer.
@@ -69,10 +70,11 @@ class ReplicaRecord:
 class Registry:
     """Records of models and replicas; times are monotonic seconds of the caller's one clock.
 
-    All but the operators' wishes is rebuilt from heartbeats, so a controller that restarts knows
-    the fleet within one period.
+    Operators' wishes are kept and restored; all else is rebuilt from heartbeats, so a controller
+    that restarts knows the fleet within one period.
     """
 
+    _drained: set[str] = field(default_factory=set)
     _models: dict[str, ModelRecord] = field(default_factory=dict)
     _replicas: dict[str, ReplicaRecord] = field(default_factory=dict)
 
@@ -93,6 +95,34 @@ class Registry:
             if model_app(name) == model_app(model.name):
                 raise Conflict(f"model {name!r} is already loaded; unload it first", param="name")
         self._models[model.name] = ModelRecord(model, target_replicas)
+
+    def wishes(self) -> tuple[ModelWish, ...]:
+        """What operators wish of the models."""
+        return tuple(
+            ModelWish(
+                model=record.model,
+                replicas=record.target_replicas,
+                unload_by=record.unload_deadline,
+                roles=dict(record.roles),
+            )
+            for record in self._models.values()
+        )
+
+    @property
+    def drained(self) -> frozenset[str]:
+        """Replicas that operators drain."""
+        return frozenset(self._drained)
+
+    def restore(self, models: Iterable[ModelWish], drained: Iterable[str]) -> None:
+        """Take over what operators wished of an earlier controller."""
+        for wish in models:
+            self.add(wish.model, wish.replicas)
+            record = self._models[wish.model.name]
+            record.unload_deadline, record.roles = wish.unload_by, dict(wish.roles)
+        self._drained.update(drained)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._models
 
     def remove(self, name: str) -> None:
         """Forget a model and its replicas."""
@@ -134,17 +164,12 @@ class Registry:
 
     def take(self, heartbeat: Heartbeat, now: float) -> ReplicaRecord:
         """Record a heartbeat, and forget replicas that have been silent for long."""
-        before = self._replicas.get(heartbeat.replica_id)
-        draining = heartbeat.stats.draining if before is None else before.draining
-        replica = ReplicaRecord(heartbeat, now, draining)
+        replica = ReplicaRecord(heartbeat, now, heartbeat.replica_id in self._drained)
         self._replicas = {
             id_: each
             for id_, each in (self._replicas | {replica.id: replica}).items()
             if now - each.seen_at < SILENCE_ENDS_S
         }
-        # A controller that restarted meets a model that was loaded at run time.
-        if heartbeat.model.name not in self._models:
-            self._models[heartbeat.model.name] = ModelRecord(heartbeat.model, target_replicas=1)
         return replica
 
     def set_target(self, name: str, replicas: int) -> None:
@@ -183,6 +208,7 @@ class Registry:
             NotFound: no replica of that id has reported.
         """
         self.replica(replica_id).draining = draining
+        (self._drained.add if draining else self._drained.discard)(replica_id)
 
     def set_role(self, replica_id: str, role: Role) -> None:
         """Change the role of a replica, and of those that come after it on its device.

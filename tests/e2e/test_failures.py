@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import time
 
+import httpx
 import openai
 import psutil
 import pytest
 
-from tests.e2e.conftest import COLD, HOT, Platform
+from tests.e2e.conftest import COLD, COLD_MODEL, HOT, Platform
 from tests.e2e.test_admin import ask, model_state, wait_for
 
 pytestmark = pytest.mark.e2e
+
+CONTROLLER_BACK_S = 30
 
 
 def long_stream(platform: Platform, model: str) -> openai.Stream:
@@ -60,6 +63,69 @@ def test_requests_of_a_model_survive_the_death_of_one_replica(platform: Platform
     for _ in range(10):
         ask(platform, HOT)
     wait_for(lambda: replica["id"] not in replica_ids(platform, HOT), 60)
+
+
+def kill_controller(platform: Platform) -> None:
+    """Serve starts another one, which is waited for."""
+
+    def controllers() -> set[int]:
+        return {
+            process.pid
+            for process in platform.process.children(recursive=True)
+            if "loomserve-controller" in " ".join(process.cmdline())
+        }
+
+    (killed,) = controllers()
+    psutil.Process(killed).kill()
+    wait_for(lambda: bool(controllers() - {killed}) and answers(platform), CONTROLLER_BACK_S)
+
+
+def answers(platform: Platform) -> bool:
+    try:
+        return bool(platform.state())
+    except httpx.HTTPError:
+        return False
+
+
+@pytest.mark.slow
+def test_an_unload_during_which_the_controller_dies_is_carried_out(platform: Platform) -> None:
+    stream = long_stream(platform, COLD)
+    next(iter(stream))
+    with platform.admin() as admin:
+        admin.delete(f"/admin/v1/models/{COLD}?timeout_s=5").raise_for_status()
+        kill_controller(platform)
+        wait_for(lambda: model_state(platform, COLD) is None, 30)
+        stream.close()
+        kill_controller(platform)
+        assert model_state(platform, COLD) is None, "it stays unloaded"
+        assert ask(platform, HOT)
+        admin.post("/admin/v1/models", json=COLD_MODEL).raise_for_status()
+        # The wish outlives the controller before Serve knows of the model.
+        kill_controller(platform)
+    wait_for(lambda: model_state(platform, COLD)["status"] == "ready", 240)
+    assert ask(platform, COLD)
+
+
+@pytest.mark.slow
+def test_what_an_operator_has_switched_survives_the_controller(platform: Platform) -> None:
+    with platform.admin() as admin:
+        path = f"/admin/v1/models/{HOT}/replicas"
+        admin.put(path, json={"replicas": 1}).raise_for_status()
+        kill_controller(platform)
+        assert model_state(platform, HOT)["target_replicas"] == 1
+        wait_for(lambda: len(replica_ids(platform, HOT)) == 1, 30)
+        (left,) = replica_ids(platform, HOT)
+        drain = f"/admin/v1/replicas/{left}/draining"
+        admin.put(drain, json={"draining": True}).raise_for_status()
+        kill_controller(platform)
+        wait_for(lambda: replica_ids(platform, HOT) == [left], 10)
+        assert model_state(platform, HOT)["replicas"][0]["draining"]
+        admin.put(drain, json={"draining": False}).raise_for_status()
+        admin.put(path, json={"replicas": 2}).raise_for_status()
+        kill_controller(platform)
+    wait_for(lambda: model_state(platform, HOT)["status"] == "ready", 240)
+    assert len(replica_ids(platform, HOT)) == 2
+    assert ask(platform, HOT)
 
 
 def replica_ids(platform: Platform, model: str) -> list[str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from loomserve.platform.base.errors import NotFound
+from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.registry import HEARTBEAT_EXPIRES_S
 from loomserve.platform.state.roles import Role
-from tests.unit.platform.fleet.heartbeats import fleet, report
+from tests.unit.platform.fleet.heartbeats import DEVICES, fleet, report
 
 
 def test_draining_is_ordered_with_the_next_report_and_survives_a_new_controller() -> None:
@@ -15,8 +16,14 @@ def test_draining_is_ordered_with_the_next_report_and_survives_a_new_controller(
     some.report(report(), 0)
     some.registry.set_draining("r0", True)
     assert some.report(report(), 1).draining
-    restarted = fleet()
+    restarted = Fleet(DEVICES, drain_timeout_s=60)
+    restarted.restore(some.wishes())
     assert restarted.report(report(draining=True), 2).draining
+    restarted.registry.set_draining("r0", False)
+    again = Fleet(DEVICES, drain_timeout_s=60)
+    again.restore(restarted.wishes())
+    # The replica has not heard of it yet.
+    assert not again.report(report(draining=True), 3).draining
 
 
 def test_a_role_is_ordered_with_the_next_report_and_belongs_to_the_device() -> None:

@@ -101,13 +101,18 @@ def test_a_pair_that_is_switched_off_has_no_lender_until_it_is_switched_on() -> 
         some.loans.set_pair("org/cold/org/hot", False)
 
 
-def test_a_new_controller_learns_from_a_borrower_which_pairs_are_off() -> None:
-    restarted = lending_fleet()
-    desired = restarted.report(borrowing(switched_off=("org/cold",)), 1)
+def test_a_new_controller_knows_which_pairs_are_off() -> None:
+    some = lending_fleet()
+    some.loans.set_pair("org/hot/org/cold", False)
+    restarted = Fleet(DEVICES, drain_timeout_s=60)
+    restarted.restore(some.wishes())
+    desired = restarted.report(borrowing(), 1)
     assert desired.lenders_off == ("org/cold",)
     restarted.loans.set_pair("org/hot/org/cold", True)
+    again = Fleet(DEVICES, drain_timeout_s=60)
+    again.restore(restarted.wishes())
     # The borrower has not heard of it yet.
-    assert not restarted.report(borrowing(switched_off=("org/cold",)), 2).lenders_off
+    assert not again.report(borrowing(switched_off=("org/cold",)), 2).lenders_off
 
 
 def test_a_loan_is_drained_by_order_to_its_borrower() -> None:

@@ -46,10 +46,21 @@ def test_unknown_names_are_answered_with_the_known_ones() -> None:
         some.registry.set_draining("r9", True)
 
 
-def test_a_model_loaded_at_run_time_is_learned_from_its_replicas_after_a_restart() -> None:
+def test_a_model_loaded_at_run_time_is_known_after_a_restart() -> None:
     restarted = Fleet(DEVICES, drain_timeout_s=60)
+    restarted.restore(fleet(target=1).wishes())
     restarted.report(report(), 0)
     assert restarted.views.routes(0)[0].name == "org/m"
+    assert status(restarted, 0) is ModelStatus.READY
+
+
+def test_the_last_words_of_an_unloaded_models_replica_do_not_bring_the_model_back() -> None:
+    some = fleet(target=1)
+    some.report(report(), 0)
+    some.registry.remove("org/m")
+    desired = some.report(report(), 1)
+    assert (desired.draining, desired.stop_timeout_s) == (True, 0)
+    assert not some.views.routes(1)
 
 
 def test_unload_waits_for_what_runs_but_not_beyond_its_deadline() -> None:

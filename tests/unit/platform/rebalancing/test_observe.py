@@ -90,6 +90,8 @@ def seen(
 ) -> Measured:
     """What is seen of these replicas after they have worked for a while."""
     fleet, rates = Fleet(devices, drain_timeout_s=60), Rates(10.0)
+    for model in {each.model.name: each.model for each in reports}.values():
+        fleet.registry.add(model, 1)
     for step in (0.0, seconds):
         for each in reports:
             measured = with_(each, load(NOW - seconds + step, step, **changes), made or footprint())
@@ -184,6 +186,7 @@ def test_a_pipelines_work_and_memory_lie_on_its_devices_by_layers() -> None:
 def test_of_a_models_replicas_one_is_the_newest_and_one_more_would_be_without_work() -> None:
     old = report("r0")
     fleet, rates = Fleet(DEVICES, drain_timeout_s=60), Rates(10.0)
+    fleet.registry.add(old.model, 1)
     for at_s in (0.0, 10.0):
         for ready, each in ((1.0, old), (2.0, report("r1", "core1"))):
             made = footprint(ready_at=ready)

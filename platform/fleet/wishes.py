@@ -1,0 +1,34 @@
+"""What operators wish of a fleet, as it is kept for a controller that is started anew."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from loomserve.platform.config import Model
+from loomserve.platform.state.roles import Role
+
+
+class _Wish(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class ModelWish(_Wish):
+    """A model that shall be there, or be unloaded."""
+
+    model: Model
+    replicas: int
+    unload_by: float | None = Field(
+        None, description="It is being unloaded, by then, in monotonic seconds; None: it stays."
+    )
+    roles: dict[str, Role] = Field(description="By device, where an operator has changed it.")
+
+
+class Wishes(_Wish):
+    """All of one run of the platform."""
+
+    models: tuple[ModelWish, ...] = ()
+    drained: tuple[str, ...] = Field((), description="Replicas that take no new requests.")
+    pairs_off: tuple[tuple[str, str], ...] = Field(
+        (), description="Borrower and lender, where the first may not borrow from the second."
+    )
+    draining_loans: tuple[str, ...] = Field((), description="Names of loans that are to end.")

@@ -1,0 +1,331 @@
+"""Controllers that die: what operators wished is carried out by the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from loomserve.deployments.controller import controller as module
+from loomserve.deployments.controller import models as lifecycle
+from loomserve.deployments.controller.controller import Controller
+from loomserve.platform.base.errors import Conflict
+from loomserve.platform.base.reply import Reply
+from loomserve.platform.config import Config, Model
+from loomserve.platform.fleet.messages import EngineSpec, Heartbeat, model_app
+from loomserve.platform.fleet.wish_store import WishesTakenOverError
+from loomserve.platform.state import ModelStatus
+from tests.unit.platform.fleet.heartbeats import COLD, HOT, borrowing, report
+
+CONFIG = Config(
+    devices=[{"name": "core0", "cores": (0,)}, {"name": "core1", "cores": (1,)}],
+    models=[HOT.model_copy(update={"source": "demo"}), COLD],
+)
+EXTRA = Model(name="org/extra", source="demo", devices=("core0", "core1"))
+PATIENCE_S = 10.0
+
+
+class FakeServe:
+    """Applications that outlive controllers, as Serve's do; calls fail as often as told."""
+
+    def __init__(self) -> None:
+        self.replicas: dict[str, int] = {}
+        self.failing: list[Exception] = []
+        self.hangs = False
+        self.cancelled: list[str] = []
+        self.deletes = 0
+
+    async def _answer(self) -> None:
+        await asyncio.sleep(0)
+        if self.hangs:
+            await asyncio.sleep(3600)
+        if self.failing:
+            raise self.failing.pop(0)
+
+    async def deploy(self, spec: EngineSpec, replicas: int, base: str) -> str | None:
+        await self._answer()
+        self.replicas[model_app(spec.model.name)] = replicas
+        return None
+
+    def stop_deploying(self, name: str) -> None:
+        self.cancelled.append(name)
+
+    async def delete(self, name: str) -> None:
+        self.deletes += 1
+        await self._answer()
+        self.replicas.pop(model_app(name), None)
+
+    async def scale(self, name: str, replicas: int) -> None:
+        await self._answer()
+        self.replicas[model_app(name)] = replicas
+
+    async def statuses(self) -> Mapping[str, Any]:
+        return {app: SimpleNamespace(status="RUNNING") for app in self.replicas}
+
+
+@pytest.fixture
+def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeServe:
+    fake = FakeServe()
+    monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(module, "ServeApps", lambda: fake)
+    monkeypatch.setattr(module, "session_folder", lambda: tmp_path)
+    monkeypatch.setattr(module, "_TICK_S", 0.02)
+    for name in ("_POLL_S", "_UNLOAD_KNOWN_S", "_FIRST_RETRY_S", "_LAST_RETRY_S"):
+        monkeypatch.setattr(lifecycle, name, 0.01)
+    return fake
+
+
+@asynccontextmanager
+async def controlled(*, first: bool = False) -> AsyncIterator[Controller]:
+    """One controller, which dies at the end of the block without a word."""
+    made = Controller.__new__(Controller)
+    store = {"folder": "/nowhere", "arena": "/nowhere/arena", "memory": 1}
+    replicas = {model.name: 1 for model in CONFIG.models}
+    await Controller.__init__(made, CONFIG.model_dump(mode="json"), replicas, "t", "/", store)
+    try:
+        if first:
+            await made.load_configured()
+            apps: Any = made._models._apps
+            await until(lambda: len(apps.replicas) == len(CONFIG.models))
+        yield made
+    finally:
+        for task in [*made._tasks, *made._models._tasks]:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+        await made._rebalancing._rebalancer.close()
+
+
+async def until(holds: Callable[[], object]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def told(answer: Awaitable[Reply[Any]]) -> Any:
+    return (await answer).get()
+
+
+async def heard(controller: Controller, *reports: Heartbeat) -> None:
+    for each in reports:
+        await controller.report(each)
+
+
+def states(controller: Controller) -> dict[str, ModelStatus]:
+    return {model.name: model.status for model in controller._state().models}
+
+
+def test_an_unload_goes_on_with_the_next_controller(serve: FakeServe) -> None:
+    async def scenario() -> None:
+        async with controlled(first=True) as one:
+            await heard(one, report("c0", model=COLD, in_flight=1))
+            await told(one.unload(COLD.name, 0.2))
+            assert states(one)[COLD.name] is ModelStatus.UNLOADING
+        async with controlled() as other:
+            assert states(other)[COLD.name] is ModelStatus.UNLOADING
+            await heard(other, report("c0", model=COLD, in_flight=1))
+            await until(lambda: COLD.name not in states(other))
+            await heard(other, report("c0", model=COLD))
+            assert COLD.name not in states(other), "its last words do not bring it back"
+        async with controlled() as third:
+            await until(lambda: [*states(third)] == [HOT.name])
+        assert [*serve.replicas] == [model_app(HOT.name)]
+
+    asyncio.run(scenario())
+
+
+def test_what_serve_does_not_delete_is_tried_again_until_it_is(serve: FakeServe) -> None:
+    async def scenario() -> None:
+        async with controlled(first=True) as one:
+            serve.failing = [TimeoutError("60 s"), RuntimeError("away"), OSError("gone")]
+            await told(one.unload(COLD.name, 0))
+            with pytest.raises(Conflict):
+                await told(one.unload(COLD.name, 0))
+            await until(lambda: COLD.name not in states(one))
+            assert serve.deletes == 4
+            assert serve.cancelled == [COLD.name]
+            await one.check_health()
+            await told(one.load(COLD))
+            await until(lambda: model_app(COLD.name) in serve.replicas)
+
+    asyncio.run(scenario())
+
+
+def test_the_number_of_replicas_is_as_wished_after_a_restart(serve: FakeServe) -> None:
+    async def scenario() -> None:
+        async with controlled(first=True) as one:
+            await told(one.scale(COLD.name, 2))
+        # Serve was told of another number, by whom ever.
+        serve.replicas[model_app(COLD.name)] = 1
+        serve.failing = [RuntimeError("busy")]
+        async with controlled() as other:
+            await until(lambda: serve.replicas[model_app(COLD.name)] == 2)
+            assert other._fleet.registry.targets()[COLD.name] == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_scale_that_serve_refuses_is_told_and_not_kept(serve: FakeServe) -> None:
+    async def scenario() -> None:
+        async with controlled(first=True) as one:
+            serve.failing = [RuntimeError("no such deployment")]
+            with pytest.raises(Exception, match="no such deployment"):
+                await told(one.scale(COLD.name, 2))
+        async with controlled() as other:
+            assert other._fleet.registry.targets()[COLD.name] == 1
+        assert serve.replicas[model_app(COLD.name)] == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_scale_during_which_the_controller_dies_is_undone(serve: FakeServe) -> None:
+    async def scenario() -> None:
+        async with controlled(first=True) as one:
+            serve.hangs = True
+            scaling = asyncio.create_task(told(one.scale(COLD.name, 2)))
+            await asyncio.sleep(0.05)
+            scaling.cancel()
+        serve.hangs = False
+        serve.replicas[model_app(COLD.name)] = 2
+        async with controlled():
+            await until(lambda: serve.replicas[model_app(COLD.name)] == 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_model_loaded_at_run_time_is_loaded_again_if_it_never_came_to_serve(
+    serve: FakeServe,
+) -> None:
+    async def scenario() -> None:
+        async with controlled(first=True) as one:
+            serve.hangs = True
+            await told(one.load(EXTRA))
+        serve.hangs = False
+        async with controlled() as other:
+            assert EXTRA.name in states(other)
+            await until(lambda: model_app(EXTRA.name) in serve.replicas)
+            await told(other.unload(EXTRA.name, 0))
+            await until(lambda: EXTRA.name not in states(other))
+        async with controlled() as third:
+            await until(lambda: EXTRA.name not in states(third))
+
+    asyncio.run(scenario())
+
+
+def test_drained_replicas_roles_and_pairs_stay_as_they_were_switched(serve: FakeServe) -> None:
+    async def scenario() -> None:
+        reports = [report("c1", "core1", model=COLD), borrowing()]
+        async with controlled(first=True) as one:
+            await heard(one, *reports)
+            await told(one.drain("c1", True))
+            await told(one.set_role("c1", "prefill"))
+            await told(one.set_pair(f"{HOT.name}/{COLD.name}", False))
+        async with controlled() as other:
+            await heard(other, *reports)
+            (replica,) = next(m for m in other._state().models if m.name == COLD.name).replicas
+            assert (replica.draining, replica.role) == (True, "prefill")
+            (pair,) = (await told(other.lending())).pairs
+            assert not pair.enabled
+            await told(other.drain("c1", False))
+        async with controlled() as third:
+            assert not (await third.report(report("c1", "core1", model=COLD))).draining
+
+    asyncio.run(scenario())
+
+
+def test_a_loop_that_ends_is_noticed_and_a_model_that_cannot_be_loaded_is_not_one(
+    serve: FakeServe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with controlled(first=True) as one:
+            serve.failing = [ValueError("no weights")]
+            await told(one.load(EXTRA))
+            await until(lambda: states(one)[EXTRA.name] is ModelStatus.FAILED)
+            await one.check_health()
+
+            def broken(now: float) -> Any:
+                raise KeyError("a bug")
+
+            monkeypatch.setattr(one._fleet.views.__class__, "routes", lambda self, now: broken(now))
+            await until(lambda: any(task.done() for task in one._tasks))
+            with pytest.raises(RuntimeError, match="has ended"):
+                await one.check_health()
+
+    asyncio.run(scenario())
+    assert "no weights" in caplog.text
+
+
+def test_work_on_a_model_that_ends_with_an_error_is_noticed(
+    serve: FakeServe, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def scenario() -> None:
+        async with controlled(first=True) as one:
+
+            def broken(*_: Any) -> bool:
+                raise KeyError("a bug")
+
+            monkeypatch.setattr(one._fleet.registry.__class__, "unload_may_finish", broken)
+            await told(one.unload(COLD.name, 0))
+            await until(lambda: one._models.failure)
+            with pytest.raises(RuntimeError, match="has ended"):
+                await one.check_health()
+
+    asyncio.run(scenario())
+    assert "a bug" in caplog.text
+
+
+def test_wishes_that_cannot_be_kept_just_now_are_kept_later(
+    serve: FakeServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        async with controlled(first=True) as one:
+            save = one._store.save
+
+            def full(wishes: Any) -> None:
+                raise sqlite3.OperationalError("disk is full")
+
+            monkeypatch.setattr(one._store, "save", full)
+            await told(one.scale(COLD.name, 2))
+            assert serve.replicas[model_app(COLD.name)] == 2
+            await one.check_health()
+            monkeypatch.setattr(one._store, "save", save)
+            await until(lambda: one._store.wishes == one._fleet.wishes())
+
+    asyncio.run(scenario())
+
+
+def test_a_controller_that_hung_cannot_overwrite_the_wishes_of_the_next(serve: FakeServe) -> None:
+    async def scenario() -> None:
+        async with controlled(first=True) as hung, controlled() as other:
+            await told(other.scale(COLD.name, 2))
+            hung._fleet.registry.set_target(COLD.name, 7)
+            with pytest.raises(WishesTakenOverError):
+                await hung._save()
+            await until(lambda: any(task.done() for task in hung._tasks))
+            with pytest.raises(RuntimeError, match="has ended"):
+                await hung.check_health()
+        async with controlled() as third:
+            assert third._fleet.registry.targets()[COLD.name] == 2
+
+    asyncio.run(scenario())
+
+
+def test_an_unload_deadline_survives(serve: FakeServe) -> None:
+    async def scenario() -> None:
+        async with controlled(first=True) as one:
+            await told(one.unload(COLD.name, 500))
+            before = one._fleet.registry.record(COLD.name).unload_deadline
+        async with controlled() as other:
+            record = other._fleet.registry.record(COLD.name)
+            assert record.unload_deadline == before
+            assert before is not None
+            assert 400 < before - time.monotonic() <= 500
+
+    asyncio.run(scenario())
