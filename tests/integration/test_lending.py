@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,6 +20,7 @@ from tests.integration.lending_pair import Pair, answers, begin, lending_engine,
 pytestmark = pytest.mark.engine
 
 MEASUREMENTS = 5
+HOSTILE_LOANS = 2
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
@@ -155,6 +158,37 @@ def test_a_stalled_lender_is_given_up_and_its_requests_are_computed_elsewhere(
                 os.kill(worker, signal.SIGCONT)
         assert pair.loans() == []
         assert pair.call(pair.hot, "loan_state")["broken"]["TIMED_OUT"] == before + 1
+
+
+@pytest.mark.slow
+def test_whatever_a_borrowers_process_writes_its_lender_answers_as_ever(pair: Pair) -> None:
+    # Enough of them that memory comes back from the borrower while they run.
+    ours = prompts(23, 8, 400)
+    undisturbed = answers(pair.cold, ours, 40)
+    asked = pair.call(pair.hot, "borrowing")
+    rings = [f"/dev/shm/loomserve-ring-{os.getpid()}-hostile-{at}" for at in range(HOSTILE_LOANS)]
+    command = [sys.executable, "-m", "tests.integration.hostile_borrower", *rings]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as hostile:
+        assert hostile.stdout is not None
+        assert hostile.stdout.readline() == "ready\n"
+        served = 0
+        try:
+            for at, ring in enumerate(rings):
+                pair.call(pair.cold, "lend", f"hostile-{at}", ring, asked)
+                for _ in range(20):
+                    served += sum(
+                        one["polled"] + one["idled"] for one in pair.call(pair.cold, "lent_state")
+                    )
+                    time.sleep(0.01)
+                pair.cold.reset_prefix_cache()
+                assert answers(pair.cold, ours, 40) == undisturbed
+                pair.call(pair.cold, "end_lending", f"hostile-{at}")
+            assert hostile.wait(60) == 0
+        finally:
+            hostile.kill()
+    assert served, "some of its tasks were in order"
+    pair.cold.reset_prefix_cache()
+    assert answers(pair.cold, ours, 40) == undisturbed
 
 
 @pytest.fixture(scope="module", name="other")
