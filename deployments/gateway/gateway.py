@@ -51,6 +51,8 @@ from loomserve.platform.fleet.messages import (
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware, respond
 from loomserve.platform.http.protocol import bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
+from loomserve.platform.http.tls import LiveCertificate
+from loomserve.platform.http.tls_listener import TlsOptions
 from loomserve.platform.lengths.service import LengthPredictions
 from loomserve.platform.requests.engine_request import FORWARDED, EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -140,7 +142,12 @@ class Gateway:
         )
         sock = listen(server.host, server.port, shared=True)
         protocol = bounded_protocol(server.header_timeout_s, server.max_connections)
-        return HttpServer(app, sock, protocol=protocol)
+        tls = (
+            TlsOptions(LiveCertificate(server.tls), server.header_timeout_s, server.max_connections)
+            if server.tls
+            else None
+        )
+        return HttpServer(app, sock, protocol=protocol, tls=tls)
 
     def _build_app(self, page: MetricsPage) -> Starlette:
         return Starlette(

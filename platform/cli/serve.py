@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import ssl
 import threading
 import time
 import urllib.error
@@ -27,6 +28,7 @@ from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.folder import BatchFolder, batch_folder
 from loomserve.platform.batch.offline.models import check_offline_models
 from loomserve.platform.cli.admin_token import with_admin_token
+from loomserve.platform.cli.own_server import trust_of, url_of, warnings, with_absolute_files
 from loomserve.platform.config import Config
 from loomserve.platform.devices.memory import plan_replicas
 from loomserve.platform.engine.hooks import verify
@@ -253,7 +255,9 @@ class Platform:
     def _answers(self) -> bool:
         """Whether the gateway too knows that every model is ready."""
         try:
-            with urllib.request.urlopen(f"{url_of(self._config)}/ready", timeout=5):
+            server = self._config.server
+            ready = f"{url_of(server)}/ready"
+            with urllib.request.urlopen(ready, timeout=5, context=trust_of(server)):
                 return True
         except OSError:
             return False
@@ -298,7 +302,10 @@ class Platform:
 
 def run(config: Config, base: Path, say: Say) -> None:
     """Serve until SIGINT or SIGTERM."""
+    config = with_absolute_files(config, base)
     check_machine(config, base)
+    for line in warnings(config.server):
+        say(line)
     config = with_admin_token(config, say)
     replicas = plan(config, base, say)
     stopped = threading.Event()
@@ -347,8 +354,10 @@ def _tell(model: ModelState, told: dict[str, int], elapsed_s: float, say: Say) -
 
 
 def _greet(config: Config, say: Say) -> None:
-    url = url_of(config)
+    url = url_of(config.server)
     say(f"ready at {url}/v1")
+    if config.server.tls is not None:
+        say("clients ask for a name in its certificate, and trust it (--cacert, SSL_CERT_FILE)")
     if not config.models:
         return
     say("models: " + ", ".join(model.name for model in config.models))
@@ -364,26 +373,18 @@ def _greet(config: Config, say: Say) -> None:
     headers = f"{key} -H 'Content-Type: application/json'"
     say(f"try it:\n  curl {url}/v1/chat/completions{headers} \\\n    -d '{body}'")
     if not config.server.api_keys:
-        say(_first_answer(url, body))
+        say(_first_answer(url, body, trust_of(config.server)))
     say(f"see it work: loomserve status --watch --url {url}   ·   stop: Ctrl-C")
 
 
-def url_of(config: Config) -> str:
-    """URL at which this machine reaches the gateway."""
-    host = config.server.host
-    if host in {"0.0.0.0", "::"}:
-        host = "127.0.0.1"
-    return f"http://{f'[{host}]' if ':' in host else host}:{config.server.port}"
-
-
-def _first_answer(url: str, body: str) -> str:
+def _first_answer(url: str, body: str, trust: ssl.SSLContext | None = None) -> str:
     request = urllib.request.Request(
         f"{url}/v1/chat/completions",
         data=body.encode(),
         headers={"Content-Type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(request, timeout=120) as response:
+        with urllib.request.urlopen(request, timeout=120, context=trust) as response:
             return f"which answers:\n  {json.load(response)['choices'][0]['message']['content']}"
     except urllib.error.HTTPError as error:
         # A model without a chat template, say; the platform serves nevertheless.

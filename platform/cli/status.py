@@ -142,10 +142,14 @@ def ask(
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise StatusError(f"--url {url!r}: {error}; write it like {DEFAULT_URL}") from None
     except httpx.HTTPError as error:
-        raise StatusError(
-            f"cannot reach {url} ({error}); start the platform with `loomserve serve`, "
-            "or pass --url if it listens elsewhere"
-        ) from None
+        remedy = (
+            "set SSL_CERT_FILE to its certificate or its authority's, and give --url a name that "
+            "the certificate has"
+            if "CERTIFICATE_VERIFY_FAILED" in str(error)
+            else "start the platform with `loomserve serve`, or pass --url if it listens "
+            "elsewhere, or with TLS (https://)"
+        )
+        raise StatusError(f"cannot reach {url} ({error}); {remedy}") from None
     if answer.status_code in {401, 403}:
         raise StatusError(
             f"{url} {'refuses this admin token' if token else 'asks for an admin token'}; "

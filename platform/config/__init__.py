@@ -20,6 +20,7 @@ from loomserve.platform.config.root import Config
 from loomserve.platform.config.router import Router
 from loomserve.platform.config.scheduling import Scheduling
 from loomserve.platform.config.server import ApiKey, Server
+from loomserve.platform.config.tls import Tls
 
 __all__ = [
     "LOCAL_PROMPT_TOKENS",
@@ -39,6 +40,7 @@ __all__ = [
     "Router",
     "Scheduling",
     "Server",
+    "Tls",
     "load",
     "parse",
     "parse_bytes",

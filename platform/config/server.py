@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.config.base import Bytes, FieldError, ModelName, Name, Section
+from loomserve.platform.config.tls import Tls
 
 
 class ApiKey(Section):
@@ -42,6 +43,10 @@ class Server(Section):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")
+    tls: Tls | None = Field(
+        None,
+        description="Speak HTTPS; null: HTTP, which others on the way can read.",
+    )
     api_keys: tuple[ApiKey, ...] = Field((), description="Without keys, anyone may ask.")
     admin_token_hash: TokenHash | None = Field(
         None,
@@ -72,7 +77,10 @@ class Server(Section):
         10.0, gt=0, description="A client must have sent its whole request by then."
     )
     max_connections: int = Field(
-        1024, ge=1, description="A client that connects beyond these is answered 503."
+        1024,
+        ge=1,
+        description="A client that connects beyond these is answered 503; with tls, where "
+        "handshakes count too, it is hung up on.",
     )
     cors_origins: tuple[str, ...] = Field((), description="Origins browsers may call from.")
     allowed_hosts: tuple[HostName, ...] = Field(

@@ -11,6 +11,8 @@ import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from loomserve.platform.http.tls_listener import TlsListener, TlsOptions
+
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
@@ -23,9 +25,16 @@ class HttpServer:
     """HTTP server of an ASGI app on a socket, from :meth:`start` to :meth:`stop`."""
 
     def __init__(
-        self, app: ASGIApp, sock: socket.socket, *, protocol: type[HttpToolsProtocol]
+        self,
+        app: ASGIApp,
+        sock: socket.socket,
+        *,
+        protocol: type[HttpToolsProtocol],
+        tls: TlsOptions | None = None,
     ) -> None:
+        """``tls``: None, the server speaks HTTP in clear text."""
         self._socket = sock
+        self._protocol = protocol
         self._server = _Server(
             uvicorn.Config(
                 app,
@@ -37,25 +46,41 @@ class HttpServer:
                 timeout_keep_alive=75,
             )
         )
+        self._listener = (
+            TlsListener(sock, tls, self._new_connection, self._server.server_state.connections)
+            if tls
+            else None
+        )
         self._task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._socket]))
+        own = [] if self._listener else [self._socket]
+        self._task = asyncio.create_task(self._server.serve(sockets=own))
         while not self._server.started:
             if self._task.done():
                 self._task.result()
             await asyncio.sleep(0.01)
+        if self._listener:
+            self._listener.start()
 
     @property
     def alive(self) -> bool:
-        return self._task is not None and not self._task.done()
+        listening = self._listener is None or self._listener.alive
+        return listening and self._task is not None and not self._task.done()
 
     async def stop(self, timeout_s: float) -> None:
         """Accept no connection, give open requests ``timeout_s`` seconds, then cut them."""
+        if self._listener:
+            await self._listener.close()
         self._server.config.timeout_graceful_shutdown = max(1, int(timeout_s))
         self._server.should_exit = True
         if self._task is not None:
             await self._task
+
+    def _new_connection(self) -> HttpToolsProtocol:
+        return self._protocol(
+            config=self._server.config, server_state=self._server.server_state, app_state={}
+        )
 
 
 def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:

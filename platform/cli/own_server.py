@@ -1,0 +1,63 @@
+"""The server as ``loomserve serve`` prepares it, warns of it and asks it on this machine."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from loomserve.platform.config import Config, Server
+from loomserve.platform.http import tls
+
+_DAY_S = 24 * 3600
+_EXPIRES_SOON_S = 14 * _DAY_S
+
+
+def with_absolute_files(config: Config, base: Path) -> Config:
+    """The configuration with the server's files found from anywhere; ``base`` is its folder.
+
+    Raises:
+        StartError: clients could not connect with the certificate.
+    """
+    server = config.server
+    if server.tls is None:
+        return config
+    files = tls.beside(server.tls, base)
+    tls.load(files)
+    server = server.model_copy(update={"tls": files})
+    return config.model_copy(update={"server": server})
+
+
+def warnings(server: Server) -> Iterator[str]:
+    """What an operator should know of the server before it starts, a line each."""
+    if server.tls is not None:
+        left_s = tls.expires_at(server.tls) - time.time()
+        if left_s < _EXPIRES_SOON_S:
+            yield (
+                f"warning: the certificate {server.tls.certificate} expires in "
+                f"{left_s / _DAY_S:.0f} days; put a new one in its place, a restart is not needed"
+            )
+    elif not server.is_loopback:
+        yield (
+            f"warning: {server.host} is served without TLS, so keys and prompts can be read on "
+            "the way: set server.tls, unless a proxy before it does so (docs/tls.md)"
+        )
+
+
+def url_of(server: Server) -> str:
+    """URL at which this machine reaches the server."""
+    host = server.host
+    if host in {"0.0.0.0", "::"}:
+        host = "127.0.0.1"
+    scheme = "http" if server.tls is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.port}"
+
+
+def trust_of(server: Server) -> ssl.SSLContext | None:
+    """What this machine needs to trust the server at :func:`url_of`; None: it speaks HTTP.
+
+    Raises:
+        StartError: its certificate cannot be read.
+    """
+    return tls.trust_in(Path(server.tls.certificate)) if server.tls is not None else None
