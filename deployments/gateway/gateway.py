@@ -10,6 +10,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI
@@ -48,6 +49,7 @@ from loomserve.platform.fleet.messages import (
     LineRequest,
     Routes,
 )
+from loomserve.platform.http.audit_log import AuditLog
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware, respond
 from loomserve.platform.http.protocol import bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
@@ -104,6 +106,7 @@ class Gateway:
             idle_timeout_s=self._server.header_timeout_s,
         )
         page = self._metrics_page(registry, with_batches=options is not None)
+        self._audit = AuditLog(Path(self._server.audit_log)) if self._server.audit_log else None
         self._http = self._http_server(page, streamed={FILES} if batch else set())
         # A gateway that restarts must not answer before it knows the models.
         self._version = self._apply(await self._controller.watch.remote(_NO_VERSION))
@@ -120,6 +123,8 @@ class Gateway:
         if hasattr(self, "_following"):
             self._following.cancel()
             await self._http.stop(self._server.drain_timeout_s)
+            if self._audit is not None:
+                self._audit.close()
             await self._forwarder.close()
             self._lengths.close()
 
@@ -139,6 +144,7 @@ class Gateway:
             server,
             rejected=self._metrics.rejected,
             streamed=frozenset(streamed),
+            audit=self._audit.write if self._audit is not None else None,
         )
         sock = listen(server.host, server.port, shared=True)
         protocol = bounded_protocol(server.header_timeout_s, server.max_connections)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from loomserve.platform.config import Config, Server
 from loomserve.platform.http import tls
+from loomserve.platform.http.audit_log import audit_log_path, check_audit_log
 
 _DAY_S = 24 * 3600
 _EXPIRES_SOON_S = 14 * _DAY_S
@@ -18,14 +19,16 @@ def with_absolute_files(config: Config, base: Path) -> Config:
     """The configuration with the server's files found from anywhere; ``base`` is its folder.
 
     Raises:
-        StartError: clients could not connect with the certificate.
+        StartError: clients could not connect with the certificate, or the audit log cannot be
+            written.
     """
     server = config.server
-    if server.tls is None:
-        return config
-    files = tls.beside(server.tls, base)
-    tls.load(files)
-    server = server.model_copy(update={"tls": files})
+    audit_log = audit_log_path(server, base)
+    check_audit_log(audit_log)
+    pair = tls.beside(server.tls, base) if server.tls is not None else None
+    if pair is not None:
+        tls.load(pair)
+    server = server.model_copy(update={"audit_log": str(audit_log), "tls": pair})
     return config.model_copy(update={"server": server})
 
 

@@ -88,6 +88,11 @@ class Server(Section):
         description="Names, without ports, by which clients may ask for the server beside those "
         "of loopback; others are answered 403. None named: on loopback no others, elsewhere any.",
     )
+    audit_log: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="File with a line for each request for a change by the admin API, relative to "
+        "this file; null: audit-PORT.log in the user's cache folder.",
+    )
     drain_timeout_s: float = Field(
         60.0, gt=0, description="How long unload, drain and stop wait for running requests."
     )

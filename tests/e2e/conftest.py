@@ -130,6 +130,7 @@ def write_config(path: Path, port: int, hashes: tuple[str, ...]) -> None:
             "max_body": "1MiB",
             "header_timeout_s": 5,
             "drain_timeout_s": 20,
+            "audit_log": "audit.log",
             "admin_token_hash": hashes[2],
             "api_keys": [
                 {"name": "all", "hash": hashes[0]},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable
@@ -53,6 +54,26 @@ def test_the_admin_api_documents_itself(platform: Platform) -> None:
     with platform.admin() as admin:
         paths = admin.get("/admin/v1/openapi.json").json()["paths"]
     assert {"/state", "/models", "/models/{name}", "/replicas/{replica_id}/draining"} <= set(paths)
+
+
+def test_changes_are_in_the_audit_log_and_the_token_is_not(platform: Platform) -> None:
+    path = "/admin/v1/kv/flush"
+    with platform.admin() as admin, platform.http("lsk-wrong") as stranger:
+        headers = {"X-Request-Id": "audited-1"}
+        status = admin.post(path, json={"model": HOT}, headers=headers).status_code
+        stranger.post(path, json={}, headers={"X-Request-Id": "audited-2"})
+    log = platform.log.parent / "audit.log"
+
+    def entries() -> dict[str, Any]:
+        told = [json.loads(line) for line in log.read_text().splitlines()]
+        return {one["request_id"]: one for one in told}
+
+    wait_for(lambda: {"audited-1", "audited-2"} <= set(entries()), 5)
+    done, refused = entries()["audited-1"], entries()["audited-2"]
+    assert (done["who"], done["status"], done["body"]) == ("admin", status, {"model": HOT})
+    assert (refused["who"], refused["status"]) == (None, 401)
+    assert platform.admin_token not in log.read_text()
+    assert log.stat().st_mode & 0o077 == 0
 
 
 def test_a_drained_replica_gets_nothing_new_until_it_is_undrained(platform: Platform) -> None:

@@ -65,6 +65,13 @@ class Authentication:
             self._check_token(path, presented)
         return None
 
+    def is_operator(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Whether a request has the admin token."""
+        try:
+            return self._admin is not None and bool(self._admin.identify(_bearer(headers)))
+        except Unauthorized:
+            return False
+
     def _known_key(self, presented: str | None) -> ApiKey | None:
         try:
             return self._keys.identify(presented)

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from loomserve.platform.access import limits
 from loomserve.platform.base.errors import RequestTimeout
 from loomserve.platform.config import Server
+from loomserve.platform.http.ingress.audit import Audit
 from loomserve.platform.http.ingress.authentication import Authentication, under
 from loomserve.platform.http.ingress.body import METHODS_WITH_BODY, read_body, replay
 from loomserve.platform.http.ingress.exchange import Exchange, choose_request_id
@@ -33,6 +34,7 @@ def ingress_middleware(
     *,
     rejected: Callable[[str], None],
     streamed: frozenset[str] = frozenset(),
+    audit: Callable[[str], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ASGIApp:
     """Wrap ``app`` in request ids, CORS, error answers, authentication and limits.
@@ -43,13 +45,16 @@ def ingress_middleware(
         rejected: called with the error's code, once for every error that a client is answered.
         streamed: paths whose POST bodies the platform reads itself, as they come and within its
             own bounds; their ``body`` is None.
+        audit: takes a line for each request for a change by the admin API; None: there is no log.
         clock: seconds, for the keys' rates.
     """
-    guard = _Guard(app, server, rejected, streamed, clock)
-    inner: ASGIApp = guard
+    authentication = Authentication(server)
+    inner: ASGIApp = _Guard(app, server, authentication, rejected, streamed, clock)
+    if audit is not None:
+        inner = Audit(inner, audit, authentication.is_operator)
     if server.cors_origins:
         inner = CORSMiddleware(
-            guard,
+            inner,
             allow_origins=server.cors_origins,
             allow_methods=("GET", "POST", "PUT", "PATCH", "DELETE"),
             allow_headers=("*",),
@@ -91,6 +96,7 @@ class _Guard:
         self,
         app: ASGIApp,
         server: Server,
+        authentication: Authentication,
         rejected: Callable[[str], None],
         streamed: frozenset[str],
         clock: Callable[[], float],
@@ -100,7 +106,7 @@ class _Guard:
         self._rejected = rejected
         self._streamed = streamed
         self._clock = clock
-        self._authentication = Authentication(server)
+        self._authentication = authentication
         self._usage = {key.name: limits.KeyUsage() for key in server.api_keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -24,6 +24,12 @@ from tests.unit.certificates import Pair, make_pair
 ANSWER = {"choices": [{"message": {"content": "Paris"}}]}
 
 
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path / "home"))
+    return tmp_path / "home"
+
+
 @pytest.fixture
 def pair() -> Pair:
     return make_pair()
@@ -64,16 +70,26 @@ def config(tls: Tls) -> Config:
     return Config.model_validate({"devices": [device], "models": [], "server": Server(tls=tls)})
 
 
-def test_files_are_found_from_anywhere(pair: Pair, tmp_path: Path) -> None:
+def test_files_are_found_from_anywhere(pair: Pair, tmp_path: Path, home: Path) -> None:
     absolute = pair.write(tmp_path)
     given = config(Tls(certificate="cert.pem", key="key.pem"))
-    assert with_absolute_files(given, tmp_path).server.tls == absolute
+    server = with_absolute_files(given, tmp_path).server
+    assert server.tls == absolute
+    assert server.audit_log == str(home / "audit-8000.log")
 
 
 def test_a_pair_that_clients_refuse_stops_the_start(tmp_path: Path) -> None:
     old = make_pair(ends=timedelta(minutes=-1)).write(tmp_path)
     with pytest.raises(StartError, match=r"server\.tls\.certificate.*expired"):
         with_absolute_files(config(old), tmp_path)
+
+
+def test_an_audit_log_that_cannot_be_written_stops_the_start(
+    pair: Pair, tmp_path: Path, home: Path
+) -> None:
+    home.touch()
+    with pytest.raises(StartError, match=r"server\.audit_log"):
+        with_absolute_files(config(pair.write(tmp_path)), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,113 @@
+"""The file that an audit log is kept in: private, bounded, and written beside the event loop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import stat
+import sys
+from io import TextIOWrapper
+from logging.handlers import QueueHandler, QueueListener, RotatingFileHandler
+from pathlib import Path
+from queue import SimpleQueue
+
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.base.paths import cache_folder
+from loomserve.platform.config import Server
+
+_log = logging.getLogger("ray.serve")
+
+FILE_BYTES = 10 * 2**20
+_OLD_FILES = 9
+
+
+def audit_log_path(server: Server, base: Path) -> Path:
+    """The log's file, of a configuration in folder ``base``."""
+    if server.audit_log is None:
+        # Platforms of one user differ in their port, and none may move another's file away.
+        return cache_folder() / f"audit-{server.port}.log"
+    return (base / Path(server.audit_log).expanduser()).absolute()
+
+
+def check_audit_log(path: Path) -> None:
+    """Check that the file can be written, and make it.
+
+    Raises:
+        StartError: it cannot.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        os.close(_open_private(str(path), os.O_WRONLY | os.O_APPEND | os.O_CREAT))
+    except OSError as error:
+        raise StartError(
+            f"server.audit_log: {path} cannot be written ({error.strerror}): set it to a file of "
+            "your own"
+        ) from None
+
+
+class AuditLog:
+    """Lines of text, in a file that is moved away when it is full.
+
+    A thread writes them. What it cannot write is lost, and told in the platform's log once.
+    """
+
+    def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES) -> None:
+        lines: SimpleQueue[logging.LogRecord] = SimpleQueue()
+        self._queued = QueueHandler(lines)
+        self._written = _PrivateFile(path, file_bytes)
+        self._writer = QueueListener(lines, self._written)
+        self._writer.start()
+
+    def write(self, line: str) -> None:
+        self._queued.handle(logging.makeLogRecord({"msg": line}))
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.stop()
+        self._written.close()
+
+
+class _PrivateFile(RotatingFileHandler):
+    """File that no other user can read, which a full disk does not break for good."""
+
+    def __init__(self, path: Path, file_bytes: int) -> None:
+        super().__init__(
+            path, maxBytes=file_bytes, backupCount=_OLD_FILES, encoding="utf-8", delay=True
+        )
+        self._broken = False
+        self._fails = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._fails = False
+        if self._broken:
+            # What was cut off must not spoil the next line.
+            record.msg = f"\n{record.msg}"
+        super().emit(record)
+        self._broken = self._fails
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        self._fails = True
+        if not self._broken:
+            error = sys.exc_info()[1]
+            _log.error("the audit log %s cannot be written: %s", self.baseFilename, error)
+        # A stream that failed may be closed already, or fail for ever.
+        failed, self.stream = self.stream, None
+        if failed is not None:
+            with contextlib.suppress(OSError):
+                failed.close()
+
+    def _open(self) -> TextIOWrapper:
+        return open(self.baseFilename, "a", encoding="utf-8", opener=_open_private)
+
+
+def _open_private(path: str, flags: int) -> int:
+    # A link may lead to a file of somebody else's, and a pipe would wait for its reader.
+    handle = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    try:
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            os.fchmod(handle, 0o600)
+    except OSError:
+        os.close(handle)
+        raise
+    return handle
