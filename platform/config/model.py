@@ -80,7 +80,8 @@ class Model(Section):
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
-        description="Options of vLLM's engine under vLLM's own names, such as max_model_len.",
+        description="Options of vLLM's engine under vLLM's own names, such as max_model_len; over "
+        "HTTP none that names code or opens files.",
     )
     router: Router = Field(default_factory=Router, description="How requests are spread.")
     max_concurrent_requests: int = Field(

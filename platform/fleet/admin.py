@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from loomserve.platform.base.errors import UnknownModel
 from loomserve.platform.base.reply import Ask
 from loomserve.platform.config import Model
+from loomserve.platform.fleet.file_only import check_given_over_http
 from loomserve.platform.state import ModelState, PlatformState
 from loomserve.platform.state.roles import Role
 
@@ -54,6 +55,7 @@ def build_models_router(ask: Ask) -> APIRouter:
     @router.post("/models", status_code=202, response_model=PlatformState)
     async def load(model: Model) -> Any:
         """Load a model, written as in the configuration; it serves once its status is ready."""
+        check_given_over_http(model.engine)
         return await ask("load", model)
 
     @router.delete("/models/{name:path}", status_code=202, response_model=PlatformState)

@@ -102,3 +102,29 @@ def test_the_description_says_how_to_give_the_token(api: FastAPI) -> None:
     assert (scheme["type"], scheme["scheme"], others) == ("http", "bearer", [])
     operations = [each for path in described["paths"].values() for each in path.values()]
     assert all(operation["security"] == [{name: []}] for operation in operations)
+
+
+@pytest.mark.parametrize(
+    ("option", "status"),
+    [
+        ("max_model_len", 503),
+        *[(option, 400) for option in ("trust_remote_code", "worker_cls", "middleware")],
+    ],
+)
+def test_a_model_with_options_that_name_code_comes_no_further(
+    api: FastAPI, option: str, status: int
+) -> None:
+    checked = Server.model_validate({"admin_token_hash": hash_key("token")})
+    app = Starlette(routes=[Mount("/admin/v1", api)], exception_handlers=exception_handlers)
+    asgi = ingress_middleware(app, checked, rejected=lambda _: None)
+    model = {"name": "m", "source": "demo", "devices": ["core0"], "engine": {option: 64}}
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(asgi)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.post("/admin/v1/models", json=model, headers=TOKEN)
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == status
+    if status == 400:
+        assert answer.json()["error"]["param"] == f"engine.{option}"
