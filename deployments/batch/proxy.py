@@ -6,6 +6,7 @@ Files pass through in pieces; neither side ever holds one whole in memory.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Receive, Scope, Send
+from yarl import URL
 
 from loomserve.platform.base.errors import (
     BodyTooLarge,
@@ -23,15 +25,17 @@ from loomserve.platform.base.errors import (
     Unavailable,
 )
 from loomserve.platform.base.reply import Reply
+from loomserve.platform.batch.http import identity
 from loomserve.platform.config import ApiKey
-from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, OWNER_HEADER
+from loomserve.platform.fleet.messages import OWNER_HEADER
 from loomserve.platform.http.client_gone import ClientGoneError
 
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
 # After a crash Serve needs some seconds for a new lane.
 _LANE_TIMEOUT_S = 15.0
-_PASSED_ON = frozenset({b"content-type", b"content-length", b"range", b"x-request-id"})
+# Nothing that frames a message: what is read from a client and what is sent on are two messages.
+_PASSED_ON = frozenset({b"content-type", b"range", b"x-request-id"})
 _PASSED_BACK = frozenset(
     {b"content-type", b"content-length", b"content-range", b"accept-ranges", b"etag",
      b"last-modified", b"allow"}
@@ -75,14 +79,17 @@ class BatchProxy:
         # aiohttp turns errors of a body's source into errors of its connection.
         problem: list[Exception] = []
         body = self._body(scope, receive, problem)
+        target = _target(scope)
         began = False
         try:
             address = await self._where()
             async with self._session.request(
                 scope["method"],
-                f"http://{address}{_target(scope)}",
-                headers=self._headers(scope),
+                # The lane must see the very path that is signed.
+                URL(f"http://{address}{target}", encoded=True),
+                headers=self._headers(scope, target),
                 data=body,
+                allow_redirects=False,
             ) as response:
                 began = True
                 await _relay(response, send)
@@ -122,22 +129,25 @@ class BatchProxy:
                 raise _away() from None
         return self._address
 
-    def _headers(self, scope: Scope) -> list[tuple[str, str]]:
+    def _headers(self, scope: Scope, target: str) -> list[tuple[str, str]]:
         key: ApiKey | None = scope["state"].get("api_key")
         passed = [(k.decode(), v.decode("latin-1")) for k, v in scope["headers"] if k in _PASSED_ON]
-        return [
-            *passed,
-            (INTERNAL_TOKEN_HEADER, self._internal_token),
-            (OWNER_HEADER, key.name if key else ""),
-        ]
+        owner = identity.sign(
+            self._internal_token,
+            key.name if key else "",
+            scope["method"],
+            target,
+            time.monotonic(),
+        )
+        return [*passed, (OWNER_HEADER, owner)]
 
     def _body(
         self, scope: Scope, receive: Receive, problem: list[Exception]
     ) -> AsyncIterator[bytes] | bytes | None:
-        if scope["method"] not in ("POST", "DELETE"):
-            return None
-        body: bytes | None = scope["state"].get("body")
-        return _noting(problem, self._stream(receive)) if body is None else body
+        body: bytes | None = scope["state"]["body"]
+        if body is None:
+            return _noting(problem, self._stream(receive))
+        return body or None
 
     async def _stream(self, receive: Receive) -> AsyncIterator[bytes]:
         size = 0

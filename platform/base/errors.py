@@ -7,7 +7,8 @@
     ├── StartError                       refuse to start: the machine cannot do what the config asks
     └── RequestError                     answered to the client
         ├── BadRequest            400    fix your request
-        │   └── ContextTooLong    400
+        │   ├── ContextTooLong    400
+        │   └── UnexpectedBody    400
         ├── Unauthorized          401
         ├── Forbidden             403
         ├── NotFound              404
@@ -17,6 +18,7 @@
         ├── Conflict              409
         ├── BodyTooLarge          413
         ├── TooManyRequests       429    retry later (Retry-After)
+        ├── HeadTooLarge          431
         ├── InternalError         500    we are broken
         ├── EngineGone            502    the engine died while it worked on this request
         └── Unavailable           503    retry later (Retry-After)
@@ -96,6 +98,14 @@ class ContextTooLong(BadRequest):
     reason = "context_length_exceeded"
 
 
+class UnexpectedBody(BadRequest):
+    reason = "unexpected_body"
+
+    def headers(self) -> dict[str, str]:
+        # Who may have meant the body for a request of its own must not go on here.
+        return {**super().headers(), "Connection": "close"}
+
+
 class Unauthorized(RequestError):
     status = 401
     type = "authentication_error"
@@ -166,6 +176,12 @@ class TooManyRequests(RequestError):
     status = 429
     type = "rate_limit_error"
     reason = "rate_limit_exceeded"
+
+
+class HeadTooLarge(RequestError):
+    status = 431
+    type = "invalid_request_error"
+    reason = "head_too_large"
 
 
 class InternalError(RequestError):

@@ -38,7 +38,7 @@ LOANS_PATH = "/loomserve/loans"
 
 # Gateways and replicas show it to engines, whose ports any local user can reach.
 INTERNAL_TOKEN_HEADER = "x-loomserve-internal"
-# Gateways tell the batch lane the name of the request's API key, or nothing.
+# Gateways tell the batch lane the name of the request's API key, or nothing, and sign it.
 OWNER_HEADER = "x-loomserve-owner"
 
 

@@ -1,14 +1,14 @@
 """OpenAI's ``/v1/files`` and ``/v1/batches`` within the lane's process.
 
-Gateways forward requests to it. They put the name of the request's API key into
+Gateways forward requests to it. They sign the name of the request's API key in
 :data:`~loomserve.platform.fleet.messages.OWNER_HEADER`.
 """
 
 from __future__ import annotations
 
-import hmac
 import re
 import sqlite3
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loomserve.platform.base.errors import BadRequest, Forbidden, RequestError, Unavailable
 from loomserve.platform.batch.folder import BatchFolder
+from loomserve.platform.batch.http import identity
 from loomserve.platform.batch.http.upload import Upload, expiry_seconds, paced
 from loomserve.platform.batch.lane import BatchLane
 from loomserve.platform.batch.policy.objects import (
@@ -34,7 +35,7 @@ from loomserve.platform.batch.policy.objects import (
 from loomserve.platform.batch.policy.quota import BatchQuota
 from loomserve.platform.batch.store.store import BatchStore
 from loomserve.platform.config import Batch
-from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, OWNER_HEADER
+from loomserve.platform.fleet.messages import OWNER_HEADER
 from loomserve.platform.http.ingress import exception_handlers
 from loomserve.platform.http.ingress.responses import as_request_error, error_response
 
@@ -70,7 +71,7 @@ class BatchApi:
         )
 
     def app(self, internal_token: str) -> ASGIApp:
-        """The ASGI application; it answers requests with the token only."""
+        """The ASGI application; it answers requests that are signed with the token only."""
         routes = [
             Route("/v1/files", self._upload, methods=["POST"]),
             Route("/v1/files", self._list_files),
@@ -83,7 +84,10 @@ class BatchApi:
             Route("/v1/batches/{id}/cancel", self._cancel, methods=["POST"]),
         ]
         handlers = {**exception_handlers, RequestError: _respond}
-        return _Guarded(Starlette(routes=routes, exception_handlers=handlers), internal_token)
+        app = Starlette(routes=routes, exception_handlers=handlers)
+        # Another path is another request, which nobody has signed.
+        app.router.redirect_slashes = False
+        return _Guarded(app, internal_token)
 
     # Files
 
@@ -230,23 +234,34 @@ class BatchApi:
 
 
 class _Guarded:
-    """ASGI application that answers gateways only: requests with the internal token."""
+    """ASGI application that answers gateways only, in the name of the owner that they sign."""
 
     def __init__(self, app: ASGIApp, token: str) -> None:
         self._app = app
-        self._token = token.encode()
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = dict(scope["headers"])
-        presented = headers.get(INTERNAL_TOKEN_HEADER.encode(), b"")
-        if not hmac.compare_digest(presented, self._token):
-            error = Forbidden("this port is for the gateway; ask the server's own address")
+        if scope["type"] != "http":
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        field = dict(scope["headers"]).get(OWNER_HEADER.encode(), b"").decode("latin-1")
+        try:
+            owner = identity.owner_of(
+                self._token, field, scope["method"], _target(scope), time.monotonic()
+            )
+        except Forbidden as error:
             await error_response(error)(scope, receive, send)
             return
+        scope["state"] = {**scope.get("state", {}), "owner": owner}
         try:
             await self._app(scope, receive, send)
         except (ClientDisconnect, RequestError):
             return  # answered, as far as there is anybody to answer
+
+
+def _target(scope: Scope) -> str:
+    path, query = scope["raw_path"].decode("latin-1"), scope["query_string"].decode("latin-1")
+    return f"{path}?{query}" if query else path
 
 
 async def _respond(_: Request, error: Exception) -> Response:
@@ -254,7 +269,8 @@ async def _respond(_: Request, error: Exception) -> Response:
 
 
 def _owner(request: Request) -> str:
-    return request.headers.get(OWNER_HEADER, "")
+    owner: str = request.state.owner
+    return owner
 
 
 async def _asked(request: Request) -> CreateBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 
 from starlette.types import Message, Receive
 
@@ -12,6 +13,11 @@ METHODS_WITH_BODY = frozenset({"POST", "PUT", "PATCH", "DELETE"})
 # More digits are no length anybody means, and Python refuses to convert thousands of them.
 _MAX_LENGTH_DIGITS = 18
 _LOOKS = 20
+
+
+def has_body(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a request says that it has a body of one byte or more, or of unknown length."""
+    return bool(headers.get(b"content-length", b"").strip(b"0")) or b"transfer-encoding" in headers
 
 
 async def read_body(

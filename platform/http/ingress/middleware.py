@@ -11,11 +11,11 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loomserve.platform.access import limits
-from loomserve.platform.base.errors import RequestTimeout
+from loomserve.platform.base.errors import RequestTimeout, UnexpectedBody
 from loomserve.platform.config import Server
 from loomserve.platform.http.ingress.audit import Audit
 from loomserve.platform.http.ingress.authentication import Authentication, under
-from loomserve.platform.http.ingress.body import METHODS_WITH_BODY, read_body, replay
+from loomserve.platform.http.ingress.body import METHODS_WITH_BODY, has_body, read_body, replay
 from loomserve.platform.http.ingress.exchange import Exchange, choose_request_id
 from loomserve.platform.http.ingress.responses import (
     as_request_error,
@@ -155,6 +155,10 @@ class _Guard:
             if body is None:
                 return
             receive = replay(body, receive)
+        elif has_body(headers):
+            raise UnexpectedBody(
+                f"A {scope['method']} request has no body here. Send it without one."
+            )
         scope["state"]["body"] = body
         await self._app(scope, receive, send)
 

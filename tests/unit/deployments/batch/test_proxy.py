@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from starlette.types import Message
 
 from loomserve.deployments.batch.proxy import BatchProxy
 from loomserve.platform.base.errors import BodyTooLarge, NotFound, RequestTimeout, Unavailable
+from loomserve.platform.batch.http import identity
 from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, OWNER_HEADER
 
@@ -46,10 +48,18 @@ async def echo(request: web.Request) -> web.Response:
         {
             "method": request.method,
             "target": request.raw_path,
-            "owner": request.headers.get(OWNER_HEADER),
+            "owner": identity.owner_of(
+                "token",
+                request.headers[OWNER_HEADER],
+                request.method,
+                request.raw_path,
+                time.monotonic(),
+            ),
             "token": request.headers.get(INTERNAL_TOKEN_HEADER),
             "secret": request.headers.get("authorization"),
             "bytes": len(body),
+            "length": request.headers.get("content-length"),
+            "encoding": request.headers.get("transfer-encoding"),
         },
         status=409 if request.path.endswith("conflict") else 200,
         headers={"x-private": "no"},
@@ -125,9 +135,11 @@ def test_an_upload_reaches_the_lane_in_the_keys_name_and_without_its_secret() ->
         "method": "POST",
         "target": "/v1/files?limit=2",
         "owner": "alice",
-        "token": "token",
+        "token": None,
         "secret": None,
         "bytes": 140_000,
+        "length": None,
+        "encoding": "chunked",
     }
     assert b"x-private" not in dict(sent[0]["headers"])
 
@@ -138,8 +150,18 @@ def test_a_body_that_was_read_already_is_passed_on_and_so_are_errors() -> None:
 
 
 def test_a_request_without_a_body_has_none() -> None:
-    _, said = answer(ask(method="GET"))
+    _, said = answer(ask(method="GET", body=b""))
     assert (said["method"], said["bytes"]) == ("GET", 0)
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE"])
+def test_a_body_is_framed_anew_whatever_its_client_said_of_it(method: str) -> None:
+    framing = [(b"content-length", b"999"), (b"transfer-encoding", b"chunked")]
+    _, said = answer(ask(method=method, body=b"12345", headers=framing))
+    assert (said["bytes"], said["length"], said["encoding"]) == (5, "5", None)
+    _, said = answer(ask(method=method, body=b"", headers=framing))
+    assert (said["bytes"], said["encoding"]) == (0, None)
+    assert said["length"] in (None, "0")
 
 
 def test_what_is_too_large_is_refused_whether_it_says_so_or_not() -> None:

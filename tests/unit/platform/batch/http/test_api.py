@@ -7,7 +7,8 @@ import io
 import itertools
 import json
 import tempfile
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,37 @@ import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 
 from loomserve.deployments.batch.executor import outcome
 from loomserve.platform.base.errors import BadRequest, BodyTooLarge
 from loomserve.platform.batch.executor import LineOutcome
+from loomserve.platform.batch.http import identity
 from loomserve.platform.batch.http.api import BatchApi
 from loomserve.platform.batch.http.upload import Upload, expiry_seconds
 from loomserve.platform.batch.policy.lines import check
-from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, OWNER_HEADER
+from loomserve.platform.fleet.messages import OWNER_HEADER
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.scheduling.policy.background import is_background
 from tests.unit.platform.batch.test_lane import Bench, Engines, request
 
 TOKEN = "secret"
 ENDPOINT = "/v1/completions"
+
+
+class SignedBy(httpx.Auth):
+    """A gateway's signature under the requests of one key."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        target = request.url.raw_path.decode()
+        request.headers[OWNER_HEADER] = identity.sign(
+            TOKEN, self._owner, request.method, target, time.monotonic()
+        )
+        yield request
 
 
 class Api:
@@ -41,10 +59,9 @@ class Api:
 
     def ask(self, method: str, path: str, owner: str = "alice", **given: Any) -> httpx.Response:
         async def go() -> httpx.Response:
-            headers = {INTERNAL_TOKEN_HEADER: TOKEN, OWNER_HEADER: owner}
             transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(
-                transport=transport, base_url="http://lane", headers=headers
+                transport=transport, base_url="http://lane", auth=SignedBy(owner)
             ) as client:
                 return await client.request(method, path, **given)
 
@@ -141,8 +158,23 @@ def test_a_wrong_batch_is_refused(api: Api, body: bytes, param: str | None) -> N
 
 
 def test_nobody_but_a_gateway_is_answered(api: Api) -> None:
-    headers = {INTERNAL_TOKEN_HEADER: "guess"}
-    assert api.ask("GET", "/v1/files", headers=headers).status_code == 403
+    for field in ("", "guess", "1.2.3", "x.y.z", "é"):
+        given: dict[str, Any] = {"auth": None, "headers": {OWNER_HEADER.encode(): field.encode()}}
+        assert api.ask("GET", "/v1/files", **given).status_code == 403
+
+
+def test_a_signature_is_good_for_the_very_request_that_it_was_made_for(api: Api) -> None:
+    field = identity.sign(TOKEN, "alice", "GET", "/v1/files?limit=2", time.monotonic())
+    given: dict[str, Any] = {"auth": None, "headers": {OWNER_HEADER: field}}
+    assert api.ask("GET", "/v1/files?limit=2", **given).status_code == 200
+    assert api.ask("GET", "/v1/files?limit=3", **given).status_code == 403
+    assert api.ask("GET", "/v1/files/?limit=2", **given).status_code == 403
+    assert api.ask("HEAD", "/v1/files?limit=2", **given).status_code == 403
+
+
+def test_a_handshake_for_another_protocol_is_refused(api: Api) -> None:
+    with pytest.raises(WebSocketDisconnect), TestClient(api.app).websocket_connect("/v1/files"):
+        pass
 
 
 async def pieces(form: bytes, cuts: list[int]) -> AsyncIterator[bytes]:

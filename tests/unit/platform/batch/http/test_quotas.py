@@ -18,8 +18,7 @@ import pytest
 from loomserve.platform.batch.http.api import BatchApi
 from loomserve.platform.batch.policy.status import BatchStatus
 from loomserve.platform.config import Batch
-from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, OWNER_HEADER
-from tests.unit.platform.batch.http.test_api import TOKEN, Api
+from tests.unit.platform.batch.http.test_api import TOKEN, Api, SignedBy
 from tests.unit.platform.batch.test_lane import Bench, Engines, requests, until
 
 Disk = namedtuple("Disk", "total used free")
@@ -82,10 +81,9 @@ def test_uploads_at_once_have_no_more_than_one_after_the_other(tmp_path: Path) -
     api = Api(tmp_path / "b", max_bytes_per_key="1KiB")
 
     async def all_at_once() -> list[int]:
-        headers = {INTERNAL_TOKEN_HEADER: TOKEN, OWNER_HEADER: "alice"}
         transport = httpx.ASGITransport(api.app, raise_app_exceptions=False)
         async with httpx.AsyncClient(
-            transport=transport, base_url="http://lane", headers=headers
+            transport=transport, base_url="http://lane", auth=SignedBy("alice")
         ) as client:
             given: dict[str, Any] = {"data": {"purpose": "batch"}}
             asked = [
@@ -141,9 +139,8 @@ def test_a_thousand_batches_of_one_key_cost_little_memory_and_a_restart_is_quick
         lane = bench.make()
         app = BatchApi(lane, bench.store, bench.folder, bench.options).app(TOKEN)
         running = asyncio.create_task(lane.run())
-        headers = {INTERNAL_TOKEN_HEADER: TOKEN, OWNER_HEADER: "alice"}
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://lane", headers=headers
+            transport=httpx.ASGITransport(app), base_url="http://lane", auth=SignedBy("alice")
         ) as client:
             upload: dict[str, Any] = {"files": {"file": ("f", requests(2000))}}
             file = await client.post("/v1/files", data={"purpose": "batch"}, **upload)
