@@ -1,6 +1,7 @@
 """Relays one request to one replica, and the bytes of its answer: the path every token takes.
 
-Nothing is parsed on the way back but the status; an error body is rewritten into OpenAI's shape.
+Nothing is parsed on the way back but the status and the ends of events; an error body is rewritten
+into OpenAI's shape.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from loomserve.platform.http.engine_errors import normalise
 from loomserve.platform.http.stall_watch import StallWatch, StandstillError
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.requests.whole_events import WholeEvents
 
 _log = logging.getLogger("ray.serve")
 
@@ -169,6 +171,7 @@ class Relay:
         headers = [(k, v) for k, v in response.raw_headers if k.lower() in _PASSED_BACK]
         await send({"type": "http.response.start", "status": response.status, "headers": headers})
         chunks, first = 0, 0.0
+        events = WholeEvents() if response.content_type == "text/event-stream" else None
         body = response.content
         watch = StallWatch(body, self._idle_timeout_s)
         try:
@@ -184,6 +187,8 @@ class Relay:
                     watch.start()
                 chunks += 1
                 watch.taken += len(chunk)
+                if events is not None:
+                    chunk = events.whole(chunk)
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except StandstillError:
             raise EngineGone(
@@ -193,8 +198,9 @@ class Relay:
             ) from None
         finally:
             watch.stop()
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-        if response.content_type == "text/event-stream":
+        rest = events.rest if events is not None else b""
+        await send({"type": "http.response.body", "body": rest, "more_body": False})
+        if events is not None:
             self._metrics.streamed(
                 model, ttft_s=first - started, stream_s=time.monotonic() - first, chunks=chunks
             )

@@ -55,7 +55,8 @@ def respond(reply: Reply[T]) -> T | Response:
 
 def error_event(error: RequestError) -> bytes:
     """The error as a server-sent event, for a stream that began with status 200."""
-    return b"data: " + json.dumps(error.body()).encode() + b"\n\n"
+    # The stream may have ended within an event, which an empty line ends.
+    return b"\n\ndata: " + json.dumps(error.body()).encode() + b"\n\n"
 
 
 def as_request_error(error: Exception) -> RequestError:

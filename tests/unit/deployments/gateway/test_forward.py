@@ -169,6 +169,24 @@ async def test_an_answer_that_breaks_off_is_not_begun_anew_but_remembered() -> N
         assert not engines[2].asked
 
 
+async def test_of_a_stream_that_breaks_off_within_an_event_whole_events_are_passed_on() -> None:
+    async def breaks_off(engine: Engine, body: bytes) -> bytes | None:
+        (writer,) = engine._writers
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n")
+        writer.write(b"content-length: 1000\r\n\r\n")
+        for part in (b'data: {"a": 1}\n\n', b'data: {"b"', b': 2}\n\ndata: {"c"'):
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0.02)
+        return await dies(engine, body)
+
+    async with gateway(breaks_off) as (forwarder, model, _):
+        answer = CollectedAnswer()
+        with pytest.raises(EngineGone):
+            await forwarder.forward(request(), model, never_gone, answer.send)
+    assert answer.body == b'data: {"a": 1}\n\ndata: {"b": 2}\n\n'
+
+
 @pytest.mark.parametrize("pause_s", [0.1, None])
 async def test_an_answer_that_stands_still_ends_and_one_that_is_slow_does_not(
     pause_s: float | None,

@@ -346,11 +346,36 @@ def test_a_stream_that_fails_ends_with_an_error_event() -> None:
         raise EngineGone("The engine died. Send the request again.")
 
     reply = _door(_streaming(produce)).ask(headers={"X-Request-Id": "mine"}, messages=[b"", WAIT])
-    first, event, rest = reply.body.split(b"\n\n")
+    first, _, event, rest = reply.body.split(b"\n\n")
     assert (reply.status, reply.complete, first, rest) == (200, True, b"data: 1", b"")
     assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == "engine_gone"
     assert reply.rejected == ["engine_gone"]
     assert reply.headers["x-request-id"] == "mine"
+
+
+def test_the_error_of_a_stream_that_fails_within_an_event_is_an_event_by_itself() -> None:
+    async def produce() -> AsyncIterator[bytes]:
+        yield b'data: {"half'
+        raise EngineGone("The engine died. Send the request again.")
+
+    body = _door(_streaming(produce)).ask(messages=[b"", WAIT]).body
+    half, event, rest = body.split(b"\n\n")
+    assert (half, rest) == (b'data: {"half', b"")
+    assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == "engine_gone"
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "TRACE", "PROPFIND"])
+@pytest.mark.parametrize("framing", [{"Content-Length": "5"}, {"Transfer-Encoding": "chunked"}])
+def test_a_body_where_none_belongs_is_refused_and_the_connection_ended(
+    method: str, framing: Headers
+) -> None:
+    reply = _door(ECHO).ask(method, headers=framing, messages=[b"hello"])
+    assert (reply.status, reply.error["code"]) == (400, "unexpected_body")
+    assert reply.headers["connection"] == "close"
+
+
+def test_a_request_may_say_that_it_has_no_body() -> None:
+    assert _door(ECHO).ask("GET", headers={"Content-Length": "0"}).status == 200
 
 
 def test_a_plain_body_that_fails_is_cut_so_that_nobody_takes_it_for_whole() -> None:
@@ -748,7 +773,7 @@ def test_a_request_over_its_time_is_408() -> None:
 def test_a_stream_over_its_time_ends_with_an_error_event() -> None:
     door = _door(_streaming(_two_chunks_then_silence), request_timeout_s=0.05)
     reply = door.ask("POST", messages=[b"", WAIT])
-    first, second, event, rest = reply.body.split(b"\n\n")
+    first, second, _, event, rest = reply.body.split(b"\n\n")
     assert (first, second, rest, reply.complete) == (b"data: 1", b"data: 2", b"", True)
     assert json.loads(event.removeprefix(b"data: "))["error"]["code"] == "timeout"
     assert reply.rejected == ["timeout"]
