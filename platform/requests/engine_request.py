@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any
 
 from loomserve.platform.base.errors import BadRequest
+from loomserve.platform.requests.policy.grammars import check_grammars
 from loomserve.platform.scheduling.policy.background import BACKGROUND
 from loomserve.platform.scheduling.policy.deadline import DEADLINE
 from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected
@@ -62,10 +63,11 @@ class EngineRequest:
     def of(cls, path: str, body: bytes) -> EngineRequest:
         """
         Raises:
-            BadRequest: the body is no JSON object, or has a field that only the platform may set.
+            BadRequest: the body is no JSON object, has a field that only the platform may set, or
+                one that would take too long to compile.
         """
         fields = _parse(body)
-        _refuse_platform_fields(fields)
+        _check(fields)
         return cls(path, fields, body)
 
     @classmethod
@@ -73,9 +75,10 @@ class EngineRequest:
         """A client's request that was parsed elsewhere.
 
         Raises:
-            BadRequest: it has a field that only the platform may set.
+            BadRequest: it has a field that only the platform may set, or one that would take too
+                long to compile.
         """
-        _refuse_platform_fields(fields)
+        _check(fields)
         return cls(path, fields)
 
     @property
@@ -152,6 +155,11 @@ def _parse(body: bytes) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise BadRequest('the body must be a JSON object, such as {"model": …, "messages": […]}')
     return parsed
+
+
+def _check(fields: Mapping[str, Any]) -> None:
+    _refuse_platform_fields(fields)
+    check_grammars(fields)
 
 
 def _refuse_platform_fields(fields: Mapping[str, Any]) -> None:

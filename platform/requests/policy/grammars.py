@@ -1,0 +1,164 @@
+"""Bounds of what an engine compiles to grammars: JSON schemas, tools, regular expressions, EBNF.
+
+The time of a compilation grows with powers of a schema's depth and of its objects' width: a schema
+of 900 arrays, 22 KB, takes a minute, and so does one object of 2,400 optional properties. Each
+character of a pattern costs 0.2 ms, of a long literal up to 0.2 ms. Within these bounds what is
+worst takes two seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from loomserve.platform.base.errors import BadRequest
+from loomserve.platform.requests.policy.json_size import json_size
+
+MOST_CHARACTERS = 2**16
+"""Of one field, or one tool, as JSON text."""
+MOST_DEPTH = 64
+"""Arrays and objects within each other, from the field or the tool on."""
+MOST_TOOL_CHARACTERS = 2**18
+"""Of all tools, of which an engine may make one grammar."""
+MOST_ENTRIES = 256
+"""Of one object, as of a schema's properties."""
+MOST_CHOICES = 1024
+"""Of ``structured_outputs.choice``."""
+MOST_PATTERN_CHARACTERS = 2**13
+"""Of a regular expression, of a grammar in EBNF or Lark, and of all of a schema's patterns."""
+MOST_LITERAL_CHARACTERS = 2**10
+"""Of a choice, and of an entry of a schema's enum."""
+
+# Chat and completions; vLLM's own; responses; messages.
+_COMPILED = ("response_format", "structured_outputs", "text", "output_config")
+# Forms of structured_outputs that vLLM takes for JSON in a text.
+_JSON_TEXTS = ("json", "structural_tag")
+_PATTERNS = ("regex", "grammar", "whitespace_pattern")
+
+
+def check_grammars(fields: Mapping[str, Any]) -> None:
+    """Check all of a request's fields that an engine may compile.
+
+    Raises:
+        BadRequest: one is over a bound; it is named.
+    """
+    if isinstance(outputs := fields.get("structured_outputs"), dict):
+        _check_structured_outputs(outputs)
+    for name in _COMPILED:
+        if isinstance(fields.get(name), dict):
+            _check(fields[name], name)
+    if isinstance(tools := fields.get("tools"), list):
+        _check_tools(tools)
+
+
+def _check_tools(tools: list[Any]) -> None:
+    characters = patterns = 0
+    for number, tool in enumerate(tools):
+        cost = _check(tool, f"tools[{number}]")
+        characters += cost.characters
+        patterns += cost.patterns
+        if characters > MOST_TOOL_CHARACTERS:
+            raise _too_large("tools", MOST_TOOL_CHARACTERS)
+        if patterns > MOST_PATTERN_CHARACTERS:
+            raise _too_large("tools", MOST_PATTERN_CHARACTERS, "its patterns have")
+
+
+def _check_structured_outputs(outputs: Mapping[str, Any]) -> None:
+    for form in _JSON_TEXTS:
+        if isinstance(text := outputs.get(form), str):
+            _check_text(text, f"structured_outputs.{form}")
+    for form in _PATTERNS:
+        pattern = outputs.get(form)
+        if isinstance(pattern, str) and len(pattern) > MOST_PATTERN_CHARACTERS:
+            raise _too_large(f"structured_outputs.{form}", MOST_PATTERN_CHARACTERS)
+    if isinstance(choices := outputs.get("choice"), list):
+        if len(choices) > MOST_CHOICES:
+            raise BadRequest(
+                f"structured_outputs.choice has {len(choices)} entries, of which {MOST_CHOICES} "
+                "are allowed; give fewer",
+                param="structured_outputs.choice",
+            )
+        _check_literals(choices, "structured_outputs.choice")
+
+
+def _check_text(text: str, param: str) -> None:
+    if len(text) > MOST_CHARACTERS:
+        raise _too_large(param, MOST_CHARACTERS)
+    try:
+        _check(msgspec.json.decode(text), param)
+    except RecursionError:
+        raise _too_deep(param) from None
+    except (msgspec.DecodeError, UnicodeEncodeError) as error:
+        raise BadRequest(f"{param} is not valid JSON: {error}", param=param) from None
+
+
+class _Cost(NamedTuple):
+    characters: int
+    patterns: int
+    """Characters of all patterns."""
+
+
+def _check(value: Any, param: str) -> _Cost:
+    """The cost of a value that is within the bounds."""
+    size = json_size(value, most_characters=MOST_CHARACTERS, most_depth=MOST_DEPTH)
+    if size.depth > MOST_DEPTH:
+        raise _too_deep(param)
+    if size.characters > MOST_CHARACTERS:
+        raise _too_large(param, MOST_CHARACTERS)
+    if size.widest > MOST_ENTRIES:
+        raise BadRequest(
+            f"{param} has an object of {size.widest} entries, of which {MOST_ENTRIES} are allowed; "
+            "divide it",
+            param=param,
+        )
+    patterns = 0
+    for schema in _objects(value):
+        patterns += _pattern_characters(schema)
+        for literals in (schema.get("enum"), [schema.get("const")]):
+            _check_literals(literals, param)
+    if patterns > MOST_PATTERN_CHARACTERS:
+        raise _too_large(param, MOST_PATTERN_CHARACTERS, "its patterns have")
+    return _Cost(size.characters, patterns)
+
+
+def _objects(value: Any) -> Iterator[dict[str, Any]]:
+    """All objects within a value, which is within the bounds."""
+    left = [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, dict):
+            yield one
+            left.extend(one.values())
+        elif isinstance(one, list):
+            left.extend(one)
+
+
+def _pattern_characters(schema: Mapping[str, Any]) -> int:
+    # Of JSON schemas, and of structural tags.
+    own = (schema.get(name) for name in ("pattern", "regex", "grammar"))
+    by_name = schema.get("patternProperties")
+    names = by_name if isinstance(by_name, dict) else ()
+    return sum(len(text) for text in (*own, *names) if isinstance(text, str))
+
+
+def _check_literals(literals: Any, param: str) -> None:
+    for literal in literals if isinstance(literals, list) else ():
+        if isinstance(literal, str) and len(literal) > MOST_LITERAL_CHARACTERS:
+            raise _too_large(param, MOST_LITERAL_CHARACTERS, "a value in it has")
+
+
+def _too_deep(param: str) -> BadRequest:
+    return BadRequest(
+        f"{param} has arrays and objects nested more than {MOST_DEPTH} deep; make it flatter, for "
+        "instance with $defs and $ref",
+        param=param,
+    )
+
+
+def _too_large(param: str, most: int, part: str = "it has") -> BadRequest:
+    return BadRequest(
+        f"{param} is too large to be compiled: {part} more than {most} characters; shorten it",
+        param=param,
+    )
