@@ -299,6 +299,39 @@ TABLE: tuple[Hook, ...] = (
         "platform/disaggregation/engine/prefill_decode.py",
     ),
     Hook(
+        "vllm.v1.engine.async_llm:AsyncLLM",
+        (
+            "__init__",
+            "add_request(request_id, prompt, params)",
+            "input_processor",
+            "get_supported_tasks",
+        ),
+        HookKind.SUBCLASS,
+        "Has the grammar of a request checked in a thread before it takes the request up.",
+        "platform/requests/engine/grammar_checks.py",
+    ),
+    Hook(
+        "vllm.v1.engine.input_processor:InputProcessor",
+        ("_validate_params(params, supported_tasks)",),
+        HookKind.WRITE,
+        "Does not check again, on the event loop, what a thread has checked.",
+        "platform/requests/engine/grammar_checks.py",
+    ),
+    Hook(
+        "vllm.entrypoints.generate.base.protocol",
+        ("validate_structural_tag_payload(payload)",),
+        HookKind.REPLACE,
+        "Compiles no structural tag while a request is parsed, for that is on the event loop.",
+        "platform/requests/engine/grammar_checks.py",
+    ),
+    Hook(
+        "vllm.sampling_params:SamplingParams",
+        ("structured_outputs",),
+        HookKind.READ,
+        "Tells which requests have a grammar.",
+        "platform/requests/engine/grammar_checks.py",
+    ),
+    Hook(
         "vllm.v1.engine.output_processor:OutputProcessor",
         (
             "__init__",

@@ -23,7 +23,6 @@ from vllm.v1.engine import (
     EngineCoreRequest,
     FinishReason,
 )
-from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats, PrefillStats, SchedulerStats
@@ -41,6 +40,7 @@ from loomserve.platform.disaggregation.engine.handoff import (
     with_kv_from_store,
 )
 from loomserve.platform.engine.turnaround import Turnaround
+from loomserve.platform.requests.engine.grammar_checks import GrammarCheckingLLM
 from loomserve.platform.scheduling import metrics as scheduling
 from loomserve.platform.state.roles import PrefillAwayError
 
@@ -50,7 +50,7 @@ RemotePrefill = Callable[[bytes, int], Awaitable[bytes]]
 Raises :class:`PrefillAwayError` if there is no prefill engine, or if it fails."""
 
 
-class PrefillDecodeLLM(AsyncLLM):  # type: ignore[misc]
+class PrefillDecodeLLM(GrammarCheckingLLM):
     """vLLM's engine front end; it hands prompts over while ``remote`` is set."""
 
     remote: RemotePrefill | None = None

@@ -1,0 +1,1 @@
+"""vLLM's engine front end, which checks grammars beside the event loop."""

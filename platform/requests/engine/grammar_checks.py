@@ -1,0 +1,104 @@
+"""vLLM's engine front end, whose event loop does not stand still while a grammar is checked.
+
+vLLM turns each JSON schema, regular expression and grammar into its own form to see whether it can
+be compiled: in native code, for up to seconds, on the event loop that serves the streams of all
+requests. Here threads do that before vLLM takes the request up, which then finds it checked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from vllm.entrypoints.generate.base import protocol
+from vllm.exceptions import VLLMValidationError
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.input_processor import InputProcessor
+
+_THREADS = 2
+# With what the gateway lets through, a check takes seconds at most; others may be before it.
+_LIMIT_S = 30.0
+
+
+class GrammarChecks:
+    """Checks of requests' parameters in threads, each within a limit of time."""
+
+    def __init__(self, processor: InputProcessor, *, limit_s: float = _LIMIT_S) -> None:
+        self._limit_s = limit_s
+        self._threads = ThreadPoolExecutor(_THREADS, "grammars")
+        self._checked: set[int] = set()
+        self._check_params = processor._validate_params
+        processor._validate_params = self._check_once
+        self._check_tag = protocol.validate_structural_tag_payload
+        # vLLM calls it while it parses a request, which is on the event loop, too.
+        protocol.validate_structural_tag_payload = _check_tag_is_json
+
+    async def check(self, params: SamplingParams, tasks: tuple[str, ...]) -> None:
+        """
+        Raises:
+            VLLMValidationError: the parameters are wrong, or their grammar takes too long.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._limit_s):
+                await loop.run_in_executor(self._threads, self._check, params, tasks)
+        except TimeoutError:
+            raise VLLMValidationError(
+                f"The grammar was not compiled after {self._limit_s:g} s. Simplify the schema or "
+                "the expression, or try again when fewer requests have one."
+            ) from None
+
+    @contextmanager
+    def known(self, params: SamplingParams) -> Iterator[None]:
+        """Within the block vLLM does not check these parameters again."""
+        self._checked.add(id(params))
+        try:
+            yield
+        finally:
+            self._checked.discard(id(params))
+
+    def _check(self, params: SamplingParams, tasks: tuple[str, ...]) -> None:
+        tag = params.structured_outputs.structural_tag
+        if tag is not None:
+            # Another backend would take a tag that vLLM's parser of requests refuses.
+            self._check_tag(tag, parameter="structured_outputs")
+        self._check_params(params, tasks)
+
+    def _check_once(self, params: Any, supported_tasks: tuple[str, ...]) -> None:
+        if id(params) not in self._checked:
+            self._check_params(params, supported_tasks)
+
+
+class GrammarCheckingLLM(AsyncLLM):  # type: ignore[misc]
+    """vLLM's engine front end with :class:`GrammarChecks`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._grammars = GrammarChecks(self.input_processor)
+
+    async def add_request(
+        self, request_id: str, prompt: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        add: Callable[..., Any] = super().add_request
+        if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+            return await add(request_id, prompt, params, *args, **kwargs)
+        await self._grammars.check(params, await self.get_supported_tasks())
+        with self._grammars.known(params):
+            return await add(request_id, prompt, params, *args, **kwargs)
+
+
+def _check_tag_is_json(payload: Any, *, parameter: str) -> None:
+    """In the place of vLLM's own check, which compiles the tag."""
+    try:
+        is_object = isinstance(json.loads(payload), dict)
+    except (TypeError, ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise VLLMValidationError(
+            f"Invalid {parameter} structural_tag specification.", parameter=parameter
+        )
