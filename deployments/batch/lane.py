@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from loomserve.deployments.batch.executor import GatewayExecutor
 from loomserve.deployments.batch.offline_worker import RayOfflineWorker
 from loomserve.deployments.ray_node import node_address
-from loomserve.platform.access.key_models import KnownKeys
+from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.reply import replies
 from loomserve.platform.batch.executors import CombinedExecutor
 from loomserve.platform.batch.folder import BatchFolder
@@ -65,7 +65,8 @@ class BatchLaneDeployment:
             serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP),
             checked.line_timeout_s,
         )
-        executor = CombinedExecutor(gateway, queues, KnownKeys(front.api_keys))
+        self._keys = LiveKeys(front)
+        executor = CombinedExecutor(gateway, queues, self._keys)
         self._lane = BatchLane(
             self._store, self._folder, executor, checked, max_body=front.max_body
         )
@@ -79,6 +80,7 @@ class BatchLaneDeployment:
 
     async def _run(self) -> None:
         async with asyncio.TaskGroup() as group:
+            group.create_task(self._keys.follow())
             group.create_task(self._lane.run())
             for queue in self._queues:
                 group.create_task(queue.run())

@@ -36,6 +36,7 @@ from loomserve.deployments.gateway.metrics_page import (
 )
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.deployments.kvstore.admin import build_kv_router
+from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.base.periodic import every
 from loomserve.platform.batch.admin import build_batch_router
@@ -80,6 +81,7 @@ class Gateway:
         batch: dict[str, Any] | None,
     ) -> None:
         self._server = Server.model_validate(server)
+        self._keys = LiveKeys(self._server)
         self._kv = KvAccess.model_validate(kv) if kv else None
         registry = CollectorRegistry()
         self._metrics = GatewayMetrics(registry)
@@ -91,13 +93,13 @@ class Gateway:
         options = Batch.model_validate(batch) if batch else None
         self._routes = ModelRoutes(
             [one.name for one in options.offline_models] if options else (),
-            with_keys=bool(self._server.api_keys),
+            with_keys=self._server.asks_for_keys,
         )
         self._isolated_tenants = tenants = frozenset(self._kv.isolated_tenants if self._kv else ())
         self._clients = ClientEndpoint(
             self._routes, self._forwarder, self._lengths, self._metrics, tenants
         )
-        self._lines = LineEndpoint(self._server, self._routes, self._forwarder, tenants)
+        self._lines = LineEndpoint(self._server, self._keys, self._routes, self._forwarder, tenants)
         self._batches = BatchProxy(
             serve.get_deployment_handle(BATCH_DEPLOYMENT, BATCH_APP) if batch else None,
             self._forwarder.session,
@@ -113,15 +115,17 @@ class Gateway:
         self._following = asyncio.create_task(
             every(0.0, self._follow_controller, failed=self._keep_routes, retry_s=0.5)
         )
+        self._following_keys = asyncio.create_task(self._keys.follow())
         await self._http.start()
 
     async def check_health(self) -> None:
-        if not self._http.alive or self._following.done():
-            raise RuntimeError("the gateway's HTTP server or its view of the models has ended")
+        if not self._http.alive or self._following.done() or self._following_keys.done():
+            raise RuntimeError("the gateway's HTTP server or its view of models or keys has ended")
 
     async def __del__(self) -> None:
         if hasattr(self, "_following"):
             self._following.cancel()
+            self._following_keys.cancel()
             await self._http.stop(self._server.drain_timeout_s)
             if self._audit is not None:
                 self._audit.close()
@@ -145,6 +149,7 @@ class Gateway:
             rejected=self._metrics.rejected,
             streamed=frozenset(streamed),
             audit=self._audit.write if self._audit is not None else None,
+            keys=self._keys,
         )
         sock = listen(server.host, server.port, shared=True)
         protocol = bounded_protocol(server.header_timeout_s, server.max_connections)

@@ -13,7 +13,7 @@ from collections.abc import Collection
 
 from loomserve.deployments.gateway.forward import Forwarder, ForwardRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
-from loomserve.platform.access.key_models import KnownKeys
+from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import (
     BadRequest,
     BodyTooLarge,
@@ -31,13 +31,14 @@ class LineEndpoint:
     def __init__(
         self,
         server: Server,
+        keys: LiveKeys,
         routes: ModelRoutes,
         forwarder: Forwarder,
         isolated_tenants: Collection[str],
     ) -> None:
         """``isolated_tenants`` names the API keys whose KV blocks are kept apart."""
         self._max_body = server.max_body
-        self._keys = KnownKeys(server.api_keys)
+        self._keys = keys
         self._routes = routes
         self._forwarder = forwarder
         self._isolated_tenants = isolated_tenants

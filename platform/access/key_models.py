@@ -2,29 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from loomserve.platform.base.errors import Forbidden
 from loomserve.platform.config import ApiKey
-
-
-class KnownKeys:
-    """Configured keys by name, for work that is sent with a key's name instead of the key."""
-
-    def __init__(self, keys: Sequence[ApiKey]) -> None:
-        self._keys = {key.name: key for key in keys}
-
-    def named(self, name: str) -> ApiKey | None:
-        """Find a key; None: the platform needs no keys.
-
-        Raises:
-            Forbidden: the configuration has no such key any more.
-        """
-        if not self._keys and not name:
-            return None
-        if name not in self._keys:
-            raise Forbidden(f"the API key {name!r} that sent this batch is no longer known here")
-        return self._keys[name]
 
 
 def may_use(key: ApiKey | None, model: str) -> bool:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
+import time
+from collections.abc import Callable
 
 from loomserve.platform.base.errors import Unauthorized
 from loomserve.platform.config import ApiKey
@@ -26,23 +28,41 @@ def hash_key(key: str) -> str:
     return "sha256:" + hashlib.sha256(key.encode()).hexdigest()
 
 
+def is_over(key: ApiKey, now_s: float) -> bool:
+    """Whether a key has expired at ``now_s``, Unix seconds."""
+    return key.expires_at is not None and key.expires_at.timestamp() <= now_s
+
+
 class KeyRing:
-    """Set of keys that give access, such as all API keys, or the admin token alone.
+    """Set of keys that give access, such as all API keys, or the admin token alone."""
 
-    ``what`` names them in errors.
-    """
-
-    def __init__(self, keys: tuple[ApiKey, ...], *, what: str = "API key") -> None:
+    def __init__(
+        self,
+        keys: tuple[ApiKey, ...],
+        *,
+        what: str = "API key",
+        required: bool | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """
+        Args:
+            keys: those that give access.
+            what: names them in errors.
+            required: whether nobody may enter without one; None: if there are any.
+            clock: Unix seconds, by which keys expire.
+        """
         self._keys = keys
         self._what = what
+        self._required = bool(keys) if required is None else required
+        self._clock = clock
 
     def identify(self, presented: str | None) -> ApiKey | None:
-        """Find the key that a client presented; None: the ring is empty, and anyone may enter.
+        """Find the key that a client presented; None: anyone may enter.
 
         Raises:
-            Unauthorized: no key was presented, or the ring does not have it.
+            Unauthorized: no key was presented, the ring does not have it, or it has expired.
         """
-        if not self._keys:
+        if not self._required:
             return None
         if not presented:
             raise Unauthorized(
@@ -52,11 +72,17 @@ class KeyRing:
         found = None
         # Every key is compared, each in constant time, so the time tells an attacker nothing.
         for key in self._keys:
-            if hmac.compare_digest(digest, key.hash):
-                found = key
+            for known in key.hashes:
+                if hmac.compare_digest(digest, known):
+                    found = key
         if found is None:
             raise Unauthorized(
                 f"This {self._what} is not known here. Check that it was copied whole, or ask "
                 "the operator for a new one."
+            )
+        if is_over(found, self._clock()):
+            raise Unauthorized(
+                f"This {self._what} has expired. Ask the operator for a new one.",
+                reason="expired_api_key",
             )
         return found

@@ -35,6 +35,8 @@ class KeyUsage:
     which the interval between two requests is a whole number. None before the first request."""
     running: int = 0
     """Requests that were admitted and have not ended."""
+    rate: int | None = None
+    """The rate that ``full_at`` was counted by; at another one the bucket is full again."""
 
 
 def acquire(key: ApiKey, usage: KeyUsage, now_s: float) -> KeyUsage:
@@ -55,7 +57,8 @@ def acquire(key: ApiKey, usage: KeyUsage, now_s: float) -> KeyUsage:
     rate = key.requests_per_minute
     interval = 60 * _NS
     now = int(now_s * _NS) * rate
-    full_at = now if usage.full_at is None else max(usage.full_at, now)
+    known = usage.full_at if usage.rate == rate else None
+    full_at = now if known is None else max(known, now)
     wait = full_at - now - (burst(rate) - 1) * interval
     if wait > 0:
         wait_s = wait / (rate * _NS)
@@ -64,7 +67,7 @@ def acquire(key: ApiKey, usage: KeyUsage, now_s: float) -> KeyUsage:
             f"Try again in {wait_s:.1f} s.",
             retry_after_s=wait_s,
         )
-    return KeyUsage(full_at=full_at + interval, running=usage.running + 1)
+    return KeyUsage(full_at=full_at + interval, running=usage.running + 1, rate=rate)
 
 
 def release(usage: KeyUsage) -> KeyUsage:

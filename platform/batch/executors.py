@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from loomserve.platform.access.key_models import KnownKeys, check_model
+from loomserve.platform.access.key_models import check_model
+from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import Forbidden
 from loomserve.platform.batch.executor import (
     LineAnswer,
@@ -23,7 +24,7 @@ class CombinedExecutor:
     """
 
     def __init__(
-        self, engines: LineExecutor, offline: Mapping[str, OfflineQueue], keys: KnownKeys
+        self, engines: LineExecutor, offline: Mapping[str, OfflineQueue], keys: LiveKeys
     ) -> None:
         self._engines = engines
         self._offline = offline

@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 
 from loomserve.platform import config as configuration
-from loomserve.platform.access.keys import hash_key, new_key
+from loomserve.platform.access.live_keys import read_keys, with_absolute_path
 from loomserve.platform.base.errors import LoomserveError
 from loomserve.platform.cli.batch import batch
+from loomserve.platform.cli.keys import keys
 from loomserve.platform.cli.kv import kv
 from loomserve.platform.cli.lending import lending
 from loomserve.platform.cli.lengths import lengths
@@ -24,10 +25,9 @@ from loomserve.platform.config.reference import describe
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Serve many models at once.")
 config_app = typer.Typer(no_args_is_help=True, help="Check and explain the configuration.")
-key_app = typer.Typer(no_args_is_help=True, help="API keys and admin tokens.")
 admin_app = typer.Typer(no_args_is_help=True, help="Change what runs, while it runs.")
 app.add_typer(config_app, name="config")
-app.add_typer(key_app, name="key")
+app.add_typer(keys, name="key")
 app.add_typer(kv, name="kv")
 app.add_typer(lengths, name="lengths")
 app.add_typer(batch, name="batch")
@@ -59,6 +59,7 @@ def config_check(path: ConfigPath) -> None:
     from loomserve.platform.models import catalog
 
     checked = configuration.load(path)
+    read_keys(with_absolute_path(checked.server, path.parent))
     for model in checked.models:
         check_predictor(model)
         options.check(model.name, model.engine)
@@ -71,14 +72,6 @@ def config_check(path: ConfigPath) -> None:
 def config_describe() -> None:
     """Explain every field."""
     print(describe())
-
-
-@key_app.command("create")
-def key_create(name: Annotated[str, typer.Argument(help="Who will use it.")]) -> None:
-    """Make an API key or admin token; only its hash goes into the configuration."""
-    key, _ = new_key()
-    print(f"key (shown once, keep it safe): {key}")
-    print(f"for the configuration: {{name: {name}, hash: {hash_key(key)!r}}}")
 
 
 def _say(text: str) -> None:

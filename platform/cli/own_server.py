@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from loomserve.platform.access.live_keys import read_keys, with_absolute_path
 from loomserve.platform.config import Config, Server
 from loomserve.platform.http import tls
 from loomserve.platform.http.audit_log import audit_log_path, check_audit_log
@@ -19,6 +20,7 @@ def with_absolute_files(config: Config, base: Path) -> Config:
     """The configuration with the server's files found from anywhere; ``base`` is its folder.
 
     Raises:
+        ConfigError: the keys file is wrong.
         StartError: clients could not connect with the certificate, or the audit log cannot be
             written.
     """
@@ -28,6 +30,8 @@ def with_absolute_files(config: Config, base: Path) -> Config:
     pair = tls.beside(server.tls, base) if server.tls is not None else None
     if pair is not None:
         tls.load(pair)
+    server = with_absolute_path(server, base)
+    read_keys(server)
     server = server.model_copy(update={"audit_log": str(audit_log), "tls": pair})
     return config.model_copy(update={"server": server})
 

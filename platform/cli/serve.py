@@ -369,10 +369,10 @@ def _greet(config: Config, say: Say) -> None:
             "temperature": 0,
         }
     )
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.server.api_keys else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.server.asks_for_keys else ""
     headers = f"{key} -H 'Content-Type: application/json'"
     say(f"try it:\n  curl {url}/v1/chat/completions{headers} \\\n    -d '{body}'")
-    if not config.server.api_keys:
+    if not config.server.asks_for_keys:
         say(_first_answer(url, body, trust_of(config.server)))
     say(f"see it work: loomserve status --watch --url {url}   ·   stop: Ctrl-C")
 

@@ -8,10 +8,11 @@ field and the line of the file.
 from loomserve.platform.config.base import Bytes, parse_bytes
 from loomserve.platform.config.batch import Batch, OfflineModel
 from loomserve.platform.config.devices import Device
+from loomserve.platform.config.keys import ApiKey
 from loomserve.platform.config.kvstore import KvStore
 from loomserve.platform.config.lending import Lending
 from loomserve.platform.config.lengths import Lengths
-from loomserve.platform.config.loader import load, parse
+from loomserve.platform.config.loader import load, load_keys, parse
 from loomserve.platform.config.model import Model
 from loomserve.platform.config.pipeline import Pipeline
 from loomserve.platform.config.rebalancing import Rebalancing
@@ -19,7 +20,7 @@ from loomserve.platform.config.roles import LOCAL_PROMPT_TOKENS, Roles
 from loomserve.platform.config.root import Config
 from loomserve.platform.config.router import Router
 from loomserve.platform.config.scheduling import Scheduling
-from loomserve.platform.config.server import ApiKey, Server
+from loomserve.platform.config.server import Server
 from loomserve.platform.config.tls import Tls
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "Server",
     "Tls",
     "load",
+    "load_keys",
     "parse",
     "parse_bytes",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 from pydantic import ValidationError
@@ -17,8 +17,11 @@ from yaml.error import MarkedYAMLError
 from yaml.reader import ReaderError
 
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.config.base import FieldError
+from loomserve.platform.config.base import FieldError, Section
+from loomserve.platform.config.keys import ApiKey, KeysFile
 from loomserve.platform.config.root import Config
+
+S = TypeVar("S", bound=Section)
 
 
 def load(path: Path) -> Config:
@@ -28,23 +31,35 @@ def load(path: Path) -> Config:
         ConfigError: the file cannot be read, is not YAML, or a field is wrong; one line an error,
             each ``file:line: field: what is wrong``.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not UTF-8 text") from None
-    return parse(text, str(path))
+    return parse(_read(path), str(path))
 
 
 def parse(text: str, source: str = "config") -> Config:
     """Check a configuration's text; see :func:`load`."""
+    return _parse(Config, text, source, "a mapping with devices, models and server")
+
+
+def load_keys(path: Path) -> tuple[ApiKey, ...]:
+    """Read and check a file of API keys, ``server.api_keys_file``; errors as of :func:`load`."""
+    return _parse(KeysFile, _read(path), str(path), "a mapping with api_keys").api_keys
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not UTF-8 text") from None
+
+
+def _parse(section: type[S], text: str, source: str, what: str) -> S:
     root, data = _read_yaml(text, source)
     if not isinstance(data, dict):
-        raise ConfigError(f"{source}:1: must be a mapping with devices, models and server")
+        raise ConfigError(f"{source}:1: must be {what}")
     try:
         # As JSON, because pydantic's strict mode takes lists for tuples only from there.
-        return Config.model_validate_json(json.dumps(data), strict=True)
+        return section.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error, root, source))) from None
 
@@ -116,6 +131,7 @@ _MESSAGES = {
     "missing": "must be given",
     "model_type": "must be a mapping",
     "string_type": "must be text; put it in quotes",
+    "timezone_aware": "must end with its zone, such as Z or +02:00",
     "tuple_type": "must be a list",
 }
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel, BeforeValidator
+from pydantic import AwareDatetime, BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 from loomserve.platform.config import Config, parse_bytes
@@ -18,6 +18,7 @@ _WORDS: dict[object, str] = {
     float: "number",
     int: "whole number",
     str: "text",
+    AwareDatetime: "date and time with its zone",
     types.NoneType: "null",
 }
 _WIDTH = 100

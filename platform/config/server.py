@@ -7,34 +7,10 @@ from typing import Annotated
 from pydantic import Field, field_validator, model_validator
 
 from loomserve.platform.base.loopback import is_loopback
-from loomserve.platform.config.base import Bytes, FieldError, ModelName, Name, Section
+from loomserve.platform.config.base import Bytes, FieldError, Section
+from loomserve.platform.config.keys import ApiKey, KeyHash, check_keys_differ
 from loomserve.platform.config.tls import Tls
 
-
-class ApiKey(Section):
-    """A client's key, of which only the hash is kept (``loomserve key create`` prints both)."""
-
-    name: Name = Field(description="Who uses the key; the label in metrics and logs.")
-    hash: str = Field(
-        pattern=r"^sha256:[0-9a-f]{64}$", description="What loomserve key create printed."
-    )
-    models: tuple[ModelName, ...] = Field(
-        (), description="The models this key may use; none named means all."
-    )
-    requests_per_minute: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="Requests over this rate are answered 429."
-    )
-    max_concurrent: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="More requests than this at once are answered 429."
-    )
-    refuse_late: bool = Field(
-        False,
-        description="Answer 429 at once where a request is predicted to miss its x-slo-ms; of "
-        "models with lengths.",
-    )
-
-
-TokenHash = Annotated[str, Field(pattern=r"^sha256:[0-9a-f]{64}$")]
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?$")]
 
 
@@ -48,12 +24,18 @@ class Server(Section):
         description="Speak HTTPS; null: HTTP, which others on the way can read.",
     )
     api_keys: tuple[ApiKey, ...] = Field((), description="Without keys, anyone may ask.")
-    admin_token_hash: TokenHash | None = Field(
+    api_keys_file: Annotated[str, Field(min_length=1)] | None = Field(
+        None,
+        description="YAML file with more api_keys, relative to this file, that no other user can "
+        "read. It is read again within a second of each change, without a restart; with it, "
+        "nobody may ask without a key.",
+    )
+    admin_token_hash: KeyHash | None = Field(
         None,
         description="Hash of the admin token; without it loomserve serve keeps a token in the file "
         "admin-token of the user's cache folder.",
     )
-    metrics_token_hash: TokenHash | None = Field(
+    metrics_token_hash: KeyHash | None = Field(
         None,
         description="Hash of a token that opens /metrics alone, as for Prometheus; the admin token "
         "opens it too. Open without either on loopback, if there are no keys.",
@@ -101,9 +83,14 @@ class Server(Section):
     def is_loopback(self) -> bool:
         return is_loopback(self.host)
 
+    @property
+    def asks_for_keys(self) -> bool:
+        """Whether nobody may ask without an API key."""
+        return bool(self.api_keys) or self.api_keys_file is not None
+
     @model_validator(mode="after")
     def _open_only_at_home(self) -> Server:
-        if self.is_loopback or self.allow_unauthenticated or self.api_keys:
+        if self.is_loopback or self.allow_unauthenticated or self.asks_for_keys:
             return self
         raise FieldError(
             f"{self.host!r} can be reached from other machines, so api_keys must be set (loomserve "
@@ -124,9 +111,5 @@ class Server(Section):
     @field_validator("api_keys")
     @classmethod
     def _keys_differ(cls, keys: tuple[ApiKey, ...]) -> tuple[ApiKey, ...]:
-        for what in ("name", "hash"):
-            values = [getattr(key, what) for key in keys]
-            for index, value in enumerate(values):
-                if value in values[:index]:
-                    raise FieldError(f"two API keys have the same {what}", index, what)
+        check_keys_differ(keys)
         return keys

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from loomserve.platform.base.errors import StartError
+from loomserve.platform.base.files import FileStamp, stamp
 from loomserve.platform.config import Tls
 
 _log = logging.getLogger("ray.serve")
@@ -20,8 +21,6 @@ _CERTIFICATE = re.compile(
 )
 _CERTIFICATE_FIELD = "server.tls.certificate"
 _KEY_FIELD = "server.tls.key"
-
-_Version = tuple[tuple[int, ...] | None, ...]
 
 
 def beside(tls: Tls, folder: Path) -> Tls:
@@ -110,13 +109,13 @@ class LiveCertificate:
             StartError: clients could not connect.
         """
         self._tls = tls
-        self._seen = _version(tls)
+        self._seen = self._stamps()
         self._newest = self.context = load(tls)
         self.context.sni_callback = self._show_newest
 
     def refresh(self) -> None:
         """Take over new files; broken ones are logged, once, and the certificate stays."""
-        seen = _version(self._tls)
+        seen = self._stamps()
         if seen == self._seen:
             return
         self._seen = seen
@@ -127,6 +126,9 @@ class LiveCertificate:
         else:
             # Not as information, which Serve's deployments do not log.
             _log.warning("new connections are shown the new certificate %s", self._tls.certificate)
+
+    def _stamps(self) -> tuple[FileStamp | None, ...]:
+        return stamp(Path(self._tls.certificate)), stamp(Path(self._tls.key))
 
     def _show_newest(
         self, connection: ssl.SSLObject, name: str | None, context: ssl.SSLContext
@@ -183,15 +185,3 @@ def _read(path: Path, field: str) -> str:
 
 def _unusable(field: str, what: object, error: ssl.SSLError) -> StartError:
     return StartError(f"{field}: {what} cannot be used ({error.reason or error})")
-
-
-def _version(tls: Tls) -> _Version:
-    return tuple(_stamp(Path(path)) for path in (tls.certificate, tls.key))
-
-
-def _stamp(path: Path) -> tuple[int, ...] | None:
-    try:
-        status = path.stat()
-    except OSError:
-        return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from loomserve.platform.access.keys import KeyRing
+from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import NotFound, Unauthorized
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.http.ingress.sites import Sites
@@ -28,15 +29,15 @@ class Authentication:
     not to the web pages of other sites.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, keys: LiveKeys) -> None:
         self._sites = Sites(server)
         self._loopback = server.is_loopback
-        self._keys = KeyRing(server.api_keys)
+        self._keys = keys
         admin, metrics = server.admin_token_hash, server.metrics_token_hash
         self._admin = _token_ring("admin token", admin)
         self._metrics = _token_ring("admin or metrics token", admin, metrics)
         self._open = _ADMIN_DOCS if server.is_loopback else frozenset()
-        if server.is_loopback and not server.api_keys and metrics is None:
+        if server.is_loopback and not server.asks_for_keys and metrics is None:
             self._open |= {_METRICS}
 
     def check(self, path: str, headers: Mapping[bytes, bytes]) -> ApiKey | None:
@@ -55,7 +56,7 @@ class Authentication:
         if path in _PROBES:
             return self._known_key(presented)
         if under(path, "/v1"):
-            key = self._keys.identify(presented)
+            key = self._keys.ring.identify(presented)
             if key is None:
                 self._sites.check_origin(headers.get(b"origin"))
             return key
@@ -74,7 +75,7 @@ class Authentication:
 
     def _known_key(self, presented: str | None) -> ApiKey | None:
         try:
-            return self._keys.identify(presented)
+            return self._keys.ring.identify(presented)
         except Unauthorized:
             return None
 

@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from loomserve.platform.access import limits
+from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import RequestTimeout, UnexpectedBody
 from loomserve.platform.config import Server
 from loomserve.platform.http.ingress.audit import Audit
@@ -35,6 +36,7 @@ def ingress_middleware(
     rejected: Callable[[str], None],
     streamed: frozenset[str] = frozenset(),
     audit: Callable[[str], None] | None = None,
+    keys: LiveKeys | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ASGIApp:
     """Wrap ``app`` in request ids, CORS, error answers, authentication and limits.
@@ -46,9 +48,10 @@ def ingress_middleware(
         streamed: paths whose POST bodies the platform reads itself, as they come and within its
             own bounds; their ``body`` is None.
         audit: takes a line for each request for a change by the admin API; None: there is no log.
+        keys: those that may enter, kept up to date by the caller; None: those of ``server``.
         clock: seconds, for the keys' rates.
     """
-    authentication = Authentication(server)
+    authentication = Authentication(server, keys or LiveKeys(server))
     inner: ASGIApp = _Guard(app, server, authentication, rejected, streamed, clock)
     if audit is not None:
         inner = Audit(inner, audit, authentication.is_operator)
@@ -107,7 +110,7 @@ class _Guard:
         self._streamed = streamed
         self._clock = clock
         self._authentication = authentication
-        self._usage = {key.name: limits.KeyUsage() for key in server.api_keys}
+        self._usage: dict[str, limits.KeyUsage] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         deadline = asyncio.timeout(self._server.request_timeout_s)
@@ -130,10 +133,12 @@ class _Guard:
         state = scope["state"]
         state["api_key"] = key
         state["slo_ms"] = parse_slo_ms(headers.get(b"x-slo-ms"))
-        if key is None or scope["method"] != "POST" or not under(scope["path"], "/v1"):
+        if key is None or not under(scope["path"], "/v1"):
             await self._run(headers, scope, receive, send)
             return
-        self._usage[key.name] = limits.acquire(key, self._usage[key.name], self._clock())
+        # By name: a key that is changed or comes back goes on with what it has used.
+        usage = self._usage.get(key.name, limits.KeyUsage())
+        self._usage[key.name] = limits.acquire(key, usage, self._clock())
         try:
             await self._run(headers, scope, receive, send)
         finally:

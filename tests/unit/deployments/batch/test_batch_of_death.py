@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 from loomserve.deployments.batch.executor import outcome
 from loomserve.deployments.gateway.forward import Forwarder
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
+from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.batch.executor import LineAnswer, LineCall, ServedModel
 from loomserve.platform.batch.policy.status import BatchStatus
 from loomserve.platform.config import ApiKey, Server
@@ -67,7 +68,8 @@ class Platform:
         self.count = count
         self.forwarder = Forwarder("token", GatewayMetrics(CollectorRegistry()), idle_timeout_s=60)
         routes: Any = self
-        self.endpoint = LineEndpoint(Server(api_keys=KEYS), routes, self.forwarder, ())
+        server = Server(api_keys=KEYS)
+        self.endpoint = LineEndpoint(server, LiveKeys(server), routes, self.forwarder, ())
 
     def find(self, model: object, key: object) -> ModelRoute:
         return ROUTE

@@ -10,6 +10,7 @@ import pytest
 
 from loomserve.deployments.gateway.forward import ForwardRequest
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
+from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import Forbidden
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest, ModelRoute, ReplicaRoute
@@ -66,7 +67,7 @@ def complete(
     models: Any = Models()
     engines: Any = Engines()
     server = Server(api_keys=keys, max_body="1KiB")  # type: ignore[arg-type]
-    endpoint = LineEndpoint(server, models, engines, {"alice"})
+    endpoint = LineEndpoint(server, LiveKeys(server), models, engines, {"alice"})
     line = LineRequest(
         owner=owner,
         path="/v1/completions",

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from loomserve.platform.access.keys import hash_key
 from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.cli import main, serve
 from loomserve.platform.config import load
@@ -158,7 +159,7 @@ def test_a_created_keys_hash_is_what_the_configuration_takes(
     assert run(monkeypatch, "key", "create", "alice") == 0
     lines = capsys.readouterr().out.splitlines()
     key, entry = (line.split(": ", 1)[1] for line in lines)
-    assert yaml.safe_load(entry) == {"name": "alice", "hash": main.hash_key(key)}
+    assert yaml.safe_load(entry) == {"name": "alice", "hash": hash_key(key)}
 
 
 def test_a_model_is_checked_against_vllms_own_options(

@@ -144,6 +144,13 @@ BAD_FIELDS = [
     ("name: core1", "name: core0", "devices[1].name", "two devices are named 'core0'"),
     ("name: bob", "name: alice", "server.api_keys[1].name", "same name"),
     (OTHER_HASH, HASH, "server.api_keys[1].hash", "same hash"),
+    (OTHER_HASH, f"{OTHER_HASH}\n      next_hash: {HASH}", "server.api_keys[1].next_hash",
+     "same hash"),
+    (HASH, f"{HASH}\n      next_hash: {HASH}", "server.api_keys[0].next_hash", "same hash"),
+    # Dates
+    ("name: bob", "name: bob\n      expires_at: '2027-01-31T00:00:00'",
+     "server.api_keys[1].expires_at", "must end with its zone"),
+    ("name: bob", "name: bob\n      expires_at: soon", "server.api_keys[1].expires_at", "datetime"),
     # Devices and replicas
     ("[core0, core1]", "[core0, core0]", "models[0].devices", "a device twice"),
     ("[core0, core1]", "[core0, moon]", "models[0].devices[1]",
@@ -206,6 +213,11 @@ def test_a_wrong_field_is_named_with_its_line(old: str, new: str, field: str, sa
     message = error_of(text)
     where = re.escape(f"my.yaml:{line}: {field}: ")
     assert re.search(rf"^{where}.*{says}", message, re.MULTILINE), message
+
+
+def test_a_bare_date_is_to_be_quoted() -> None:
+    message = error_of(GOOD.replace("name: bob", "name: bob\n      expires_at: 2027-01-31"))
+    assert "put text in quotes" in message
 
 
 @pytest.mark.parametrize(
@@ -294,6 +306,7 @@ def test_an_open_address_is_served_with_keys_or_when_told_so(host: str) -> None:
     assert "api_keys must be set" in message
     assert "allow_unauthenticated: true" in message
     assert not parse(without_keys.replace(": false", ": true")).server.is_loopback
+    assert parse(without_keys + "  api_keys_file: keys.yaml\n").server.asks_for_keys
 
 
 def test_without_a_kv_store_a_quota_is_refused_and_any_connector_may_be_used() -> None:

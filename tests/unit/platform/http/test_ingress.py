@@ -22,8 +22,9 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loomserve.platform.access.keys import hash_key
+from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import EngineGone, TooManyRequests
-from loomserve.platform.config import Server
+from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
 from loomserve.platform.http.ingress.body import read_body
 
@@ -75,6 +76,7 @@ class Door:
     now_s: float = 1000.0
     rejected: list[str] = field(default_factory=list)
     streamed: frozenset[str] = frozenset()
+    keys: LiveKeys | None = None
 
     def __post_init__(self) -> None:
         self.asgi = ingress_middleware(
@@ -82,6 +84,7 @@ class Door:
             self.server,
             rejected=self.rejected.append,
             streamed=self.streamed,
+            keys=self.keys,
             clock=lambda: self.now_s,
         )
 
@@ -509,12 +512,59 @@ def test_a_key_over_its_rate_is_429_with_the_time_to_wait() -> None:
     assert door.ask("POST", headers=_bearer("lsk-alice")).status == 200
 
 
-def test_one_keys_limits_touch_neither_other_keys_nor_reading() -> None:
+@pytest.mark.parametrize("method", ["GET", "POST", "DELETE"])
+def test_a_key_is_limited_by_all_its_methods_and_touches_no_other_key(method: str) -> None:
     door = _keyed(requests_per_minute=1)
-    assert door.ask("POST", headers=_bearer("lsk-alice")).status == 200
+    assert door.ask(method, headers=_bearer("lsk-alice")).status in (200, 405)
     assert door.ask("POST", headers=_bearer("lsk-alice")).status == 429
-    assert door.ask("GET", headers=_bearer("lsk-alice")).status == 200
+    assert door.ask("GET", headers=_bearer("lsk-alice")).status == 429
+    assert door.ask("GET", path="/health", headers=_bearer("lsk-alice")).status == 200
     assert door.ask("POST", headers=_bearer("lsk-bob")).status == 200
+
+
+def test_a_key_that_is_taken_away_while_it_streams_opens_nothing_new_and_cuts_nothing() -> None:
+    keys = LiveKeys(Server(api_keys=(ApiKey(name="alice", hash=hash_key("lsk-alice")),)))
+
+    async def scenario() -> None:
+        began, may_end = asyncio.Event(), asyncio.Event()
+
+        async def parts() -> AsyncIterator[bytes]:
+            yield b"data: 1\n\n"
+            began.set()
+            await may_end.wait()
+            yield b"data: 2\n\n"
+
+        async def stream(_: Request) -> StreamingResponse:
+            return StreamingResponse(parts(), media_type="text/event-stream")
+
+        door = Door(
+            _starlette(Route("/v1/models", stream, methods=["POST"])),
+            Server(api_keys=keys.all),
+            keys=keys,
+        )
+        streaming = asyncio.create_task(_slow_post(door, messages=[b"", WAIT]))
+        await began.wait()
+        keys._use(())
+        assert (await _slow_post(door)).status == 401
+        may_end.set()
+        reply = await streaming
+        assert reply.complete
+        assert reply.body.endswith(b"data: 2\n\n")
+
+    asyncio.run(scenario())
+
+
+def test_a_rate_that_is_changed_holds_at_once() -> None:
+    keys = LiveKeys(Server(api_keys=(ApiKey(name="alice", hash=hash_key("lsk-alice")),)))
+    door = Door(ECHO, Server(api_keys=keys.all), keys=keys)
+
+    def ask_with(rate: int | None) -> int:
+        keys._use((keys.all[0].model_copy(update={"requests_per_minute": rate}),))
+        return door.ask("POST", headers=_bearer("lsk-alice")).status
+
+    assert [ask_with(1), ask_with(1)] == [200, 429]
+    assert [ask_with(60) for _ in range(11)] == [200] * 10 + [429]
+    assert [ask_with(None), ask_with(1), ask_with(1)] == [200, 200, 429]
 
 
 def _slow_post(door: Door, **kwargs: Any) -> Coroutine[Any, Any, Reply]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from loomserve.platform.access.key_models import KnownKeys
+from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import BadRequest
 from loomserve.platform.batch.executor import LineAnswer, LineCall, LineOutcome
 from loomserve.platform.batch.executors import CombinedExecutor
@@ -24,7 +24,7 @@ from loomserve.platform.batch.offline.worker import (
     OfflineLine,
     WorkerGoneError,
 )
-from loomserve.platform.config import ApiKey
+from loomserve.platform.config import ApiKey, Server
 
 TOKEN_BYTES = 10
 KV_BYTES = 5000  # 500 tokens, of which plans take 400
@@ -377,7 +377,7 @@ def test_a_offline_models_lines_need_a_key_that_may_use_it_and_others_go_to_engi
 
     async def scenario() -> None:
         world = World()
-        keys = KnownKeys([key("any"), key("other", "vllm"), key("this-one", "m")])
+        keys = LiveKeys(Server(api_keys=(key("any"), key("other", "vllm"), key("this-one", "m"))))
         several = CombinedExecutor(Engines(), {"m": world.queue}, keys)
         async with running(world):
             assert await several.models() == {"vllm": "its engines", "m": world.queue.model}

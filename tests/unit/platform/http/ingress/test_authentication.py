@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from loomserve.platform.access.keys import hash_key
+from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import Forbidden, NotFound, RequestError, Unauthorized
 from loomserve.platform.config import Server
 from loomserve.platform.http.ingress.authentication import Authentication
@@ -33,7 +34,8 @@ def entered(
     if credential is not None:
         given[b"authorization"] = f"Bearer {credential}".encode()
     try:
-        key = Authentication(Server.model_validate(server)).check(path, given)
+        checked = Server.model_validate(server)
+        key = Authentication(checked, LiveKeys(checked)).check(path, given)
     except RequestError as error:
         return type(error)
     return key and key.name
