@@ -11,11 +11,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loomserve.deployments.gateway.forward import Forwarder, ForwardRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
+from loomserve.platform.access.token_limits import is_limited
+from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.base.errors import RequestError, TooManyRequests
 from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.lengths.service import LengthPredictions, counts_once
 from loomserve.platform.requests.answer_length import AnswerLength
+from loomserve.platform.requests.answer_tokens import (
+    HiddenUsage,
+    LastUsage,
+    RunningUsage,
+    Tokens,
+)
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 
@@ -32,6 +40,7 @@ class ClientEndpoint:
         forwarder: Forwarder,
         lengths: LengthPredictions,
         metrics: GatewayMetrics,
+        meter: TokenMeter,
         isolated_tenants: Collection[str],
     ) -> None:
         """``isolated_tenants`` names the API keys whose KV blocks are kept apart."""
@@ -39,6 +48,7 @@ class ClientEndpoint:
         self._forwarder = forwarder
         self._lengths = lengths
         self._metrics = metrics
+        self._meter = meter
         self._isolated_tenants = isolated_tenants
         self._open: Counter[str] = Counter()
 
@@ -49,9 +59,13 @@ class ClientEndpoint:
     async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
         request = EngineRequest.of(path, state["body"])
-        route = self._routes.find(request.fields.get("model"), state.get("api_key"))
+        key: ApiKey | None = state.get("api_key")
+        route = self._routes.find(request.fields.get("model"), key)
         self._refuse_beyond_limit(route)
         answer = _WatchedAnswer(send, route.predictor is not None and counts_once(request.fields))
+        if key is not None and request.costs_tokens:
+            self._meter.check(key)
+            request = answer.counted(request, len(state["body"]), key, self._meter)
         started = time.monotonic()
         self._open[route.name] += 1
         try:
@@ -61,6 +75,8 @@ class ClientEndpoint:
             raise
         finally:
             self._open[route.name] -= 1
+            if key is not None and (tokens := answer.tokens):
+                self._meter.charge(key, *tokens)
             took_s = time.monotonic() - started
             self._metrics.finished(route.name, path, answer.status, took_s, state.get("slo_ms"))
 
@@ -105,18 +121,62 @@ class ClientEndpoint:
 
 
 class _WatchedAnswer:
-    """A client's ``send`` that keeps the answer's status and, if asked for, its length."""
+    """A client's ``send`` that keeps the answer's status and, if asked for, its lengths."""
 
-    def __init__(self, send: Send, counts_tokens: bool) -> None:
+    def __init__(self, send: Send, counts_length: bool) -> None:
         self._send = send
         self.status = _CLIENT_CLOSED_REQUEST
-        self.length = AnswerLength() if counts_tokens else None
+        self.length = AnswerLength() if counts_length else None
+        self._usage: LastUsage | RunningUsage | None = None
+        self._hidden: HiddenUsage | None = None
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._began = False
+        self._complete = False
+
+    def counted(
+        self, request: EngineRequest, size: int, key: ApiKey, meter: TokenMeter
+    ) -> EngineRequest:
+        """Count the answer's tokens from now on; returns the request to send for it.
+
+        ``size``: bytes of the request.
+        """
+        if not is_limited(key):
+            self._usage = LastUsage()
+            return request
+        self._usage = RunningUsage(size)
+        self._headers = meter.headers(key)
+        told = request.with_running_usage()
+        if told is None:
+            return request
+        self._hidden = HiddenUsage(keeps_last=request.tells_usage)
+        return told
+
+    @property
+    def tokens(self) -> Tokens | None:
+        """Tokens of prompt and answer; None: unknown, not counted, or the answer is an error."""
+        refused = not self._began and self.status != _CLIENT_CLOSED_REQUEST
+        if self._usage is None or refused:
+            return None
+        return self._usage.tokens(complete=self._complete)
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-        elif self.length is not None:
-            self.length.feed(message.get("body", b""))
+            self._began = self.status < 400
+            if self._headers:
+                message = {**message, "headers": [*message["headers"], *self._headers]}
+        else:
+            piece: bytes = message.get("body", b"")
+            self._complete = not message.get("more_body", False)
+            if self.length is not None:
+                self.length.feed(piece)
+            if self._usage is not None:
+                self._usage.feed(piece)
+            if self._hidden is not None and self._began:
+                piece = self._hidden.feed(piece) + (self._hidden.rest() if self._complete else b"")
+                if not piece and not self._complete:
+                    return
+                message = {**message, "body": piece}
         await self._send(message)
 
 

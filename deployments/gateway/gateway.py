@@ -30,6 +30,7 @@ from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.deployments.gateway.metrics_page import (
     MetricsPage,
     batch_source,
+    keys_source,
     kv_source,
     rebalancing_source,
     routing_source,
@@ -37,6 +38,8 @@ from loomserve.deployments.gateway.metrics_page import (
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.deployments.kvstore.admin import build_kv_router
 from loomserve.platform.access.live_keys import LiveKeys
+from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.access.token_meter import SAVE_S, TokenMeter, usage_path
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.base.periodic import every
 from loomserve.platform.batch.admin import build_batch_router
@@ -85,6 +88,8 @@ class Gateway:
         self._kv = KvAccess.model_validate(kv) if kv else None
         registry = CollectorRegistry()
         self._metrics = GatewayMetrics(registry)
+        key_metrics = KeyMetrics(registry)
+        self._meter = TokenMeter(key_metrics, usage_path(self._server))
         self._lengths = LengthPredictions(self._metrics)
         self._forwarder = Forwarder(
             internal_token, self._metrics, idle_timeout_s=self._server.stream_idle_timeout_s
@@ -97,9 +102,11 @@ class Gateway:
         )
         self._isolated_tenants = tenants = frozenset(self._kv.isolated_tenants if self._kv else ())
         self._clients = ClientEndpoint(
-            self._routes, self._forwarder, self._lengths, self._metrics, tenants
+            self._routes, self._forwarder, self._lengths, self._metrics, self._meter, tenants
         )
-        self._lines = LineEndpoint(self._server, self._keys, self._routes, self._forwarder, tenants)
+        self._lines = LineEndpoint(
+            self._server, self._keys, self._meter, self._routes, self._forwarder, tenants
+        )
         self._batches = BatchProxy(
             serve.get_deployment_handle(BATCH_DEPLOYMENT, BATCH_APP) if batch else None,
             self._forwarder.session,
@@ -107,7 +114,7 @@ class Gateway:
             max_file_bytes=options.max_file_bytes if options else self._server.max_body,
             idle_timeout_s=self._server.header_timeout_s,
         )
-        page = self._metrics_page(registry, with_batches=options is not None)
+        page = self._metrics_page(registry, key_metrics, with_batches=options is not None)
         self._audit = AuditLog(Path(self._server.audit_log)) if self._server.audit_log else None
         self._http = self._http_server(page, streamed={FILES} if batch else set())
         # A gateway that restarts must not answer before it knows the models.
@@ -115,25 +122,35 @@ class Gateway:
         self._following = asyncio.create_task(
             every(0.0, self._follow_controller, failed=self._keep_routes, retry_s=0.5)
         )
-        self._following_keys = asyncio.create_task(self._keys.follow())
+        self._keeping = [
+            asyncio.create_task(self._keys.follow()),
+            asyncio.create_task(every(SAVE_S, lambda: asyncio.to_thread(self._meter.save))),
+        ]
         await self._http.start()
 
     async def check_health(self) -> None:
-        if not self._http.alive or self._following.done() or self._following_keys.done():
+        tasks = (self._following, *self._keeping)
+        if not self._http.alive or any(task.done() for task in tasks):
             raise RuntimeError("the gateway's HTTP server or its view of models or keys has ended")
 
     async def __del__(self) -> None:
         if hasattr(self, "_following"):
-            self._following.cancel()
-            self._following_keys.cancel()
+            for task in (self._following, *self._keeping):
+                task.cancel()
             await self._http.stop(self._server.drain_timeout_s)
+            self._meter.save()
             if self._audit is not None:
                 self._audit.close()
             await self._forwarder.close()
             self._lengths.close()
 
-    def _metrics_page(self, registry: CollectorRegistry, *, with_batches: bool) -> MetricsPage:
-        sources = [routing_source(self._metrics, self._forwarder.ledger)]
+    def _metrics_page(
+        self, registry: CollectorRegistry, key_metrics: KeyMetrics, *, with_batches: bool
+    ) -> MetricsPage:
+        sources = [
+            routing_source(self._metrics, self._forwarder.ledger),
+            keys_source(key_metrics, self._keys),
+        ]
         if self._kv is not None:
             sources.append(kv_source(registry, self._kv))
         if with_batches:

@@ -14,14 +14,16 @@ from collections.abc import Collection
 from loomserve.deployments.gateway.forward import Forwarder, ForwardRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.platform.access.live_keys import LiveKeys
+from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.base.errors import (
     BadRequest,
     BodyTooLarge,
     InternalError,
     RequestError,
 )
-from loomserve.platform.config import Server
+from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest
+from loomserve.platform.requests.answer_tokens import LastUsage
 from loomserve.platform.requests.engine_request import EngineRequest
 
 
@@ -32,6 +34,7 @@ class LineEndpoint:
         self,
         server: Server,
         keys: LiveKeys,
+        meter: TokenMeter,
         routes: ModelRoutes,
         forwarder: Forwarder,
         isolated_tenants: Collection[str],
@@ -39,15 +42,19 @@ class LineEndpoint:
         """``isolated_tenants`` names the API keys whose KV blocks are kept apart."""
         self._max_body = server.max_body
         self._keys = keys
+        self._meter = meter
         self._routes = routes
         self._forwarder = forwarder
         self._isolated_tenants = isolated_tenants
 
     async def complete(self, line: LineRequest) -> tuple[int, bytes]:
         try:
-            request = self._request(line)
+            key = self._keys.named(line.owner)
+            request = self._request(line, key)
             async with asyncio.timeout(line.timeout_s):
-                return await self._forwarder.collect(request, self._routes.handle(request.model))
+                status, body = await self._forwarder.collect(
+                    request, self._routes.handle(request.model)
+                )
         except RequestError as error:
             return _refused(error)
         except TimeoutError:
@@ -59,11 +66,20 @@ class LineEndpoint:
                 )
             )
 
-    def _request(self, line: LineRequest) -> ForwardRequest:
+        if key is not None and status < 400:
+            self._charge(key, body)
+        return status, body
+
+    def _charge(self, key: ApiKey, body: bytes) -> None:
+        usage = LastUsage()
+        usage.feed(body)
+        if tokens := usage.tokens(complete=True):
+            self._meter.charge(key, *tokens)
+
+    def _request(self, line: LineRequest, key: ApiKey | None) -> ForwardRequest:
         request = EngineRequest.of_fields(line.path, line.body)
         if line.body.get("stream"):
             raise BadRequest("a batch's requests cannot stream; leave it out", param="stream")
-        key = self._keys.named(line.owner)
         route = self._routes.find(line.body.get("model"), key)
         if key is not None and key.name in self._isolated_tenants:
             request = request.isolated(key.name)

@@ -18,6 +18,8 @@ from loomserve.deployments.gateway.forward import Forwarder
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.deployments.kvstore.kv_store import read_usage
 from loomserve.kvstore.metrics import KvStoreMetrics
+from loomserve.platform.access.live_keys import LiveKeys
+from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.metrics import BatchMetrics
@@ -82,6 +84,13 @@ class MetricsPage:
 def routing_source(metrics: GatewayMetrics, ledger: InFlight) -> Refresh:
     async def refresh() -> None:
         metrics.set_decisions(ledger.decisions())
+
+    return refresh
+
+
+def keys_source(metrics: KeyMetrics, keys: LiveKeys) -> Refresh:
+    async def refresh() -> None:
+        metrics.set_file(up=keys.problem is None)
 
     return refresh
 

@@ -152,6 +152,8 @@ def _limits(key: ApiKey) -> Iterator[str]:
     for value, what in (
         (key.requests_per_minute, "requests a minute"),
         (key.max_concurrent, "at once"),
+        (key.tokens_per_minute, "tokens a minute"),
+        (key.tokens_per_day, "tokens a day"),
     ):
         if value is not None:
             yield f"{value} {what}"

@@ -34,6 +34,16 @@ class ApiKey(Section):
     max_concurrent: Annotated[int, Field(ge=1)] | None = Field(
         None, description="More requests than this at once are answered 429."
     )
+    tokens_per_minute: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Once it has used more tokens, of prompts and answers, further requests are "
+        "answered 429 until they are made up for at this rate.",
+    )
+    tokens_per_day: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="Once it has used so many tokens, further requests are answered 429 until "
+        "midnight UTC.",
+    )
     refuse_late: bool = Field(
         False,
         description="Answer 429 at once where a request is predicted to miss its x-slo-ms; of "

@@ -34,6 +34,11 @@ HINTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", 
 
 _ENGINE_PATHS = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
 _XARGS = "vllm_xargs"
+_WITH_STREAM_OPTIONS = frozenset({"/v1/chat/completions", "/v1/completions"})
+_STREAM_OPTIONS = "stream_options"
+_INCLUDE_USAGE = "include_usage"
+# vLLM's own: the usage not at the end alone.
+_CONTINUOUS_USAGE = "continuous_usage_stats"
 _KV_TRANSFER = "kv_transfer_params"
 _HINTS = {
     DEADLINE: "set a deadline with the x-slo-ms header",
@@ -90,6 +95,27 @@ class EngineRequest:
     def takes_hints(self) -> bool:
         """Whether the engine's scheduler can be told something about this request."""
         return self.path in HINTED
+
+    @property
+    def costs_tokens(self) -> bool:
+        """Whether an engine's model computes it."""
+        return self.path not in _ENGINE_PATHS
+
+    @property
+    def tells_usage(self) -> bool:
+        """Whether the client has asked for the usage at the end of its stream."""
+        options = self.fields.get(_STREAM_OPTIONS)
+        return isinstance(options, dict) and bool(options.get(_INCLUDE_USAGE))
+
+    def with_running_usage(self) -> EngineRequest | None:
+        """The request of a stream whose every event tells the usage so far; None: it cannot."""
+        options = self.fields.get(_STREAM_OPTIONS)
+        if self.path not in _WITH_STREAM_OPTIONS or not isinstance(options, dict | None):
+            return None
+        if self.fields.get("stream") is not True:
+            return None
+        told = {**(options or {}), _INCLUDE_USAGE: True, _CONTINUOUS_USAGE: True}
+        return EngineRequest(self.path, {**self.fields, _STREAM_OPTIONS: told})
 
     def isolated(self, tenant: str) -> EngineRequest:
         """The request with a ``cache_salt`` (vLLM's field) that no other tenant's can have.

@@ -22,6 +22,7 @@ from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.parser import text_string_to_metric_families
 
 from loomserve.kvstore.metrics import KvStoreMetrics
+from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.batch.metrics import BatchMetrics
 from loomserve.platform.disaggregation import metrics as handoff
 from loomserve.platform.http.exposition import merge
@@ -349,6 +350,9 @@ def test_the_catalog_lists_every_metric_with_its_labels(
     registry: CollectorRegistry, metrics: GatewayMetrics
 ) -> None:
     use_everything(metrics)
+    keys = KeyMetrics(registry)
+    keys.used("alice", 1, 2)
+    keys.set_file(up=True)
     KvStoreMetrics(registry).set_state(KV_STATE)
     BatchMetrics(registry).set_state(BATCH_STATE)
     RebalancingMetrics(registry).set_state(REBALANCING_STATE)

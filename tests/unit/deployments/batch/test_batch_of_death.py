@@ -18,6 +18,8 @@ from loomserve.deployments.batch.executor import outcome
 from loomserve.deployments.gateway.forward import Forwarder
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.access.live_keys import LiveKeys
+from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.batch.executor import LineAnswer, LineCall, ServedModel
 from loomserve.platform.batch.policy.status import BatchStatus
 from loomserve.platform.config import ApiKey, Server
@@ -69,7 +71,8 @@ class Platform:
         self.forwarder = Forwarder("token", GatewayMetrics(CollectorRegistry()), idle_timeout_s=60)
         routes: Any = self
         server = Server(api_keys=KEYS)
-        self.endpoint = LineEndpoint(server, LiveKeys(server), routes, self.forwarder, ())
+        meter = TokenMeter(KeyMetrics(CollectorRegistry()), Path("/nowhere"))
+        self.endpoint = LineEndpoint(server, LiveKeys(server), meter, routes, self.forwarder, ())
 
     def find(self, model: object, key: object) -> ModelRoute:
         return ROUTE

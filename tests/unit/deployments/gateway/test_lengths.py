@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,8 @@ from prometheus_client import CollectorRegistry
 
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.deployments.gateway.forward import CollectedAnswer, ForwardRequest, never_gone
+from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.base.errors import BadRequest
 from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
@@ -83,7 +86,9 @@ def asked(
     routes: Any = SimpleNamespace(find=lambda model, key: route, handle=lambda model: None)
     lengths: Any = Lengths(predicts=predicts)
     engines: Any = Engines(answer)
-    endpoint = ClientEndpoint(routes, engines, lengths, GatewayMetrics(CollectorRegistry()), ())
+    registry = CollectorRegistry()
+    meter = TokenMeter(KeyMetrics(registry), Path("/nowhere"))
+    endpoint = ClientEndpoint(routes, engines, lengths, GatewayMetrics(registry), meter, ())
     collected = CollectedAnswer()
     given = {"body": json.dumps(body).encode(), "request_id": "1", **state}
     asyncio.run(endpoint.answer(path, {"state": given}, never_gone, collected.send))

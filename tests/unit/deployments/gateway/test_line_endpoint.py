@@ -54,7 +54,17 @@ class Engines:
         self.requests.append(request)
         if "hang" in request.content.fields:
             await asyncio.sleep(60)
-        return 200, b"{}"
+        return 200, b'{"usage":{"prompt_tokens":7,"completion_tokens":4}}'
+
+
+class Meter:
+    """The meter, which writes down."""
+
+    def __init__(self, charged: list[tuple[str, int, int]]) -> None:
+        self.charged = charged
+
+    def charge(self, key: ApiKey, prompt: int, completion: int) -> None:
+        self.charged.append((key.name, prompt, completion))
 
 
 def complete(
@@ -63,11 +73,13 @@ def complete(
     engine: str | None = "r2",
     keys: Any = KEYS,
     timeout_s: float = 60,
+    charged: list[tuple[str, int, int]] | None = None,
 ) -> tuple[int, Any, list[ForwardRequest]]:
     models: Any = Models()
     engines: Any = Engines()
     server = Server(api_keys=keys, max_body="1KiB")  # type: ignore[arg-type]
-    endpoint = LineEndpoint(server, LiveKeys(server), models, engines, {"alice"})
+    meter: Any = Meter([] if charged is None else charged)
+    endpoint = LineEndpoint(server, LiveKeys(server), meter, models, engines, {"alice"})
     line = LineRequest(
         owner=owner,
         path="/v1/completions",
@@ -89,6 +101,13 @@ def test_a_line_goes_to_the_engine_with_room_as_work_that_may_wait() -> None:
     assert json.loads(request.content.encoded) == sent
     isolated = EngineRequest("/v1/completions", {}).isolated("alice").fields
     assert (sent["cache_salt"], request.request_id) == (isolated["cache_salt"], "q")
+
+
+def test_a_line_is_charged_to_its_key_and_one_that_is_refused_is_not() -> None:
+    charged: list[tuple[str, int, int]] = []
+    complete({"model": "m"}, charged=charged)
+    complete({"model": "other"}, charged=charged)
+    assert charged == [("alice", 7, 4)]
 
 
 def test_without_a_known_engine_any_may_take_it() -> None:

@@ -1,0 +1,128 @@
+"""Counts the tokens of API keys, and keeps those of the day over restarts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.access.token_limits import (
+    TokenUsage,
+    charge_tokens,
+    check_tokens,
+    day_of,
+    is_limited,
+    tokens_left,
+)
+from loomserve.platform.base.clock import steady_unix_clock
+from loomserve.platform.base.files import replace_private
+from loomserve.platform.base.paths import cache_folder
+from loomserve.platform.config import ApiKey, Server
+
+_log = logging.getLogger("ray.serve")
+
+SAVE_S = 5.0
+"""A gateway that dies forgets so much of what it charged last."""
+
+
+def usage_path(server: Server) -> Path:
+    """The file of the day's tokens of one platform: they differ in their ports."""
+    return cache_folder() / f"tokens-{server.port}.json"
+
+
+class TokenMeter:
+    """Tokens that each API key has used in this gateway; used on the event loop only.
+
+    The day's tokens outlive it in a file.
+    """
+
+    def __init__(
+        self,
+        metrics: KeyMetrics,
+        file: Path,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        unix_clock: Callable[[], float] | None = None,
+    ) -> None:
+        """
+        Args:
+            metrics: told of each charge.
+            file: what the day's tokens are read from, and kept in.
+            clock: seconds, for the minute's limits.
+            unix_clock: Unix seconds, for the day's; None: one that takes no steps.
+        """
+        self._metrics = metrics
+        self._file = file
+        self._clock = clock
+        self._unix_clock = unix_clock or steady_unix_clock()
+        self._usage = _read(file)
+        self._saved = self._text()
+        self._unwritable = False
+
+    def check(self, key: ApiKey) -> None:
+        """Check that a key may use another token.
+
+        Raises:
+            TooManyRequests: it has none left.
+        """
+        if is_limited(key):
+            check_tokens(key, self._of(key), self._clock(), self._unix_clock())
+
+    def charge(self, key: ApiKey, prompt: int, completion: int) -> None:
+        """Count the tokens of a request that ended."""
+        self._metrics.used(key.name, prompt, completion)
+        self._usage[key.name] = charge_tokens(
+            key, self._of(key), prompt + completion, self._clock(), self._unix_clock()
+        )
+
+    def headers(self, key: ApiKey) -> list[tuple[bytes, bytes]]:
+        """OpenAI's headers of the minute's limit; none without one."""
+        rate = key.tokens_per_minute
+        if rate is None:
+            return []
+        left, full_in_s = tokens_left(rate, self._of(key), self._clock())
+        return [
+            (b"x-ratelimit-limit-tokens", b"%d" % rate),
+            (b"x-ratelimit-remaining-tokens", b"%d" % left),
+            (b"x-ratelimit-reset-tokens", b"%.3fs" % full_in_s),
+        ]
+
+    def save(self) -> None:
+        """Keep the day's tokens, if they have changed; may be called in any thread."""
+        text = self._text()
+        if text == self._saved:
+            return
+        try:
+            replace_private(self._file, text)
+        except OSError as error:
+            if not self._unwritable:
+                _log.error("the day's tokens cannot be kept in %s: %s", self._file, error)
+            self._unwritable = True
+        else:
+            self._saved, self._unwritable = text, False
+
+    def _of(self, key: ApiKey) -> TokenUsage:
+        return self._usage.get(key.name, TokenUsage())
+
+    def _text(self) -> str:
+        day = day_of(self._unix_clock())
+        tokens = {name: usage.of_day for name, usage in [*self._usage.items()] if usage.day == day}
+        return json.dumps({"day": day, "tokens": tokens})
+
+
+def _read(file: Path) -> dict[str, TokenUsage]:
+    try:
+        kept = json.loads(file.read_text())
+        day = int(kept["day"])
+        return {
+            str(name): TokenUsage(day=day, of_day=int(tokens))
+            for name, tokens in kept["tokens"].items()
+        }
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        _log.error("the day's tokens in %s are not read, and start at none: %r", file, error)
+    return {}

@@ -1,0 +1,167 @@
+"""Keys with limits of tokens at the clients' endpoint, with engines that stream as vLLM does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
+from loomserve.deployments.gateway.forward import CollectedAnswer, ForwardRequest, never_gone
+from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.access.token_meter import TokenMeter
+from loomserve.platform.base.errors import TooManyRequests, Unavailable
+from loomserve.platform.config import ApiKey
+from loomserve.platform.requests.metrics import GatewayMetrics
+
+CHAT = "/v1/chat/completions"
+PROMPT = 30
+FREE = ApiKey(name="free", hash="sha256:" + "0" * 64)
+LIMITED = FREE.model_copy(update={"name": "limited", "tokens_per_minute": 6000})
+A_TOKEN_S = 0.01
+
+
+class Engine:
+    """The forwarder: answers ``max_tokens`` tokens, and cuts off after ``user`` of them, if set."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self.gateway = gateway
+        self.asked: list[dict[str, Any]] = []
+        self.computed = 0
+
+    async def forward(self, request: ForwardRequest, _: object, __: object, send: Any) -> None:
+        body = json.loads(request.content.encoded)
+        self.asked.append(body)
+        if body.get("user") == "refused":
+            raise Unavailable("no replica")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        self.computed += PROMPT
+        options = body.get("stream_options", {})
+        for done in range(1, body["max_tokens"] + 1):
+            self.gateway.now_s += A_TOKEN_S
+            self.computed += 1
+            told = done if options.get("continuous_usage_stats") else None
+            await self._say(send, [{"delta": {"content": "x"}}], told)
+            if str(done) == body.get("user"):
+                return
+        if options.get("include_usage"):
+            await self._say(send, [], body["max_tokens"])
+        await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _say(self, send: Any, choices: list[Any], told: int | None) -> None:
+        chunk: dict[str, Any] = {"choices": choices}
+        if told is not None:
+            chunk["usage"] = {"prompt_tokens": PROMPT, "completion_tokens": told}
+        event = b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+        await send({"type": "http.response.body", "body": event, "more_body": True})
+
+
+class Gateway:
+    """The endpoint, with a clock that only engines move."""
+
+    def __init__(self, file: Path) -> None:
+        self.now_s = 1000.0
+        self.registry = CollectorRegistry()
+        meter = TokenMeter(KeyMetrics(self.registry), file, clock=lambda: self.now_s)
+        route = SimpleNamespace(name="m", predictor=None, max_concurrent_requests=9)
+        routes: Any = SimpleNamespace(find=lambda model, key: route, handle=lambda model: None)
+        lengths: Any = SimpleNamespace(predict=_nothing)
+        self.engine: Any = Engine(self)
+        self.endpoint = ClientEndpoint(
+            routes, self.engine, lengths, GatewayMetrics(self.registry), meter, ()
+        )
+
+    async def ask(self, key: ApiKey, max_tokens: int = 5, **fields: Any) -> CollectedAnswer:
+        body = {"model": "m", "messages": [], "max_tokens": max_tokens, "stream": True, **fields}
+        answer = Noted()
+        state = {"body": json.dumps(body).encode(), "request_id": "1", "api_key": key}
+        await self.endpoint.answer(CHAT, {"state": state}, never_gone, answer.send)
+        return answer
+
+    def charged(self, key: ApiKey) -> float:
+        name = "loomserve_key_tokens_total"
+        return sum(
+            self.registry.get_sample_value(name, {"key": key.name, "kind": kind}) or 0
+            for kind in ("prompt", "completion")
+        )
+
+
+class Noted(CollectedAnswer):
+    headers: dict[bytes, bytes]
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.headers = dict(message["headers"])
+        await super().send(message)
+
+
+async def _nothing(*_: object) -> None:
+    return None
+
+
+@pytest.fixture
+def gateway(tmp_path: Path) -> Gateway:
+    return Gateway(tmp_path / "tokens.json")
+
+
+@pytest.mark.parametrize("asks", [None, {"include_usage": True}, {"include_usage": False}])
+def test_a_limited_keys_stream_is_counted_and_looks_as_any_other(
+    gateway: Gateway, asks: dict[str, Any] | None
+) -> None:
+    options = {} if asks is None else {"stream_options": asks}
+    limited = asyncio.run(gateway.ask(LIMITED, **options))
+    free = asyncio.run(gateway.ask(FREE, **options))
+    assert limited.body == free.body
+    assert gateway.charged(LIMITED) == PROMPT + 5
+    assert gateway.engine.asked[1].get("stream_options") == asks
+    assert gateway.charged(FREE) == (PROMPT + 5 if asks and asks["include_usage"] else 0)
+
+
+def test_a_stream_that_is_cut_off_is_charged_so_far(gateway: Gateway) -> None:
+    asyncio.run(gateway.ask(LIMITED, 100, user="3"))
+    assert gateway.charged(LIMITED) == PROMPT + 3
+
+
+def test_what_no_engine_takes_costs_nothing(gateway: Gateway) -> None:
+    with pytest.raises(Unavailable):
+        asyncio.run(gateway.ask(LIMITED, user="refused"))
+    assert gateway.charged(LIMITED) == 0
+
+
+def test_over_ten_minutes_the_limit_holds_with_streams_that_are_cut_off(gateway: Gateway) -> None:
+    began_s = gateway.now_s
+    refused = 0
+
+    async def scenario() -> None:
+        nonlocal refused
+        number = 0
+        while gateway.now_s < began_s + 600:
+            number += 1
+            try:
+                # A third of the streams is cut off half-way.
+                cut = {"user": str(number % 97 + 1)} if number % 3 == 0 else {}
+                await gateway.ask(LIMITED, number % 97 * 2 + 2, **cut)
+            except TooManyRequests as refusal:
+                refused += refusal.code == "token_limit_exceeded"
+                gateway.now_s += (refusal.retry_after_s or 0) + 1e-6
+
+    asyncio.run(scenario())
+    assert refused > 100
+    assert gateway.engine.computed == gateway.charged(LIMITED)
+    # Engines move the clock, so the last request ends some seconds after the tenth minute.
+    minutes = (gateway.now_s - began_s) / 60
+    assert gateway.engine.computed == pytest.approx(6000 * minutes, rel=0.02)
+
+
+def test_a_limited_key_is_told_what_is_left_and_others_are_not(gateway: Gateway) -> None:
+    first, second = (asyncio.run(gateway.ask(LIMITED)) for _ in range(2))
+    assert first.headers[b"x-ratelimit-remaining-tokens"] == b"1000"
+    # Meanwhile five tokens took 50 ms, in which five came back.
+    assert second.headers[b"x-ratelimit-remaining-tokens"] == b"965"
+    assert asyncio.run(gateway.ask(FREE)).headers == {}
