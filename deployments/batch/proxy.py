@@ -6,6 +6,7 @@ Files pass through in pieces; neither side ever holds one whole in memory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -28,7 +29,7 @@ from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.http import identity
 from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import OWNER_HEADER
-from loomserve.platform.http.client_gone import ClientGoneError
+from loomserve.platform.http.client_gone import ClientGoneError, while_connected
 
 FILES = "/v1/files"
 BATCHES = "/v1/batches"
@@ -76,9 +77,17 @@ class BatchProxy:
                 "configuration"
             )
         self._check_length(dict(scope["headers"]).get(b"content-length", b""))
+        asking = self._ask_lane(scope, receive, send)
+        if scope["state"]["body"] is None:
+            # What reads the upload sees its client leave.
+            await asking
+            return
+        with contextlib.suppress(ClientGoneError):
+            await while_connected(asking, receive)
+
+    async def _ask_lane(self, scope: Scope, receive: Receive, send: Send) -> None:
         # aiohttp turns errors of a body's source into errors of its connection.
         problem: list[Exception] = []
-        body = self._body(scope, receive, problem)
         target = _target(scope)
         began = False
         try:
@@ -88,7 +97,7 @@ class BatchProxy:
                 # The lane must see the very path that is signed.
                 URL(f"http://{address}{target}", encoded=True),
                 headers=self._headers(scope, target),
-                data=body,
+                data=self._body(scope, receive, problem),
                 allow_redirects=False,
             ) as response:
                 began = True

@@ -116,7 +116,7 @@ def ask(
                 max_file_bytes=2**20,
                 idle_timeout_s=0.2,
             )
-            await proxy(scope, source(*pieces, end=end), send)
+            await proxy(scope, source(*pieces, end="silent" if body is not None else end), send)
 
     asyncio.run(go())
     return sent
