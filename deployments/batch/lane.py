@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from loomserve.deployments.batch.executor import GatewayExecutor
 from loomserve.deployments.batch.offline_worker import RayOfflineWorker
@@ -30,6 +29,7 @@ from loomserve.platform.fleet.messages import (
     GATEWAY_DEPLOYMENT,
     OfflineSpec,
 )
+from loomserve.platform.http.protocol import INTERNAL, bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
 from loomserve.platform.state import BatchLaneState, BatchState
 
@@ -74,7 +74,7 @@ class BatchLaneDeployment:
         host = node_address()
         sock = listen(host, 0)
         self._address = f"{host}:{sock.getsockname()[1]}"
-        self._http = HttpServer(api.app(internal_token), sock, protocol=HttpToolsProtocol)
+        self._http = HttpServer(api.app(internal_token), sock, protocol=bounded_protocol(INTERNAL))
         await self._http.start()
         self._running = asyncio.create_task(self._run())
 

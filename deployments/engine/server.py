@@ -17,7 +17,6 @@ from ray import serve
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 from starlette.routing import Route
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from loomserve.deployments.engine.heartbeat import HeartbeatSender
 from loomserve.deployments.engine.ray_engine import MeteredEngine
@@ -39,6 +38,7 @@ from loomserve.platform.fleet.messages import (
 )
 from loomserve.platform.http.dead_engine import DeadEngineApp
 from loomserve.platform.http.guarded_app import GuardedApp
+from loomserve.platform.http.protocol import INTERNAL, bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
 from loomserve.platform.lending.replica.agent import LoanAgent
 from loomserve.platform.state import StageState
@@ -97,7 +97,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         host = node_address()
         sock = listen(host, 0)
         self._address = f"{host}:{sock.getsockname()[1]}"
-        self._http = HttpServer(self._app, sock, protocol=HttpToolsProtocol)
+        self._http = HttpServer(self._app, sock, protocol=bounded_protocol(INTERNAL))
         await self._http.start()
 
     def _measured(self, began: float) -> Footprint:

@@ -53,9 +53,10 @@ from loomserve.platform.fleet.messages import (
     LineRequest,
     Routes,
 )
+from loomserve.platform.http.address_limit import AddressLimit
 from loomserve.platform.http.audit_log import AuditLog
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware, respond
-from loomserve.platform.http.protocol import bounded_protocol
+from loomserve.platform.http.protocol import Bounds, bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
 from loomserve.platform.http.tls import LiveCertificate
 from loomserve.platform.http.tls_listener import TlsOptions
@@ -169,13 +170,27 @@ class Gateway:
             keys=self._keys,
         )
         sock = listen(server.host, server.port, shared=True)
-        protocol = bounded_protocol(server.header_timeout_s, server.max_connections)
+        by_address = AddressLimit(
+            server.max_connections_per_address or max(1, server.max_connections // 4),
+            spare_loopback=server.max_connections_per_address is None,
+        )
+        bounds = Bounds(
+            head_timeout_s=server.header_timeout_s,
+            max_connections=server.max_connections,
+            by_address=by_address,
+            send_timeout_s=server.send_timeout_s,
+        )
         tls = (
-            TlsOptions(LiveCertificate(server.tls), server.header_timeout_s, server.max_connections)
+            TlsOptions(
+                LiveCertificate(server.tls),
+                server.header_timeout_s,
+                server.max_connections,
+                by_address,
+            )
             if server.tls
             else None
         )
-        return HttpServer(app, sock, protocol=protocol, tls=tls)
+        return HttpServer(app, sock, protocol=bounded_protocol(bounds), tls=tls)
 
     def _build_app(self, page: MetricsPage) -> Starlette:
         return Starlette(

@@ -64,6 +64,18 @@ class Server(Section):
         description="A client that connects beyond these is answered 503; with tls, where "
         "handshakes count too, it is hung up on.",
     )
+    max_connections_per_address: Annotated[int, Field(ge=1)] | None = Field(
+        None,
+        description="The same for each IPv4 address, and each IPv6 network of 64 bits. null: a "
+        "quarter of max_connections, and as many as there are from this machine, since a reverse "
+        "proxy on it brings many clients by one address and must bound them itself. A number holds "
+        "for all addresses: behind a reverse proxy on another machine set it to max_connections.",
+    )
+    send_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="A client that takes nothing of its answer for so long is cut off.",
+    )
     cors_origins: tuple[str, ...] = Field((), description="Origins browsers may call from.")
     allowed_hosts: tuple[HostName, ...] = Field(
         (),

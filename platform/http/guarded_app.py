@@ -21,7 +21,8 @@ class GuardedApp:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            # No process of the platform speaks it, so a handshake must not slip past the token.
+            await send({"type": "websocket.close", "code": 1008})
             return
         presented = dict(scope["headers"]).get(INTERNAL_TOKEN_HEADER.encode(), b"")
         if not hmac.compare_digest(presented, self._token):

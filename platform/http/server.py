@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Generator
+from typing import NoReturn
 
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from loomserve.platform.base.periodic import every
+from loomserve.platform.http.protocol import LOOKS, BoundedProtocol
 from loomserve.platform.http.tls_listener import TlsListener, TlsOptions
 
 
@@ -29,7 +31,7 @@ class HttpServer:
         app: ASGIApp,
         sock: socket.socket,
         *,
-        protocol: type[HttpToolsProtocol],
+        protocol: type[BoundedProtocol],
         tls: TlsOptions | None = None,
     ) -> None:
         """``tls``: None, the server speaks HTTP in clear text."""
@@ -41,7 +43,9 @@ class HttpServer:
                 log_config=None,
                 access_log=False,
                 http=protocol,
+                ws="none",
                 lifespan="off",
+                proxy_headers=False,
                 server_header=False,
                 timeout_keep_alive=75,
             )
@@ -52,6 +56,7 @@ class HttpServer:
             else None
         )
         self._task: asyncio.Task[None] | None = None
+        self._looking: asyncio.Task[NoReturn] | None = None
 
     async def start(self) -> None:
         own = [] if self._listener else [self._socket]
@@ -62,11 +67,15 @@ class HttpServer:
             await asyncio.sleep(0.01)
         if self._listener:
             self._listener.start()
+        send_timeout_s = self._protocol.bounds.send_timeout_s
+        if send_timeout_s is not None:
+            self._looking = asyncio.create_task(every(send_timeout_s / LOOKS, self._look))
 
     @property
     def alive(self) -> bool:
         listening = self._listener is None or self._listener.alive
-        return listening and self._task is not None and not self._task.done()
+        looking = self._looking is None or not self._looking.done()
+        return listening and looking and self._task is not None and not self._task.done()
 
     async def stop(self, timeout_s: float) -> None:
         """Accept no connection, give open requests ``timeout_s`` seconds, then cut them."""
@@ -76,8 +85,15 @@ class HttpServer:
         self._server.should_exit = True
         if self._task is not None:
             await self._task
+        if self._looking is not None:
+            self._looking.cancel()
 
-    def _new_connection(self) -> HttpToolsProtocol:
+    async def _look(self) -> None:
+        for connection in list(self._server.server_state.connections):
+            assert isinstance(connection, BoundedProtocol)
+            connection.look()
+
+    def _new_connection(self) -> BoundedProtocol:
         return self._protocol(
             config=self._server.config, server_state=self._server.server_state, app_state={}
         )

@@ -7,8 +7,10 @@ import contextlib
 import socket
 from collections.abc import Callable, Sized
 from dataclasses import dataclass
+from functools import partial
 
 from loomserve.platform.base.periodic import every
+from loomserve.platform.http.address_limit import AddressLimit
 from loomserve.platform.http.tls import LiveCertificate
 
 _BACKLOG = 2048
@@ -26,6 +28,8 @@ class TlsOptions:
     """Seconds from a connection's begin until its handshake must be done."""
     max_connections: int
     """Those that shake hands are among them; a client beyond them is hung up on."""
+    by_address: AddressLimit
+    """The same for one client's connections."""
 
 
 class TlsListener:
@@ -79,16 +83,29 @@ class TlsListener:
         loop = asyncio.get_running_loop()
         while True:
             try:
-                connection, _ = await loop.sock_accept(self._socket)
+                connection, peer = await loop.sock_accept(self._socket)
             except OSError:
                 await asyncio.sleep(_RETRY_S)
                 continue
-            if len(self._handshakes) + len(self._connected) >= self._options.max_connections:
+            if self._is_one_too_many(peer[0]):
                 connection.close()
                 continue
+            # The protocol counts the connection from the moment that hands are shaken.
+            self._options.by_address.enter(peer[0])
             handshake = asyncio.create_task(self._shake_hands(connection))
             self._handshakes.add(handshake)
-            handshake.add_done_callback(self._handshakes.discard)
+            handshake.add_done_callback(partial(self._shaken, peer[0]))
+
+    def _is_one_too_many(self, address: str) -> bool:
+        options = self._options
+        return (
+            len(self._handshakes) + len(self._connected) >= options.max_connections
+            or options.by_address.open(address) >= options.by_address.most
+        )
+
+    def _shaken(self, address: str, handshake: asyncio.Task[None]) -> None:
+        self._handshakes.discard(handshake)
+        self._options.by_address.leave(address)
 
     async def _shake_hands(self, connection: socket.socket) -> None:
         # What fails is the client's: it speaks no TLS, does not trust us, or is gone.

@@ -8,6 +8,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.testclient import TestClient
+from starlette.websockets import WebSocketDisconnect
 
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER
 from loomserve.platform.http.guarded_app import GuardedApp
@@ -32,6 +33,12 @@ def test_others_are_told_whom_to_ask(guard: GuardedApp, headers: dict[str, str])
     answer = TestClient(guard).get("/", headers=headers)
     assert answer.status_code == 403
     assert "ask the server's own address" in answer.json()["error"]["message"]
+
+
+def test_a_handshake_for_another_protocol_is_refused_even_with_the_token(guard: GuardedApp) -> None:
+    client = TestClient(guard, headers={INTERNAL_TOKEN_HEADER: "secret"})
+    with pytest.raises(WebSocketDisconnect), client.websocket_connect("/"):
+        pass
 
 
 def test_open_requests_are_counted_until_they_end_or_fail(guard: GuardedApp) -> None:

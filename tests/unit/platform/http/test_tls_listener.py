@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from loomserve.platform.http.protocol import bounded_protocol
+from loomserve.platform.http.address_limit import AddressLimit
+from loomserve.platform.http.protocol import Bounds, bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
 from loomserve.platform.http.tls import LiveCertificate, trust_in
 from loomserve.platform.http.tls_listener import TlsOptions
@@ -60,15 +61,21 @@ class Serving:
 
 @asynccontextmanager
 async def serving(
-    pair: Pair, folder: Path, *, timeout_s: float = 5.0, max_connections: int = 10
+    pair: Pair,
+    folder: Path,
+    *,
+    timeout_s: float = 5.0,
+    max_connections: int = 10,
+    most_by_address: int = 10,
 ) -> AsyncIterator[Serving]:
+    by_address = AddressLimit(most_by_address, spare_loopback=False)
     sock = listen("127.0.0.1", 0)
     port = sock.getsockname()[1]
     server = HttpServer(
         Starlette(routes=[Route("/", scheme)]),
         sock,
-        protocol=bounded_protocol(timeout_s, max_connections),
-        tls=TlsOptions(LiveCertificate(pair.write(folder)), timeout_s, max_connections),
+        protocol=bounded_protocol(Bounds(timeout_s, max_connections, by_address)),
+        tls=TlsOptions(LiveCertificate(pair.write(folder)), timeout_s, max_connections, by_address),
     )
     await server.start()
     try:
@@ -148,6 +155,35 @@ def test_connections_that_shake_hands_count_and_one_too_many_is_hung_up_on(
             await asyncio.sleep(0.05)
             assert await is_answered(await served.connect(pair))
             silent[1][1].close()
+
+    run(check())
+
+
+def test_connections_of_one_client_that_shake_hands_count_too(run: Run, tmp_path: Path) -> None:
+    pair = make_pair()
+
+    async def check() -> None:
+        async with serving(pair, tmp_path, most_by_address=2) as served:
+            first = await served.connect(pair)
+            assert await is_answered(first)
+            silent = await served.connect_silently()
+            reader, writer = await served.connect_silently()
+            assert await until_closed(reader) == b""
+            writer.close()
+            other = await asyncio.open_connection(
+                "127.0.0.1", served.port, local_addr=("127.0.0.2", 0)
+            )
+            await asyncio.sleep(0.05)
+            assert not other[0].at_eof()
+            other[1].close()
+            # Who has shaken hands counts once.
+            silent[1].close()
+            await asyncio.sleep(0.05)
+            second = await served.connect(pair)
+            assert await is_answered(second)
+            assert await is_answered(first)
+            for _, each in (first, second):
+                each.close()
 
     run(check())
 
