@@ -89,11 +89,12 @@ def _gateway_app(config: Config, internal_token: str, store: StoreOptions | None
         ray_actor_options={"num_cpus": 0},
         logging_config=QUIET,
     )
-    access = _kv_access(config, store)
+    access = KvAccess(address=store.address) if store else None
     return deployment.bind(
         config.server.model_dump(mode="json"),
         internal_token,
         access.model_dump(mode="json") if access else None,
+        config.isolates_tenants,
         config.batch.model_dump(mode="json") if config.batch else None,
     )
 
@@ -124,10 +125,3 @@ def _batch_app(config: Config, internal_token: str, base: str) -> Any:
         config.server.model_dump(mode="json"),
         internal_token,
     )
-
-
-def _kv_access(config: Config, store: StoreOptions | None) -> KvAccess | None:
-    if store is None or config.kvstore is None:
-        return None
-    apart = config.server.api_keys if config.kvstore.isolate_tenants else ()
-    return KvAccess(address=store.address, isolated_tenants=tuple(key.name for key in apart))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -41,15 +41,16 @@ class ClientEndpoint:
         lengths: LengthPredictions,
         metrics: GatewayMetrics,
         meter: TokenMeter,
-        isolated_tenants: Collection[str],
+        *,
+        isolates_tenants: bool,
     ) -> None:
-        """``isolated_tenants`` names the API keys whose KV blocks are kept apart."""
+        """``isolates_tenants``: no API key reads another's KV blocks."""
         self._routes = routes
         self._forwarder = forwarder
         self._lengths = lengths
         self._metrics = metrics
         self._meter = meter
-        self._isolated_tenants = isolated_tenants
+        self._isolates_tenants = isolates_tenants
         self._open: Counter[str] = Counter()
 
     def at(self, path: str) -> ASGIApp:
@@ -105,7 +106,7 @@ class ClientEndpoint:
             deadline = time.monotonic() + slo_ms / 1000 if slo_ms is not None else None
             predicted = await self._lengths.predict(route.name, request.fields)
             expected = predicted.expected if predicted else None
-        if key is not None and key.name in self._isolated_tenants:
+        if key is not None and self._isolates_tenants:
             request = request.isolated(key.name)
         forwarded = ForwardRequest(
             model=route.name,
@@ -117,7 +118,7 @@ class ClientEndpoint:
         )
         await self._forwarder.forward(forwarded, handle, receive, answer.send)
         if predicted and answer.length and (tokens := answer.length.tokens):
-            self._lengths.ended(route.name, predicted, tokens)
+            self._lengths.ended(route.name, predicted, tokens, key.name if key else "")
 
 
 class _WatchedAnswer:

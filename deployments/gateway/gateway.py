@@ -82,6 +82,7 @@ class Gateway:
         server: dict[str, Any],
         internal_token: str,
         kv: dict[str, Any] | None,
+        isolates_tenants: bool,
         batch: dict[str, Any] | None,
     ) -> None:
         self._server = Server.model_validate(server)
@@ -101,12 +102,14 @@ class Gateway:
             [one.name for one in options.offline_models] if options else (),
             with_keys=self._server.asks_for_keys,
         )
-        self._isolated_tenants = tenants = frozenset(self._kv.isolated_tenants if self._kv else ())
+        self._isolates_tenants = isolates_tenants
         self._clients = ClientEndpoint(
-            self._routes, self._forwarder, self._lengths, self._metrics, self._meter, tenants
+            *(self._routes, self._forwarder, self._lengths, self._metrics, self._meter),
+            isolates_tenants=isolates_tenants,
         )
         self._lines = LineEndpoint(
-            self._server, self._keys, self._meter, self._routes, self._forwarder, tenants
+            *(self._server, self._keys, self._meter, self._routes, self._forwarder),
+            isolates_tenants=isolates_tenants,
         )
         self._batches = BatchProxy(
             serve.get_deployment_handle(BATCH_DEPLOYMENT, BATCH_APP) if batch else None,
@@ -211,9 +214,12 @@ class Gateway:
     def _admin_api(self) -> FastAPI:
         return build_admin_api(
             self._controller,
-            build_kv_router(self._kv, self.pin),
+            build_kv_router(self._kv, self._tenants, self.pin),
             build_batch_router(self._ask_lane),
         )
+
+    def _tenants(self) -> tuple[str, ...]:
+        return tuple(key.name for key in self._keys.all) if self._isolates_tenants else ()
 
     async def _ask_lane(self, method: str, *given: Any) -> Any:
         return respond(await self._batches.ask(method, *given))
@@ -250,7 +256,7 @@ class Gateway:
         if not route.kvstore:
             raise Conflict(f"model {route.name!r} keeps nothing in the KV store", param="model")
         request = EngineRequest(path, body)
-        if tenant is not None and tenant in self._isolated_tenants:
+        if tenant is not None and self._isolates_tenants:
             request = request.isolated(tenant)
         return await self._forwarder.collect(
             ForwardRequest(route.name, request, request_id=uuid.uuid4().hex),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Collection
 
 from loomserve.deployments.gateway.forward import Forwarder, ForwardRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
@@ -37,15 +36,16 @@ class LineEndpoint:
         meter: TokenMeter,
         routes: ModelRoutes,
         forwarder: Forwarder,
-        isolated_tenants: Collection[str],
+        *,
+        isolates_tenants: bool,
     ) -> None:
-        """``isolated_tenants`` names the API keys whose KV blocks are kept apart."""
+        """``isolates_tenants``: no API key reads another's KV blocks."""
         self._max_body = server.max_body
         self._keys = keys
         self._meter = meter
         self._routes = routes
         self._forwarder = forwarder
-        self._isolated_tenants = isolated_tenants
+        self._isolates_tenants = isolates_tenants
 
     async def complete(self, line: LineRequest) -> tuple[int, bytes]:
         try:
@@ -81,7 +81,7 @@ class LineEndpoint:
         if line.body.get("stream"):
             raise BadRequest("a batch's requests cannot stream; leave it out", param="stream")
         route = self._routes.find(line.body.get("model"), key)
-        if key is not None and key.name in self._isolated_tenants:
+        if key is not None and self._isolates_tenants:
             request = request.isolated(key.name)
         request = request.with_hints(background=True)
         if len(request.encoded) > self._max_body:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -56,8 +56,16 @@ class Pinned(BaseModel):
     )
 
 
-def build_kv_router(access: KvAccess | None, complete: Complete) -> APIRouter:
-    """Routes under ``/kv``; without a store they answer that there is none."""
+def build_kv_router(
+    access: KvAccess | None, tenants: Callable[[], Collection[str]], complete: Complete
+) -> APIRouter:
+    """Routes under ``/kv``; without a store they answer that there is none.
+
+    Args:
+        access: the store.
+        tenants: the API keys whose blocks are kept apart at present; none: all share.
+        complete: has an engine compute a text.
+    """
     router = APIRouter(prefix="/kv", tags=["KV store"])
 
     def store() -> KvAccess:
@@ -87,7 +95,7 @@ def build_kv_router(access: KvAccess | None, complete: Complete) -> APIRouter:
     @router.post("/pin")
     async def pin(request: PinRequest, http: Request) -> Pinned:
         """Keep the blocks of a text in the store, or let them go. An engine computes it once."""
-        isolated = store().isolated_tenants
+        address, isolated = store().address, tenants()
         if isolated and request.api_key not in isolated:
             raise BadRequest(
                 "tenants are isolated, so say whose blocks: api_key is one of "
@@ -99,7 +107,7 @@ def build_kv_router(access: KvAccess | None, complete: Complete) -> APIRouter:
         if status >= 400:
             raise BadRequest(answer["error"]["message"], param=answer["error"].get("param"))
         chain = (answer.get("kv_transfer_params") or {}).get(PROMPT_CHAIN)
-        blocks = await _pin(store().address, chain, request.pinned) if chain else 0
+        blocks = await _pin(address, chain, request.pinned) if chain else 0
         return Pinned(prompt_tokens=answer["usage"]["prompt_tokens"], blocks=blocks)
 
     return router

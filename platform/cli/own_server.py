@@ -52,6 +52,20 @@ def warnings(server: Server) -> Iterator[str]:
         )
 
 
+def tenancy(config: Config) -> Iterator[str]:
+    """What an operator should know of what API keys share, a line each."""
+    if config.isolates_tenants:
+        yield (
+            "API keys share no KV blocks, so that none can tell what another asked; kvstore: "
+            "{isolate_tenants: false} lets them"
+        )
+    elif len(config.server.api_keys) > 1 or config.server.api_keys_file:
+        yield (
+            "warning: API keys share KV blocks, so response times tell one what another asked: "
+            "leave kvstore.isolate_tenants out, if they do not trust each other"
+        )
+
+
 def url_of(server: Server) -> str:
     """URL at which this machine reaches the server."""
     host = server.host

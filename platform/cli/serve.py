@@ -28,7 +28,13 @@ from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.folder import BatchFolder, batch_folder
 from loomserve.platform.batch.offline.models import check_offline_models
 from loomserve.platform.cli.admin_token import with_admin_token
-from loomserve.platform.cli.own_server import trust_of, url_of, warnings, with_absolute_files
+from loomserve.platform.cli.own_server import (
+    tenancy,
+    trust_of,
+    url_of,
+    warnings,
+    with_absolute_files,
+)
 from loomserve.platform.config import Config
 from loomserve.platform.devices.memory import plan_replicas
 from loomserve.platform.engine.hooks import verify
@@ -304,7 +310,7 @@ def run(config: Config, base: Path, say: Say) -> None:
     """Serve until SIGINT or SIGTERM."""
     config = with_absolute_files(config, base)
     check_machine(config, base)
-    for line in warnings(config.server):
+    for line in (*warnings(config.server), *tenancy(config)):
         say(line)
     config = with_admin_token(config, say)
     replicas = plan(config, base, say)

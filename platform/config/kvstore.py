@@ -27,9 +27,10 @@ class KvStore(Section):
         description="cost: what is cheap to compute again and seldom used leaves memory first; "
         "lru: what was not used for longest.",
     )
-    isolate_tenants: bool = Field(
-        False,
-        description="Blocks of one API key are never read by another, in the store and in engines.",
+    isolate_tenants: bool | None = Field(
+        None,
+        description="Blocks of one API key are never read by another, in the store and in engines; "
+        "null: so it is with two keys or server.api_keys_file, also without a store.",
     )
 
     @field_validator("memory")

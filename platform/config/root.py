@@ -119,6 +119,13 @@ class Config(Section):
         return self
 
     @property
+    def isolates_tenants(self) -> bool:
+        """Whether no API key reads another's KV blocks, in the store and in engines."""
+        if self.kvstore is not None and self.kvstore.isolate_tenants is not None:
+            return self.kvstore.isolate_tenants
+        return len(self.server.api_keys) > 1 or self.server.api_keys_file is not None
+
+    @property
     def offline_models(self) -> tuple[OfflineModel, ...]:
         return self.batch.offline_models if self.batch is not None else ()
 

@@ -162,9 +162,6 @@ class KvAccess(_Message):
     """The KV store, for gateways."""
 
     address: str = Field(description="Its socket, as ZMQ writes it.")
-    isolated_tenants: tuple[str, ...] = Field(
-        description="The API keys whose blocks are kept apart; none: all share."
-    )
 
 
 class LineRequest(_Message):

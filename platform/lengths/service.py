@@ -91,10 +91,13 @@ class LengthPredictions:
             self._metrics.length_predicted(model, "made")
         return predicted
 
-    def ended(self, model: str, predicted: Predicted, tokens: int) -> None:
-        """Learn from an answer that ended by itself with ``tokens`` tokens."""
+    def ended(self, model: str, predicted: Predicted, tokens: int, key: str) -> None:
+        """Learn from an answer that ended by itself with ``tokens`` tokens.
+
+        ``key``: name of the API key that asked; empty where none is needed.
+        """
         self._metrics.length_observed(model, abs(predicted.prediction.tokens - tokens))
-        predicted.predictor.observe(predicted.query, predicted.prediction, tokens)
+        predicted.predictor.observe(predicted.query, predicted.prediction, tokens, key)
 
     def close(self) -> None:
         for model in list(self._names):

@@ -49,8 +49,8 @@ class StoredPredictor:
     def predict(self, query: LengthQuery) -> Prediction:
         return self.learner.predict(query)
 
-    def observe(self, query: LengthQuery, prediction: Prediction, tokens: int) -> None:
-        self.learner.observe(query, prediction, tokens)
+    def observe(self, query: LengthQuery, prediction: Prediction, tokens: int, key: str) -> None:
+        self.learner.observe(query, prediction, tokens, key)
 
     def start(self) -> bool:
         """Start to learn in the background; False: another process learns for this predictor."""

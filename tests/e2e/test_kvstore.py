@@ -149,7 +149,7 @@ def test_only_the_operator_sees_and_changes_the_store(platform: Platform) -> Non
 
 def test_what_is_pinned_survives_a_flush_until_it_is_let_go(platform: Platform) -> None:
     prompt = new_prompt()
-    pin = {"model": HOT, "prompt": prompt}
+    pin = {"model": HOT, "prompt": prompt, "api_key": "all"}
     with platform.admin() as admin:
         answer = admin.post("/admin/v1/kv/pin", json={**pin, "pinned": True})
         assert answer.status_code == 200, answer.text

@@ -108,7 +108,7 @@ def test_tenants_share_no_blocks_and_each_finds_its_own_after_all_was_killed(
         {"name": name, "hash": digest}
         for name, (_, digest) in zip(("alice", "bob"), keys[:2], strict=True)
     ]
-    kvstore = {"memory": "128MiB", "ssd": "1GiB", "ssd_path": "blocks", "isolate_tenants": True}
+    kvstore = {"memory": "128MiB", "ssd": "1GiB", "ssd_path": "blocks"}
     server = {"port": port, "api_keys": api_keys, "admin_token_hash": keys[2][1]}
     config = write_config(tmp_path, kvstore, server)
     secrets = [key for key, _ in keys]

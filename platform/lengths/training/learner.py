@@ -6,7 +6,6 @@ import hashlib
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -17,6 +16,7 @@ from loomserve.platform.lengths.predict.head import Head
 from loomserve.platform.lengths.predict.prediction import COVERAGE, LengthQuery, Prediction
 from loomserve.platform.lengths.predict.predictor import TrainedPredictor
 from loomserve.platform.lengths.training import learning, retrain
+from loomserve.platform.lengths.training.ended import EndedRequests
 from loomserve.platform.lengths.training.learning import Lessons, ObservedLength
 from loomserve.platform.lengths.training.split import normalised
 from loomserve.platform.lengths.training.versions import PredictorVersions, TrainingSet, Version
@@ -53,7 +53,7 @@ class Learner:
         self._clock = clock
         self._train = train
         self._lessons = Lessons(clock())
-        self._ended: deque[tuple[LengthQuery, float, int]] = deque(maxlen=_WAITING)
+        self._ended = EndedRequests[tuple[LengthQuery, float, int]](_WAITING, learning.FEWEST)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="lengths", daemon=True)
         self._serve(version, _parent(versions, version))
@@ -65,13 +65,16 @@ class Learner:
     def predict(self, query: LengthQuery) -> Prediction:
         return self._predictor.predict(query)
 
-    def observe(self, query: LengthQuery, prediction: Prediction, tokens: int) -> None:
+    def observe(
+        self, query: LengthQuery, prediction: Prediction, tokens: int, key: str = ""
+    ) -> None:
         """Record that the answer had ``tokens`` tokens. Returns at once.
 
         Only for answers that the model ended: one that ``max_tokens`` or its client cut off does
-        not tell the length that it would have had.
+        not tell the length that it would have had. ``key`` names the API key that asked, if any:
+        none decides alone what is learnt for all.
         """
-        self._ended.append((query, prediction.tokens, tokens))
+        self._ended.add(key, (query, prediction.tokens, tokens))
 
     def start(self) -> None:
         """Start a thread that learns every 3 minutes until :meth:`close`."""
@@ -111,8 +114,7 @@ class Learner:
                 _logger.warning("length predictor %d goes on as it is: %s", self.version, error)
 
     def _take_observed(self) -> None:
-        for _ in range(len(self._ended)):
-            query, predicted, tokens = self._ended.popleft()
+        for query, predicted, tokens in self._ended.take():
             text = normalised(f"{query.instruction} {query.user_input}")
             digest = hashlib.sha256(text.encode()).hexdigest()
             features = self._predictor.features(query)

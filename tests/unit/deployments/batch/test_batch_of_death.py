@@ -72,7 +72,9 @@ class Platform:
         routes: Any = self
         server = Server(api_keys=KEYS)
         meter = TokenMeter(KeyMetrics(CollectorRegistry()), Path("/nowhere"))
-        self.endpoint = LineEndpoint(server, LiveKeys(server), meter, routes, self.forwarder, ())
+        self.endpoint = LineEndpoint(
+            server, LiveKeys(server), meter, routes, self.forwarder, isolates_tenants=False
+        )
 
     def find(self, model: object, key: object) -> ModelRoute:
         return ROUTE

@@ -49,7 +49,9 @@ class Away:
 @pytest.fixture(scope="module", name="api")
 def admin_api() -> FastAPI:
     controller: Any = Away()
-    return build_admin_api(controller, build_kv_router(None, _pin), build_batch_router(_away))
+    return build_admin_api(
+        controller, build_kv_router(None, tuple, _pin), build_batch_router(_away)
+    )
 
 
 def statuses(api: FastAPI, server: dict[str, Any], headers: dict[str, str]) -> dict[str, int]:

@@ -40,6 +40,7 @@ class Lengths:
         self.predicts = predicts
         self.asked = 0
         self.ended_with: list[int] = []
+        self.taught_by: list[str] = []
 
     async def predict(self, model: str, request: dict[str, Any]) -> Predicted | None:
         self.asked += 1
@@ -47,8 +48,9 @@ class Lengths:
         query = LengthQuery("", "hi", 1)
         return Predicted(None, query, prediction) if self.predicts else None  # type: ignore[arg-type]
 
-    def ended(self, model: str, predicted: Predicted, tokens: int) -> None:
+    def ended(self, model: str, predicted: Predicted, tokens: int, key: str) -> None:
         self.ended_with.append(tokens)
+        self.taught_by.append(key)
 
 
 class Engines:
@@ -88,7 +90,9 @@ def asked(
     engines: Any = Engines(answer)
     registry = CollectorRegistry()
     meter = TokenMeter(KeyMetrics(registry), Path("/nowhere"))
-    endpoint = ClientEndpoint(routes, engines, lengths, GatewayMetrics(registry), meter, ())
+    endpoint = ClientEndpoint(
+        routes, engines, lengths, GatewayMetrics(registry), meter, isolates_tenants=False
+    )
     collected = CollectedAnswer()
     given = {"body": json.dumps(body).encode(), "request_id": "1", **state}
     asyncio.run(endpoint.answer(path, {"state": given}, never_gone, collected.send))
@@ -135,6 +139,11 @@ def test_late_requests_are_refused_for_keys_that_say_so(key: ApiKey | None, refu
     assert deadline is not None
     assert before + 5 <= deadline <= time.monotonic() + 5
     assert request.refuse_after == (deadline if refused else None)
+
+
+@pytest.mark.parametrize(("key", "name"), [(BOB, "bob"), (None, "")])
+def test_the_predictor_knows_whose_answer_it_was(key: ApiKey | None, name: str) -> None:
+    assert asked(api_key=key)[1].taught_by == [name]
 
 
 def test_a_client_may_not_predict_for_itself() -> None:

@@ -79,7 +79,7 @@ def complete(
     engines: Any = Engines()
     server = Server(api_keys=keys, max_body="1KiB")  # type: ignore[arg-type]
     meter: Any = Meter([] if charged is None else charged)
-    endpoint = LineEndpoint(server, LiveKeys(server), meter, models, engines, {"alice"})
+    endpoint = LineEndpoint(server, LiveKeys(server), meter, models, engines, isolates_tenants=True)
     line = LineRequest(
         owner=owner,
         path="/v1/completions",

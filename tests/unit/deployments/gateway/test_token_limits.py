@@ -74,7 +74,12 @@ class Gateway:
         lengths: Any = SimpleNamespace(predict=_nothing)
         self.engine: Any = Engine(self)
         self.endpoint = ClientEndpoint(
-            routes, self.engine, lengths, GatewayMetrics(self.registry), meter, ()
+            routes,
+            self.engine,
+            lengths,
+            GatewayMetrics(self.registry),
+            meter,
+            isolates_tenants=False,
         )
 
     async def ask(self, key: ApiKey, max_tokens: int = 5, **fields: Any) -> CollectedAnswer:

@@ -77,9 +77,9 @@ def engine() -> Engine:
 
 
 def api(engine: Engine, address: str | None, *isolated: str) -> TestClient:
-    access = None if address is None else KvAccess(address=address, isolated_tenants=isolated)
+    access = None if address is None else KvAccess(address=address)
     app = FastAPI(exception_handlers=exception_handlers)
-    app.include_router(build_kv_router(access, engine.complete))
+    app.include_router(build_kv_router(access, lambda: isolated, engine.complete))
     return TestClient(app, raise_server_exceptions=False)
 
 

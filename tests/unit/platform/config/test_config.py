@@ -309,6 +309,28 @@ def test_an_open_address_is_served_with_keys_or_when_told_so(host: str) -> None:
     assert parse(without_keys + "  api_keys_file: keys.yaml\n").server.asks_for_keys
 
 
+@pytest.mark.parametrize("wish", [None, True, False])
+@pytest.mark.parametrize("store", [True, False])
+@pytest.mark.parametrize(
+    ("keys", "several"), [("none", False), ("one", False), ("two", True), ("file", True)]
+)
+def test_two_keys_are_kept_apart_unless_told_otherwise(
+    keys: str, several: bool, store: bool, wish: bool | None
+) -> None:
+    text = GOOD
+    if keys != "two":
+        text = text[: text.index("    - name: bob" if keys == "one" else "  api_keys:")]
+    if keys == "file":
+        text += "  api_keys_file: keys.yaml\n"
+    if not store:
+        without = text[: text.index("kvstore:\n")] + text[text.index("server:") :]
+        text = without.replace("    kvstore_quota: 128MiB\n", "")
+    elif wish is not None:
+        text = text.replace("  eviction: lru", f"  isolate_tenants: {str(wish).lower()}")
+    asked = wish if store else None
+    assert parse(text).isolates_tenants == (several if asked is None else asked)
+
+
 def test_without_a_kv_store_a_quota_is_refused_and_any_connector_may_be_used() -> None:
     without = GOOD[: GOOD.index("kvstore:\n")] + GOOD[GOOD.index("server:") :]
     assert "models[1].kvstore_quota: model 'cold' keeps nothing" in error_of(without)

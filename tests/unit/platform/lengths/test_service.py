@@ -38,7 +38,7 @@ class OnePredictor:
         self.go = threading.Event()
         self.go.set()
         self.learns = self.closed = self.broken = False
-        self.observed: list[tuple[LengthQuery, int]] = []
+        self.observed: list[tuple[LengthQuery, int, str]] = []
 
     def count(self, text: str) -> int:
         return len(text.split())
@@ -49,8 +49,8 @@ class OnePredictor:
             raise ValueError("no")
         return Prediction(20.0, 10.0, 45.0)
 
-    def observe(self, query: LengthQuery, prediction: Prediction, tokens: int) -> None:
-        self.observed.append((query, tokens))
+    def observe(self, query: LengthQuery, prediction: Prediction, tokens: int, key: str) -> None:
+        self.observed.append((query, tokens, key))
 
     def start(self) -> bool:
         self.learns = True
@@ -105,8 +105,9 @@ def test_a_prediction_is_made_and_learnt_from() -> None:
         predicted = await gateway.lengths.predict("chat", REQUEST)
         assert predicted is not None
         assert predicted.expected == Expected(20.0, 45.0)
-        gateway.lengths.ended("chat", predicted, 26)
-        assert gateway.predictor.observed == [(LengthQuery("", "translate this", 2, 50), 26)]
+        gateway.lengths.ended("chat", predicted, 26, "alice")
+        query = LengthQuery("", "translate this", 2, 50)
+        assert gateway.predictor.observed == [(query, 26, "alice")]
         assert gateway.counted("loomserve_length_predictions_total", outcome="made") == 1
         assert gateway.counted("loomserve_length_observed_total") == 1
         assert gateway.counted("loomserve_length_error_tokens_total") == 6

@@ -201,6 +201,27 @@ class Served:
         return float(np.mean(errors)), float(np.mean(held))
 
 
+def test_a_key_that_floods_adds_no_more_samples_than_the_others(
+    versions: PredictorVersions, embeddings: TokenEmbeddings
+) -> None:
+    trained: list[TrainingSet] = []
+
+    def note(kind: str, given: TrainingSet) -> Head:
+        trained.append(given)
+        return forest(kind, given)
+
+    served = Served(versions, embeddings, note)
+    for key, count, tokens in (("bob", 100, 3000), ("mallory", 1000, 7000)):
+        for sample in lengths_folder.samples(count, seed=1):
+            prediction = served.learner.predict(sample.query)
+            served.learner.observe(sample.query, prediction, tokens, key)
+    served.clock.now = PERIOD_S
+    served.learner.learn()
+    bobs, mallorys = (np.count_nonzero(trained[0].tokens == tokens) for tokens in (3000, 7000))
+    assert bobs > 50
+    assert mallorys <= 100
+
+
 def test_nothing_happens_before_a_period_is_over(
     versions: PredictorVersions, embeddings: TokenEmbeddings
 ) -> None:

@@ -1,0 +1,95 @@
+"""What two API keys ask has no KV block in common, at any endpoint and in batches."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
+from loomserve.deployments.gateway.forward import CollectedAnswer, ForwardRequest, never_gone
+from loomserve.deployments.gateway.line_endpoint import LineEndpoint
+from loomserve.platform.access.live_keys import LiveKeys
+from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.access.token_meter import TokenMeter
+from loomserve.platform.config import ApiKey, Server
+from loomserve.platform.fleet.messages import LineRequest
+from loomserve.platform.requests.engine_request import FORWARDED
+from loomserve.platform.requests.metrics import GatewayMetrics
+
+ALICE, BOB = (
+    ApiKey(name=name, hash=f"sha256:{number:064}", tokens_per_minute=1000)
+    for number, name in enumerate(("alice", "bob"))
+)
+WITHOUT_BLOCKS = {"/v1/tokenize", "/v1/detokenize"}
+BODY = {"model": "m", "prompt": "the same", "stream": True}
+
+
+class Gateway:
+    """Both endpoints, before engines that keep what they are asked."""
+
+    def __init__(self, *, isolates_tenants: bool) -> None:
+        self.sent: list[dict[str, Any]] = []
+        registry = CollectorRegistry()
+        meter = TokenMeter(KeyMetrics(registry), Path("/nowhere"))
+        route = SimpleNamespace(name="m", predictor=None, max_concurrent_requests=9)
+        routes: Any = SimpleNamespace(find=lambda model, key: route, handle=lambda model: None)
+        lengths: Any = SimpleNamespace(predict=self._predict)
+        server = Server(api_keys=(ALICE, BOB))
+        engines: Any = self
+        self.clients = ClientEndpoint(
+            *(routes, engines, lengths, GatewayMetrics(registry), meter),
+            isolates_tenants=isolates_tenants,
+        )
+        self.lines = LineEndpoint(
+            *(server, LiveKeys(server), meter, routes, engines), isolates_tenants=isolates_tenants
+        )
+
+    async def _predict(self, *_: object) -> None:
+        return None
+
+    async def forward(self, request: ForwardRequest, *_: object) -> None:
+        self.sent.append(json.loads(request.content.encoded))
+
+    async def collect(self, request: ForwardRequest, *_: object) -> tuple[int, bytes]:
+        await self.forward(request)
+        return 200, b"{}"
+
+    def salts(self, path: str) -> list[str | None]:
+        """The salts of Alice's request, of Bob's and of a line of each."""
+
+        async def scenario() -> None:
+            for key in (ALICE, BOB):
+                state = {"body": json.dumps(BODY).encode(), "request_id": "1", "api_key": key}
+                await self.clients.answer(
+                    path, {"state": state}, never_gone, CollectedAnswer().send
+                )
+            for key in (ALICE, BOB):
+                line = {"owner": key.name, "path": path, "body": {**BODY, "stream": False}}
+                more = {"request_id": "1", "engine": None, "timeout_s": 9}
+                await self.lines.complete(LineRequest.model_validate({**line, **more}))
+
+        asyncio.run(scenario())
+        return [request.get("cache_salt") for request in self.sent]
+
+
+@pytest.mark.parametrize("path", FORWARDED)
+def test_keys_have_salts_of_their_own_at_every_endpoint_and_in_batches(path: str) -> None:
+    salts = Gateway(isolates_tenants=True).salts(path)
+    if path in WITHOUT_BLOCKS:
+        assert salts == [None] * 4
+        return
+    alices, bobs, *of_lines = salts
+    assert alices is not None
+    assert bobs not in (None, alices)
+    assert of_lines == [alices, bobs]
+
+
+@pytest.mark.parametrize("path", FORWARDED)
+def test_keys_that_share_have_no_salt(path: str) -> None:
+    assert Gateway(isolates_tenants=False).salts(path) == [None] * 4
