@@ -113,7 +113,9 @@ def _batch_app(config: Config, internal_token: str, base: str) -> Any:
     offline = [
         OfflineSpec(
             model=model,
-            source=str(catalog.resolve(model.source, Path(base))),
+            source=str(
+                catalog.resolve(model.source, Path(base), _quietly, revision=model.revision)
+            ),
             cores=config.device(model.device).cores,
         )
         for model in config.batch.offline_models
@@ -125,3 +127,7 @@ def _batch_app(config: Config, internal_token: str, base: str) -> Any:
         config.server.model_dump(mode="json"),
         internal_token,
     )
+
+
+def _quietly(line: str) -> None:
+    """The command has said it."""

@@ -125,7 +125,7 @@ def _offline_queue(spec: OfflineSpec, places: int) -> OfflineQueue:
     kv_bytes = spec.model.kv_cache_memory
     return OfflineQueue(
         spec.model.name,
-        partial(RayOfflineWorker, spec.source, spec.cores, kv_bytes),
+        partial(RayOfflineWorker, spec.source, spec.model.revision, spec.cores, kv_bytes),
         kv_bytes,
         places=places,
         predictor=spec.model.lengths.predictor if spec.model.lengths else None,

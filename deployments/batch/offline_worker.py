@@ -29,8 +29,11 @@ _ALIVE_S = 60.0
 class OfflineProcess:
     """The actor's class. Errors travel as values, because Ray wraps exceptions."""
 
-    def __init__(self, source: str, cores: Sequence[int], kv_bytes: int) -> None:
+    def __init__(
+        self, source: str, revision: str | None, cores: Sequence[int], kv_bytes: int
+    ) -> None:
         self._source = source
+        self._revision = revision
         self._cores = cores
         self._kv_bytes = kv_bytes
         # Threads inherit both from the one that starts them, torch's too.
@@ -51,10 +54,14 @@ class OfflineProcess:
         from loomserve.platform.engine.precision import cpu_dtype
 
         executor = OfflineExecutor(
-            self._source, threads=len(self._cores), kv_bytes=self._kv_bytes, dtype=cpu_dtype()
+            self._source,
+            threads=len(self._cores),
+            kv_bytes=self._kv_bytes,
+            dtype=cpu_dtype(),
+            revision=self._revision,
         )
         facts = OfflineFacts(executor.context, executor.token_bytes)
-        return OfflineLines(self._source, executor), facts
+        return OfflineLines(self._source, executor, self._revision), facts
 
     async def prompt_tokens(self, line: OfflineLine) -> int | BadRequest:
         try:
@@ -102,9 +109,11 @@ def run_last_on(cores: Sequence[int]) -> None:
 class RayOfflineWorker:
     """The :class:`~loomserve.platform.batch.offline.worker.OfflineWorker` that asks the actor."""
 
-    def __init__(self, source: str, cores: Sequence[int], kv_bytes: int) -> None:
+    def __init__(
+        self, source: str, revision: str | None, cores: Sequence[int], kv_bytes: int
+    ) -> None:
         actor = ray.remote(OfflineProcess).options(num_cpus=0, max_restarts=0, max_task_retries=0)
-        self._actor = actor.remote(source, list(cores), kv_bytes)
+        self._actor = actor.remote(source, revision, list(cores), kv_bytes)
 
     async def facts(self) -> OfflineFacts:
         facts: OfflineFacts = await self._ask(self._actor.load)

@@ -87,6 +87,7 @@ def _engine_options(spec: EngineSpec) -> dict[str, Any]:
         "pipeline_parallel_size": max(1, len(spec.stage_layers)),
         **(_cpu_options() if spec.devices[0].kind == "cpu" else {}),
         "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
+        **({"revision": spec.model.revision} if spec.model.revision else {}),
         **spec.model.engine,
         **(_lending_options() if spec.lending else {}),
         "additional_config": {

@@ -43,7 +43,8 @@ def _resolved(spec: EngineSpec, base: Path) -> EngineSpec:
     from loomserve.platform.models import catalog
     from loomserve.platform.placement.configured import stages_of
 
-    resolved = spec.model_copy(update={"path": str(catalog.resolve(spec.path, base))})
+    weights = catalog.resolve(spec.path, base, revision=spec.model.revision)
+    resolved = spec.model_copy(update={"path": str(weights)})
     if spec.model.pipeline is None:
         return resolved
     stages = stages_of(spec.model, base)

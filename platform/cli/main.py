@@ -64,7 +64,7 @@ def config_check(path: ConfigPath) -> None:
         check_predictor(model)
         options.check(model.name, model.engine)
         if not model.source.startswith("demo"):  # checking must not download
-            catalog.resolve(model.source, path.parent)
+            catalog.resolve(model.source, path.parent, _say, revision=model.revision)
     _say(f"{path}: {len(checked.models)} models on {len(checked.devices)} devices; all is well")
 
 

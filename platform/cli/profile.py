@@ -102,7 +102,7 @@ def profile_devices(
     checked = configuration.load(path)
     models = {
         model.source: (
-            str(catalog.resolve(model.source, path.parent, progress=_say)),
+            str(catalog.resolve(model.source, path.parent, _say, revision=model.revision)),
             [checked.device(name) for name in model.devices],
         )
         for model in checked.models

@@ -167,7 +167,7 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
         check_predictor(offline)
     for model in config.models:
         check_predictor(model)
-        path = catalog.resolve(model.source, base, progress=say)
+        path = catalog.resolve(model.source, base, progress=say, revision=model.revision)
         weights[model.name] = catalog.weight_bytes(path) if isinstance(path, Path) else 0
         if model.pipeline is not None:
             stages = ", ".join(f"{device} {n}" for device, n in stages_of(model, base))

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
-from loomserve.platform.config.base import Bytes, FieldError, ModelName, Name, Section
+from loomserve.platform.config.base import (
+    Bytes,
+    FieldError,
+    ModelName,
+    Name,
+    Revision,
+    Section,
+)
 from loomserve.platform.config.lengths import Lengths
 
 
@@ -13,6 +20,7 @@ class OfflineModel(Section):
 
     name: ModelName = Field(description="The name that lines of batches ask for.")
     source: str = Field(min_length=1, description="As in models[]: weights that transformers runs.")
+    revision: Revision | None = Field(None, description="As in models[].")
     device: Name = Field(
         description="The CPU device on whose cores it computes while engines leave them idle."
     )

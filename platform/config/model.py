@@ -6,7 +6,14 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from loomserve.platform.config.base import Bytes, FieldError, ModelName, Name, Section
+from loomserve.platform.config.base import (
+    Bytes,
+    FieldError,
+    ModelName,
+    Name,
+    Revision,
+    Section,
+)
 from loomserve.platform.config.lending import Lending
 from loomserve.platform.config.lengths import Lengths
 from loomserve.platform.config.pipeline import Pipeline
@@ -40,6 +47,11 @@ class Model(Section):
     source: str = Field(
         min_length=1,
         description="demo (the packaged SmolLM2-135M-Instruct), demo:NAME, a folder, or a hub id.",
+    )
+    revision: Revision | None = Field(
+        None,
+        description="Commit, tag or branch of a hub id; only a commit's hash is for good the same "
+        "files. null: what the hub has when the model is loaded.",
     )
     devices: tuple[Name, ...] = Field(
         min_length=1,
@@ -95,6 +107,7 @@ class Model(Section):
     def _ours_stay_ours(cls, engine: dict[str, Any]) -> dict[str, Any]:
         owned = {
             "model": "source",
+            "revision": "revision",
             "served_model_name": "name",
             "kv_cache_memory_bytes": "kv_cache_memory",
             "gpu_memory_utilization": "kv_cache_memory",

@@ -24,19 +24,37 @@ _TOKENIZER_FILES = (
 )
 
 
-def resolve(source: str, base: Path, progress: Callable[[str], None] = print) -> Path | str:
+def resolve(
+    source: str,
+    base: Path,
+    progress: Callable[[str], None] = print,
+    *,
+    revision: str | None = None,
+) -> Path | str:
     """Find the weights of a configured model; a hub id is returned as it is.
 
     Args:
         source: ``demo`` or ``demo:NAME`` (fetched on first use), a folder relative to ``base``, or
             a model's id on the hub.
-        progress: Called with a line of text for each slow step.
+        progress: Called with a line of text for each slow step, and for a hub id without revision.
+        revision: which of a hub id's commits.
 
     Raises:
-        ConfigError: the folder is missing or damaged, there is no such demo model, or ``source`` is
-            neither a folder nor a hub id.
+        ConfigError: the folder is missing or damaged, there is no such demo model, ``source`` is
+            neither a folder nor a hub id, or ``revision`` is not of a hub id.
         StartError: a demo model cannot be fetched.
     """
+    if _is_hub_id(source, base):
+        if revision is None:
+            progress(
+                f"warning: {source} has no revision, so whoever can change it on the hub decides "
+                "what is loaded here: set revision to a commit's hash"
+            )
+        return source
+    if revision is not None:
+        raise ConfigError(
+            f"source {source!r} has no revisions, which only hub ids have: leave revision out"
+        )
     kind, _, name = source.partition(":")
     if kind == "demo":
         folder = demo.fetch(name or demo.DEFAULT, progress)
@@ -49,14 +67,16 @@ def resolve(source: str, base: Path, progress: Callable[[str], None] = print) ->
     if folder.exists():
         check_folder(folder)
         return folder
-    if _HUB_ID.fullmatch(source) and not folder.parent.exists():
-        return source
     if "/" in source or source.startswith((".", "~")):
         raise ConfigError(f"source {source!r}: there is no folder {folder}; correct the path")
     raise ConfigError(
         f"source {source!r} is neither a folder nor a hub id (ORG/NAME); "
         f"write demo, demo:NAME, a folder's path, or ORG/NAME"
     )
+
+
+def _is_hub_id(source: str, base: Path) -> bool:
+    return _HUB_ID.fullmatch(source) is not None and not (base / source).parent.exists()
 
 
 def check_folder(folder: Path) -> None:

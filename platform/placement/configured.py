@@ -19,7 +19,7 @@ def wanted_of(model: Model, base: Path, mode: Mode) -> Wanted:
     Raises:
         ConfigError: the model has no folder here, or its weights have no layers.
     """
-    folder = catalog.resolve(model.source, base, progress=lambda _: None)
+    folder = catalog.resolve(model.source, base, progress=lambda _: None, revision=model.revision)
     if not isinstance(folder, Path):
         raise ConfigError(
             f"model {model.name!r}: its layers must be known before it starts: download "

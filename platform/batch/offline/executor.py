@@ -57,7 +57,13 @@ class OfflineExecutor:
     """A model on the CPU, which computes one batch after another."""
 
     def __init__(
-        self, model: Path | str, *, threads: int, kv_bytes: int, dtype: str = "auto"
+        self,
+        model: Path | str,
+        *,
+        threads: int,
+        kv_bytes: int,
+        dtype: str = "auto",
+        revision: str | None = None,
     ) -> None:
         """Load a model.
 
@@ -65,12 +71,15 @@ class OfflineExecutor:
             threads: torch's threads, of the whole process.
             kv_bytes: Budget of a batch's KV, not an allocation. A batch that crosses it ends as if
                 memory were full: running into the real limit of main memory is not safe.
+            revision: of a hub id.
 
         Raises:
             ConfigError: transformers cannot run it in batches; see :func:`check`.
         """
         torch.set_num_threads(threads)
-        self._model: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            model, dtype=dtype, revision=revision
+        ).eval()
         self.kv_bytes = kv_bytes
         self.token_bytes = _token_bytes(self._model)
         """Bytes of one token's KV (Δ)."""
@@ -170,7 +179,7 @@ class _Draw:
         return torch.multinomial(scores.softmax(-1)[0], 1, generator=self._source)
 
 
-def check(model: Path | str) -> None:
+def check(model: Path | str, revision: str | None = None) -> None:
     """Check that :class:`OfflineExecutor` can run a model, without reading weights.
 
     Raises:
@@ -179,7 +188,7 @@ def check(model: Path | str) -> None:
         OSError: it cannot be read or fetched.
     """
     try:
-        config = AutoConfig.from_pretrained(model)
+        config = AutoConfig.from_pretrained(model, revision=revision)
         _context(config)
         with torch.device("meta"):
             shape = AutoModelForCausalLM.from_config(config).eval()

@@ -62,8 +62,8 @@ class _Completion(_Request):
 class OfflineLines:
     """Reader and writer of a model's lines; only one thread at a time may use its tokenizer."""
 
-    def __init__(self, source: str, executor: OfflineExecutor) -> None:
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(source)
+    def __init__(self, source: str, executor: OfflineExecutor, revision: str | None = None) -> None:
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(source, revision=revision)
         self._executor = executor
 
     def read(self, line: OfflineLine) -> OfflineRequest:

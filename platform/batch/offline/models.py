@@ -22,10 +22,10 @@ def check_offline_models(config: Config, base: Path, say: Callable[[str], None])
     """
     needed = 0.0
     for model in config.offline_models:
-        source = catalog.resolve(model.source, base, progress=say)
+        source = catalog.resolve(model.source, base, progress=say, revision=model.revision)
         # A process of its own: transformers takes hundreds of megabytes, which this one would keep.
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as apart:
-            problem = apart.submit(_problem, str(source)).result()
+            problem = apart.submit(_problem, str(source), model.revision).result()
         if problem is not None:
             raise problem.__class__(f"batch.offline_models, {model.name!r}: {problem}")
         weights = catalog.weight_bytes(source) if isinstance(source, Path) else 0
@@ -33,11 +33,11 @@ def check_offline_models(config: Config, base: Path, say: Callable[[str], None])
     return needed
 
 
-def _problem(source: str) -> ConfigError | StartError | None:
+def _problem(source: str, revision: str | None) -> ConfigError | StartError | None:
     from loomserve.platform.batch.offline.executor import check
 
     try:
-        check(source)
+        check(source, revision)
     except ConfigError as error:
         return error
     except OSError as error:

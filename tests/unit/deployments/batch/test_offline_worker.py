@@ -70,7 +70,7 @@ class Lines:
 
 
 def process() -> Any:
-    made: Any = OfflineProcess("demo", [CORE], 1)
+    made: Any = OfflineProcess("demo", None, [CORE], 1)
     made._lines = Lines()
     return made
 

@@ -255,6 +255,20 @@ def test_a_hub_id_is_returned_as_it_is(source: str, tmp_path: Path) -> None:
     assert catalog.resolve(source, tmp_path) == source
 
 
+def test_a_hub_id_without_a_revision_is_warned_of(tmp_path: Path) -> None:
+    said: list[str] = []
+    assert catalog.resolve("org/model", tmp_path, said.append, revision="0123abcd") == "org/model"
+    assert not said
+    catalog.resolve("org/model", tmp_path, said.append)
+    assert [line.startswith("warning: org/model has no revision") for line in said] == [True]
+
+
+def test_what_is_no_hub_id_has_no_revision(model: Path) -> None:
+    for source in ("demo", "model", str(model)):
+        with pytest.raises(ConfigError, match="only hub ids"):
+            catalog.resolve(source, model.parent, revision="main")
+
+
 @pytest.mark.parametrize(
     ("source", "message"),
     [
