@@ -26,9 +26,9 @@ SEND_TIMEOUT_S = 0.5
 REQUEST_TIMEOUT_S = 1.0
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
+@pytest.fixture(params=[False, True], ids=["asyncio", "uvloop"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    return "asyncio", {"use_uvloop": request.param}
 
 
 async def hello(scope: Scope, receive: Receive, send: Send) -> None:
