@@ -46,6 +46,10 @@ class Server(Section):
         "for its token.",
     )
     max_body: Bytes = Field(8 * 2**20, description="Larger request bodies are answered 413.")
+    max_body_total: Bytes = Field(
+        256 * 2**20,
+        description="Bodies of all requests together; what comes beyond is answered 503.",
+    )
     request_timeout_s: float = Field(
         600.0, gt=0, description="A request that takes longer is ended with 408."
     )
@@ -109,6 +113,16 @@ class Server(Section):
             "key create); or set allow_unauthenticated: true",
             "host",
         )
+
+    @model_validator(mode="after")
+    def _one_body_fits(self) -> Server:
+        if self.max_body_total < self.max_body:
+            raise FieldError(
+                f"is less than max_body, {self.max_body} bytes, so that not one such body would "
+                "be taken: raise it",
+                "max_body_total",
+            )
+        return self
 
     @model_validator(mode="after")
     def _tokens_differ(self) -> Server:

@@ -9,12 +9,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from loomserve.platform.base.errors import BadRequest
+from loomserve.platform.base.errors import BadRequest, BodyTooLarge, ContextTooLong
+from loomserve.platform.requests.client_body import read_body, texts_of, with_fields
 from loomserve.platform.requests.policy.grammars import check_grammars
+from loomserve.platform.requests.policy.sequences import (
+    MOST_EMBEDDINGS,
+    answers,
+    prompts_in,
+    prompts_in_json,
+)
+from loomserve.platform.requests.policy.texts import CHARACTERS_PER_TOKEN, characters
 from loomserve.platform.scheduling.policy.background import BACKGROUND
 from loomserve.platform.scheduling.policy.deadline import DEADLINE
 from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected
@@ -32,6 +40,12 @@ FORWARDED = (
 HINTED = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"})
 """Endpoints whose requests have ``vllm_xargs``, which the engine gets as ``extra_args``."""
 
+MOST_TOKENIZE_BYTES = 2**20
+"""Body of a request that asks for tokens or their text, which are made one request at a time."""
+
+_EMBEDDINGS = "/v1/embeddings"
+# Fields with several prompts, each of which is answered.
+_PROMPTS = {"/v1/completions": ("prompt", "prompt_embeds"), _EMBEDDINGS: ("input",)}
 _ENGINE_PATHS = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
 _XARGS = "vllm_xargs"
 _WITH_STREAM_OPTIONS = frozenset({"/v1/chat/completions", "/v1/completions"})
@@ -53,16 +67,21 @@ _LONGEST_SALT = 1024
 class EngineRequest:
     """JSON object of one request to one of vLLM's endpoints.
 
-    Immutable: a method that adds something returns another request. A request to which nothing was
-    added is encoded as the very bytes that the client sent. The constructor checks nothing: it is
+    Immutable: a method that adds something returns another request. The engine gets the very bytes
+    that the client sent, with what was added at their end. The constructor checks nothing: it is
     for the platform's own requests.
     """
 
     path: str
     """The endpoint, as clients name it."""
     fields: Mapping[str, Any]
+    """Without texts that were left as JSON."""
     received: bytes | None = field(default=None, repr=False)
-    """The client's bytes, if they say exactly ``fields``."""
+    """The client's bytes; None: the request is the platform's own, or was parsed elsewhere."""
+    texts: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+    """Fields of a large body that were left as JSON."""
+    added: Mapping[str, Any] = field(default_factory=dict)
+    """Fields that the client's bytes do not have, or have otherwise."""
 
     @classmethod
     def of(cls, path: str, body: bytes) -> EngineRequest:
@@ -70,10 +89,13 @@ class EngineRequest:
         Raises:
             BadRequest: the body is no JSON object, has a field that only the platform may set, or
                 one that would take too long to compile.
+            BodyTooLarge: it asks for more tokens than one request may.
         """
-        fields = _parse(body)
+        if path in _ENGINE_PATHS and len(body) > MOST_TOKENIZE_BYTES:
+            raise BodyTooLarge(f"A request to {path} may have {MOST_TOKENIZE_BYTES} bytes.")
+        fields, texts = read_body(body)
         _check(fields)
-        return cls(path, fields, body)
+        return cls(path, fields, body, texts)
 
     @classmethod
     def of_fields(cls, path: str, fields: Mapping[str, Any]) -> EngineRequest:
@@ -115,7 +137,63 @@ class EngineRequest:
         if self.fields.get("stream") is not True:
             return None
         told = {**(options or {}), _INCLUDE_USAGE: True, _CONTINUOUS_USAGE: True}
-        return EngineRequest(self.path, {**self.fields, _STREAM_OPTIONS: told})
+        return self._with({_STREAM_OPTIONS: told})
+
+    @cached_property
+    def sequences(self) -> int:
+        """Answers that the engine has at work at once for it; texts to embed count as one."""
+        if self.path == _EMBEDDINGS:
+            return 1
+        return self._prompts * answers(self.fields)
+
+    @cached_property
+    def _prompts(self) -> int:
+        names = _PROMPTS.get(self.path, ())
+        left = [prompts_in_json(self.texts[name]) for name in names if name in self.texts]
+        read = [prompts_in(self.fields[name]) for name in names if name in self.fields]
+        return sum(left + read) or 1
+
+    def check_sequences(self, most: int) -> None:
+        """
+        Raises:
+            BadRequest: more than ``most`` sequences, or texts to embed than vLLM takes.
+        """
+        if self.path == _EMBEDDINGS and self._prompts > MOST_EMBEDDINGS:
+            raise BadRequest(
+                f"input has {self._prompts} texts, of which one request may have "
+                f"{MOST_EMBEDDINGS}; send several",
+                param="input",
+            )
+        if self.sequences > most:
+            raise BadRequest(
+                f"{self._prompts} prompts with {answers(self.fields)} answers each are "
+                f"{self.sequences} sequences, of which one request may have {most}; send several "
+                "requests",
+                param="n" if self._prompts <= most else "prompt",
+            )
+
+    def check_texts(self, max_model_len: int | None) -> None:
+        """
+        Raises:
+            ContextTooLong: its texts are longer than any that fits the model's context.
+        """
+        if max_model_len is None:
+            return
+        most = max_model_len * CHARACTERS_PER_TOKEN
+        # Most requests are small.
+        if len(self.encoded) <= most:
+            return
+        found = {
+            name: characters(text)
+            for name, text in (self.texts or texts_of(self.encoded)).items()
+            if name != "prompt_embeds"
+        }
+        if (length := sum(found.values())) > most * self._prompts:
+            raise ContextTooLong(
+                f"This model's maximum context length is {max_model_len} tokens, and the request "
+                f"has {length} characters of text, more than fit. Shorten it.",
+                param=max(found, key=lambda name: found[name]),
+            )
 
     def isolated(self, tenant: str) -> EngineRequest:
         """The request with a ``cache_salt`` (vLLM's field) that no other tenant's can have.
@@ -134,7 +212,7 @@ class EngineRequest:
                 f"cache_salt must be text of 1 to {_LONGEST_SALT} characters", param="cache_salt"
             )
         salt = hashlib.sha256(json.dumps([tenant, own]).encode()).hexdigest()
-        return EngineRequest(self.path, {**self.fields, "cache_salt": salt})
+        return self._with({"cache_salt": salt})
 
     def with_hints(
         self,
@@ -163,24 +241,24 @@ class EngineRequest:
         own = self.fields.get(_XARGS)
         if not hints or not self.takes_hints or not isinstance(own, dict | None):
             return self
-        return EngineRequest(self.path, {**self.fields, _XARGS: {**(own or {}), **hints}})
+        return self._with({_XARGS: {**(own or {}), **hints}})
+
+    def _with(self, added: Mapping[str, Any]) -> EngineRequest:
+        return replace(self, fields={**self.fields, **added}, added={**self.added, **added})
 
     @cached_property
     def encoded(self) -> bytes:
-        """The bytes that the engine gets."""
-        return json.dumps(self.fields).encode() if self.received is None else self.received
+        """The bytes that the engine gets.
 
-
-def _parse(body: bytes) -> dict[str, Any]:
-    try:
-        parsed = json.loads(body)
-    except UnicodeDecodeError as error:
-        raise BadRequest(f"the body is not UTF-8: {error.reason} at byte {error.start}") from None
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is not valid JSON: {error}") from None
-    if not isinstance(parsed, dict):
-        raise BadRequest('the body must be a JSON object, such as {"model": …, "messages": […]}')
-    return parsed
+        Raises:
+            BadRequest: a number is none that JSON has.
+        """
+        if self.received is not None:
+            return with_fields(self.received, self.added) if self.added else self.received
+        try:
+            return json.dumps(self.fields, allow_nan=False).encode()
+        except ValueError:
+            raise BadRequest("NaN and Infinity are no numbers of JSON") from None
 
 
 def _check(fields: Mapping[str, Any]) -> None:

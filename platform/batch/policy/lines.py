@@ -97,7 +97,7 @@ def parse(text: bytes) -> dict[str, Any]:
 
 def _line(text: bytes, number: int, offset: int, endpoint: str, seen: set[str]) -> BatchLine:
     try:
-        line = json.loads(text)
+        line = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
         raise _WrongLineError(
             "invalid_json_line", "This line is not parseable as valid JSON."
@@ -135,6 +135,10 @@ def _line(text: bytes, number: int, offset: int, endpoint: str, seen: set[str]) 
         max_tokens=0 if endpoint == "/v1/embeddings" else _max_tokens(body),
         sequences=_sequences(body),
     )
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 def _custom_id(custom_id: object, seen: set[str]) -> str:

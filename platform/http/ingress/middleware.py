@@ -17,6 +17,7 @@ from loomserve.platform.config import Server
 from loomserve.platform.http.ingress.audit import Audit
 from loomserve.platform.http.ingress.authentication import Authentication, under
 from loomserve.platform.http.ingress.body import METHODS_WITH_BODY, has_body, read_body, replay
+from loomserve.platform.http.ingress.body_budget import BodyBudget
 from loomserve.platform.http.ingress.exchange import Exchange, choose_request_id
 from loomserve.platform.http.ingress.responses import (
     as_request_error,
@@ -110,6 +111,7 @@ class _Guard:
         self._streamed = streamed
         self._clock = clock
         self._authentication = authentication
+        self._bodies = BodyBudget(server.max_body_total)
         self._usage: dict[str, limits.KeyUsage] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -147,25 +149,28 @@ class _Guard:
     async def _run(
         self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send
     ) -> None:
-        body: bytes | None = b""
-        if scope["method"] == "POST" and scope["path"] in self._streamed:
-            body = None
-        elif scope["method"] in METHODS_WITH_BODY:
-            body = await read_body(
-                receive,
-                headers.get(b"content-length"),
-                max_bytes=self._server.max_body,
-                timeout_s=self._server.header_timeout_s,
-            )
-            if body is None:
-                return
-            receive = replay(body, receive)
-        elif has_body(headers):
-            raise UnexpectedBody(
-                f"A {scope['method']} request has no body here. Send it without one."
-            )
-        scope["state"]["body"] = body
-        await self._app(scope, receive, send)
+        state = scope["state"]
+        if scope["method"] not in METHODS_WITH_BODY:
+            if has_body(headers):
+                raise UnexpectedBody(
+                    f"A {scope['method']} request has no body here. Send it without one."
+                )
+            state["body"] = b""
+            await self._app(scope, receive, send)
+        elif scope["method"] == "POST" and scope["path"] in self._streamed:
+            state["body"] = None
+            await self._app(scope, receive, send)
+        else:
+            # The body is kept until the answer has ended, for another engine may have to get it.
+            with self._bodies.counted(receive) as counted:
+                state["body"] = body = await read_body(
+                    counted,
+                    headers.get(b"content-length"),
+                    max_bytes=self._server.max_body,
+                    timeout_s=self._server.header_timeout_s,
+                )
+                if body is not None:
+                    await self._app(scope, replay(body, receive), send)
 
     async def _answer(self, error: Exception, scope: Scope, receive: Receive, send: Send) -> None:
         exchange: Exchange = scope[_EXCHANGE]

@@ -737,6 +737,32 @@ def test_a_content_length_that_is_no_length_is_400(length: str) -> None:
     assert "Content-Length" in reply.error["message"]
 
 
+def test_bodies_of_all_requests_are_bounded_together_while_they_are_answered() -> None:
+    async def scenario() -> None:
+        inside, go = asyncio.Event(), asyncio.Event()
+
+        async def endpoint(_: Request) -> PlainTextResponse:
+            inside.set()
+            await go.wait()
+            return PlainTextResponse("ok")
+
+        app = _starlette(Route("/v1/models", endpoint, methods=["POST"]))
+        door = Door(app, Server(max_body=100, max_body_total=150))
+        for _ in range(3):
+            inside.clear()
+            go.clear()
+            running = asyncio.create_task(door.send("POST", messages=[b"x" * 60, b"y" * 40]))
+            await inside.wait()
+            refused = await door.send("POST", messages=[b"x" * 51])
+            assert (refused.status, refused.error["code"]) == (503, "bodies_exceeded")
+            assert refused.headers["retry-after"] == "1"
+            go.set()
+            assert (await running).status == 200
+            assert (await door.send("POST", messages=[b"x" * 100])).status == 200
+
+    asyncio.run(scenario())
+
+
 def test_time_without_a_core_is_not_counted_against_a_body() -> None:
     async def scenario() -> bytes | None:
         ours, theirs = socket.socketpair()
