@@ -19,7 +19,7 @@ from threading import Lock
 
 @dataclass(frozen=True)
 class Assigned:
-    """Requests open on a replica, and the tokens of KV cache they may come to need."""
+    """Sequences of requests open on a replica, and the tokens of KV cache they may come to need."""
 
     requests: int = 0
     tokens: int = 0
@@ -38,6 +38,7 @@ class Booking:
 
     _replica_id: str | None = None
     _tokens: int = 0
+    _sequences: int = 0
     _finished: bool = False
 
 
@@ -69,11 +70,14 @@ class InFlight:
         self._records: dict[str, _Record] = {}
         self._decisions: Counter[tuple[str, str, str]] = Counter()
 
-    def started(self, booking: Booking, replica_id: str, tokens: int, now: float) -> None:
+    def started(
+        self, booking: Booking, replica_id: str, tokens: int, now: float, *, sequences: int = 1
+    ) -> None:
         """Book a request on a replica.
 
         A request that is booked elsewhere moves; one that has finished is not booked again.
-        ``tokens`` is the request's prompt plus its expected output.
+        ``tokens`` is the request's prompt plus its expected output, ``sequences`` the answers that
+        the replica has at work at once for it, each as much as a request.
         """
         with self._lock:
             if booking._finished:
@@ -81,8 +85,9 @@ class InFlight:
             self._release(booking, now)
             self._drop_idle(now)
             record = self._records.setdefault(replica_id, _Record())
-            record.change(1, tokens, now, self._retain_s)
+            record.change(sequences, tokens, now, self._retain_s)
             booking._replica_id, booking._tokens = replica_id, tokens
+            booking._sequences = sequences
 
     def finished(self, booking: Booking, now: float) -> None:
         """End a request's booking, if there is one, and allow no other. Idempotent."""
@@ -118,7 +123,7 @@ class InFlight:
     def _release(self, booking: Booking, now: float) -> None:
         if booking._replica_id is not None:
             record = self._records[booking._replica_id]
-            record.change(-1, -booking._tokens, now, self._retain_s)
+            record.change(-booking._sequences, -booking._tokens, now, self._retain_s)
             booking._replica_id = None
 
     def _drop_idle(self, now: float) -> None:

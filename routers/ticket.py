@@ -36,7 +36,9 @@ class RoutingTicket:
     prompt_tokens: int = 0
     """Estimate of the prompt's length."""
     output_tokens: int = 0
-    """Tokens that the request is expected to generate; the most it may, if nobody predicts."""
+    """Tokens that each answer is expected to have; the most it may, if nobody predicts."""
+    sequences: int = 1
+    """Answers that the replica has at work at once for it."""
     exclude: frozenset[str] = frozenset()
     """Ids of replicas that just failed this request."""
     pinned_to: str | None = None
@@ -48,12 +50,14 @@ class RoutingTicket:
     @property
     def tokens(self) -> int:
         """KV cache the request is expected to come to need, in tokens."""
-        return self.prompt_tokens + self.output_tokens
+        return self.prompt_tokens + self.output_tokens * self.sequences
 
     def book(self, replica: Replica) -> None:
         """Raise the replica's load by the request's estimate."""
         self.replica = replica
-        self.ledger.started(self._booking, replica.id, self.tokens, time.monotonic())
+        self.ledger.started(
+            self._booking, replica.id, self.tokens, time.monotonic(), sequences=self.sequences
+        )
 
     def __enter__(self) -> Self:
         return self

@@ -13,7 +13,7 @@ from loomserve.deployments.gateway.forward import Forwarder, ForwardRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.platform.access.token_limits import is_limited
 from loomserve.platform.access.token_meter import TokenMeter
-from loomserve.platform.base.errors import RequestError, TooManyRequests
+from loomserve.platform.base.errors import BadRequest, RequestError, TooManyRequests
 from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.lengths.service import LengthPredictions, counts_once
@@ -43,14 +43,21 @@ class ClientEndpoint:
         meter: TokenMeter,
         *,
         isolates_tenants: bool,
+        max_sequences: int,
     ) -> None:
-        """``isolates_tenants``: no API key reads another's KV blocks."""
+        """
+        Args:
+            isolates_tenants: no API key reads another's KV blocks.
+            max_sequences: prompts times answers that one request may ask for.
+        """
         self._routes = routes
         self._forwarder = forwarder
         self._lengths = lengths
         self._metrics = metrics
         self._meter = meter
         self._isolates_tenants = isolates_tenants
+        self._max_sequences = max_sequences
+        # Sequences by model.
         self._open: Counter[str] = Counter()
 
     def at(self, path: str) -> ASGIApp:
@@ -60,29 +67,41 @@ class ClientEndpoint:
     async def answer(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
         state = scope["state"]
         request = EngineRequest.of(path, state["body"])
+        request.check_sequences(self._max_sequences)
         key: ApiKey | None = state.get("api_key")
         route = self._routes.find(request.fields.get("model"), key)
-        self._refuse_beyond_limit(route)
+        request.check_texts(route.max_model_len)
+        sequences = request.sequences
+        self._refuse_beyond_limit(route, sequences)
+        if sequences > 1 and "take_more" in state:
+            state["take_more"](sequences - 1)
         answer = _WatchedAnswer(send, route.predictor is not None and counts_once(request.fields))
         if key is not None and request.costs_tokens:
             self._meter.check(key)
             request = answer.counted(request, len(state["body"]), key, self._meter)
         started = time.monotonic()
-        self._open[route.name] += 1
+        self._open[route.name] += sequences
         try:
             await self._forward(route, request, state, receive, answer)
         except RequestError as error:
             answer.status = error.status
             raise
         finally:
-            self._open[route.name] -= 1
+            self._open[route.name] -= sequences
             if key is not None and (tokens := answer.tokens):
                 self._meter.charge(key, *tokens)
             took_s = time.monotonic() - started
             self._metrics.finished(route.name, path, answer.status, took_s, state.get("slo_ms"))
 
-    def _refuse_beyond_limit(self, route: ModelRoute) -> None:
-        if self._open[route.name] >= route.max_concurrent_requests:
+    def _refuse_beyond_limit(self, route: ModelRoute, sequences: int) -> None:
+        most = route.max_concurrent_requests
+        if sequences > most:
+            raise BadRequest(
+                f"the request asks for {sequences} answers at once, and model {route.name!r} gives "
+                f"{most}; ask for fewer",
+                param="n",
+            )
+        if self._open[route.name] + sequences > most:
             raise TooManyRequests(
                 f"model {route.name!r} already has {self._open[route.name]} requests; "
                 "try again shortly",

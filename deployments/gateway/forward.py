@@ -202,6 +202,7 @@ class Forwarder:
             prompt=fields.get("messages") or fields.get("prompt") or "",
             prompt_tokens=len(request.content.encoded) // _BYTES_PER_TOKEN,
             output_tokens=_output_tokens(request),
+            sequences=request.content.sequences,
             exclude=excluded,
             pinned_to=request.pinned_to,
         )

@@ -41,6 +41,7 @@ class LineEndpoint:
     ) -> None:
         """``isolates_tenants``: no API key reads another's KV blocks."""
         self._max_body = server.max_body
+        self._max_sequences = server.max_sequences
         self._keys = keys
         self._meter = meter
         self._routes = routes
@@ -80,7 +81,9 @@ class LineEndpoint:
         request = EngineRequest.of_fields(line.path, line.body)
         if line.body.get("stream"):
             raise BadRequest("a batch's requests cannot stream; leave it out", param="stream")
+        request.check_sequences(self._max_sequences)
         route = self._routes.find(line.body.get("model"), key)
+        request.check_texts(route.max_model_len)
         if key is not None and self._isolates_tenants:
             request = request.isolated(key.name)
         request = request.with_hints(background=True)

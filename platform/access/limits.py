@@ -1,4 +1,7 @@
-"""Limits of one API key: requests a minute and requests at once.
+"""Limits of one API key: requests a minute, and sequences at once.
+
+A request is one sequence until it is read, for it may have several prompts and several answers to
+each.
 
 The rate is a token bucket in the form of the generic cell rate algorithm (ITU-T I.371, annex A:
 the virtual scheduling algorithm), which keeps one number, the time at which the bucket would be
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from loomserve.platform.base.errors import TooManyRequests
+from loomserve.platform.base.errors import BadRequest, TooManyRequests
 from loomserve.platform.config import ApiKey
 
 _BURST_S = 10
@@ -34,7 +37,7 @@ class KeyUsage:
     """When the bucket is full again: nanoseconds of the caller's clock times the key's rate, of
     which the interval between two requests is a whole number. None before the first request."""
     running: int = 0
-    """Requests that were admitted and have not ended."""
+    """Sequences of requests that were admitted and have not ended."""
     rate: int | None = None
     """The rate that ``full_at`` was counted by; at another one the bucket is full again."""
 
@@ -70,12 +73,35 @@ def acquire(key: ApiKey, usage: KeyUsage, now_s: float) -> KeyUsage:
     return KeyUsage(full_at=full_at + interval, running=usage.running + 1, rate=rate)
 
 
-def release(usage: KeyUsage) -> KeyUsage:
+def acquire_more(key: ApiKey, usage: KeyUsage, more: int) -> KeyUsage:
+    """Admit ``more`` sequences of a request that was admitted with one, before it was read.
+
+    Raises:
+        BadRequest: the request has more sequences than the key may have at all.
+        TooManyRequests: the key is over its limit now.
+    """
+    if key.max_concurrent is not None and usage.running + more > key.max_concurrent:
+        if 1 + more > key.max_concurrent:
+            raise BadRequest(
+                f"The request asks for {1 + more} answers at once, and API key {key.name!r} may "
+                f"have {key.max_concurrent}. Ask for fewer.",
+                param="n",
+            )
+        raise TooManyRequests(
+            f"API key {key.name!r} has {usage.running - 1} answers running and may have "
+            f"{key.max_concurrent}, and the request asks for {1 + more}. Wait until others end.",
+            reason="concurrency_limit_exceeded",
+            retry_after_s=_RETRY_CONCURRENCY_S,
+        )
+    return replace(usage, running=usage.running + more)
+
+
+def release(usage: KeyUsage, sequences: int = 1) -> KeyUsage:
     """End an admitted request, and return the key's usage without it.
 
     Raises:
-        ValueError: no request is running; one was released twice.
+        ValueError: so many sequences are not running; a request was released twice.
     """
-    if usage.running == 0:
+    if usage.running < sequences:
         raise ValueError("release without a running request")
-    return replace(usage, running=usage.running - 1)
+    return replace(usage, running=usage.running - sequences)

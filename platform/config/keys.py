@@ -32,7 +32,9 @@ class ApiKey(Section):
         None, description="Requests over this rate, of any method, are answered 429."
     )
     max_concurrent: Annotated[int, Field(ge=1)] | None = Field(
-        None, description="More requests than this at once are answered 429."
+        None,
+        description="More than this at once are answered 429; of a request each prompt and each of "
+        "its n answers counts.",
     )
     tokens_per_minute: Annotated[int, Field(ge=1)] | None = Field(
         None,

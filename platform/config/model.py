@@ -99,7 +99,8 @@ class Model(Section):
     max_concurrent_requests: int = Field(
         512,
         ge=1,
-        description="Requests beyond so many at once, over all replicas, are answered 429.",
+        description="Requests beyond so many at once, over all replicas, are answered 429; each "
+        "prompt of a request and each of its n answers counts.",
     )
 
     @field_validator("engine")

@@ -50,6 +50,12 @@ class Server(Section):
         256 * 2**20,
         description="Bodies of all requests together; what comes beyond is answered 503.",
     )
+    max_sequences: int = Field(
+        128,
+        ge=1,
+        description="Prompts of one request times its n; more are answered 400. Of texts to embed "
+        "1,024 are allowed.",
+    )
     request_timeout_s: float = Field(
         600.0, gt=0, description="A request that takes longer is ended with 408."
     )

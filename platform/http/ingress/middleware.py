@@ -141,10 +141,18 @@ class _Guard:
         # By name: a key that is changed or comes back goes on with what it has used.
         usage = self._usage.get(key.name, limits.KeyUsage())
         self._usage[key.name] = limits.acquire(key, usage, self._clock())
+        sequences = 1
+
+        def take_more(more: int) -> None:
+            nonlocal sequences
+            self._usage[key.name] = limits.acquire_more(key, self._usage[key.name], more)
+            sequences += more
+
+        state["take_more"] = take_more
         try:
             await self._run(headers, scope, receive, send)
         finally:
-            self._usage[key.name] = limits.release(self._usage[key.name])
+            self._usage[key.name] = limits.release(self._usage[key.name], sequences)
 
     async def _run(
         self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send

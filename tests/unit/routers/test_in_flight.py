@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loomserve.platform.state.roles import Role
+from loomserve.routers.base import Replica
 from loomserve.routers.in_flight import NOTHING, Assigned, Booking, InFlight
 from loomserve.routers.snapshot import RoutingStats, snapshot
+from loomserve.routers.ticket import RoutingTicket
 
 
 def test_a_request_counts_from_its_start_to_its_end() -> None:
@@ -161,3 +163,13 @@ def test_before_the_first_measurement_only_the_ledger_counts(stats: RoutingStats
     seen = snapshot("a", stats, ledger)
     assert seen.load is None
     assert seen.queue_length == 1
+
+
+def test_a_request_of_several_sequences_counts_as_several() -> None:
+    ledger = InFlight()
+    with RoutingTicket(ledger, prompt_tokens=10, output_tokens=20, sequences=4) as ticket:
+        ticket.book(Replica("a"))
+        assert ledger.of("a") == Assigned(4, 90)
+        ticket.book(Replica("b"))
+        assert (ledger.of("a"), ledger.of("b")) == (NOTHING, Assigned(4, 90))
+    assert ledger.of("b") == NOTHING

@@ -82,7 +82,7 @@ def asked(
     replicas = (ReplicaRoute(id="r1", device="d", address="a"),)
     route = ModelRoute(
         name="chat", app="model:chat", status=ModelStatus.READY, policy="load_aware",
-        max_concurrent_requests=1, max_model_len=10, kvstore=False, predictor=predictor,
+        max_concurrent_requests=2, max_model_len=10, kvstore=False, predictor=predictor,
         replicas=replicas,
     )  # fmt: skip
     routes: Any = SimpleNamespace(find=lambda model, key: route, handle=lambda model: None)
@@ -91,7 +91,9 @@ def asked(
     registry = CollectorRegistry()
     meter = TokenMeter(KeyMetrics(registry), Path("/nowhere"))
     endpoint = ClientEndpoint(
-        routes, engines, lengths, GatewayMetrics(registry), meter, isolates_tenants=False
+        *(routes, engines, lengths, GatewayMetrics(registry), meter),
+        isolates_tenants=False,
+        max_sequences=128,
     )
     collected = CollectedAnswer()
     given = {"body": json.dumps(body).encode(), "request_id": "1", **state}

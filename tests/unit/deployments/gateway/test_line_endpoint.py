@@ -26,7 +26,7 @@ ROUTE = ModelRoute(
     status=ModelStatus.READY,
     policy="load_aware",
     max_concurrent_requests=1,
-    max_model_len=10,
+    max_model_len=1000,
     kvstore=True,
     replicas=tuple(ReplicaRoute(id=name, device="d", address="a") for name in ("r1", "r2", "r3")),
 )
@@ -122,6 +122,10 @@ def test_without_a_known_engine_any_may_take_it() -> None:
         ({"model": "m", "kv_transfer_params": {}}, 400),
         ({"model": "m", "vllm_xargs": {DEADLINE: 1}}, 400),
         ({"model": "m", "prompt": "x" * 2000}, 413),
+        ({"model": "m", "prompt": "x" * 20_000}, 400),
+        ({"model": "m", "prompt": ["x"] * 64, "n": 3}, 400),
+        ({"model": "m", "temperature": float("nan")}, 400),
+        ({"model": "m", "structured_outputs": {"json": "[" * 100}}, 400),
     ],
 )
 def test_what_a_client_may_not_ask_for_a_line_may_not_either(

@@ -4,8 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loomserve.platform.access.limits import KeyUsage, acquire, burst, release
-from loomserve.platform.base.errors import TooManyRequests
+from loomserve.platform.access.limits import (
+    KeyUsage,
+    acquire,
+    acquire_more,
+    burst,
+    release,
+)
+from loomserve.platform.base.errors import BadRequest, TooManyRequests
 from loomserve.platform.config import ApiKey
 
 # Small rates have small bursts, which short sequences of requests exceed.
@@ -155,3 +161,27 @@ def test_a_clock_that_steps_back_admits_no_more() -> None:
     usage = acquire(key, usage, 100.0)
     with pytest.raises(TooManyRequests):
         acquire(key, usage, 50.0)
+
+
+def test_a_request_counts_as_its_sequences_once_it_was_read() -> None:
+    key = _key(max_concurrent=8)
+    usage = acquire_more(key, acquire(key, KeyUsage(), 0.0), 4)
+    assert usage.running == 5
+    usage = acquire(key, usage, 0.0)
+    with pytest.raises(TooManyRequests):
+        acquire_more(key, usage, 3)
+    usage = acquire_more(key, usage, 2)
+    with pytest.raises(TooManyRequests):
+        acquire(key, usage, 0.0)
+    usage = release(release(usage, 5), 3)
+    assert usage.running == 0
+    with pytest.raises(ValueError, match="release"):
+        release(usage, 1)
+
+
+def test_more_sequences_than_a_key_may_ever_have_are_no_matter_of_time() -> None:
+    key = _key(max_concurrent=8)
+    usage = acquire(key, KeyUsage(), 0.0)
+    with pytest.raises(BadRequest, match="Ask for fewer"):
+        acquire_more(key, usage, 8)
+    assert acquire_more(_key(), usage, 1000).running == 1001

@@ -593,6 +593,24 @@ def test_a_key_over_its_concurrency_is_429_until_one_ends() -> None:
     asyncio.run(scenario())
 
 
+def test_a_request_takes_as_many_places_of_its_key_as_it_has_sequences() -> None:
+    async def endpoint(request: Request) -> PlainTextResponse:
+        request.scope["state"]["take_more"](int((await request.body()).decode()))
+        if request.headers.get("fails"):
+            raise KeyError
+        return PlainTextResponse("ok")
+
+    door = _keyed(_starlette(Route("/v1/models", endpoint, methods=["POST"])), max_concurrent=4)
+
+    def ask(more: bytes, **headers: str) -> Reply:
+        return door.ask("POST", headers={**_bearer("lsk-alice"), **headers}, messages=[more])
+
+    for _ in range(3):
+        assert ask(b"3").status == 200
+        assert ask(b"4").status == 400
+        assert ask(b"3", fails="1").status == 500
+
+
 async def _two_chunks_then_silence() -> AsyncIterator[bytes]:
     yield b"data: 1\n\n"
     yield b"data: 2\n\n"

@@ -1,0 +1,174 @@
+"""What one request may cost: through the real middleware, endpoint and forwarder, to an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message
+
+from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
+from loomserve.deployments.gateway.forward import CollectedAnswer
+from loomserve.platform.access.keys import hash_key
+from loomserve.platform.config import ApiKey, Server
+from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
+from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
+from loomserve.platform.requests.engine_request import FORWARDED
+from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.state import ModelStatus
+from tests.unit.deployments.gateway.engines import Engine, answered, gateway, good
+from tests.unit.platform.requests.test_client_body import NASTY
+
+pytestmark = pytest.mark.anyio
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+ROUTE = ModelRoute(
+    name="m", app="model:m", status=ModelStatus.READY, policy="load_aware", kvstore=False,
+    max_concurrent_requests=130, max_model_len=8192,
+    replicas=(ReplicaRoute(id="r1", device="d", address="a"),),
+)  # fmt: skip
+SERVER = Server(
+    api_keys=(
+        ApiKey(name="free", hash=hash_key("lsk-free")),
+        ApiKey(name="tight", hash=hash_key("lsk-tight"), max_concurrent=4),
+    )
+)
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class NoLengths:
+    async def predict(self, model: str, fields: Any) -> None:
+        return None
+
+
+@asynccontextmanager
+async def platform(behave: Any = good) -> AsyncIterator[tuple[ASGIApp, Engine]]:
+    async with gateway(behave) as (forwarder, model, (engine,)):
+        routes: Any = SimpleNamespace(find=lambda name, key: ROUTE, handle=lambda name: model)
+        lengths: Any = NoLengths()
+        metrics = GatewayMetrics(CollectorRegistry())
+        clients = ClientEndpoint(routes, forwarder, lengths, metrics, {"free"}, max_sequences=128)
+        app = Starlette(
+            routes=[Route(path, clients.at(path), methods=["POST"]) for path in FORWARDED],
+            exception_handlers=exception_handlers,
+        )
+        yield ingress_middleware(app, SERVER, rejected=lambda _: None), engine
+
+
+async def ask(
+    app: ASGIApp, path: str, body: bytes, key: str = "lsk-free"
+) -> tuple[int, dict[str, Any]]:
+    messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if messages:
+            return messages.pop()
+        never: Message = await asyncio.get_running_loop().create_future()
+        return never
+
+    answer = CollectedAnswer()
+    scope = {
+        "type": "http", "method": "POST", "path": path, "raw_path": path.encode(),
+        "root_path": "", "query_string": b"", "scheme": "http", "http_version": "1.1",
+        "server": ("127.0.0.1", 8000), "client": ("127.0.0.1", 1),
+        "headers": [(b"authorization", b"Bearer " + key.encode())],
+    }  # fmt: skip
+    await app(scope, receive, answer.send)
+    return answer.status, json.loads(answer.body)
+
+
+def prompts(number: int, n: int) -> bytes:
+    return json.dumps({"model": "m", "prompt": ["x"] * number, "n": n}).encode()
+
+
+@pytest.mark.parametrize(("number", "n"), [(1024, 128), (1024, 1), (2, 65), (129, 1)])
+async def test_prompts_times_answers_beyond_the_bound_reach_no_engine(number: int, n: int) -> None:
+    async with platform() as (app, engine):
+        status, body = await ask(app, COMPLETIONS, prompts(number, n))
+        assert (status, engine.asked) == (400, [])
+        assert body["error"]["param"] in ("prompt", "n")
+        assert str(number * n) in body["error"]["message"]
+
+
+@pytest.mark.parametrize(("number", "n"), [(128, 1), (1, 128), (16, 8)])
+async def test_prompts_times_answers_within_the_bound_pass(number: int, n: int) -> None:
+    async with platform() as (app, _):
+        assert (await ask(app, COMPLETIONS, prompts(number, n)))[0] == 200
+
+
+async def test_sequences_count_in_the_limits_of_keys_and_models_until_they_end() -> None:
+    inside, go = asyncio.Event(), asyncio.Event()
+
+    async def waits(engine: Engine, body: bytes) -> bytes:
+        if json.loads(body)["prompt"] == ["x"] * 125:
+            inside.set()
+            await go.wait()
+        return answered(200, b"{}")
+
+    async with platform(waits) as (app, _):
+        assert (await ask(app, COMPLETIONS, prompts(5, 1), "lsk-tight"))[0] == 400
+        assert (await ask(app, COMPLETIONS, prompts(2, 2), "lsk-tight"))[0] == 200
+        running = asyncio.create_task(ask(app, COMPLETIONS, prompts(125, 1)))
+        await inside.wait()
+        status, body = await ask(app, COMPLETIONS, prompts(6, 1))
+        assert (status, body["error"]["code"]) == (429, "model_overloaded")
+        assert (await ask(app, COMPLETIONS, prompts(5, 1)))[0] == 200
+        go.set()
+        assert (await running)[0] == 200
+        assert (await ask(app, COMPLETIONS, prompts(128, 1)))[0] == 200
+        assert (await ask(app, COMPLETIONS, prompts(2, 2), "lsk-tight"))[0] == 200
+
+
+@pytest.mark.parametrize("name", NASTY)
+async def test_a_large_body_of_any_shape_costs_the_loop_little(name: str) -> None:
+    async with platform() as (app, engine):
+        await ask(app, CHAT, b'{"messages": []}')
+        # Processor time, which other processes of the machine do not lengthen. The loop stood
+        # still for 1.1 s of it on the first of these bodies while it was read whole.
+        began = time.thread_time()
+        status, body = await ask(app, CHAT, NASTY[name])
+        took_s = time.thread_time() - began
+        assert status == 400, body
+        assert took_s < 0.3
+        assert len(engine.asked) == 1
+
+
+async def test_a_large_body_that_is_sound_goes_to_the_engine_with_what_was_added() -> None:
+    picture = "data:image/png;base64," + "A" * (6 * 2**20)
+    content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": "?"}]
+    sent = {"model": "m", "messages": [{"role": "user", "content": content}], "stop": ["."]}
+    async with platform() as (app, engine):
+        assert (await ask(app, CHAT, json.dumps(sent).encode()))[0] == 200
+        received = json.loads(engine.asked[0])
+        assert received.pop("cache_salt")
+        assert received == sent
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": [{"role": "user", "content": "word " * 40_000}]}),
+        ("/v1/tokenize", {"prompt": "word " * 40_000}),
+        ("/v1/responses", {"input": "word " * 40_000}),
+    ],
+)
+async def test_a_text_that_cannot_fit_reaches_no_tokenizer(
+    path: str, fields: dict[str, Any]
+) -> None:
+    async with platform() as (app, engine):
+        status, body = await ask(app, path, json.dumps({"model": "m", **fields}).encode())
+        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+        assert "8192" in body["error"]["message"]
+        assert engine.asked == []
