@@ -8,7 +8,7 @@ worst takes two seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import msgspec
@@ -36,6 +36,9 @@ _COMPILED = ("response_format", "structured_outputs", "text", "output_config")
 # Forms of structured_outputs that vLLM takes for JSON in a text.
 _JSON_TEXTS = ("json", "structural_tag")
 _PATTERNS = ("regex", "grammar", "whitespace_pattern")
+# Of JSON schemas, and of structural tags.
+_PATTERN_NAMES = ("pattern", "regex", "grammar")
+_SLOW_NAMES = frozenset({*_PATTERN_NAMES, "patternProperties", "enum", "const"})
 
 
 def check_grammars(fields: Mapping[str, Any]) -> None:
@@ -102,7 +105,9 @@ class _Cost(NamedTuple):
 
 def _check(value: Any, param: str) -> _Cost:
     """The cost of a value that is within the bounds."""
-    size = json_size(value, most_characters=MOST_CHARACTERS, most_depth=MOST_DEPTH)
+    size = json_size(
+        value, most_characters=MOST_CHARACTERS, most_depth=MOST_DEPTH, watch=_SLOW_NAMES
+    )
     if size.depth > MOST_DEPTH:
         raise _too_deep(param)
     if size.characters > MOST_CHARACTERS:
@@ -114,7 +119,7 @@ def _check(value: Any, param: str) -> _Cost:
             param=param,
         )
     patterns = 0
-    for schema in _objects(value):
+    for schema in size.watched:
         patterns += _pattern_characters(schema)
         for literals in (schema.get("enum"), [schema.get("const")]):
             _check_literals(literals, param)
@@ -123,21 +128,8 @@ def _check(value: Any, param: str) -> _Cost:
     return _Cost(size.characters, patterns)
 
 
-def _objects(value: Any) -> Iterator[dict[str, Any]]:
-    """All objects within a value, which is within the bounds."""
-    left = [value]
-    while left:
-        one = left.pop()
-        if isinstance(one, dict):
-            yield one
-            left.extend(one.values())
-        elif isinstance(one, list):
-            left.extend(one)
-
-
 def _pattern_characters(schema: Mapping[str, Any]) -> int:
-    # Of JSON schemas, and of structural tags.
-    own = (schema.get(name) for name in ("pattern", "regex", "grammar"))
+    own = (schema.get(name) for name in _PATTERN_NAMES)
     by_name = schema.get("patternProperties")
     names = by_name if isinstance(by_name, dict) else ()
     return sum(len(text) for text in (*own, *names) if isinstance(text, str))
