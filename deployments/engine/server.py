@@ -38,9 +38,11 @@ from loomserve.platform.fleet.messages import (
 )
 from loomserve.platform.http.dead_engine import DeadEngineApp
 from loomserve.platform.http.guarded_app import GuardedApp
+from loomserve.platform.http.missing_endpoints import MissingEndpoints
 from loomserve.platform.http.protocol import INTERNAL, bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
 from loomserve.platform.lending.replica.agent import LoanAgent
+from loomserve.platform.requests.engine_request import FORWARDED, engine_path
 from loomserve.platform.state import StageState
 from loomserve.routers.snapshot import RoutingStats
 
@@ -92,7 +94,8 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         app = await self.engine.build_asgi_app()
         app.router.routes.append(Route(PREFILL_PATH, PrefillEndpoint(self.engine.llm)))
         app.router.routes += self._loans.routes
-        living = DeadEngineApp(app, lambda: self.engine.llm.errored)
+        answering = MissingEndpoints(app, {engine_path(path): path for path in FORWARDED})
+        living = DeadEngineApp(answering, lambda: self.engine.llm.errored)
         self._app = GuardedApp(living, self._spec.internal_token)
         host = node_address()
         sock = listen(host, 0)

@@ -24,12 +24,15 @@ def normalise(body: bytes, status: int) -> dict[str, Any]:
             "message": message,
             "type": _TYPES.get(status, "invalid_request_error"),
             "param": error.get("param") if isinstance(error, dict) else None,
-            "code": _code(message, status),
+            "code": _code(error, message, status),
         }
     }
 
 
-def _code(message: str, status: int) -> str:
+def _code(error: Any, message: str, status: int) -> str:
+    # vLLM's own are numbers; what stands before it on a replica has the platform's.
+    if isinstance(error, dict) and isinstance(error.get("code"), str):
+        return str(error["code"])
     if "maximum context length" in message or "longer than the maximum model length" in message:
         return "context_length_exceeded"
     return "model_not_found" if status == 404 else "invalid_request"

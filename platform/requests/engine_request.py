@@ -63,6 +63,11 @@ _HINTS = {
 _LONGEST_SALT = 1024
 
 
+def engine_path(path: str) -> str:
+    """An endpoint as vLLM's server names it."""
+    return _ENGINE_PATHS.get(path, path)
+
+
 @dataclass(frozen=True)
 class EngineRequest:
     """JSON object of one request to one of vLLM's endpoints.
@@ -111,7 +116,7 @@ class EngineRequest:
     @property
     def engine_path(self) -> str:
         """The endpoint, as vLLM's server names it."""
-        return _ENGINE_PATHS.get(self.path, self.path)
+        return engine_path(self.path)
 
     @property
     def takes_hints(self) -> bool:
