@@ -8,30 +8,41 @@ requests. Here threads do that before vLLM takes the request up, which then find
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import copy
+from dataclasses import asdict
 from typing import Any
 
 from vllm.entrypoints.generate.base import protocol
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
 
 _THREADS = 2
 # With what the gateway lets through, a check takes seconds at most; others may be before it.
 _LIMIT_S = 30.0
+_REMEMBERED = 64
 
 
 class GrammarChecks:
-    """Checks of requests' parameters in threads, each within a limit of time."""
+    """Checks of requests' parameters in threads, each within a limit of time.
+
+    Grammars that were found good are remembered for a while: a request may have one grammar and
+    many prompts, each with parameters of its own, and clients send the same one again and again.
+    """
 
     def __init__(self, processor: InputProcessor, *, limit_s: float = _LIMIT_S) -> None:
         self._limit_s = limit_s
         self._threads = ThreadPoolExecutor(_THREADS, "grammars")
         self._checked: set[int] = set()
+        # As vLLM's check left them, for it writes into them.
+        self._good: OrderedDict[bytes, StructuredOutputsParams] = OrderedDict()
         self._check_params = processor._validate_params
         processor._validate_params = self._check_once
         self._check_tag = protocol.validate_structural_tag_payload
@@ -63,11 +74,21 @@ class GrammarChecks:
             self._checked.discard(id(params))
 
     def _check(self, params: SamplingParams, tasks: tuple[str, ...]) -> None:
-        tag = params.structured_outputs.structural_tag
-        if tag is not None:
+        grammar = params.structured_outputs
+        digest = _digest(grammar)
+        good = self._good.get(digest)
+        if good is not None:
+            params.structured_outputs = None
+            self._check_params(params, tasks)
+            params.structured_outputs = copy(good)
+            return
+        if grammar.structural_tag is not None:
             # Another backend would take a tag that vLLM's parser of requests refuses.
-            self._check_tag(tag, parameter="structured_outputs")
+            self._check_tag(grammar.structural_tag, parameter="structured_outputs")
         self._check_params(params, tasks)
+        self._good[digest] = copy(params.structured_outputs)
+        while len(self._good) > _REMEMBERED:
+            self._good.popitem(last=False)
 
     def _check_once(self, params: Any, supported_tasks: tuple[str, ...]) -> None:
         if id(params) not in self._checked:
@@ -90,6 +111,10 @@ class GrammarCheckingLLM(AsyncLLM):  # type: ignore[misc]
         await self._grammars.check(params, await self.get_supported_tasks())
         with self._grammars.known(params):
             return await add(request_id, prompt, params, *args, **kwargs)
+
+
+def _digest(grammar: StructuredOutputsParams) -> bytes:
+    return hashlib.blake2b(json.dumps(asdict(grammar)).encode()).digest()
 
 
 def _check_tag_is_json(payload: Any, *, parameter: str) -> None:

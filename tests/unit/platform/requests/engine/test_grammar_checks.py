@@ -113,6 +113,35 @@ def test_a_structural_tag_is_compiled_in_the_thread_and_not_while_a_request_is_p
         asyncio.run(checks.check(asking(structural_tag='{"type": "structural_tag"}'), TASKS))
 
 
+def test_a_grammar_that_was_found_good_is_checked_once_and_other_parameters_each_time() -> None:
+    checked: list[Any] = []
+
+    def check(params: SamplingParams, supported_tasks: Any) -> None:
+        checked.append(params.structured_outputs)
+        if params.max_tokens == 7:
+            raise VLLMValidationError("seven")
+        if params.structured_outputs is not None:
+            validate_xgrammar_grammar(params)
+
+    processor: Any = SimpleNamespace(_validate_params=check)
+    checks = GrammarChecks(processor)
+    first, second, wrong = (asking(choice=["a", "b"]) for _ in range(3))
+    asyncio.run(checks.check(first, TASKS))
+    asyncio.run(checks.check(second, TASKS))
+    assert [outputs is None for outputs in checked] == [False, True]
+    # vLLM writes what it has made of the choices into the parameters.
+    assert second.structured_outputs == first.structured_outputs
+    assert second.structured_outputs is not first.structured_outputs
+    assert second.structured_outputs.grammar
+    wrong.max_tokens = 7
+    with pytest.raises(VLLMValidationError, match="seven"):
+        asyncio.run(checks.check(wrong, TASKS))
+    for _ in range(2):
+        with pytest.raises(VLLMValidationError):
+            asyncio.run(checks.check(asking(json={"type": "nothing"}), TASKS))
+    assert [outputs is None for outputs in checked][3:] == [False, False]
+
+
 @pytest.mark.parametrize("payload", ["", "{", "[]", 7, "[" * 100_000])
 def test_what_is_no_structural_tag_at_all_is_refused_at_once(payload: Any) -> None:
     GrammarChecks(SimpleNamespace(_validate_params=None))  # type: ignore[arg-type]
