@@ -221,6 +221,7 @@ class ModelLifecycle:
             path=model.source,
             internal_token=self._internal_token,
             drain_timeout_s=self._config.server.drain_timeout_s,
+            media_hosts=self._config.server.media_hosts,
             kv_transfer_config=kv_transfer_config,
             scheduling=scheduler_options(
                 model, self._config.kvstore if kv_transfer_config is not None else None

@@ -19,6 +19,8 @@ from loomserve.routers.serve.choice import request_router_config
 
 # Bounds what one request can ask of an engine: OpenAI's own limit of n.
 _MAX_SEQUENCES_PER_REQUEST = "128"
+# vLLM takes an empty list for all hosts; no host's name has a space.
+_NO_HOST = "no host"
 
 
 def build_model_app(spec: EngineSpec, replicas: int) -> Any:
@@ -88,6 +90,7 @@ def _engine_options(spec: EngineSpec) -> dict[str, Any]:
         **(_cpu_options() if spec.devices[0].kind == "cpu" else {}),
         "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
         **({"revision": spec.model.revision} if spec.model.revision else {}),
+        "allowed_media_domains": [*spec.media_hosts] or [_NO_HOST],
         **spec.model.engine,
         **(_lending_options() if spec.lending else {}),
         "additional_config": {
@@ -103,6 +106,8 @@ def _environment(spec: EngineSpec, engine_options: Mapping[str, Any]) -> dict[st
     """Environment variables of an engine's processes."""
     of_engine = {
         "VLLM_MAX_N_SEQUENCES": _MAX_SEQUENCES_PER_REQUEST,
+        # A host that may be asked must not send the engine on to one that may not.
+        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_USE_V2_MODEL_RUNNER": "0",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -25,6 +25,7 @@ from loomserve.platform.requests.answer_tokens import (
     Tokens,
 )
 from loomserve.platform.requests.engine_request import EngineRequest
+from loomserve.platform.requests.media import check_media
 from loomserve.platform.requests.metrics import GatewayMetrics
 
 # As nginx says it: the client went away before there was an answer.
@@ -44,11 +45,18 @@ class ClientEndpoint:
         *,
         isolates_tenants: bool,
         max_sequences: int,
+        media_hosts: Collection[str] = (),
     ) -> None:
         """
         Args:
+            routes: the models, and who may ask for which.
+            forwarder: has engines answer.
+            lengths: predicts answers' lengths.
+            metrics: counts requests.
+            meter: counts the tokens of API keys.
             isolates_tenants: no API key reads another's KV blocks.
             max_sequences: prompts times answers that one request may ask for.
+            media_hosts: hosts that requests may link to media on.
         """
         self._routes = routes
         self._forwarder = forwarder
@@ -57,6 +65,7 @@ class ClientEndpoint:
         self._meter = meter
         self._isolates_tenants = isolates_tenants
         self._max_sequences = max_sequences
+        self._media_hosts = media_hosts
         # Sequences by model.
         self._open: Counter[str] = Counter()
 
@@ -68,6 +77,7 @@ class ClientEndpoint:
         state = scope["state"]
         request = EngineRequest.of(path, state["body"])
         request.check_sequences(self._max_sequences)
+        check_media(request.fields, self._media_hosts)
         key: ApiKey | None = state.get("api_key")
         route = self._routes.find(request.fields.get("model"), key)
         request.check_texts(route.max_model_len)

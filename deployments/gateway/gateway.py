@@ -107,6 +107,7 @@ class Gateway:
             *(self._routes, self._forwarder, self._lengths, self._metrics, self._meter),
             isolates_tenants=isolates_tenants,
             max_sequences=self._server.max_sequences,
+            media_hosts=self._server.media_hosts,
         )
         self._lines = LineEndpoint(
             *(self._server, self._keys, self._meter, self._routes, self._forwarder),

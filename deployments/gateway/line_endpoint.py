@@ -24,6 +24,7 @@ from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest
 from loomserve.platform.requests.answer_tokens import LastUsage
 from loomserve.platform.requests.engine_request import EngineRequest
+from loomserve.platform.requests.media import check_media
 
 
 class LineEndpoint:
@@ -42,6 +43,7 @@ class LineEndpoint:
         """``isolates_tenants``: no API key reads another's KV blocks."""
         self._max_body = server.max_body
         self._max_sequences = server.max_sequences
+        self._media_hosts = server.media_hosts
         self._keys = keys
         self._meter = meter
         self._routes = routes
@@ -79,6 +81,7 @@ class LineEndpoint:
 
     def _request(self, line: LineRequest, key: ApiKey | None) -> ForwardRequest:
         request = EngineRequest.of_fields(line.path, line.body)
+        check_media(request.fields, self._media_hosts)
         if line.body.get("stream"):
             raise BadRequest("a batch's requests cannot stream; leave it out", param="stream")
         request.check_sequences(self._max_sequences)

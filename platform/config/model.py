@@ -115,6 +115,7 @@ class Model(Section):
             "host": "server.host",
             "port": "server.port",
             "api_key": "server.api_keys",
+            "allowed_media_domains": "server.media_hosts",
             "scheduler_cls": "scheduling",
             "scheduling_policy": "scheduling.queue",
         }

@@ -92,6 +92,12 @@ class Server(Section):
         description="Names, without ports, by which clients may ask for the server beside those "
         "of loopback; others are answered 403. None named: on loopback no others, elsewhere any.",
     )
+    media_hosts: tuple[HostName, ...] = Field(
+        (),
+        description="Hosts, without ports, from which multimodal models may fetch the images, "
+        "audio and video that a request links to; whatever its name leads to is reached from this "
+        "machine. None named: media come within requests, as data: URLs.",
+    )
     audit_log: Annotated[str, Field(min_length=1)] | None = Field(
         None,
         description="File with a line for each request for a change by the admin API, relative to "
@@ -100,6 +106,11 @@ class Server(Section):
     drain_timeout_s: float = Field(
         60.0, gt=0, description="How long unload, drain and stop wait for running requests."
     )
+
+    @field_validator("media_hosts")
+    @classmethod
+    def _compared_in_lower_case(cls, hosts: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(host.lower() for host in hosts)
 
     @property
     def is_loopback(self) -> bool:

@@ -62,6 +62,7 @@ class EngineSpec(_Message):
     path: str = Field(description="Local folder or hub id of the weights, once they are resolved.")
     internal_token: str
     drain_timeout_s: float
+    media_hosts: tuple[str, ...] = Field((), description="Hosts that it may fetch media from.")
     kv_transfer_config: dict[str, Any] | None = Field(
         description="vLLM's option that connects to the KV store; None: blocks are not stored."
     )

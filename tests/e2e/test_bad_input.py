@@ -157,6 +157,14 @@ def test_a_limited_key_is_held_to_its_models_and_its_rate(platform: Platform) ->
     assert int(refused[0].headers["retry-after"]) >= 1
 
 
+@pytest.mark.parametrize("path", [CHAT, "/v1/tokenize"])
+def test_media_elsewhere_are_not_fetched(platform: Platform, path: str) -> None:
+    link = {"type": "image_url", "image_url": {"url": f"{platform.url}/health"}}
+    with platform.http() as http:
+        body = {"model": HOT, "messages": [{"role": "user", "content": [link]}]}
+        assert_openai_error(http.post(path, json=body), 400, "data:image/png")
+
+
 def test_two_hundred_connections_at_once_are_all_answered(platform: Platform) -> None:
     async def ask() -> list[int]:
         limits = httpx.Limits(max_connections=200)

@@ -120,6 +120,7 @@ def test_without_a_known_engine_any_may_take_it() -> None:
         ({"model": "other"}, 403),
         ({"model": "m", "stream": True}, 400),
         ({"model": "m", "kv_transfer_params": {}}, 400),
+        ({"model": "m", "messages": [{"content": [{"image_url": "http://127.0.0.1/"}]}]}, 400),
         ({"model": "m", "vllm_xargs": {DEADLINE: 1}}, 400),
         ({"model": "m", "prompt": "x" * 2000}, 413),
         ({"model": "m", "prompt": "x" * 20_000}, 400),
