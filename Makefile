@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all lint typecheck format bench-overhead bench-store bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance check-batch check-day clean
+.PHONY: help install serve test test-all lint typecheck format bench-overhead bench-store bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance check-batch check-day hashes sbom clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -88,6 +88,16 @@ check-batch: install ## kill the batch lane again and again, and see that each l
 
 check-day: install ## twenty minutes of bursts, moves and failures; see that no answer changes
 	@$(PYTHON) -m benchmarks.day --plot docs/day.svg
+
+hashes: install ## write hashes.txt anew, after a change of constraints.txt
+	@(echo "# Hashes of all files of each package, which the installer checks. Made by make hashes." && \
+	    { grep -v '^#' constraints.txt; grep -o 'torch==[0-9.]*' pyproject.toml; } | \
+	    .venv/bin/uv --quiet pip compile --no-deps --no-annotate --no-header --generate-hashes -) > hashes.new
+	@mv hashes.new hashes.txt
+
+sbom: install ## write sbom.json, what is installed here in CycloneDX's format
+	@.venv/bin/uvx --quiet --from cyclonedx-bom==7.5.0 cyclonedx-py environment --pyproject pyproject.toml \
+	    --output-reproducible --output-format JSON --output-file sbom.json $(PYTHON)
 
 clean: ## remove caches and build output (delete .venv to start over)
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

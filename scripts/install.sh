@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv with everything Loomserve needs at the versions of constraints.txt. Needs no root.
+# Makes .venv with everything Loomserve needs at the versions of constraints.txt, and the
+# files whose hashes hashes.txt has. Needs no root.
 # DEVICE=cpu (the default) or DEVICE=cuda. A second run with nothing changed does nothing.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -21,7 +22,8 @@ case $device in
 esac
 
 # The folder belongs to the fingerprint because a venv does not survive being moved.
-fingerprint=$(printf '%s\n' "$device" "$PWD" | cat - pyproject.toml constraints.txt overrides.txt |
+fingerprint=$(printf '%s\n' "$device" "$PWD" |
+    cat - pyproject.toml constraints.txt hashes.txt overrides.txt |
     sha256sum | cut -d' ' -f1)
 if [[ -x $venv/bin/loomserve && -f $stamp && $(<"$stamp") == "$fingerprint" ]]; then
     exit 0
@@ -86,6 +88,8 @@ give_up() {
         fail "the disk is full; make room and run make install again."
     elif grep -qiE 'name resolution|name or service not known|failed to establish a new connection|dns error|connection refused|network is unreachable|error sending request|connect error|timed out|from versions: none' "$log"; then
         fail "the package index cannot be reached; connect to the network (or set PIP_INDEX_URL and UV_DEFAULT_INDEX to a mirror) and run make install again."
+    elif grep -qE 'Hash mismatch|DO NOT MATCH THE HASHES' "$log"; then
+        fail "a package is another file than the one that hashes.txt knows; take it from the public index (unset PIP_INDEX_URL and UV_DEFAULT_INDEX), and look into it if it still is."
     fi
     fail "the step above failed; $log has all of its output."
 }
@@ -94,25 +98,34 @@ uv() {
     "$venv/bin/uv" pip "$1" --python "$venv/bin/python" "${@:2}"
 }
 
+install_uv() {
+    # Its entry is its line and all that is indented below it.
+    "$venv/bin/python" -m pip install --require-hashes \
+        --requirement <(sed -n '/^uv==/,/[^\\]$/p' hashes.txt)
+}
+
+# Only torch itself has no hash here: each index has builds of its own. What torch needs comes with
+# the rest.
 install_cpu_torch() {
     local torch
     torch=$(sed -n 's/.*"\(torch==[0-9.]*\)".*/\1/p' pyproject.toml)
     # First by pip's own configuration, where an administrator may have put a mirror.
-    "$venv/bin/python" -m pip install --constraint constraints.txt "$torch+cpu" ||
-        uv install --torch-backend cpu --constraint constraints.txt "$torch"
+    "$venv/bin/python" -m pip install --no-deps "$torch+cpu" ||
+        uv install --torch-backend cpu --no-deps "$torch"
 }
 
 install_loomserve() {
     local overrides=()
     [[ $device == cuda ]] || overrides=(--override overrides.txt)
     # Every engine is three processes that import vLLM, and Ray's processes write no bytecode.
-    uv install "${overrides[@]}" --compile-bytecode --constraint constraints.txt --build-constraint constraints.txt \
-        --editable ".[$device,dev]"
+    # uv checks a file against the hashes of its constraint.
+    uv install "${overrides[@]}" --compile-bytecode --constraint constraints.txt --constraint hashes.txt \
+        --build-constraint constraints.txt --build-constraint hashes.txt --editable ".[$device,dev]"
 }
 
 echo "Installing Loomserve for $device in .venv (details: .venv/install.log)"
 step "Python environment ($("$python" --version))" "$python" -m venv "$venv" || give_up
-step "uv" "$venv/bin/python" -m pip install "$(grep "^uv==" constraints.txt)" || give_up
+step "uv" install_uv || give_up
 if [[ $device == cpu ]]; then
     step "PyTorch for CPU" install_cpu_torch || give_up
 fi

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-INPUTS = ("pyproject.toml", "constraints.txt", "overrides.txt")
+INPUTS = ("pyproject.toml", "constraints.txt", "hashes.txt", "overrides.txt")
 TOOLS = (
     *("awk", "bash", "cat", "cut", "df", "dirname", "du", "env", "flock", "g++", "grep", "mkdir"),
     *("printf", "python3", "rm", "sed", "sha256sum", "tail", "uname"),
@@ -170,6 +170,23 @@ def test_constraints_pin_every_direct_dependency_exactly() -> None:
     # The device decides which build of torch is right.
     assert set().union(*direct_dependencies().values()) - pinned == {"torch"}
     assert {normal_name(line) for line in PROJECT["dependencies"]} <= pinned
+
+
+def test_every_pinned_version_has_hashes() -> None:
+    pins = [
+        line
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    (torch,) = (
+        line for line in PROJECT["optional-dependencies"]["cpu"] if line.startswith("torch==")
+    )
+    entries = re.findall(
+        r"^(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)",
+        (ROOT / "hashes.txt").read_text(),
+        re.M,
+    )
+    assert sorted(version for version, _ in entries) == sorted([*pins, torch])
 
 
 def test_make_help_shows_every_target() -> None:
