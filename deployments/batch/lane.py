@@ -12,7 +12,7 @@ from ray import serve
 
 from loomserve.deployments.batch.executor import GatewayExecutor
 from loomserve.deployments.batch.offline_worker import RayOfflineWorker
-from loomserve.deployments.ray_node import node_address
+from loomserve.deployments.ray_node import keep_calls_on_node, node_address
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.reply import replies
 from loomserve.platform.batch.executors import CombinedExecutor
@@ -49,6 +49,7 @@ class BatchLaneDeployment:
         server: dict[str, Any],
         internal_token: str,
     ) -> None:
+        keep_calls_on_node()
         self._folder = BatchFolder(Path(folder))
         await asyncio.to_thread(self._folder.claim, _CLAIM_TIMEOUT_S)
         self._store = BatchStore(self._folder.database)

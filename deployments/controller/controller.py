@@ -20,7 +20,7 @@ import ray
 
 from loomserve.deployments.controller.models import ModelLifecycle
 from loomserve.deployments.controller.serve_apps import ServeApps
-from loomserve.deployments.ray_node import session_folder
+from loomserve.deployments.ray_node import keep_calls_on_node, session_folder
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.base.periodic import every
 from loomserve.platform.base.reply import replies
@@ -67,6 +67,7 @@ class Controller:
         base: str,
         store: dict[str, Any] | None,
     ) -> None:
+        keep_calls_on_node()
         checked = Config.model_validate(config)
         self._replicas = replicas
         self._started_at = time.monotonic()

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from loomserve.deployments.engine.heartbeat import HeartbeatSender
 from loomserve.deployments.engine.ray_engine import MeteredEngine
-from loomserve.deployments.ray_node import node_address, session_folder
+from loomserve.deployments.ray_node import keep_calls_on_node, node_address, session_folder
 from loomserve.platform.devices.claims import (
     DeviceClaim,
     claim,
@@ -55,6 +55,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, llm_config: LLMConfig, spec: dict[str, Any]
     ) -> None:
+        keep_calls_on_node()
         began = time.monotonic()
         self._spec = EngineSpec.model_validate(spec)
         self._replica_id = serve.get_replica_context().replica_id.unique_id

@@ -37,6 +37,7 @@ from loomserve.deployments.gateway.metrics_page import (
 )
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.deployments.kvstore.admin import build_kv_router
+from loomserve.deployments.ray_node import keep_calls_on_node
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.access.token_meter import SAVE_S, TokenMeter, usage_path
@@ -85,6 +86,7 @@ class Gateway:
         isolates_tenants: bool,
         batch: dict[str, Any] | None,
     ) -> None:
+        keep_calls_on_node()
         self._server = Server.model_validate(server)
         self._keys = LiveKeys(self._server)
         self._kv = KvAccess.model_validate(kv) if kv else None

@@ -43,6 +43,10 @@ from loomserve.platform.lengths.stored import check_predictor
 from loomserve.platform.models import catalog
 from loomserve.platform.placement.configured import stages_of
 from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError, plans_folder
+from loomserve.platform.run.folder import RunFolder
+from loomserve.platform.run.leftovers import end_run, remove_leftovers
+from loomserve.platform.run.listening import check_listening
+from loomserve.platform.run.shared_memory import RunMemory, watch_memory
 from loomserve.platform.state import ModelState, ModelStatus, PlatformState
 
 Say = Callable[[str], None]
@@ -54,6 +58,8 @@ _START_TIMEOUT_S = 900.0
 _LOGICAL_CPUS = 128
 _CLAIM_TIMEOUT_S = 5.0
 _OBJECT_STORE_BYTES = 128 * 2**20
+# One machine is all there is, so all that talks to itself stays on it, wherever the server listens.
+_NODE_ADDRESS = "127.0.0.1"
 
 # Ray reads these in every process of the cluster; they must be set before it is imported.
 _RAY_ENVIRONMENT = {
@@ -63,10 +69,21 @@ _RAY_ENVIRONMENT = {
     # Ray would run engines at niceness 15, behind everything else on the machine.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
+    # Ray would turn loopback into an address that other machines reach.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # An engine's processes end with its replica, even if that is killed while they start.
+    "RAY_process_group_cleanup_enabled": "1",
     # Serve looks ten times a second whether replicas should come or go: 4 % of a core, at rest.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
+
+
+def set_environment(run: RunFolder) -> None:
+    """Set what Ray and all processes of the run read, whatever the user's environment says."""
+    os.environ.update(_RAY_ENVIRONMENT | run.environment())
+    # Ray would take it before the run's own token.
+    os.environ.pop("RAY_AUTH_TOKEN", None)
 
 
 def check_machine(config: Config, base: Path) -> None:
@@ -196,10 +213,13 @@ class Platform:
         self._base = base
         self._store_options = store_options(config, base)
         self._store: Any = None
+        self._run: RunFolder | None = None
+        self._ended = threading.Event()
 
     def start(self, replicas: dict[str, int]) -> None:
         """Start everything in the background; engines take some 30 s."""
-        os.environ.update(_RAY_ENVIRONMENT)
+        self._run = run = RunFolder.create()
+        set_environment(run)
         # What Ray and Serve say about themselves drowns what the user wants to know.
         logging.disable(logging.INFO)
         import ray
@@ -214,8 +234,12 @@ class Platform:
             log_to_driver=False,
             logging_level="ERROR",
             object_store_memory=_OBJECT_STORE_BYTES,
-            _node_ip_address=_node_address(self._config),
+            _node_ip_address=_NODE_ADDRESS,
+            _temp_dir=str(run.ray),
         )
+        threading.Thread(
+            target=watch_memory, args=(RunMemory(run.memory), self._ended), daemon=True
+        ).start()
         if self._store_options is not None:
             self._store = start_store(self._store_options)
         serve.start(proxy_location="Disabled")
@@ -235,7 +259,7 @@ class Platform:
         """Wait until all models are ready, and tell ``say`` of each.
 
         Raises:
-            StartError: a model failed, or they took too long.
+            StartError: a model failed, they took too long, or a process listens to other machines.
         """
         started, told = time.monotonic(), dict[str, int]()
         while True:
@@ -246,6 +270,8 @@ class Platform:
                     raise StartError(f"model {model.name!r} did not start: {model.message}")
             ready = models is not None and all(m.status is ModelStatus.READY for m in models)
             if ready and self._answers():
+                mine = psutil.Process().children(recursive=True)
+                check_listening(mine, self._config.server.port)
                 return
             if time.monotonic() - started > _START_TIMEOUT_S:
                 raise StartError(f"not ready after {_START_TIMEOUT_S:.0f} s; see {self.log_folder}")
@@ -288,27 +314,22 @@ class Platform:
                     stop_store(self._store)
             finally:
                 ray.shutdown()
-        _, left = psutil.wait_procs(mine, timeout=5)
-        for process in left:
-            process.kill()
-        psutil.wait_procs(left, timeout=5)
-        self._give_memory_back()
+        psutil.wait_procs(mine, timeout=5)
+        self.kill()
 
     def kill(self) -> None:
-        """Kill every process at once."""
-        for process in psutil.Process().children(recursive=True):
-            process.kill()
-        self._give_memory_back()
-
-    def _give_memory_back(self) -> None:
-        # Shared memory outlives all processes.
-        if self._store_options is not None and self._store is not None:
-            self._store_options.arena.unlink(missing_ok=True)
+        """Kill every process at once, and give shared memory back, which outlives them."""
+        self._ended.set()
+        if self._run is not None:
+            end_run(self._run)
 
 
 def run(config: Config, base: Path, say: Say) -> None:
     """Serve until SIGINT or SIGTERM."""
+    # All that the platform writes is for its user: logs, sockets, what libraries cache.
+    os.umask(0o077)
     config = with_absolute_files(config, base)
+    remove_leftovers(keep=[arena_path(config.server.port)])
     check_machine(config, base)
     for line in (*warnings(config.server), *tenancy(config)):
         say(line)
@@ -409,8 +430,3 @@ def _catch_signals(stopped: threading.Event, platform: Platform) -> None:
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, on_signal)
-
-
-def _node_address(config: Config) -> str | None:
-    # On loopback nothing of the platform, Ray's ports included, listens to other machines.
-    return "127.0.0.1" if config.server.is_loopback else None

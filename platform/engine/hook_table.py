@@ -27,7 +27,7 @@ _MEANINGS = {
     HookKind.SUBCLASS: "a subclass that overrides these members; vLLM or Ray makes the objects",
     HookKind.READ: "attributes read and methods called that are not promised",
     HookKind.WRITE: "state of vLLM's or Ray's objects that is written",
-    HookKind.REPLACE: "an object of vLLM's that another takes the place of",
+    HookKind.REPLACE: "an object of vLLM's or Ray's that another takes the place of",
 }
 
 
@@ -735,6 +735,13 @@ TABLE: tuple[Hook, ...] = (
         HookKind.PUBLIC,
         "A model as a Serve application.",
         "deployments/engine/app.py",
+    ),
+    Hook(
+        "ray.serve._private.replica",
+        ("add_port_to_grpc_server",),
+        HookKind.REPLACE,
+        "Serve's server for calls between deployments listens on the node's address, not on all.",
+        "deployments/ray_node.py",
     ),
     Hook(
         "ray.serve._private.common",

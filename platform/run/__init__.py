@@ -1,0 +1,1 @@
+"""One run of the platform on this machine: its folder, its processes, and what they leave."""

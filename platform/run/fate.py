@@ -1,0 +1,27 @@
+"""A process that ends with the one that started it, however that one ends."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+
+from loomserve.platform.run.folder import RUN_VARIABLE
+
+_SET_PARENT_DEATH_SIGNAL = 1
+
+
+def end_with_parent() -> None:
+    """Have the kernel kill this process when its parent's thread that started it ends.
+
+    It is meant for processes that ``multiprocessing`` started and whose starter keeps the thread:
+    a replica's event loop, and EngineCore's main thread. Outside of a run it does nothing.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is None or RUN_VARIABLE not in os.environ:
+        return
+    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent.pid:
+        # It ended before the kernel was asked.
+        os.kill(os.getpid(), signal.SIGKILL)

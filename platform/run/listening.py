@@ -1,0 +1,36 @@
+"""Where the processes of a run listen: nothing but the server is for other machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import psutil
+
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.base.loopback import is_loopback
+
+
+def check_listening(processes: Iterable[psutil.Process], server_port: int) -> None:
+    """Check that nothing but the server listens beyond loopback.
+
+    Raises:
+        StartError: something does; says which process and port.
+    """
+    found = "; ".join(_elsewhere(processes, server_port))
+    if found:
+        raise StartError(
+            f"other machines could reach what is for the platform alone: {found}. Install the "
+            "versions of Ray and vLLM that Loomserve was tested with (make install)"
+        )
+
+
+def _elsewhere(processes: Iterable[psutil.Process], server_port: int) -> Iterator[str]:
+    for process in processes:
+        try:
+            name, sockets = process.name(), process.net_connections("tcp")
+        except psutil.Error:  # it has just ended
+            continue
+        for one in sockets:
+            listens = one.status == psutil.CONN_LISTEN and one.laddr.port != server_port
+            if listens and not is_loopback(one.laddr.ip):
+                yield f"process {process.pid} ({name}) listens on {one.laddr.ip}:{one.laddr.port}"
