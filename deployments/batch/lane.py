@@ -30,7 +30,8 @@ from loomserve.platform.fleet.messages import (
     OfflineSpec,
 )
 from loomserve.platform.http.protocol import INTERNAL, bounded_protocol
-from loomserve.platform.http.server import HttpServer, listen
+from loomserve.platform.http.server import HttpServer
+from loomserve.platform.run.sockets import listen_locally
 from loomserve.platform.state import BatchLaneState, BatchState
 
 # A lane that Serve takes for dead may live on for a while, and keeps the folder until it ends.
@@ -39,7 +40,7 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class BatchLaneDeployment:
-    """Deployment of the lane, with its API for gateways on a port of its own."""
+    """Deployment of the lane, with its API for gateways on a socket of its own."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -72,9 +73,7 @@ class BatchLaneDeployment:
             self._store, self._folder, executor, checked, max_body=front.max_body
         )
         api = BatchApi(self._lane, self._store, self._folder, checked)
-        host = node_address()
-        sock = listen(host, 0)
-        self._address = f"{host}:{sock.getsockname()[1]}"
+        sock, self._address = listen_locally("lane", node_address())
         self._http = HttpServer(api.app(internal_token), sock, protocol=bounded_protocol(INTERNAL))
         await self._http.start()
         self._running = asyncio.create_task(self._run())
@@ -87,7 +86,7 @@ class BatchLaneDeployment:
                 group.create_task(queue.run())
 
     async def address(self) -> str:
-        """Address of its API; the port is another after each start."""
+        """Address of its API, another after each start."""
         return self._address
 
     @replies

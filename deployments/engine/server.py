@@ -1,9 +1,9 @@
 """A replica of a model: one vLLM engine and its own HTTP server, under Ray Serve's care.
 
-The engine's own ASGI app answers requests on the replica's own port, and the gateway forwards bytes
-to it. Ray Serve still starts, places, watches, scales and restarts the replica and still chooses it
-for each request; only the tokens do not travel as Ray objects, which costs up to half of the
-throughput of a small model (docs/performance.md).
+The engine's own ASGI app answers requests on the replica's own socket, and the gateway forwards
+bytes to it. Ray Serve still starts, places, watches, scales and restarts the replica and still
+chooses it for each request; only the tokens do not travel as Ray objects, which costs up to half of
+the throughput of a small model (docs/performance.md).
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ from loomserve.platform.http.dead_engine import DeadEngineApp
 from loomserve.platform.http.guarded_app import GuardedApp
 from loomserve.platform.http.missing_endpoints import MissingEndpoints
 from loomserve.platform.http.protocol import INTERNAL, bounded_protocol
-from loomserve.platform.http.server import HttpServer, listen
+from loomserve.platform.http.server import HttpServer
 from loomserve.platform.lending.replica.agent import LoanAgent
 from loomserve.platform.requests.engine_request import FORWARDED, engine_path
+from loomserve.platform.run.sockets import listen_locally
 from loomserve.platform.state import StageState
 from loomserve.routers.snapshot import RoutingStats
 
@@ -98,9 +99,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         answering = MissingEndpoints(app, {engine_path(path): path for path in FORWARDED})
         living = DeadEngineApp(answering, lambda: self.engine.llm.errored)
         self._app = GuardedApp(living, self._spec.internal_token)
-        host = node_address()
-        sock = listen(host, 0)
-        self._address = f"{host}:{sock.getsockname()[1]}"
+        sock, self._address = listen_locally(f"engine-{self._replica_id}", node_address())
         self._http = HttpServer(self._app, sock, protocol=bounded_protocol(INTERNAL))
         await self._http.start()
 

@@ -23,6 +23,7 @@ from loomserve.platform.http.stall_watch import StallWatch, StandstillError
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.requests.whole_events import WholeEvents
+from loomserve.platform.run.sockets import LocalConnector
 
 _log = logging.getLogger("ray.serve")
 
@@ -77,7 +78,7 @@ class Relay:
         reuse = aiohttp.TraceConfig()
         reuse.on_connection_reuseconn.append(_note_reuse)
         self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEPT_S),
+            connector=LocalConnector(keepalive_timeout=_KEPT_S),
             trace_configs=[reuse],
             **_session_options(),
         )
@@ -125,7 +126,7 @@ class Relay:
         gone now has ended with the request.
         """
         async with aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(force_close=True), **_session_options()
+            connector=LocalConnector(force_close=True), **_session_options()
         ) as session:
             try:
                 await self._ask(session, to, request, request_id, send)

@@ -11,6 +11,7 @@ from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
 from loomserve.platform.engine import scheduler_calls
 from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
+from loomserve.platform.run.fate import end_with_parent
 
 
 def executor_class(config: VllmConfig) -> type[Executor]:
@@ -29,6 +30,7 @@ class NonSpinningExecutor(MultiprocExecutor):  # type: ignore[misc]
     """
 
     def _init_executor(self) -> None:
+        end_with_parent()
         sleep_instead_of_spinning()
         super()._init_executor()
 

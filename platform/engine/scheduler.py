@@ -33,11 +33,14 @@ from loomserve.platform.engine.scheduling.gated_queue import GatedQueue
 from loomserve.platform.engine.scheduling.order import QueueOrder
 from loomserve.platform.engine.scheduling.step_hooks import StepHooks
 from loomserve.platform.engine.scheduling.swap_space import SwapSpace
+from loomserve.platform.run.fate import end_with_parent
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG, SchedulerOptions
 
 
 def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> AdaptiveScheduler:
     """What ``scheduler_cls`` names: as asynchronous as vLLM's own would be."""
+    # vLLM's own executors have not asked for it.
+    end_with_parent()
     asynchronous = vllm_config.scheduler_config.async_scheduling
     kind = AsyncAdaptiveScheduler if asynchronous else AdaptiveScheduler
     return kind(vllm_config=vllm_config, **kwargs)

@@ -10,6 +10,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 from loomserve.platform.engine.pipeline_stage import StageModelRunner
+from loomserve.platform.run.fate import end_with_parent
 
 
 class NonSpinningWorker(CPUWorker):  # type: ignore[misc]
@@ -18,6 +19,7 @@ class NonSpinningWorker(CPUWorker):  # type: ignore[misc]
     runner_class = StageModelRunner
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        end_with_parent()
         super().__init__(*args, **kwargs)
         # vLLM makes the queue on which this process waits once the model is loaded.
         sleep_instead_of_spinning()

@@ -228,7 +228,7 @@ class FleetLoans:
     def _may_lend(self, lender: ReplicaRecord, borrower: ReplicaRecord) -> bool:
         # On one device, the borrower would wait for a lender whose core it holds.
         return (
-            lender.host == borrower.host
+            lender.node == borrower.node
             and lender.device != borrower.device
             and not lender.stops
             and self.registry.record(lender.model.name).unload_deadline is None

@@ -31,9 +31,9 @@ CONTROLLER_DEPLOYMENT = "Controller"
 ENGINE_DEPLOYMENT = "Engine"
 BATCH_DEPLOYMENT = "BatchLane"
 
-# Where decode replicas have prompts computed, on a prefill replica's own port.
+# Where decode replicas have prompts computed, on a prefill replica's own socket.
 PREFILL_PATH = "/loomserve/prefill"
-# Where borrowers open and end loans, on a lender replica's own port.
+# Where borrowers open and end loans, on a lender replica's own socket.
 LOANS_PATH = "/loomserve/loans"
 
 # Gateways and replicas show it to engines, whose ports any local user can reach.

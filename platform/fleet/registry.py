@@ -9,6 +9,7 @@ from loomserve.platform.base.errors import Conflict, NotFound, UnknownModel
 from loomserve.platform.config import Model
 from loomserve.platform.fleet.messages import Heartbeat, LiveReplica, model_app
 from loomserve.platform.fleet.wishes import ModelWish
+from loomserve.platform.run.sockets import node_of
 from loomserve.platform.state.roles import Role
 
 # Four heartbeats missed in a row: the replica is gone or hangs, and must not count as an answer.
@@ -62,8 +63,8 @@ class ReplicaRecord:
         return self.draining or self.heartbeat.stats.draining
 
     @property
-    def host(self) -> str:
-        return self.heartbeat.address.rpartition(":")[0]
+    def node(self) -> str:
+        return node_of(self.heartbeat.address)
 
 
 @dataclass

@@ -35,7 +35,7 @@ class ReplicaState(StateModel):
     stages: tuple[StageState, ...] = Field(
         (), description="Stages of a pipeline, in the order of layers; else none."
     )
-    address: str = Field(description="host:port of the engine's own HTTP server.")
+    address: str = Field(description="Its socket's name and its node's address: NAME.NODE.")
     pid: int = Field(description="Process of the replica; its engine is a child.")
     draining: bool = Field(description="True: it finishes its requests and takes no new ones.")
     role: Role = Field(description="unified, prefill or decode.")

@@ -162,7 +162,14 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     command = [str(Path(sys.executable).parent / "loomserve"), "serve", str(folder / "config.yaml")]
     with log.open("wb") as out:
         # In this session: Linux shares cores among sessions, and may let ours wait for seconds.
-        process = subprocess.Popen(command, stdout=out, stderr=out, process_group=0)
+        process = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=out,
+            process_group=0,
+            # It must not count what a user has set for Ray elsewhere.
+            env={**os.environ, "RAY_AUTH_MODE": "disabled"},
+        )
     running = Platform(
         url=f"http://127.0.0.1:{port}",
         key=keys[0][0],

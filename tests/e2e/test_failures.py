@@ -15,6 +15,7 @@ from tests.e2e.test_admin import ask, model_state, wait_for
 pytestmark = pytest.mark.e2e
 
 CONTROLLER_BACK_S = 30
+ORPHANS_END_S = 15
 
 
 def long_stream(platform: Platform, model: str) -> openai.Stream:
@@ -59,9 +60,12 @@ def test_a_killed_engine_ends_its_stream_with_an_error_and_comes_back(platform: 
 
 def test_requests_of_a_model_survive_the_death_of_one_replica(platform: Platform) -> None:
     replica = model_state(platform, HOT)["replicas"][0]
-    psutil.Process(replica["pid"]).kill()
+    process = psutil.Process(replica["pid"])
+    engine = process.children(recursive=True)
+    process.kill()
     for _ in range(10):
         ask(platform, HOT)
+    assert psutil.wait_procs(engine, timeout=ORPHANS_END_S)[1] == []
     wait_for(lambda: replica["id"] not in replica_ids(platform, HOT), 60)
 
 

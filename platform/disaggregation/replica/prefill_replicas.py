@@ -9,6 +9,7 @@ from functools import partial
 import aiohttp
 
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, PREFILL_PATH, LiveReplica
+from loomserve.platform.run.sockets import LocalConnector
 from loomserve.platform.state.roles import PrefillAwayError, Role
 from loomserve.routers.decision import decide
 from loomserve.routers.in_flight import InFlight
@@ -32,7 +33,7 @@ class PrefillReplicas:
         self._open: dict[asyncio.Task[bytes], str] = {}
         self._session = aiohttp.ClientSession(
             headers={INTERNAL_TOKEN_HEADER: internal_token},
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60),
+            connector=LocalConnector(),
             timeout=aiohttp.ClientTimeout(
                 total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=_ANSWER_TIMEOUT_S
             ),

@@ -35,6 +35,7 @@ from loomserve.platform.lending.messages import (
 )
 from loomserve.platform.lending.metrics import LendingMetrics
 from loomserve.platform.lending.replica.engine_calls import BorrowerCalls, EngineRpc
+from loomserve.platform.run.sockets import LocalConnector
 from loomserve.platform.state import BorrowingState, LoanState, ShardState
 from loomserve.platform.state.lending_options import ShardSpec
 
@@ -114,6 +115,7 @@ class LoanReconciler:
         self._metrics = LendingMetrics()
         self._session = aiohttp.ClientSession(
             headers={INTERNAL_TOKEN_HEADER: internal_token},
+            connector=LocalConnector(),
             timeout=aiohttp.ClientTimeout(total=_LENDER_TIMEOUT_S),
         )
         remove_left_rings(folder)

@@ -13,6 +13,7 @@ from ray.serve.exceptions import DeploymentUnavailableError
 
 from loomserve.deployments.gateway.forward import Forwarder
 from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.run.sockets import listen_locally
 from loomserve.routers.base import Replica
 from loomserve.routers.ticket import RoutingTicket
 
@@ -47,9 +48,8 @@ class Engine:
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        host, port = self._server.sockets[0].getsockname()
-        self.address = f"{host}:{port}"
+        sock, self.address = listen_locally(self.name, "127.0.0.1")
+        self._server = await asyncio.start_server(self._serve, sock=sock)
 
     async def end(self) -> None:
         self.dead = True

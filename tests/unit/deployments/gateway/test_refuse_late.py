@@ -53,7 +53,7 @@ class Handle:
         self.tickets.append(ticket)
         ticket.book(self.replica)
         assert ticket.ledger.of(self.replica.id).requests == 1
-        address = {"address": "127.0.0.1:9"}
+        address = {"address": "nowhere.127.0.0.1"}
         yield SimpleNamespace(replica_id=self.replica.id, replica_metadata=address)
 
 

@@ -27,7 +27,7 @@ def fleet(target: int = 2) -> Fleet:
 def report(replica: str = "r0", device: str = "core0", **changes: object) -> Heartbeat:
     load = ReplicaLoad(running=0, waiting=0, kv_cache_usage=0, step_time_s=0, measured_at=0)
     values = {
-        "model": MODEL, "replica_id": replica, "device": device, "address": "127.0.0.1:1",
+        "model": MODEL, "replica_id": replica, "device": device, "address": "engine-1.127.0.0.1",
         "pid": 1, "max_model_len": 64, "in_flight": 0,
     }  # fmt: skip
     stats = {"load": load, "max_running": 8, "kv_capacity_tokens": 64, "draining": False,
@@ -51,8 +51,8 @@ def lending_fleet() -> Fleet:
     some = Fleet(DEVICES, drain_timeout_s=60)
     for model in (HOT, COLD):
         some.registry.add(model, 1)
-    some.report(report("c0", "core0", model=COLD, address="127.0.0.1:10"), 0)
-    some.report(report("c1", "core1", model=COLD, address="127.0.0.1:11"), 0)
+    some.report(report("c0", "core0", model=COLD, address="engine-10.127.0.0.1"), 0)
+    some.report(report("c1", "core1", model=COLD, address="engine-11.127.0.0.1"), 0)
     return some
 
 
@@ -69,7 +69,7 @@ def borrowing(*loans: LoanState, **changes: object) -> Heartbeat:
     values: dict[str, object] = {"own_blocks": 8, "own_free_blocks": 1, "broken": {},
                                  "problems": {}, "switched_off": ()}  # fmt: skip
     state = BorrowingState.model_validate({**values, **changes, "loans": loans})
-    return report("h0", "core0", model=HOT, address="127.0.0.1:20", borrowing=state)
+    return report("h0", "core0", model=HOT, address="engine-20.127.0.0.1", borrowing=state)
 
 
 def lenders(of: Fleet, now: float, *loans: LoanState) -> list[str]:

@@ -23,8 +23,8 @@ from tests.unit.platform.fleet.heartbeats import (
 def test_a_borrower_hears_of_a_lender_on_another_device_of_its_node() -> None:
     some = lending_fleet()
     (lender,) = some.report(borrowing(), 1).lenders
-    assert (lender.model, lender.id, lender.address) == ("org/cold", "c1", "127.0.0.1:11")
-    some.report(report("c1", "core1", model=COLD, address="10.0.0.2:11"), 2)
+    assert (lender.model, lender.id, lender.address) == ("org/cold", "c1", "engine-11.127.0.0.1")
+    some.report(report("c1", "core1", model=COLD, address="engine-11.10.0.0.2"), 2)
     assert lenders(some, 2) == []
 
 

@@ -12,6 +12,7 @@ from aiohttp import web
 from loomserve.platform.disaggregation.replica import prefill_replicas
 from loomserve.platform.disaggregation.replica.prefill_replicas import PrefillReplicas
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, PREFILL_PATH, LiveReplica
+from loomserve.platform.run.sockets import listen_locally
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import PrefillAwayError, Role
 from loomserve.routers.snapshot import RoutingStats
@@ -48,11 +49,10 @@ async def prefill_server(
     app.router.add_post(PREFILL_PATH, handle)
     runner = web.AppRunner(app, handler_cancellation=True)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
+    sock, address = listen_locally("prefill", "127.0.0.1")
+    await web.SockSite(runner, sock).start()
     try:
-        yield f"{host}:{port}"
+        yield address
     finally:
         await runner.cleanup()
 
@@ -66,7 +66,7 @@ async def replicas() -> AsyncIterator[PrefillReplicas]:
         await made.close()
 
 
-NOWHERE = "127.0.0.1:1"
+NOWHERE = "nowhere.127.0.0.1"
 pytestmark = pytest.mark.anyio
 
 

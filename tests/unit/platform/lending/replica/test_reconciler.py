@@ -23,10 +23,11 @@ from loomserve.platform.fleet.messages import (
 )
 from loomserve.platform.lending.messages import LendRequest
 from loomserve.platform.lending.replica.reconciler import LoanReconciler, remove_left_rings
+from loomserve.platform.run.sockets import listen_locally
 from loomserve.platform.state.roles import Role
 
 pytestmark = pytest.mark.anyio
-NOWHERE = "127.0.0.1:1"
+NOWHERE = "nowhere.127.0.0.1"
 
 
 @pytest.fixture
@@ -124,10 +125,8 @@ async def listening(cold: Cold) -> AsyncIterator[Cold]:
     app.router.add_delete(LOANS_PATH + "/{name}", cold.end)
     runner = web.AppRunner(app)
     await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    host, port = runner.addresses[0][:2]
-    cold.address = f"{host}:{port}"
+    sock, cold.address = listen_locally("cold", "127.0.0.1")
+    await web.SockSite(runner, sock).start()
     try:
         yield cold
     finally:

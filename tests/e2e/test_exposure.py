@@ -1,0 +1,100 @@
+"""What a running platform shows other machines and other users: its server, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from loomserve.platform.base.loopback import is_loopback
+from loomserve.platform.run.folder import RUN_VARIABLE
+from loomserve.platform.run.shared_memory import SHARED_MEMORY
+from tests.e2e.conftest import Platform
+
+pytestmark = pytest.mark.e2e
+
+# As nobody, after all names have been read from the standard input.
+TRY_ALL = """
+import os, socket, sys
+paths = sys.stdin.read().splitlines()
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+for path in paths:
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_NONBLOCK))
+        print("opened", path)
+    except OSError:
+        pass
+    try:
+        with socket.socket(socket.AF_UNIX) as sock:
+            sock.connect(path)
+        print("connected to", path)
+    except OSError:
+        pass
+print("tried", len(paths))
+"""
+
+
+def processes(platform: Platform) -> list[psutil.Process]:
+    return platform.process.children(recursive=True)
+
+
+def run_folder(platform: Platform) -> Path:
+    (folder,) = {one.environ()[RUN_VARIABLE] for one in processes(platform)}
+    return Path(folder)
+
+
+def shared_memory() -> set[Path]:
+    return {
+        path
+        for path in SHARED_MEMORY.rglob("*")
+        if path.name.startswith(("psm_", "loomserve-")) or "loomserve-" in path.parts[3]
+    }
+
+
+def test_nothing_listens_beyond_loopback(platform: Platform) -> None:
+    found = {
+        (one.name(), socket.laddr.ip)
+        for one in [platform.process, *processes(platform)]
+        for socket in one.net_connections("inet")
+        if socket.status in (psutil.CONN_LISTEN, psutil.CONN_NONE)
+    }
+    assert len(found) > 5, "nothing was looked at"
+    assert [one for one in found if not is_loopback(one[1])] == []
+
+
+def test_every_process_asks_for_the_runs_own_token(platform: Platform) -> None:
+    environments = [one.environ() for one in processes(platform)]
+    assert {each["RAY_AUTH_MODE"] for each in environments} == {"token"}
+    assert {each["RAY_AUTH_TOKEN_PATH"] for each in environments} == {
+        str(run_folder(platform) / "token")
+    }
+
+
+def test_what_the_platform_makes_is_for_its_user_alone(platform: Platform) -> None:
+    folder = run_folder(platform)
+    # Ray opens its own folders to all, so only the one around them keeps others out.
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    files = [path for path in folder.rglob("*") if path.is_file() or path.is_socket()]
+    assert len(files) > 20, "nothing was looked at"
+    open_to_others = [path for path in (*files, *shared_memory()) if path.lstat().st_mode & 0o077]
+    assert open_to_others == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_opens_nothing_and_connects_to_nothing(platform: Platform) -> None:
+    found = [*run_folder(platform).rglob("*"), *shared_memory()]
+    tried = subprocess.run(
+        [sys.executable, "-c", TRY_ALL],
+        input="\n".join(str(path) for path in found),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert tried.stdout == f"tried {len(found)}\n"

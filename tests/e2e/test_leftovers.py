@@ -1,0 +1,135 @@
+"""A platform that ends in whatever way leaves no process, and the next start no shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import yaml
+
+from loomserve.platform.run.folder import RUN_VARIABLE
+from loomserve.platform.run.shared_memory import SHARED_MEMORY
+from tests.e2e.conftest import ENGINE, HOT, free_port
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+START_TIMEOUT_S = 300
+ENDED_S = 15
+
+
+@pytest.fixture(autouse=True)
+def _whole_again() -> None:
+    """In the place of the shared platform's, which these tests do without."""
+
+
+def write_config(folder: Path) -> tuple[Path, int]:
+    port = free_port()
+    config = {
+        "devices": [{"name": "core0", "kind": "cpu", "cores": [0]}],
+        "models": [
+            {
+                "name": HOT,
+                "source": "demo",
+                "devices": ["core0"],
+                "kv_cache_memory": "64MiB",
+                "engine": ENGINE,
+            }
+        ],
+        "kvstore": {"memory": "64MiB"},
+        "server": {"port": port, "drain_timeout_s": 5},
+    }
+    path = folder / "config.yaml"
+    path.write_text(yaml.safe_dump(config))
+    return path, port
+
+
+@contextmanager
+def started(config: Path, until: Callable[[psutil.Process], bool]) -> Iterator[psutil.Process]:
+    with (config.parent / "serve.log").open("ab") as out:
+        command = [str(Path(sys.executable).parent / "loomserve"), "serve", str(config)]
+        process = subprocess.Popen(command, stdout=out, stderr=out, process_group=0)
+    try:
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not until(psutil.Process(process.pid)):
+            assert process.poll() is None, out
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        yield psutil.Process(process.pid)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGINT)
+        process.wait(90)
+
+
+def ready(port: int) -> Callable[[psutil.Process], bool]:
+    def asked(_: psutil.Process) -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/ready").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    return asked
+
+
+def engine_of(process: psutil.Process) -> list[psutil.Process]:
+    """EngineCore and its workers, as far as they have begun."""
+    return [one for one in process.children(recursive=True) if is_engine(one)]
+
+
+def is_engine(process: psutil.Process) -> bool:
+    try:
+        return any(
+            word in " ".join(process.cmdline()) for word in ("EngineCore", "VLLM::", "spawn_main")
+        )
+    except psutil.Error:
+        return False
+
+
+def of_runs(folders: set[str]) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(RUN_VARIABLE) in folders:
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def in_shared_memory() -> set[str]:
+    return {
+        name for name in os.listdir(SHARED_MEMORY) if name.startswith(("psm_", "loomserve-ring"))
+    }
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_of_a_command_that_was_ended(how: signal.Signals, tmp_path: Path) -> None:
+    before = in_shared_memory()
+    config, port = write_config(tmp_path)
+    with started(config, ready(port)) as command:
+        children = command.children(recursive=True)
+        run = {children[0].environ()[RUN_VARIABLE]}
+        command.send_signal(how)
+        assert psutil.wait_procs([command, *children], timeout=60)[1] == []
+    assert of_runs(run) == []
+    if how is signal.SIGKILL:
+        with started(config, lambda process: len(process.children(recursive=True)) > 3):
+            assert in_shared_memory() <= before
+    assert in_shared_memory() <= before
+
+
+def test_a_replica_killed_while_it_starts_leaves_no_engine(tmp_path: Path) -> None:
+    config, port = write_config(tmp_path)
+    with started(config, lambda process: bool(engine_of(process))) as command:
+        engine = engine_of(command)
+        next(one for one in command.children(recursive=True) if one.pid == engine[0].ppid()).kill()
+        assert psutil.wait_procs(engine, timeout=ENDED_S)[1] == []
