@@ -35,7 +35,7 @@ class RunMemory:
     def note(self, processes: Iterable[psutil.Process]) -> None:
         """Note what the processes map now."""
         for process in processes:
-            for name in _mapped(process.pid, self._folder):
+            for name in mapped(process.pid, self._folder):
                 if _OWN.fullmatch(name):
                     self._makers.setdefault(name, set()).add(process)
         new = self._makers.keys() - self._noted
@@ -60,7 +60,7 @@ class RunMemory:
         left = {name for name in names if _OWN.fullmatch(name) and (self._folder / name).exists()}
         if left:
             for pid in psutil.pids():
-                left.difference_update(_mapped(pid, self._folder))
+                left.difference_update(mapped(pid, self._folder))
         for name in left:
             path = self._folder / name
             with contextlib.suppress(OSError):  # another user's, or removed meanwhile
@@ -75,7 +75,7 @@ def watch_memory(memory: RunMemory, ended: threading.Event) -> None:
         memory.remove_queues()
 
 
-def _mapped(pid: int, folder: Path) -> Iterator[str]:
+def mapped(pid: int, folder: Path) -> Iterator[str]:
     """Names of files in shared memory that a process maps; none if it is another user's."""
     with contextlib.suppress(OSError), Path(f"/proc/{pid}/maps").open() as lines:
         for line in lines:

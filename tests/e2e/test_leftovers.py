@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -17,13 +16,15 @@ import pytest
 import yaml
 
 from loomserve.platform.run.folder import RUN_VARIABLE
-from loomserve.platform.run.shared_memory import SHARED_MEMORY
+from loomserve.platform.run.shared_memory import SHARED_MEMORY, mapped
 from tests.e2e.conftest import ENGINE, HOT, free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 START_TIMEOUT_S = 300
 ENDED_S = 15
+# Running requests and the engine's processes may finish first.
+STOPPED_S = 60
 
 
 @pytest.fixture(autouse=True)
@@ -87,49 +88,56 @@ def engine_of(process: psutil.Process) -> list[psutil.Process]:
 
 def is_engine(process: psutil.Process) -> bool:
     try:
-        return any(
-            word in " ".join(process.cmdline()) for word in ("EngineCore", "VLLM::", "spawn_main")
-        )
+        words = " ".join(process.cmdline())
     except psutil.Error:
         return False
+    return any(word in words for word in ("VLLM::", "multiprocessing.spawn"))
 
 
-def of_runs(folders: set[str]) -> list[psutil.Process]:
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(RUN_VARIABLE) in folders:
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
+def of_run(folder: str) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter() if run_of(process) == folder]
 
 
-def in_shared_memory() -> set[str]:
+def run_of(process: psutil.Process) -> str | None:
+    try:
+        return process.environ().get(RUN_VARIABLE)
+    except psutil.Error:
+        return None
+
+
+def memory_of(processes: list[psutil.Process]) -> set[Path]:
     return {
-        name for name in os.listdir(SHARED_MEMORY) if name.startswith(("psm_", "loomserve-ring"))
+        SHARED_MEMORY / name
+        for process in processes
+        for name in mapped(process.pid, SHARED_MEMORY)
+        if "(deleted)" not in name
     }
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_nothing_is_left_of_a_command_that_was_ended(how: signal.Signals, tmp_path: Path) -> None:
-    before = in_shared_memory()
     config, port = write_config(tmp_path)
     with started(config, ready(port)) as command:
         children = command.children(recursive=True)
-        run = {children[0].environ()[RUN_VARIABLE]}
+        memory = memory_of(children)
+        (run,) = {child.environ()[RUN_VARIABLE] for child in children}
+        assert len(memory) > 1, "the arena and an engine's queues"
         command.send_signal(how)
-        assert psutil.wait_procs([command, *children], timeout=60)[1] == []
-    assert of_runs(run) == []
+        ended = ENDED_S if how is signal.SIGKILL else STOPPED_S
+        assert psutil.wait_procs([command, *children], timeout=ended)[1] == []
+    assert of_run(run) == []
     if how is signal.SIGKILL:
+        # Of the same port, so it goes on with the store's arena until it stops.
         with started(config, lambda process: len(process.children(recursive=True)) > 3):
-            assert in_shared_memory() <= before
-    assert in_shared_memory() <= before
+            assert {path.name for path in memory if path.exists()} <= {"arena"}
+    assert [path for path in memory if path.exists()] == []
 
 
 def test_a_replica_killed_while_it_starts_leaves_no_engine(tmp_path: Path) -> None:
-    config, port = write_config(tmp_path)
+    config, _ = write_config(tmp_path)
     with started(config, lambda process: bool(engine_of(process))) as command:
-        engine = engine_of(command)
-        next(one for one in command.children(recursive=True) if one.pid == engine[0].ppid()).kill()
-        assert psutil.wait_procs(engine, timeout=ENDED_S)[1] == []
+        core = engine_of(command)[0]
+        replica = core.parent()
+        assert replica is not None
+        replica.kill()
+        assert psutil.wait_procs([core], timeout=ENDED_S)[1] == []

@@ -35,6 +35,7 @@ from loomserve.platform.lending.messages import (
 )
 from loomserve.platform.lending.metrics import LendingMetrics
 from loomserve.platform.lending.replica.engine_calls import BorrowerCalls, EngineRpc
+from loomserve.platform.lending.ring.ring import is_held
 from loomserve.platform.run.sockets import LocalConnector
 from loomserve.platform.state import BorrowingState, LoanState, ShardState
 from loomserve.platform.state.lending_options import ShardSpec
@@ -305,9 +306,14 @@ def _shard(loan: _Loan, report: ShardReport | None) -> ShardState | None:
 
 
 def remove_left_rings(folder: Path) -> None:
-    """Remove the task rings of replicas that were killed, as shared memory outlives processes."""
+    """Remove the task rings of replicas that were killed, as shared memory outlives processes.
+
+    Where containers share the memory but not their process ids, a ring's maker seems dead: what a
+    process still maps stays.
+    """
     for path in folder.iterdir():
         left = _RING_NAME.match(path.name)
         if left and not psutil.pid_exists(int(left[1])):
             with contextlib.suppress(OSError):  # another user's, or removed by another replica
-                path.unlink()
+                if not is_held(path):
+                    path.unlink()

@@ -12,7 +12,7 @@ import torch
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.ring.geometry import Geometry
-from loomserve.platform.lending.ring.ring import LINE_WORDS, ControlLine, Ring, RingStats
+from loomserve.platform.lending.ring.ring import LINE_WORDS, ControlLine, Ring, RingStats, hold
 
 _PAGE = 4096
 GRANTED, STATS = 0, 1
@@ -35,6 +35,7 @@ class LentRing(Ring):
         page = _page(path)
         try:
             with FileIO(page, "r+") as own:
+                hold(own)
                 mapping = mmap.mmap(own.fileno(), _PAGE)
         except (OSError, ValueError) as error:
             raise StartError(f"cannot map the lender's page {page}: {error}") from error

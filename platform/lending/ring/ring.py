@@ -52,6 +52,7 @@ from __future__ import annotations
 
 import enum
 import errno
+import fcntl
 import mmap
 import os
 import select
@@ -185,6 +186,7 @@ class Ring:
         """Map an open ring; ``StartError`` if the file is none, or another version's, or cut."""
         self.path = path
         superblock = _superblock(path, file)
+        hold(file)
         self.geometry = superblock.geometry
         self.max_tokens = superblock.max_tokens
         self.max_requests = superblock.max_requests
@@ -408,6 +410,25 @@ def _in_pages(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return the bytes of the whole pages that such a tensor takes."""
     size: int = prod(shape) * dtype.itemsize
     return -(-size // _PAGE) * _PAGE
+
+
+def hold(file: FileIO) -> None:
+    """Lock an open file of a ring for as long as the process maps it, in good order or not."""
+    fcntl.flock(file, fcntl.LOCK_SH)
+
+
+def is_held(path: Path) -> bool:
+    """Whether any process maps a file of a ring, be it of another container.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    with FileIO(path) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
 
 
 def _superblock(path: Path, file: FileIO) -> _Superblock:

@@ -7,7 +7,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,12 +27,7 @@ print(len(found), sum(os.access(path, os.R_OK) for path in found))
 """
 
 
-@pytest.fixture(autouse=True)
-def _own_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with tempfile.TemporaryDirectory(prefix="r", dir="/tmp") as folder:
-        os.chmod(folder, 0o755)
-        monkeypatch.setattr(tempfile, "tempdir", folder)
-        yield
+pytestmark = pytest.mark.usefixtures("temporary_folder")
 
 
 def test_nobody_else_gets_into_a_run() -> None:

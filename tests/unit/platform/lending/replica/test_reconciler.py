@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 from collections.abc import AsyncIterator, Iterable
@@ -23,6 +24,9 @@ from loomserve.platform.fleet.messages import (
 )
 from loomserve.platform.lending.messages import LendRequest
 from loomserve.platform.lending.replica.reconciler import LoanReconciler, remove_left_rings
+from loomserve.platform.lending.ring.geometry import Geometry
+from loomserve.platform.lending.ring.lent_ring import LentRing
+from loomserve.platform.lending.ring.ring import Ring
 from loomserve.platform.run.sockets import listen_locally
 from loomserve.platform.state.roles import Role
 
@@ -471,3 +475,22 @@ def test_rings_of_processes_that_are_gone_are_removed_and_no_others(tmp_path: Pa
         path.touch()
     remove_left_rings(tmp_path)
     assert set(tmp_path.iterdir()) == {alive, other}
+
+
+def test_a_ring_that_a_process_maps_stays_though_its_makers_pid_is_not_there(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "loomserve-ring-4194999-cc"
+    geometry = Geometry(1, 2, 1, 8, 16, "float32", 1.0, "vec")
+    ring = LentRing.create(path, geometry, 4, 2, 2)
+    remove_left_rings(tmp_path)
+    assert set(tmp_path.iterdir()) == {path, path.with_name(f"{path.name}.lender")}
+    borrower = Ring.attach(path)
+    del ring
+    gc.collect()
+    remove_left_rings(tmp_path)
+    assert set(tmp_path.iterdir()) == {path}
+    del borrower
+    gc.collect()
+    remove_left_rings(tmp_path)
+    assert list(tmp_path.iterdir()) == []
