@@ -6,9 +6,9 @@ import pytest
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
+from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
-from starlette.websockets import WebSocketDisconnect
+from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER
 from loomserve.platform.http.guarded_app import GuardedApp
@@ -20,9 +20,13 @@ async def open_requests(request: Request) -> Response:
     return JSONResponse(request.app.state.guard.open_requests)
 
 
+async def talk(websocket: WebSocket) -> None:
+    await websocket.accept()
+
+
 @pytest.fixture
 def guard() -> GuardedApp:
-    app = Starlette(routes=[Route("/", open_requests)])
+    app = Starlette(routes=[Route("/", open_requests), WebSocketRoute("/", talk)])
     app.state.guard = GuardedApp(app, "secret")
     guard: GuardedApp = app.state.guard
     return guard
