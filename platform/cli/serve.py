@@ -11,6 +11,7 @@ import secrets
 import shutil
 import signal
 import ssl
+import subprocess
 import threading
 import time
 import urllib.error
@@ -44,6 +45,7 @@ from loomserve.platform.models import catalog
 from loomserve.platform.placement.configured import stages_of
 from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError, plans_folder
 from loomserve.platform.run.folder import RunFolder
+from loomserve.platform.run.guard import start_guard
 from loomserve.platform.run.leftovers import end_run, remove_leftovers
 from loomserve.platform.run.listening import check_listening
 from loomserve.platform.run.shared_memory import RunMemory, watch_memory
@@ -214,12 +216,14 @@ class Platform:
         self._store_options = store_options(config, base)
         self._store: Any = None
         self._run: RunFolder | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
 
     def start(self, replicas: dict[str, int]) -> None:
         """Start everything in the background; engines take some 30 s."""
         self._run = run = RunFolder.create()
         set_environment(run)
+        self._guard = start_guard(run, [arena_path(self._config.server.port)])
         # What Ray and Serve say about themselves drowns what the user wants to know.
         logging.disable(logging.INFO)
         import ray
@@ -305,7 +309,8 @@ class Platform:
         import ray
         from ray import serve
 
-        mine = psutil.Process().children(recursive=True)
+        guard = self._guard.pid if self._guard else None
+        mine = [one for one in psutil.Process().children(recursive=True) if one.pid != guard]
         # While actors end, Ray prints that they ended.
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             try:

@@ -28,8 +28,8 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.paths import cache_folder, check_private
 
 RUN_VARIABLE = "LOOMSERVE_RUN"
-# A socket's path has at most 107 bytes, of which Ray's own part takes 67.
-_LONGEST_PATH = 40
+# A socket's path has at most 107 bytes, of which Ray's own part takes 68.
+_LONGEST_PATH = 39
 
 
 class RunFolder:
@@ -114,11 +114,10 @@ class RunFolder:
             self._lock = None
 
     def clear(self) -> None:
-        """Remove all but the logs."""
+        """Remove all but the logs, and what is known of its shared memory."""
         for folder in (self.sockets, self.temporary):
             shutil.rmtree(folder, ignore_errors=True)
-        for file in (self.token, self.memory):
-            file.unlink(missing_ok=True)
+        self.token.unlink(missing_ok=True)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)

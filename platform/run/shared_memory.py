@@ -53,8 +53,10 @@ class RunMemory:
                     self._remove({name})
 
     def remove(self, keep: Collection[Path] = ()) -> None:
-        """Remove all that no process maps any more."""
+        """Remove all that no process maps any more, and forget it."""
         self._remove({name for name in self._noted if self._folder / name not in keep})
+        self._noted = {name for name in self._noted if (self._folder / name).exists()}
+        self._file.write_text("".join(f"{name}\n" for name in sorted(self._noted)))
 
     def _remove(self, names: set[str]) -> None:
         left = {name for name in names if _OWN.fullmatch(name) and (self._folder / name).exists()}

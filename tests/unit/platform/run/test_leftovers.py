@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder
+from loomserve.platform.run.guard import start_guard
 from loomserve.platform.run.leftovers import end_run, processes_of, remove_leftovers
 from loomserve.platform.run.shared_memory import SHARED_MEMORY, RunMemory
 
@@ -111,6 +112,27 @@ def test_only_the_platforms_own_files_are_removed(tmp_path: Path) -> None:
     assert all((tmp_path / name).exists() for name in others)
 
 
+def test_a_guard_ends_the_run_of_a_command_that_was_killed() -> None:
+    run = RunFolder.create()
+    kept = SHARED_MEMORY / f"psm_{run.path.name[4:]}"
+    kept.touch()
+    run.memory.write_text(f"{kept.name}\n")
+    guard = start_guard(run, [kept])
+    try:
+        with maker(run) as (process, path):
+            assert guard.stdin is not None
+            guard.stdin.close()
+            assert guard.wait(30) == 0
+            assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+            assert not path.exists()
+        assert kept.exists()
+        # The next start knows of it.
+        end_run(run)
+        assert not kept.exists()
+    finally:
+        kept.unlink(missing_ok=True)
+
+
 def test_the_logs_of_the_last_run_stay_until_another_has_ended() -> None:
     runs: list[RunFolder] = []
     for _ in range(2):
@@ -121,5 +143,7 @@ def test_the_logs_of_the_last_run_stay_until_another_has_ended() -> None:
         assert (run.ray / "log").exists()
         assert not run.token.exists()
         assert not run.sockets.exists()
+        # Times of files are coarser than this loop.
+        os.utime(run.path, (0, 0))
         runs.append(run)
     assert not runs[0].path.exists()
