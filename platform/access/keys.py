@@ -51,7 +51,7 @@ class KeyRing:
             required: whether nobody may enter without one; None: if there are any.
             clock: Unix seconds, by which keys expire.
         """
-        self._keys = keys
+        self._known = [(digest, key) for key in keys for digest in key.hashes]
         self._what = what
         self._required = bool(keys) if required is None else required
         self._clock = clock
@@ -71,10 +71,9 @@ class KeyRing:
         digest = hash_key(presented)
         found = None
         # Every key is compared, each in constant time, so the time tells an attacker nothing.
-        for key in self._keys:
-            for known in key.hashes:
-                if hmac.compare_digest(digest, known):
-                    found = key
+        for known, key in self._known:
+            if hmac.compare_digest(digest, known):
+                found = key
         if found is None:
             raise Unauthorized(
                 f"This {self._what} is not known here. Check that it was copied whole, or ask "

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from loomserve.platform.access.keys import KeyRing, is_over
-from loomserve.platform.base.errors import ConfigError, Forbidden
+from loomserve.platform.base.errors import ConfigError, Forbidden, Unavailable
 from loomserve.platform.base.files import stamp
 from loomserve.platform.base.periodic import every
 from loomserve.platform.config import ApiKey, Server, load_keys
@@ -26,6 +26,7 @@ _log = logging.getLogger("ray.serve")
 
 _FIELD = "server.api_keys_file"
 _LOOK_S = 0.5
+_RETRY_S = 5.0
 
 
 def with_absolute_path(server: Server, base: Path) -> Server:
@@ -93,10 +94,17 @@ class LiveKeys:
 
         Raises:
             Forbidden: there is no such key any more, or it has expired.
+            Unavailable: it may stand in the newest keys file, which cannot be used.
         """
         if not name and not self._server.asks_for_keys:
             return None
         key = next((key for key in self._keys if key.name == name), None)
+        if key is None and self.problem is not None:
+            raise Unavailable(
+                "the operator's file of API keys is wrong; this waits until it is mended",
+                reason="keys_file_wrong",
+                retry_after_s=_RETRY_S,
+            )
         if key is None:
             raise Forbidden(f"the API key {name!r} that sent this batch is no longer known here")
         if is_over(key, self._clock()):

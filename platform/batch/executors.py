@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 
 from loomserve.platform.access.key_models import check_model
 from loomserve.platform.access.live_keys import LiveKeys
-from loomserve.platform.base.errors import Forbidden
+from loomserve.platform.base.errors import Forbidden, Unavailable
 from loomserve.platform.batch.executor import (
     LineAnswer,
     LineCall,
     LineExecutor,
+    LineOutcome,
     QueuedModel,
     ServedModel,
 )
@@ -44,4 +46,6 @@ class CombinedExecutor:
             check_model(self._keys.named(call.owner), model)
         except Forbidden as error:
             return refused(error)
+        except Unavailable as error:
+            return LineAnswer(LineOutcome.AWAY, error.status, json.dumps(error.body()).encode())
         return await self._offline[model].execute(call)

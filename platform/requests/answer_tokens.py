@@ -20,10 +20,9 @@ _END_OF_EVENT = b"\n\n"
 # After the usage a stream has two events at most, each perhaps a piece of its own.
 _LAST_PIECES = 4
 
-_ANY_USAGE = rb',"usage":\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}'
+_ANY_USAGE = re.compile(rb',"usage":\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}')
 # The engine's last word has no choices.
-_USAGE_OF_CHOICES = re.compile(rb'(?<!"choices":\[\])' + _ANY_USAGE)
-_LAST_WORD = re.compile(rb'data: [^\n]*"choices":\[\]' + _ANY_USAGE + rb"[^\n]*\n\n")
+_NO_CHOICES = b'"choices":[],'
 
 Tokens = tuple[int, int]
 """Of the prompt and of the answer."""
@@ -98,8 +97,14 @@ class HiddenUsage:
             self._rest = seen
             return b""
         self._rest = seen[end:]
-        shown = _USAGE_OF_CHOICES.sub(b"", seen[:end])
-        return shown if self._keeps_last else _LAST_WORD.sub(b"", shown)
+        if _NO_CHOICES not in seen:
+            return _ANY_USAGE.sub(b"", seen[:end])
+        return b"".join(map(self._shown, seen[:end].split(_END_OF_EVENT)[:-1]))
+
+    def _shown(self, event: bytes) -> bytes:
+        if _NO_CHOICES not in event:
+            return _ANY_USAGE.sub(b"", event) + _END_OF_EVENT
+        return event + _END_OF_EVENT if self._keeps_last else b""
 
     def rest(self) -> bytes:
         """What is left at the end."""

@@ -387,5 +387,7 @@ def test_a_offline_models_lines_need_a_key_that_may_use_it_and_others_go_to_engi
             }
             assert found == {"any": 200, "other": 403, "this-one": 200, "gone": 403}
             assert (await several.execute(of("other", "vllm"))).status == 299
+            keys.problem = "the file is wrong"
+            assert (await several.execute(of("gone"))).outcome is LineOutcome.AWAY
 
     asyncio.run(scenario())
