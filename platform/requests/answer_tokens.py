@@ -12,8 +12,10 @@ from collections import deque
 
 _USAGE = b'"usage":{'
 # Within a usage, which is far shorter.
-_USAGE_BYTES = 512
+_USAGE_BYTES = 1024
 _PROMPT = re.compile(rb'"(?:prompt|input)_tokens":(\d{1,9})')
+# Anthropic's input_tokens are those that no cache had.
+_CACHED = re.compile(rb'"cache_(?:read|creation)_input_tokens":(\d{1,9})')
 _COMPLETION = re.compile(rb'"(?:completion|output)_tokens":(\d{1,9})')
 _END_OF_EVENT = b"\n\n"
 
@@ -115,5 +117,6 @@ def _read(usage: bytes) -> Tokens | None:
     prompt, completion = _PROMPT.search(usage), _COMPLETION.search(usage)
     if prompt is None:
         return None
+    cached = sum(map(int, _CACHED.findall(usage)))
     # Of embeddings there is a prompt alone.
-    return int(prompt[1]), int(completion[1]) if completion else 0
+    return int(prompt[1]) + cached, int(completion[1]) if completion else 0

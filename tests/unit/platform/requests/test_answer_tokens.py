@@ -98,7 +98,12 @@ def test_a_stream_that_is_cut_off_is_counted_so_far(
             encoded(
                 {
                     "content": [{"input": {"usage": {"input_tokens": 0, "output_tokens": 0}}}],
-                    "usage": {"input_tokens": 9, "output_tokens": 5},
+                    "usage": {
+                        "input_tokens": 2,
+                        "output_tokens": 5,
+                        "cache_creation_input_tokens": 3,
+                        "cache_read_input_tokens": 4,
+                    },
                 }
             ),
             (9, 5),
