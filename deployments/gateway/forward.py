@@ -63,7 +63,7 @@ class ForwardRequest:
     received: bytes | None = None
     """The client's own bytes, by which a request is known again; None: those the engine gets."""
     refuse_after: float | None = None
-    """Unix time; a request that is predicted to end later is refused."""
+    """Monotonic seconds; a request that is predicted to end later is refused."""
 
 
 class CollectedAnswer:
