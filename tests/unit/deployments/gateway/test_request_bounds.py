@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,8 @@ from starlette.types import ASGIApp, Message
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.deployments.gateway.forward import CollectedAnswer
 from loomserve.platform.access.keys import hash_key
+from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
@@ -58,8 +61,13 @@ async def platform(behave: Any = good) -> AsyncIterator[tuple[ASGIApp, Engine]]:
     async with gateway(behave) as (forwarder, model, (engine,)):
         routes: Any = SimpleNamespace(find=lambda name, key: ROUTE, handle=lambda name: model)
         lengths: Any = NoLengths()
-        metrics = GatewayMetrics(CollectorRegistry())
-        clients = ClientEndpoint(routes, forwarder, lengths, metrics, {"free"}, max_sequences=128)
+        registry = CollectorRegistry()
+        clients = ClientEndpoint(
+            *(routes, forwarder, lengths, GatewayMetrics(registry)),
+            TokenMeter(KeyMetrics(registry), Path("/nowhere")),
+            isolates_tenants=True,
+            max_sequences=128,
+        )
         app = Starlette(
             routes=[Route(path, clients.at(path), methods=["POST"]) for path in FORWARDED],
             exception_handlers=exception_handlers,

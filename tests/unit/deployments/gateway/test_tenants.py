@@ -37,7 +37,9 @@ class Gateway:
         self.sent: list[dict[str, Any]] = []
         registry = CollectorRegistry()
         meter = TokenMeter(KeyMetrics(registry), Path("/nowhere"))
-        route = SimpleNamespace(name="m", predictor=None, max_concurrent_requests=9)
+        route = SimpleNamespace(
+            name="m", predictor=None, max_concurrent_requests=9, max_model_len=None
+        )
         routes: Any = SimpleNamespace(find=lambda model, key: route, handle=lambda model: None)
         lengths: Any = SimpleNamespace(predict=self._predict)
         server = Server(api_keys=(ALICE, BOB))
@@ -45,6 +47,7 @@ class Gateway:
         self.clients = ClientEndpoint(
             *(routes, engines, lengths, GatewayMetrics(registry), meter),
             isolates_tenants=isolates_tenants,
+            max_sequences=128,
         )
         self.lines = LineEndpoint(
             *(server, LiveKeys(server), meter, routes, engines), isolates_tenants=isolates_tenants

@@ -69,7 +69,9 @@ class Gateway:
         self.now_s = 1000.0
         self.registry = CollectorRegistry()
         meter = TokenMeter(KeyMetrics(self.registry), file, clock=lambda: self.now_s)
-        route = SimpleNamespace(name="m", predictor=None, max_concurrent_requests=9)
+        route = SimpleNamespace(
+            name="m", predictor=None, max_concurrent_requests=9, max_model_len=None
+        )
         routes: Any = SimpleNamespace(find=lambda model, key: route, handle=lambda model: None)
         lengths: Any = SimpleNamespace(predict=_nothing)
         self.engine: Any = Engine(self)
@@ -80,6 +82,7 @@ class Gateway:
             GatewayMetrics(self.registry),
             meter,
             isolates_tenants=False,
+            max_sequences=128,
         )
 
     async def ask(self, key: ApiKey, max_tokens: int = 5, **fields: Any) -> CollectedAnswer:

@@ -13,6 +13,7 @@ from loomserve.platform.base.errors import RequestError
 TABLE = [
     (errors.BadRequest, 400, "invalid_request_error", "invalid_request"),
     (errors.ContextTooLong, 400, "invalid_request_error", "context_length_exceeded"),
+    (errors.UnexpectedBody, 400, "invalid_request_error", "unexpected_body"),
     (errors.Unauthorized, 401, "authentication_error", "invalid_api_key"),
     (errors.Forbidden, 403, "permission_error", "forbidden"),
     (errors.NotFound, 404, "invalid_request_error", "not_found"),
@@ -22,6 +23,7 @@ TABLE = [
     (errors.Conflict, 409, "invalid_request_error", "conflict"),
     (errors.BodyTooLarge, 413, "invalid_request_error", "body_too_large"),
     (errors.TooManyRequests, 429, "rate_limit_error", "rate_limit_exceeded"),
+    (errors.HeadTooLarge, 431, "invalid_request_error", "head_too_large"),
     (errors.InternalError, 500, "server_error", "internal_error"),
     (errors.EngineGone, 502, "server_error", "engine_gone"),
     (errors.Unavailable, 503, "server_error", "unavailable"),

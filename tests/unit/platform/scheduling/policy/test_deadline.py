@@ -15,7 +15,11 @@ from loomserve.platform.scheduling.policy.deadline import DEADLINE, deadline_of
 
 CHAT = "/v1/chat/completions"
 JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
     max_leaves=5,
 )
@@ -32,7 +36,7 @@ def test_a_deadline_arrives_beside_the_clients_own_arguments(
     assert request == {"model": "chat", "vllm_xargs": own}, "the request itself stays as it was"
 
 
-@given(JSON)
+@given(JSON | st.floats())
 def test_nonsense_is_no_deadline(value: Any) -> None:
     found = deadline_of({DEADLINE: value})
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
