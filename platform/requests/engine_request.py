@@ -14,8 +14,9 @@ from functools import cached_property
 from typing import Any
 
 from loomserve.platform.base.errors import BadRequest, BodyTooLarge, ContextTooLong
-from loomserve.platform.requests.client_body import read_body, texts_of, with_fields
+from loomserve.platform.requests.client_body import TEXTS, read_body, texts_of, with_fields
 from loomserve.platform.requests.policy.grammars import check_grammars
+from loomserve.platform.requests.policy.numbers import check_numbers
 from loomserve.platform.requests.policy.sequences import (
     MOST_EMBEDDINGS,
     answers,
@@ -268,6 +269,7 @@ class EngineRequest:
 
 def _check(fields: Mapping[str, Any]) -> None:
     _refuse_platform_fields(fields)
+    check_numbers(fields, but=TEXTS)
     check_grammars(fields)
 
 
