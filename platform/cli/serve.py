@@ -326,7 +326,7 @@ class Platform:
         """Kill every process at once, and give shared memory back, which outlives them."""
         self._ended.set()
         if self._run is not None:
-            end_run(self._run)
+            end_run(self._run, children=psutil.Process().children(recursive=True))
 
 
 def run(config: Config, base: Path, say: Say) -> None:

@@ -35,10 +35,17 @@ def remove_leftovers(keep: Collection[Path] = ()) -> None:
             run.remove()
 
 
-def end_run(run: RunFolder, keep: Collection[Path] = ()) -> None:
-    """Kill the processes of a run, and remove its shared memory, and its folder but for logs."""
+def end_run(
+    run: RunFolder, keep: Collection[Path] = (), children: Collection[psutil.Process] = ()
+) -> None:
+    """Kill the processes of a run, and remove its shared memory, and its folder but for logs.
+
+    Args:
+        keep: shared memory that stays.
+        children: the command's, of which those that began before the run are not known by it.
+    """
     memory = RunMemory(run.memory)
-    left = processes_of(run)
+    left = {*processes_of(run), *children}
     memory.note(left)
     for process in left:
         with contextlib.suppress(psutil.Error):  # it has just ended

@@ -94,7 +94,7 @@ def is_engine(process: psutil.Process) -> bool:
     return any(word in words for word in ("VLLM::", "multiprocessing.spawn"))
 
 
-def of_run(folder: str) -> list[psutil.Process]:
+def of_run(folder: str | None) -> list[psutil.Process]:
     return [process for process in psutil.process_iter() if run_of(process) == folder]
 
 
@@ -120,7 +120,7 @@ def test_nothing_is_left_of_a_command_that_was_ended(how: signal.Signals, tmp_pa
     with started(config, ready(port)) as command:
         children = command.children(recursive=True)
         memory = memory_of(children)
-        (run,) = {child.environ()[RUN_VARIABLE] for child in children}
+        (run,) = {run_of(child) for child in children} - {None}
         assert len(memory) > 1, "the arena and an engine's queues"
         command.send_signal(how)
         ended = ENDED_S if how is signal.SIGKILL else STOPPED_S
