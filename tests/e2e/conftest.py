@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 from loomserve.platform.access.keys import new_key
+from loomserve.platform.base.files import replace_private
 
 START_TIMEOUT_S = 600
 HOT = "smollm2-135m"
@@ -132,6 +133,7 @@ def write_config(path: Path, port: int, hashes: tuple[str, ...]) -> None:
             "drain_timeout_s": 20,
             "audit_log": "audit.log",
             "admin_token_hash": hashes[2],
+            "api_keys_file": "keys.yaml",
             "api_keys": [
                 {"name": "all", "hash": hashes[0]},
                 {"name": "limited", "hash": hashes[1], "models": [HOT], "requests_per_minute": 3},
@@ -140,6 +142,7 @@ def write_config(path: Path, port: int, hashes: tuple[str, ...]) -> None:
         },
     }
     path.write_text(yaml.safe_dump(config, sort_keys=False))
+    replace_private(path.parent / "keys.yaml", "api_keys: []")
 
 
 # They serve other models instead of the shared platform's, which do not come back.

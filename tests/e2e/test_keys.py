@@ -1,0 +1,206 @@
+"""API keys that come and go, share no KV block, and run out of tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from loomserve.platform.base.files import replace_private
+from tests.e2e.conftest import HOT, Platform
+from tests.e2e.test_batch import ended, line, lines_of, submit
+from tests.e2e.test_kvstore import TOKENS_A_BLOCK, new_prompt
+
+pytestmark = pytest.mark.e2e
+
+CHAT = "/v1/chat/completions"
+LIMITED = "limited-in-tokens"
+# The platform promises one second; the machine that tests may be busy.
+NOTICED_S = 5.0
+
+
+def key_command(*words: str | Path) -> str:
+    command = [str(Path(sys.executable).parent / "loomserve"), "key", *map(str, words)]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+@pytest.fixture
+def config(platform: Platform) -> Iterator[Path]:
+    folder = platform.log.parent
+    yield folder / "config.yaml"
+    replace_private(folder / "keys.yaml", "api_keys: []")
+
+
+def new_key(config: Path, name: str) -> str:
+    found = re.search(r"lsk-\S+", key_command("create", name, "--add", config))
+    assert found
+    return found[0]
+
+
+def status(platform: Platform, key: str) -> int:
+    with platform.http(key) as http:
+        return http.get("/v1/models").status_code
+
+
+def noticed(platform: Platform, key: str, expected: int) -> float:
+    """Seconds until requests of a key are answered with a status."""
+    began_s = time.monotonic()
+    while status(platform, key) != expected:
+        assert time.monotonic() < began_s + NOTICED_S
+        time.sleep(0.05)
+    return time.monotonic() - began_s
+
+
+class Streaming(threading.Thread):
+    """A client that reads a stream to its end."""
+
+    def __init__(self, platform: Platform, key: str) -> None:
+        super().__init__()
+        self._platform, self._key = platform, key
+        self.began = threading.Event()
+        self.text = ""
+
+    def run(self) -> None:
+        body = {
+            "model": HOT,
+            "messages": [{"role": "user", "content": "Count."}],
+            "max_tokens": 200,
+            "ignore_eos": True,
+            "stream": True,
+        }
+        with (
+            self._platform.http(self._key) as http,
+            http.stream("POST", CHAT, json=body) as response,
+        ):
+            for piece in response.iter_text():
+                self.text += piece
+                self.began.set()
+
+
+def test_a_revoked_key_is_refused_at_once_and_streams_go_on(
+    platform: Platform, config: Path
+) -> None:
+    leaked = new_key(config, "leaked")
+    noticed(platform, leaked, 200)
+    streams = [Streaming(platform, key) for key in (platform.key, leaked)]
+    for stream in streams:
+        stream.start()
+    for stream in streams:
+        assert stream.began.wait(30)
+    # As loomserve key revoke does, which takes seconds to start on a busy machine.
+    replace_private(config.parent / "keys.yaml", "api_keys: []")
+    noticed(platform, leaked, 401)
+    assert any(stream.is_alive() for stream in streams), "they ended before the key was revoked"
+    for stream in streams:
+        stream.join(60)
+        assert stream.text.endswith("data: [DONE]\n\n")
+        assert '"error"' not in stream.text
+    assert status(platform, platform.key) == 200
+
+
+def test_a_broken_keys_file_opens_nothing_and_closes_nothing(
+    platform: Platform, config: Path
+) -> None:
+    key = new_key(config, "kept")
+    noticed(platform, key, 200)
+    replace_private(config.parent / "keys.yaml", "api_keys: [")
+    began_s = time.monotonic()
+    while platform.metric("loomserve_keys_file_up") != 0:
+        assert time.monotonic() < began_s + NOTICED_S
+    assert [status(platform, each) for each in (key, platform.key, "lsk-any")] == [200, 200, 401]
+
+
+def asks(prompt: str) -> dict[str, dict[str, Any]]:
+    """A request to each endpoint whose prompt has KV blocks."""
+    chat = {"messages": [{"role": "user", "content": prompt}], "max_tokens": 2}
+    return {
+        CHAT: chat,
+        "/v1/completions": {"prompt": prompt, "max_tokens": 2},
+        "/v1/responses": {"input": prompt, "max_output_tokens": 2},
+        "/v1/messages": chat,
+    }
+
+
+def cached(usage: dict[str, Any]) -> int:
+    """Tokens of the prompt that were not computed."""
+    for details in ("prompt_tokens_details", "input_tokens_details"):
+        if details in usage:
+            return int((usage[details] or {}).get("cached_tokens") or 0)
+    return int(usage.get("cache_read_input_tokens") or 0)
+
+
+@pytest.mark.parametrize("path", asks(""))
+def test_two_keys_share_no_block_at_any_endpoint(platform: Platform, path: str) -> None:
+    body = {"model": HOT, "temperature": 0, **asks(new_prompt())[path]}
+
+    def ask(key: str) -> int:
+        with platform.http(key) as http:
+            return cached(http.post(path, json=body).raise_for_status().json()["usage"])
+
+    assert ask(platform.key) == 0
+    assert ask(platform.key) >= TOKENS_A_BLOCK
+    assert ask(platform.narrow_key) == 0
+
+
+def test_a_batch_finds_the_blocks_of_its_own_key_alone(platform: Platform) -> None:
+    prompt = new_prompt()
+    body = {"model": HOT, "prompt": prompt, "max_tokens": 2, "temperature": 0}
+    with platform.http() as http:
+        http.post("/v1/completions", json=body).raise_for_status()
+
+    def of_batch(key: str) -> int:
+        client = platform.client(key)
+        lines = [line("x", "/v1/completions", prompt=prompt, max_tokens=2)]
+        batch = ended(client, submit(client, lines, "/v1/completions"))
+        answer = lines_of(client, batch.output_file_id)["x"]["response"]["body"]
+        return cached(answer["usage"])
+
+    assert of_batch(platform.narrow_key) == 0
+    assert of_batch(platform.key) >= TOKENS_A_BLOCK
+
+
+def events(body: dict[str, Any], ask: Callable[..., httpx.Response]) -> list[dict[str, Any]]:
+    answer = ask(CHAT, json={"model": HOT, "stream": True, "temperature": 0, **body})
+    answer.raise_for_status()
+    lines = [each.removeprefix("data: ") for each in answer.text.splitlines() if each]
+    assert lines.pop() == "[DONE]"
+    return [json.loads(each) for each in lines]
+
+
+def test_tokens_are_counted_as_the_engine_counts_them_until_there_are_none_left(
+    platform: Platform, config: Path
+) -> None:
+    key = new_key(config, LIMITED)
+    content = yaml.safe_load((config.parent / "keys.yaml").read_text())
+    content["api_keys"][0]["tokens_per_minute"] = 60
+    replace_private(config.parent / "keys.yaml", yaml.safe_dump(content))
+    body = {"messages": [{"role": "user", "content": "Count."}], "max_tokens": 30}
+    with platform.http() as http:
+        told = events({**body, "stream_options": {"include_usage": True}}, http.post)[-1]["usage"]
+    with platform.http(key) as http:
+        limit = None
+        while limit is None:
+            one = {"model": HOT, "prompt": "a", "max_tokens": 1}
+            limit = http.post("/v1/completions", json=one).headers.get("x-ratelimit-limit-tokens")
+        assert limit == "60"
+        before = platform.metric("loomserve_key_tokens_total", key=LIMITED)
+        seen = events(body, http.post)
+        used = platform.metric("loomserve_key_tokens_total", key=LIMITED) - before
+        refused = http.post(CHAT, json={"model": HOT, **body})
+        assert http.get("/v1/models").status_code == 200
+    assert used == told["total_tokens"]
+    assert all(event["choices"] and "usage" not in event for event in seen)
+    assert refused.status_code == 429
+    assert refused.json()["error"]["code"] == "token_limit_exceeded"
+    # All but the bucket's ten tokens come back at one a second.
+    assert int(refused.headers["retry-after"]) >= told["total_tokens"] - 30
