@@ -45,9 +45,15 @@ def check_grammars(fields: Mapping[str, Any]) -> None:
     """Check all of a request's fields that an engine may compile.
 
     Raises:
-        BadRequest: one is over a bound; it is named.
+        BadRequest: one is over a bound, or ``structured_outputs`` is no object; it is named.
     """
-    if isinstance(outputs := fields.get("structured_outputs"), dict):
+    if (outputs := fields.get("structured_outputs")) is not None:
+        # vLLM fails on others, as if the fault were its own.
+        if not isinstance(outputs, dict):
+            raise BadRequest(
+                'structured_outputs must be an object, such as {"regex": "yes|no"}',
+                param="structured_outputs",
+            )
         _check_structured_outputs(outputs)
     for name in _COMPILED:
         if isinstance(fields.get(name), dict):

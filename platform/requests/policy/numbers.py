@@ -1,4 +1,4 @@
-"""Refuses whole numbers that nothing between a client and an engine can carry."""
+"""Refuses numbers that nothing between a client and an engine can carry."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import Any
 
 from loomserve.platform.base.errors import BadRequest
 
-_LEAST, _MOST = -(2**63), 2**64 - 1
+_LEAST, _MOST = -(2**63), 2**63 - 1
 
 
 def check_numbers(fields: Mapping[str, Any], but: Container[str] = ()) -> None:
     """Check a request's fields, and what is directly in them, apart from those named in ``but``.
 
     Raises:
-        BadRequest: a whole number has more than 64 bits, with which vLLM fails.
+        BadRequest: a number is beyond 64 bits, with which vLLM fails.
     """
     for name, value in fields.items():
-        if type(value) is int:
+        # vLLM makes whole numbers of some fractions.
+        if isinstance(value, int | float):
             if not _LEAST <= value <= _MOST:
                 raise _too_large(name)
         elif name not in but and isinstance(value, dict | list):
@@ -27,4 +28,4 @@ def check_numbers(fields: Mapping[str, Any], but: Container[str] = ()) -> None:
 
 
 def _too_large(name: str) -> BadRequest:
-    return BadRequest(f"{name} has a number of more than 64 bits; give a smaller one", param=name)
+    return BadRequest(f"{name} has a number beyond 64 bits; give a smaller one", param=name)
