@@ -128,7 +128,7 @@ def test_other_forms_are_bounded_as_well(outputs: dict[str, Any], param: str) ->
         {"structured_outputs": {"json": '{"type": "string"}'}},
         {"structured_outputs": {"json_object": True}, "tools": None, "response_format": None},
         # What has another type is left to vLLM to refuse, which compiles none of it.
-        {"structured_outputs": "x", "tools": "x", "text": "x", "response_format": [7]},
+        {"structured_outputs": None, "tools": "x", "text": "x", "response_format": [7]},
         {"tools": [7, None, "x"]},
     ],
 )
