@@ -18,10 +18,12 @@ serve: install ## serve CONFIG (default examples/laptop.yaml) until Ctrl-C
 	@exec .venv/bin/loomserve serve $(CONFIG)
 
 test: install ## run the tests, but for those that take minutes each
-	@$(PYTHON) -m pytest -m "not slow"
+	@$(PYTHON) -m pytest -m "not slow" -n auto tests/unit
+	@$(PYTHON) -m pytest -m "not slow" tests/integration tests/e2e
 
 test-all: install ## run all tests, some 55 minutes on two cores
-	@$(PYTHON) -m pytest
+	@$(PYTHON) -m pytest -n auto tests/unit
+	@$(PYTHON) -m pytest tests/integration tests/e2e
 
 lint: install ## check style, and which package imports which
 	@$(PYTHON) -m ruff check .

@@ -293,6 +293,7 @@ def plan_status(platform: Platform, plan: str) -> tuple[str, str]:
     return found["status"], found["steps"][0]["status"]
 
 
+@pytest.mark.slow
 def test_a_plan_limits_a_loan_is_measured_and_remembered(
     measured: Platform, alone: list[str]
 ) -> None:
@@ -326,6 +327,7 @@ def test_a_plan_limits_a_loan_is_measured_and_remembered(
     assert measured.metric("loomserve_rebalancing_utilisation", device="core0") > 0
 
 
+@pytest.mark.slow
 def test_a_plan_that_is_aborted_under_way_is_taken_back(
     measured: Platform, alone: list[str]
 ) -> None:

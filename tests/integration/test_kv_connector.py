@@ -145,6 +145,7 @@ def test_without_a_store_the_engine_computes_and_finds_all_again_later(
     assert (back.cached, back.tokens) == (192, first.tokens)
 
 
+@pytest.mark.slow
 def test_preempted_requests_get_the_same_tokens(engine: StoredEngine) -> None:
     # Four sequences that grow beyond the engine's own memory of 65 blocks.
     texts = [prompt(60 + i, 430) for i in range(4)]

@@ -103,6 +103,7 @@ def test_a_lender_serves_its_own_requests_meanwhile_and_both_answer_as_ever(
         assert stats().idled > 0
 
 
+@pytest.mark.slow
 def test_cut_operators_compute_the_same(pair: Pair) -> None:
     asked = prompts(19, 8, 300)
     whole = answers(pair.cold, asked)

@@ -153,8 +153,8 @@ OPTIONS = {
     "prefill apart": ADAPTIVE.model_copy(update={"chunked_recompute": False}),
     "recompute": ADAPTIVE.model_copy(update={"preemption": "recompute"}),
 }
-# What these queues do besides has tests of its own below.
-SLOW = {"fcfs", "deadline", "sjf"}
+# What these do besides has tests of its own below, and the small swap space has both ways.
+SLOW = {"fcfs", "deadline", "sjf", "swap", "recompute"}
 
 
 @pytest.mark.parametrize(
@@ -184,6 +184,7 @@ def test_tokens_are_the_same_however_requests_make_room(
     assert engine.stats()["swap_used_bytes"] == 0
 
 
+@pytest.mark.slow
 def test_fewer_leave_where_it_is_known_how_long_answers_are(
     engine: SchedulingEngine, expected: dict[str, list[int]]
 ) -> None:
