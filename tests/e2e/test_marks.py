@@ -14,7 +14,7 @@ from tests.e2e.conftest import HOT, Platform
 pytestmark = pytest.mark.e2e
 PROMPT = "xylophonemark"
 WRONG_KEY = "lsk-wrongkeymark"
-ROUNDS = 8
+ROUNDS = 2
 
 
 def requests() -> Iterator[tuple[str, bytes]]:
