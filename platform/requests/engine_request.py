@@ -15,6 +15,7 @@ from typing import Any
 
 from loomserve.platform.base.errors import BadRequest, BodyTooLarge, ContextTooLong
 from loomserve.platform.requests.client_body import TEXTS, read_body, texts_of, with_fields
+from loomserve.platform.requests.policy.conversation import check_conversation
 from loomserve.platform.requests.policy.grammars import check_grammars
 from loomserve.platform.requests.policy.numbers import check_numbers
 from loomserve.platform.requests.policy.sequences import (
@@ -45,6 +46,7 @@ MOST_TOKENIZE_BYTES = 2**20
 """Body of a request that asks for tokens or their text, which are made one request at a time."""
 
 _EMBEDDINGS = "/v1/embeddings"
+_RESPONSES = "/v1/responses"
 # Fields with several prompts, each of which is answered.
 _PROMPTS = {"/v1/completions": ("prompt", "prompt_embeds"), _EMBEDDINGS: ("input",)}
 _ENGINE_PATHS = {"/v1/tokenize": "/tokenize", "/v1/detokenize": "/detokenize"}
@@ -100,7 +102,7 @@ class EngineRequest:
         if path in _ENGINE_PATHS and len(body) > MOST_TOKENIZE_BYTES:
             raise BodyTooLarge(f"A request to {path} may have {MOST_TOKENIZE_BYTES} bytes.")
         fields, texts = read_body(body)
-        _check(fields)
+        _check(path, fields)
         return cls(path, fields, body, texts)
 
     @classmethod
@@ -111,7 +113,7 @@ class EngineRequest:
             BadRequest: it has a field that only the platform may set, or one that would take too
                 long to compile.
         """
-        _check(fields)
+        _check(path, fields)
         return cls(path, fields)
 
     @property
@@ -267,10 +269,12 @@ class EngineRequest:
             raise BadRequest("NaN and Infinity are no numbers of JSON") from None
 
 
-def _check(fields: Mapping[str, Any]) -> None:
+def _check(path: str, fields: Mapping[str, Any]) -> None:
     _refuse_platform_fields(fields)
     check_numbers(fields, but=TEXTS)
     check_grammars(fields)
+    if path == _RESPONSES:
+        check_conversation(fields.get("input"))
 
 
 def _refuse_platform_fields(fields: Mapping[str, Any]) -> None:

@@ -153,7 +153,7 @@ PADDING = "x" * 2**18
         (COMPLETIONS, {"prompt": ["a", '"b","c"'], "n": 3}, 6),
         (COMPLETIONS, {"prompt": [[1, 2], [3], [4]]}, 3),
         (COMPLETIONS, {"prompt": "a", "prompt_embeds": ["b", "c"]}, 3),
-        ("/v1/responses", {"input": [{}, {}]}, 1),
+        ("/v1/responses", {"input": [{"role": "user", "content": "a"}] * 2}, 1),
         (EMBEDDINGS, {"input": ["a"] * 1024}, 1),
     ],
 )
