@@ -164,6 +164,7 @@ def test_answers_are_the_same_with_and_without_a_lender(
     assert 0 < loan["wait_share"] < 1
 
 
+@pytest.mark.slow
 def test_a_loan_that_is_drained_lets_its_requests_finish(
     lending: Platform, alone: list[str]
 ) -> None:

@@ -150,6 +150,7 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 
 @pytest.mark.engine
+@pytest.mark.slow
 def test_while_the_store_hangs_or_is_dead_engines_compute_and_use_it_again_afterwards(
     stored_engine: StoredEngine,
 ) -> None:

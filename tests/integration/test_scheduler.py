@@ -253,6 +253,7 @@ def test_a_client_that_leaves_while_its_request_is_swapped_out_leaves_nothing(
     assert set(engine.finish()) == {name for name in names if name != external}
 
 
+@pytest.mark.slow
 def test_with_the_store_away_what_was_swapped_out_is_computed_again(
     engine: SchedulingEngine,
 ) -> None:

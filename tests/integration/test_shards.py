@@ -49,7 +49,12 @@ def served(
     raise AssertionError
 
 
-@pytest.mark.parametrize("shard", [{"heads": 2}, {"layers": [10, 22]}], ids=str)
+# The end-to-end tests move heads.
+@pytest.mark.parametrize(
+    "shard",
+    [pytest.param({"heads": 2}, marks=pytest.mark.slow), {"layers": [10, 22]}],
+    ids=str,
+)
 def test_a_shard_leaves_and_comes_home_while_streams_run_and_tokens_are_the_same(
     pair: Pair, alone: list[list[int]], shard: dict[str, Any]
 ) -> None:
@@ -111,6 +116,7 @@ def test_the_weights_of_layers_that_leave_become_blocks_and_come_back(
     assert worker.memory_full_info().uss - before < 2 * LAYER_BYTES
 
 
+@pytest.mark.slow
 def test_a_shard_waits_for_blocks_that_its_lenders_requests_hold(
     pair: Pair, alone: list[list[int]]
 ) -> None:
