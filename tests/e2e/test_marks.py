@@ -57,6 +57,11 @@ def requests() -> Iterator[tuple[str, bytes]]:
         yield "/v1/files", text.encode()
 
 
+def keys(platform: Platform) -> tuple[str, ...]:
+    own = (platform.key, platform.narrow_key, platform.limited_key)
+    return (*own, platform.admin_token, WRONG_KEY)
+
+
 def send(platform: Platform) -> None:
     with platform.http(platform.narrow_key) as http, platform.http(WRONG_KEY) as stranger:
         for _ in range(ROUNDS):
@@ -70,7 +75,10 @@ def send(platform: Platform) -> None:
                 headers = {"content-type": "application/json"}
                 answer = http.post(path, content=body, headers=headers)
                 assert answer.status_code < 500, answer.text
-                stranger.post(path, content=body, headers=headers)
+                refused = stranger.post(path, content=body, headers=headers)
+                assert refused.status_code == 401
+                assert PROMPT not in refused.text
+                assert not any(key in answer.text + refused.text for key in keys(platform))
         stranger.put(f"/admin/v1/models/{HOT}/replicas", json={"replicas": 9})
 
 
@@ -97,7 +105,6 @@ def shown(platform: Platform) -> Iterator[tuple[str, bytes]]:
 
 def test_prompts_and_keys_are_in_no_log_metric_or_argument(platform: Platform) -> None:
     send(platform)
-    keys = (platform.key, platform.narrow_key, platform.limited_key, platform.admin_token)
-    marks = [mark.encode() for mark in (PROMPT, WRONG_KEY, *keys)]
+    marks = [mark.encode() for mark in (PROMPT, *keys(platform))]
     found = [(place, mark) for place, text in shown(platform) for mark in marks if mark in text]
     assert not found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 
@@ -133,3 +134,16 @@ ANYTHING = st.text(
 @settings(deadline=None, max_examples=20)
 def test_nor_does_any_other_target(targets: list[str]) -> None:
     assert uvloop.run(reached_wrongly(targets)) == []
+
+
+@pytest.mark.slow
+def test_nor_do_a_hundred_thousand_others() -> None:
+    draw = random.Random("loomserve")
+
+    def target() -> str:
+        if draw.random() < 0.7:
+            return "/" + "/".join(draw.choices(PARTS, k=draw.randint(1, 6)))
+        characters = [chr(draw.randint(1, 255)) for _ in range(draw.randint(1, 60))]
+        return "".join(each for each in characters if each not in " \r\n") or "/"
+
+    assert uvloop.run(reached_wrongly(target() for _ in range(100_000))) == []
