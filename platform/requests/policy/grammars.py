@@ -30,6 +30,10 @@ MOST_PATTERN_CHARACTERS = 2**13
 """Of a regular expression, of a grammar in EBNF or Lark, and of all of a schema's patterns."""
 MOST_LITERAL_CHARACTERS = 2**10
 """Of a choice, and of an entry of a schema's enum."""
+MOST_ITEMS = 2**16
+"""Of all arrays of a field or of all tools, by their ``minItems`` and ``maxItems``. A schema that
+xgrammar does not take goes to llguidance, which keeps a kilobyte for each item that there may be:
+with 10^9 of them, one request took all of the machine's memory."""
 
 # Chat and completions; vLLM's own; responses; messages.
 _COMPILED = ("response_format", "structured_outputs", "text", "output_config")
@@ -38,7 +42,8 @@ _JSON_TEXTS = ("json", "structural_tag")
 _PATTERNS = ("regex", "grammar", "whitespace_pattern")
 # Of JSON schemas, and of structural tags.
 _PATTERN_NAMES = ("pattern", "regex", "grammar")
-_SLOW_NAMES = frozenset({*_PATTERN_NAMES, "patternProperties", "enum", "const"})
+_ITEM_NAMES = ("minItems", "maxItems")
+_SLOW_NAMES = frozenset({*_PATTERN_NAMES, *_ITEM_NAMES, "patternProperties", "enum", "const"})
 
 
 def check_grammars(fields: Mapping[str, Any]) -> None:
@@ -63,15 +68,18 @@ def check_grammars(fields: Mapping[str, Any]) -> None:
 
 
 def _check_tools(tools: list[Any]) -> None:
-    characters = patterns = 0
+    characters = patterns = items = 0
     for number, tool in enumerate(tools):
         cost = _check(tool, f"tools[{number}]")
         characters += cost.characters
         patterns += cost.patterns
+        items += cost.items
         if characters > MOST_TOOL_CHARACTERS:
             raise _too_large("tools", MOST_TOOL_CHARACTERS)
         if patterns > MOST_PATTERN_CHARACTERS:
             raise _too_large("tools", MOST_PATTERN_CHARACTERS, "its patterns have")
+        if items > MOST_ITEMS:
+            raise _too_many_items("tools")
 
 
 def _check_structured_outputs(outputs: Mapping[str, Any]) -> None:
@@ -107,6 +115,8 @@ class _Cost(NamedTuple):
     characters: int
     patterns: int
     """Characters of all patterns."""
+    items: int
+    """Of all arrays, at most."""
 
 
 def _check(value: Any, param: str) -> _Cost:
@@ -124,14 +134,17 @@ def _check(value: Any, param: str) -> _Cost:
             "divide it",
             param=param,
         )
-    patterns = 0
+    patterns = items = 0
     for schema in size.watched:
         patterns += _pattern_characters(schema)
+        items += _most_items(schema)
         for literals in (schema.get("enum"), [schema.get("const")]):
             _check_literals(literals, param)
     if patterns > MOST_PATTERN_CHARACTERS:
         raise _too_large(param, MOST_PATTERN_CHARACTERS, "its patterns have")
-    return _Cost(size.characters, patterns)
+    if items > MOST_ITEMS:
+        raise _too_many_items(param)
+    return _Cost(size.characters, patterns, items)
 
 
 def _pattern_characters(schema: Mapping[str, Any]) -> int:
@@ -139,6 +152,11 @@ def _pattern_characters(schema: Mapping[str, Any]) -> int:
     by_name = schema.get("patternProperties")
     names = by_name if isinstance(by_name, dict) else ()
     return sum(len(text) for text in (*own, *names) if isinstance(text, str))
+
+
+def _most_items(schema: Mapping[str, Any]) -> int:
+    bounds = [schema.get(name) for name in _ITEM_NAMES]
+    return max((int(one) for one in bounds if isinstance(one, int | float)), default=0)
 
 
 def _check_literals(literals: Any, param: str) -> None:
@@ -151,6 +169,14 @@ def _too_deep(param: str) -> BadRequest:
     return BadRequest(
         f"{param} has arrays and objects nested more than {MOST_DEPTH} deep; make it flatter, for "
         "instance with $defs and $ref",
+        param=param,
+    )
+
+
+def _too_many_items(param: str) -> BadRequest:
+    return BadRequest(
+        f"{param} has arrays of more than {MOST_ITEMS} items in all; give smaller minItems and "
+        "maxItems, or leave them out",
         param=param,
     )
 

@@ -103,6 +103,29 @@ def test_a_large_schema_is_refused(place: str) -> None:
     assert str(MOST_CHARACTERS) in error.message
 
 
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "array", "minItems": 1000, "maxItems": 10**9},
+        {"type": "array", "maxItems": 1e9},
+        {"type": "array", "minItems": 2**16 + 1},
+        {"anyOf": [{"type": "array", "items": {"const": i}, "maxItems": 2000} for i in range(33)]},
+    ],
+)
+def test_arrays_of_too_many_items_are_refused(place: str, schema: dict[str, Any]) -> None:
+    param, fields = PLACES[place]
+    error = refusal(fields(schema))
+    assert (error.param, "items" in error.message) == (param, True)
+
+
+def test_items_of_all_tools_count_together() -> None:
+    schema = {"type": "array", "items": {"type": "string"}, "maxItems": 2**15}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    EngineRequest.of_fields("/v1/chat/completions", {"model": "m", "tools": [tool] * 2})
+    assert refusal({"tools": [tool] * 3}).param == "tools"
+
+
 @pytest.mark.parametrize(
     ("outputs", "param"),
     [
