@@ -54,6 +54,8 @@ def send(platform: Platform, numbers: range) -> dict[str, list[int]]:
     """The numbers of the requests that found a fault, by operation and fault."""
     faults: defaultdict[str, list[int]] = defaultdict(list)
     with platform.admin() as admin, platform.http(platform.narrow_key) as client:
+        # What was to end an answer soon may be spoiled: it is as long as the context then.
+        client.timeout = httpx.Timeout(240)
         openapi = admin.get("/admin/v1/openapi.json").raise_for_status().json()
         requests = Requests(openapi, HOT, SEED)
         for number in numbers:

@@ -2,15 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from loomserve.platform.base.errors import BadRequest
 
-# What each type of item that is no message must have, and as what.
-_NEEDED: Mapping[str, Mapping[str, type]] = {
-    "function_call": {"call_id": str, "name": str, "arguments": str},
-    "function_call_output": {"call_id": str},
-    "reasoning": {"id": str, "summary": list},
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class _FunctionCall(msgspec.Struct):
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: Status | None = None
+    namespace: str | None = None
+
+
+class _FunctionCallOutput(msgspec.Struct):
+    call_id: str
+
+
+class _SummaryText(msgspec.Struct):
+    text: str
+    type: Literal["summary_text"]
+
+
+class _ReasoningText(msgspec.Struct):
+    text: str
+    type: Literal["reasoning_text"]
+
+
+class _Reasoning(msgspec.Struct):
+    id: str
+    summary: list[_SummaryText]
+    content: list[_ReasoningText] | None = None
+    encrypted_content: str | None = None
+    status: Status | None = None
+
+
+class _Message(msgspec.Struct):
+    role: str
+
+
+class _MessageOfPieces(_Message):
+    # vLLM takes the first piece of an answer without looking whether there is one.
+    content: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+
+
+# Items that are no messages, by their type.
+_TYPES: dict[str, type[msgspec.Struct]] = {
+    "function_call": _FunctionCall,
+    "function_call_output": _FunctionCallOutput,
+    "reasoning": _Reasoning,
 }
 
 
@@ -22,23 +67,21 @@ def check_conversation(items: object) -> None:
             on it, as if the fault were its own.
     """
     for number, item in enumerate(items) if isinstance(items, list) else ():
-        if not _is_readable(item):
+        try:
+            msgspec.convert(item, _type_of(item))
+        except msgspec.ValidationError as error:
             param = f"input[{number}]"
             raise BadRequest(
-                f"{param} is no item of a conversation: give a message with role and content, or "
-                f"one of the types {', '.join(_NEEDED)} with what it needs",
+                f"{param} is no item of a conversation: {error}. Give a message with role and "
+                f"content, or one of the types {', '.join(_TYPES)}",
                 param=param,
-            )
+            ) from None
 
 
-def _is_readable(item: object) -> bool:
+def _type_of(item: object) -> type[msgspec.Struct]:
     if not isinstance(item, dict):
-        return False
+        return _Message
     kind = item.get("type")
-    needed = _NEEDED.get(kind) if isinstance(kind, str) else None
-    if needed is None:
-        content = item.get("content")
-        # vLLM takes the first piece of an answer without looking whether there is one.
-        pieces = not isinstance(content, list) or all(isinstance(one, dict) for one in content)
-        return isinstance(item.get("role"), str) and content != [] and pieces
-    return all(isinstance(item.get(name), type_) for name, type_ in needed.items())
+    if isinstance(kind, str) and kind in _TYPES:
+        return _TYPES[kind]
+    return _MessageOfPieces if isinstance(item.get("content"), list) else _Message

@@ -36,6 +36,8 @@ def of(items: Any, path: str = RESPONSES) -> EngineRequest:
         {**CALL, "arguments": {}},
         {"type": "function_call_output", "output": "no call"},
         {"type": "reasoning", "id": "r"},
+        {"type": "reasoning", "id": "r", "summary": [{"text": "t", "type": 0.5}]},
+        {**CALL, "id": 7},
     ],
 )
 def test_what_is_no_item_is_refused_by_its_place(item: Any) -> None:
@@ -56,6 +58,16 @@ def test_what_is_no_item_is_refused_by_its_place(item: Any) -> None:
         [USER, {"type": "message", "role": "assistant", "content": [{"text": "x"}]}],
         [USER, CALL, {"type": "function_call_output", "call_id": "c", "output": "1"}],
         [USER, {"type": "reasoning", "id": "r", "summary": []}],
+        [
+            USER,
+            {
+                "type": "reasoning",
+                "id": "r",
+                "summary": [{"text": "t", "type": "summary_text"}],
+                "content": [{"text": "t", "type": "reasoning_text"}],
+                "status": "completed",
+            },
+        ],
     ],
 )
 def test_what_vllm_reads_or_refuses_passes(items: Any) -> None:
