@@ -21,7 +21,7 @@ test: install ## run the tests, but for those that take minutes each
 	@$(PYTHON) -m pytest -m "not slow" -n auto tests/unit
 	@$(PYTHON) -m pytest -m "not slow" tests/integration tests/e2e
 
-test-all: install ## run all tests, some 55 minutes on two cores
+test-all: install ## run all tests, some 90 minutes on two cores
 	@$(PYTHON) -m pytest -n auto tests/unit
 	@$(PYTHON) -m pytest tests/integration tests/e2e
 
