@@ -303,11 +303,12 @@ TABLE: tuple[Hook, ...] = (
         (
             "__init__",
             "add_request(request_id, prompt, params)",
+            "generate(prompt, sampling_params)",
             "input_processor",
             "get_supported_tasks",
         ),
         HookKind.SUBCLASS,
-        "Has the grammar of a request checked in a thread before it takes the request up.",
+        "Has a request's grammar checked in a thread first, and refuses what does not compile.",
         "platform/requests/engine/grammar_checks.py",
     ),
     Hook(

@@ -11,15 +11,16 @@ import asyncio
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import aclosing, contextmanager
 from copy import copy
 from dataclasses import asdict
 from typing import Any
 
 from vllm.entrypoints.generate.base import protocol
 from vllm.exceptions import VLLMValidationError
+from vllm.outputs import RequestOutput
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.input_processor import InputProcessor
@@ -111,6 +112,32 @@ class GrammarCheckingLLM(AsyncLLM):  # type: ignore[misc]
         await self._grammars.check(params, await self.get_supported_tasks())
         with self._grammars.known(params):
             return await add(request_id, prompt, params, *args, **kwargs)
+
+    def generate(
+        self, prompt: Any, sampling_params: SamplingParams, *args: Any, **kwargs: Any
+    ) -> AsyncGenerator[RequestOutput, None]:
+        outputs = super().generate(prompt, sampling_params, *args, **kwargs)
+        # One layer more would cost each token of all other requests.
+        return outputs if sampling_params.structured_outputs is None else compiled(outputs)
+
+
+async def compiled(
+    outputs: AsyncGenerator[RequestOutput, None],
+) -> AsyncGenerator[RequestOutput, None]:
+    """Outputs of a request with a grammar.
+
+    Raises:
+        VLLMValidationError: the engine ended it with an error. A grammar that can be parsed need
+            not be one that can be compiled, which only the engine finds out.
+    """
+    async with aclosing(outputs):
+        async for output in outputs:
+            if any(one.finish_reason == "error" for one in output.outputs):
+                raise VLLMValidationError(
+                    "The engine could not compile the grammar, or could not follow it. Simplify "
+                    "the schema or the expression."
+                )
+            yield output
 
 
 def _digest(grammar: StructuredOutputsParams) -> bytes:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from collections.abc import AsyncGenerator
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,11 @@ from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.structured_output.backend_xgrammar import validate_xgrammar_grammar
 
-from loomserve.platform.requests.engine.grammar_checks import GrammarCheckingLLM, GrammarChecks
+from loomserve.platform.requests.engine.grammar_checks import (
+    GrammarCheckingLLM,
+    GrammarChecks,
+    compiled,
+)
 
 TASKS: Any = ("generate",)
 TAG = json.dumps({"type": "structural_tag", "format": {"type": "const_string", "value": "x"}})
@@ -147,3 +152,22 @@ def test_what_is_no_structural_tag_at_all_is_refused_at_once(payload: Any) -> No
     GrammarChecks(SimpleNamespace(_validate_params=None))  # type: ignore[arg-type]
     with pytest.raises(VLLMValidationError):
         protocol.validate_structured_outputs_structural_tag({"structural_tag": payload})
+
+
+def test_what_the_engine_cannot_compile_is_the_requests_fault() -> None:
+    closed = []
+
+    async def outputs(*reasons: str | None) -> AsyncGenerator[Any, None]:
+        try:
+            for reason in reasons:
+                yield SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason)])
+        finally:
+            closed.append(True)
+
+    async def seen(*reasons: str | None) -> list[Any]:
+        return [each async for each in compiled(outputs(*reasons))]
+
+    assert len(asyncio.run(seen(None, None, "stop"))) == 3
+    with pytest.raises(VLLMValidationError, match="compile"):
+        asyncio.run(seen(None, "error"))
+    assert closed == [True, True]
