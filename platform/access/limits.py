@@ -14,19 +14,57 @@ rounded sums of intervals would refuse the last request of a burst.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from loomserve.platform.base.errors import BadRequest, TooManyRequests
 from loomserve.platform.config import ApiKey
 
 _BURST_S = 10
 _NS = 10**9
+INTERVAL = 60 * _NS
+"""What one more takes of a bucket, in nanoseconds times the rate a minute."""
 # Nobody knows when a running request ends; most last seconds.
 _RETRY_CONCURRENCY_S = 1.0
 
 
-def burst(requests_per_minute: int) -> int:
-    """Requests that a key may send at once after a pause: ten seconds' worth of its rate."""
-    return -(-requests_per_minute * _BURST_S // 60)
+def burst(rate: int) -> int:
+    """Requests, or tokens, that a key has at once after a pause: ten seconds' worth of its rate."""
+    return -(-rate * _BURST_S // 60)
+
+
+class Bucket(Protocol):
+    """What is known of a token bucket."""
+
+    @property
+    def full_at(self) -> int | None:
+        """When it is full again: nanoseconds of the caller's clock times ``rate``, of which the
+        interval between two is a whole number. None before the first."""
+
+    @property
+    def rate(self) -> int | None:
+        """The rate a minute that ``full_at`` was counted by; at another one it is full again."""
+
+
+def until_full(bucket: Bucket, rate: int, now_s: float) -> int:
+    """How long until the bucket is full: nanoseconds times ``rate``, a minute; 0: it is."""
+    if bucket.full_at is None or bucket.rate != rate:
+        return 0
+    return max(0, bucket.full_at - int(now_s * _NS) * rate)
+
+
+def wait_s(bucket: Bucket, rate: int, now_s: float) -> float:
+    """Seconds until one more fits into the bucket; 0 or less: it does."""
+    return seconds(until_full(bucket, rate, now_s) - (burst(rate) - 1) * INTERVAL, rate)
+
+
+def filled(bucket: Bucket, rate: int, now_s: float, more: int) -> int:
+    """The bucket's ``full_at`` with ``more`` in it."""
+    return int(now_s * _NS) * rate + until_full(bucket, rate, now_s) + more * INTERVAL
+
+
+def seconds(span: int, rate: int) -> float:
+    """Seconds of a span that is counted in nanoseconds times ``rate``."""
+    return span / (rate * _NS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +72,11 @@ class KeyUsage:
     """Usage of one API key at present. Each gateway process counts its own."""
 
     full_at: int | None = None
-    """When the bucket is full again: nanoseconds of the caller's clock times the key's rate, of
-    which the interval between two requests is a whole number. None before the first request."""
+    """Of the :class:`Bucket` of requests."""
     running: int = 0
     """Sequences of requests that were admitted and have not ended."""
     rate: int | None = None
-    """The rate that ``full_at`` was counted by; at another one the bucket is full again."""
+    """Of the same."""
 
 
 def acquire(key: ApiKey, usage: KeyUsage, now_s: float) -> KeyUsage:
@@ -58,19 +95,15 @@ def acquire(key: ApiKey, usage: KeyUsage, now_s: float) -> KeyUsage:
     if key.requests_per_minute is None:
         return replace(usage, running=usage.running + 1)
     rate = key.requests_per_minute
-    interval = 60 * _NS
-    now = int(now_s * _NS) * rate
-    known = usage.full_at if usage.rate == rate else None
-    full_at = now if known is None else max(known, now)
-    wait = full_at - now - (burst(rate) - 1) * interval
+    wait = wait_s(usage, rate, now_s)
     if wait > 0:
-        wait_s = wait / (rate * _NS)
         raise TooManyRequests(
             f"API key {key.name!r} is over its {rate} requests a minute. "
-            f"Try again in {wait_s:.1f} s.",
-            retry_after_s=wait_s,
+            f"Try again in {wait:.1f} s.",
+            retry_after_s=wait,
         )
-    return KeyUsage(full_at=full_at + interval, running=usage.running + 1, rate=rate)
+    full_at = filled(usage, rate, now_s, 1)
+    return KeyUsage(full_at=full_at, running=usage.running + 1, rate=rate)
 
 
 def acquire_more(key: ApiKey, usage: KeyUsage, more: int) -> KeyUsage:

@@ -11,12 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from loomserve.platform.access.limits import burst
+from loomserve.platform.access.limits import (
+    INTERVAL,
+    burst,
+    filled,
+    seconds,
+    until_full,
+    wait_s,
+)
 from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.config import ApiKey
 
-_NS = 10**9
-_INTERVAL = 60 * _NS
 _DAY_S = 86_400
 TOKEN_LIMIT_EXCEEDED = "token_limit_exceeded"
 
@@ -26,10 +31,9 @@ class TokenUsage:
     """Tokens that one API key has used."""
 
     full_at: int | None = None
-    """When the minute's bucket is full again: nanoseconds of the caller's clock times ``rate``.
-    None before the first charge."""
+    """Of the minute's :class:`~.limits.Bucket`."""
     rate: int | None = None
-    """The limit that ``full_at`` was counted by; at another one the bucket is full again."""
+    """Of the same."""
     day: int = 0
     """The last day with a charge: whole days of Unix time."""
     of_day: int = 0
@@ -62,14 +66,13 @@ def check_tokens(key: ApiKey, usage: TokenUsage, now_s: float, unix_s: float) ->
         )
     rate = key.tokens_per_minute
     if rate is not None:
-        wait = _until_full(usage, rate, now_s) - (burst(rate) - 1) * _INTERVAL
+        wait = wait_s(usage, rate, now_s)
         if wait > 0:
-            wait_s = wait / (rate * _NS)
             raise TooManyRequests(
                 f"API key {key.name!r} is over its {rate} tokens a minute. "
-                f"Try again in {wait_s:.1f} s.",
+                f"Try again in {wait:.1f} s.",
                 reason=TOKEN_LIMIT_EXCEEDED,
-                retry_after_s=wait_s,
+                retry_after_s=wait,
             )
 
 
@@ -83,18 +86,10 @@ def charge_tokens(
     rate = key.tokens_per_minute
     if rate is None:
         return usage
-    now = int(now_s * _NS) * rate
-    full_at = now + _until_full(usage, rate, now_s) + tokens * _INTERVAL
-    return replace(usage, full_at=full_at, rate=rate)
+    return replace(usage, full_at=filled(usage, rate, now_s, tokens), rate=rate)
 
 
 def tokens_left(rate: int, usage: TokenUsage, now_s: float) -> tuple[int, float]:
     """Tokens left of the minute's bucket, not below 0, and seconds until it is full again."""
-    until_full = _until_full(usage, rate, now_s)
-    return max(0, burst(rate) - -(-until_full // _INTERVAL)), until_full / (rate * _NS)
-
-
-def _until_full(usage: TokenUsage, rate: int, now_s: float) -> int:
-    if usage.full_at is None or usage.rate != rate:
-        return 0
-    return max(0, usage.full_at - int(now_s * _NS) * rate)
+    missing = until_full(usage, rate, now_s)
+    return max(0, burst(rate) - -(-missing // INTERVAL)), seconds(missing, rate)

@@ -73,7 +73,7 @@ def _read_large(body: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
     if not body.lstrip(_SPACE).startswith(b"{"):
         raise _no_object()
     found = msgspec.structs.asdict(_LARGE.decode(body))
-    texts = {name: bytes(raw) for name in TEXTS if (raw := found[name]) is not msgspec.UNSET}
+    texts = _texts(found)
     other = len(body) - sum(len(text) for text in texts.values())
     if other > MOST_OTHER_BYTES:
         raise BadRequest(
@@ -86,7 +86,10 @@ def _read_large(body: bytes) -> tuple[dict[str, Any], dict[str, bytes]]:
 
 def texts_of(body: bytes) -> dict[str, bytes]:
     """The texts of a body that was read, as JSON."""
-    found = msgspec.structs.asdict(_LARGE.decode(body))
+    return _texts(msgspec.structs.asdict(_LARGE.decode(body)))
+
+
+def _texts(found: Mapping[str, Any]) -> dict[str, bytes]:
     return {name: bytes(raw) for name in TEXTS if (raw := found[name]) is not msgspec.UNSET}
 
 
