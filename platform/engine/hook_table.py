@@ -37,7 +37,8 @@ class Hook:
 
     Args:
         target: ``module:Class``, ``module:function``, or ``module`` for names at its top level.
-        members: Names in it that must be there; ``name(a, b)``: with these first parameters.
+        members: Names in it that must be there; ``name(a, b)``: with these first parameters;
+            ``name|other``: either, as the version has it.
         kind: How it is used.
         why: What for, in one sentence.
         owner: The file that uses it.
@@ -73,7 +74,7 @@ TABLE: tuple[Hook, ...] = (
         "vllm.v1.core.sched.scheduler:Scheduler",
         (
             "requests",
-            "skipped_waiting",
+            "skipped_waiting|kv_holding_waiting",
             "kv_cache_manager",
             "kv_cache_config",
             "cache_config",

@@ -17,6 +17,7 @@ from typing import Any
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
@@ -62,6 +63,10 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.waiting = GatedQueue()
+        # vLLM 0.29 keeps all that it skipped apart; 0.32 only what holds KV blocks.
+        self.deferred: RequestQueue = (
+            self.skipped_waiting if hasattr(self, "skipped_waiting") else self.kv_holding_waiting
+        )
         self.hooks: tuple[StepHooks, ...] = ()
         self.calls: SchedulerCalls | None = None
         """Calls from outside that the hooks answer."""

@@ -154,7 +154,7 @@ class Admission:
         yield from (self._engine.requests[name] for name in self._swap)
 
     def _loading(self) -> list[Request]:
-        return [each for each in self._engine.skipped_waiting if each.num_computed_tokens]
+        return [each for each in self._engine.deferred if each.num_computed_tokens]
 
     @property
     def _usable_blocks(self) -> int:

@@ -16,7 +16,8 @@ class SchedulerView(Protocol):
 
     running: list[Request]
     waiting: GatedQueue
-    skipped_waiting: Iterable[Request]
+    deferred: Iterable[Request]
+    """Waiting requests beside ``waiting``; among them are all whose KV is being loaded."""
     requests: Mapping[str, Request]
     kv_cache_manager: Any
     max_num_running_reqs: int
