@@ -13,7 +13,7 @@ from loomserve.kvstore.engine.transfer import Save
 from loomserve.kvstore.index.radix import KEY_BYTES
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.output import KVConnectorBlockState, SchedulerOutput
     from vllm.v1.request import Request
 
 # vLLM's placeholder in block tables.
@@ -57,8 +57,7 @@ class SaveTracker:
             early: blocks that may be saved of requests that do not hand over.
             in_own_memory: whether a request's blocks are where they can be copied.
         """
-        for request_id, tables in scheduled.kv_connector_block_state.block_ids.items():
-            self._tables[request_id] = list(tables[0])
+        self._tables.update(_block_tables(scheduled.kv_connector_block_state))
         for request_id, computed in _computed_tokens(scheduled).items():
             request = self._requests.get(request_id)
             if request is None or not in_own_memory(request):
@@ -94,6 +93,16 @@ class SaveTracker:
         if full and 0 < tail < self._block_size and tokens >= prompt and hands_over(request):
             keys += tail_key_of(request, keys, prompt, self._block_size, owned=False)
         return keys
+
+
+def _block_tables(state: KVConnectorBlockState) -> Iterator[tuple[str, list[int]]]:
+    """Block tables of the step's requests, each with its request's id."""
+    if hasattr(state, "block_ids"):  # vLLM 0.29 has them at hand
+        all_tables = state.block_ids.items()
+    else:  # 0.32 looks them up
+        all_tables = ((request_id, state.get_block_ids(request_id)) for request_id in state.req_ids)
+    for request_id, tables in all_tables:
+        yield request_id, list(tables[0])
 
 
 def _computed_tokens(scheduled: SchedulerOutput) -> dict[str, int]:

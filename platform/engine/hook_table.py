@@ -400,6 +400,13 @@ TABLE: tuple[Hook, ...] = (
         "kvstore/engine/messages.py",
     ),
     Hook(
+        "vllm.v1.core.sched.output:KVConnectorBlockState",
+        ("block_ids|get_block_ids",),
+        HookKind.READ,
+        "Block tables of a step's requests.",
+        "kvstore/engine/save_tracker.py",
+    ),
+    Hook(
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata",
         ("aggregate(other)",),
         HookKind.PUBLIC,
