@@ -2,7 +2,7 @@
 
 Two replicas of one model serve conversations whose turns share prefixes. Compared are Loomserve
 with its store (any replica reuses what any other computed, and the router looks at load alone)
-and, without it, the same router, Ray's prefix-aware router, and round robin. Arms run in pairs,
+and, without it, the same router, the prefix-aware router, and round robin. Arms run in pairs,
 the store against each other one, in turn and with the same requests; a run's requests are new to
 all of them. Requests arrive as an open loop.
 

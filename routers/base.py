@@ -72,6 +72,8 @@ class Decision:
     replica_id: str
     reason: str
     """Label of ``loomserve_route_decisions_total``."""
+    others: tuple[str, ...] = ()
+    """Ids of the other replicas that may take the request; policies leave it empty."""
 
 
 Pick = Callable[[Sequence[Replica]], Decision]

@@ -33,12 +33,14 @@ def candidates(
 
 
 def decide(eligible: Sequence[Replica], pick: Pick) -> Decision | None:
-    """The policy's pick among the eligible replicas; None if there is none."""
+    """The policy's pick among the eligible replicas, and the others; None if there is none."""
     if not eligible:
         return None
     if len(eligible) == 1:
         return Decision(eligible[0].id, "only_candidate")
-    return pick(eligible)
+    picked = pick(eligible)
+    others = tuple(replica.id for replica in eligible if replica.id != picked.replica_id)
+    return replace(picked, others=others)
 
 
 def _forget_stale_load(replica: Replica, now: float, stale_after_s: float) -> Replica:

@@ -1,4 +1,4 @@
-"""Ledger of a process: the requests that it has open on each replica, and its decisions.
+"""Ledger of a process: requests that it has open on each replica, its decisions, and prefixes.
 
 The gateway's requests go straight to the engines, past Ray Serve's channel, so Serve's queue
 lengths do not see them. The request router and the gateway share one process but not always one
@@ -15,6 +15,8 @@ from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, field
 from threading import Lock
+
+from loomserve.routers.prefix_index import PrefixIndex
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ class InFlight:
         self._lock = Lock()
         self._records: dict[str, _Record] = {}
         self._decisions: Counter[tuple[str, str, str]] = Counter()
+        self._prefixes: dict[str, PrefixIndex] = {}
 
     def started(
         self, booking: Booking, replica_id: str, tokens: int, now: float, *, sequences: int = 1
@@ -114,6 +117,11 @@ class InFlight:
         """Decisions since the process started, by (model, policy, reason)."""
         with self._lock:
             return self._decisions.copy()
+
+    def prefixes(self, model: str) -> PrefixIndex:
+        """Index of the prompts that the model's replicas were sent by this process."""
+        with self._lock:
+            return self._prefixes.setdefault(model, PrefixIndex())
 
     def replicas(self) -> frozenset[str]:
         """Ids of the replicas that have a record."""

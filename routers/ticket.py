@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from loomserve.routers.base import Replica
 from loomserve.routers.in_flight import Booking, InFlight
+
+
+def _no_keys() -> tuple[bytes, ...]:
+    return ()
 
 
 @dataclass(eq=False)
@@ -28,13 +34,10 @@ class RoutingTicket:
     """
 
     ledger: InFlight
-    prompt: str | list[Any] = ""
-    """The prompt's text, or the list of chat messages as the client sent them.
-
-    One field has both, for Ray's prefix-aware router takes an attribute named ``messages`` before
-    ``prompt`` even if it is None, and accepts either kind under either name."""
     prompt_tokens: int = 0
-    """Estimate of the prompt's length."""
+    """The prompt's length; an estimate, if the sender has no tokens."""
+    hash_prompt: Callable[[], tuple[bytes, ...]] = _no_keys
+    """Makes the keys of the prompt's blocks, if the policy asks for them; see ``block_keys.py``."""
     output_tokens: int = 0
     """Tokens that each answer is expected to have; the most it may, if nobody predicts."""
     sequences: int = 1
@@ -51,6 +54,11 @@ class RoutingTicket:
     def tokens(self) -> int:
         """KV cache the request is expected to come to need, in tokens."""
         return self.prompt_tokens + self.output_tokens * self.sequences
+
+    @cached_property
+    def block_keys(self) -> tuple[bytes, ...]:
+        """Chained keys of the prompt's full blocks; the sender's tokens, if it has them."""
+        return self.hash_prompt()
 
     def book(self, replica: Replica) -> None:
         """Raise the replica's load by the request's estimate."""

@@ -12,6 +12,7 @@ import hashlib
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import aiohttp
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
@@ -29,6 +30,7 @@ from loomserve.platform.http.client_gone import ClientGoneError, while_connected
 from loomserve.platform.lengths.predict.request import longest
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.requests.prefix import prefix_keys
 from loomserve.platform.requests.query_of_death import QueriesOfDeath
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.lateness import finish
@@ -196,11 +198,10 @@ class Forwarder:
             )
 
     def _ticket(self, request: ForwardRequest, excluded: frozenset[str]) -> RoutingTicket:
-        fields = request.content.fields
         return RoutingTicket(
             self.ledger,
-            prompt=fields.get("messages") or fields.get("prompt") or "",
             prompt_tokens=len(request.content.encoded) // _BYTES_PER_TOKEN,
+            hash_prompt=partial(prefix_keys, request.content),
             output_tokens=_output_tokens(request),
             sequences=request.content.sequences,
             exclude=excluded,

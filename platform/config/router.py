@@ -8,13 +8,16 @@ from pydantic import Field
 
 from loomserve.platform.config.base import Section
 
+RoutingPolicy = Literal["load_aware", "round_robin", "power_of_two", "prefix_aware"]
+
 
 class Router(Section):
     """How requests are spread over the replicas of a model."""
 
-    policy: Literal["load_aware", "round_robin", "power_of_two", "prefix_aware"] = Field(
+    policy: RoutingPolicy = Field(
         "load_aware",
-        description="load_aware: BanaServe's algorithm 4-2 on measured loads; prefix_aware: Ray's.",
+        description="load_aware: BanaServe's algorithm 4-2 on measured loads; prefix_aware: loads, "
+        "and where the prompt's beginning was sent before.",
     )
     load_limit: float = Field(
         1.6,

@@ -802,21 +802,6 @@ TABLE: tuple[Hook, ...] = (
         "routers/serve/request_router.py",
     ),
     Hook(
-        "ray.serve.llm.request_router:PrefixCacheAffinityRouter",
-        (
-            "initialize_state",
-            "choose_replicas(candidate_replicas, pending_request)",
-            "on_request_routed",
-            "_normalize_prompt_to_string",
-            "_replica_queue_len_cache",
-            "_prefix_match_best_replicas",
-            "_tree_actor",
-        ),
-        HookKind.SUBCLASS,
-        "Ray's prefix-aware router, told what it cannot see.",
-        "routers/serve/prefix_aware.py",
-    ),
-    Hook(
         "ray.serve.handle:DeploymentHandle",
         ("choose_replica", "_init", "running_replicas_populated"),
         HookKind.READ,

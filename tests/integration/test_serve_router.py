@@ -10,6 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 
 from loomserve.platform.config import Router
+from loomserve.routers.block_keys import text_keys
 from loomserve.routers.in_flight import NOTHING, Assigned, InFlight
 from loomserve.routers.serve.choice import request_router_config
 from loomserve.routers.ticket import RoutingTicket
@@ -96,6 +98,15 @@ async def routed(handle: DeploymentHandle, **asked: Any) -> AsyncIterator[str]:
 async def two_replicas(handle: DeploymentHandle) -> tuple[str, str]:
     async with routed(handle) as first, routed(handle, exclude=frozenset({first})) as second:
         return first, second
+
+
+async def running(handle: DeploymentHandle, replica_id: str) -> int | None:
+    """Requests that a replica reports, as the router sees it; None: no report has reached it."""
+    with RoutingTicket(IN_FLIGHT, pinned_to=replica_id) as ticket:
+        async with asyncio.timeout(60), handle.choose_replica(ticket, _reserve=False):
+            pass
+    assert ticket.replica is not None
+    return None if ticket.replica.load is None else ticket.replica.load.running
 
 
 def stats(running: int, *, draining: bool = False) -> dict[str, Any]:
@@ -180,33 +191,46 @@ def test_reports_exclusion_and_draining_steer_requests(
     asyncio.run(steer())
 
 
-def test_prefixes_stay_together_until_queues_differ_too_much(tmp_path: Path) -> None:
+def test_prefixes_stay_together_until_loads_differ_too_much(tmp_path: Path) -> None:
     handle, reports = run("prefix_aware", tmp_path)
 
     async def prefixes() -> None:
         a, b = await two_replicas(handle)
 
-        async def pick(prompt: Any, **asked: Any) -> str:
-            async with routed(handle, prompt=prompt, **asked) as replica_id:
+        async def pick(prompt: str, salt: str | None = None, **asked: Any) -> str:
+            keys = partial(text_keys, prompt.encode(), model="m", salt=salt)
+            async with routed(handle, prompt_tokens=400, hash_prompt=keys, **asked) as replica_id:
                 return replica_id
 
-        story = "Once upon a time there was a weaver who "
-        home = await pick(story + "sang.")
+        async def report(loads: dict[str, dict[str, Any]]) -> None:
+            reports.write_text(json.dumps(loads))
+            for id_, told in loads.items():
+                await until(told["load"]["running"], partial(running, handle, id_))
+
+        by_prefix = ("the prefix_aware model", "prefix_aware", "prefix")
+        story = "Once upon a time there was a weaver who sang. " * 35
+        home = await pick(story, "alice")
         other = b if home == a else a
-        assert {await pick(story + f"had {i} looms.") for i in range(8)} == {home}
-        chat = [{"role": "user", "content": story + "slept."}]
-        assert await pick(chat) == home
-        assert await pick(chat, exclude=frozenset({home})) == other
-        assert await pick([11, 12, 13]) in {a, b}  # token ids have no text to match
+        await report({home: stats(4), other: stats(0)})
+        earlier = IN_FLIGHT.decisions()[by_prefix]
+        assert {await pick(f"{story} She had {i} looms.", "alice") for i in range(8)} == {home}
+        assert IN_FLIGHT.decisions()[by_prefix] == earlier + 8
+        assert await pick(story, "bob") == other
+        assert await pick(story) == other
+        assert await pick(story, "alice", exclude=frozenset({home})) == other
         assert await handle.remote("a call through Serve") == "a call through Serve"
 
-        reports.write_text(json.dumps({home: stats(40), other: stats(0)}))
-        await until(other, lambda: pick(story + "left."))
         reports.write_text(json.dumps({home: stats(0), other: stats(0, draining=True)}))
-        await until(home, lambda: pick(story + "returned."))
+        await until(home, lambda: pick(story, "bob"))  # which the other one has, but it drains
+
+        story = "Another story, of a smith. " * 60
+        await report({home: stats(0), other: stats(4)})
+        assert await pick(story, "alice") == home
+        await report({home: stats(40), other: stats(0)})
+        assert await pick(f"{story} He left.", "alice") == other
 
     asyncio.run(prefixes())
     reasons = {
         reason for model, _, reason in IN_FLIGHT.decisions() if model == "the prefix_aware model"
     }
-    assert reasons == {"prefix_tree", "power_of_two", "only_candidate"}
+    assert reasons == {"prefix", "least_loaded", "only_candidate"}

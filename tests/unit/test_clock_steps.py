@@ -28,7 +28,7 @@ from loomserve.platform.scheduling.policy.deadline import DEADLINE, deadline_of
 from loomserve.platform.state.roles import Role
 from loomserve.routers.base import Replica
 from loomserve.routers.in_flight import InFlight
-from loomserve.routers.serve.request_router import eligible_replicas
+from loomserve.routers.policy_choice import ReplicaChooser
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.ticket import RoutingTicket
 from tests.unit.deployments.gateway.test_lengths import asked
@@ -69,7 +69,7 @@ def test_a_deadline_stays_as_far_away_as_its_client_said(step: Step) -> None:
 
 def test_a_load_report_is_as_old_as_it_is(step: Step) -> None:
     ledger, meter = InFlight(), LoadMeter()
-    earlier, later = RoutingTicket(ledger), RoutingTicket(ledger)
+    earlier, later, last = (RoutingTicket(ledger) for _ in range(3))
     earlier.book(Replica("r1"))
     stats = RoutingStats(
         load=meter.read(Turnaround()), max_running=4, kv_capacity_tokens=None, draining=False,
@@ -77,10 +77,11 @@ def test_a_load_report_is_as_old_as_it_is(step: Step) -> None:
     )  # fmt: skip
     step()
     later.book(Replica("r1"))
-    running: Any = SimpleNamespace(
-        replica_id=SimpleNamespace(unique_id="r1"), routing_stats=stats.model_dump(mode="json")
-    )
-    (replica,) = eligible_replicas([running], later, stale_after_s=10.0)
+    sent = RoutingStats.model_validate(stats.model_dump(mode="json"))
+    chooser = ReplicaChooser("m", "load_aware", load_limit=1.6, stale_after_s=10.0)
+    assert chooser.decide({"r1": sent}, last) is not None
+    replica = last.replica
+    assert replica is not None
     assert replica.load is not None, "it is not out of date"
     assert replica.assigned_when_measured.requests == 1
     assert replica.assigned.requests == 2

@@ -89,11 +89,13 @@ class Model:
 
     def __init__(self, engines: Sequence[Engine]) -> None:
         self.engines = engines
+        self.tickets: list[RoutingTicket] = []
 
     @asynccontextmanager
     async def choose_replica(
         self, ticket: RoutingTicket, _reserve: bool
     ) -> AsyncIterator[SimpleNamespace]:
+        self.tickets.append(ticket)
         for engine in self.engines:
             pinned = ticket.pinned_to in (None, engine.name)
             if pinned and engine.name not in ticket.exclude:

@@ -12,6 +12,7 @@ import pytest
 from loomserve.deployments.gateway.forward import CollectedAnswer, ForwardRequest, never_gone
 from loomserve.platform.base.errors import EngineGone, InternalError, Unavailable
 from loomserve.platform.requests.engine_request import EngineRequest
+from loomserve.routers.block_keys import BLOCK_BYTES
 from tests.unit.deployments.gateway.engines import (
     GOOD,
     Engine,
@@ -231,3 +232,15 @@ async def test_a_client_that_does_not_read_is_not_taken_for_an_engine_that_stand
     async with gateway(much, idle_timeout_s=0.1) as (forwarder, model, _):
         await forwarder.forward(request(), model, never_gone, slow)
     assert read == size
+
+
+async def test_the_router_is_told_how_the_prompt_begins_at_each_attempt() -> None:
+    story = "Once upon a time there was a weaver. " * 50
+    async with gateway(dies, good) as (forwarder, model, _):
+        for ending in ("She sang.", "She slept."):
+            body = json.dumps({"model": "m", "prompt": story + ending}).encode()
+            await forwarder.collect(request(body), model)
+    first, again, *others = (ticket.block_keys for ticket in model.tickets)
+    assert first == again
+    for other in others:
+        assert len(set(first) & set(other)) == len(story) // BLOCK_BYTES > 5

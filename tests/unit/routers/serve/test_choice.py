@@ -19,5 +19,5 @@ def test_serve_accepts_the_router_of_each_policy(policy: str) -> None:
     config = RequestRouterConfig(**request_router_config(router, "m"))
     assert config.request_routing_stats_period_s == 1.0
     assert config.request_router_kwargs["stale_after_s"] == 4
-    expected = "PrefixAwareRouter" if policy == "prefix_aware" else "LoomRouter"
-    assert config.get_request_router_class().__name__ == expected
+    assert config.request_router_kwargs["policy"] == policy
+    assert config.get_request_router_class().__name__ == "LoomRouter"

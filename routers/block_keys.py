@@ -1,0 +1,51 @@
+"""Keys of a prompt's blocks, by which prompts that begin alike are told.
+
+A key is the hash of its block and of the key before it, so two prompts have a key in common only if
+they are the same up to the end of its block. The first is hashed with the model (or adapter) and
+the tenant's cache salt: an engine shares KV blocks within these only, and so do keys.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable
+from hashlib import blake2b
+
+BLOCK_TOKENS = 64
+"""Several of vLLM's blocks (16 tokens): less to hash, and shorter prefixes save nothing."""
+BLOCK_BYTES = 256
+"""Block of a text of which no tokens are known: about as many tokens."""
+MOST_BLOCKS = 2048
+"""A prompt's blocks beyond have no keys."""
+
+_KEY_BYTES = 16
+_TOKEN_TYPE = "I"
+
+
+def token_keys(
+    tokens: Iterable[int], *, model: str, salt: str | None, block_tokens: int = BLOCK_TOKENS
+) -> tuple[bytes, ...]:
+    """A key for each full block of a prompt's tokens, the last token's block only if it is full.
+
+    Raises:
+        OverflowError: a token is below 0, or above 2³² - 1.
+    """
+    packed = array(_TOKEN_TYPE, tokens)
+    size = block_tokens * packed.itemsize
+    return _chain(packed.tobytes(), size, ("tokens", block_tokens, model, salt))
+
+
+def text_keys(
+    text: bytes, *, model: str, salt: str | None, block_bytes: int = BLOCK_BYTES
+) -> tuple[bytes, ...]:
+    """A key for each full block of a prompt's text, where its tokens are not known."""
+    return _chain(text, block_bytes, ("text", block_bytes, model, salt))
+
+
+def _chain(blocks: bytes, size: int, root: tuple[str, int, str, str | None]) -> tuple[bytes, ...]:
+    key = blake2b(repr(root).encode(), digest_size=_KEY_BYTES).digest()
+    keys = []
+    for start in range(0, min(len(blocks), MOST_BLOCKS * size) - size + 1, size):
+        key = blake2b(key + blocks[start : start + size], digest_size=_KEY_BYTES).digest()
+        keys.append(key)
+    return tuple(keys)
