@@ -1,0 +1,1 @@
+"""An engine as one process that only computes, for any number of front ends."""

@@ -1,0 +1,56 @@
+"""Where front ends reach an engine's process, and what the two say to each other beside vLLM.
+
+A front end has a DEALER to each of the engine's two ROUTERs, both with its identity. It says
+``HELLO`` on the output socket, and again every second. The engine answers the first with ``READY``
+and each later one with ``BEAT``. Once it is ready the front end sends vLLM's frames to the input
+socket, and vLLM's outputs come on the output socket.
+
+* ``[HELLO]`` or ``[HELLO, connection]``. ``connection`` is any bytes that a front end makes anew
+  for each pair of sockets, so that the engine knows one who has come back from one who stayed.
+* ``[READY, response]``: vLLM's ``EngineCoreReadyResponse`` in msgpack. One that comes again says
+  that the engine had let the front end go, and has nothing any more of what it had asked for.
+* ``[BEAT, state]``: ``[steps, running, waiting]`` in msgpack. ``steps`` counts those of the engine
+  since its start.
+* ``[DEAD]``: the engine ends. vLLM's own word.
+
+What a front end sends before ``READY`` is not looked at.
+"""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+HELLO = b"HELLO"
+READY = b"READY"
+BEAT = b"BEAT"
+DEAD = b"ENGINE_CORE_DEAD"
+
+HELLO_PERIOD_S = 1.0
+"""How often a front end says that it is there."""
+
+
+@dataclass(frozen=True)
+class EngineAddress:
+    """The two sockets of an engine's process, as ZMQ writes addresses.
+
+    Attributes:
+        input: takes requests.
+        output: sends their outputs, and answers ``HELLO``.
+    """
+
+    input: str
+    output: str
+
+    @classmethod
+    def in_folder(cls, folder: Path) -> EngineAddress:
+        """Unix sockets in this folder that nobody else has."""
+        name = f"core-{secrets.token_hex(4)}"
+        return cls(f"ipc://{folder / name}.in", f"ipc://{folder / name}.out")
+
+    def remove(self) -> None:
+        """Remove the sockets' files, which a process that was killed leaves behind."""
+        for address in (self.input, self.output):
+            if address.startswith("ipc://"):
+                Path(address.removeprefix("ipc://")).unlink(missing_ok=True)

@@ -1,0 +1,95 @@
+"""Who an engine works for: front ends by identity and by index, pure; seconds of one clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+NOBODY = 0
+"""vLLM's index for statistics of a step in which no front end has an output."""
+
+
+@dataclass
+class _FrontEnd:
+    index: int
+    connection: bytes
+    heard_at: float
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What a ``HELLO`` was.
+
+    Attributes:
+        first: whether the front end has come with it.
+        replaced: index of the same front end's earlier connection, whose requests nobody awaits.
+    """
+
+    first: bool
+    replaced: int | None = None
+
+
+class FrontEnds:
+    """Registry of front ends. An index is given once, so that late outputs reach nobody.
+
+    One thread changes it; ``index_of`` may be asked by another.
+    """
+
+    def __init__(self, silence_s: float) -> None:
+        """
+        Args:
+            silence_s: without a ``HELLO`` for so long, a front end is gone.
+        """
+        self._silence_s = silence_s
+        self._known: dict[bytes, _FrontEnd] = {}
+        self._identities: dict[int, bytes] = {}
+        self._last_index = NOBODY
+
+    def hello(self, identity: bytes, connection: bytes, now: float) -> Heard:
+        """Take in a ``HELLO``; ``connection`` tells the sockets that it came from."""
+        known = self._known.get(identity)
+        if known is not None and known.connection == connection:
+            known.heard_at = now
+            return Heard(first=False)
+        replaced = self.retire(identity)
+        self._last_index += 1
+        self._identities[self._last_index] = identity
+        self._known[identity] = _FrontEnd(self._last_index, connection, now)
+        return Heard(first=True, replaced=replaced)
+
+    def retire(self, identity: bytes) -> int | None:
+        """Forget a front end; returns the index that it had, None if it is not known."""
+        known = self._known.pop(identity, None)
+        if known is None:
+            return None
+        del self._identities[known.index]
+        return known.index
+
+    def silent(self, now: float) -> list[bytes]:
+        """Front ends that have not been heard for too long."""
+        return [
+            identity
+            for identity, known in self._known.items()
+            if now - known.heard_at > self._silence_s
+        ]
+
+    def excuse(self, now: float) -> None:
+        """Count silence from now on: it was the listener who was away."""
+        for known in self._known.values():
+            known.heard_at = now
+
+    def index_of(self, identity: bytes) -> int | None:
+        known = self._known.get(identity)
+        return None if known is None else known.index
+
+    def identity_of(self, index: int) -> bytes | None:
+        """Who has outputs of this index; for ``NOBODY`` the one that has been there longest."""
+        if index == NOBODY:
+            return next(iter(self._known), None)
+        return self._identities.get(index)
+
+    def __iter__(self) -> Iterator[bytes]:
+        return iter(list(self._known))
+
+    def __len__(self) -> int:
+        return len(self._known)

@@ -1,0 +1,157 @@
+"""The engine's output socket: outputs go out, front ends are heard, and those that are gone noticed.
+
+One thread runs it. It waits for the queue and for the socket at once, so that neither a token nor a
+``HELLO`` waits for the other, and never for a front end: what one does not take in time is lost,
+and the front end with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import zmq
+
+from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
+from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds
+from loomserve.platform.engine.core.waking_queue import WakingQueue
+
+# How often silence is looked for.
+_PERIOD_S = 0.25
+# If this thread was away for so long, so may have been what it should have heard.
+_AWAY_S = 1.0
+# How long the word of the engine's end may take to leave.
+_LINGER_MS = 1000
+
+
+class SenderEvents(Protocol):
+    """What the sender asks of its engine and tells it; called in the sender's thread."""
+
+    def ready_response(self) -> bytes:
+        """Body of ``READY``."""
+
+    def beat(self) -> bytes:
+        """Body of ``BEAT``."""
+
+    def encode(self, outputs: Any) -> Sequence[Any]:
+        """Frames of outputs."""
+
+    def gone(self, index: int) -> None:
+        """The front end with this index is gone: nobody awaits its requests."""
+
+    def unwanted(self, outputs: Any) -> None:
+        """These outputs are for a front end that is gone."""
+
+
+@dataclass(frozen=True)
+class FrontEndLimits:
+    """
+    Attributes:
+        silence_s: Without a ``HELLO`` for so long, a front end is gone.
+        queued: Messages that may wait for one front end; with more it is gone.
+    """
+
+    silence_s: float = 5.0
+    queued: int = 2000
+
+
+def bound_router(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
+    """A ROUTER whose sends fail where they would block or nobody is."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    # Who comes back under its identity takes over from its own dead connection.
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+    return socket
+
+
+class OutputSender:
+    """Sends ``(index, outputs)`` from a queue to front ends, until ``DEAD`` is in the queue."""
+
+    def __init__(
+        self,
+        queue: WakingQueue[Any],
+        front_ends: FrontEnds,
+        events: SenderEvents,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._queue, self._front_ends, self._events = queue, front_ends, events
+        self._clock = clock
+        self._socket: zmq.Socket[bytes]
+
+    def run(self, address: str, queued: int) -> None:
+        """Bind, and send until the end.
+
+        Args:
+            address: of the socket.
+            queued: messages that may wait for one front end.
+        """
+        with zmq.Context() as context, bound_router(context, address) as self._socket:
+            self._socket.setsockopt(zmq.SNDHWM, queued)
+            self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+            self._socket.bind(address)
+            poller = zmq.Poller()
+            poller.register(self._socket, zmq.POLLIN)
+            poller.register(self._queue.wakeup, zmq.POLLIN)
+            looked_at = self._clock()
+            while True:
+                poller.poll(_PERIOD_S * 1000 if self._front_ends else None)
+                if not self._send_queued():
+                    return
+                self._hear()
+                if (now := self._clock()) - looked_at >= _PERIOD_S:
+                    if now - looked_at > _AWAY_S:
+                        self._front_ends.excuse(now)
+                    looked_at = now
+                    self._look_for_silence(now)
+
+    def _send_queued(self) -> bool:
+        """Send what is there; returns whether the engine lives."""
+        for item in self._queue.take_all():
+            if item == DEAD:
+                for identity in self._front_ends:
+                    self._send(identity, [DEAD])
+                return False
+            index, outputs = item
+            identity = self._front_ends.identity_of(index)
+            if identity is not None:
+                self._send(identity, self._events.encode(outputs))
+            elif index != NOBODY:
+                self._events.unwanted(outputs)
+        return True
+
+    def _hear(self) -> None:
+        with suppress(zmq.Again):
+            while True:
+                identity, *words = self._socket.recv_multipart(zmq.NOBLOCK)
+                if words[:1] == [HELLO]:
+                    self._answer(identity, b"".join(words[1:]))
+
+    def _answer(self, identity: bytes, connection: bytes) -> None:
+        heard = self._front_ends.hello(identity, connection, self._clock())
+        if heard.replaced is not None:
+            self._events.gone(heard.replaced)
+        if heard.first:
+            self._send(identity, [READY, self._events.ready_response()])
+        else:
+            self._send(identity, [BEAT, self._events.beat()])
+
+    def _send(self, identity: bytes, frames: Sequence[Any]) -> None:
+        try:
+            self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError as error:
+            # It does not read, or is not there.
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            self._let_go(identity)
+
+    def _look_for_silence(self, now: float) -> None:
+        for identity in self._front_ends.silent(now):
+            self._let_go(identity)
+
+    def _let_go(self, identity: bytes) -> None:
+        index = self._front_ends.retire(identity)
+        if index is not None:
+            self._events.gone(index)
