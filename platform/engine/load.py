@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.stats import (
-    FinishedRequestStats,
-    IterationStats,
-    MultiModalCacheStats,
-    SchedulerStats,
-)
+from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
 
 from loomserve.kvstore.engine.scheduling_stats import SCHEDULING
 from loomserve.platform.costs.engine_work import EngineWork
@@ -24,6 +19,40 @@ from loomserve.platform.state import Pace, ReplicaLoad, SchedulingState, WorkSta
 _NEWEST = 0.1
 # Two statistics further apart than this do not frame one step: the engine was idle between them.
 _LONGEST_STEP_S = 5.0
+
+
+class StepTokens(NamedTuple):
+    """Tokens of one step.
+
+    Attributes:
+        generated: Generated tokens, first ones included.
+        computed: Tokens of the prompts that the step completed, but for cached ones.
+        first_token_s: The longest that a first token of this step has let wait; 0 for none.
+    """
+
+    generated: int = 0
+    computed: int = 0
+    first_token_s: float = 0.0
+
+
+class ServedRequest(NamedTuple):
+    """A request that has its whole answer; seconds in the engine.
+
+    Attributes:
+        prompt_tokens: Those of its prompt.
+        cached_tokens: Those of them that were not computed.
+        generated: Those of its answer.
+        prefill_s: From its start to its first token.
+        decode_s: From its first token to its last.
+        inference_s: From its start to its last token.
+    """
+
+    prompt_tokens: int
+    cached_tokens: int
+    generated: int
+    prefill_s: float
+    decode_s: float
+    inference_s: float
 
 
 class LoadMeter:
@@ -46,18 +75,17 @@ class LoadMeter:
         waiting: int,
         kv_cache_usage: float,
         now: float,
-        tokens: IterationStats | None = None,
+        tokens: StepTokens | None = None,
     ) -> None:
         """Take in one step's statistics; ``now`` is monotonic seconds."""
         last, self._last_step_at = self._last_step_at, now if running else None
         if tokens is not None:
             # After an idle while, the first answers waited for nothing but this step.
-            first_s = max(tokens.time_to_first_tokens_iter, default=0.0)
             self._work.step(
-                min(first_s if last is None else now - last, _LONGEST_STEP_S),
+                min(tokens.first_token_s if last is None else now - last, _LONGEST_STEP_S),
                 running=running,
-                generated=tokens.num_generation_tokens,
-                computed=tokens.prompt_token_stats.computed,
+                generated=tokens.generated,
+                computed=tokens.computed,
                 kv_usage=kv_cache_usage,
             )
         if last is not None and 0 < now - last < _LONGEST_STEP_S:
@@ -70,16 +98,15 @@ class LoadMeter:
         """Take in what the engine's own scheduler says of itself: a :class:`SchedulingState`."""
         self._scheduling = figures
 
-    def finished(self, request: FinishedRequestStats) -> None:
-        """Take in what vLLM measured of a request that has ended."""
-        computed = max(1, request.num_prompt_tokens - request.num_cached_tokens)
+    def finished(self, request: ServedRequest) -> None:
+        """Take in what was measured of a request that has ended."""
         self._served.take(
-            prefill_s=request.prefill_time,
-            computed=computed,
-            decode_s=request.decode_time,
+            prefill_s=request.prefill_s,
+            computed=max(1, request.prompt_tokens - request.cached_tokens),
+            decode_s=request.decode_s,
             # The first token comes with the prefill.
-            decoded=max(0, request.num_generation_tokens - 1),
-            request_s=request.inference_time,
+            decoded=max(0, request.generated - 1),
+            request_s=request.inference_s,
         )
 
     def read(self, turnaround: Turnaround) -> ReplicaLoad:
@@ -141,15 +168,31 @@ class _LoadLogger(StatLoggerBase):  # type: ignore[misc]
         mm_cache_stats: MultiModalCacheStats | None = None,
         engine_idx: int = 0,
     ) -> None:
-        for request in iteration_stats.finished_requests if iteration_stats else ():
-            self._meter.finished(request)
+        tokens = None
+        if iteration_stats is not None:
+            for request in iteration_stats.finished_requests:
+                self._meter.finished(
+                    ServedRequest(
+                        prompt_tokens=request.num_prompt_tokens,
+                        cached_tokens=request.num_cached_tokens,
+                        generated=request.num_generation_tokens,
+                        prefill_s=request.prefill_time,
+                        decode_s=request.decode_time,
+                        inference_s=request.inference_time,
+                    )
+                )
+            tokens = StepTokens(
+                generated=iteration_stats.num_generation_tokens,
+                computed=iteration_stats.prompt_token_stats.computed,
+                first_token_s=max(iteration_stats.time_to_first_tokens_iter, default=0.0),
+            )
         if scheduler_stats is not None:
             self._meter.step(
                 scheduler_stats.num_running_reqs,
                 scheduler_stats.num_waiting_reqs,
                 scheduler_stats.kv_cache_usage,
                 time.monotonic(),
-                iteration_stats,
+                tokens,
             )
             figures = (scheduler_stats.kv_connector_stats or {}).get(SCHEDULING)
             if figures is not None:
