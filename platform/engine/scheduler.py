@@ -27,6 +27,7 @@ from loomserve.platform.costs import profile
 from loomserve.platform.engine.kv_blocks import block_bytes
 from loomserve.platform.engine.profiling.profile_key import profile_key, weights_digest
 from loomserve.platform.engine.profiling.step_timing import StepClock
+from loomserve.platform.engine.resumption.scheduling import ResumedRequests
 from loomserve.platform.engine.scheduler_calls import SchedulerCalls
 from loomserve.platform.engine.scheduling.admission import Admission
 from loomserve.platform.engine.scheduling.costs import EngineCosts
@@ -89,6 +90,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
             half.policy = self.swap
         self.order = QueueOrder(self.costs, self.swap)
         self.admission = Admission(self, self.order, self.swap, self.costs)
+        self._resumed = ResumedRequests(self.structured_output_manager)
         self._clock = StepClock()
         self._made_way: set[Request] = set()
         given = self.vllm_config.additional_config.get(ADDITIONAL_CONFIG, {})
@@ -128,6 +130,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
             self._put_in_order(now)
         with self._starting(now, begin):
             scheduled = super().schedule(throttle_prefills)
+        self._resumed.started(scheduled)
         self.swap.note_swap_ins(self.requests, scheduled)
         self._clock.began(scheduled, time.perf_counter())
         return scheduled
@@ -159,13 +162,31 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
             self.admission.on_answer(request.num_output_tokens)
         self.order.forget(request)
         self.swap.forget(request)
+        self._resumed.forget(request)
         for hooks in self.hooks:
             hooks.on_free(request)
         return super()._free_request(request, *args, **kwargs)
 
     def add_request(self, request: Request) -> None:
+        resumed = request.request_id not in self.requests and self._resumed.enter(request)
         super().add_request(request)
-        self.order.on_arrival(request)
+        if not resumed:
+            self.order.on_arrival(request)
+            return
+        # Its front end knows that it was queued, by another engine.
+        request.events.clear()
+        if request.status is RequestStatus.WAITING:
+            # Before all others, as what is preempted here.
+            self.waiting.put_first(self.waiting.take_last(1))
+
+    def _try_promote_blocked_waiting_request(self, request: Request) -> bool:
+        waited_for = request.status
+        if not super()._try_promote_blocked_waiting_request(request):
+            return False
+        if self._resumed.promoted(request, waited_for):
+            return True
+        self.grammar_compile_error_reqs.add(request.request_id)
+        return False
 
     def _put_in_order(self, now: float) -> None:
         self.order.sort_running(self.running, now)

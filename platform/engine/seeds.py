@@ -14,9 +14,14 @@ import numpy as np
 import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 
+from loomserve.platform.engine.resumption.model_runner import ResumesRequests
 
-class SeedKeepingModelRunner(CPUModelRunner):  # type: ignore[misc]
-    """CPU model runner that takes draws back by restoring the generator's whole state."""
+
+class SeedKeepingModelRunner(ResumesRequests, CPUModelRunner):  # type: ignore[misc]
+    """CPU model runner that takes draws back by restoring the generator's whole state.
+
+    It takes requests that go on here, too.
+    """
 
     _states: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
 

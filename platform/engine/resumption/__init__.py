@@ -1,0 +1,1 @@
+"""Requests that go on in another engine than the one that began them."""

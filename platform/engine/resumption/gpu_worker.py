@@ -1,0 +1,25 @@
+"""vLLM's GPU worker that takes requests which go on here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from loomserve.platform.engine.resumption.model_runner import ResumesRequests
+
+
+class ResumingGpuModelRunner(ResumesRequests, GPUModelRunner):  # type: ignore[misc]
+    """vLLM's first model runner; its second gets a request's tokens so far from the scheduler."""
+
+
+class ResumingGpuWorker(Worker):  # type: ignore[misc]
+    """Makes our model runner where vLLM would make its own."""
+
+    def init_device(self) -> None:
+        super().init_device()
+        self.model_runner: Any
+        if type(self.model_runner) is GPUModelRunner:
+            # It holds nothing yet.
+            self.model_runner = ResumingGpuModelRunner(self.vllm_config, self.device)

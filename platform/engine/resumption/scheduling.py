@@ -1,0 +1,88 @@
+"""The scheduler's half: such a request enters as one that was preempted, and is resumed.
+
+So all that depends on an answer's length or on its tokens is as in a run that nothing disturbed:
+``max_tokens``, ``min_tokens``, penalties, stop tokens, the grammar. Its KV is looked up, in the
+prefix cache and in the KV store, over the prompt and the tokens so far.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from loomserve.platform.engine.resumption.tokens import resumed_tokens
+
+_logger = logging.getLogger(__name__)
+
+
+class ResumedRequests:
+    """Requests that go on here, until a worker knows them."""
+
+    def __init__(self, grammars: StructuredOutputManager) -> None:
+        self._grammars = grammars
+        self._entering: set[str] = set()
+
+    def enter(self, request: Request) -> bool:
+        """Give a request that is being added its tokens so far; returns whether it has any."""
+        tokens = resumed_tokens(request.sampling_params)
+        if not tokens:
+            return False
+        request.append_output_token_ids(tokens)
+        request.num_preemptions = 1
+        # The front end has been told of its first prefill, by another engine.
+        request.prefill_stats = None
+        self._entering.add(request.request_id)
+        return True
+
+    def promoted(self, request: Request, waited_for: RequestStatus) -> bool:
+        """See to a request that waits no longer for its grammar or its KV.
+
+        Returns:
+            Whether it can run; False where its grammar does not take the tokens so far.
+        """
+        if request.request_id not in self._entering:
+            return True
+        # vLLM takes one that has been preempted for one that the workers know.
+        request.status = RequestStatus.WAITING
+        if waited_for is not RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            return True
+        if self._advance(request):
+            return True
+        request.status = waited_for
+        return False
+
+    def started(self, scheduled: SchedulerOutput) -> None:
+        """The workers are told of those that this step starts."""
+        if self._entering:
+            self._entering.difference_update(new.req_id for new in scheduled.scheduled_new_reqs)
+
+    def forget(self, request: Request) -> None:
+        self._entering.discard(request.request_id)
+
+    def _advance(self, request: Request) -> bool:
+        """Advance the grammar over the tokens so far, but for those of reasoning."""
+        tokens = list(request.output_token_ids)
+        written = tokens[self._reasoning(request, tokens) :]
+        accepted: bool = not written or request.structured_output_request.grammar.accept_tokens(
+            request.request_id, written
+        )
+        if not accepted:
+            _logger.error("request %s does not follow its grammar", request.request_id)
+        return accepted
+
+    def _reasoning(self, request: Request, tokens: list[int]) -> int:
+        """How many of an answer's tokens are reasoning, which no grammar rules."""
+        if self._grammars.should_fill_bitmask(request):
+            return 0
+        structured, reasoner = request.structured_output_request, self._grammars._get_reasoner
+        seen = list(request.prompt_token_ids or ())
+        for count, token in enumerate(tokens, 1):
+            seen.append(token)
+            if reasoner(request).is_reasoning_end_streaming(seen, [token]):
+                structured.reasoning_ended = True
+                structured.reasoning_end_token_index = len(seen) - 1
+                return count
+        return len(tokens)
