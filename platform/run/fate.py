@@ -21,7 +21,12 @@ def end_with_parent() -> None:
     parent = multiprocessing.parent_process()
     if parent is None or RUN_VARIABLE not in os.environ:
         return
+    end_with(parent.pid)
+
+
+def end_with(parent: int | None) -> None:
+    """The same of a process that was started in another way, by the process with this id."""
     ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != parent.pid:
+    if os.getppid() != parent:
         # It ended before the kernel was asked.
         os.kill(os.getpid(), signal.SIGKILL)

@@ -26,6 +26,7 @@ from tests.integration.lending_pair import (
     lending_engine,
     prompts,
 )
+from tests.integration.served_engine import ServedEngine, engine_start, served
 
 
 @dataclass
@@ -88,6 +89,14 @@ class StoredEngine:
 class Answer:
     tokens: list[int]
     cached: int
+
+
+@pytest.fixture(scope="package")
+def served_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedEngine]:
+    """An engine's process for front ends, in float32."""
+    folder = tmp_path_factory.mktemp("core")
+    with served(engine_start(str(catalog.resolve("demo", folder)), folder)) as engine:
+        yield engine
 
 
 _Stored = TypeVar("_Stored", bound=StoredEngine)

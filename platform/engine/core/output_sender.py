@@ -1,4 +1,4 @@
-"""The engine's output socket: outputs go out, front ends are heard, and those that are gone noticed.
+"""The engine's output socket: outputs go out, front ends are heard, and lost ones noticed.
 
 One thread runs it. It waits for the queue and for the socket at once, so that neither a token nor a
 ``HELLO`` waits for the other, and never for a front end: what one does not take in time is lost,
@@ -20,7 +20,7 @@ from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds
 from loomserve.platform.engine.core.waking_queue import WakingQueue
 
 # How often silence is looked for.
-_PERIOD_S = 0.25
+_PERIOD_MS = 250
 # If this thread was away for so long, so may have been what it should have heard.
 _AWAY_S = 1.0
 # How long the word of the engine's end may take to leave.
@@ -58,9 +58,9 @@ class FrontEndLimits:
     queued: int = 2000
 
 
-def bound_router(context: zmq.Context[Any], address: str) -> zmq.Socket[bytes]:
-    """A ROUTER whose sends fail where they would block or nobody is."""
-    socket = context.socket(zmq.ROUTER)
+def router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
+    """A ROUTER whose sends fail where nobody is."""
+    socket: zmq.Socket[bytes] = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     # Who comes back under its identity takes over from its own dead connection.
     socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
@@ -88,7 +88,7 @@ class OutputSender:
             address: of the socket.
             queued: messages that may wait for one front end.
         """
-        with zmq.Context() as context, bound_router(context, address) as self._socket:
+        with zmq.Context() as context, router(context) as self._socket:
             self._socket.setsockopt(zmq.SNDHWM, queued)
             self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
             self._socket.bind(address)
@@ -97,11 +97,11 @@ class OutputSender:
             poller.register(self._queue.wakeup, zmq.POLLIN)
             looked_at = self._clock()
             while True:
-                poller.poll(_PERIOD_S * 1000 if self._front_ends else None)
+                poller.poll(_PERIOD_MS if self._front_ends else None)
                 if not self._send_queued():
                     return
                 self._hear()
-                if (now := self._clock()) - looked_at >= _PERIOD_S:
+                if ((now := self._clock()) - looked_at) * 1000 >= _PERIOD_MS:
                     if now - looked_at > _AWAY_S:
                         self._front_ends.excuse(now)
                     looked_at = now
@@ -115,9 +115,9 @@ class OutputSender:
                     self._send(identity, [DEAD])
                 return False
             index, outputs = item
-            identity = self._front_ends.identity_of(index)
-            if identity is not None:
-                self._send(identity, self._events.encode(outputs))
+            receiver = self._front_ends.identity_of(index)
+            if receiver is not None:
+                self._send(receiver, self._events.encode(outputs))
             elif index != NOBODY:
                 self._events.unwanted(outputs)
         return True

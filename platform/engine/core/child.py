@@ -1,0 +1,80 @@
+"""The main module of an engine's process: ``python -m …child CONTROL_SOCKET PARENT``.
+
+It is started by :class:`loomserve.platform.engine.core.host.EngineHost`.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from loomserve.platform.engine.core.control import ControlLink
+from loomserve.platform.engine.core.cores import bind_to_device
+from loomserve.platform.engine.core.messages import EngineStart
+from loomserve.platform.run.fate import end_with
+
+if TYPE_CHECKING:
+    from loomserve.platform.engine.core.served_core import ServedEngineCore
+
+_logger = logging.getLogger(__name__)
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Make the engine that the replica asks for, and run it until its end."""
+    end_with(parent)
+    # A terminal sends it to all processes; the replica decides when its engine ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = ControlLink(socket.socket(fileno=descriptor))
+    start = link.awaited_start()
+    watch = link.end_with_replica()
+    bind_to_device()
+    try:
+        core = _made(start)
+    except BaseException as error:
+        _logger.exception("the engine did not start")
+        link.failed(error)
+        raise SystemExit(1) from None
+    watch.core = core
+    link.started(core.facts())
+    _run(core)
+
+
+def _made(start: EngineStart) -> ServedEngineCore:
+    from vllm import AsyncEngineArgs
+    from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
+    from vllm.utils.system_utils import set_process_title
+
+    from loomserve.platform.engine.core.output_sender import FrontEndLimits
+    from loomserve.platform.engine.core.served_core import ServedEngineCore
+    from loomserve.platform.engine.executor import executor_class, one_process_executor
+    from loomserve.platform.engine.hooks import verify
+
+    verify("vllm")
+    # As vLLM's own EngineCore begins; workers of several processes get the model's configuration.
+    set_process_title("EngineCore")
+    maybe_register_config_serialize_by_value()
+    config = AsyncEngineArgs(**start.options).create_engine_config()
+    choose = executor_class if start.own_process_workers else one_process_executor
+    limits = FrontEndLimits(start.silence_s, start.queued)
+    return ServedEngineCore(config, choose(config), start.address, limits)
+
+
+def _run(core: ServedEngineCore) -> None:
+    """Step until the replica stops it or an error does; front ends learn of either."""
+    try:
+        core.run_busy_loop()
+    except SystemExit:
+        pass
+    except Exception:
+        _logger.exception("the engine has failed")
+        raise
+    finally:
+        core._send_engine_dead()
+        core.shutdown()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,165 @@
+"""The engine's end of the channel to its replica."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+import msgspec
+from pydantic import ValidationError
+
+from loomserve.platform.engine.core.messages import (
+    ERRORS,
+    FACTS,
+    HEAD,
+    RPC,
+    START,
+    STATS,
+    STOP,
+    EngineFacts,
+    EngineStart,
+)
+
+_logger = logging.getLogger(__name__)
+
+# How long the engine may take to end in good order once its replica is gone.
+_LEAVE_S = 5.0
+
+
+class ControlledCore(Protocol):
+    """The engine as its replica's calls see it."""
+
+    meter: Any
+
+    def between_steps(self, work: Any) -> None: ...
+
+    def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> Any: ...
+
+    def facts(self) -> EngineFacts: ...
+
+    def stop(self) -> None: ...
+
+
+class ControlLink:
+    """Frames between the replica and this process."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        self._start_id = 0
+        self._sending = threading.Lock()
+
+    def awaited_start(self) -> EngineStart:
+        """The first call of all: how to make the engine."""
+        call_id, method, (given,) = self._receive()
+        assert method == START, f"{method} comes before {START}"
+        self._start_id = call_id
+        return EngineStart.model_validate(given)
+
+    def started(self, facts: EngineFacts) -> None:
+        """Tell that the engine is ready."""
+        self._send(self._start_id, "", facts.model_dump())
+
+    def failed(self, error: BaseException) -> None:
+        """Tell why there will be no engine."""
+        if isinstance(error, ValidationError):
+            # Its own first line only counts the mistakes.
+            told = error.errors()[0]["msg"].removeprefix("Value error, ")
+            self._send(self._start_id, ValueError.__name__, told)
+        else:
+            self._fail(self._start_id, error)
+
+    def end_with_replica(self) -> _ReplicaWatch:
+        """Take calls in a thread, and end this process with the replica; the engine comes later."""
+        watch = _ReplicaWatch(self)
+        threading.Thread(target=watch.run, name="control", daemon=True).start()
+        return watch
+
+    def _receive(self) -> Any:
+        """The next frame.
+
+        Raises:
+            EOFError: the replica is gone.
+        """
+        (length,) = HEAD.unpack(self._exactly(HEAD.size))
+        return msgspec.msgpack.decode(self._exactly(length))
+
+    def _exactly(self, length: int) -> bytes:
+        received = bytearray()
+        while len(received) < length:
+            some = self._socket.recv(length - len(received))
+            if not some:
+                raise EOFError
+            received += some
+        return bytes(received)
+
+    def _send(self, call_id: int, kind: str, value: Any) -> None:
+        self._write(msgspec.msgpack.encode((call_id, kind, value)))
+
+    def _write(self, body: bytes) -> None:
+        # Without a replica this process ends soon.
+        with self._sending, suppress(OSError):
+            self._socket.sendall(HEAD.pack(len(body)) + body)
+
+    def _fail(self, call_id: int, error: BaseException) -> None:
+        name = type(error).__name__
+        if name in ERRORS:
+            self._send(call_id, name, str(error))
+        else:
+            self._send(call_id, RuntimeError.__name__, f"{name}: {error}")
+
+    def answer(self, call_id: int, work: Callable[..., Any], *given: Any) -> None:
+        """Do the work, and send what it returns or raises."""
+        try:
+            body = msgspec.msgpack.encode((call_id, "", work(*given)))
+        except Exception as error:
+            self._fail(call_id, error)
+        else:
+            self._write(body)
+
+
+class _ReplicaWatch:
+    """Takes the replica's calls; without a replica there is no engine."""
+
+    def __init__(self, link: ControlLink) -> None:
+        self._link = link
+        self.core: ControlledCore | None = None
+
+    def run(self) -> None:
+        try:
+            while True:
+                self._take(*self._link._receive())
+        except (EOFError, OSError):
+            _logger.warning("the replica is gone; its engine ends")
+        if self.core is not None:
+            self.core.stop()
+            time.sleep(_LEAVE_S)
+        os._exit(1)
+
+    def _take(self, call_id: int, method: str, args: list[Any]) -> None:
+        core, answer = self.core, self._link.answer
+        if core is None:
+            answer(call_id, _refuse, "the engine is not ready")
+        elif method == STATS:
+            # At once: a step may take long, and heartbeats go on.
+            answer(call_id, lambda: core.meter.read().model_dump())
+        elif method == FACTS:
+            answer(call_id, lambda: core.facts().model_dump())
+        elif method == STOP:
+            core.stop()
+            answer(call_id, lambda: None)
+        elif method == RPC:
+            name, *given = args
+            call = (name, None, tuple(given))
+            core.between_steps(lambda: answer(call_id, core.collective_rpc, *call))
+        else:
+            answer(call_id, _refuse, f"an engine does not answer {method!r}")
+
+
+def _refuse(why: str) -> None:
+    raise ValueError(why)

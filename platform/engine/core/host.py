@@ -1,0 +1,208 @@
+"""An engine's process as the replica that started it has it: started, called, watched, stopped."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from itertools import count
+from typing import Any
+
+import msgspec
+
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.engine.core.addresses import EngineAddress
+from loomserve.platform.engine.core.messages import (
+    ERRORS,
+    HEAD,
+    RPC,
+    START,
+    STATS,
+    STOP,
+    EngineFacts,
+    EngineStart,
+)
+from loomserve.platform.state import ReplicaLoad
+
+_CHILD = "loomserve.platform.engine.core.child"
+_LOOK_S = 0.02
+# A call's answer is refused beyond it; the engine's are some kilobytes.
+_LONGEST_FRAME = 64 * 2**20
+
+
+class EngineEnded(RuntimeError):  # noqa: N818 - a state, not a mistake
+    """The engine's process has ended; the message says how."""
+
+
+class EngineHost:
+    """One engine's process. All of it is used in the event loop that started it, whose thread must
+    live as long as the engine is to."""
+
+    def __init__(self, process: subprocess.Popen[bytes], address: EngineAddress) -> None:
+        self.address = address
+        self.facts: EngineFacts
+        """Once it is ready."""
+        self._process = process
+        self._writer: asyncio.StreamWriter
+        self._answers: dict[int, asyncio.Future[Any]] = {}
+        self._ids = count()
+        self._reading: asyncio.Task[None]
+
+    @classmethod
+    async def start(
+        cls, start: EngineStart, environment: Mapping[str, str], timeout_s: float
+    ) -> EngineHost:
+        """Start an engine, and wait until it is ready.
+
+        Args:
+            start: how to make it.
+            environment: what its process has beyond this process's own.
+            timeout_s: for all of it.
+
+        Raises:
+            StartError: it cannot start, or takes too long.
+        """
+        ours, process = _spawned(environment)
+        host = cls(process, start.address)
+        reader, host._writer = await asyncio.open_connection(sock=ours)
+        host._reading = asyncio.create_task(host._read(reader))
+        try:
+            facts = await host.call(START, start.model_dump(mode="json"), timeout_s=timeout_s)
+        except TimeoutError:
+            await host.stop(0)
+            raise StartError(
+                f"the engine was not ready after {timeout_s:.0f} s: look into its log for what it "
+                "was doing, or give it more time"
+            ) from None
+        except Exception as error:
+            await host.stop(0)
+            raise StartError(f"the engine cannot start: {_first_line(error)}") from None
+        except BaseException:
+            process.kill()
+            raise
+        host.facts = EngineFacts.model_validate(facts)
+        return host
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None and not self._reading.done()
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """Call the engine: ``stats``, ``facts``, ``stop``, or ``collective_rpc`` with a name.
+
+        Args:
+            method: answered at once, but for ``collective_rpc``, which waits for a step's end.
+            args: what can be said in JSON, as is the answer.
+            timeout_s: for the answer.
+
+        Raises:
+            EngineEnded: it has ended, or does before it answers.
+            TimeoutError: it has not answered in time.
+            Exception: what the method raised: one of ``messages.ERRORS``.
+        """
+        if self._reading.done():
+            raise EngineEnded(await self._how_it_ended())
+        call_id = next(self._ids)
+        self._answers[call_id] = answer = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                body = msgspec.msgpack.encode((call_id, method, args))
+                self._writer.write(HEAD.pack(len(body)) + body)
+                with contextlib.suppress(ConnectionError):  # then the reader has ended, too
+                    await self._writer.drain()
+                return await answer
+        finally:
+            self._answers.pop(call_id, None)
+
+    async def collective_rpc(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """Call a method of the engine's workers, or ``loans.…`` of its scheduler."""
+        answers: list[Any] = await self.call(RPC, method, *args, timeout_s=timeout_s)
+        return answers
+
+    async def stats(self, timeout_s: float) -> ReplicaLoad:
+        """The engine's load as of its last step, even while a step takes long."""
+        return ReplicaLoad.model_validate(await self.call(STATS, timeout_s=timeout_s))
+
+    async def ended(self) -> str:
+        """Wait for the engine's end; returns how it ended, as a sentence's end."""
+        await asyncio.wait([self._reading])
+        return await self._how_it_ended()
+
+    async def stop(self, timeout_s: float) -> None:
+        """End the engine: in good order within the time, else at once. Front ends are told."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(EngineEnded, TimeoutError, *ERRORS.values()):
+            if timeout_s > 0:
+                await self.call(STOP, timeout_s=timeout_s)
+        while self._process.poll() is None:
+            if time.monotonic() > deadline:
+                self._process.kill()
+            await asyncio.sleep(_LOOK_S)
+        self._writer.close()
+        self._reading.cancel()
+        await asyncio.wait([self._reading])
+        self.address.remove()
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Take answers until the engine's end, by which whoever waits for one is told of it."""
+        try:
+            while True:
+                (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+                if length > _LONGEST_FRAME:
+                    raise ConnectionError("what the engine said is too long")
+                self._take(*msgspec.msgpack.decode(await reader.readexactly(length)))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            how = await self._how_it_ended()
+        except asyncio.CancelledError:
+            how = "was stopped"
+        for answer in self._answers.values():
+            if not answer.done():
+                answer.set_exception(EngineEnded(how))
+
+    def _take(self, call_id: int, kind: str, value: Any) -> None:
+        answer = self._answers.get(call_id)
+        if answer is None or answer.done():
+            return
+        if kind:
+            answer.set_exception(ERRORS.get(kind, RuntimeError)(value))
+        else:
+            answer.set_result(value)
+
+    async def _how_it_ended(self) -> str:
+        for _ in range(int(1 / _LOOK_S)):
+            if (code := self._process.poll()) is not None:
+                break
+            await asyncio.sleep(_LOOK_S)
+        else:
+            return "its process does not speak to the replica any more"
+        if code < 0:
+            return f"its process was ended by {signal.Signals(-code).name}"
+        return f"its process ended with status {code}; its log says why"
+
+
+def _spawned(environment: Mapping[str, str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A child of this thread that waits to be told what to do, and the channel to it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", _CHILD, str(theirs.fileno()), str(os.getpid())],
+            env={**os.environ, **environment},
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    return ours, process
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

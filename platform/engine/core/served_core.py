@@ -1,0 +1,202 @@
+"""vLLM's engine core for front ends that come and go, and for the replica that started it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import zmq
+from vllm.config import VllmConfig
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.engine.utils import EngineZmqAddresses
+from vllm.v1.executor import Executor
+from vllm.v1.request import Request
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from loomserve.platform.engine.core.addresses import EngineAddress
+from loomserve.platform.engine.core.cores import leave_device
+from loomserve.platform.engine.core.front_ends import FrontEnds
+from loomserve.platform.engine.core.messages import EngineFacts
+from loomserve.platform.engine.core.metering import CoreMeter
+from loomserve.platform.engine.core.output_sender import FrontEndLimits, OutputSender
+from loomserve.platform.engine.core.request_receiver import RequestReceiver, input_router
+from loomserve.platform.engine.core.waking_queue import WakingQueue
+from loomserve.platform.engine.resumption.tokens import check_resumed
+
+_logger = logging.getLogger(__name__)
+
+_BETWEEN_STEPS = "between steps"
+
+
+class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
+    """EngineCore whose sockets are bound, so that any number of front ends connect to them.
+
+    vLLM's own is made for front ends that it knows at its start, and ends with them. Its two I/O
+    threads are overridden; the loop, the steps and the frames are vLLM's.
+    """
+
+    def __init__(
+        self,
+        config: VllmConfig,
+        executor_class: type[Executor],
+        address: EngineAddress,
+        limits: FrontEndLimits,
+    ) -> None:
+        self.steps = 0
+        self.meter = CoreMeter()
+        self._address, self._limits = address, limits
+        self._front_ends = FrontEnds(limits.silence_s)
+        self._ready: bytes
+        self._is_ready = threading.Event()
+        self._encoder = MsgpackEncoder()
+        super().__init__(
+            vllm_config=config,
+            local_client=True,
+            handshake_address="",
+            executor_class=executor_class,
+            log_stats=True,
+        )
+
+    @contextmanager
+    def _perform_handshakes(self, *_: Any, **__: Any) -> Iterator[EngineZmqAddresses]:
+        # As vLLM's own Ray actors do: the addresses are known. Nothing is in the queue yet.
+        self.output_queue: WakingQueue[Any] = WakingQueue()
+        yield EngineZmqAddresses(inputs=[self._address.input], outputs=[self._address.output])
+
+    # vLLM's two threads
+
+    def process_input_sockets(
+        self,
+        input_addresses: list[str],
+        coord_input_address: str | None,
+        identity: bytes,
+        ready_event: threading.Event,
+    ) -> None:
+        leave_device()
+        # It mirrors the cache of a single front end. Here each sends what it has whole.
+        self.mm_receiver_cache = None
+        self._ready = msgspec.msgpack.encode(self._make_ready_response())
+        with zmq.Context() as context, input_router(context, self._address.input) as socket:
+            self._is_ready.set()
+            ready_event.set()
+            with self._fatal("reads requests"):
+                RequestReceiver(self, self._front_ends).run(socket)
+
+    def process_output_sockets(self, *_: Any) -> None:
+        leave_device()
+        self._is_ready.wait()
+        with self._fatal("sends outputs"):
+            sender = OutputSender(self.output_queue, self._front_ends, self)
+            sender.run(self._address.output, self._limits.queued)
+
+    @contextmanager
+    def _fatal(self, work: str) -> Iterator[None]:
+        """End the engine if a thread ends without which nobody can speak to it."""
+        try:
+            yield
+        except Exception as error:
+            _logger.exception("the thread that %s has ended", work)
+            message = f"the thread that {work} has ended: {error}"
+
+            def end() -> None:
+                raise RuntimeError(message)
+
+            self.between_steps(end)
+
+    # What the sender asks for and tells
+
+    def ready_response(self) -> bytes:
+        return self._ready
+
+    def beat(self) -> bytes:
+        return msgspec.msgpack.encode([self.steps, *self.scheduler.get_request_counts()])
+
+    def encode(self, outputs: EngineCoreOutputs) -> Sequence[Any]:
+        outputs.engine_index = self.engine_index
+        frames: Sequence[Any] = self._encoder.encode(outputs)
+        return frames
+
+    def gone(self, index: int) -> None:
+        self.between_steps(lambda: self._abort_all_of(index))
+
+    def unwanted(self, outputs: EngineCoreOutputs) -> None:
+        # Requests that were on their way while their front end was let go.
+        left = [each.request_id for each in outputs.outputs if not each.finished]
+        if left:
+            self.between_steps(lambda: self.abort_requests(left))
+
+    def _abort_all_of(self, index: int) -> None:
+        requests = self.scheduler.requests.values()
+        left = [each.request_id for each in requests if each.client_index == index]
+        if left:
+            _logger.info("a front end is gone; its %d requests end", len(left))
+            self.abort_requests(left)
+
+    # Between steps
+
+    def between_steps(self, work: Callable[[], None]) -> None:
+        """Have EngineCore's thread do this before its next step, or at once if it is idle."""
+        self.input_queue.put_nowait((_BETWEEN_STEPS, work))
+
+    def stop(self) -> None:
+        """Leave the loop before the next step."""
+
+        def leave() -> None:
+            raise SystemExit
+
+        self.between_steps(leave)
+
+    def _handle_client_request(self, request_type: Any, request: Any) -> None:
+        if request_type is _BETWEEN_STEPS:
+            request()
+        else:
+            super()._handle_client_request(request_type, request)
+
+    # Requests and steps, counted
+
+    def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Request, int]:
+        # What raises here is answered to the request; in the scheduler it would end the engine.
+        check_resumed(request, self.vllm_config.model_config)
+        made: tuple[Request, int] = super().preprocess_add_request(request)
+        return made
+
+    def add_request(self, request: Request, request_wave: int = 0) -> None:
+        super().add_request(request, request_wave)
+        self.meter.arrived(request, time.monotonic())
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        super().abort_requests(request_ids)
+        self.meter.left(request_ids)
+
+    def step(self) -> Any:
+        return self._counted(super().step())
+
+    def step_with_batch_queue(self) -> Any:
+        return self._counted(super().step_with_batch_queue())
+
+    def _counted(self, stepped: tuple[dict[int, EngineCoreOutputs] | None, bool]) -> Any:
+        self.steps += 1
+        if stepped[0]:
+            self.meter.step(stepped[0], time.monotonic())
+        return stepped
+
+    def facts(self) -> EngineFacts:
+        config = self.vllm_config
+        model, cache = config.model_config, config.cache_config
+        return EngineFacts(
+            pid=os.getpid(),
+            max_model_len=model.max_model_len,
+            max_running=config.scheduler_config.max_num_seqs,
+            blocks=cache.num_gpu_blocks or 0,
+            block_tokens=cache.block_size,
+            layers=model.get_total_num_hidden_layers(),
+            kv_heads=model.get_total_num_kv_heads(),
+            item_bytes=model.dtype.itemsize,
+        )

@@ -1,0 +1,188 @@
+"""One engine's process, and front ends that come, go, fall silent and do not read."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.engine.core.host import EngineEnded, EngineHost
+from loomserve.platform.models import catalog
+from tests.integration.served_engine import (
+    SILENCE_S,
+    BareFrontEnd,
+    ServedEngine,
+    answers,
+    connected,
+    engine_start,
+    environment,
+    pump_until,
+    served,
+)
+
+pytestmark = pytest.mark.engine
+
+PROMPT = list(range(1000, 1040))
+
+
+def open_requests(engine: ServedEngine) -> int:
+    """As the engine counts them."""
+    load = engine.run(engine.host.stats(timeout_s=5))
+    return load.running + load.waiting
+
+
+def endless(front_end: BareFrontEnd, **params: object) -> str:
+    return front_end.add(PROMPT, max_tokens=400, ignore_eos=True, **params)
+
+
+def test_two_front_ends_get_each_their_own(served_engine: ServedEngine) -> None:
+    with connected(served_engine.address) as one, connected(served_engine.address) as other:
+        names = one.add(PROMPT), other.add(PROMPT[1:])
+        pump_until(
+            lambda: bool(one.streams[names[0]].finish and other.streams[names[1]].finish),
+            one, other,
+        )  # fmt: skip
+        (alone,) = answers(one, [one.add(PROMPT[1:])])
+        assert one.streams[names[0]].tokens != alone.tokens
+        assert other.streams[names[1]].tokens == alone.tokens
+        assert one.ready[0]["max_model_len"] == 512
+        assert served_engine.host.facts.max_model_len == 512
+        pump_until(lambda: bool(one.beats), one)
+        steps = one.beats[-1][0]
+        assert steps >= 48, "it counts its steps"
+        answers(one, [one.add(PROMPT, max_tokens=4)])
+        pump_until(lambda: one.beats[-1][0] >= steps + 4, one)
+
+
+def test_a_silent_front_ends_requests_end_and_the_others_go_on(served_engine: ServedEngine) -> None:
+    with connected(served_engine.address) as silent, connected(served_engine.address) as other:
+        for _ in range(2):
+            endless(silent)
+        kept = endless(other)
+        pump_until(lambda: open_requests(served_engine) == 3, silent, other)
+        fell_silent = time.monotonic()
+        pump_until(lambda: open_requests(served_engine) == 1, other, within_s=SILENCE_S + 2)
+        assert time.monotonic() - fell_silent > SILENCE_S - 1.5
+        assert other.streams[kept].finish is None
+        came = len(other.streams[kept].tokens)
+        pump_until(lambda: len(other.streams[kept].tokens) > came + 5, other)
+        other.abort(kept)
+        pump_until(lambda: open_requests(served_engine) == 0, other)
+
+        # It learns of it when it speaks again, and is served as before.
+        pump_until(lambda: len(silent.ready) == 2, silent)
+        assert len(answers(silent, [silent.add(PROMPT, max_tokens=4)])[0].tokens) == 4
+
+
+def test_a_front_end_that_comes_back_has_nothing_left(served_engine: ServedEngine) -> None:
+    with connected(served_engine.address, identity=b"comes back") as first:
+        endless(first)
+        pump_until(lambda: all(each.tokens for each in first.streams.values()), first)
+    with connected(served_engine.address, identity=b"comes back") as again:
+        pump_until(lambda: open_requests(served_engine) == 0, again, within_s=2)
+        assert len(answers(again, [again.add(PROMPT, max_tokens=8)])[0].tokens) == 8
+
+
+def test_a_front_end_that_is_gone_leaves_no_request(served_engine: ServedEngine) -> None:
+    with connected(served_engine.address) as other:
+        with connected(served_engine.address) as gone:
+            endless(gone)
+            pump_until(lambda: all(each.tokens for each in gone.streams.values()), gone, other)
+        pump_until(lambda: open_requests(served_engine) == 0, other, within_s=2)
+
+
+def test_a_front_end_that_does_not_read_stops_nobody(served_engine: ServedEngine) -> None:
+    with (
+        connected(served_engine.address, high_water=1) as slow,
+        connected(served_engine.address) as other,
+    ):
+        for _ in range(4):
+            # Large outputs fill what there is between the two soon.
+            endless(slow, logprobs=20)
+        kept = endless(other)
+        pump_until(lambda: bool(other.streams[kept].tokens), other)
+
+        def let_go() -> bool:
+            slow.hello()
+            return open_requests(served_engine) == 1
+
+        pump_until(let_go, other, within_s=45)
+        gaps = [
+            b - a for a, b in zip(*(other.streams[kept].came_at[n:] for n in (0, 1)), strict=False)
+        ]
+        assert max(gaps) < 2.0
+        other.abort(kept)
+        pump_until(lambda: open_requests(served_engine) == 0, other)
+
+
+def test_what_is_no_request_harms_nobody(served_engine: ServedEngine) -> None:
+    with connected(served_engine.address) as front_end:
+        for frames in (
+            [b"\x00", b"nonsense"],
+            [b"\x04", b""],
+            [b"\x77"],
+            [b"\x03", b"\xc1"],
+            [b""],
+        ):
+            front_end.input.send_multipart(frames)
+        assert len(answers(front_end, [front_end.add(PROMPT, max_tokens=4)])[0].tokens) == 4
+
+
+def test_the_replica_is_told_the_load_and_may_call(served_engine: ServedEngine) -> None:
+    host = served_engine.host
+    with connected(served_engine.address) as front_end:
+        names = [endless(front_end) for _ in range(3)]
+        pump_until(lambda: all(front_end.streams[name].tokens for name in names), front_end)
+        load = served_engine.run(host.stats(timeout_s=5))
+        assert load.running == 3
+        assert load.kv_cache_usage > 0
+        assert load.step_time_s > 0
+        front_end.abort(*names)
+        pump_until(lambda: open_requests(served_engine) == 0, front_end)
+        answers(front_end, [front_end.add(PROMPT, max_tokens=8, ignore_eos=True)])
+        load = served_engine.run(host.stats(timeout_s=5))
+        assert load.pace is not None
+        assert load.work.tokens > 3 * len(PROMPT)
+        assert load.weighted_turnaround is not None
+    assert served_engine.run(host.collective_rpc("check_health", timeout_s=5)) == [None]
+    with pytest.raises(RuntimeError, match="neither lends nor borrows"):
+        served_engine.run(host.collective_rpc("loans.loan_state", timeout_s=5))
+    with pytest.raises(ValueError, match="does not answer"):
+        served_engine.run(host.call("nonsense", timeout_s=5))
+
+
+def test_an_engine_that_cannot_start_says_why_in_a_sentence(tmp_path: Path) -> None:
+    model = str(catalog.resolve("demo", tmp_path))
+    start = engine_start(model, tmp_path, max_model_len=10**6)
+    with pytest.raises(StartError, match=r"cannot start: .*max_model_len") as raised, served(start):
+        pass
+    assert "\n" not in str(raised.value)
+
+
+def test_front_ends_and_the_replica_learn_how_an_engine_ends(
+    tmp_path: Path, served_engine: ServedEngine
+) -> None:
+    model = str(catalog.resolve("demo", tmp_path))
+    start = engine_start(model, tmp_path)
+    host = served_engine.run(EngineHost.start(start, environment(), 120))
+    with connected(start.address) as front_end:
+        endless(front_end)
+        pump_until(lambda: all(each.tokens for each in front_end.streams.values()), front_end)
+        began = time.monotonic()
+        served_engine.run(host.stop(10))
+        assert time.monotonic() - began < 8
+        pump_until(lambda: front_end.dead, front_end, within_s=2)
+    assert not host.alive
+    assert not list(tmp_path.glob("core-*"))
+
+    host = served_engine.run(EngineHost.start(start, environment(), 120))
+    call = host.collective_rpc("check_health", timeout_s=30)
+    os.kill(host.pid, signal.SIGKILL)
+    with pytest.raises(EngineEnded, match="SIGKILL"):
+        served_engine.run(call)
+    assert served_engine.run(host.ended()) == "its process was ended by SIGKILL"
+    served_engine.run(host.stop(5))

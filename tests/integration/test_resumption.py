@@ -1,0 +1,145 @@
+"""An answer goes on in another engine as if nothing had happened, whatever shapes it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loomserve.kvstore.server.opening import open_store
+from loomserve.kvstore.server.options import StoreOptions
+from loomserve.kvstore.server.server import StoreServer
+from loomserve.platform.models import catalog
+from tests.integration.served_engine import (
+    BareFrontEnd,
+    ServedEngine,
+    Stream,
+    answers,
+    connected,
+    engine_start,
+    served,
+)
+
+pytestmark = pytest.mark.engine
+
+TOKENS = 48
+PROMPT = list(range(1000, 1100))
+SCHEMA = {
+    "type": "array",
+    "items": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]},
+    "minItems": 9,
+}
+SEEDED = {"temperature": 1.0, "seed": 11}
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.6, "frequency_penalty": 0.9}
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"ignore_eos": True},
+    "logprobs": {"ignore_eos": True, "logprobs": 5},
+    "seeded": {**SEEDED, "ignore_eos": True},
+    "seeded, top p and k": {**SEEDED, "top_p": 0.9, "top_k": 50, "ignore_eos": True},
+    "penalties": {**PENALTIES, "ignore_eos": True},
+    "seeded with penalties": {**SEEDED, **PENALTIES, "ignore_eos": True},
+    "grammar": {"schema": SCHEMA},
+    "seeded with grammar": {**SEEDED, "schema": SCHEMA},
+    "logit bias": {**SEEDED, "logit_bias": {1000: 8.0, 2000: 8.0}, "ignore_eos": True},
+    "prompt logprobs": {"ignore_eos": True, "prompt_logprobs": 1, "logprobs": 1},
+}
+
+
+@pytest.fixture(scope="module", name="front_end")
+def _front_end(served_engine: ServedEngine) -> Iterator[BareFrontEnd]:
+    with connected(served_engine.address) as front_end:
+        yield front_end
+
+
+def salt() -> str:
+    """KV is shared with nobody: all is computed anew."""
+    return uuid.uuid4().hex
+
+
+def went_on(front_end: BareFrontEnd, whole: Stream, after: list[int], **params: Any) -> None:
+    """See that the answer goes on in the same way after each of these numbers of tokens."""
+    after = [count for count in after if count < len(whole.tokens)]
+    assert len(after) >= 2, "the answer is too short to tell"
+    names = [front_end.add(PROMPT, whole.tokens[:count], salt=salt(), **params) for count in after]
+    for count, rest in zip(after, answers(front_end, names), strict=True):
+        assert rest.tokens == whole.tokens[count:], f"after {count}"
+        assert rest.finish == whole.finish
+        assert rest.prefills == 0, "its prefill is told once"
+        assert rest.events[:1] == [2], "scheduled, and not queued"
+        assert len(rest.logprobs) == len(whole.logprobs[count:])
+        for ours, theirs in zip(rest.logprobs, whole.logprobs[count:], strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_answer_goes_on_as_it_would_have(case: str, front_end: BareFrontEnd) -> None:
+    params = CASES[case]
+    (whole,) = answers(front_end, [front_end.add(PROMPT, salt=salt(), **params)])
+    assert whole.prefills == 1
+    assert len(whole.tokens) == TOKENS or not params.get("ignore_eos")
+    went_on(front_end, whole, [1, 10, 40], **params)
+
+
+def test_an_answer_stops_where_it_would_have(front_end: BareFrontEnd) -> None:
+    (plain,) = answers(front_end, [front_end.add(PROMPT, ignore_eos=True)])
+    # Each token of it would be the last, were there not a least number.
+    params = {"stop_token_ids": sorted(set(plain.tokens)), "min_tokens": 20, **SEEDED}
+    (whole,) = answers(front_end, [front_end.add(PROMPT, salt=salt(), **params)])
+    assert 20 <= len(whole.tokens) < TOKENS
+    assert whole.finish == "stop"
+    went_on(front_end, whole, [1, 10, 19], **params)
+
+
+def test_kv_is_looked_up_over_the_prompt_and_the_tokens_so_far(front_end: BareFrontEnd) -> None:
+    shared = salt()
+    (whole,) = answers(front_end, [front_end.add(PROMPT, salt=shared, ignore_eos=True)])
+    before = front_end.preempted_hits
+    name = front_end.add(PROMPT, whole.tokens[:40], salt=shared, ignore_eos=True)
+    (rest,) = answers(front_end, [name])
+    assert rest.tokens == whole.tokens[40:]
+    # Four blocks of 32 tokens, of which the last holds tokens of the answer.
+    assert front_end.preempted_hits - before == 128
+
+
+@pytest.mark.parametrize("tokens", [[49152], "text", [1] * TOKENS])
+def test_nonsense_ends_its_request_and_nothing_else(tokens: Any, front_end: BareFrontEnd) -> None:
+    other = front_end.add(PROMPT, max_tokens=8, ignore_eos=True)
+    refused = front_end.add(PROMPT, tokens)
+    ended, fine = answers(front_end, [refused, other])
+    assert (ended.finish, ended.tokens) == ("error", [])
+    assert len(fine.tokens) == 8
+
+
+def test_tokens_that_break_the_grammar_end_the_request(front_end: BareFrontEnd) -> None:
+    other = front_end.add(PROMPT, ignore_eos=True)
+    refused = front_end.add(PROMPT, [1000, 1001], schema=SCHEMA)
+    ended, fine = answers(front_end, [refused, other])
+    assert ended.finish == "error"
+    assert len(fine.tokens) == TOKENS
+
+
+def test_the_kv_store_has_what_another_engine_has_computed(tmp_path: Path) -> None:
+    options = StoreOptions(
+        folder=tmp_path, arena=Path(f"/dev/shm/loomserve-kv-{uuid.uuid4().hex}"), memory=64 * 2**20
+    )
+    store = StoreServer(open_store(options), options.address)
+    store.start()
+    model = str(catalog.resolve("demo", tmp_path))
+    start = engine_start(model, tmp_path, kv_transfer_config=options.kv_transfer_config("demo"))
+    params: dict[str, Any] = {**SEEDED, "ignore_eos": True}
+    try:
+        with served(start) as engine, connected(engine.address) as front_end:
+            (whole,) = answers(front_end, [front_end.add(PROMPT, **params)])
+        start = start.model_copy(update={"address": engine_start(model, tmp_path).address})
+        with served(start) as engine, connected(engine.address) as front_end:
+            name = front_end.add(PROMPT, whole.tokens[:40], **params)
+            (rest,) = answers(front_end, [name])
+            assert rest.tokens == whole.tokens[40:]
+            assert front_end.stored_hits == 128
+    finally:
+        store.stop()
+        options.arena.unlink(missing_ok=True)

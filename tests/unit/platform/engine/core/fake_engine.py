@@ -1,0 +1,73 @@
+"""A child that speaks to its replica as an engine's process does, and computes nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from loomserve.platform.engine.core.control import ControlLink
+from loomserve.platform.engine.core.messages import EngineFacts
+from loomserve.platform.state import ReplicaLoad
+
+
+class Meter:
+    def read(self) -> ReplicaLoad:
+        return ReplicaLoad(
+            running=2, waiting=0, kv_cache_usage=0.5, step_time_s=0.0, measured_at=1.0
+        )
+
+
+class FakeCore:
+    meter = Meter()
+
+    def between_steps(self, work: Callable[[], None]) -> None:
+        work()
+
+    def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> Any:
+        match method:
+            case "echo":
+                return [list(args)]
+            case "refuse":
+                raise ValueError("refused")
+            case "odd":
+                raise LookupError("odd")
+            case "exit":
+                os._exit(args[0])
+            case "sleep":
+                time.sleep(args[0])
+        return []
+
+    def facts(self) -> EngineFacts:
+        return EngineFacts(
+            pid=os.getpid(), max_model_len=8, max_running=2, blocks=4, block_tokens=16, layers=1,
+            kv_heads=1, item_bytes=4,
+        )  # fmt: skip
+
+    def stop(self) -> None:
+        time.sleep(0.1)
+        os._exit(0)
+
+
+def main(descriptor: int) -> None:
+    link = ControlLink(socket.socket(fileno=descriptor))
+    mode = link.awaited_start().options["mode"]
+    watch = link.end_with_replica()
+    if mode == "fails":
+        link.failed(OSError("no weights\nand a trace"))
+        sys.exit(1)
+    if mode == "dies":
+        os.abort()
+    if mode == "hangs":
+        time.sleep(60)
+    core = FakeCore()
+    watch.core = core
+    link.started(core.facts())
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,114 @@
+"""The replica's side of an engine's process, with a child that computes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.engine.core import host as host_module
+from loomserve.platform.engine.core.addresses import EngineAddress
+from loomserve.platform.engine.core.host import EngineEnded, EngineHost
+from loomserve.platform.engine.core.messages import EngineStart
+
+
+@pytest.fixture(autouse=True)
+def _child(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_module, "_CHILD", "tests.unit.platform.engine.core.fake_engine")
+
+
+def start(folder: Path, mode: str, timeout_s: float = 30) -> Any:
+    made = EngineStart(options={"mode": mode}, address=EngineAddress.in_folder(folder))
+    return EngineHost.start(made, {"LOOMSERVE_TEST": mode}, timeout_s)
+
+
+async def call(engine: EngineHost, *args: Any, timeout_s: float = 5) -> Any:
+    return await engine.collective_rpc(*args, timeout_s=timeout_s)
+
+
+def test_an_engine_is_called_and_stopped(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = await start(tmp_path, "lives")
+        assert engine.alive
+        assert engine.facts.max_model_len == 8
+        assert engine.facts.pid == engine.pid
+        environment = psutil.Process(engine.pid).environ()
+        assert environment["LOOMSERVE_TEST"] == "lives"
+        assert await call(engine, "echo", 1, "b", {"c": [2]}) == [[1, "b", {"c": [2]}]]
+        with pytest.raises(ValueError, match=r"^refused$"):
+            await call(engine, "refuse")
+        with pytest.raises(RuntimeError, match=r"^LookupError: odd$"):
+            await call(engine, "odd")
+        assert (await engine.stats(timeout_s=5)).running == 2
+        with pytest.raises(TimeoutError):
+            await call(engine, "sleep", 0.5, timeout_s=0.1)
+        assert await call(engine, "echo", "later") == [["later"]]
+        await engine.stop(5)
+        assert not engine.alive
+        with pytest.raises(EngineEnded, match="status 0"):
+            await call(engine, "echo")
+
+    asyncio.run(run())
+
+
+def test_who_waits_for_an_engine_that_ends_is_told_how(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = await start(tmp_path, "lives")
+        with pytest.raises(EngineEnded, match="status 3"):
+            await call(engine, "exit", 3)
+        assert await engine.ended() == "its process ended with status 3; its log says why"
+        await engine.stop(5)
+
+        engine = await start(tmp_path, "lives")
+        os.kill(engine.pid, signal.SIGKILL)
+        assert await engine.ended() == "its process was ended by SIGKILL"
+        assert not engine.alive
+        await engine.stop(5)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("mode", "timeout_s", "told"),
+    [
+        ("fails", 30, r"^the engine cannot start: OSError: no weights$"),
+        ("dies", 30, r"^the engine cannot start: its process was ended by SIGABRT$"),
+        ("hangs", 3, r"^the engine was not ready after 3 s"),
+    ],
+)
+def test_an_engine_that_does_not_start_says_why(
+    mode: str, timeout_s: float, told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StartError, match=told):
+        asyncio.run(start(tmp_path, mode, timeout_s))
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_an_engine_that_hears_nothing_is_killed(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = await start(tmp_path, "lives")
+        os.kill(engine.pid, signal.SIGSTOP)
+        began = time.monotonic()
+        await engine.stop(0.5)
+        assert time.monotonic() - began < 3
+        assert not engine.alive
+
+    asyncio.run(run())
+
+
+def test_an_engine_ends_with_its_replica(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = await start(tmp_path, "lives")
+        # As if the replica had ended: the channel is closed.
+        engine._writer.close()
+        assert await engine.ended()
+        await engine.stop(5)
+
+    asyncio.run(run())

@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    FinishReason,
+)
+from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
+from vllm.v1.request import Request
+
+from loomserve.platform.engine.core.metering import CoreMeter
+
+SCHEDULING = {
+    "queue": "fair", "preemption": "adaptive", "swapped_out": 5, "swapped_in": 4, "recomputed": 3,
+    "swap_used_bytes": 2, "swap_capacity_bytes": 10, "step_time_error": None,
+    "swap_time_error": 0.5,
+}  # fmt: skip
+PREFILL = PrefillStats(num_prompt_tokens=10, num_computed_tokens=6, num_cached_tokens=4)
+
+
+def request(name: str, so_far: int = 0) -> Request:
+    made = Request(
+        request_id=name,
+        prompt_token_ids=[1] * 10,
+        sampling_params=SamplingParams(max_tokens=20),
+        pooling_params=None,
+    )
+    made.append_output_token_ids([2] * so_far)
+    return made
+
+
+def scheduled(at: float) -> list[EngineCoreEvent]:
+    return [EngineCoreEvent(EngineCoreEventType.SCHEDULED, at)]
+
+
+def stats(running: int, waiting: int = 0, **more: Any) -> SchedulerStats:
+    return SchedulerStats(
+        num_running_reqs=running, num_waiting_reqs=waiting, kv_cache_usage=0.25, **more
+    )
+
+
+def outputs(*each: EngineCoreOutput, told: SchedulerStats | None) -> EngineCoreOutputs:
+    return EngineCoreOutputs(outputs=list(each), scheduler_stats=told)
+
+
+def test_a_request_is_measured_from_its_arrival_to_its_end() -> None:
+    meter = CoreMeter()
+    meter.arrived(request("a"), 0.0)
+    first = EngineCoreOutput("a", [5], events=scheduled(0.5), prefill_stats=PREFILL)
+    meter.step({1: outputs(first, told=stats(1))}, 1.0)
+    load = meter.read()
+    assert (load.running, load.waiting, load.kv_cache_usage) == (1, 0, 0.25)
+    assert load.work is not None
+    assert load.work.tokens == 7, "six of the prompt, and one"
+
+    meter.step({1: outputs(EngineCoreOutput("a", [5]), told=stats(1))}, 1.1)
+    last = EngineCoreOutput("a", [5], finish_reason=FinishReason.LENGTH)
+    meter.step({1: outputs(last, told=stats(0))}, 1.2)
+    load = meter.read()
+    assert load.running == 0
+    assert load.step_time_s == pytest.approx(0.1)
+    assert load.pace is not None
+    assert load.pace.prefill_token_s == pytest.approx(0.5 / 6)
+    assert load.pace.output_token_s == pytest.approx(0.1)
+    assert load.pace.request_s == pytest.approx(0.7)
+    assert load.weighted_turnaround is not None
+    assert load.weighted_turnaround >= 1
+
+
+def test_a_step_for_several_front_ends_is_one_step() -> None:
+    meter = CoreMeter()
+    for name in "ab":
+        meter.arrived(request(name), 0.0)
+    meter.step(
+        {
+            1: outputs(EngineCoreOutput("a", [5], prefill_stats=PREFILL), told=stats(2)),
+            2: outputs(EngineCoreOutput("b", [5], prefill_stats=PREFILL), told=None),
+        },
+        1.0,
+    )
+    load = meter.read()
+    assert load.running == 2
+    assert load.work is not None
+    assert load.work.tokens == 14
+
+
+def test_a_request_that_goes_on_here_counts_what_is_computed_and_makes_no_pace() -> None:
+    meter = CoreMeter()
+    meter.arrived(request("a", so_far=5), 0.0)
+    first = EngineCoreOutput("a", [5], events=scheduled(0.5))
+    meter.step({1: outputs(first, told=stats(1))}, 1.0)
+    last = EngineCoreOutput("a", [5], finish_reason=FinishReason.STOP)
+    meter.step({1: outputs(last, told=stats(0))}, 1.1)
+    load = meter.read()
+    assert load.work is not None
+    assert load.work.tokens == 17
+    assert load.pace is None
+
+
+def test_who_left_does_not_wait() -> None:
+    meter = CoreMeter()
+    meter.arrived(request("a"), 0.0)
+    meter.step({0: outputs(told=stats(0, waiting=1))}, 1.0)
+    load = meter.read()
+    assert load.waiting == 1
+    assert load.oldest_waiting_s > 0
+    meter.left(["a", "unknown"])
+    assert meter.read().oldest_waiting_s == 0
+    # Its last output may come after it has been let go.
+    meter.step({1: outputs(EngineCoreOutput("a", [5]), told=stats(0))}, 2.0)
+    assert meter.read().running == 0
+
+
+def test_the_schedulers_own_figures_are_told() -> None:
+    meter = CoreMeter()
+    told = stats(0, kv_connector_stats={"scheduling": SCHEDULING})
+    meter.step({0: outputs(told=told)}, 1.0)
+    load = meter.read()
+    assert load.scheduling is not None
+    assert load.scheduling.model_dump() == SCHEDULING

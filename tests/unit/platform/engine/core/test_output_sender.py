@@ -1,0 +1,213 @@
+"""The sender over real sockets; outputs are bytes, and nobody computes."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY, EngineAddress
+from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds
+from loomserve.platform.engine.core.output_sender import OutputSender
+from loomserve.platform.engine.core.waking_queue import WakingQueue
+
+SILENCE_S = 1.0
+QUEUED = 8
+
+
+class Engine:
+    """What the sender tells, and a thread that runs it."""
+
+    def __init__(self, address: str) -> None:
+        self.queue: WakingQueue[Any] = WakingQueue()
+        self.front_ends = FrontEnds(SILENCE_S)
+        self.left: list[int] = []
+        self.unwanted_outputs: list[Any] = []
+        sender = OutputSender(self.queue, self.front_ends, self)
+        self.thread = threading.Thread(target=sender.run, args=(address, QUEUED), daemon=True)
+        self.thread.start()
+
+    def ready_response(self) -> bytes:
+        return b"facts"
+
+    def beat(self) -> bytes:
+        return b"beat"
+
+    def encode(self, outputs: Any) -> Sequence[Any]:
+        return [outputs]
+
+    def gone(self, index: int) -> None:
+        self.left.append(index)
+
+    def unwanted(self, outputs: Any) -> None:
+        self.unwanted_outputs.append(outputs)
+
+    def index(self, identity: bytes) -> int:
+        index = self.front_ends.index_of(identity)
+        assert index is not None
+        return index
+
+
+class Client:
+    def __init__(self, context: zmq.Context[Any], address: str, identity: bytes) -> None:
+        self.identity = identity
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 1)
+        self.socket.setsockopt(zmq.IDENTITY, identity)
+        self.socket.connect(address)
+
+    def hello(self, connection: bytes = b"") -> list[bytes]:
+        self.socket.send_multipart([HELLO, connection] if connection else [HELLO])
+        return self.receive()
+
+    def receive(self) -> list[bytes]:
+        assert self.socket.poll(3000), "nothing came"
+        return self.socket.recv_multipart()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return EngineAddress.in_folder(tmp_path).output
+
+
+@pytest.fixture
+def context() -> Iterator[zmq.Context[Any]]:
+    context: zmq.Context[Any] = zmq.Context()
+    yield context
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def engine(address: str) -> Iterator[Engine]:
+    engine = Engine(address)
+    yield engine
+    engine.queue.put(DEAD)
+    engine.thread.join(5)
+    assert not engine.thread.is_alive()
+
+
+def until(condition: Any, within_s: float = 3.0) -> None:
+    end = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_front_ends_are_greeted_and_get_their_own(
+    engine: Engine, context: zmq.Context[Any], address: str
+) -> None:
+    one, other = Client(context, address, b"one"), Client(context, address, b"other")
+    assert one.hello() == [READY, b"facts"]
+    assert other.hello() == [READY, b"facts"]
+    assert one.hello() == [BEAT, b"beat"]
+    for number in range(3):
+        engine.queue.put((engine.index(b"one"), b"for one %d" % number))
+        engine.queue.put((engine.index(b"other"), b"for other %d" % number))
+    engine.queue.put((NOBODY, b"for anybody"))
+    assert [one.receive() for _ in range(4)] == [
+        [b"for one 0"], [b"for one 1"], [b"for one 2"], [b"for anybody"],
+    ]  # fmt: skip
+    assert [other.receive() for _ in range(3)] == [
+        [b"for other 0"], [b"for other 1"], [b"for other 2"],
+    ]  # fmt: skip
+    engine.queue.put(DEAD)
+    assert one.receive() == other.receive() == [DEAD]
+
+
+def test_an_output_does_not_wait_for_the_next_look_at_silence(
+    engine: Engine, context: zmq.Context[Any], address: str
+) -> None:
+    client = Client(context, address, b"one")
+    client.hello()
+    took = []
+    for _ in range(20):
+        time.sleep(0.01)
+        began = time.monotonic()
+        engine.queue.put((engine.index(b"one"), b"token"))
+        client.receive()
+        took.append(time.monotonic() - began)
+    # Were it to wait for a period, that would be a quarter of a second.
+    assert sorted(took)[10] < 0.05
+
+
+def test_who_is_silent_is_let_go_and_begins_anew(
+    engine: Engine, context: zmq.Context[Any], address: str
+) -> None:
+    silent, heard = Client(context, address, b"silent"), Client(context, address, b"heard")
+    silent.hello()
+    heard.hello()
+    index = engine.index(b"silent")
+    end = time.monotonic() + SILENCE_S + 0.6
+    while time.monotonic() < end:
+        assert heard.hello() == [BEAT, b"beat"]
+        time.sleep(0.1)
+    assert engine.left == [index]
+    engine.queue.put((index, b"late"))
+    until(lambda: engine.unwanted_outputs == [b"late"])
+    assert silent.hello() == [READY, b"facts"]
+    assert engine.index(b"silent") != index
+
+
+def test_who_has_closed_its_socket_is_let_go_with_the_next_output(
+    engine: Engine, context: zmq.Context[Any], address: str
+) -> None:
+    client = Client(context, address, b"one")
+    client.hello()
+    index = engine.index(b"one")
+    client.socket.close()
+
+    def left() -> bool:
+        engine.queue.put((index, b"token"))
+        return engine.left == [index]
+
+    until(left, within_s=SILENCE_S / 2)
+
+
+def test_who_comes_back_under_its_identity_takes_over(
+    engine: Engine, context: zmq.Context[Any], address: str
+) -> None:
+    first = Client(context, address, b"one")
+    assert first.hello(b"first") == [READY, b"facts"]
+    index = engine.index(b"one")
+    # Else it would connect again, and take over itself.
+    first.socket.close()
+    second = Client(context, address, b"one")
+    assert second.hello(b"second") == [READY, b"facts"]
+    assert engine.left == [index]
+    engine.queue.put((engine.index(b"one"), b"token"))
+    assert second.receive() == [b"token"]
+
+
+def test_who_does_not_read_is_let_go_and_stops_nobody(
+    engine: Engine, context: zmq.Context[Any], address: str
+) -> None:
+    slow, quick = Client(context, address, b"slow"), Client(context, address, b"quick")
+    slow.hello()
+    quick.hello()
+    index = engine.index(b"slow")
+    large = b"." * 2**17
+    for number in range(8 * QUEUED):
+        engine.queue.put((index, large))
+        engine.queue.put((engine.index(b"quick"), b"%d" % number))
+        assert quick.receive() == [b"%d" % number]
+    assert engine.left == [index]
+    assert engine.unwanted_outputs
+
+
+def test_a_queue_wakes_its_reader_after_each_put() -> None:
+    queue: WakingQueue[int] = WakingQueue()
+    poller = zmq.Poller()
+    poller.register(queue.wakeup, zmq.POLLIN)
+    assert not poller.poll(0)
+    for round_ in range(2):
+        queue.put_nowait(round_)
+        queue.put_nowait(round_)
+        assert poller.poll(0)
+        assert list(queue.take_all()) == [round_, round_]
+        assert not poller.poll(0)
