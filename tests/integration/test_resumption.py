@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from loomserve.kvstore.server.opening import open_store
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.server import StoreServer
+from loomserve.platform.engine.core import host
 from loomserve.platform.models import catalog
 from tests.integration.served_engine import (
     BareFrontEnd,
@@ -143,3 +145,25 @@ def test_the_kv_store_has_what_another_engine_has_computed(tmp_path: Path) -> No
     finally:
         store.stop()
         options.arena.unlink(missing_ok=True)
+
+
+def test_an_answer_goes_on_with_a_step_in_flight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host, "_CHILD", "tests.integration.asynchronous_child")
+    start = engine_start(str(catalog.resolve("demo", tmp_path)), tmp_path)
+    with served(start) as engine, connected(engine.address) as front_end:
+        for case in ("logprobs", "seeded with penalties", "seeded with grammar"):
+            params = CASES[case]
+            (whole,) = answers(front_end, [front_end.add(PROMPT, salt=salt(), **params)])
+            went_on(front_end, whole, [1, 10, 40], **params)
+
+
+def test_an_answer_goes_on_with_workers_of_their_own_process(tmp_path: Path) -> None:
+    start = engine_start(str(catalog.resolve("demo", tmp_path)), tmp_path)
+    start = start.model_copy(update={"own_process_workers": True})
+    with served(start) as engine, connected(engine.address) as front_end:
+        assert psutil.Process(engine.host.pid).children()
+        params = CASES["seeded with penalties"]
+        (whole,) = answers(front_end, [front_end.add(PROMPT, salt=salt(), **params)])
+        went_on(front_end, whole, [1, 10, 40], **params)
