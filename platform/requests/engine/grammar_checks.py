@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from copy import copy
 from dataclasses import asdict
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.entrypoints.generate.base import protocol
 from vllm.exceptions import VLLMValidationError
@@ -38,6 +38,9 @@ class GrammarChecks:
     many prompts, each with parameters of its own, and clients send the same one again and again.
     """
 
+    # vLLM's own, which the first front end of this process has put another in the place of.
+    _check_tag: ClassVar[Callable[..., None]]
+
     def __init__(self, processor: InputProcessor, *, limit_s: float = _LIMIT_S) -> None:
         self._limit_s = limit_s
         self._threads = ThreadPoolExecutor(_THREADS, "grammars")
@@ -46,9 +49,10 @@ class GrammarChecks:
         self._good: OrderedDict[bytes, StructuredOutputsParams] = OrderedDict()
         self._check_params = processor._validate_params
         processor._validate_params = self._check_once
-        self._check_tag = protocol.validate_structural_tag_payload
         # vLLM calls it while it parses a request, which is on the event loop, too.
-        protocol.validate_structural_tag_payload = _check_tag_is_json
+        if protocol.validate_structural_tag_payload is not _check_tag_is_json:
+            GrammarChecks._check_tag = staticmethod(protocol.validate_structural_tag_payload)
+            protocol.validate_structural_tag_payload = _check_tag_is_json
 
     async def check(self, params: SamplingParams, tasks: tuple[str, ...]) -> None:
         """

@@ -118,6 +118,14 @@ def test_a_structural_tag_is_compiled_in_the_thread_and_not_while_a_request_is_p
         asyncio.run(checks.check(asking(structural_tag='{"type": "structural_tag"}'), TASKS))
 
 
+def test_a_second_front_end_of_a_process_compiles_tags_as_the_first_does() -> None:
+    processor: Any = SimpleNamespace(_validate_params=lambda params, supported_tasks: None)
+    wrong = asking(structural_tag='{"type": "structural_tag"}')
+    for checks in [GrammarChecks(processor), GrammarChecks(processor)]:
+        with pytest.raises(VLLMValidationError):
+            asyncio.run(checks.check(wrong, TASKS))
+
+
 def test_a_grammar_that_was_found_good_is_checked_once_and_other_parameters_each_time() -> None:
     checked: list[Any] = []
 
