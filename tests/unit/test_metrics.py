@@ -25,6 +25,7 @@ from loomserve.kvstore.metrics import KvStoreMetrics
 from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.batch.metrics import BatchMetrics
 from loomserve.platform.disaggregation import metrics as handoff
+from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.http.exposition import merge
 from loomserve.platform.lending import metrics as lending
 from loomserve.platform.lending.messages import LentReport, LoanReport, ShardReport
@@ -356,6 +357,10 @@ def test_the_catalog_lists_every_metric_with_its_labels(
     KvStoreMetrics(registry).set_state(KV_STATE)
     BatchMetrics(registry).set_state(BATCH_STATE)
     RebalancingMetrics(registry).set_state(REBALANCING_STATE)
+    continuation = ContinuationMetrics(registry).of("chat")
+    continuation.continued("gone")
+    continuation.paused(0.1)
+    continuation.ended("no_replica")
     engine = {"model": "chat", "replica": "r1", "device": "core0"}
     handoff.HANDOFFS.labels(outcome="local").inc()
     handoff.HANDOFF_TOKENS.labels(source="store").inc()

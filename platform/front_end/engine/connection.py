@@ -1,0 +1,173 @@
+"""A front end's connection to one engine: two DEALER sockets, which end and come back together.
+
+It says HELLO every second on the output socket, to be known there, and to hear BEAT. A connection
+that has ended is opened anew after a pause, with new sockets: what the old ones held is not sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import msgspec
+import zmq
+import zmq.asyncio
+from vllm.v1.engine import EngineCoreReadyResponse
+
+from loomserve.platform.engine.core.addresses import (
+    BEAT,
+    DEAD,
+    HELLO,
+    HELLO_PERIOD_S,
+    READY,
+    EngineAddress,
+)
+
+_log = logging.getLogger(__name__)
+
+# An engine that is not there yet, or not again, is not asked more often than that.
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 2.0
+# Messages that wait for an engine that does not read, and for an event loop that is busy.
+_MOST_UNSENT = 1000
+_MOST_UNREAD = 10_000
+# What has been sent before a connection is closed on purpose gets so long to arrive.
+_LINGER_MS = 500
+
+
+class Listener(Protocol):
+    """What a connection tells, on the event loop."""
+
+    def ready(self, response: EngineCoreReadyResponse) -> None:
+        """The engine takes requests; again on one connection: it has forgotten those before."""
+
+    def beat(self, steps: int, running: int, waiting: int) -> None:
+        """It lives, has taken so many steps, and has so many requests, whoever sent them."""
+
+    def outputs(self, frames: Sequence[Any]) -> None:
+        """vLLM's EngineCoreOutputs, encoded."""
+
+    def gone(self) -> None:
+        """The connection has ended after the engine was ready."""
+
+
+class EngineConnection:
+    """The connection to the engine at an address, from :meth:`open` to :meth:`close`."""
+
+    def __init__(self, identity: bytes, address: EngineAddress, listener: Listener) -> None:
+        """``identity`` is the front end's, and unique."""
+        self.address = address
+        self._identity = identity
+        self._listener = listener
+        self._input: zmq.asyncio.Socket | None = None
+        self._broken = asyncio.Event()
+        self._ready = False
+        self._task: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        """Begin to connect; only within a running event loop."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._keep(), name=f"to {self.address.output}")
+
+    async def close(self) -> None:
+        """End it; the listener is told nothing more."""
+        self._ready = False
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    def send(self, frames: Sequence[Any]) -> bool:
+        """Send vLLM's frames to the engine's input; False: the connection ends, or has.
+
+        It never waits: an engine that does not read for so long that messages pile up is left.
+        """
+        if self._input is None:
+            return False
+        if _sent(self._input, frames):
+            return True
+        self._broken.set()
+        return False
+
+    async def _keep(self) -> None:
+        pause_s = _FIRST_PAUSE_S
+        while True:
+            await self._connected()
+            pause_s = _FIRST_PAUSE_S if self._ready else min(2 * pause_s, _LONGEST_PAUSE_S)
+            if self._ready:
+                self._ready = False
+                self._listener.gone()
+            await asyncio.sleep(pause_s)
+
+    async def _connected(self) -> None:
+        """Returns when the connection has ended."""
+        context = zmq.asyncio.Context.instance()
+        inputs, outputs = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
+        monitor = outputs.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
+        self._broken.clear()
+        tasks: list[asyncio.Task[Any]] = []
+        try:
+            for socket, address in ((inputs, self.address.input), (outputs, self.address.output)):
+                socket.set(zmq.IDENTITY, self._identity)
+                socket.set(zmq.SNDHWM, _MOST_UNSENT)
+                socket.set(zmq.RCVHWM, _MOST_UNREAD)
+                # ZMQ would try again for ever, ten times a second, and deliver what is outdated.
+                socket.set(zmq.RECONNECT_IVL, -1)
+                socket.connect(address)
+            self._input = inputs
+            waits = (
+                self._receive(outputs),
+                self._say_hello(outputs),
+                monitor.recv_multipart(),
+                self._broken.wait(),
+            )
+            tasks = [asyncio.ensure_future(each) for each in waits]
+            ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        except Exception:  # whatever it is, its requests have to go on elsewhere
+            _log.exception("the connection to the engine at %s failed", self.address.output)
+        finally:
+            self._input = None
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            outputs.disable_monitor()
+            monitor.close(linger=0)
+            inputs.close(linger=_LINGER_MS)
+            outputs.close(linger=0)
+
+    async def _say_hello(self, outputs: zmq.asyncio.Socket) -> None:
+        connection = uuid.uuid4().bytes
+        while True:
+            # One that cannot be sent says no more than those that wait.
+            _sent(outputs, [HELLO, connection])
+            await asyncio.sleep(HELLO_PERIOD_S)
+
+    async def _receive(self, outputs: zmq.asyncio.Socket) -> None:
+        """Returns when the engine says that it ends."""
+        while True:
+            frames = await outputs.recv_multipart(copy=False)
+            first = frames[0].buffer
+            if len(frames) == 1 and first == DEAD:
+                return
+            if len(frames) == 2 and first == BEAT:
+                self._listener.beat(*msgspec.msgpack.decode(frames[1].buffer))
+            elif len(frames) == 2 and first == READY:
+                self._ready = True
+                self._listener.ready(
+                    msgspec.msgpack.decode(frames[1].buffer, type=EngineCoreReadyResponse)
+                )
+            elif self._ready:
+                self._listener.outputs(frames)
+
+
+def _sent(socket: zmq.asyncio.Socket, frames: Sequence[Any]) -> bool:
+    """Whether these frames could be sent, or be kept to be sent, at once."""
+    sent = socket.send_multipart(frames, flags=zmq.DONTWAIT, copy=False)
+    # pyzmq tries at once, and has the future of what must not wait done.
+    assert isinstance(sent, asyncio.Future)
+    return sent.exception() is None

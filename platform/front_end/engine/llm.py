@@ -1,0 +1,101 @@
+"""vLLM's engine front end on an engine client of ours, which needs no engine to be there."""
+
+from __future__ import annotations
+
+import asyncio
+
+from vllm.config import VllmConfig
+from vllm.renderers import renderer_from_config
+from vllm.tracing import init_tracer
+from vllm.transformers_utils.config import maybe_register_config_serialize_by_value
+from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.output_processor import OutputProcessor
+
+from loomserve.platform.front_end.engine.replica import ConnectedReplica
+from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
+from loomserve.platform.front_end.engine.statistics import ReplicaStatistics
+from loomserve.platform.requests.engine.grammar_checks import GrammarCheckingLLM, GrammarChecks
+
+# Any number but one tells vLLM not to keep what it has sent of images from an engine, which only
+# works if each request goes to the engine that the one before it went to.
+_SEVERAL_PROCESSES = 2
+
+
+class FrontEndLLM(GrammarCheckingLLM):
+    """An ``AsyncLLM`` of one model, on a client that has its replicas.
+
+    vLLM's constructor makes its own client, so this one repeats what else it does.
+    """
+
+    engine_core: ReplicaSetClient
+
+    def __init__(
+        self, vllm_config: VllmConfig, client: ReplicaSetClient, *, log_requests: bool = False
+    ) -> None:
+        maybe_register_config_serialize_by_value()
+        vllm_config.parallel_config._api_process_count = _SEVERAL_PROCESSES
+        self.vllm_config = vllm_config
+        self.model_config = vllm_config.model_config
+        self.scheduler_config = vllm_config.scheduler_config
+        self.observability_config = vllm_config.observability_config
+        traces_to = self.observability_config.otlp_traces_endpoint
+        if traces_to is not None:
+            init_tracer("vllm.llm_engine", traces_to)
+        self._elastic_ep_lock = asyncio.Lock()
+        self._client_count = 1
+        self.log_requests = log_requests
+        self.log_stats = True
+        self.profiler = None
+        self.renderer = renderer_from_config(vllm_config)
+        self.input_processor = InputProcessor(vllm_config, self.renderer)
+        self.output_processor = OutputProcessor(
+            self.renderer.tokenizer,
+            log_stats=True,
+            stream_interval=vllm_config.scheduler_config.stream_interval,
+            tracing_enabled=traces_to is not None,
+        )
+        self.logger_manager = self.statistics = ReplicaStatistics(vllm_config)
+        self.output_handler = None
+        self._grammars = GrammarChecks(self.input_processor)
+        self.engine_core = client
+        client.on_ready = self._replica_ready
+        client.on_removed = lambda replica: self.statistics.remove(replica.index)
+        client.requests.on_failed = self._request_failed
+
+    @property
+    def errored(self) -> bool:
+        """Whether the front end itself has failed: a model without a replica has not."""
+        return not self.is_running
+
+    def page(self, replica_id: str) -> str | None:
+        """A replica's metrics as text; None: it is not connected."""
+        replica = self.engine_core.replicas.get(replica_id)
+        return None if replica is None else self.statistics.page(replica.index)
+
+    def _replica_ready(self, replica: ConnectedReplica) -> None:
+        """Take over what an engine knows only once it has its memory."""
+        facts = replica.facts
+        assert facts is not None
+        model, cache = self.model_config, self.vllm_config.cache_config
+        model.max_model_len = min(model.max_model_len, facts.max_model_len)
+        cache.num_gpu_blocks = facts.num_gpu_blocks
+        cache.block_size = facts.block_size
+        cache.mamba_block_size = facts.mamba_block_size
+        cache.kv_cache_size_tokens = facts.kv_cache_size_tokens
+        cache.kv_cache_max_concurrency = facts.kv_cache_max_concurrency
+        self.statistics.add(replica.index)
+
+    def _request_failed(self, request_id: str, error: Exception) -> None:
+        # Once all answers to its prompt have been added, which happens in one go.
+        asyncio.get_running_loop().call_soon(self._fail, request_id, error)
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        """End one request, with the other answers to its prompt, by raising in its generator."""
+        state = self.output_processor.request_states.get(request_id)
+        if state is None:
+            return
+        if state.queue is not None:
+            state.queue.put(error)
+        whole = request_id if state.parent_req is None else state.parent_req.request_id
+        aborted = self.output_processor.abort_requests([whole], internal=True)
+        self.engine_core.requests.abort(aborted)

@@ -1,0 +1,56 @@
+"""What a client is told whose request could not go on."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from vllm.exceptions import GracefulHTTPError
+
+from loomserve.platform.base.errors import QUERY_OF_DEATH, EngineGone, RequestError, Unavailable
+from loomserve.platform.front_end.policy.continuation import Fate
+
+_RETRY_AFTER_S = 5.0
+
+
+class LostRequestError(GracefulHTTPError):  # type: ignore[misc]
+    """An error of the platform's in the shape in which vLLM's serving layer takes one.
+
+    Attributes:
+        error: the platform's own.
+    """
+
+    def __init__(self, error: RequestError) -> None:
+        super().__init__(error.message, HTTPStatus(error.status))
+        self.error = error
+
+
+class InvalidChoiceError(Exception):
+    """A router chose a replica that is none of the candidates."""
+
+
+def lost_request(fate: Fate, model: str, request_id: str) -> LostRequestError:
+    """The error of a request that ends so."""
+    if fate is Fate.END_SUSPECT:
+        return LostRequestError(
+            EngineGone(
+                f"engines of model {model!r} ended while they worked on this very request, so no "
+                "other is asked. Change the request, or give the operator its id, "
+                f"{request_id}",
+                reason=QUERY_OF_DEATH,
+            )
+        )
+    if fate is Fate.END_TOO_OFTEN:
+        return LostRequestError(
+            EngineGone(
+                f"the engines of model {model!r} ended again and again while they worked on this "
+                f"request; send it again. If that happens again, give the operator its id, "
+                f"{request_id}"
+            )
+        )
+    return LostRequestError(
+        Unavailable(
+            f"model {model!r} has no replica that takes requests now; try again shortly",
+            reason="no_replica",
+            retry_after_s=_RETRY_AFTER_S,
+        )
+    )

@@ -1,0 +1,178 @@
+"""A front end's open requests: what each was, what it has got, and what is left to ask for."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
+
+from loomserve.platform.front_end.policy.continuation import (
+    DEATHS,
+    AnswerLimits,
+    Ending,
+    Loss,
+    RequestView,
+    ending,
+)
+from loomserve.platform.front_end.routing import RoutingRequest
+
+RESUMED = "loomserve_resumed"
+"""Key in ``extra_args`` of the tokens that a request has got from engines before."""
+
+_DIGEST_BYTES = 16
+_FIRST_TOLD = (EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED)
+
+
+@dataclass(eq=False)
+class OpenRequest:
+    """A request that has not ended; times are monotonic seconds."""
+
+    request: EngineCoreRequest
+    context: Any = None
+    """What the gateway knows of its HTTP request."""
+    tokens: list[int] = field(default_factory=list)
+    replica_id: str | None = None
+    routing: RoutingRequest | None = None
+    """With which its replica was chosen."""
+    attempt: int = 0
+    lost: Loss | None = None
+    """Why it left its last replica, or has to leave the one it is with."""
+    deaths: list[int] = field(default_factory=list)
+    ended_with: set[str] = field(default_factory=set)
+    """Ids of replicas that ended with it."""
+    moves: int = 0
+    waiting_since: float | None = None
+    last_token_at: float | None = None
+    paused_since: float | None = None
+    _noted: int = -1
+
+    @property
+    def id(self) -> str:
+        return str(self.request.request_id)
+
+    @property
+    def wire_id(self) -> str:
+        """The id that engines know it by, another at each attempt."""
+        return f"{self.id}#{self.attempt}" if self.attempt else self.id
+
+    @property
+    def view(self) -> RequestView:
+        placed = self.replica_id is not None
+        return RequestView(placed, len(self.tokens), self.deaths, self.moves, self.waiting_since)
+
+    def forget_foreign_tokens(self) -> None:
+        """Only this front end says which tokens an answer has; clients may write ``extra_args``."""
+        params = self.request.sampling_params
+        if params is not None and RESUMED in (params.extra_args or {}):
+            params.extra_args = {
+                key: value for key, value in params.extra_args.items() if key != RESUMED
+            }
+
+    def note_loss(self, lost: Loss) -> bool:
+        """Remember why it has to leave; whether that is an engine's end not noted yet."""
+        self.lost = lost
+        if lost not in DEATHS or self._noted == self.attempt or self.replica_id is None:
+            return False
+        self._noted = self.attempt
+        self.deaths.append(len(self.tokens))
+        self.ended_with.add(self.replica_id)
+        return True
+
+    def leave(self) -> None:
+        """It is with no replica, and what the last one still sends is not for it."""
+        if self.lost not in DEATHS and self.lost is not Loss.DRAINED:
+            self.moves += 1
+        self.replica_id = self.routing = None
+        self.attempt += 1
+        if self.tokens and self.paused_since is None:
+            self.paused_since = self.last_token_at
+
+    def route(self, candidates: frozenset[str]) -> RoutingRequest:
+        """What its next replica is chosen by."""
+        request, params = self.request, self.request.sampling_params
+        most = params.max_tokens if params is not None else None
+        return RoutingRequest(
+            request_id=self.id,
+            external_id=request.external_req_id or self.id,
+            prompt_token_ids=[*(request.prompt_token_ids or ()), *self.tokens],
+            max_tokens=max(0, (most or 0) - len(self.tokens)),
+            candidates=candidates - self.ended_with or candidates,
+            exclude=frozenset(self.ended_with),
+            cache_salt=request.cache_salt,
+            attempt=self.attempt,
+            context=self.context,
+        )
+
+    def to_send(self) -> EngineCoreRequest:
+        """The request as its next engine gets it."""
+        if not self.attempt:
+            return self.request
+        request = copy(self.request)
+        request.request_id = self.wire_id
+        if self.tokens and request.sampling_params is not None:
+            request.sampling_params = params = copy(request.sampling_params)
+            params.extra_args = {**(params.extra_args or {}), RESUMED: self.tokens}
+            # They came with the first token.
+            params.prompt_logprobs = None
+        return request
+
+    def take(self, output: EngineCoreOutput, now: float) -> float | None:
+        """Note an engine's output, and make it one of the whole request.
+
+        Returns:
+            The seconds that it paused while it moved, if this is the first token after that.
+        """
+        if self.attempt:
+            output.request_id = self.id
+            if self.tokens and output.events:
+                # vLLM's statistics know when it was first queued and scheduled.
+                output.events = [each for each in output.events if each.type not in _FIRST_TOLD]
+        if not output.new_token_ids:
+            return None
+        self.tokens += output.new_token_ids
+        self.last_token_at = now
+        paused_since, self.paused_since = self.paused_since, None
+        return None if paused_since is None else now - paused_since
+
+    def ending(self, max_model_len: int) -> EngineCoreOutput | None:
+        """The last output of an answer whose engine ended before it could send that."""
+        params = self.request.sampling_params
+        if params is None or not self.tokens:
+            return None
+        limits = AnswerLimits(
+            prompt_tokens=prompt_length(self.request),
+            max_tokens=params.max_tokens,
+            max_model_len=max_model_len,
+            eos_token=params.eos_token_id,
+            stop_tokens=frozenset(params.stop_token_ids or ()),
+        )
+        ended = ending(self.tokens, limits)
+        return None if ended is None else self._last_output(ended)
+
+    def _last_output(self, ended: Ending) -> EngineCoreOutput:
+        reason = FinishReason.STOP if ended.reason == "stop" else FinishReason.LENGTH
+        return EngineCoreOutput(self.id, [], finish_reason=reason, stop_reason=ended.stop_token)
+
+    def digest(self) -> bytes:
+        """By which an equal request is known again."""
+        request = self.request
+        features: Sequence[Any] = request.mm_features or ()
+        said = msgspec.msgpack.encode(
+            (request.prompt_token_ids, [each.identifier for each in features])
+        )
+        digest = hashlib.blake2b(said, digest_size=_DIGEST_BYTES)
+        bias = request.sampling_params and request.sampling_params.logit_bias
+        digest.update(repr((request.params, bias)).encode())
+        return digest.digest()
+
+
+def prompt_length(request: EngineCoreRequest) -> int:
+    """Tokens of a request's prompt."""
+    if request.prompt_token_ids is not None:
+        return len(request.prompt_token_ids)
+    return 0 if request.prompt_embeds is None else len(request.prompt_embeds)

@@ -1,0 +1,129 @@
+"""A replica as a front end knows it: its connection, what it told, and who is open on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from vllm.v1.engine import EngineCoreReadyResponse, EngineCoreRequestType
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from loomserve.platform.engine.core.addresses import EngineAddress
+from loomserve.platform.front_end.engine.connection import EngineConnection
+from loomserve.platform.front_end.engine.open_requests import OpenRequest
+from loomserve.platform.front_end.policy.continuation import (
+    ContinuationBounds,
+    Loss,
+    ReplicaView,
+    loss,
+)
+
+Clock = Callable[[], float]
+
+
+class ReplicaEvents(Protocol):
+    """What a replica tells the client that has it."""
+
+    def on_connected(self, replica: ConnectedReplica) -> None: ...
+
+    def on_outputs(self, replica: ConnectedReplica, frames: Sequence[Any]) -> None: ...
+
+    def on_gone(self, replica: ConnectedReplica) -> None: ...
+
+    def on_forgotten(self, replica: ConnectedReplica) -> None: ...
+
+
+class ConnectedReplica:
+    """One replica of a model, for as long as the platform has it."""
+
+    def __init__(
+        self,
+        replica_id: str,
+        index: int,
+        address: EngineAddress,
+        identity: bytes,
+        events: ReplicaEvents,
+        clock: Clock,
+    ) -> None:
+        """``index`` is its number in statistics, unique in this front end."""
+        self.id = replica_id
+        self.index = index
+        self.open: dict[str, OpenRequest] = {}
+        """By their id on the wire."""
+        self.facts: EngineCoreReadyResponse | None = None
+        """What the engine said of itself; None: it does not take requests."""
+        self.draining = False
+        self.empty = asyncio.Event()
+        self.empty.set()
+        self._events = events
+        self._clock = clock
+        self._heard_at = self._stepped_at = clock()
+        self._steps = -1
+        self._hangs = False
+        self._unwanted: list[str] = []
+        self.connection = EngineConnection(identity, address, self)
+
+    def usable(self, now: float, bounds: ContinuationBounds) -> bool:
+        """Whether it may get requests."""
+        return self.facts is not None and self.loss(now, bounds) is None
+
+    def loss(self, now: float, bounds: ContinuationBounds) -> Loss | None:
+        """Why its requests have to leave it, if they have to."""
+        # Its requests leave a loop that hangs, which is not well for that.
+        busy = len(self.open) or int(self._hangs)
+        view = ReplicaView(self._heard_at, self._stepped_at, busy, self.draining)
+        lost = loss(view, now, bounds)
+        self._hangs = self._hangs or lost is Loss.HUNG
+        return lost
+
+    def add(self, request: OpenRequest, frames: Sequence[Any]) -> bool:
+        """Send a request; False: its connection ends."""
+        if not self.connection.send((EngineCoreRequestType.ADD.value, *frames)):
+            return False
+        if not self.open:
+            self._stepped_at = self._clock()
+        self.open[request.wire_id] = request
+        self.empty.clear()
+        return True
+
+    def drop(self, wire_id: str, *, abort: bool) -> None:
+        """A request has ended or leaves; with ``abort`` the engine is told by :meth:`flush`."""
+        self.open.pop(wire_id, None)
+        if not self.open:
+            self.empty.set()
+        if abort:
+            self._unwanted.append(wire_id)
+
+    def flush(self, encoder: MsgpackEncoder) -> None:
+        """Tell the engine what it need not compute any more."""
+        if self._unwanted:
+            unwanted, self._unwanted = self._unwanted, []
+            self.connection.send((EngineCoreRequestType.ABORT.value, *encoder.encode(unwanted)))
+
+    # What its connection tells
+
+    def ready(self, response: EngineCoreReadyResponse) -> None:
+        self._heard_at = self._stepped_at = self._clock()
+        self._hangs = False
+        forgotten, self.facts = self.facts is not None, response
+        if forgotten:
+            self._events.on_forgotten(self)
+        else:
+            self._events.on_connected(self)
+
+    def beat(self, steps: int, running: int, waiting: int) -> None:
+        self._heard_at = self._clock()
+        if steps != self._steps or not running + waiting:
+            self._hangs = False
+        if steps != self._steps or not (self.open or self._hangs):
+            self._steps, self._stepped_at = steps, self._heard_at
+
+    def outputs(self, frames: Sequence[Any]) -> None:
+        self._heard_at = self._clock()
+        self._events.on_outputs(self, frames)
+
+    def gone(self) -> None:
+        self.facts = None
+        self._unwanted.clear()
+        self._events.on_gone(self)

@@ -1,0 +1,267 @@
+"""vLLM's engine client over several replicas of a model, which come and go.
+
+It keeps what each open request was and has got, so that one whose replica is lost goes on with
+another: sent again with its tokens so far, under another id, by which late outputs of the replica
+that it left are told apart.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+)
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.engine.core.addresses import EngineAddress
+from loomserve.platform.front_end.engine.attentive_clock import AttentiveClock
+from loomserve.platform.front_end.engine.replica import ConnectedReplica
+from loomserve.platform.front_end.engine.request_book import RequestBook
+from loomserve.platform.front_end.engine.utilities import UtilityCalls, UtilityClient
+from loomserve.platform.front_end.metrics import ModelContinuationMetrics
+from loomserve.platform.front_end.policy.continuation import ContinuationBounds, Loss
+from loomserve.platform.front_end.routing import Choose, Left, routing_context
+
+_log = logging.getLogger(__name__)
+
+_WATCH_EVERY_S = 0.25
+_RETRY_AFTER_S = 5.0
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+class ReplicaSetClient(UtilityClient):
+    """The engine client of one model; all of it runs on one event loop."""
+
+    def __init__(
+        self,
+        model: str,
+        choose: Choose,
+        metrics: ModelContinuationMetrics,
+        *,
+        left: Left = _nothing,
+        bounds: ContinuationBounds | None = None,
+    ) -> None:
+        self.on_ready: Callable[[ConnectedReplica], None] = _nothing
+        """A replica takes requests from here on; its ``facts`` say what it is."""
+        self.on_removed: Callable[[ConnectedReplica], None] = _nothing
+        """The platform has a replica no more."""
+        self.outputs_queue: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
+        self._model = model
+        self._clock = AttentiveClock(time.monotonic, 2 * _WATCH_EVERY_S)
+        self._identity = uuid.uuid4().hex.encode()
+        encoder = MsgpackEncoder()
+        self._decoder = MsgpackDecoder(EngineCoreOutputs)
+        self._replicas: dict[str, ConnectedReplica] = {}
+        self._indexes = 0
+        self.requests = RequestBook(
+            model,
+            self._replicas,
+            choose,
+            left,
+            metrics,
+            bounds or ContinuationBounds(),
+            self._clock,
+            encoder,
+        )
+        self.requests.on_ended = self._put
+        self._calls = UtilityCalls(encoder)
+        self._some_ready = asyncio.Event()
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._watching = False
+
+    # Replicas
+
+    def set_replicas(self, addresses: Mapping[str, EngineAddress]) -> None:
+        """Set which replicas there are; requests of those that are not go on with others."""
+        self._start()
+        for replica in list(self._replicas.values()):
+            if addresses.get(replica.id) != replica.connection.address:
+                self._remove(replica)
+        for replica_id, address in addresses.items():
+            if replica_id not in self._replicas:
+                replica = ConnectedReplica(
+                    replica_id, self._indexes, address, self._identity, self, self._clock
+                )
+                self._indexes += 1
+                self._replicas[replica_id] = replica
+                replica.connection.open()
+
+    async def drain(self, replica_id: str, timeout_s: float) -> int:
+        """Move a replica's requests to others, and give it no more.
+
+        As long as no other can take them, they go on there.
+
+        Returns:
+            How many are still with it after so many seconds.
+        """
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            return 0
+        replica.draining = True
+        self.requests.watch()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await replica.empty.wait()
+        except TimeoutError:
+            _log.warning("replica %s still has %d requests", replica_id, len(replica.open))
+        return len(replica.open)
+
+    @property
+    def replicas(self) -> dict[str, ConnectedReplica]:
+        """The replicas that are connected; each has ``facts``."""
+        return {each.id: each for each in self._replicas.values() if each.facts is not None}
+
+    async def wait_for_replica(self, timeout_s: float) -> EngineCoreReadyResponse:
+        """What the engine of one that is connected said of itself.
+
+        Raises:
+            Unavailable: no replica was connected in time.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._some_ready.wait()
+        except TimeoutError:
+            raise self._no_replica() from None
+        return self._any().facts
+
+    def on_connected(self, replica: ConnectedReplica) -> None:
+        facts = replica.facts
+        assert facts is not None
+        self.requests.max_model_len = min(self.requests.max_model_len, facts.max_model_len)
+        self._some_ready.set()
+        self.on_ready(replica)
+        self.requests.watch()
+
+    def on_gone(self, replica: ConnectedReplica) -> None:
+        _log.warning(
+            "replica %s of model %s is gone; %d requests go on elsewhere",
+            replica.id,
+            self._model,
+            len(replica.open),
+        )
+        self._lose_all(replica, Loss.GONE)
+
+    def on_forgotten(self, replica: ConnectedReplica) -> None:
+        _log.warning("replica %s of model %s had let this front end go", replica.id, self._model)
+        self._lose_all(replica, Loss.FORGOTTEN)
+
+    def _lose_all(self, replica: ConnectedReplica, lost: Loss) -> None:
+        self._calls.gone(replica.id)
+        self.requests.lose_all(replica, lost)
+        if not self.replicas:
+            self._some_ready.clear()
+
+    def _remove(self, replica: ConnectedReplica) -> None:
+        replica.draining = True
+        self._lose_all(replica, Loss.DRAINED)
+        del self._replicas[replica.id]
+        if not self.replicas:
+            self._some_ready.clear()
+        self.on_removed(replica)
+        self._do(replica.connection.close())
+
+    # Requests
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        """Place a request; one that has to wait for a replica does not keep the caller."""
+        self._start()
+        self.requests.add(request, routing_context.get())
+
+    async def abort_requests_async(self, request_ids: list[str]) -> None:
+        self.requests.abort(request_ids)
+
+    async def get_output_async(self) -> EngineCoreOutputs:
+        return await self.outputs_queue.get()
+
+    def on_outputs(self, replica: ConnectedReplica, frames: Sequence[Any]) -> None:
+        outputs: EngineCoreOutputs = self._decoder.decode(frames)
+        if outputs.utility_output is not None:
+            self._calls.answered(outputs.utility_output)
+            return
+        now = time.monotonic()
+        take = self.requests.take
+        outputs.outputs = [each for each in outputs.outputs if take(replica, each, now)]
+        outputs.engine_index = replica.index
+        if outputs.outputs or outputs.scheduler_stats:
+            self.outputs_queue.put_nowait(outputs)
+
+    def _put(self, output: EngineCoreOutput) -> None:
+        self.outputs_queue.put_nowait(EngineCoreOutputs(outputs=[output]))
+
+    # vLLM's client
+
+    async def get_supported_tasks_async(self) -> tuple[str, ...]:
+        return tuple(await self._call(self._any(), "get_supported_tasks"))
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        """Call a method of all engines; the first answer."""
+        self._any()
+        asked = self.replicas.values()
+        answers = await asyncio.gather(*(self._call(each, method, *args) for each in asked))
+        return answers[0]
+
+    async def _call(self, replica: ConnectedReplica, method: str, *args: Any) -> Any:
+        return await self._calls.call(replica.id, replica.connection.send, method, args)
+
+    def _any(self) -> ConnectedReplica:
+        for replica in self.replicas.values():
+            return replica
+        raise self._no_replica()
+
+    def _no_replica(self) -> Unavailable:
+        return Unavailable(
+            f"model {self._model!r} has no replica that takes requests now; try again shortly",
+            reason="no_replica",
+            retry_after_s=_RETRY_AFTER_S,
+        )
+
+    def dp_engines_running(self) -> bool:
+        return bool(self.requests.open)
+
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End all connections; engines then abort what they had from here."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return  # the loop has ended, and with it all that ran on it
+        for task in self._tasks:
+            task.cancel()
+        for replica in self._replicas.values():
+            self._do(replica.connection.close())
+        self._replicas.clear()
+
+    async def closed(self) -> None:
+        """Returns once all connections have ended after :meth:`shutdown`."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _keep_watch(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            self._clock.tick()
+            try:
+                self.requests.watch()
+            except Exception:  # the next look may go well, and all requests depend on it
+                _log.exception("the watch over the replicas of model %s failed", self._model)
+
+    def _start(self) -> None:
+        if not self._watching:
+            self._watching = True
+            self._do(self._keep_watch())
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

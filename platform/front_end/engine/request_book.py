@@ -1,0 +1,247 @@
+"""A model's open requests: placed on replicas, taken from those that are lost, and ended.
+
+All of it runs on one event loop and waits for nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from loomserve.platform.base.errors import RequestError
+from loomserve.platform.front_end.engine.lost_requests import (
+    InvalidChoiceError,
+    LostRequestError,
+    lost_request,
+)
+from loomserve.platform.front_end.engine.open_requests import OpenRequest
+from loomserve.platform.front_end.engine.replica import Clock, ConnectedReplica
+from loomserve.platform.front_end.metrics import ModelContinuationMetrics
+from loomserve.platform.front_end.policy.continuation import (
+    ContinuationBounds,
+    Fate,
+    Loss,
+    fate,
+    suspicions,
+)
+from loomserve.platform.front_end.routing import Choose, Left, RoutingRequest
+from loomserve.platform.requests.query_of_death import QueriesOfDeath
+
+_log = logging.getLogger(__name__)
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+class RequestBook:
+    """The open requests of one model, and the rules by which they have replicas."""
+
+    def __init__(
+        self,
+        model: str,
+        replicas: Mapping[str, ConnectedReplica],
+        choose: Choose,
+        left: Left,
+        metrics: ModelContinuationMetrics,
+        bounds: ContinuationBounds,
+        clock: Clock,
+        encoder: MsgpackEncoder,
+    ) -> None:
+        """``replicas`` are those that there are, whatever their state."""
+        self.open: dict[str, OpenRequest] = {}
+        self.max_model_len = 2**31
+        self.on_ended: Callable[[EngineCoreOutput], None] = _nothing
+        """An output that no engine sends any more."""
+        self.on_failed: Callable[[str, Exception], None] = _nothing
+        """A request, by its id, ends with an error."""
+        self._model = model
+        self._replicas = replicas
+        self._choose = choose
+        self._left = left
+        self._metrics = metrics
+        self._bounds = bounds
+        self._clock = clock
+        self._encoder = encoder
+        self._unplaced: dict[str, OpenRequest] = {}
+        self._deadly = QueriesOfDeath(clock)
+
+    def add(self, request: EngineCoreRequest, context: Any) -> None:
+        """Place a request, or keep it until there is a replica for it."""
+        one = self.open.get(request.request_id)
+        if one is not None:
+            self._more_input(one, request)
+            return
+        one = OpenRequest(request, context)
+        one.forget_foreign_tokens()
+        self.open[one.id] = self._unplaced[one.id] = one
+        if self._deadly and len(self._deadly.replicas(one.digest())) >= self._bounds.most_suspected:
+            self._fail(one, Fate.END_SUSPECT)
+        else:
+            self._decide(one, None)
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Forget requests; those that have ended are passed over."""
+        for request_id in request_ids:
+            one = self.open.get(request_id)
+            if one is not None:
+                self._end(one, abort=True)
+        self.flush()
+
+    def take(self, replica: ConnectedReplica, output: EngineCoreOutput, now: float) -> bool:
+        """Note an engine's output; whether it is one of the request's answer.
+
+        Args:
+            now: Monotonic seconds.
+        """
+        one = replica.open.get(output.request_id)
+        if one is None:
+            return False
+        if output.finish_reason == FinishReason.ABORT:
+            # Nobody here asked for that.
+            self._leave(one, Loss.FORGOTTEN, abort=False)
+            self._decide(one, Loss.FORGOTTEN)
+            return False
+        paused_s = one.take(output, now)
+        if paused_s is not None:
+            self._metrics.paused(paused_s)
+        if output.finish_reason is not None and not one.request.resumable:
+            if one.deaths:
+                self._deadly.answered(one.digest())
+            self._end(one, abort=False)
+        return True
+
+    def lose_all(self, replica: ConnectedReplica, lost: Loss) -> None:
+        """Take all requests from a replica, and send them on."""
+        leaving = list(replica.open.values())
+        for one in leaving:
+            self._leave(one, lost, abort=lost is not Loss.GONE)
+        replica.flush(self._encoder)
+        for one in leaving:
+            self._decide(one, lost)
+
+    def watch(self) -> None:
+        """Look at all replicas, and at all requests that wait."""
+        now = self._clock()
+        for replica in list(self._replicas.values()):
+            lost = replica.loss(now, self._bounds) if replica.facts is not None else None
+            for one in list(replica.open.values()):
+                if lost is not None:
+                    self._decide(one, lost)
+                    continue
+                one.waiting_since = None
+                if self._deadly and one.deaths and not suspicions(one.view, self._bounds):
+                    self._deadly.answered(one.digest())
+        for one in list(self._unplaced.values()):
+            self._decide(one, one.lost)
+        self.flush()
+
+    def flush(self) -> None:
+        """Tell engines what they need not compute any more."""
+        for replica in self._replicas.values():
+            replica.flush(self._encoder)
+
+    def _more_input(self, one: OpenRequest, request: EngineCoreRequest) -> None:
+        """More of the input of a streamed request, or its end."""
+        one.request = request
+        replica = self._replicas.get(one.replica_id or "")
+        if replica is None or not replica.add(one, self._encoder.encode(request)):
+            self._fail(one, Fate.END_TOO_OFTEN)
+
+    def _decide(self, one: OpenRequest, lost: Loss | None) -> None:
+        """Send a request on, let it wait, or end it."""
+        last = one.ending(self.max_model_len)
+        if last is not None:
+            self._end(one, abort=True)
+            self.on_ended(last)
+            return
+        if one.request.resumable and one.attempt:
+            # Its input came in parts, which nobody has any more.
+            self._fail(one, Fate.END_TOO_OFTEN)
+            return
+        if lost is not None:
+            self._note(one, lost)
+        now = self._clock()
+        others = self._usable(now) - {one.replica_id or ""}
+        decided = self._fate(one, lost, now, others=bool(others))
+        if decided is Fate.GO_ON:
+            if self._go_on(one, lost, others):
+                return
+            decided = self._fate(one, lost, now, others=False)
+        if decided is Fate.WAIT:
+            one.waiting_since = now if one.waiting_since is None else one.waiting_since
+        else:
+            self._fail(one, decided)
+
+    def _fate(self, one: OpenRequest, lost: Loss | None, now: float, *, others: bool) -> Fate:
+        return fate(one.view, lost, others=others, now=now, bounds=self._bounds)
+
+    def _go_on(self, one: OpenRequest, lost: Loss | None, others: frozenset[str]) -> bool:
+        """Send a request to another replica, or end it; False: it has to wait."""
+        routing = one.route(others)
+        try:
+            chosen = self._choose(routing)
+            if chosen is None:
+                return False
+            if chosen not in others:
+                raise InvalidChoiceError(f"{chosen!r} is none of {sorted(others)}")
+        except Exception as error:  # it is the router's, and one request's
+            if isinstance(error, RequestError):
+                error = LostRequestError(error)
+            else:
+                _log.exception("no replica could be chosen for request %s", one.id)
+            self._fail(one, Fate.END_NO_REPLICA, error)
+            return True
+        if lost is not None and one.replica_id is not None:
+            self._leave(one, lost, abort=True)
+        return self._send(one, self._replicas[chosen], routing)
+
+    def _send(self, one: OpenRequest, replica: ConnectedReplica, routing: RoutingRequest) -> bool:
+        if not replica.add(one, self._encoder.encode(one.to_send())):
+            self._left(routing, replica.id)
+            return False
+        one.replica_id, one.routing, one.waiting_since = replica.id, routing, None
+        self._unplaced.pop(one.id, None)
+        if one.attempt and one.lost is not None:
+            self._metrics.continued(one.lost)
+        return True
+
+    def _leave(self, one: OpenRequest, lost: Loss, *, abort: bool) -> None:
+        self._note(one, lost)
+        self._part(one, abort=abort)
+        one.leave()
+        self._unplaced[one.id] = one
+
+    def _note(self, one: OpenRequest, lost: Loss) -> None:
+        if one.note_loss(lost) and one.replica_id is not None:
+            self._deadly.ended(one.digest(), one.replica_id)
+
+    def _part(self, one: OpenRequest, *, abort: bool) -> None:
+        """Take a request from its replica, if it has one."""
+        if one.replica_id is None:
+            return
+        replica = self._replicas.get(one.replica_id)
+        if replica is not None:
+            replica.drop(one.wire_id, abort=abort)
+        if one.routing is not None:
+            self._left(one.routing, one.replica_id)
+
+    def _end(self, one: OpenRequest, *, abort: bool) -> None:
+        self._part(one, abort=abort)
+        one.replica_id = None
+        self.open.pop(one.id, None)
+        self._unplaced.pop(one.id, None)
+
+    def _fail(self, one: OpenRequest, why: Fate, error: Exception | None = None) -> None:
+        self._end(one, abort=True)
+        self._metrics.ended(why)
+        self.on_failed(one.id, error or lost_request(why, self._model, one.id))
+
+    def _usable(self, now: float) -> frozenset[str]:
+        return frozenset(
+            each.id for each in self._replicas.values() if each.usable(now, self._bounds)
+        )

@@ -1,0 +1,170 @@
+"""vLLM's OpenAI server of one model, on its replicas' engines; a process has several.
+
+::
+
+    serving = ModelServing("chat", options, choose, metrics.of("chat"))
+    await serving.start()
+    serving.set_replicas({"r1": EngineAddress(...), "r2": EngineAddress(...)})
+    await serving.app(scope, receive, send)
+    await serving.drain("r1", timeout_s=10)
+    await serving.close()
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.v1.engine import EngineCoreReadyResponse
+
+from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.engine.core.addresses import EngineAddress
+from loomserve.platform.front_end.engine.llm import FrontEndLLM
+from loomserve.platform.front_end.engine.options import server_options
+from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
+from loomserve.platform.front_end.metrics import ModelContinuationMetrics
+from loomserve.platform.front_end.policy.continuation import ContinuationBounds
+from loomserve.platform.front_end.routing import Choose, Left, RoutingRequest
+
+_log = logging.getLogger(__name__)
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+# vLLM's configuration and tokenizers are not made to be loaded by several threads at once.
+_ONE_AT_A_TIME = asyncio.Lock()
+
+
+def _nobody(_: RoutingRequest, __: str) -> None:
+    pass
+
+
+class ModelServing:
+    """The front end of one model."""
+
+    def __init__(
+        self,
+        name: str,
+        options: Mapping[str, Any],
+        choose: Choose,
+        metrics: ModelContinuationMetrics,
+        *,
+        left: Left = _nobody,
+        bounds: ContinuationBounds | None = None,
+    ) -> None:
+        """
+        Args:
+            name: What clients call the model.
+            options: vLLM's, of its engine and its server, ``model`` among them: those that the
+                replicas' engines have been started with.
+            choose: Chooses a replica for each request.
+            left: Is told when a request leaves the replica that was chosen.
+        """
+        self._name = name
+        self._options = options
+        self._bounds = bounds or ContinuationBounds()
+        self._client = ReplicaSetClient(name, choose, metrics, left=left, bounds=self._bounds)
+        self._llm: FrontEndLLM | None = None
+        self._args: Any = None
+        self._app: asyncio.Task[Any] | None = None
+
+    async def start(self) -> None:
+        """Load what serving needs: configuration, tokenizer, templates. It needs no engine.
+
+        Raises:
+            ConfigError: vLLM refuses the options.
+        """
+        async with _ONE_AT_A_TIME:
+            self._llm = await asyncio.to_thread(self._load)
+        self._llm._run_output_handler()
+        self._app = asyncio.create_task(self._build(self._llm))
+
+    def _load(self) -> FrontEndLLM:
+        self._args, config = server_options(self._name, self._options)
+        return FrontEndLLM(config, self._client, log_requests=self._args.enable_log_requests)
+
+    async def _build(self, llm: FrontEndLLM) -> Any:
+        """vLLM's app, as soon as an engine has said what it can do."""
+        while True:
+            try:
+                await self._client.wait_for_replica(self._bounds.reroute_timeout_s)
+                tasks = await llm.get_supported_tasks()
+                break
+            except Unavailable:
+                continue
+            except Exception:  # of the engine that was asked; another may come
+                _log.exception("an engine of model %s did not say what it can do", self._name)
+                await asyncio.sleep(1)
+        app = build_app(self._args, supported_tasks=tasks, model_config=llm.model_config)
+        await init_app_state(llm, app.state, self._args, tasks)
+        # vLLM would end its own server by it when its only engine has failed.
+        app.state.server = SimpleNamespace()
+        return app
+
+    @property
+    def llm(self) -> EngineClient:
+        """vLLM's engine client, once it is started."""
+        assert self._llm is not None, "start() comes first"
+        return self._llm
+
+    @property
+    def failed(self) -> bool:
+        """Whether the front end itself has failed, and has to be made anew."""
+        return self._llm is not None and self._llm.errored
+
+    @property
+    def replicas(self) -> dict[str, EngineCoreReadyResponse]:
+        """The connected replicas, with what their engines said of themselves."""
+        return {key: each.facts for key, each in self._client.replicas.items()}
+
+    def open_requests(self, replica_id: str) -> int:
+        """Requests that this front end has open on a replica."""
+        replica = self._client.replicas.get(replica_id)
+        return 0 if replica is None else len(replica.open)
+
+    def page(self, replica_id: str) -> str | None:
+        """vLLM's metrics of a replica as text, without the labels of model, replica and device."""
+        return None if self._llm is None else self._llm.page(replica_id)
+
+    async def app(self, scope: Message, receive: Receive, send: Send) -> None:
+        """The ASGI app; a request waits for the model's first replica.
+
+        Raises:
+            Unavailable: none came in time.
+        """
+        assert self._app is not None, "start() comes first"
+        try:
+            async with asyncio.timeout(self._bounds.reroute_timeout_s):
+                app = await asyncio.shield(self._app)
+        except TimeoutError:
+            raise Unavailable(
+                f"model {self._name!r} has no replica that takes requests now; try again shortly",
+                reason="no_replica",
+                retry_after_s=5.0,
+            ) from None
+        await app(scope, receive, send)
+
+    def set_replicas(self, addresses: Mapping[str, EngineAddress]) -> None:
+        """Set which replicas there are; requests of those that are not go on with others."""
+        self._client.set_replicas(addresses)
+
+    async def drain(self, replica_id: str, timeout_s: float) -> int:
+        """Move a replica's requests to others; returns how many it still has after so long."""
+        return await self._client.drain(replica_id, timeout_s)
+
+    async def close(self) -> None:
+        """End all connections, and with them the requests that are open."""
+        if self._app is not None:
+            self._app.cancel()
+        if self._llm is not None:
+            self._llm.shutdown()
+        else:
+            self._client.shutdown()
+        await self._client.closed()

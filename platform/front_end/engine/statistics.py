@@ -1,0 +1,84 @@
+"""vLLM's statistics of each replica, in registries of their own.
+
+vLLM registers its metrics with the process, and takes away what others have registered there; here
+one process has several models, and each of them several replicas.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from vllm.config import VllmConfig
+from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+
+class ReplicaStatistics:
+    """In the place of vLLM's manager of loggers: one of its Prometheus loggers a replica.
+
+    A replica is known by its index, which outputs carry as ``engine_index``.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._config = config
+        self._loggers: dict[int, tuple[CollectorRegistry, Any]] = {}
+
+    def add(self, index: int) -> None:
+        """A replica has come, or come back."""
+        if index in self._loggers:
+            return
+        registry = CollectorRegistry()
+        logger = _logger_class(registry)(self._config, [0])
+        logger.log_engine_initialized()
+        self._loggers[index] = registry, logger
+
+    def remove(self, index: int) -> None:
+        self._loggers.pop(index, None)
+
+    def page(self, index: int) -> str | None:
+        """A replica's metrics as text; None: it is not known."""
+        known = self._loggers.get(index)
+        return None if known is None else generate_latest(known[0]).decode()
+
+    # What vLLM calls
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int | None = None,
+    ) -> None:
+        known = self._loggers.get(engine_idx or 0)
+        if known is not None:  # else the last outputs of a replica that has been removed
+            known[1].record(scheduler_stats, iteration_stats, mm_cache_stats, 0)
+
+    def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
+        for _, logger in self._loggers.values():
+            logger.record_sleep_state(sleep, level)
+
+    def log(self) -> None:
+        """Nothing: the platform shows metrics, and writes no statistics into its log."""
+
+    def log_engine_initialized(self) -> None:
+        """Nothing: :meth:`add` does it."""
+
+
+def _logger_class(registry: CollectorRegistry) -> Any:
+    """vLLM's logger, whose metrics go to that registry."""
+    classes = {
+        "_gauge_cls": partial(Gauge, registry=registry),
+        "_counter_cls": partial(Counter, registry=registry),
+        "_histogram_cls": partial(Histogram, registry=registry),
+    }
+    stock = PrometheusStatLogger
+    parts = {
+        name: type(base.__name__, (base,), classes)
+        for name, base in (
+            ("_spec_decoding_cls", stock._spec_decoding_cls),
+            ("_kv_connector_cls", stock._kv_connector_cls),
+            ("_perf_metrics_cls", stock._perf_metrics_cls),
+        )
+    }
+    return type("RegisteredStatLogger", (stock,), {**classes, **parts})

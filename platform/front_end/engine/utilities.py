@@ -1,0 +1,96 @@
+"""Calls of an engine's own functions, which a front end makes to all replicas of its model."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.engine import EngineCoreRequestType, UtilityOutput
+from vllm.v1.engine.core_client import AsyncMPClient, EngineCoreClient
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from loomserve.platform.base.errors import EngineGone, Unavailable
+
+Send = Callable[[Sequence[Any]], bool]
+
+_TIMEOUT_S = 120.0
+
+
+class UtilityCalls:
+    """The calls that have not been answered yet."""
+
+    def __init__(self, encoder: MsgpackEncoder) -> None:
+        self._encoder = encoder
+        self._answers: dict[int, tuple[str, asyncio.Future[Any]]] = {}
+
+    async def call(self, replica_id: str, send: Send, method: str, args: Sequence[Any]) -> Any:
+        """
+        Raises:
+            EngineGone: the engine ended before it answered.
+            Unavailable: it did not answer in time.
+            Exception: what the method raised, as its text.
+        """
+        call_id = uuid.uuid1().int >> 64
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._answers[call_id] = replica_id, answer
+        said = self._encoder.encode((0, call_id, method, args))
+        try:
+            if not send((EngineCoreRequestType.UTILITY.value, *said)):
+                raise EngineGone(f"the engine of replica {replica_id} takes no calls")
+            async with asyncio.timeout(_TIMEOUT_S):
+                return await answer
+        except TimeoutError:
+            raise Unavailable(
+                f"the engine of replica {replica_id} did not answer {method!r} within "
+                f"{_TIMEOUT_S:g} s; see its log"
+            ) from None
+        finally:
+            self._answers.pop(call_id, None)
+
+    def answered(self, output: UtilityOutput) -> None:
+        _, answer = self._answers.get(output.call_id, ("", None))
+        if answer is None or answer.done():
+            return
+        if output.failure_message is not None:
+            answer.set_exception(Exception(output.failure_message))
+        else:
+            answer.set_result(output.result.result if output.result is not None else None)
+
+    def gone(self, replica_id: str) -> None:
+        """An engine has ended, and so have the calls to it."""
+        for asked, answer in self._answers.values():
+            if asked == replica_id and not answer.done():
+                answer.set_exception(EngineGone(f"the engine of replica {replica_id} ended"))
+
+
+class UtilityClient(EngineCoreClient):  # type: ignore[misc]
+    """The calls of vLLM's client that are utilities, by one method, as vLLM's own have it."""
+
+    # AsyncLLM asks for it before each request; a lost replica is no dead front end.
+    resources = SimpleNamespace(engine_dead=False)
+    engine_ranks_managed = (0,)
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        raise NotImplementedError
+
+    pause_scheduler_async = AsyncMPClient.pause_scheduler_async
+    resume_scheduler_async = AsyncMPClient.resume_scheduler_async
+    is_scheduler_paused_async = AsyncMPClient.is_scheduler_paused_async
+    profile_async = AsyncMPClient.profile_async
+    reset_mm_cache_async = AsyncMPClient.reset_mm_cache_async
+    reset_prefix_cache_async = AsyncMPClient.reset_prefix_cache_async
+    reset_encoder_cache_async = AsyncMPClient.reset_encoder_cache_async
+    sleep_async = AsyncMPClient.sleep_async
+    wake_up_async = AsyncMPClient.wake_up_async
+    is_sleeping_async = AsyncMPClient.is_sleeping_async
+    set_weight_version_async = AsyncMPClient.set_weight_version_async
+    get_weight_version_async = AsyncMPClient.get_weight_version_async
+    add_lora_async = AsyncMPClient.add_lora_async
+    remove_lora_async = AsyncMPClient.remove_lora_async
+    list_loras_async = AsyncMPClient.list_loras_async
+    pin_lora_async = AsyncMPClient.pin_lora_async
+    save_sharded_state_async = AsyncMPClient.save_sharded_state_async
+    collective_rpc_async = AsyncMPClient.collective_rpc_async

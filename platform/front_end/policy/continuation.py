@@ -1,0 +1,168 @@
+"""Which replicas are lost, and whether a request that one of them had goes on, waits or ends.
+
+A request goes on with the tokens that it has got. What may have ended an engine must not end them
+all, so a request is suspected of an engine's end until it has gone well past the token at which
+that engine ended: one that ends engines does it again at the same token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal, NamedTuple
+
+
+class Loss(StrEnum):
+    """Why a request has to leave a replica."""
+
+    GONE = "gone"
+    """The engine's process, or the connection to it, has ended."""
+    SILENT = "silent"
+    """It has sent nothing for a while: stopped, unreachable or overloaded."""
+    HUNG = "hung"
+    """It answers, has requests, and takes no step."""
+    FORGOTTEN = "forgotten"
+    """It runs, but has given the request up."""
+    DRAINED = "drained"
+    """The platform takes it away."""
+
+
+DEATHS = frozenset({Loss.GONE, Loss.HUNG})
+"""What a request may have caused. An overloaded machine silences engines that are well."""
+
+_STALLED = frozenset({Loss.SILENT, Loss.HUNG})
+
+
+class Fate(StrEnum):
+    """What becomes of a request."""
+
+    GO_ON = "go_on"
+    WAIT = "wait"
+    """It stays with its replica if that one still is, or waits for another."""
+    END_SUSPECT = "suspect"
+    """Engines ended with it, and no more are to."""
+    END_TOO_OFTEN = "too_often"
+    END_NO_REPLICA = "no_replica"
+
+
+@dataclass(frozen=True)
+class ContinuationBounds:
+    """Limits of continuation."""
+
+    silence_s: float = 3.0
+    hang_s: float = 60.0
+    reroute_timeout_s: float = 30.0
+    """How long a request waits for a replica that can take it."""
+    most_losses: int = 3
+    """Engines by whose end one request may be carried on; likewise moves for other reasons."""
+    most_suspected: int = 2
+    """Engines that may have ended because of one request before it is ended itself."""
+    proven_tokens: int = 8
+    """A request that got so many tokens after an engine's end was not the cause of it."""
+
+
+@dataclass(frozen=True)
+class ReplicaView:
+    """A connected replica as its front end sees it; times are seconds of one clock."""
+
+    heard_at: float
+    stepped_at: float
+    """When its count of steps last changed, or when it last had no request."""
+    open: int
+    """Requests that the front end has open on it."""
+    draining: bool = False
+
+
+@dataclass(frozen=True)
+class RequestView:
+    """A request that is to leave its replica, or that has none."""
+
+    placed: bool = False
+    """Whether it is with a replica still."""
+    tokens: int = 0
+    """Tokens it has got."""
+    deaths: Sequence[int] = ()
+    """For each engine that ended with it, the tokens that it then had."""
+    moves: int = 0
+    """How often it left a replica that had not ended, other than for draining."""
+    waiting_since: float | None = None
+
+
+def loss(replica: ReplicaView, now: float, bounds: ContinuationBounds) -> Loss | None:
+    """Why a connected replica's requests have to leave it, if they have to."""
+    if now - replica.heard_at > bounds.silence_s:
+        return Loss.SILENT
+    if replica.open and now - replica.stepped_at > bounds.hang_s:
+        return Loss.HUNG
+    return Loss.DRAINED if replica.draining else None
+
+
+def suspicions(request: RequestView, bounds: ContinuationBounds) -> int:
+    """Ends of engines that the request may have caused."""
+    return sum(request.tokens - at < bounds.proven_tokens for at in request.deaths)
+
+
+def fate(
+    request: RequestView, lost: Loss | None, *, others: bool, now: float, bounds: ContinuationBounds
+) -> Fate:
+    """What becomes of a request.
+
+    Args:
+        lost: Why it leaves its replica; None: it has not been with one.
+        others: Whether there is a replica that could take it.
+    """
+    if suspicions(request, bounds) >= bounds.most_suspected:
+        return Fate.END_SUSPECT
+    if len(request.deaths) > bounds.most_losses:
+        return Fate.END_TOO_OFTEN
+    if lost not in DEATHS and lost is not Loss.DRAINED and request.moves >= bounds.most_losses:
+        if lost is Loss.FORGOTTEN:
+            return Fate.END_TOO_OFTEN
+        # Moving again would only add to what its replicas have to do.
+        others = others and not request.placed
+    if others:
+        return Fate.GO_ON
+    since = now if request.waiting_since is None else request.waiting_since
+    stands_still = not request.placed or lost in _STALLED
+    if stands_still and now - since >= bounds.reroute_timeout_s:
+        return Fate.END_NO_REPLICA
+    return Fate.WAIT
+
+
+class Ending(NamedTuple):
+    """How an answer has ended.
+
+    Attributes:
+        reason: vLLM's finish reason.
+        stop_token: The stop token that ended it, if the client had asked for one.
+    """
+
+    reason: Literal["stop", "length"]
+    stop_token: int | None = None
+
+
+@dataclass(frozen=True)
+class AnswerLimits:
+    """What ends an answer in an engine, as far as its tokens alone tell."""
+
+    prompt_tokens: int
+    max_tokens: int | None
+    max_model_len: int
+    eos_token: int | None
+    """None: the end of sequence is ignored."""
+    stop_tokens: Set[int]
+
+
+def ending(tokens: Sequence[int], limits: AnswerLimits) -> Ending | None:
+    """How the answer has ended with its last token, if it has; in vLLM's order of checks."""
+    if not tokens:
+        return None
+    if tokens[-1] == limits.eos_token:
+        return Ending("stop")
+    if tokens[-1] in limits.stop_tokens:
+        return Ending("stop", tokens[-1])
+    full = limits.prompt_tokens + len(tokens) >= limits.max_model_len
+    if full or (limits.max_tokens is not None and len(tokens) >= limits.max_tokens):
+        return Ending("length")
+    return None

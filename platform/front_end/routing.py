@@ -1,0 +1,49 @@
+"""What a front end asks whoever chooses replicas for requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+routing_context: ContextVar[Any] = ContextVar("routing_context", default=None)
+"""What the gateway knows of the HTTP request at hand: a pinned replica, expected tokens, and so on.
+"""
+
+
+@dataclass(frozen=True, eq=False)
+class RoutingRequest:
+    """A request, or what is left of it, that needs a replica.
+
+    It is the same object when the replica is chosen and when the request leaves it.
+    """
+
+    request_id: str
+    """One for each of several answers to one prompt."""
+    external_id: str
+    """The HTTP request's id; answers to one prompt share it."""
+    prompt_token_ids: Sequence[int]
+    """With the tokens of the answer so far; empty for prompts that are embeddings."""
+    max_tokens: int
+    """The most tokens that are to come."""
+    candidates: frozenset[str]
+    """Ids of the replicas that can take it."""
+    exclude: frozenset[str] = frozenset()
+    """Ids of replicas whose engine ended with it; they are no candidates while there are others."""
+    cache_salt: str | None = None
+    sequences: int = 1
+    attempt: int = 0
+    """How often it has left a replica."""
+    context: Any = None
+    """Of :data:`routing_context`, as it was when the request came."""
+
+
+Choose = Callable[[RoutingRequest], str | None]
+"""The id of one of the candidates; None: the request waits.
+
+It may raise a :class:`~loomserve.platform.base.errors.RequestError`, with which the request ends.
+"""
+
+Left = Callable[[RoutingRequest, str], None]
+"""Called once for each chosen replica, with its id, when the request ends there or leaves it."""

@@ -1,0 +1,148 @@
+"""An engine's side of the wire, which computes nothing: a token is its position in the answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+from vllm.v1.engine import (
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreReadyResponse,
+    EngineCoreRequest,
+    EngineCoreRequestType,
+    FinishReason,
+    UtilityOutput,
+)
+from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
+
+from loomserve.platform.engine.core.addresses import BEAT, DEAD, READY, EngineAddress
+from loomserve.platform.front_end.engine.open_requests import RESUMED
+
+FACTS = EngineCoreReadyResponse(
+    max_model_len=512, num_gpu_blocks=10, block_size=16, dp_stats_address=None, dtype="float32",
+    vllm_version="", world_size=1, data_parallel_size=1, tensor_parallel_size=1,
+    pipeline_parallel_size=1, decode_context_parallel_size=1, data_parallel_rank=0, max_num_seqs=8,
+    max_num_batched_tokens=64, instance_id="", supports_lora=False, max_loras=0,
+)  # fmt: skip
+
+
+@dataclass
+class Work:
+    request: EngineCoreRequest
+    tokens: list[int]
+
+
+@dataclass
+class PeerEngine:
+    """A test says what it does: it answers only when told to step."""
+
+    folder: Path
+    silent: bool = False
+    """It sends nothing."""
+    hangs: bool = False
+    """It takes in nothing, and answers only HELLO."""
+    added: list[EngineCoreRequest] = field(default_factory=list)
+    aborted: list[str] = field(default_factory=list)
+    work: dict[str, Work] = field(default_factory=dict)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.address = EngineAddress.in_folder(self.folder)
+        self._known: dict[bytes, bytes] = {}
+        self._decoder = MsgpackDecoder(EngineCoreRequest)
+        self._other = MsgpackDecoder()
+        self._encoder = MsgpackEncoder()
+        self._tasks: list[asyncio.Task[None]] = []
+        self.arrived = asyncio.Event()
+
+    def start(self) -> PeerEngine:
+        context = zmq.asyncio.Context.instance()
+        self._input, self._output = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
+        for socket, address in (
+            (self._input, self.address.input),
+            (self._output, self.address.output),
+        ):
+            socket.set(zmq.ROUTER_HANDOVER, 1)
+            socket.bind(address)
+        self._tasks = [asyncio.create_task(each) for each in (self._hear(), self._take())]
+        return self
+
+    def end(self) -> None:
+        """As when its process is killed."""
+        for task in self._tasks:
+            task.cancel()
+        self._tasks.clear()
+        for socket in (self._input, self._output):
+            socket.close(linger=0)
+        self.address.remove()
+
+    async def _hear(self) -> None:
+        while True:
+            identity, _, connection = await self._output.recv_multipart()
+            if self.silent:
+                continue
+            if self._known.get(identity) == connection:
+                state = [self.steps, len(self.work), 0]
+                await self._output.send_multipart([identity, BEAT, msgspec.msgpack.encode(state)])
+            else:
+                self._known[identity] = connection
+                await self._output.send_multipart([identity, READY, msgspec.msgpack.encode(FACTS)])
+
+    def forget(self) -> None:
+        """Let all front ends go."""
+        self._known.clear()
+        self.work.clear()
+
+    async def say_dead(self) -> None:
+        for identity in self._known:
+            await self._output.send_multipart([identity, DEAD])
+
+    async def _take(self) -> None:
+        while True:
+            identity, kind, *data = await self._input.recv_multipart(copy=False)
+            if kind.buffer == EngineCoreRequestType.ADD.value:
+                request = self._decoder.decode(data)
+                extra = (request.sampling_params and request.sampling_params.extra_args) or {}
+                self.added.append(request)
+                self.work[request.request_id] = Work(request, list(extra.get(RESUMED, ())))
+            elif kind.buffer == EngineCoreRequestType.ABORT.value:
+                gone = self._other.decode(data)
+                self.aborted += gone
+                for each in gone:
+                    self.work.pop(each, None)
+            else:
+                _, call_id, method, args = self._other.decode(data)
+                result = UtilityOutput(call_id, None, UtilityResult([method, *args]))
+                await self._send(EngineCoreOutputs(utility_output=result), identity.bytes)
+            self.arrived.set()
+
+    async def step(self, count: int = 1, *, finish: FinishReason | None = None) -> None:
+        """So many steps: each gives each request a token, and ends those long enough."""
+        for _ in range(count):
+            self.steps += 1
+            outputs = [self._next(wire_id, finish) for wire_id in list(self.work)]
+            await self._send(EngineCoreOutputs(outputs=outputs))
+
+    def _next(self, wire_id: str, finish: FinishReason | None) -> EngineCoreOutput:
+        work = self.work[wire_id]
+        params = work.request.sampling_params
+        token = len(work.tokens)
+        work.tokens.append(token)
+        if params is not None and len(work.tokens) >= params.max_tokens:
+            finish = FinishReason.LENGTH
+        if finish is not None:
+            del self.work[wire_id]
+        tokens = [] if finish is FinishReason.ABORT else [token]
+        return EngineCoreOutput(wire_id, tokens, finish_reason=finish)
+
+    async def _send(self, outputs: EngineCoreOutputs, to: bytes | None = None) -> None:
+        frames: Sequence[Any] = self._encoder.encode(outputs)
+        for identity in self._known if to is None else [to]:
+            await self._output.send_multipart([identity, *frames])

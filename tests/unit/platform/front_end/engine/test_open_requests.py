@@ -1,0 +1,101 @@
+"""What is sent again of a request, and what its outputs become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import (
+    EngineCoreEvent,
+    EngineCoreEventType,
+    EngineCoreOutput,
+    EngineCoreRequest,
+)
+
+from loomserve.platform.front_end.engine.open_requests import RESUMED, OpenRequest
+from loomserve.platform.front_end.policy.continuation import Loss
+
+
+def opened(prompt: list[int] | None = None, **params: Any) -> OpenRequest:
+    sampling = SamplingParams(**{"max_tokens": 10, **params})
+    request = EngineCoreRequest(
+        "r", prompt or [1, 2], None, sampling, None, 0.0, None, "salt", None,
+        external_req_id="http",
+    )  # fmt: skip
+    return OpenRequest(request)
+
+
+def moved(one: OpenRequest, tokens: list[int]) -> OpenRequest:
+    one.replica_id = "a"
+    one.take(EngineCoreOutput(one.wire_id, tokens), 1.0)
+    one.note_loss(Loss.GONE)
+    one.leave()
+    return one
+
+
+def test_the_first_attempt_is_the_request_itself() -> None:
+    one = opened()
+    assert one.to_send() is one.request
+    assert one.wire_id == "r"
+
+
+def test_a_client_cannot_say_what_it_has_been_answered() -> None:
+    one = opened(extra_args={"x": 1, RESUMED: [5]})
+    one.forget_foreign_tokens()
+    assert one.to_send().sampling_params.extra_args == {"x": 1}
+
+
+def test_what_is_sent_again_leaves_the_request_as_it_was() -> None:
+    one = moved(opened(extra_args={"loomserve_hint": 1}, prompt_logprobs=2), [7, 8])
+    again = one.to_send()
+    assert again.request_id == "r#1"
+    assert again.sampling_params.extra_args == {"loomserve_hint": 1, RESUMED: [7, 8]}
+    assert again.sampling_params.prompt_logprobs is None
+    assert one.request.request_id == "r"
+    assert one.request.sampling_params.extra_args == {"loomserve_hint": 1}
+    assert one.request.sampling_params.prompt_logprobs == 2
+
+
+def test_a_router_sees_what_is_left() -> None:
+    one = moved(opened(), [7, 8])
+    routing = one.route(frozenset({"a", "b"}))
+    assert routing.prompt_token_ids == [1, 2, 7, 8]
+    assert (routing.max_tokens, routing.cache_salt, routing.attempt) == (8, "salt", 1)
+    assert (routing.request_id, routing.external_id) == ("r", "http")
+    assert (routing.candidates, routing.exclude) == ({"b"}, {"a"})
+    assert one.route(frozenset({"a"})).candidates == {"a"}, "better than none"
+
+
+def test_events_of_a_first_start_are_told_once_and_pauses_are_measured() -> None:
+    one = moved(opened(), [7])
+    events = [EngineCoreEvent.new_event(each) for each in EngineCoreEventType]
+    output = EngineCoreOutput("r#1", [8], events=events)
+    assert one.take(output, 3.5) == 2.5
+    assert output.request_id == "r"
+    assert [event.type for event in output.events] == [EngineCoreEventType.PREEMPTED]
+    assert one.take(EngineCoreOutput("r#1", [9]), 3.6) is None
+    assert one.tokens == [7, 8, 9]
+
+
+def test_events_of_a_request_without_a_token_are_its_first() -> None:
+    one = moved(opened(), [])
+    events = [EngineCoreEvent.new_event(EngineCoreEventType.QUEUED)]
+    output = EngineCoreOutput("r#1", [8], events=events)
+    assert one.take(output, 3.5) is None
+    assert output.events == events
+
+
+def test_a_loss_is_counted_once_an_attempt() -> None:
+    one = opened()
+    one.replica_id = "a"
+    assert one.note_loss(Loss.HUNG)
+    assert not one.note_loss(Loss.HUNG)
+    assert not one.note_loss(Loss.GONE)
+    assert not opened().note_loss(Loss.SILENT)
+    assert one.deaths == [0]
+
+
+def test_equal_requests_have_one_digest() -> None:
+    assert opened().digest() == opened().digest()
+    others = (opened([1, 3]), opened(max_tokens=11), opened(logit_bias={1: 2.0}))
+    assert len({opened().digest(), *(each.digest() for each in others)}) == 4

@@ -1,0 +1,173 @@
+"""What becomes of requests whose replica is lost: rules, and what holds for all that may happen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loomserve.platform.front_end.policy.continuation import (
+    DEATHS,
+    AnswerLimits,
+    ContinuationBounds,
+    Ending,
+    Fate,
+    Loss,
+    ReplicaView,
+    RequestView,
+    ending,
+    fate,
+    loss,
+    suspicions,
+)
+
+BOUNDS = ContinuationBounds()
+ENDS = {Fate.END_SUSPECT, Fate.END_TOO_OFTEN, Fate.END_NO_REPLICA}
+
+losses = st.sampled_from(Loss) | st.none()
+requests = st.builds(
+    RequestView,
+    placed=st.booleans(),
+    tokens=st.integers(0, 100),
+    deaths=st.lists(st.integers(0, 100), max_size=5),
+    moves=st.integers(0, 6),
+    waiting_since=st.none() | st.floats(0, 100),
+)
+
+
+@pytest.mark.parametrize(
+    ("heard_ago_s", "stepped_ago_s", "open_requests", "draining", "expected"),
+    [
+        (2.9, 0, 3, False, None),
+        (3.1, 0, 3, False, Loss.SILENT),
+        (3.1, 0, 0, True, Loss.SILENT),
+        (0, 61, 3, False, Loss.HUNG),
+        (0, 61, 0, False, None),
+        (0, 61, 1, True, Loss.HUNG),
+        (0, 0, 1, True, Loss.DRAINED),
+    ],
+)
+def test_a_replica_is_lost_by_silence_a_loop_that_hangs_or_on_purpose(
+    heard_ago_s: float, stepped_ago_s: float, open_requests: int, draining: bool, expected: Loss
+) -> None:
+    view = ReplicaView(100 - heard_ago_s, 100 - stepped_ago_s, open_requests, draining)
+    assert loss(view, 100, BOUNDS) is expected
+
+
+def test_a_request_is_no_suspect_once_it_has_gone_past_the_end_of_that_engine() -> None:
+    request = RequestView(tokens=10, deaths=(10,))
+    assert suspicions(request, BOUNDS) == 1
+    assert suspicions(replace(request, tokens=17), BOUNDS) == 1
+    assert suspicions(replace(request, tokens=18), BOUNDS) == 0
+
+
+def test_a_request_with_which_two_engines_ended_at_once_is_ended() -> None:
+    once = RequestView(tokens=5, deaths=(5,))
+    assert fate(once, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Fate.GO_ON
+    twice = RequestView(tokens=7, deaths=(5, 7))
+    assert fate(twice, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Fate.END_SUSPECT
+
+
+def test_a_request_is_carried_over_three_ends_of_engines_and_not_over_four() -> None:
+    for deaths, expected in (((10, 20, 30), Fate.GO_ON), ((10, 20, 30, 40), Fate.END_TOO_OFTEN)):
+        request = RequestView(tokens=deaths[-1], deaths=deaths)
+        assert fate(request, Loss.GONE, others=True, now=0, bounds=BOUNDS) is expected
+
+
+def test_draining_is_never_too_often() -> None:
+    request = RequestView(placed=True, tokens=100, deaths=(10, 20, 30), moves=50)
+    assert fate(request, Loss.DRAINED, others=True, now=0, bounds=BOUNDS) is Fate.GO_ON
+
+
+def test_a_silent_replica_is_stayed_with_after_three_moves() -> None:
+    request = RequestView(placed=True, moves=3)
+    assert fate(request, Loss.SILENT, others=True, now=0, bounds=BOUNDS) is Fate.WAIT
+    elsewhere = replace(request, placed=False)
+    assert fate(elsewhere, Loss.SILENT, others=True, now=0, bounds=BOUNDS) is Fate.GO_ON
+
+
+@given(requests, losses, st.booleans(), st.floats(100, 1000))
+def test_no_request_waits_for_longer_than_it_may_unless_it_is_computed_meanwhile(
+    request: RequestView, lost: Loss | None, others: bool, now: float
+) -> None:
+    since = now if request.waiting_since is None else request.waiting_since
+    decided = fate(request, lost, others=others, now=now, bounds=BOUNDS)
+    if decided is Fate.WAIT and not (request.placed and lost not in (Loss.SILENT, Loss.HUNG)):
+        assert now - since < BOUNDS.reroute_timeout_s
+
+
+@given(requests, losses, st.floats(0, 1000))
+def test_a_request_goes_on_only_if_there_is_where(
+    request: RequestView, lost: Loss | None, now: float
+) -> None:
+    alone = fate(request, lost, others=False, now=now, bounds=BOUNDS)
+    assert alone is not Fate.GO_ON
+    not_alone = fate(request, lost, others=True, now=now, bounds=BOUNDS)
+    assert not_alone in ENDS | {Fate.GO_ON, Fate.WAIT}
+    if alone in (Fate.END_SUSPECT, Fate.END_TOO_OFTEN):
+        assert not_alone is alone, "another replica makes it no less suspect"
+
+
+@given(st.lists(st.integers(0, 20), max_size=20), st.sampled_from([*DEATHS]))
+def test_a_request_can_end_four_engines_at_most_and_one_that_stands_still_two(
+    gained: list[int], lost: Loss
+) -> None:
+    tokens, deaths = 0, list[int]()
+    for more in gained:
+        tokens += more
+        deaths.append(tokens)
+        request = RequestView(tokens=tokens, deaths=deaths)
+        if fate(request, lost, others=True, now=0, bounds=BOUNDS) is not Fate.GO_ON:
+            break
+    assert len(deaths) <= BOUNDS.most_losses + 1
+    if not any(gained):
+        assert len(deaths) <= BOUNDS.most_suspected
+
+
+LIMITS = AnswerLimits(
+    prompt_tokens=4, max_tokens=5, max_model_len=100, eos_token=0, stop_tokens=frozenset({7})
+)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limits", "expected"),
+    [
+        ([], LIMITS, None),
+        ([1, 2], LIMITS, None),
+        ([1, 0], LIMITS, Ending("stop")),
+        ([1, 7], LIMITS, Ending("stop", 7)),
+        ([7, 1], LIMITS, None),
+        ([1, 2, 3, 4, 5], LIMITS, Ending("length")),
+        ([1, 2, 3, 4, 7], LIMITS, Ending("stop", 7)),
+        ([1, 0], replace(LIMITS, eos_token=None), None),
+        ([1, 2], replace(LIMITS, max_model_len=6, max_tokens=None), Ending("length")),
+    ],
+)
+def test_an_answer_has_ended_as_vllm_would_have_ended_it(
+    tokens: list[int], limits: AnswerLimits, expected: Ending | None
+) -> None:
+    assert ending(tokens, limits) == expected
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=12))
+def test_an_answer_that_has_ended_by_its_tokens_is_one_that_vllm_ends(tokens: list[int]) -> None:
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.core.sched.utils import check_stop
+    from vllm.v1.request import Request, RequestStatus
+
+    params = SamplingParams(max_tokens=5, stop_token_ids=[7])
+    params._eos_token_id = 0
+    request = Request("r", [1, 2, 3, 4], params, None)
+    request.append_output_token_ids(tokens)
+    stopped = check_stop(request, LIMITS.max_model_len)
+    names = {
+        RequestStatus.FINISHED_STOPPED: "stop",
+        RequestStatus.FINISHED_LENGTH_CAPPED: "length",
+    }
+    ours = ending(tokens, LIMITS)
+    if not stopped:
+        assert ours is None
+    else:
+        assert ours == Ending(names[request.status], request.stop_reason)  # type: ignore[arg-type]
