@@ -38,7 +38,8 @@ def server_options(name: str, options: Mapping[str, Any]) -> tuple[Namespace, Vl
         front_end_args = FrontendArgs(**front_end)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model {name!r}: vLLM refuses its engine options: {error}") from error
-    return Namespace(**vars(front_end_args), **vars(engine_args)), config
+    # A few options are both the server's and the engine's.
+    return Namespace(**vars(front_end_args) | vars(engine_args)), config
 
 
 def _structured(options: Mapping[str, Any]) -> dict[str, Any]:
