@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 
+from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.front_end.policy.continuation import (
     DEATHS,
     AnswerLimits,
@@ -20,9 +21,6 @@ from loomserve.platform.front_end.policy.continuation import (
     ending,
 )
 from loomserve.platform.front_end.routing import RoutingRequest
-
-RESUMED = "loomserve_resumed"
-"""Key in ``extra_args`` of the tokens that a request has got from engines before."""
 
 _DIGEST_BYTES = 16
 _FIRST_TOLD = (EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED)

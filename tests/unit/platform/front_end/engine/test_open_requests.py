@@ -12,7 +12,8 @@ from vllm.v1.engine import (
     EngineCoreRequest,
 )
 
-from loomserve.platform.front_end.engine.open_requests import RESUMED, OpenRequest
+from loomserve.platform.engine.resumption.tokens import RESUMED
+from loomserve.platform.front_end.engine.open_requests import OpenRequest
 from loomserve.platform.front_end.policy.continuation import Loss
 
 

@@ -17,8 +17,8 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from loomserve.platform.base.errors import EngineGone, TooManyRequests, Unavailable
+from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.front_end.engine.lost_requests import LostRequestError
-from loomserve.platform.front_end.engine.open_requests import RESUMED
 from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
