@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loomserve.deployments.gateway.forward import Forwarder, ForwardRequest
+from loomserve.deployments.gateway.answering import Answering, ForwardRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.platform.access.token_limits import is_limited
 from loomserve.platform.access.token_meter import TokenMeter
@@ -38,7 +38,7 @@ class ClientEndpoint:
     def __init__(
         self,
         routes: ModelRoutes,
-        forwarder: Forwarder,
+        forwarder: Answering,
         lengths: LengthPredictions,
         metrics: GatewayMetrics,
         meter: TokenMeter,

@@ -11,29 +11,28 @@ import asyncio
 import hashlib
 import math
 import time
-from dataclasses import dataclass
 from functools import partial
 
 import aiohttp
 from ray.serve.exceptions import DeploymentUnavailableError, RayServeException
 from ray.serve.handle import DeploymentHandle
-from starlette.types import Message, Receive, Send
+from starlette.types import Receive, Send
 
+from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
+from loomserve.deployments.gateway.lateness import refuse_if_late
 from loomserve.deployments.gateway.relay import (
     Destination,
     EngineEndedWithItError,
     NotTakenError,
     Relay,
 )
-from loomserve.platform.base.errors import QUERY_OF_DEATH, EngineGone, TooManyRequests, Unavailable
+from loomserve.platform.base.errors import QUERY_OF_DEATH, EngineGone, Unavailable
 from loomserve.platform.http.client_gone import ClientGoneError, while_connected
 from loomserve.platform.lengths.predict.request import longest
-from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.requests.prefix import prefix_keys
 from loomserve.platform.requests.query_of_death import QueriesOfDeath
 from loomserve.routers.in_flight import InFlight
-from loomserve.routers.lateness import finish
 from loomserve.routers.ticket import RoutingTicket
 
 # How long a request waits for any replica before it is refused.
@@ -49,41 +48,6 @@ _RETRY_AFTER_S = 5.0
 _BYTES_PER_TOKEN = 4
 _ANSWER_TOKENS = 256
 _DIGEST_BYTES = 16
-
-
-@dataclass(frozen=True)
-class ForwardRequest:
-    """A request to an engine of ``model``, and what its routing depends on."""
-
-    model: str
-    content: EngineRequest
-    request_id: str
-    pinned_to: str | None = None
-    """Id of the only replica that may take it; None: any may."""
-    expected_tokens: float | None = None
-    """Predicted length of the answer."""
-    received: bytes | None = None
-    """The client's own bytes, by which a request is known again; None: those the engine gets."""
-    refuse_after: float | None = None
-    """Monotonic seconds; a request that is predicted to end later is refused."""
-
-
-class CollectedAnswer:
-    """A ``send`` that keeps the whole answer, for a request of the platform's own."""
-
-    def __init__(self) -> None:
-        self.status = 0
-        self.body = bytearray()
-
-    async def send(self, message: Message) -> None:
-        self.status = message.get("status", self.status)
-        self.body += message.get("body", b"")
-
-
-async def never_gone() -> Message:
-    """A ``receive`` of a client that stays: who waits for the answer may cancel instead."""
-    never: Message = await asyncio.get_running_loop().create_future()
-    return never
 
 
 class Forwarder:
@@ -150,7 +114,7 @@ class Forwarder:
                 with self._ticket(request, excluded) as ticket:
                     replica = await self._choose(request, handle, ticket)
                     if not excluded:
-                        self._refuse_if_late(request, ticket)
+                        refuse_if_late(request, ticket, self._metrics)
                     await self._relay.answer(replica, request.content, request.request_id, send)
             except NotTakenError:
                 self._metrics.engine_failed(request.model)
@@ -229,24 +193,6 @@ class Forwarder:
                     reason="no_replica",
                     retry_after_s=_RETRY_AFTER_S,
                 ) from None
-
-    def _refuse_if_late(self, request: ForwardRequest, ticket: RoutingTicket) -> None:
-        replica, expected = ticket.replica, request.expected_tokens
-        if request.refuse_after is None or expected is None or replica is None:
-            return
-        within_s = request.refuse_after - time.monotonic()
-        predicted = finish(replica, ticket.prompt_tokens, expected)
-        if predicted is None or predicted.total_s <= within_s:
-            return
-        self._metrics.refused_late(request.model)
-        raise TooManyRequests(
-            f"model {request.model!r} is predicted to answer in {predicted.total_s:.1f} s, of "
-            f"which it waits {predicted.wait_s:.1f} s, and x-slo-ms leaves {within_s:.1f} s; try "
-            "again later, or allow more time",
-            param="x-slo-ms",
-            reason="deadline_unreachable",
-            retry_after_s=predicted.wait_s,
-        )
 
 
 def _output_tokens(request: ForwardRequest) -> int:

@@ -24,8 +24,9 @@ from starlette.types import Receive
 
 from loomserve.deployments.batch.proxy import BATCHES, FILES, BatchProxy
 from loomserve.deployments.gateway.admin import build_admin_api
+from loomserve.deployments.gateway.answering import ForwardRequest
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
-from loomserve.deployments.gateway.forward import Forwarder, ForwardRequest
+from loomserve.deployments.gateway.forward import Forwarder
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.deployments.gateway.metrics_page import (
     MetricsPage,

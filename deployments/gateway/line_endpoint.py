@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 
-from loomserve.deployments.gateway.forward import Forwarder, ForwardRequest
+from loomserve.deployments.gateway.answering import Answering, ForwardRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.token_meter import TokenMeter
@@ -36,7 +36,7 @@ class LineEndpoint:
         keys: LiveKeys,
         meter: TokenMeter,
         routes: ModelRoutes,
-        forwarder: Forwarder,
+        forwarder: Answering,
         *,
         isolates_tenants: bool,
     ) -> None:

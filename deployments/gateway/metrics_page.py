@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from loomserve.deployments.batch.proxy import BatchProxy
-from loomserve.deployments.gateway.forward import Forwarder
+from loomserve.deployments.gateway.answering import Answering
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.deployments.kvstore.kv_store import read_usage
 from loomserve.kvstore.metrics import KvStoreMetrics
@@ -44,7 +44,7 @@ class MetricsPage:
         self,
         registry: CollectorRegistry,
         routes: ModelRoutes,
-        forwarder: Forwarder,
+        forwarder: Answering,
         sources: Sequence[Refresh],
     ) -> None:
         """``sources`` have their metrics in ``registry``."""

@@ -1,0 +1,87 @@
+"""What the gateway's endpoints ask of whoever has engines answer requests."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+import aiohttp
+from ray.serve.handle import DeploymentHandle
+from starlette.types import Message, Receive, Send
+
+from loomserve.platform.requests.engine_request import EngineRequest
+from loomserve.routers.in_flight import InFlight
+
+
+@dataclass(frozen=True)
+class ForwardRequest:
+    """A request to an engine of ``model``, and what its routing depends on."""
+
+    model: str
+    content: EngineRequest
+    request_id: str
+    pinned_to: str | None = None
+    """Id of the only replica that may take it; None: any may."""
+    expected_tokens: float | None = None
+    """Predicted length of the answer."""
+    received: bytes | None = None
+    """The client's own bytes, by which a request is known again; None: those the engine gets."""
+    refuse_after: float | None = None
+    """Monotonic seconds; a request that is predicted to end later is refused."""
+
+
+class CollectedAnswer:
+    """A ``send`` that keeps the whole answer, for a request of the platform's own."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.body = bytearray()
+
+    async def send(self, message: Message) -> None:
+        self.status = message.get("status", self.status)
+        self.body += message.get("body", b"")
+
+
+async def never_gone() -> Message:
+    """A ``receive`` of a client that stays: who waits for the answer may cancel instead."""
+    never: Message = await asyncio.get_running_loop().create_future()
+    return never
+
+
+class Answering(Protocol):
+    """Has engines answer requests, and keeps connections to the platform's other processes."""
+
+    ledger: InFlight
+    """The requests that this gateway has open on engines."""
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        """The session whose connections to the platform's own processes are kept."""
+
+    async def get(self, address: str, path: str, timeout_s: float) -> str:
+        """The body of a replica's answer to a GET request.
+
+        Raises:
+            aiohttp.ClientError: the replica cannot be reached.
+            TimeoutError: it has not answered in time.
+        """
+
+    async def forward(
+        self, request: ForwardRequest, handle: DeploymentHandle, receive: Receive, send: Send
+    ) -> None:
+        """Answer the request, or stop as soon as the client is gone.
+
+        Raises:
+            RequestError: there is no answer, or no whole one.
+        """
+
+    async def collect(
+        self, request: ForwardRequest, handle: DeploymentHandle, receive: Receive = never_gone
+    ) -> tuple[int, bytes]:
+        """The status and body of the answer to a request of the platform's own.
+
+        Raises what :meth:`forward` raises.
+        """
+
+    async def close(self) -> None: ...
