@@ -18,9 +18,7 @@ What a front end sends before ``READY`` is not looked at.
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import dataclass
-from pathlib import Path
+from loomserve.platform.run.engine_address import EngineAddress as EngineAddress
 
 HELLO = b"HELLO"
 READY = b"READY"
@@ -29,28 +27,3 @@ DEAD = b"ENGINE_CORE_DEAD"
 
 HELLO_PERIOD_S = 1.0
 """How often a front end says that it is there."""
-
-
-@dataclass(frozen=True)
-class EngineAddress:
-    """The two sockets of an engine's process, as ZMQ writes addresses.
-
-    Attributes:
-        input: takes requests.
-        output: sends their outputs, and answers ``HELLO``.
-    """
-
-    input: str
-    output: str
-
-    @classmethod
-    def in_folder(cls, folder: Path) -> EngineAddress:
-        """Unix sockets in this folder that nobody else has."""
-        name = f"core-{secrets.token_hex(4)}"
-        return cls(f"ipc://{folder / name}.in", f"ipc://{folder / name}.out")
-
-    def remove(self) -> None:
-        """Remove the sockets' files, which a process that was killed leaves behind."""
-        for address in (self.input, self.output):
-            if address.startswith("ipc://"):
-                Path(address.removeprefix("ipc://")).unlink(missing_ok=True)
