@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 from argparse import Namespace
 from collections.abc import Mapping
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any
 
-from pydantic import TypeAdapter, ValidationError
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.usage.usage_lib import UsageContext
 
 from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.engine.options import structured
 
 
 def server_options(name: str, options: Mapping[str, Any]) -> tuple[Namespace, VllmConfig]:
@@ -33,35 +32,10 @@ def server_options(name: str, options: Mapping[str, Any]) -> tuple[Namespace, Vl
     engine = {key: value for key, value in options.items() if key not in of_front_end}
     engine = {"enable_log_requests": False, **engine, "served_model_name": [name]}
     try:
-        engine_args = AsyncEngineArgs(**_structured(engine))
+        engine_args = AsyncEngineArgs(**structured(engine))
         config = engine_args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
         front_end_args = FrontendArgs(**front_end)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"model {name!r}: vLLM refuses its engine options: {error}") from error
     # A few options are both the server's and the engine's.
     return Namespace(**vars(front_end_args) | vars(engine_args)), config
-
-
-def _structured(options: Mapping[str, Any]) -> dict[str, Any]:
-    parsed = dict(options)
-    for field in dataclasses.fields(AsyncEngineArgs):
-        value = options.get(field.name)
-        kind = _config_class(field.type) if isinstance(value, dict) else None
-        if kind is not None:
-            try:
-                parsed[field.name] = TypeAdapter(kind).validate_python(value)
-            except ValidationError as error:
-                raise ValueError(f"{field.name}: {error}") from error
-    return parsed
-
-
-def _config_class(annotation: Any) -> type | None:
-    """The dataclass that a field's type is, or is optionally."""
-    if isinstance(annotation, type) and dataclasses.is_dataclass(annotation):
-        return annotation
-    if get_origin(annotation) is Annotated:
-        return _config_class(get_args(annotation)[0])
-    if get_origin(annotation) in (Union, types.UnionType):
-        found = (_config_class(each) for each in get_args(annotation))
-        return next((each for each in found if each is not None), None)
-    return None
