@@ -5,11 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
-routing_context: ContextVar[Any] = ContextVar("routing_context", default=None)
-"""What the gateway knows of the HTTP request at hand: a pinned replica, expected tokens, and so on.
-"""
+from loomserve.platform.base.errors import RequestError
+
+
+@dataclass(eq=False)
+class RoutingContext:
+    """What the gateway knows of the HTTP request at hand; it adds what its router asks for."""
+
+    failure: RequestError | None = None
+    """What the front end has ended the request with, which vLLM tells its client in its own way."""
+
+
+routing_context: ContextVar[RoutingContext | None] = ContextVar("routing_context", default=None)
+"""Of the HTTP request at hand."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +44,7 @@ class RoutingRequest:
     sequences: int = 1
     attempt: int = 0
     """How often it has left a replica."""
-    context: Any = None
+    context: RoutingContext | None = None
     """Of :data:`routing_context`, as it was when the request came."""
 
 

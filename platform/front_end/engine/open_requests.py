@@ -20,7 +20,7 @@ from loomserve.platform.front_end.policy.continuation import (
     RequestView,
     ending,
 )
-from loomserve.platform.front_end.routing import RoutingRequest
+from loomserve.platform.front_end.routing import RoutingContext, RoutingRequest
 
 _DIGEST_BYTES = 16
 _FIRST_TOLD = (EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED)
@@ -31,7 +31,7 @@ class OpenRequest:
     """A request that has not ended; times are monotonic seconds."""
 
     request: EngineCoreRequest
-    context: Any = None
+    context: RoutingContext | None = None
     """What the gateway knows of its HTTP request."""
     tokens: list[int] = field(default_factory=list)
     replica_id: str | None = None

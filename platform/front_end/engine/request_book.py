@@ -28,7 +28,7 @@ from loomserve.platform.front_end.policy.continuation import (
     fate,
     suspicions,
 )
-from loomserve.platform.front_end.routing import Choose, Left, RoutingRequest
+from loomserve.platform.front_end.routing import Choose, Left, RoutingContext, RoutingRequest
 from loomserve.platform.requests.query_of_death import QueriesOfDeath
 
 _log = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class RequestBook:
         self._unplaced: dict[str, OpenRequest] = {}
         self._deadly = QueriesOfDeath(clock)
 
-    def add(self, request: EngineCoreRequest, context: Any) -> None:
+    def add(self, request: EngineCoreRequest, context: RoutingContext | None) -> None:
         """Place a request, or keep it until there is a replica for it."""
         one = self.open.get(request.request_id)
         if one is not None:
@@ -239,7 +239,10 @@ class RequestBook:
     def _fail(self, one: OpenRequest, why: Fate, error: Exception | None = None) -> None:
         self._end(one, abort=True)
         self._metrics.ended(why)
-        self.on_failed(one.id, error or lost_request(why, self._model, one.id))
+        cause = error or lost_request(why, self._model, one.id)
+        if one.context is not None and isinstance(cause, LostRequestError):
+            one.context.failure = cause.error
+        self.on_failed(one.id, cause)
 
     def _usable(self, now: float) -> frozenset[str]:
         return frozenset(

@@ -139,17 +139,25 @@ class ModelServing:
         Raises:
             Unavailable: none came in time.
         """
+        app = await self.server()
+        await app(scope, receive, send)
+
+    async def server(self) -> Any:
+        """vLLM's app, which there is once the model's first replica has said what it can do.
+
+        Raises:
+            Unavailable: none came in time.
+        """
         assert self._app is not None, "start() comes first"
         try:
             async with asyncio.timeout(self._bounds.reroute_timeout_s):
-                app = await asyncio.shield(self._app)
+                return await asyncio.shield(self._app)
         except TimeoutError:
             raise Unavailable(
                 f"model {self._name!r} has no replica that takes requests now; try again shortly",
                 reason="no_replica",
                 retry_after_s=5.0,
             ) from None
-        await app(scope, receive, send)
 
     def set_replicas(self, addresses: Mapping[str, EngineAddress]) -> None:
         """Set which replicas there are; requests of those that are not go on with others."""
