@@ -106,6 +106,12 @@ class Server(Section):
     drain_timeout_s: float = Field(
         60.0, gt=0, description="How long unload, drain and stop wait for running requests."
     )
+    shared_front_end: bool = Field(
+        False,
+        description="Experimental: the gateway's own process has vLLM's front ends, which all "
+        "replicas of a model share, so that requests go on when one of its engines ends or is "
+        "drained. No model may have roles.",
+    )
 
     @field_validator("media_hosts")
     @classmethod

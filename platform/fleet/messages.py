@@ -6,7 +6,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from loomserve.platform.config import Device, Model, OfflineModel
+from loomserve.platform.config import Device, Model, OfflineModel, Router
+from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.scheduling.options import SchedulerOptions
 from loomserve.platform.state import (
     BorrowingState,
@@ -35,6 +36,8 @@ BATCH_DEPLOYMENT = "BatchLane"
 PREFILL_PATH = "/loomserve/prefill"
 # Where borrowers open and end loans, on a lender replica's own socket.
 LOANS_PATH = "/loomserve/loans"
+# Where gateways ask for a replica's load, on its own socket.
+LOAD_PATH = "/loomserve/load"
 
 # Gateways and replicas show it to engines, whose ports any local user can reach.
 INTERNAL_TOKEN_HEADER = "x-loomserve-internal"
@@ -68,6 +71,16 @@ class EngineSpec(_Message):
     )
     scheduling: SchedulerOptions
     lending: LendingOptions | None = Field(description="None: it neither lends nor borrows.")
+    shared_front_end: bool = Field(
+        False, description="Gateways have the engine's front end; else its replica has."
+    )
+
+
+class FrontEndSpec(_Message):
+    """What a gateway builds a model's front end of, as the engines were started."""
+
+    path: str = Field(description="Local folder or hub id of the weights.")
+    engine_options: dict[str, Any] = Field(description="vLLM's, all that were set.")
 
 
 class Heartbeat(_Message):
@@ -85,6 +98,10 @@ class Heartbeat(_Message):
     borrowing: BorrowingState | None = None
     lent: tuple[LentState, ...] = ()
     footprint: FootprintState | None = Field(None, description="None until it is measured.")
+    engine: EngineAddress | None = Field(
+        None, description="None: the replica has the engine's front end."
+    )
+    front_end: FrontEndSpec | None = Field(None, description="As with engine.")
 
     @property
     def loans(self) -> tuple[LoanState, ...]:
@@ -182,6 +199,12 @@ class ReplicaRoute(_Message):
     id: str
     device: str
     address: str
+    engine: EngineAddress | None = Field(
+        None, description="None: the replica has the engine's front end."
+    )
+    draining: bool = Field(
+        False, description="True: its requests go on elsewhere. Only with an engine."
+    )
 
 
 class ModelRoute(_Message):
@@ -195,6 +218,10 @@ class ModelRoute(_Message):
     max_model_len: int | None
     kvstore: bool = Field(description="Whether its blocks go to the KV store, if there is one.")
     predictor: str | None = Field(None, description="What predicts its answers' lengths, if any.")
+    router: Router = Field(default_factory=Router)
+    front_end: FrontEndSpec | None = Field(
+        None, description="None: the replicas have front ends, or none has reported."
+    )
     replicas: tuple[ReplicaRoute, ...]
 
 

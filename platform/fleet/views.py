@@ -14,7 +14,7 @@ from loomserve.platform.fleet.messages import (
     ServedEngines,
     model_app,
 )
-from loomserve.platform.fleet.registry import ModelRecord, Registry
+from loomserve.platform.fleet.registry import ModelRecord, Registry, ReplicaRecord
 from loomserve.platform.state import DeviceState, ModelState, ModelStatus, ReplicaState
 
 
@@ -31,6 +31,7 @@ class FleetViews:
 
     def _route(self, record: ModelRecord, now: float) -> ModelRoute:
         model = record.model
+        reachable = self.registry.reachable(model.name, now)
         return ModelRoute(
             name=model.name,
             app=model_app(model.name),
@@ -40,12 +41,9 @@ class FleetViews:
             max_model_len=self.registry.max_model_len(model.name, now),
             kvstore=model.kvstore,
             predictor=model.lengths.predictor if model.lengths else None,
-            replicas=tuple(
-                ReplicaRoute(
-                    id=replica.id, device=replica.device, address=replica.heartbeat.address
-                )
-                for replica in self.registry.reachable(model.name, now)
-            ),
+            router=model.router,
+            front_end=next((each.heartbeat.front_end for each in reachable), None),
+            replicas=tuple(_replica_route(each) for each in reachable),
         )
 
     def engines(self, now: float) -> ServedEngines:
@@ -130,3 +128,15 @@ class FleetViews:
                 "anew; requests wait for them"
             )
         return ModelStatus.LOADING, "its engine is starting"
+
+
+def _replica_route(replica: ReplicaRecord) -> ReplicaRoute:
+    engine = replica.heartbeat.engine
+    return ReplicaRoute(
+        id=replica.id,
+        device=replica.device,
+        address=replica.heartbeat.address,
+        engine=engine,
+        # Who forwards to replicas learns it from their reports.
+        draining=engine is not None and replica.stops,
+    )
