@@ -176,9 +176,14 @@ class ModelLifecycle:
 
         Raises:
             NotFound: there is no such replica.
-            Conflict: its model keeps nothing in a KV store.
+            Conflict: its model keeps nothing in a KV store, or front ends are shared.
         """
         model = self._fleet.registry.replica(replica_id).model
+        if role is not Role.UNIFIED and self._config.server.shared_front_end:
+            raise Conflict(
+                "server.shared_front_end knows no roles yet: leave it out of the configuration to "
+                "have prefill and decode replicas"
+            )
         if role is not Role.UNIFIED and self._kv_transfer_config(model) is None:
             raise Conflict(
                 f"model {model.name!r} keeps nothing in a KV store, through which prefill replicas "
@@ -227,6 +232,7 @@ class ModelLifecycle:
                 model, self._config.kvstore if kv_transfer_config is not None else None
             ),
             lending=lending_options(model, self._lenders_for(model)),
+            shared_front_end=self._config.server.shared_front_end,
         )
 
     def _kv_transfer_config(self, model: Model) -> dict[str, Any] | None:

@@ -9,16 +9,22 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.llm import LLMConfig, build_llm_deployment
 
+from loomserve.deployments.engine.engine_replica import EngineReplica
+from loomserve.deployments.engine.environment import VLLM_ENVIRONMENT
 from loomserve.deployments.engine.server import EngineServer
 from loomserve.deployments.serve_logging import QUIET
+from loomserve.platform.engine.options import of_engine
 from loomserve.platform.engine.precision import cpu_dtype
-from loomserve.platform.fleet.messages import ENGINE_DEPLOYMENT, EngineSpec, model_app
+from loomserve.platform.fleet.messages import (
+    ENGINE_DEPLOYMENT,
+    EngineSpec,
+    FrontEndSpec,
+    model_app,
+)
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from loomserve.platform.state.lending_options import LENDING_CONFIG
 from loomserve.routers.serve.choice import request_router_config
 
-# Bounds what one request can ask of an engine: OpenAI's own limit of n.
-_MAX_SEQUENCES_PER_REQUEST = "128"
 # vLLM takes an empty list for all hosts; no host's name has a space.
 _NO_HOST = "no host"
 
@@ -29,20 +35,43 @@ def build_model_app(spec: EngineSpec, replicas: int) -> Any:
         _llm_config(spec),
         bind_kwargs={"spec": spec.model_dump(mode="json")},
         deployment_cls=EngineServer,
-        override_serve_options={
-            "name": ENGINE_DEPLOYMENT,
-            "num_replicas": replicas,
-            # Requests do not pass through Serve; the gateway keeps the limit.
-            "max_ongoing_requests": 1_000_000,
-            "health_check_period_s": 2,
-            "health_check_timeout_s": 15,
-            "graceful_shutdown_timeout_s": spec.drain_timeout_s + 15,
-            "request_router_config": RequestRouterConfig(
-                **request_router_config(spec.model.router, spec.model.name)
-            ),
-            "logging_config": QUIET,
+        override_serve_options=_serve_options(spec, replicas),
+    )
+
+
+def build_engine_app(spec: EngineSpec, replicas: int) -> Any:
+    """The same with engines whose front ends are in the gateways."""
+    engine_options = _engine_options(spec)
+    front_end = FrontEndSpec(path=spec.path, engine_options=engine_options)
+    deployment = serve.deployment(
+        EngineReplica,
+        **_serve_options(spec, replicas),
+        ray_actor_options={
+            "num_cpus": 0,
+            "runtime_env": {"env_vars": _environment(spec, engine_options)},
         },
     )
+    return deployment.bind(
+        spec.model_dump(mode="json"),
+        of_engine(engine_options),
+        front_end.model_dump(mode="json"),
+    )
+
+
+def _serve_options(spec: EngineSpec, replicas: int) -> dict[str, Any]:
+    return {
+        "name": ENGINE_DEPLOYMENT,
+        "num_replicas": replicas,
+        # Requests do not pass through Serve; the gateway keeps the limit.
+        "max_ongoing_requests": 1_000_000,
+        "health_check_period_s": 2,
+        "health_check_timeout_s": 15,
+        "graceful_shutdown_timeout_s": spec.drain_timeout_s + 15,
+        "request_router_config": RequestRouterConfig(
+            **request_router_config(spec.model.router, spec.model.name)
+        ),
+        "logging_config": QUIET,
+    }
 
 
 def run_model(spec: EngineSpec, app: Any) -> None:
@@ -104,21 +133,12 @@ def _engine_options(spec: EngineSpec) -> dict[str, Any]:
 
 def _environment(spec: EngineSpec, engine_options: Mapping[str, Any]) -> dict[str, str]:
     """Environment variables of an engine's processes."""
-    of_engine = {
-        "VLLM_MAX_N_SEQUENCES": _MAX_SEQUENCES_PER_REQUEST,
-        # A host that may be asked must not send the engine on to one that may not.
-        "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",
-        # Ray would hide all GPUs from an actor that asks it for none.
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    }
+    environment = dict(VLLM_ENVIRONMENT)
     if spec.devices[0].kind == "cpu" and engine_options.get("enforce_eager"):
         # vLLM compiles the ranks of log probabilities all the same, with g++, within the first
         # step that asks for them: all streams stand still for ten to twenty seconds.
-        of_engine["TORCHDYNAMO_DISABLE"] = "1"
-    return of_engine
+        environment["TORCHDYNAMO_DISABLE"] = "1"
+    return environment
 
 
 def _llm_config(spec: EngineSpec) -> LLMConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from ray import serve
@@ -37,6 +38,11 @@ class HeartbeatSender:
         """Send until cancelled."""
         # The controller may be restarting; the next heartbeat will reach it.
         await every(_PERIOD_S, self._send, failed=lambda _: None)
+
+    async def send_now(self) -> None:
+        """Send one at once; the controller may be away."""
+        with contextlib.suppress(Exception):
+            await self._send()
 
     async def _send(self) -> None:
         answer = self._controller.report.remote(self._heartbeat())

@@ -18,15 +18,10 @@ from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 from starlette.routing import Route
 
+from loomserve.deployments.engine.claiming import claim_device, stages_of
 from loomserve.deployments.engine.heartbeat import HeartbeatSender
 from loomserve.deployments.engine.ray_engine import MeteredEngine
-from loomserve.deployments.ray_node import keep_calls_on_node, node_address, session_folder
-from loomserve.platform.devices.claims import (
-    DeviceClaim,
-    claim,
-    engine_environment,
-    pipeline_environment,
-)
+from loomserve.deployments.ray_node import keep_calls_on_node, node_address
 from loomserve.platform.disaggregation.replica.agent import RoleAgent
 from loomserve.platform.disaggregation.replica.endpoint import PrefillEndpoint
 from loomserve.platform.engine.footprint import Footprint
@@ -44,7 +39,6 @@ from loomserve.platform.http.server import HttpServer
 from loomserve.platform.lending.replica.agent import LoanAgent
 from loomserve.platform.requests.engine_request import FORWARDED, engine_path
 from loomserve.platform.run.sockets import listen_locally
-from loomserve.platform.state import StageState
 from loomserve.routers.snapshot import RoutingStats
 
 
@@ -62,7 +56,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]
         self._replica_id = serve.get_replica_context().replica_id.unique_id
         self._draining = False
         self._stop_timeout_s = self._spec.drain_timeout_s
-        self._claim = await self._claim_device()
+        self._claim = await claim_device(self._spec)
         await super().__init__(llm_config, engine_cls=MeteredEngine)
         self._role = RoleAgent(self.engine.llm, self._spec, self._claim.device.name)
         self._loans = LoanAgent(self.engine.call_loans, self._spec, self._replica_id)
@@ -73,24 +67,6 @@ class EngineServer(LLMServer):  # type: ignore[misc]
             asyncio.create_task(work)
             for work in (self._footprint.keep(), heartbeats.run(), self._loans.run())
         ]
-
-    async def _claim_device(self) -> DeviceClaim:
-        """One of the model's devices; the engine's processes are to run on it."""
-        spec = self._spec
-        claimed = await claim(
-            spec.model.name,
-            # A pipeline is its model's only replica, so its first device stands for all.
-            spec.devices[:1] if spec.stage_layers else spec.devices,
-            session_folder() / "loomserve-devices",
-            spec.drain_timeout_s + 15,
-        )
-        # Engine processes inherit the environment of the replica that starts them.
-        os.environ.update(
-            pipeline_environment(spec.devices, spec.stage_layers)
-            if spec.stage_layers
-            else engine_environment(claimed.device)
-        )
-        return claimed
 
     async def _listen(self) -> None:
         app = await self.engine.build_asgi_app()
@@ -129,14 +105,7 @@ class EngineServer(LLMServer):  # type: ignore[misc]
             model=self._spec.model,
             replica_id=self._replica_id,
             device=self._claim.device.name,
-            stages=tuple(
-                StageState(device=device.name, layers=layers)
-                for device, layers in zip(
-                    self._spec.devices[: len(self._spec.stage_layers)],
-                    self._spec.stage_layers,
-                    strict=True,
-                )
-            ),
+            stages=stages_of(self._spec),
             address=self._address,
             pid=os.getpid(),
             max_model_len=self.engine.max_model_len,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +11,7 @@ import aiohttp
 from ray.serve.handle import DeploymentHandle
 from starlette.types import Message, Receive, Send
 
+from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.routers.in_flight import InFlight
 
@@ -83,5 +85,11 @@ class Answering(Protocol):
 
         Raises what :meth:`forward` raises.
         """
+
+    def set_models(self, routes: Collection[ModelRoute]) -> None:
+        """Set which models and replicas there are; ``routes`` has all models."""
+
+    def pages(self, model: str, replica_id: str) -> Sequence[str]:
+        """Metrics of a replica that this process has, each page as text."""
 
     async def close(self) -> None: ...

@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import math
 import time
+from collections.abc import Collection, Sequence
 from functools import partial
 
 import aiohttp
@@ -27,6 +28,7 @@ from loomserve.deployments.gateway.relay import (
     Relay,
 )
 from loomserve.platform.base.errors import QUERY_OF_DEATH, EngineGone, Unavailable
+from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.http.client_gone import ClientGoneError, while_connected
 from loomserve.platform.lengths.predict.request import longest
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -71,6 +73,13 @@ class Forwarder:
     async def get(self, address: str, path: str, timeout_s: float) -> str:
         """The body of an engine's answer to a GET request; raises what the relay raises."""
         return await self._relay.get(address, path, timeout_s)
+
+    def set_models(self, routes: Collection[ModelRoute]) -> None:
+        """Nothing: the router knows the replicas from Serve."""
+
+    def pages(self, model: str, replica_id: str) -> Sequence[str]:
+        """None: replicas have their metrics themselves."""
+        return ()
 
     async def close(self) -> None:
         await self._relay.close()

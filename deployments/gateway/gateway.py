@@ -11,7 +11,7 @@ import logging
 import uuid
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -24,7 +24,7 @@ from starlette.types import Receive
 
 from loomserve.deployments.batch.proxy import BATCHES, FILES, BatchProxy
 from loomserve.deployments.gateway.admin import build_admin_api
-from loomserve.deployments.gateway.answering import ForwardRequest
+from loomserve.deployments.gateway.answering import Answering, ForwardRequest
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.deployments.gateway.forward import Forwarder
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
@@ -66,6 +66,9 @@ from loomserve.platform.lengths.service import LengthPredictions
 from loomserve.platform.requests.engine_request import FORWARDED, EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 
+if TYPE_CHECKING:
+    from loomserve.deployments.gateway.front_ends import FrontEnds
+
 _log = logging.getLogger("ray.serve")
 
 _NO_VERSION = -1
@@ -96,9 +99,7 @@ class Gateway:
         key_metrics = KeyMetrics(registry)
         self._meter = TokenMeter(key_metrics, usage_path(self._server))
         self._lengths = LengthPredictions(self._metrics)
-        self._forwarder = Forwarder(
-            internal_token, self._metrics, idle_timeout_s=self._server.stream_idle_timeout_s
-        )
+        self._forwarder = await _answering(self._server, internal_token, self._metrics, registry)
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
         options = Batch.model_validate(batch) if batch else None
         self._routes = ModelRoutes(
@@ -165,7 +166,7 @@ class Gateway:
         if with_batches:
             sources.append(batch_source(registry, self._batches))
         sources.append(rebalancing_source(registry, self._controller))
-        return MetricsPage(registry, self._routes, self._forwarder, sources)
+        return MetricsPage(registry, self._routes, self._forwarder, sources, self._forwarder.pages)
 
     def _http_server(self, page: MetricsPage, streamed: Collection[str]) -> HttpServer:
         server = self._server
@@ -241,6 +242,7 @@ class Gateway:
 
     def _apply(self, routes: Routes) -> int:
         self._routes.apply(routes.models)
+        self._forwarder.set_models(routes.models)
         self._metrics.set_models(
             {route.name: [replica.id for replica in route.replicas] for route in routes.models}
         )
@@ -272,3 +274,20 @@ class Gateway:
 
 async def _health(request: Request) -> Response:
     return JSONResponse({"status": "alive"})
+
+
+async def _answering(
+    server: Server, internal_token: str, metrics: GatewayMetrics, registry: CollectorRegistry
+) -> Answering:
+    idle_timeout_s = server.stream_idle_timeout_s
+    if not server.shared_front_end:
+        return Forwarder(internal_token, metrics, idle_timeout_s=idle_timeout_s)
+    front_ends = await asyncio.to_thread(_import_front_ends)
+    return front_ends(internal_token, metrics, registry, idle_timeout_s=idle_timeout_s)
+
+
+def _import_front_ends() -> type[FrontEnds]:
+    """Import vLLM, which takes seconds and memory that a gateway without front ends saves."""
+    from loomserve.deployments.gateway.front_ends import FrontEnds
+
+    return FrontEnds

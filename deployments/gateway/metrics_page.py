@@ -23,7 +23,7 @@ from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.metrics import BatchMetrics
-from loomserve.platform.fleet.messages import KvAccess
+from loomserve.platform.fleet.messages import KvAccess, ReplicaRoute
 from loomserve.platform.http.exposition import merge
 from loomserve.platform.rebalancing.metrics import RebalancingMetrics
 from loomserve.platform.rebalancing.plans.reports import RebalancingState
@@ -37,6 +37,10 @@ Refresh = Callable[[], Awaitable[None]]
 """Brings a source's metrics up to date; they vanish while the source does not answer."""
 
 
+def _no_pages(model: str, replica_id: str) -> Sequence[str]:
+    return ()
+
+
 class MetricsPage:
     """Endpoint ``/metrics``: the gateway's registry, refreshed, merged with each replica's page."""
 
@@ -46,12 +50,21 @@ class MetricsPage:
         routes: ModelRoutes,
         forwarder: Answering,
         sources: Sequence[Refresh],
+        pages: Callable[[str, str], Sequence[str]] = _no_pages,
     ) -> None:
-        """``sources`` have their metrics in ``registry``."""
+        """
+        Args:
+            registry: the gateway's own metrics.
+            routes: the models and replicas.
+            forwarder: reads the replicas' pages.
+            sources: have their metrics in ``registry``.
+            pages: what the gateway itself knows of a replica, by its model and id, as pages.
+        """
         self._registry = registry
         self._routes = routes
         self._forwarder = forwarder
         self._sources = sources
+        self._pages = pages
 
     async def show(self, request: Request) -> Response:
         for refresh in self._sources:
@@ -61,24 +74,33 @@ class MetricsPage:
         ]
         parts += await asyncio.gather(
             *(
-                self._scrape(route.name, replica.id, replica.device, replica.address)
+                self._scrape(_labels(route.name, replica), replica.address)
                 for route in self._routes
                 for replica in route.replicas
             )
         )
+        parts += [
+            (_labels(route.name, replica), page)
+            for route in self._routes
+            for replica in route.replicas
+            for page in self._pages(route.name, replica.id)
+        ]
         return Response(
             await asyncio.to_thread(merge, parts),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 
     async def _scrape(
-        self, model: str, replica_id: str, device: str, address: str
+        self, labels: dict[str, str], address: str
     ) -> tuple[dict[str, str], str | None]:
-        labels = {"model": model, "replica": replica_id, "device": device}
         try:
             return labels, await self._forwarder.get(address, "/metrics", _SCRAPE_TIMEOUT_S)
         except (aiohttp.ClientError, TimeoutError):
             return labels, None
+
+
+def _labels(model: str, replica: ReplicaRoute) -> dict[str, str]:
+    return {"model": model, "replica": replica.id, "device": replica.device}
 
 
 def routing_source(metrics: GatewayMetrics, ledger: InFlight) -> Refresh:

@@ -1,0 +1,43 @@
+"""What all replicas of models do alike, whoever has their engine's front end."""
+
+from __future__ import annotations
+
+import os
+
+from loomserve.deployments.ray_node import session_folder
+from loomserve.platform.devices.claims import (
+    DeviceClaim,
+    claim,
+    engine_environment,
+    pipeline_environment,
+)
+from loomserve.platform.fleet.messages import EngineSpec
+from loomserve.platform.state import StageState
+
+
+async def claim_device(spec: EngineSpec) -> DeviceClaim:
+    """One of the model's devices; processes that this one starts from here on are to run on it."""
+    claimed = await claim(
+        spec.model.name,
+        # A pipeline is its model's only replica, so its first device stands for all.
+        spec.devices[:1] if spec.stage_layers else spec.devices,
+        session_folder() / "loomserve-devices",
+        spec.drain_timeout_s + 15,
+    )
+    # Engine processes inherit the environment of the replica that starts them.
+    os.environ.update(
+        pipeline_environment(spec.devices, spec.stage_layers)
+        if spec.stage_layers
+        else engine_environment(claimed.device)
+    )
+    return claimed
+
+
+def stages_of(spec: EngineSpec) -> tuple[StageState, ...]:
+    """The stages of a pipeline; else none."""
+    return tuple(
+        StageState(device=device.name, layers=layers)
+        for device, layers in zip(
+            spec.devices[: len(spec.stage_layers)], spec.stage_layers, strict=True
+        )
+    )

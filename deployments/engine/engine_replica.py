@@ -1,0 +1,224 @@
+"""A replica of a model whose front end is in the gateways: one engine's process, and its care.
+
+The engine only computes. The replica starts it, tells what it is and how loaded, keeps its loans,
+and ends it. It imports no vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from prometheus_client import generate_latest
+from ray import serve
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from loomserve.deployments.engine.claiming import claim_device, stages_of
+from loomserve.deployments.engine.heartbeat import HeartbeatSender
+from loomserve.deployments.ray_node import keep_calls_on_node, node_address
+from loomserve.platform.base.periodic import every
+from loomserve.platform.devices.claims import DeviceClaim
+from loomserve.platform.engine.core.host import EngineHost
+from loomserve.platform.engine.core.messages import EngineStart
+from loomserve.platform.engine.footprint import Footprint, layer_bytes
+from loomserve.platform.fleet.messages import (
+    LOAD_PATH,
+    DesiredState,
+    EngineSpec,
+    FrontEndSpec,
+    Heartbeat,
+)
+from loomserve.platform.http.guarded_app import GuardedApp
+from loomserve.platform.http.protocol import INTERNAL, bounded_protocol
+from loomserve.platform.http.server import HttpServer
+from loomserve.platform.lending.replica.agent import LoanAgent
+from loomserve.platform.run.engine_address import EngineAddress
+from loomserve.platform.run.folder import own_run
+from loomserve.platform.run.sockets import listen_locally
+from loomserve.platform.state import ReplicaLoad
+from loomserve.platform.state.roles import Role
+from loomserve.routers.snapshot import RoutingStats
+
+_START_TIMEOUT_S = 1800.0
+_STATS_PERIOD_S = 1.0
+_STATS_TIMEOUT_S = 5.0
+# A step may take long, and loans are looked after between two.
+_LOANS_TIMEOUT_S = 60.0
+_EMPTY_POLL_S = 0.25
+_STOP_TIMEOUT_S = 5.0
+
+
+class EngineReplica:
+    """Serve's deployment class of a model in the platform with a shared front end."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, spec: dict[str, Any], engine_options: dict[str, Any], front_end: dict[str, Any]
+    ) -> None:
+        """
+        Args:
+            spec: an EngineSpec.
+            engine_options: vLLM's, of the engine alone.
+            front_end: a FrontEndSpec.
+        """
+        keep_calls_on_node()
+        began = time.monotonic()
+        self._spec = EngineSpec.model_validate(spec)
+        self._front_end = FrontEndSpec.model_validate(front_end)
+        self._replica_id = serve.get_replica_context().replica_id.unique_id
+        self._draining = self._stopping = False
+        self._stop_timeout_s = self._spec.drain_timeout_s
+        self._claim = await claim_device(self._spec)
+        self._engine = await self._started(engine_options)
+        self._load = await self._engine.stats(_STATS_TIMEOUT_S)
+        self._loans = LoanAgent(self._call_loans, self._spec, self._replica_id)
+        await self._listen()
+        self._footprint = self._measured(self._claim, began)
+        self._heartbeats = HeartbeatSender(self._heartbeat, self._apply)
+        self._tasks = [
+            asyncio.create_task(work)
+            for work in (
+                self._footprint.keep(),
+                every(_STATS_PERIOD_S, self._read_load, failed=lambda _: None),
+                self._heartbeats.run(),
+                self._loans.run(),
+            )
+        ]
+
+    async def _started(self, options: dict[str, Any]) -> EngineHost:
+        start = EngineStart(
+            options={
+                **options,
+                "model": self._spec.path,
+                "served_model_name": [self._spec.model.name],
+            },
+            address=EngineAddress.in_folder(own_run().sockets),
+        )
+        # What binds it to its device is in this process's own environment.
+        return await EngineHost.start(start, {}, _START_TIMEOUT_S)
+
+    async def _call_loans(self, name: str, /, *given: Any) -> Any:
+        (answer,) = await self._engine.collective_rpc(
+            f"loans.{name}", *given, timeout_s=_LOANS_TIMEOUT_S
+        )
+        return answer
+
+    async def _listen(self) -> None:
+        app = Starlette(
+            routes=[
+                Route(LOAD_PATH, self._show_load),
+                Route("/metrics", _metrics),
+                *self._loans.routes,
+            ]
+        )
+        sock, self._address = listen_locally(f"replica-{self._replica_id}", node_address())
+        guarded = GuardedApp(app, self._spec.internal_token)
+        self._http = HttpServer(guarded, sock, protocol=bounded_protocol(INTERNAL))
+        await self._http.start()
+
+    def _measured(self, claim: DeviceClaim, began: float) -> Footprint:
+        facts, spec = self._engine.facts, self._spec
+        borrowed_bytes = spec.lending.borrow_bytes if spec.lending else 0
+        return Footprint(
+            {
+                "layers": facts.layers,
+                "layer_bytes": layer_bytes(spec.path, facts.item_bytes),
+                "kv_heads": facts.kv_heads,
+                # A borrower's blocks are numbered beyond its own memory.
+                "block_bytes": (spec.model.kv_cache_memory + borrowed_bytes)
+                // max(1, facts.blocks),
+                "block_tokens": facts.block_tokens,
+            },
+            start_s=time.monotonic() - began,
+            on_cpu=claim.device.kind == "cpu",
+        )
+
+    async def record_replica_metadata(self) -> dict[str, Any]:
+        """Serve's hook: constant facts."""
+        return {"address": self._address, "device": self._claim.device.name}
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Serve's hook; gateways ask for the load themselves."""
+        return self._stats().model_dump(mode="json")
+
+    async def check_health(self) -> None:
+        """Serve's hook: it starts another replica in the place of one that fails here."""
+        if not self._engine.alive:
+            raise RuntimeError(f"the engine has ended: {await self._engine.ended()}")
+        if not self._http.alive or any(task.done() for task in self._tasks):
+            raise RuntimeError("the replica's HTTP server or its heartbeats have ended")
+
+    async def _show_load(self, request: Request) -> Response:
+        await self._read_load()
+        return Response(self._stats().model_dump_json(), media_type="application/json")
+
+    async def _read_load(self) -> None:
+        self._load = await self._engine.stats(_STATS_TIMEOUT_S)
+
+    def _heartbeat(self) -> Heartbeat:
+        return Heartbeat(
+            model=self._spec.model,
+            replica_id=self._replica_id,
+            device=self._claim.device.name,
+            stages=stages_of(self._spec),
+            address=self._address,
+            pid=os.getpid(),
+            max_model_len=self._engine.facts.max_model_len,
+            in_flight=_open_requests(self._load),
+            stats=self._stats(),
+            borrowing=self._loans.borrowing,
+            lent=self._loans.lent,
+            footprint=self._footprint.state,
+            engine=self._engine.address,
+            front_end=self._front_end,
+        )
+
+    def _stats(self) -> RoutingStats:
+        facts = self._engine.facts
+        return RoutingStats(
+            load=self._load,
+            max_running=facts.max_running,
+            kv_capacity_tokens=facts.blocks * facts.block_tokens,
+            draining=self._draining or self._stopping,
+            role=Role.UNIFIED,
+        )
+
+    def _apply(self, desired: DesiredState) -> None:
+        self._draining = desired.draining
+        self._stop_timeout_s = desired.stop_timeout_s
+        self._loans.apply(desired)
+
+    async def __del__(self) -> None:
+        """Serve's last call: have requests go on elsewhere, then stop the engine."""
+        if hasattr(self, "_tasks"):
+            self._stopping = True
+            await self._loans.take_back()
+            await self._until_empty()
+            for task in self._tasks:
+                task.cancel()
+            await self._loans.give_back()
+            await self._http.stop(0)
+        if hasattr(self, "_engine"):
+            await self._engine.stop(_STOP_TIMEOUT_S)
+
+    async def _until_empty(self) -> None:
+        """Gateways learn of it with the next heartbeat, and move what can go on elsewhere."""
+        deadline = time.monotonic() + self._stop_timeout_s
+        await self._heartbeats.send_now()
+        while self._engine.alive and time.monotonic() < deadline:
+            await self._read_load()
+            if not _open_requests(self._load):
+                return
+            await asyncio.sleep(_EMPTY_POLL_S)
+
+
+def _open_requests(load: ReplicaLoad) -> int:
+    return load.running + load.waiting
+
+
+async def _metrics(request: Request) -> Response:
+    return PlainTextResponse(generate_latest().decode())

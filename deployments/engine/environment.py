@@ -1,0 +1,17 @@
+"""Environment variables of all processes that import vLLM for a model's requests."""
+
+from __future__ import annotations
+
+# Bounds what one request can ask of an engine: OpenAI's own limit of n.
+_MAX_SEQUENCES_PER_REQUEST = "128"
+
+VLLM_ENVIRONMENT = {
+    "VLLM_MAX_N_SEQUENCES": _MAX_SEQUENCES_PER_REQUEST,
+    # A host that may be asked must not send the engine on to one that may not.
+    "VLLM_MEDIA_URL_ALLOW_REDIRECTS": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+    # Ray would hide all GPUs from an actor that asks it for none.
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}

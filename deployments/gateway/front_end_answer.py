@@ -1,0 +1,231 @@
+"""One request, answered by a front end in the gateway's own process.
+
+The front end is an ASGI application. What it answers goes on to the client as what a replica
+answers does: successes as they are, errors in OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+
+from starlette.types import ASGIApp, Message, Scope, Send
+
+from loomserve.deployments.gateway.answering import never_gone
+from loomserve.deployments.gateway.replica_choice import AnswerContext
+from loomserve.platform.base.errors import EngineGone, InternalError
+from loomserve.platform.http.engine_errors import normalise
+from loomserve.platform.requests.metrics import GatewayMetrics
+
+_log = logging.getLogger("ray.serve")
+
+_PASSED_BACK = frozenset({b"content-type", b"content-length", b"cache-control"})
+_EVENTS = b"text/event-stream"
+# An engine's own words go to the log, as far as they fit into a line.
+_MOST_WORDS = 2000
+# Looks within the limit; an answer that stands still ends so much of the limit later at most.
+_LOOKS = 8
+
+
+async def answer(
+    app: ASGIApp,
+    context: AnswerContext,
+    send: Send,
+    metrics: GatewayMetrics,
+    *,
+    idle_timeout_s: float,
+) -> None:
+    """Have the request answered.
+
+    Args:
+        app: the model's front end.
+        context: the request, and what becomes of it.
+        send: takes the answer.
+        metrics: count streams.
+        idle_timeout_s: an answer that has begun ends after so long without a byte.
+
+    Raises:
+        RequestError: what the front end has ended it with.
+        InternalError: the front end or an engine failed on it.
+        EngineGone: the answer stood still.
+    """
+    request = context.request
+    passed = _PassedAnswer(send, context)
+    try:
+        async with asyncio.timeout(None) as limit:
+            passed.watch = _Watch(limit, idle_timeout_s)
+            await app(_scope(context), _Body(request.content.encoded).receive, passed.send)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise EngineGone(
+            f"the engine of model {request.model!r} sent nothing for {idle_timeout_s:g} s in the "
+            "midst of its answer; send the request again",
+            reason="engine_stalled",
+        ) from None
+    except Exception as error:
+        # vLLM's server answers first, and then tells its own log.
+        if context.failure is None and passed.error_status is None:
+            _log.error("request %s failed", request.request_id, exc_info=error)
+            raise _engine_failed(context) from None
+    finally:
+        passed.watch.stop()
+    await passed.finish()
+    passed.count(metrics)
+
+
+class _Body:
+    """A ``receive`` of a request that has come, and of a client that stays."""
+
+    def __init__(self, body: bytes) -> None:
+        self._body: bytes | None = body
+
+    async def receive(self) -> Message:
+        body, self._body = self._body, None
+        if body is None:
+            # Who waits for the answer cancels it when the client goes.
+            return await never_gone()
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+class _Watch:
+    """Ends an answer that stands still; a chunk costs it an addition."""
+
+    def __init__(self, limit: asyncio.Timeout, limit_s: float) -> None:
+        self.taken = 0
+        """Pieces of the answer that came."""
+        self.sending = False
+        """Whether the client is behind, which is no standstill of the engine."""
+        self._limit = limit
+        self._limit_s = limit_s
+        self._seen = 0
+        self._looks = 0
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._limit_s / _LOOKS, self._look)
+
+    def stop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        still = self.taken == self._seen and not self.sending
+        self._looks = self._looks + 1 if still else 0
+        self._seen = self.taken
+        if self._looks == _LOOKS:
+            self._limit.reschedule(asyncio.get_running_loop().time())
+        else:
+            self.start()
+
+
+class _PassedAnswer:
+    """A ``send`` of the front end's that passes successes on and keeps errors."""
+
+    watch: _Watch
+
+    def __init__(self, send: Send, context: AnswerContext) -> None:
+        self.error_status: int | None = None
+        """Of an answer that is an error."""
+        self._send = send
+        self._context = context
+        self._error = bytearray()
+        self._started = time.monotonic()
+        self._first = self._last = 0.0
+        self._chunks = 0
+        self._streams = False
+        self._complete = False
+
+    async def send(self, message: Message) -> None:
+        if self._context.failure is not None:
+            return  # finish() raises it, in the place of what vLLM makes of it
+        if message["type"] == "http.response.start":
+            if message["status"] >= 400:
+                self.error_status = message["status"]
+                return
+            headers = [(k, v) for k, v in message["headers"] if k.lower() in _PASSED_BACK]
+            self._streams = any(v.startswith(_EVENTS) for k, v in headers)
+            await self._send({**message, "headers": headers})
+        elif self.error_status is not None:
+            self._error += message.get("body", b"")
+        else:
+            await self._pass(message)
+
+    async def _pass(self, message: Message) -> None:
+        if message.get("body"):
+            if not self._chunks:
+                self._first = time.monotonic()
+                self.watch.start()
+            self._chunks += 1
+        self._complete = not message.get("more_body", False)
+        self.watch.taken += 1
+        self.watch.sending = True
+        await self._send(message)
+        self.watch.sending = False
+
+    async def finish(self) -> None:
+        """Send the error that was the answer, or raise what it means."""
+        if self._context.failure is not None:
+            raise self._context.failure
+        if self.error_status is None:
+            if not self._complete:
+                raise _engine_failed(self._context)
+            return
+        request_id = self._context.request.request_id
+        if self.error_status >= 500:
+            words = bytes(self._error[:_MOST_WORDS]).decode("utf-8", "replace")
+            _log.error("request %s failed: %s", request_id, words)
+            raise _engine_failed(self._context)
+        body = json.dumps(normalise(bytes(self._error), self.error_status)).encode()
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+        ]
+        start = {"type": "http.response.start", "status": self.error_status, "headers": headers}
+        await self._send(start)
+        await self._send({"type": "http.response.body", "body": body})
+
+    def count(self, metrics: GatewayMetrics) -> None:
+        if self._streams:
+            metrics.streamed(
+                self._context.request.model,
+                ttft_s=self._first - self._started,
+                stream_s=time.monotonic() - self._first,
+                chunks=self._chunks,
+            )
+
+
+def _scope(context: AnswerContext) -> Scope:
+    content = context.request.content
+    path = content.engine_path
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": b"",
+        "headers": [
+            (b"host", b"localhost"),
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(content.encoded)).encode()),
+            (b"x-request-id", context.request.request_id.encode()),
+        ],
+        "client": ("127.0.0.1", 0),
+        "server": ("127.0.0.1", 80),
+        "state": {},
+    }
+
+
+def _engine_failed(context: AnswerContext) -> InternalError:
+    request = context.request
+    return InternalError(
+        f"the engine of model {request.model!r} failed on this request. Send it again; if it fails "
+        f"again, give the operator its id, {request.request_id}",
+        reason="engine_failed",
+    )

@@ -1,0 +1,151 @@
+"""The front ends of all models, in the gateway's own process; importing this imports vLLM.
+
+In the place of :class:`~loomserve.deployments.gateway.forward.Forwarder`: vLLM's serving layer runs
+here, once for all replicas of a model, so that a request goes on when its engine ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Coroutine
+from typing import Any
+
+import aiohttp
+from prometheus_client import CollectorRegistry
+from ray.serve.handle import DeploymentHandle
+from starlette.types import Receive, Send
+
+from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
+from loomserve.deployments.gateway.front_end_answer import answer
+from loomserve.deployments.gateway.model_front_end import ModelFrontEnd
+from loomserve.deployments.gateway.relay import Relay
+from loomserve.deployments.gateway.replica_choice import AnswerContext
+from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.engine.hooks import verify
+from loomserve.platform.fleet.messages import ModelRoute
+from loomserve.platform.front_end.metrics import ContinuationMetrics
+from loomserve.platform.front_end.policy.continuation import ContinuationBounds
+from loomserve.platform.front_end.routing import routing_context
+from loomserve.platform.http.client_gone import ClientGoneError, while_connected
+from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.routers.in_flight import InFlight
+
+_log = logging.getLogger("ray.serve")
+
+
+class FrontEnds:
+    """Has each model's front end answer its requests."""
+
+    def __init__(
+        self,
+        internal_token: str,
+        metrics: GatewayMetrics,
+        registry: CollectorRegistry,
+        *,
+        idle_timeout_s: float,
+    ) -> None:
+        """
+        Args:
+            internal_token: what replicas' sockets ask for.
+            metrics: count requests.
+            registry: gets the metrics of requests that went on elsewhere.
+            idle_timeout_s: an answer that has begun ends after so long without a byte.
+        """
+        verify("vllm")
+        self.ledger = InFlight()
+        self._metrics = metrics
+        self._continuation = ContinuationMetrics(registry)
+        self._idle_timeout_s = idle_timeout_s
+        # An engine that hangs is left before its clients' answers are given up.
+        self._bounds = ContinuationBounds(hang_s=min(ContinuationBounds.hang_s, idle_timeout_s / 2))
+        self._relay = Relay(internal_token, metrics, idle_timeout_s=idle_timeout_s)
+        self._models: dict[str, ModelFrontEnd] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        return self._relay.session
+
+    async def get(self, address: str, path: str, timeout_s: float) -> str:
+        return await self._relay.get(address, path, timeout_s)
+
+    def set_models(self, routes: Collection[ModelRoute]) -> None:
+        """Set which models and replicas there are; ``routes`` has all models."""
+        wanted = {route.name: route for route in routes if route.front_end is not None}
+        for name, model in list(self._models.items()):
+            if name not in wanted or model.spec != wanted[name].front_end or model.failed:
+                self._do(self._models.pop(name).close())
+        for name, route in wanted.items():
+            if name not in self._models:
+                self._models[name] = ModelFrontEnd(
+                    *(route, self.ledger, self._metrics, self._continuation.of(name)),
+                    get=self.get,
+                    bounds=self._bounds,
+                )
+            self._models[name].apply(route)
+
+    def pages(self, model: str, replica_id: str) -> list[str]:
+        """vLLM's metrics of a replica, as text."""
+        front_end = self._models.get(model)
+        page = front_end.page(replica_id) if front_end is not None else None
+        return [] if page is None else [page]
+
+    async def forward(
+        self, request: ForwardRequest, handle: DeploymentHandle, receive: Receive, send: Send
+    ) -> None:
+        """Answer the request, or stop as soon as the client is gone.
+
+        Raises:
+            Unavailable: the model is not set up, or has no replica in time.
+            TooManyRequests: it is predicted to end after ``request.refuse_after``.
+            EngineGone: engines ended with it, or its answer stood still.
+            InternalError: the front end or an engine failed on it.
+        """
+        front_end = self._models.get(request.model)
+        if front_end is None:
+            raise Unavailable(
+                f"model {request.model!r} is being set up; try again shortly",
+                reason="model_not_ready",
+                retry_after_s=5,
+            )
+        try:
+            # What is cancelled here is aborted in its engine.
+            await while_connected(self._answer(front_end, request, send), receive)
+        except ClientGoneError:
+            self._metrics.client_disconnected(request.model)
+
+    async def collect(
+        self, request: ForwardRequest, handle: DeploymentHandle, receive: Receive = never_gone
+    ) -> tuple[int, bytes]:
+        collected = CollectedAnswer()
+        await self.forward(request, handle, receive, collected.send)
+        return collected.status, bytes(collected.body)
+
+    async def close(self) -> None:
+        self.set_models(())
+        await asyncio.gather(*self._closing)
+        await self._relay.close()
+
+    async def _answer(self, front_end: ModelFrontEnd, request: ForwardRequest, send: Send) -> None:
+        context = AnswerContext(request=request)
+        # This task is the request's own.
+        routing_context.set(context)
+        try:
+            await answer(
+                *(front_end.app, context, send, self._metrics), idle_timeout_s=self._idle_timeout_s
+            )
+        finally:
+            context.goes_on()
+
+    def _do(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(_logged(work))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+
+async def _logged(work: Coroutine[Any, Any, None]) -> None:
+    try:
+        await work
+    except Exception:
+        _log.exception("a front end could not be closed")

@@ -1,0 +1,144 @@
+"""One model's front end in the gateway's process: set up, told of replicas, asked, closed."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from starlette.types import Receive, Scope, Send
+
+from loomserve.deployments.gateway.load_reports import Get, LoadReports
+from loomserve.deployments.gateway.replica_choice import ReplicaChoice
+from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.fleet.messages import ModelRoute
+from loomserve.platform.front_end.engine.serving import ModelServing
+from loomserve.platform.front_end.metrics import ModelContinuationMetrics
+from loomserve.platform.front_end.policy.continuation import ContinuationBounds
+from loomserve.platform.http.missing_endpoints import MissingEndpoints
+from loomserve.platform.requests.engine_request import FORWARDED, engine_path
+from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.routers.in_flight import InFlight
+
+_log = logging.getLogger("ray.serve")
+
+_RETRY_S = 15.0
+# How long a request waits for its model to be set up.
+_SET_UP_TIMEOUT_S = 30.0
+_DRAIN_TIMEOUT_S = 3600.0
+
+
+class ModelFrontEnd:
+    """A model's :class:`ModelServing` with its loads and its router.
+
+    One that cannot be set up is tried again, and costs the gateway nothing else.
+    """
+
+    def __init__(
+        self,
+        route: ModelRoute,
+        ledger: InFlight,
+        metrics: GatewayMetrics,
+        continuation: ModelContinuationMetrics,
+        *,
+        get: Get,
+        bounds: ContinuationBounds,
+    ) -> None:
+        """
+        Args:
+            route: the model's, with what its front end is built of.
+            ledger: where its requests are booked.
+            metrics: count them.
+            continuation: counts those that go on elsewhere.
+            get: asks replicas for their loads.
+            bounds: of continuation.
+        """
+        assert route.front_end is not None
+        self.spec = route.front_end
+        self._name = route.name
+        self._problem = ""
+        self._route = route
+        self._loads = LoadReports(get)
+        choice = ReplicaChoice(route.name, route.router, ledger, metrics, self._loads.last)
+        self._serving = ModelServing(
+            route.name,
+            {**self.spec.engine_options, "model": self.spec.path},
+            choice.choose,
+            continuation,
+            left=choice.left,
+            bounds=bounds,
+        )
+        self._app: MissingEndpoints | None = None
+        self._draining: dict[str, asyncio.Task[int]] = {}
+        self._set_up = asyncio.create_task(self._start())
+
+    def apply(self, route: ModelRoute) -> None:
+        """Take over which replicas there are, and which are drained."""
+        self._route = route
+        self._loads.set_replicas(
+            {each.id: each.address for each in route.replicas if each.engine is not None}
+        )
+        if self._set_up.done():
+            self._connect()
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """
+        Raises:
+            Unavailable: the model is not set up, or has no replica in time.
+        """
+        if self._app is None:
+            await self._until_set_up()
+            names = {engine_path(path): path for path in FORWARDED}
+            self._app = MissingEndpoints(await self._serving.server(), names)
+        await self._app(scope, receive, send)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it has to be made anew."""
+        return self._serving.failed
+
+    def page(self, replica_id: str) -> str | None:
+        """vLLM's metrics of a replica; None: it is not connected."""
+        return self._serving.page(replica_id)
+
+    async def close(self) -> None:
+        self._set_up.cancel()
+        for task in self._draining.values():
+            task.cancel()
+        self._loads.close()
+        await self._serving.close()
+
+    async def _start(self) -> None:
+        while True:
+            try:
+                await self._serving.start()
+            except Exception as error:
+                self._problem = str(error)
+                _log.exception("the front end of model %s cannot be set up", self._name)
+                await asyncio.sleep(_RETRY_S)
+            else:
+                break
+        self._connect()
+
+    async def _until_set_up(self) -> None:
+        try:
+            async with asyncio.timeout(_SET_UP_TIMEOUT_S):
+                await asyncio.shield(self._set_up)
+        except TimeoutError:
+            why = f": {self._problem}" if self._problem else ""
+            raise Unavailable(
+                f"model {self._name!r} is not set up yet; try again shortly{why}",
+                reason="model_not_ready",
+                retry_after_s=5,
+            ) from None
+
+    def _connect(self) -> None:
+        engines = {each.id: each.engine for each in self._route.replicas if each.engine is not None}
+        draining = {each.id for each in self._route.replicas if each.draining}
+        for replica_id in self._draining.keys() - draining:
+            # One that is to take requests again is connected anew.
+            self._draining.pop(replica_id).cancel()
+            self._serving.set_replicas({k: v for k, v in engines.items() if k != replica_id})
+        self._serving.set_replicas(engines)
+        for replica_id in draining - self._draining.keys():
+            drained = self._serving.drain(replica_id, _DRAIN_TIMEOUT_S)
+            self._draining[replica_id] = asyncio.create_task(drained)

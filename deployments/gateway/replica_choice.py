@@ -1,0 +1,129 @@
+"""Chooses replicas for requests whose front end is in the gateway's own process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+
+from loomserve.deployments.gateway.answering import ForwardRequest
+from loomserve.deployments.gateway.lateness import refuse_if_late
+from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.config import Router
+from loomserve.platform.front_end.routing import RoutingContext, RoutingRequest
+from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.routers.block_keys import token_keys
+from loomserve.routers.in_flight import InFlight
+from loomserve.routers.policy_choice import ReplicaChooser
+from loomserve.routers.snapshot import RoutingStats
+from loomserve.routers.ticket import RoutingTicket
+
+# Engines count exactly; this stands for an answer of which nothing is known.
+_ANSWER_TOKENS = 256
+_RETRY_AFTER_S = 5.0
+
+
+@dataclass(eq=False, kw_only=True)
+class AnswerContext(RoutingContext):
+    """What routing knows of the HTTP request at hand."""
+
+    request: ForwardRequest
+    _waits: ExitStack = field(default_factory=ExitStack)
+    _waiting: bool = False
+
+    def waits(self, counted: AbstractContextManager[None]) -> None:
+        """It waits for a replica, and is counted as such until :meth:`goes_on`."""
+        if not self._waiting:
+            self._waiting = True
+            self._waits.enter_context(counted)
+
+    def goes_on(self) -> None:
+        self._waiting = False
+        self._waits.close()
+
+
+class ReplicaChoice:
+    """The choice of replicas for one model's front end, by its policy."""
+
+    def __init__(
+        self,
+        model: str,
+        router: Router,
+        ledger: InFlight,
+        metrics: GatewayMetrics,
+        loads: Mapping[str, RoutingStats | None],
+    ) -> None:
+        """
+        Args:
+            model: its name.
+            router: its policy.
+            ledger: where requests are booked on replicas.
+            metrics: count them.
+            loads: the last report of each replica of the model, kept up to date by the caller.
+        """
+        self._model = model
+        self._chooser = ReplicaChooser(
+            model,
+            router.policy,
+            load_limit=router.load_limit,
+            stale_after_s=router.stale_after_s,
+        )
+        self._ledger = ledger
+        self._metrics = metrics
+        self._loads = loads
+        self._booked: dict[RoutingRequest, ExitStack] = {}
+
+    def choose(self, routing: RoutingRequest) -> str | None:
+        """The replica that a request is booked on until :meth:`left`; None: it waits.
+
+        Raises:
+            RequestError: it is not to be answered.
+        """
+        context = routing.context if isinstance(routing.context, AnswerContext) else None
+        request = context.request if context is not None else None
+        with ExitStack() as booking:
+            ticket = booking.enter_context(self._ticket(routing, request))
+            decision = self._chooser.decide(self._loads, ticket)
+            if decision is None:
+                self._note_wait(ticket, context)
+                return None
+            if request is not None and not routing.attempt:
+                refuse_if_late(request, ticket, self._metrics)
+            if context is not None:
+                context.goes_on()
+            booking.enter_context(self._metrics.in_flight(self._model, decision.replica_id))
+            self._booked[routing] = booking.pop_all()
+            return decision.replica_id
+
+    def left(self, routing: RoutingRequest, replica_id: str) -> None:
+        """The request has ended at the replica, or has left it."""
+        if (booked := self._booked.pop(routing, None)) is not None:
+            booked.close()
+
+    def _ticket(self, routing: RoutingRequest, request: ForwardRequest | None) -> RoutingTicket:
+        expected = request.expected_tokens if request is not None else None
+        output_tokens = _ANSWER_TOKENS if expected is None else round(expected)
+        return RoutingTicket(
+            self._ledger,
+            prompt_tokens=len(routing.prompt_token_ids),
+            hash_prompt=partial(
+                token_keys, routing.prompt_token_ids, model=self._model, salt=routing.cache_salt
+            ),
+            output_tokens=min(output_tokens, routing.max_tokens or output_tokens),
+            sequences=routing.sequences,
+            exclude=frozenset(self._loads) - routing.candidates,
+            # What it has been pinned for is gone with the first replica.
+            pinned_to=request.pinned_to if request is not None and not routing.attempt else None,
+        )
+
+    def _note_wait(self, ticket: RoutingTicket, context: AnswerContext | None) -> None:
+        if ticket.pinned_to is not None:
+            # Whoever pinned it looks for another; one that is only just starting is not worth it.
+            raise Unavailable(
+                f"model {self._model!r} has no replica that takes requests now; try again shortly",
+                reason="no_replica",
+                retry_after_s=_RETRY_AFTER_S,
+            )
+        if context is not None:
+            context.waits(self._metrics.queued(self._model))
