@@ -8,7 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,10 +158,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    folder = tmp_path_factory.mktemp("platform")
+    with started(tmp_path_factory.mktemp("platform"), write_config) as running:
+        yield running
+
+
+@contextmanager
+def started(
+    folder: Path, write: Callable[[Path, int, tuple[str, ...]], None]
+) -> Iterator[Platform]:
+    """A platform of its own, ready; ``write`` writes its configuration for a port and keys."""
     keys = [new_key() for _ in range(4)]
     port = free_port()
-    write_config(folder / "config.yaml", port, tuple(digest for _, digest in keys))
+    write(folder / "config.yaml", port, tuple(digest for _, digest in keys))
     log = folder / "serve.log"
     command = [str(Path(sys.executable).parent / "loomserve"), "serve", str(folder / "config.yaml")]
     with log.open("wb") as out:
