@@ -79,14 +79,17 @@ class EngineReplica:
         await self._listen()
         self._footprint = self._measured(self._claim, began)
         self._heartbeats = HeartbeatSender(self._heartbeat, self._apply)
+        self._heart = asyncio.create_task(self._heartbeats.run())
         self._tasks = [
-            asyncio.create_task(work)
-            for work in (
-                self._footprint.keep(),
-                every(_STATS_PERIOD_S, self._read_load, failed=lambda _: None),
-                self._heartbeats.run(),
-                self._loans.run(),
-            )
+            self._heart,
+            *(
+                asyncio.create_task(work)
+                for work in (
+                    self._footprint.keep(),
+                    every(_STATS_PERIOD_S, self._read_load, failed=lambda _: None),
+                    self._loans.run(),
+                )
+            ),
         ]
 
     async def _started(self, options: dict[str, Any]) -> EngineHost:
@@ -149,7 +152,7 @@ class EngineReplica:
         """Serve's hook: it starts another replica in the place of one that fails here."""
         if not self._engine.alive:
             raise RuntimeError(f"the engine has ended: {await self._engine.ended()}")
-        if not self._http.alive or any(task.done() for task in self._tasks):
+        if not self._http.alive or self._heart.done():
             raise RuntimeError("the replica's HTTP server or its heartbeats have ended")
 
     async def _show_load(self, request: Request) -> Response:

@@ -11,11 +11,11 @@ import json
 import logging
 import time
 
-from starlette.types import ASGIApp, Message, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from loomserve.deployments.gateway.answering import never_gone
 from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base.errors import EngineGone, InternalError
+from loomserve.platform.http.client_gone import ClientGoneError
 from loomserve.platform.http.engine_errors import normalise
 from loomserve.platform.requests.metrics import GatewayMetrics
 
@@ -27,11 +27,14 @@ _EVENTS = b"text/event-stream"
 _MOST_WORDS = 2000
 # Looks within the limit; an answer that stands still ends so much of the limit later at most.
 _LOOKS = 8
+# How long vLLM may take to give up a request that nobody waits for.
+_ABORT_TIMEOUT_S = 2.0
 
 
 async def answer(
     app: ASGIApp,
     context: AnswerContext,
+    receive: Receive,
     send: Send,
     metrics: GatewayMetrics,
     *,
@@ -42,11 +45,13 @@ async def answer(
     Args:
         app: the model's front end.
         context: the request, and what becomes of it.
+        receive: tells when the client goes.
         send: takes the answer.
         metrics: count streams.
         idle_timeout_s: an answer that has begun ends after so long without a byte.
 
     Raises:
+        ClientGoneError: the client has gone, and the request is aborted.
         RequestError: what the front end has ended it with.
         InternalError: the front end or an engine failed on it.
         EngineGone: the answer stood still.
@@ -56,7 +61,7 @@ async def answer(
     try:
         async with asyncio.timeout(None) as limit:
             passed.watch = _Watch(limit, idle_timeout_s)
-            await app(_scope(context), _Body(request.content.encoded).receive, passed.send)
+            await _run(app, context, passed, receive)
     except TimeoutError:
         if not limit.expired():
             raise
@@ -65,6 +70,8 @@ async def answer(
             "midst of its answer; send the request again",
             reason="engine_stalled",
         ) from None
+    except ClientGoneError:
+        raise
     except Exception as error:
         # vLLM's server answers first, and then tells its own log.
         if context.failure is None and passed.error_status is None:
@@ -76,17 +83,46 @@ async def answer(
     passed.count(metrics)
 
 
+async def _run(
+    app: ASGIApp, context: AnswerContext, passed: _PassedAnswer, receive: Receive
+) -> None:
+    """Run the application until it is done, the client is gone, or this is cancelled."""
+    body = _Body(context.request.content.encoded)
+    work = asyncio.ensure_future(app(_scope(context), body.receive, passed.send))
+    gone = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise ClientGoneError
+        work.result()
+    finally:
+        gone.cancel()
+        if not work.done():
+            # vLLM has tasks of its own for a request, which its cancellation would not reach.
+            passed.muted = True
+            body.left.set()
+            await asyncio.wait((work,), timeout=_ABORT_TIMEOUT_S)
+            work.cancel()
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class _Body:
-    """A ``receive`` of a request that has come, and of a client that stays."""
+    """A ``receive`` of a request that has come."""
 
     def __init__(self, body: bytes) -> None:
+        self.left = asyncio.Event()
+        """Nobody waits for the answer."""
         self._body: bytes | None = body
 
     async def receive(self) -> Message:
         body, self._body = self._body, None
         if body is None:
-            # Who waits for the answer cancels it when the client goes.
-            return await never_gone()
+            await self.left.wait()
+            return {"type": "http.disconnect"}
         return {"type": "http.request", "body": body, "more_body": False}
 
 
@@ -129,6 +165,7 @@ class _PassedAnswer:
     def __init__(self, send: Send, context: AnswerContext) -> None:
         self.error_status: int | None = None
         """Of an answer that is an error."""
+        self.muted = False
         self._send = send
         self._context = context
         self._error = bytearray()
@@ -139,8 +176,8 @@ class _PassedAnswer:
         self._complete = False
 
     async def send(self, message: Message) -> None:
-        if self._context.failure is not None:
-            return  # finish() raises it, in the place of what vLLM makes of it
+        if self.muted or self._context.failure is not None:
+            return  # finish() raises a failure, in the place of what vLLM makes of it
         if message["type"] == "http.response.start":
             if message["status"] >= 400:
                 self.error_status = message["status"]
@@ -169,11 +206,12 @@ class _PassedAnswer:
         """Send the error that was the answer, or raise what it means."""
         if self._context.failure is not None:
             raise self._context.failure
+        request_id = self._context.request.request_id
         if self.error_status is None:
             if not self._complete:
+                _log.error("the answer to request %s has no end", request_id)
                 raise _engine_failed(self._context)
             return
-        request_id = self._context.request.request_id
         if self.error_status >= 500:
             words = bytes(self._error[:_MOST_WORDS]).decode("utf-8", "replace")
             _log.error("request %s failed: %s", request_id, words)

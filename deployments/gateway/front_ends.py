@@ -27,7 +27,7 @@ from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.front_end.routing import routing_context
-from loomserve.platform.http.client_gone import ClientGoneError, while_connected
+from loomserve.platform.http.client_gone import ClientGoneError
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.routers.in_flight import InFlight
 
@@ -109,11 +109,18 @@ class FrontEnds:
                 reason="model_not_ready",
                 retry_after_s=5,
             )
+        context = AnswerContext(request=request)
+        token = routing_context.set(context)
         try:
-            # What is cancelled here is aborted in its engine.
-            await while_connected(self._answer(front_end, request, send), receive)
+            await answer(
+                *(front_end.app, context, receive, send, self._metrics),
+                idle_timeout_s=self._idle_timeout_s,
+            )
         except ClientGoneError:
             self._metrics.client_disconnected(request.model)
+        finally:
+            routing_context.reset(token)
+            context.goes_on()
 
     async def collect(
         self, request: ForwardRequest, handle: DeploymentHandle, receive: Receive = never_gone
@@ -126,17 +133,6 @@ class FrontEnds:
         self.set_models(())
         await asyncio.gather(*self._closing)
         await self._relay.close()
-
-    async def _answer(self, front_end: ModelFrontEnd, request: ForwardRequest, send: Send) -> None:
-        context = AnswerContext(request=request)
-        # This task is the request's own.
-        routing_context.set(context)
-        try:
-            await answer(
-                *(front_end.app, context, send, self._metrics), idle_timeout_s=self._idle_timeout_s
-            )
-        finally:
-            context.goes_on()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(_logged(work))

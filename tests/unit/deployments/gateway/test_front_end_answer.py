@@ -1,0 +1,196 @@
+"""What a front end in the gateway's process answers, as a client gets it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
+from loomserve.deployments.gateway.front_end_answer import answer
+from loomserve.deployments.gateway.replica_choice import AnswerContext
+from loomserve.platform.base.errors import EngineGone, InternalError, Unavailable
+from loomserve.platform.http.client_gone import ClientGoneError
+from loomserve.platform.requests.engine_request import EngineRequest
+from loomserve.platform.requests.metrics import GatewayMetrics
+
+pytestmark = pytest.mark.anyio
+BODY = b'{"model": "m", "prompt": "a"}'
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Asked:
+    """One request to an application, and what came of it."""
+
+    def __init__(self, path: str = "/v1/completions") -> None:
+        content = EngineRequest(path, json.loads(BODY), BODY)
+        self.context = AnswerContext(request=ForwardRequest("m", content, "id-1"))
+        self.receive: Receive = never_gone
+        self.collected = CollectedAnswer()
+        self.registry = CollectorRegistry()
+        self.metrics = GatewayMetrics(self.registry)
+        self.metrics.set_models({"m": ["r1"]})
+
+    async def by(self, app: App, idle_timeout_s: float = 60) -> tuple[int, bytes]:
+        await answer(
+            *(app, self.context, self.receive, self.collected.send, self.metrics),
+            idle_timeout_s=idle_timeout_s,
+        )
+        return self.collected.status, bytes(self.collected.body)
+
+
+async def test_an_application_gets_the_clients_bytes_path_and_request_id() -> None:
+    seen: dict[str, Any] = {}
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.update(path=scope["path"], headers=dict(scope["headers"]), body=await receive())
+        await JSONResponse({"good": True})(scope, receive, send)
+
+    assert await Asked("/v1/tokenize").by(app) == (200, b'{"good":true}')
+    assert seen["path"] == "/tokenize"
+    assert seen["headers"][b"x-request-id"] == b"id-1"
+    assert seen["body"]["body"] == BODY
+
+
+async def test_a_refusal_is_written_in_openais_shape() -> None:
+    refusal = JSONResponse({"error": {"message": "no", "type": "x", "code": 400}}, 400)
+    status, body = await Asked().by(refusal)
+    assert status == 400
+    assert json.loads(body)["error"]["code"] == "invalid_request"
+
+
+async def test_a_failure_of_the_application_is_an_error_that_says_so() -> None:
+    async def raises(scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("its own affair")
+
+    async def gives_up(scope: Scope, receive: Receive, send: Send) -> None:
+        pass
+
+    for app in (JSONResponse({"error": {"message": "secret"}}, 500), raises, gives_up):
+        with pytest.raises(InternalError, match="id-1") as failed:
+            await Asked().by(app)
+        assert failed.value.code == "engine_failed"
+        assert "secret" not in failed.value.message
+
+
+@pytest.mark.parametrize("failure", [EngineGone("gone"), Unavailable("away", retry_after_s=5)])
+async def test_what_the_front_end_ended_a_request_with_is_raised_before_an_answer_has_begun(
+    failure: EngineGone | Unavailable,
+) -> None:
+    asked = Asked()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        asked.context.failure = failure
+        await JSONResponse({"error": {"message": "as vLLM says it"}}, 503)(scope, receive, send)
+
+    with pytest.raises(type(failure)) as raised:
+        await asked.by(app)
+    assert raised.value is failure
+    assert asked.collected.status == 0
+
+
+async def test_what_the_front_end_ended_a_stream_with_is_raised_in_the_place_of_its_words() -> None:
+    asked = Asked()
+
+    async def events() -> Any:
+        yield b"data: 1\n\n"
+        asked.context.failure = EngineGone("gone")
+        yield b'data: {"error": "as vLLM says it"}\n\n'
+        yield b"data: [DONE]\n\n"
+
+    with pytest.raises(EngineGone):
+        await asked.by(StreamingResponse(events(), media_type="text/event-stream"))
+    assert bytes(asked.collected.body) == b"data: 1\n\n"
+
+
+async def test_a_stream_is_counted_once_it_is_whole() -> None:
+    asked = Asked()
+
+    async def events() -> Any:
+        for _ in range(3):
+            yield b"data: 1\n\n"
+
+    await asked.by(StreamingResponse(events(), media_type="text/event-stream; charset=utf-8"))
+    name = "loomserve_time_to_first_token_seconds_count"
+    assert asked.registry.get_sample_value(name, {"model": "m"}) == 1
+
+
+async def test_an_answer_that_stands_still_is_ended() -> None:
+    async def events() -> Any:
+        yield b"data: 1\n\n"
+        await asyncio.sleep(30)
+
+    asked = Asked()
+    with pytest.raises(EngineGone) as stalled:
+        await asked.by(StreamingResponse(events(), media_type="text/event-stream"), 0.2)
+    assert stalled.value.code == "engine_stalled"
+
+
+async def test_a_client_that_is_behind_is_no_standstill() -> None:
+    asked = Asked()
+    collect = asked.collected.send
+
+    async def slow(message: Any) -> None:
+        await asyncio.sleep(0.5 if message.get("body") else 0)
+        await collect(message)
+
+    async def events() -> Any:
+        yield b"data: 1\n\n"
+
+    app = StreamingResponse(events(), media_type="text/event-stream")
+    await answer(app, asked.context, asked.receive, slow, asked.metrics, idle_timeout_s=0.2)
+    assert bytes(asked.collected.body) == b"data: 1\n\n"
+
+
+class Handled:
+    """An application that has its own task for a request, as vLLM's does, and listens."""
+
+    def __init__(self) -> None:
+        self.aborted = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def work() -> None:
+            try:
+                await asyncio.sleep(30)
+            except asyncio.CancelledError:
+                self.aborted = True
+                raise
+
+        await receive()
+        working = asyncio.create_task(work())
+        await asyncio.sleep(0)
+        assert (await receive())["type"] == "http.disconnect"
+        working.cancel()
+        await JSONResponse(None)(scope, receive, send)
+
+
+async def test_a_client_that_goes_has_its_request_given_up() -> None:
+    async def leaves() -> Any:
+        await asyncio.sleep(0.05)
+        return {"type": "http.disconnect"}
+
+    asked, app = Asked(), Handled()
+    asked.receive = leaves
+    with pytest.raises(ClientGoneError):
+        await asked.by(app)
+    assert app.aborted
+    assert asked.collected.status == 0
+
+
+async def test_a_request_that_takes_too_long_is_given_up() -> None:
+    asked, app = Asked(), Handled()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await asked.by(app)
+    assert app.aborted
