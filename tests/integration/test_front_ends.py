@@ -6,12 +6,17 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks.engine import EXACT_BLOCK_BYTES
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.engine.core.host import EngineEnded, EngineHost
+from loomserve.platform.lending.messages import BorrowerEngine
 from loomserve.platform.models import catalog
+from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
+from loomserve.platform.state.lending_options import LENDING_CONFIG
 from tests.integration.served_engine import (
     SILENCE_S,
     BareFrontEnd,
@@ -153,6 +158,34 @@ def test_the_replica_is_told_the_load_and_may_call(served_engine: ServedEngine) 
         served_engine.run(host.collective_rpc("loans.loan_state", timeout_s=5))
     with pytest.raises(ValueError, match="does not answer"):
         served_engine.run(host.call("nonsense", timeout_s=5))
+
+
+def test_the_replica_opens_loans_where_worker_and_scheduler_share_a_process(
+    tmp_path: Path,
+) -> None:
+    start = engine_start(
+        str(catalog.resolve("demo", tmp_path)),
+        tmp_path,
+        worker_cls="loomserve.platform.lending.engine.worker.RemoteAttentionWorker",
+        scheduler_cls="loomserve.platform.lending.engine.scheduler.make_scheduler",
+        additional_config={
+            ADDITIONAL_CONFIG: {"queue": "fcfs"},
+            LENDING_CONFIG: {"borrow_bytes": 64 * EXACT_BLOCK_BYTES},
+        },
+    )
+    with served(start) as engine, connected(engine.address) as front_end:
+
+        def ask(method: str, *args: object) -> Any:
+            (answer,) = engine.run(
+                engine.host.collective_rpc(f"loans.{method}", *args, timeout_s=10)
+            )
+            return answer
+
+        assert BorrowerEngine.model_validate(ask("borrowing"))
+        assert ask("lent_state") == []
+        with pytest.raises(ValueError, match="there is no call 'nonsense'"):
+            ask("nonsense")
+        assert len(answers(front_end, [front_end.add(PROMPT, max_tokens=8)])[0].tokens) == 8
 
 
 def test_an_engine_that_cannot_start_says_why_in_a_sentence(tmp_path: Path) -> None:
