@@ -74,7 +74,9 @@ class Controller:
         self._fleet = Fleet(checked.devices, checked.server.drain_timeout_s)
         options = StoreOptions.model_validate(store) if store else None
         apps = ServeApps()
-        self._models = ModelLifecycle(checked, base, internal_token, options, self._fleet, apps)
+        self._models = ModelLifecycle(
+            checked, base, internal_token, options, self._fleet, apps, self._save
+        )
         # Ray's folder is this run's alone: the next one begins with the configuration again.
         self._store = await asyncio.to_thread(WishStore, session_folder() / "loomserve")
         self._saving, self._unsaved = asyncio.Lock(), False

@@ -42,6 +42,7 @@ class ModelLifecycle:
         store: StoreOptions | None,
         fleet: Fleet,
         apps: ServeApps,
+        save: Callable[[], Awaitable[None]],
     ) -> None:
         """
         Args:
@@ -51,6 +52,7 @@ class ModelLifecycle:
             store: the KV store that engines connect to, if there is one.
             fleet: is told what there shall be.
             apps: carries it out.
+            save: keeps what is wished, for the controller after this one.
         """
         self.failure: BaseException | None = None
         """What ended work in the background that should not have ended; None: nothing."""
@@ -60,6 +62,7 @@ class ModelLifecycle:
         self._store = store
         self._fleet = fleet
         self._apps = apps
+        self._save = save
         self._tasks: set[asyncio.Task[None]] = set()
 
     def load_configured(self, replicas: dict[str, int]) -> None:
@@ -138,6 +141,8 @@ class ModelLifecycle:
         self._apps.stop_deploying(name)
         await self._until_done(f"unloading {name}", partial(self._apps.delete, name))
         self._fleet.registry.remove(name)
+        # The next controller would unload it once more, and show it meanwhile.
+        await self._save()
 
     async def _until_done(self, what: str, work: Callable[[], Awaitable[None]]) -> None:
         """Try again what Serve has not done, ever less often."""

@@ -69,6 +69,14 @@ def test_requests_of_a_model_survive_the_death_of_one_replica(platform: Platform
     wait_for(lambda: replica["id"] not in replica_ids(platform, HOT), 60)
 
 
+def command_line(process: psutil.Process) -> str:
+    """Empty for a process that has ended meanwhile."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def kill_controller(platform: Platform) -> None:
     """Serve starts another one, which is waited for."""
 
@@ -76,7 +84,7 @@ def kill_controller(platform: Platform) -> None:
         return {
             process.pid
             for process in platform.process.children(recursive=True)
-            if "loomserve-controller" in " ".join(process.cmdline())
+            if "loomserve-controller" in command_line(process)
         }
 
     (killed,) = controllers()
