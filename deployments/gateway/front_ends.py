@@ -34,7 +34,7 @@ from loomserve.routers.in_flight import InFlight
 _log = logging.getLogger("ray.serve")
 
 
-class FrontEnds:
+class ModelFrontEnds:
     """Has each model's front end answer its requests."""
 
     def __init__(

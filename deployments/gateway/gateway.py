@@ -67,7 +67,7 @@ from loomserve.platform.requests.engine_request import FORWARDED, EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 
 if TYPE_CHECKING:
-    from loomserve.deployments.gateway.front_ends import FrontEnds
+    from loomserve.deployments.gateway.front_ends import ModelFrontEnds
 
 _log = logging.getLogger("ray.serve")
 
@@ -286,8 +286,8 @@ async def _answering(
     return front_ends(internal_token, metrics, registry, idle_timeout_s=idle_timeout_s)
 
 
-def _import_front_ends() -> type[FrontEnds]:
+def _import_front_ends() -> type[ModelFrontEnds]:
     """Import vLLM, which takes seconds and memory that a gateway without front ends saves."""
-    from loomserve.deployments.gateway.front_ends import FrontEnds
+    from loomserve.deployments.gateway.front_ends import ModelFrontEnds
 
-    return FrontEnds
+    return ModelFrontEnds

@@ -1,0 +1,140 @@
+"""Replicas chosen for requests whose front end is in the gateway's process."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from loomserve.deployments.gateway.answering import ForwardRequest
+from loomserve.deployments.gateway.load_reports import LoadReports
+from loomserve.deployments.gateway.replica_choice import AnswerContext, ReplicaChoice
+from loomserve.platform.base.errors import TooManyRequests, Unavailable
+from loomserve.platform.config import Router
+from loomserve.platform.fleet.messages import LOAD_PATH
+from loomserve.platform.front_end.routing import RoutingRequest
+from loomserve.platform.requests.engine_request import EngineRequest
+from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.state import Pace, ReplicaLoad
+from loomserve.platform.state.roles import Role
+from loomserve.routers.in_flight import InFlight
+from loomserve.routers.snapshot import RoutingStats
+
+
+def stats(waiting: int = 0, *, draining: bool = False) -> RoutingStats:
+    return RoutingStats(
+        load=ReplicaLoad(
+            running=1,
+            waiting=waiting,
+            kv_cache_usage=0.1,
+            step_time_s=0.1,
+            pace=Pace(prefill_token_s=0.1, output_token_s=0.1, request_s=10),
+            measured_at=time.monotonic(),
+        ),
+        max_running=1,
+        kv_capacity_tokens=10_000,
+        draining=draining,
+        role=Role.UNIFIED,
+    )
+
+
+class Bench:
+    def __init__(self, **loads: RoutingStats | None) -> None:
+        self.ledger = InFlight()
+        self.registry = CollectorRegistry()
+        self.metrics = GatewayMetrics(self.registry)
+        self.metrics.set_models({"m": list(loads)})
+        self.loads = loads
+        self.choice = ReplicaChoice("m", Router(), self.ledger, self.metrics, loads)
+
+    def routing(self, *candidates: str, **given: Any) -> RoutingRequest:
+        return RoutingRequest(
+            "id", "id", [1, 2, 3], 16, frozenset(candidates or self.loads), **given
+        )
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.registry.get_sample_value(name, {"model": "m", **labels})
+
+
+def context(**given: Any) -> AnswerContext:
+    content = EngineRequest("/v1/completions", {"model": "m", "prompt": "a"})
+    return AnswerContext(request=ForwardRequest("m", content, "id", **given))
+
+
+def test_a_request_is_booked_on_the_least_loaded_replica_until_it_leaves() -> None:
+    bench = Bench(busy=stats(waiting=5), idle=stats())
+    routing = bench.routing()
+    assert bench.choice.choose(routing) == "idle"
+    assert bench.ledger.of("idle").requests == 1
+    assert bench.value("loomserve_requests_in_flight", replica="idle") == 1
+    bench.choice.left(routing, "idle")
+    bench.choice.left(routing, "idle")
+    assert bench.ledger.of("idle").requests == 0
+    assert bench.value("loomserve_requests_in_flight", replica="idle") == 0
+
+
+def test_only_candidates_are_chosen_and_none_that_drains() -> None:
+    bench = Bench(one=stats(), two=stats(waiting=9), three=stats(draining=True))
+    assert bench.choice.choose(bench.routing("two", "three")) == "two"
+    assert bench.choice.choose(bench.routing("three")) is None
+
+
+def test_a_request_that_waits_is_counted_until_it_goes_on() -> None:
+    bench = Bench(one=stats(draining=True))
+    waiting = context()
+    for _ in range(2):
+        assert bench.choice.choose(bench.routing(context=waiting)) is None
+        assert bench.value("loomserve_gateway_queue") == 1
+    bench.loads["one"] = stats()
+    assert bench.choice.choose(bench.routing(context=waiting)) == "one"
+    assert bench.value("loomserve_gateway_queue") == 0
+
+
+def test_a_pinned_request_waits_for_nobody_and_is_carried_on_by_others() -> None:
+    bench = Bench(one=stats(), two=stats(waiting=9))
+    pinned = context(pinned_to="two")
+    assert bench.choice.choose(bench.routing(context=pinned)) == "two"
+    with pytest.raises(Unavailable):
+        bench.choice.choose(bench.routing("one", context=pinned))
+    assert bench.choice.choose(bench.routing("one", context=pinned, attempt=1)) == "one"
+
+
+def test_a_request_that_will_be_late_is_refused_once_and_leaves_nothing_booked() -> None:
+    bench = Bench(one=stats(waiting=50))
+    late = context(expected_tokens=100.0, refuse_after=time.monotonic() + 0.1)
+    with pytest.raises(TooManyRequests):
+        bench.choice.choose(bench.routing(context=late))
+    assert bench.ledger.of("one").requests == 0
+    # What has begun is carried on.
+    assert bench.choice.choose(bench.routing(context=late, attempt=1)) == "one"
+
+
+def test_loads_are_asked_of_each_replica_and_forgotten_with_it() -> None:
+    asked: list[tuple[str, str]] = []
+
+    async def get(address: str, path: str, timeout_s: float) -> str:
+        asked.append((address, path))
+        if address == "gone":
+            raise TimeoutError
+        return stats(waiting=3).model_dump_json()
+
+    async def run() -> None:
+        reports = LoadReports(get)
+        reports.set_replicas({"a": "there", "b": "gone"})
+        assert reports.last == {"a": None, "b": None}
+        await asyncio.sleep(0.05)
+        report = reports.last["a"]
+        assert report is not None
+        assert report.load is not None
+        assert report.load.waiting == 3
+        assert reports.last["b"] is None
+        assert set(asked) == {("there", LOAD_PATH), ("gone", LOAD_PATH)}
+        reports.set_replicas({"b": "gone"})
+        assert reports.last.keys() == {"b"}
+        reports.close()
+        assert reports.last == {}
+
+    asyncio.run(run())
