@@ -10,7 +10,7 @@ from ray.serve.handle import DeploymentHandle
 
 from loomserve.deployments.batch.lane import BatchLaneDeployment
 from loomserve.deployments.controller.controller import Controller
-from loomserve.deployments.engine.environment import VLLM_ENVIRONMENT
+from loomserve.deployments.engine.environment import GATEWAY_ENVIRONMENT
 from loomserve.deployments.gateway.gateway import Gateway
 from loomserve.deployments.serve_logging import QUIET
 from loomserve.kvstore.server.options import StoreOptions
@@ -79,6 +79,7 @@ def _controller_app(
 
 
 def _gateway_app(config: Config, internal_token: str, store: StoreOptions | None) -> Any:
+    environment = GATEWAY_ENVIRONMENT if config.server.shared_front_end else {}
     deployment = serve.deployment(
         Gateway,
         name=GATEWAY_DEPLOYMENT,
@@ -87,10 +88,7 @@ def _gateway_app(config: Config, internal_token: str, store: StoreOptions | None
         max_ongoing_requests=1_000_000,
         health_check_period_s=2,
         graceful_shutdown_timeout_s=config.server.drain_timeout_s + 15,
-        ray_actor_options={
-            "num_cpus": 0,
-            "runtime_env": {"env_vars": VLLM_ENVIRONMENT if config.server.shared_front_end else {}},
-        },
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment}},
         logging_config=QUIET,
     )
     access = KvAccess(address=store.address) if store else None

@@ -15,3 +15,8 @@ VLLM_ENVIRONMENT = {
     # Ray would hide all GPUs from an actor that asks it for none.
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
+GATEWAY_ENVIRONMENT = {
+    **VLLM_ENVIRONMENT,
+    # By setting up its own log when it is imported, vLLM would close Serve's.
+    "VLLM_CONFIGURE_LOGGING": "0",
+}

@@ -14,7 +14,7 @@ import time
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loomserve.deployments.gateway.replica_choice import AnswerContext
-from loomserve.platform.base.errors import EngineGone, InternalError
+from loomserve.platform.base.errors import EngineGone, InternalError, RequestError
 from loomserve.platform.http.client_gone import ClientGoneError
 from loomserve.platform.http.engine_errors import normalise
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -70,7 +70,7 @@ async def answer(
             "midst of its answer; send the request again",
             reason="engine_stalled",
         ) from None
-    except ClientGoneError:
+    except (ClientGoneError, RequestError):
         raise
     except Exception as error:
         # vLLM's server answers first, and then tells its own log.

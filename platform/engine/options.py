@@ -31,9 +31,9 @@ def check(model: str, options: Iterable[str]) -> None:
 
 
 def of_engine(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that an engine takes, without those of its front end."""
-    front_end = {field.name for field in dataclasses.fields(FrontendArgs)}
-    return {name: value for name, value in options.items() if name not in front_end}
+    """Those that an engine takes, without those of its front end alone."""
+    known = {field.name for field in dataclasses.fields(AsyncEngineArgs)}
+    return {name: value for name, value in options.items() if name in known}
 
 
 def structured(options: Mapping[str, Any]) -> dict[str, Any]:

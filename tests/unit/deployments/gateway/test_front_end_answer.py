@@ -84,6 +84,14 @@ async def test_a_failure_of_the_application_is_an_error_that_says_so() -> None:
         assert "secret" not in failed.value.message
 
 
+async def test_an_error_of_the_platforms_own_is_raised_as_it_is() -> None:
+    async def not_there(scope: Scope, receive: Receive, send: Send) -> None:
+        raise Unavailable("not yet")
+
+    with pytest.raises(Unavailable):
+        await Asked().by(not_there)
+
+
 @pytest.mark.parametrize("failure", [EngineGone("gone"), Unavailable("away", retry_after_s=5)])
 async def test_what_the_front_end_ended_a_request_with_is_raised_before_an_answer_has_begun(
     failure: EngineGone | Unavailable,
