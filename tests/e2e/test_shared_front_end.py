@@ -28,6 +28,7 @@ pytestmark = pytest.mark.e2e
 
 STREAMS = 8
 TOKENS = 160
+PAUSE = "loomserve_continuation_pause_seconds"
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
@@ -279,6 +280,8 @@ def test_streams_go_on_when_their_engine_is_killed(
     assert streams.finish() == undisturbed
     assert all(usage.completion_tokens == TOKENS for usage in streams.usages)
     assert platform.metric("loomserve_continued_requests_total", reason="gone") >= 1
+    pauses = [platform.metric(f"{PAUSE}_{what}", model=HOT) for what in ("sum", "count")]
+    print(f"moved requests paused for {pauses[0] / pauses[1]:.2f} s in the mean of {pauses[1]:.0f}")
     wait_for(lambda: victim["id"] not in in_flight(platform), 60)
     wait_for(lambda: model_state(platform, HOT)["status"] == "ready", 240)
     assert Streams(platform).finish() == undisturbed
