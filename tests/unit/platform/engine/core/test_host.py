@@ -29,6 +29,19 @@ def start(folder: Path, mode: str, timeout_s: float = 30) -> Any:
     return EngineHost.start(made, {"LOOMSERVE_TEST": mode}, timeout_s)
 
 
+def engines() -> list[int]:
+    """Processes of engines that this test has left; other tests' helpers may run beside it."""
+    children = psutil.Process().children(recursive=True)
+    return [child.pid for child in children if host_module._CHILD in command_line(child)]
+
+
+def command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
 async def call(engine: EngineHost, *args: Any, timeout_s: float = 5) -> Any:
     return await engine.collective_rpc(*args, timeout_s=timeout_s)
 
@@ -88,7 +101,7 @@ def test_an_engine_that_does_not_start_says_why(
 ) -> None:
     with pytest.raises(StartError, match=told):
         asyncio.run(start(tmp_path, mode, timeout_s))
-    assert not psutil.Process().children(recursive=True)
+    assert not engines()
 
 
 def test_an_engine_that_hears_nothing_is_killed(tmp_path: Path) -> None:
