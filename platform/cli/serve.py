@@ -231,16 +231,21 @@ class Platform:
 
         from loomserve.deployments.apps import run_platform
 
-        ray.init(
-            address="local",
-            num_cpus=_LOGICAL_CPUS,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level="ERROR",
-            object_store_memory=_OBJECT_STORE_BYTES,
-            _node_ip_address=_NODE_ADDRESS,
-            _temp_dir=str(run.ray),
-        )
+        try:
+            ray.init(
+                address="local",
+                num_cpus=_LOGICAL_CPUS,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                object_store_memory=_OBJECT_STORE_BYTES,
+                _node_ip_address=_NODE_ADDRESS,
+                _temp_dir=str(run.ray),
+            )
+        except Exception as error:  # Ray has no class of its own for that
+            raise StartError(
+                f"Ray did not start: {error} If the machine is busy, try again when it is less so."
+            ) from error
         threading.Thread(
             target=watch_memory, args=(RunMemory(run.memory), self._ended), daemon=True
         ).start()
