@@ -11,9 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
-import openai
-import psutil
 import pytest
 import yaml
 
@@ -287,15 +284,9 @@ def test_streams_go_on_when_their_engine_is_killed(
     assert Streams(platform).finish() == undisturbed
 
 
-def test_a_model_with_roles_is_refused_and_another_that_cannot_be_loaded_costs_nothing(
-    platform: Platform,
-) -> None:
-    wrong = {"name": "other", "source": "demo", "devices": ["core0", "core1"]}
+def test_a_model_with_roles_is_refused(platform: Platform) -> None:
+    model = {"name": "other", "source": "demo", "devices": ["core0", "core1"]}
     with platform.admin() as admin:
         roles = {"prefill": 1, "decode": 1}
-        refused = admin.post("/admin/v1/models", json={**wrong, "roles": roles})
+        refused = admin.post("/admin/v1/models", json={**model, "roles": roles})
         assert_openai_error(refused, 400, "shared_front_end")
-    with pytest.raises(openai.NotFoundError):
-        platform.client().completions.create(model="other", prompt="a")
-    assert httpx.get(f"{platform.url}/health").status_code == 200
-    assert psutil.pid_exists(platform.process.pid)
