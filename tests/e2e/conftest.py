@@ -162,6 +162,14 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
         yield running
 
 
+def lives(process: psutil.Process) -> bool:
+    """Whether it still runs; who has ended and was not yet reaped does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 @contextmanager
 def started(
     folder: Path, write: Callable[[Path, int, tuple[str, ...]], None]
@@ -200,7 +208,7 @@ def started(
         try:
             process.wait(90)
         finally:
-            left = [child for child in children if child.is_running()]
+            left = [child for child in children if lives(child)]
             for child in left:
                 child.kill()
             process.kill()
