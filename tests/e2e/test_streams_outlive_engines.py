@@ -1,0 +1,177 @@
+"""Streams of all kinds are the same to their clients when engines are killed, stopped or drained.
+
+``make bench-continue`` measures it, with more of everything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from threading import Thread
+from typing import Any
+
+import psutil
+import pytest
+
+from benchmarks.continuation import Load, differences
+from benchmarks.continuation_requests import Answer, Asked, mixture, with_stop_strings
+from tests.e2e.conftest import HOT, Platform
+from tests.e2e.test_admin import model_state, wait_for
+from tests.e2e.test_batch import COMPLETIONS, ended, line, lines_of, submit
+from tests.e2e.test_failures import engine_process
+from tests.e2e.test_shared_front_end import in_flight
+from tests.e2e.test_shared_front_end import platform as platform
+
+pytestmark = pytest.mark.e2e
+
+REQUESTS = 11
+"""One of each kind."""
+TOKENS = 120
+LONG_TOKENS = 900
+LONG_REQUESTS = 4
+STOPPED_S = 5.0
+BACK_S = 240.0
+_LOOK_S = 0.005
+
+
+@contextmanager
+def running(platform: Platform, asked: Sequence[Asked]) -> Iterator[Load]:
+    """The requests as they run; ends when they have."""
+    load = Load()
+    thread = Thread(target=lambda: asyncio.run(load.run(platform.url, asked, platform.key)))
+    thread.start()
+    try:
+        yield load
+    finally:
+        thread.join(300)
+    assert load.ended.is_set()
+    assert [one.lost for one in load.answers if one.lost] == []
+
+
+def answers(platform: Platform, asked: Sequence[Asked]) -> list[Answer]:
+    with running(platform, asked) as load:
+        pass
+    return load.answers
+
+
+def reach(load: Load, tokens: int) -> None:
+    deadline = time.monotonic() + 60
+    while not load.half_have(tokens):
+        assert time.monotonic() < deadline, "no tokens came"
+        time.sleep(_LOOK_S)
+    assert not load.ended.is_set()
+
+
+def busiest(platform: Platform) -> dict[str, Any]:
+    return dict(max(model_state(platform, HOT)["replicas"], key=lambda one: one["in_flight"]))
+
+
+def kill_engine(platform: Platform) -> str:
+    victim = busiest(platform)
+    engine_process(platform, victim).kill()
+    return str(victim["id"])
+
+
+def back_without(platform: Platform, replica: str) -> bool:
+    model = model_state(platform, HOT)
+    ids = [one["id"] for one in model["replicas"]]
+    return model["status"] == "ready" and len(ids) == 2 and replica not in ids
+
+
+@pytest.fixture(scope="module")
+def asked(platform: Platform) -> list[Asked]:
+    requests = mixture(HOT, REQUESTS, TOKENS, 0, 1)
+    return with_stop_strings(requests, answers(platform, requests))
+
+
+@pytest.fixture(scope="module")
+def expected(platform: Platform, asked: list[Asked]) -> list[Answer]:
+    """Undisturbed, and alike twice."""
+    one, other = answers(platform, asked), answers(platform, asked)
+    assert differences(one, other) == {}
+    return one
+
+
+@pytest.mark.parametrize("at", [1, 40])
+def test_an_engine_is_killed(
+    platform: Platform, asked: list[Asked], expected: list[Answer], at: int
+) -> None:
+    with running(platform, asked) as load:
+        reach(load, at)
+        gone = kill_engine(platform)
+    assert differences(expected, load.answers) == {}
+    assert platform.metric("loomserve_continued_requests_total", reason="gone") >= 1
+    wait_for(lambda: back_without(platform, gone), BACK_S)
+
+
+def test_an_engine_is_stopped_for_a_while_and_goes_on(
+    platform: Platform, asked: list[Asked], expected: list[Answer]
+) -> None:
+    with running(platform, asked) as load:
+        reach(load, 20)
+        stopped = busiest(platform)
+        engine = engine_process(platform, stopped)
+        engine.suspend()
+        try:
+            time.sleep(STOPPED_S)
+        finally:
+            with suppress(psutil.NoSuchProcess):
+                engine.resume()
+    assert differences(expected, load.answers) == {}
+    assert platform.metric("loomserve_continued_requests_total", reason="silent") >= 1
+    # What has left it is not computed there to its end, and it takes requests again.
+    wait_for(lambda: not in_flight(platform)[stopped["id"]], 10)
+    assert differences(expected, answers(platform, asked)) == {}
+    assert stopped["id"] in in_flight(platform)
+
+
+def test_a_replica_is_drained(
+    platform: Platform, asked: list[Asked], expected: list[Answer]
+) -> None:
+    with running(platform, asked) as load, platform.admin() as admin:
+        reach(load, 20)
+        path = f"/admin/v1/replicas/{busiest(platform)['id']}/draining"
+        admin.put(path, json={"draining": True}).raise_for_status()
+        wait_for(lambda: not min(in_flight(platform).values()), 8)
+        assert not load.ended.is_set()
+    with platform.admin() as admin:
+        admin.put(path, json={"draining": False}).raise_for_status()
+    assert differences(expected, load.answers) == {}
+
+
+def test_a_batchs_lines_are_answered_when_their_engine_is_killed(platform: Platform) -> None:
+    client = platform.client()
+    lines = [
+        line(f"line-{number}", COMPLETIONS, max_tokens=TOKENS, ignore_eos=True)
+        for number in range(8)
+    ]
+
+    def texts(batch: Any) -> dict[str, str]:
+        assert batch.error_file_id is None
+        found = lines_of(client, batch.output_file_id)
+        return {name: one["response"]["body"]["choices"][0]["text"] for name, one in found.items()}
+
+    undisturbed = texts(ended(client, submit(client, lines, COMPLETIONS), 180))
+    batch_id = submit(client, lines, COMPLETIONS)
+    wait_for(lambda: sum(in_flight(platform).values()) > 0, 60)
+    gone = kill_engine(platform)
+    assert texts(ended(client, batch_id, 180)) == undisturbed
+    assert undisturbed.keys() == {one["custom_id"] for one in lines}
+    wait_for(lambda: back_without(platform, gone), BACK_S)
+
+
+@pytest.mark.slow
+def test_both_engines_are_killed_in_turn(platform: Platform) -> None:
+    requests = mixture(HOT, LONG_REQUESTS, LONG_TOKENS, 0, 2)
+    undisturbed = answers(platform, requests)
+    with running(platform, requests) as load:
+        reach(load, 10)
+        first = kill_engine(platform)
+        wait_for(lambda: back_without(platform, first), BACK_S)
+        assert not load.ended.is_set(), "they ended before the engine was back"
+        (second,) = (one for one in model_state(platform, HOT)["replicas"] if one["in_flight"])
+        engine_process(platform, second).kill()
+    assert differences(undisturbed, load.answers) == {}
+    wait_for(lambda: back_without(platform, second["id"]), BACK_S)
