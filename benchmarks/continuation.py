@@ -257,6 +257,7 @@ async def disturbed(
     running = asyncio.create_task(load.run(platform.url, base.asked))
     try:
         done = await ACTS[scenario.kind](platform, load, scenario)
+        print(f"{scenario.name}: {time.time() - time.perf_counter() + done.at[0]:.3f}", flush=True)
     finally:
         await running
     after = [await platform.metric(name) for name in names]
@@ -421,10 +422,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--port", type=int, default=18_441)
     parser.add_argument("--start-timeout", type=float, default=900)
+    parser.add_argument(
+        "--folder", type=Path, help="where configuration and log of the platform stay"
+    )
     args = parser.parse_args()
     config = configuration(args.port, MAX_MODEL_LEN, args.batched_tokens)
-    with tempfile.TemporaryDirectory() as folder:
-        platform = DisturbedPlatform(config, Path(folder))
+    with tempfile.TemporaryDirectory() as passing:
+        platform = DisturbedPlatform(config, args.folder or Path(passing))
         with platform.running(args.start_timeout):
             result = measure(args, platform)
     publish(

@@ -60,6 +60,7 @@ class DisturbedPlatform:
     """A running platform and its admin API."""
 
     def __init__(self, config: dict[str, Any], folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(config, sort_keys=False))
         port = int(config["server"]["port"])

@@ -155,7 +155,8 @@ def _min_tokens(prompt: str, tokens: int, number: int) -> tuple[str, dict[str, A
 
 
 def _stop(prompt: str, tokens: int, number: int) -> tuple[str, dict[str, Any]]:
-    return _chat(prompt, tokens)
+    # Greedy answers of a small model repeat themselves, and would stop at once.
+    return _chat(prompt, tokens, temperature=0.9, seed=number)
 
 
 def _schema(prompt: str, tokens: int, number: int) -> tuple[str, dict[str, Any]]:
@@ -222,15 +223,17 @@ def with_stop_strings(asked: Sequence[Asked], answers: Sequence[Answer]) -> list
     made = []
     for one, answer in zip(asked, answers, strict=True):
         if one.kind == "stop":
-            text = answer.choice(0).text
-            late = next(
-                text[at : at + 12]
-                for at in range(4 * len(text) // 5, len(text))
-                if text.find(text[at : at + 12]) == at
-            )
-            one = Asked(one.kind, one.path, {**one.body, "stop": [late]})
+            one = Asked(one.kind, one.path, {**one.body, "stop": [_late(answer.choice(0).text)]})
         made.append(one)
     return made
+
+
+def _late(text: str) -> str:
+    """A string that comes late in a text, for the first time."""
+    length = 12
+    firsts = (at for at in range(9 * len(text) // 10) if text.find(text[at : at + length]) == at)
+    at = max(firsts, default=0)
+    return text[at : at + length]
 
 
 # What comes
