@@ -143,7 +143,8 @@ class Disturbed:
     others: list[float]
     """Longest gaps meanwhile of the streams that stayed where they were."""
     first_tokens_later: list[float]
-    continued: int
+    continued: dict[str, int]
+    """Moves of requests, by the platform's reason."""
     drain_s: float | None = None
     platforms_mean_ms: float | None = None
     """Mean of the pauses, as the platform's own metric has it."""
@@ -251,7 +252,8 @@ def differences(one: Sequence[Answer], other: Sequence[Answer]) -> dict[int, str
 async def disturbed(
     platform: DisturbedPlatform, scenario: Scenario, base: Undisturbed
 ) -> Disturbed:
-    names = (f"{PAUSES}_count", f"{PAUSES}_sum", CONTINUED)
+    names = (f"{PAUSES}_count", f"{PAUSES}_sum")
+    moved_before = await platform.metrics(CONTINUED, "reason")
     before = [await platform.metric(name) for name in names]
     load = Load()
     running = asyncio.create_task(load.run(platform.url, base.asked))
@@ -261,7 +263,8 @@ async def disturbed(
     finally:
         await running
     after = [await platform.metric(name) for name in names]
-    paused, paused_s, continued = (b - a for a, b in zip(before, after, strict=True))
+    moved = await platform.metrics(CONTINUED, "reason")
+    paused, paused_s = (b - a for a, b in zip(before, after, strict=True))
     await platform.whole(without=done.gone)
     gaps = sorted((gap for at in done.at for gap in gaps_around(load.answers, at)), reverse=True)
     return Disturbed(
@@ -269,7 +272,7 @@ async def disturbed(
         gaps[: round(paused)],
         gaps[round(paused) :],
         later(load.answers, base.answers, done.at[0]),
-        round(continued),
+        {why: round(count - moved_before[why]) for why, count in moved.items()},
         done.drain_s,
         1000 * paused_s / paused if paused else None,
     )

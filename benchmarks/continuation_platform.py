@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -89,11 +91,19 @@ class DisturbedPlatform:
         state = (await self._get("/admin/v1/state")).json()
         return next(one for one in state["models"] if one["name"] == MODEL)
 
+    async def metrics(self, name: str, label: str | None = None) -> dict[str, float]:
+        """The sums of a metric's samples by a label's value, or all under no name."""
+        page = (await self._get("/metrics")).text
+        found: dict[str, float] = defaultdict(float)
+        for line in page.splitlines():
+            if line.startswith((f"{name} ", f"{name}{{")):
+                value = re.search(rf'{label}="([^"]*)"', line) if label else None
+                found[value[1] if value else ""] += float(line.rsplit(" ", 1)[1])
+        return found
+
     async def metric(self, name: str) -> float:
         """The sum of a metric's samples."""
-        page = (await self._get("/metrics")).text
-        lines = [line for line in page.splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+        return (await self.metrics(name))[""]
 
     async def set_draining(self, replica_id: str, draining: bool) -> None:
         path = f"{self.url}/admin/v1/replicas/{replica_id}/draining"
