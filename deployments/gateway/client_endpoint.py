@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loomserve.deployments.gateway.answering import Answering, ForwardRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
+from loomserve.platform.access.shared_counts import Count, Counts, OnlyOne
 from loomserve.platform.access.token_limits import is_limited
 from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.base.errors import BadRequest, RequestError, TooManyRequests
@@ -46,6 +47,7 @@ class ClientEndpoint:
         isolates_tenants: bool,
         max_sequences: int,
         media_hosts: Collection[str] = (),
+        counts: Counts | None = None,
     ) -> None:
         """
         Args:
@@ -57,6 +59,7 @@ class ClientEndpoint:
             isolates_tenants: no API key reads another's KV blocks.
             max_sequences: prompts times answers that one request may ask for.
             media_hosts: hosts that requests may link to media on.
+            counts: what other front ends have open; None: there is no other.
         """
         self._routes = routes
         self._forwarder = forwarder
@@ -68,6 +71,7 @@ class ClientEndpoint:
         self._media_hosts = media_hosts
         # Sequences by model.
         self._open: Counter[str] = Counter()
+        self._counts = counts or OnlyOne()
 
     def at(self, path: str) -> ASGIApp:
         """The ASGI application of one endpoint; behind the ingress middleware, it may stream."""
@@ -90,14 +94,14 @@ class ClientEndpoint:
             self._meter.check(key)
             request = answer.counted(request, len(state["body"]), key, self._meter)
         started = time.monotonic()
-        self._open[route.name] += sequences
+        self._count(route, sequences)
         try:
             await self._forward(route, request, state, receive, answer)
         except RequestError as error:
             answer.status = error.status
             raise
         finally:
-            self._open[route.name] -= sequences
+            self._count(route, -sequences)
             if key is not None and (tokens := answer.tokens):
                 self._meter.charge(key, *tokens)
             took_s = time.monotonic() - started
@@ -111,13 +115,17 @@ class ClientEndpoint:
                 f"{most}; ask for fewer",
                 param="n",
             )
-        if self._open[route.name] + sequences > most:
+        there = self._open[route.name] + self._counts.running_elsewhere(f"model {route.name}")
+        if there + sequences > most:
             raise TooManyRequests(
-                f"model {route.name!r} already has {self._open[route.name]} requests; "
-                "try again shortly",
+                f"model {route.name!r} already has {there} requests; try again shortly",
                 reason="model_overloaded",
                 retry_after_s=1,
             )
+
+    def _count(self, route: ModelRoute, sequences: int) -> None:
+        self._open[route.name] += sequences
+        self._counts.add(f"model {route.name}", Count.RUNNING, sequences)
 
     async def _forward(
         self,

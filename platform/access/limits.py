@@ -69,7 +69,10 @@ def seconds(span: int, rate: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class KeyUsage:
-    """Usage of one API key at present. Each gateway process counts its own."""
+    """Usage of one API key at present.
+
+    ``full_at`` is of all front ends' requests, ``running`` of one front end's own.
+    """
 
     full_at: int | None = None
     """Of the :class:`Bucket` of requests."""
@@ -79,15 +82,18 @@ class KeyUsage:
     """Of the same."""
 
 
-def acquire(key: ApiKey, usage: KeyUsage, now_s: float) -> KeyUsage:
+def acquire(key: ApiKey, usage: KeyUsage, now_s: float, *, running_elsewhere: int = 0) -> KeyUsage:
     """Admit a request at ``now_s``, and return the key's usage with it.
+
+    ``running_elsewhere``: sequences that other front ends have running.
 
     Raises:
         TooManyRequests: the key is over a limit; ``retry_after_s`` is exact for the rate.
     """
-    if key.max_concurrent is not None and usage.running >= key.max_concurrent:
+    running = usage.running + running_elsewhere
+    if key.max_concurrent is not None and running >= key.max_concurrent:
         raise TooManyRequests(
-            f"API key {key.name!r} has {usage.running} requests running, its limit. "
+            f"API key {key.name!r} has {running} requests running, its limit. "
             "Wait until one has ended.",
             reason="concurrency_limit_exceeded",
             retry_after_s=_RETRY_CONCURRENCY_S,
@@ -106,14 +112,27 @@ def acquire(key: ApiKey, usage: KeyUsage, now_s: float) -> KeyUsage:
     return KeyUsage(full_at=full_at, running=usage.running + 1, rate=rate)
 
 
-def acquire_more(key: ApiKey, usage: KeyUsage, more: int) -> KeyUsage:
+def admitted_elsewhere(key: ApiKey, usage: KeyUsage, requests: int, now_s: float) -> KeyUsage:
+    """The key's usage with requests that other front ends have admitted."""
+    rate = key.requests_per_minute
+    if rate is None:
+        return usage
+    return replace(usage, full_at=filled(usage, rate, now_s, requests), rate=rate)
+
+
+def acquire_more(
+    key: ApiKey, usage: KeyUsage, more: int, *, running_elsewhere: int = 0
+) -> KeyUsage:
     """Admit ``more`` sequences of a request that was admitted with one, before it was read.
+
+    ``running_elsewhere``: as for :func:`acquire`.
 
     Raises:
         BadRequest: the request has more sequences than the key may have at all.
         TooManyRequests: the key is over its limit now.
     """
-    if key.max_concurrent is not None and usage.running + more > key.max_concurrent:
+    running = usage.running + running_elsewhere
+    if key.max_concurrent is not None and running + more > key.max_concurrent:
         if 1 + more > key.max_concurrent:
             raise BadRequest(
                 f"The request asks for {1 + more} answers at once, and API key {key.name!r} may "
@@ -121,7 +140,7 @@ def acquire_more(key: ApiKey, usage: KeyUsage, more: int) -> KeyUsage:
                 param="n",
             )
         raise TooManyRequests(
-            f"API key {key.name!r} has {usage.running - 1} answers running and may have "
+            f"API key {key.name!r} has {running - 1} answers running and may have "
             f"{key.max_concurrent}, and the request asks for {1 + more}. Wait until others end.",
             reason="concurrency_limit_exceeded",
             retry_after_s=_RETRY_CONCURRENCY_S,

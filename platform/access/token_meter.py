@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.access.shared_counts import Count, Counts, OnlyOne
 from loomserve.platform.access.token_limits import (
     TokenUsage,
     charge_tokens,
@@ -34,9 +36,9 @@ def usage_path(server: Server) -> Path:
 
 
 class TokenMeter:
-    """Tokens that each API key has used in this gateway; used on the event loop only.
+    """Tokens that each API key has used in all front ends; used on the event loop only.
 
-    The day's tokens outlive it in a file.
+    The day's tokens outlive them in a file, which each front end keeps.
     """
 
     def __init__(
@@ -44,6 +46,7 @@ class TokenMeter:
         metrics: KeyMetrics,
         file: Path,
         *,
+        counts: Counts | None = None,
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] | None = None,
     ) -> None:
@@ -51,14 +54,18 @@ class TokenMeter:
         Args:
             metrics: told of each charge.
             file: what the day's tokens are read from, and kept in.
+            counts: what other front ends charge; None: there is no other.
             clock: seconds, for the minute's limits.
             unix_clock: Unix seconds, for the day's; None: one that takes no steps.
         """
         self._metrics = metrics
         self._file = file
+        self._counts = counts or OnlyOne()
+        self._shared = counts is not None
         self._clock = clock
         self._unix_clock = unix_clock or steady_unix_clock()
         self._usage = _read(file)
+        self._kept: dict[str, TokenUsage] = {}
         self._saved = self._text()
         self._unwritable = False
 
@@ -74,9 +81,18 @@ class TokenMeter:
     def charge(self, key: ApiKey, prompt: int, completion: int) -> None:
         """Count the tokens of a request that ended."""
         self._metrics.used(key.name, prompt, completion)
-        self._usage[key.name] = charge_tokens(
-            key, self._of(key), prompt + completion, self._clock(), self._unix_clock()
-        )
+        self._counts.add(_name(key), Count.TOKENS, prompt + completion)
+        self._charge(key, self._of(key), prompt + completion)
+
+    def look(self, keys: Iterable[ApiKey]) -> None:
+        """Take over what other front ends have charged; to be called every ``LOOK_S``."""
+        for key in keys:
+            self._of(key)
+        kept, self._kept = self._kept, {}
+        for name, usage in kept.items():
+            own = self._usage.get(name, TokenUsage())
+            if (usage.day, usage.of_day) > (own.day, own.of_day):
+                self._usage[name] = replace(own, day=usage.day, of_day=usage.of_day)
 
     def headers(self, key: ApiKey) -> list[tuple[bytes, bytes]]:
         """OpenAI's headers of the minute's limit; none without one."""
@@ -92,6 +108,9 @@ class TokenMeter:
 
     def save(self) -> None:
         """Keep the day's tokens, if they have changed; may be called in any thread."""
+        if self._shared:
+            # What others charged just before this one began stands there alone.
+            self._kept = _read(self._file)
         text = self._text()
         if text == self._saved:
             return
@@ -105,12 +124,27 @@ class TokenMeter:
             self._saved, self._unwritable = text, False
 
     def _of(self, key: ApiKey) -> TokenUsage:
-        return self._usage.get(key.name, TokenUsage())
+        usage = self._usage.get(key.name, TokenUsage())
+        news = self._counts.news(_name(key), Count.TOKENS)
+        return self._charge(key, usage, news) if news else usage
+
+    def _charge(self, key: ApiKey, usage: TokenUsage, tokens: int) -> TokenUsage:
+        charged = charge_tokens(key, usage, tokens, self._clock(), self._unix_clock())
+        self._usage[key.name] = charged
+        return charged
 
     def _text(self) -> str:
         day = day_of(self._unix_clock())
-        tokens = {name: usage.of_day for name, usage in [*self._usage.items()] if usage.day == day}
+        known = [*self._kept.items(), *self._usage.items()]
+        tokens: dict[str, int] = {}
+        for name, usage in known:
+            if usage.day == day:
+                tokens[name] = max(usage.of_day, tokens.get(name, 0))
         return json.dumps({"day": day, "tokens": tokens})
+
+
+def _name(key: ApiKey) -> str:
+    return f"key {key.name}"
 
 
 def _read(file: Path) -> dict[str, TokenUsage]:

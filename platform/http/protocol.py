@@ -109,7 +109,8 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _one_too_many(self) -> Unavailable | None:
         most, by_address = self.bounds.max_connections, self.bounds.by_address
-        if most is not None and len(self.connections) > most:
+        elsewhere = by_address.elsewhere if by_address is not None else 0
+        if most is not None and len(self.connections) + elsewhere > most:
             return _too_many(f"the server already has {most} connections")
         # A listener for TLS has looked before it shook hands.
         if by_address is None or self.client is None or self.scheme == "https":

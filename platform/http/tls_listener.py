@@ -99,7 +99,8 @@ class TlsListener:
     def _is_one_too_many(self, address: str) -> bool:
         options = self._options
         return (
-            len(self._handshakes) + len(self._connected) >= options.max_connections
+            len(self._handshakes) + len(self._connected) + options.by_address.elsewhere
+            >= options.max_connections
             or options.by_address.open(address) >= options.by_address.most
         )
 

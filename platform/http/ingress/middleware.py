@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from loomserve.platform.access import limits
 from loomserve.platform.access.live_keys import LiveKeys
+from loomserve.platform.access.request_meter import RequestMeter
 from loomserve.platform.base.errors import RequestTimeout, UnexpectedBody
 from loomserve.platform.config import Server
 from loomserve.platform.http.ingress.audit import Audit
@@ -38,22 +37,23 @@ def ingress_middleware(
     streamed: frozenset[str] = frozenset(),
     audit: Callable[[str], None] | None = None,
     keys: LiveKeys | None = None,
-    clock: Callable[[], float] = time.monotonic,
+    requests: RequestMeter | None = None,
 ) -> ASGIApp:
     """Wrap ``app`` in request ids, CORS, error answers, authentication and limits.
 
     Args:
         app: the platform; give it ``exception_handlers`` if it is Starlette or FastAPI.
-        server: the configuration. Per-key limits are counted in this process alone.
+        server: the configuration.
         rejected: called with the error's code, once for every error that a client is answered.
         streamed: paths whose POST bodies the platform reads itself, as they come and within its
             own bounds; their ``body`` is None.
         audit: takes a line for each request for a change by the admin API; None: there is no log.
         keys: those that may enter, kept up to date by the caller; None: those of ``server``.
-        clock: seconds, for the keys' rates.
+        requests: admits each key's; None: by what this process alone has admitted.
     """
     authentication = Authentication(server, keys or LiveKeys(server))
-    inner: ASGIApp = _Guard(app, server, authentication, rejected, streamed, clock)
+    meter = requests or RequestMeter()
+    inner: ASGIApp = _Guard(app, server, authentication, rejected, streamed, meter)
     if audit is not None:
         inner = Audit(inner, audit, authentication.is_operator)
     if server.cors_origins:
@@ -103,16 +103,17 @@ class _Guard:
         authentication: Authentication,
         rejected: Callable[[str], None],
         streamed: frozenset[str],
-        clock: Callable[[], float],
+        requests: RequestMeter,
     ) -> None:
         self._app = app
         self._server = server
         self._rejected = rejected
         self._streamed = streamed
-        self._clock = clock
+        self._requests = requests
         self._authentication = authentication
-        self._bodies = BodyBudget(server.max_body_total)
-        self._usage: dict[str, limits.KeyUsage] = {}
+        # Who may have a body of any size, may have one at least.
+        share = max(server.max_body, server.max_body_total // server.front_ends)
+        self._bodies = BodyBudget(share)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         deadline = asyncio.timeout(self._server.request_timeout_s)
@@ -138,21 +139,19 @@ class _Guard:
         if key is None or not under(scope["path"], "/v1"):
             await self._run(headers, scope, receive, send)
             return
-        # By name: a key that is changed or comes back goes on with what it has used.
-        usage = self._usage.get(key.name, limits.KeyUsage())
-        self._usage[key.name] = limits.acquire(key, usage, self._clock())
+        self._requests.acquire(key)
         sequences = 1
 
         def take_more(more: int) -> None:
             nonlocal sequences
-            self._usage[key.name] = limits.acquire_more(key, self._usage[key.name], more)
+            self._requests.acquire_more(key, more)
             sequences += more
 
         state["take_more"] = take_more
         try:
             await self._run(headers, scope, receive, send)
         finally:
-            self._usage[key.name] = limits.release(self._usage[key.name], sequences)
+            self._requests.release(key, sequences)
 
     async def _run(
         self, headers: dict[bytes, bytes], scope: Scope, receive: Receive, send: Send

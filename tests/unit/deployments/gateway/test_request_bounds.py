@@ -21,6 +21,7 @@ from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.deployments.gateway.forward import CollectedAnswer
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.access.shared_counts import Count, Counts, SharedCounts
 from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
@@ -57,7 +58,9 @@ class NoLengths:
 
 
 @asynccontextmanager
-async def platform(behave: Any = good) -> AsyncIterator[tuple[ASGIApp, Engine]]:
+async def platform(
+    behave: Any = good, counts: Counts | None = None
+) -> AsyncIterator[tuple[ASGIApp, Engine]]:
     async with gateway(behave) as (forwarder, model, (engine,)):
         routes: Any = SimpleNamespace(find=lambda name, key: ROUTE, handle=lambda name: model)
         lengths: Any = NoLengths()
@@ -67,6 +70,7 @@ async def platform(behave: Any = good) -> AsyncIterator[tuple[ASGIApp, Engine]]:
             TokenMeter(KeyMetrics(registry), Path("/nowhere")),
             isolates_tenants=True,
             max_sequences=128,
+            counts=counts,
         )
         app = Starlette(
             routes=[Route(path, clients.at(path), methods=["POST"]) for path in FORWARDED],
@@ -180,3 +184,17 @@ async def test_a_text_that_cannot_fit_reaches_no_tokenizer(
         assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
         assert "8192" in body["error"]["message"]
         assert engine.asked == []
+
+
+async def test_a_models_limit_holds_over_all_front_ends(tmp_path: Path) -> None:
+    one, other = SharedCounts(tmp_path, 2), SharedCounts(tmp_path, 2)
+    other.add("model m", Count.RUNNING, 129)
+    async with platform(counts=one) as (app, _):
+        assert (await ask(app, COMPLETIONS, prompts(1, 1)))[0] == 200
+        status, body = await ask(app, COMPLETIONS, prompts(2, 1))
+        assert (status, body["error"]["code"]) == (429, "model_overloaded")
+        other.add("model m", Count.RUNNING, -1)
+        assert (await ask(app, COMPLETIONS, prompts(2, 1)))[0] == 200
+    assert other.running_elsewhere("model m") == 0
+    one.close()
+    other.close()

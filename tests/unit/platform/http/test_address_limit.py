@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from loomserve.platform.access.shared_counts import SharedCounts
 from loomserve.platform.http.address_limit import AddressLimit
 
 
@@ -41,3 +44,18 @@ def test_this_machine_may_be_spared(address: str) -> None:
     limit.enter(address)
     limit.enter("192.0.2.1")
     assert (limit.open(address), limit.open("192.0.2.1")) == (0, 1)
+
+
+def test_connections_to_other_front_ends_count(tmp_path: Path) -> None:
+    one, other = (SharedCounts(tmp_path, 2) for _ in range(2))
+    limit = AddressLimit(2, spare_loopback=True, counts=one)
+    beside = AddressLimit(2, spare_loopback=True, counts=other)
+    beside.enter("192.0.2.1")
+    beside.enter("127.0.0.1")
+    limit.enter("192.0.2.1")
+    assert limit.open("192.0.2.1") == 2
+    assert limit.open("192.0.2.2") == 0
+    assert limit.open("127.0.0.1") == 0
+    assert limit.elsewhere == 2
+    beside.leave("192.0.2.1")
+    assert limit.open("192.0.2.1") == 1

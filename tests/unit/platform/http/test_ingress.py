@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.access.live_keys import LiveKeys
+from loomserve.platform.access.request_meter import RequestMeter
 from loomserve.platform.base.errors import EngineGone, TooManyRequests
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
@@ -85,7 +86,7 @@ class Door:
             rejected=self.rejected.append,
             streamed=self.streamed,
             keys=self.keys,
-            clock=lambda: self.now_s,
+            requests=RequestMeter(clock=lambda: self.now_s),
         )
 
     async def send(

@@ -1,0 +1,83 @@
+"""Admits requests of API keys within their limits, over all front ends of a platform."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from loomserve.platform.access import limits
+from loomserve.platform.access.shared_counts import Count, Counts, OnlyOne
+from loomserve.platform.config import ApiKey
+
+
+class RequestMeter:
+    """Requests of each API key; used on the event loop only."""
+
+    def __init__(
+        self, counts: Counts | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """
+        Args:
+            counts: what other front ends count; None: there is no other.
+            clock: seconds, for the keys' rates.
+        """
+        self._counts = counts or OnlyOne()
+        self._clock = clock
+        # By name: a key that is changed or comes back goes on with what it has used.
+        self._usage: dict[str, limits.KeyUsage] = {}
+
+    def acquire(self, key: ApiKey) -> None:
+        """Admit a request with one sequence, to be released.
+
+        Raises:
+            TooManyRequests: the key is over a limit.
+        """
+        usage = self._of(key)
+        running = self._elsewhere(key)
+        after = limits.acquire(key, usage, self._clock(), running_elsewhere=running)
+        self._usage[key.name] = after
+        self._count(key, Count.REQUESTS, 1)
+        self._count(key, Count.RUNNING, 1)
+
+    def acquire_more(self, key: ApiKey, more: int) -> None:
+        """Admit ``more`` sequences of a request that was admitted with one.
+
+        Raises:
+            BadRequest: the request has more sequences than the key may have at all.
+            TooManyRequests: the key is over its limit now.
+        """
+        self._usage[key.name] = limits.acquire_more(
+            key, self._usage[key.name], more, running_elsewhere=self._elsewhere(key)
+        )
+        self._count(key, Count.RUNNING, more)
+
+    def release(self, key: ApiKey, sequences: int) -> None:
+        """End a request that was admitted with so many sequences in all."""
+        self._usage[key.name] = limits.release(self._usage[key.name], sequences)
+        self._count(key, Count.RUNNING, -sequences)
+
+    def look(self, keys: Iterable[ApiKey]) -> None:
+        """Take over what other front ends have admitted; to be called every ``LOOK_S``.
+
+        A bucket fills from when it was taken of, so that news that come late keep a key waiting.
+        """
+        for key in keys:
+            self._of(key)
+
+    def _of(self, key: ApiKey) -> limits.KeyUsage:
+        usage = self._usage.get(key.name, limits.KeyUsage())
+        news = self._counts.news(_name(key), Count.REQUESTS)
+        if news:
+            usage = limits.admitted_elsewhere(key, usage, news, self._clock())
+            self._usage[key.name] = usage
+        return usage
+
+    def _elsewhere(self, key: ApiKey) -> int:
+        return self._counts.running_elsewhere(_name(key)) if key.max_concurrent is not None else 0
+
+    def _count(self, key: ApiKey, count: Count, more: int) -> None:
+        self._counts.add(_name(key), count, more)
+
+
+def _name(key: ApiKey) -> str:
+    return f"key {key.name}"
