@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
 import os
 import stat
@@ -49,7 +50,8 @@ def check_audit_log(path: Path) -> None:
 class AuditLog:
     """Lines of text, in a file that is moved away when it is full.
 
-    A thread writes them. What it cannot write is lost, and told in the platform's log once.
+    A thread writes them. What it cannot write is lost, and told in the platform's log once. Several
+    processes may have the same file.
     """
 
     def __init__(self, path: Path, *, file_bytes: int = FILE_BYTES) -> None:
@@ -80,6 +82,8 @@ class _PrivateFile(RotatingFileHandler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._fails = False
+        if self.stream is not None and not self._is_current():
+            self._leave()
         if self._broken:
             # What was cut off must not spoil the next line.
             record.msg = f"\n{record.msg}"
@@ -92,10 +96,37 @@ class _PrivateFile(RotatingFileHandler):
             error = sys.exc_info()[1]
             _log.error("the audit log %s cannot be written: %s", self.baseFilename, error)
         # A stream that failed may be closed already, or fail for ever.
-        failed, self.stream = self.stream, None
-        if failed is not None:
+        self._leave()
+
+    def doRollover(self) -> None:  # noqa: N802  # logging's name
+        """Move the file away, unless another process has just done so."""
+        if self.stream is None:
+            super().doRollover()
+            return
+        # It is closed before it is moved, and the lock is to outlive that.
+        locked = os.dup(self.stream.fileno())
+        try:
+            fcntl.flock(locked, fcntl.LOCK_EX)
+            if self._is_current():
+                super().doRollover()
+            else:
+                self._leave()
+        finally:
+            os.close(locked)
+
+    def _is_current(self) -> bool:
+        """Whether the file that is open is the one that bears the name."""
+        assert self.stream is not None
+        try:
+            return os.path.samestat(os.fstat(self.stream.fileno()), os.stat(self.baseFilename))
+        except (OSError, ValueError):  # it has failed, and is closed
+            return False
+
+    def _leave(self) -> None:
+        left, self.stream = self.stream, None
+        if left is not None:
             with contextlib.suppress(OSError):
-                failed.close()
+                left.close()
 
     def _open(self) -> TextIOWrapper:
         return open(self.baseFilename, "a", encoding="utf-8", opener=_open_private)

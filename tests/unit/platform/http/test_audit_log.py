@@ -150,3 +150,32 @@ def test_what_is_no_file_of_ours_ends_the_start(kind: str, tmp_path: Path) -> No
     with pytest.raises(StartError, match=r"server\.audit_log.*cannot be written"):
         check_audit_log(path)
     assert not (tmp_path / "elsewhere").exists()
+
+
+def test_several_processes_have_one_file(tmp_path: Path) -> None:
+    """Here two logs, which have nothing in common but the file."""
+    logs = [AuditLog(tmp_path / "audit.log", file_bytes=2000) for _ in range(2)]
+
+    def write(log: AuditLog, name: str) -> None:
+        for number in range(60):
+            log.write(f"{name} {number:096}")
+
+    threads = [
+        threading.Thread(target=write, args=(log, name))
+        for log, name in zip(logs, "ab", strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for log in logs:
+        log.close()
+    files = sorted(tmp_path.iterdir())
+    lines = [line for file in files for line in file.read_text().splitlines()]
+    for name in "ab":
+        assert sorted(line for line in lines if line[0] == name) == [
+            f"{name} {number:096}" for number in range(60)
+        ]
+    # None was moved away before it was full, but for a line that another process was writing.
+    assert len(files) == 6
+    assert all(file.stat().st_size <= 2200 for file in files)
