@@ -83,7 +83,7 @@ def _gateway_app(config: Config, internal_token: str, store: StoreOptions | None
     deployment = serve.deployment(
         Gateway,
         name=GATEWAY_DEPLOYMENT,
-        num_replicas=1,
+        num_replicas=config.server.front_ends,
         # Requests do not pass through Serve; of batches the lane sends only so many lines.
         max_ongoing_requests=1_000_000,
         health_check_period_s=2,

@@ -38,9 +38,11 @@ from loomserve.deployments.gateway.metrics_page import (
 )
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.deployments.kvstore.admin import build_kv_router
-from loomserve.deployments.ray_node import keep_calls_on_node
+from loomserve.deployments.ray_node import keep_calls_on_node, node_address
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.access.request_meter import RequestMeter
+from loomserve.platform.access.shared_counts import LOOK_S, OnlyOne
 from loomserve.platform.access.token_meter import SAVE_S, TokenMeter, usage_path
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.base.periodic import every
@@ -58,6 +60,7 @@ from loomserve.platform.fleet.messages import (
 from loomserve.platform.http.address_limit import AddressLimit
 from loomserve.platform.http.audit_log import AuditLog
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware, respond
+from loomserve.platform.http.other_front_ends import OtherFrontEnds, take_place
 from loomserve.platform.http.protocol import Bounds, bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
 from loomserve.platform.http.tls import LiveCertificate
@@ -94,12 +97,15 @@ class Gateway:
         self._server = Server.model_validate(server)
         self._keys = LiveKeys(self._server)
         self._kv = KvAccess.model_validate(kv) if kv else None
+        place = take_place(self._server)
         registry = CollectorRegistry()
         self._metrics = GatewayMetrics(registry)
         key_metrics = KeyMetrics(registry)
-        self._meter = TokenMeter(key_metrics, usage_path(self._server))
+        self._meter = TokenMeter(key_metrics, usage_path(self._server), counts=place)
+        self._requests = RequestMeter(place)
         self._lengths = LengthPredictions(self._metrics)
         self._forwarder = await _answering(self._server, internal_token, self._metrics, registry)
+        self._others = OtherFrontEnds(place, internal_token, node_address(), self._forwarder.get)
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
         options = Batch.model_validate(batch) if batch else None
         self._routes = ModelRoutes(
@@ -112,6 +118,7 @@ class Gateway:
             isolates_tenants=isolates_tenants,
             max_sequences=self._server.max_sequences,
             media_hosts=self._server.media_hosts,
+            counts=place,
         )
         self._lines = LineEndpoint(
             *(self._server, self._keys, self._meter, self._routes, self._forwarder),
@@ -135,7 +142,9 @@ class Gateway:
         self._keeping = [
             asyncio.create_task(self._keys.follow()),
             asyncio.create_task(every(SAVE_S, lambda: asyncio.to_thread(self._meter.save))),
+            asyncio.create_task(every(LOOK_S, self._look)),
         ]
+        await self._others.listen(page.own)
         await self._http.start()
 
     async def check_health(self) -> None:
@@ -151,22 +160,36 @@ class Gateway:
             self._meter.save()
             if self._audit is not None:
                 self._audit.close()
+            await self._others.close()
             await self._forwarder.close()
             self._lengths.close()
 
+    async def _look(self) -> None:
+        """Take over what other front ends have counted."""
+        counts = self._others.counts
+        counts.look()
+        if not isinstance(counts, OnlyOne):
+            self._requests.look(self._keys.all)
+            self._meter.look(self._keys.all)
+
     def _metrics_page(
-        self, registry: CollectorRegistry, key_metrics: KeyMetrics, *, with_batches: bool
+        self, own: CollectorRegistry, key_metrics: KeyMetrics, *, with_batches: bool
     ) -> MetricsPage:
-        sources = [
-            routing_source(self._metrics, self._forwarder.ledger),
-            keys_source(key_metrics, self._keys),
-        ]
+        registry = CollectorRegistry()
+        sources = [rebalancing_source(registry, self._controller)]
         if self._kv is not None:
             sources.append(kv_source(registry, self._kv))
         if with_batches:
             sources.append(batch_source(registry, self._batches))
-        sources.append(rebalancing_source(registry, self._controller))
-        return MetricsPage(registry, self._routes, self._forwarder, sources, self._forwarder.pages)
+        return MetricsPage(
+            *(registry, self._routes, self._forwarder, sources, self._forwarder.pages),
+            own=own,
+            own_sources=[
+                routing_source(self._metrics, self._forwarder.ledger),
+                keys_source(key_metrics, self._keys),
+            ],
+            others=self._others,
+        )
 
     def _http_server(self, page: MetricsPage, streamed: Collection[str]) -> HttpServer:
         server = self._server
@@ -177,11 +200,13 @@ class Gateway:
             streamed=frozenset(streamed),
             audit=self._audit.write if self._audit is not None else None,
             keys=self._keys,
+            requests=self._requests,
         )
         sock = listen(server.host, server.port, shared=True)
         by_address = AddressLimit(
             server.max_connections_per_address or max(1, server.max_connections // 4),
             spare_loopback=server.max_connections_per_address is None,
+            counts=self._others.counts,
         )
         bounds = Bounds(
             head_timeout_s=server.header_timeout_s,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 
 import aiohttp
 from prometheus_client import CollectorRegistry, generate_latest
@@ -24,7 +24,8 @@ from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.metrics import BatchMetrics
 from loomserve.platform.fleet.messages import KvAccess, ReplicaRoute
-from loomserve.platform.http.exposition import merge
+from loomserve.platform.http.exposition import merge, split_gauges
+from loomserve.platform.http.other_front_ends import OtherFrontEnds, Part
 from loomserve.platform.rebalancing.metrics import RebalancingMetrics
 from loomserve.platform.rebalancing.plans.reports import RebalancingState
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -42,7 +43,11 @@ def _no_pages(model: str, replica_id: str) -> Sequence[str]:
 
 
 class MetricsPage:
-    """Endpoint ``/metrics``: the gateway's registry, refreshed, merged with each replica's page."""
+    """Endpoint ``/metrics``: the gateway's registry, refreshed, merged with each replica's page.
+
+    With several front ends, any of them shows those of all, told apart by the label ``front_end``:
+    sums over them would fall when one is restarted.
+    """
 
     def __init__(
         self,
@@ -51,27 +56,38 @@ class MetricsPage:
         forwarder: Answering,
         sources: Sequence[Refresh],
         pages: Callable[[str, str], Sequence[str]] = _no_pages,
+        *,
+        own: CollectorRegistry | None = None,
+        own_sources: Sequence[Refresh] = (),
+        others: OtherFrontEnds | None = None,
     ) -> None:
         """
         Args:
-            registry: the gateway's own metrics.
+            registry: metrics of the platform, which each front end has alike.
             routes: the models and replicas.
             forwarder: reads the replicas' pages.
             sources: have their metrics in ``registry``.
             pages: what the gateway itself knows of a replica, by its model and id, as pages.
+            own: metrics of what this front end does.
+            own_sources: have their metrics in ``own``.
+            others: the other front ends; None: there is none.
         """
         self._registry = registry
         self._routes = routes
         self._forwarder = forwarder
         self._sources = sources
         self._pages = pages
+        self._own = own
+        self._own_sources = own_sources
+        self._others = others
 
     async def show(self, request: Request) -> Response:
         for refresh in self._sources:
             await refresh()
-        parts: list[tuple[dict[str, str], str | None]] = [
-            ({}, generate_latest(self._registry).decode())
-        ]
+        parts: list[Part] = [({}, generate_latest(self._registry).decode())]
+        parts += await self.own()
+        if self._others is not None:
+            parts += await self._others.parts()
         parts += await asyncio.gather(
             *(
                 self._scrape(_labels(route.name, replica), replica.address)
@@ -79,20 +95,30 @@ class MetricsPage:
                 for replica in route.replicas
             )
         )
-        parts += [
-            (_labels(route.name, replica), page)
-            for route in self._routes
-            for replica in route.replicas
-            for page in self._pages(route.name, replica.id)
-        ]
+        parts += [(labels, gauges) for labels, _, gauges in self._of_replicas()]
         return Response(
             await asyncio.to_thread(merge, parts),
             media_type="text/plain; version=0.0.4; charset=utf-8",
         )
 
-    async def _scrape(
-        self, labels: dict[str, str], address: str
-    ) -> tuple[dict[str, str], str | None]:
+    async def own(self) -> list[Part]:
+        """What this front end has done. Gauges of engines, of which all know alike, are not in."""
+        for refresh in self._own_sources:
+            await refresh()
+        label = self._others.label if self._others is not None else {}
+        parts: list[Part] = [(labels | label, page) for labels, page, _ in self._of_replicas()]
+        if self._own is not None:
+            parts.insert(0, (label, generate_latest(self._own).decode()))
+        return parts
+
+    def _of_replicas(self) -> Iterator[tuple[dict[str, str], str, str]]:
+        """The labels of each page that the gateway has of replicas, what it counts, its gauges."""
+        for route in self._routes:
+            for replica in route.replicas:
+                for page in self._pages(route.name, replica.id):
+                    yield _labels(route.name, replica), *split_gauges(page)
+
+    async def _scrape(self, labels: dict[str, str], address: str) -> Part:
         try:
             return labels, await self._forwarder.get(address, "/metrics", _SCRAPE_TIMEOUT_S)
         except (aiohttp.ClientError, TimeoutError):

@@ -114,6 +114,22 @@ def merge(parts: Sequence[tuple[Mapping[str, str], str | None]]) -> str:
     return page.render()
 
 
+def split_gauges(text: str) -> tuple[str, str]:
+    """An exposition's families but for gauges, and its gauges; a family's lines stand together."""
+    parts: tuple[list[str], list[str]] = ([], [])
+    comments: list[str] = []
+    chosen = parts[0]
+    for line in text.split("\n"):
+        if line.startswith("# HELP "):
+            comments.append(line)
+            continue
+        if line.startswith("# TYPE "):
+            chosen = parts[line.endswith(" gauge")]
+        chosen += [*comments, line]
+        comments.clear()
+    return "\n".join(parts[0]), "\n".join(parts[1])
+
+
 def _read(text: str, added: _Labels) -> dict[str, _Family]:
     families: dict[str, _Family] = {}
     owner: dict[str, _Family] = {}

@@ -26,7 +26,7 @@ from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.batch.metrics import BatchMetrics
 from loomserve.platform.disaggregation import metrics as handoff
 from loomserve.platform.front_end.metrics import ContinuationMetrics
-from loomserve.platform.http.exposition import merge
+from loomserve.platform.http.exposition import merge, split_gauges
 from loomserve.platform.lending import metrics as lending
 from loomserve.platform.lending.messages import LentReport, LoanReport, ShardReport
 from loomserve.platform.lending.metrics import LendingMetrics
@@ -582,3 +582,17 @@ def test_spaces_timestamps_and_comments_of_the_format_are_understood() -> None:
 
 def test_nothing_merges_to_an_empty_page() -> None:
     assert merge([]) == ""
+
+
+def test_gauges_are_told_from_what_is_counted() -> None:
+    registry = CollectorRegistry()
+    Counter("asked", "Asked.", ["who"], registry=registry).labels("a").inc(2)
+    Gauge("open", "Open.", registry=registry).set(3)
+    Histogram("took", "Took.", registry=registry).observe(1)
+    Gauge("free", "Free.", ["where"], registry=registry).labels("a # TYPE b").set(4)
+    page = generate_latest(registry).decode()
+    counted, gauges = split_gauges(page)
+    of_counted = {one.name for one in text_string_to_metric_families(counted)}
+    assert of_counted == {"asked", "took"}
+    assert {"open", "free"} <= {one.name for one in text_string_to_metric_families(gauges)}
+    assert sorted(f"{counted}\n{gauges}".split("\n")) == sorted(page.split("\n"))

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Gauge
+import aiohttp
+import pytest
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from ray.serve.exceptions import RayServeException
 from starlette.requests import Request
 
@@ -17,16 +22,27 @@ from loomserve.deployments.gateway.metrics_page import (
     routing_source,
 )
 from loomserve.platform.base.errors import Unavailable
-from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
+from loomserve.platform.config import Server
+from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, ModelRoute, ReplicaRoute
+from loomserve.platform.http.other_front_ends import OtherFrontEnds, take_place
 from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.run.folder import RUN_VARIABLE
+from loomserve.platform.run.sockets import LocalConnector
 from loomserve.platform.state import ModelStatus
 from loomserve.routers.in_flight import InFlight
+
+pytestmark = pytest.mark.anyio
 
 ROUTE = ModelRoute(
     name="chat", app="model:chat", status=ModelStatus.READY, policy="load_aware",
     max_concurrent_requests=1, max_model_len=10, kvstore=False,
     replicas=tuple(ReplicaRoute(id=id, device="d", address=id) for id in ("there", "gone")),
 )  # fmt: skip
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
 
 
 class Engines:
@@ -83,3 +99,76 @@ def test_sources_are_read_for_each_page_and_those_away_are_shown_as_such() -> No
     assert decisions + ',reason="least_loaded"} 1.0' in page
     assert "loomserve_batch_up 0.0" in page
     assert "loomserve_rebalancing_up 0.0" in page
+
+
+async def test_any_front_end_shows_those_of_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(RUN_VARIABLE, str(tmp_path))
+    for folder in ("tmp", "sockets"):
+        (tmp_path / folder).mkdir()
+    labels = 'model="chat",replica="there",device="d"'
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=LocalConnector()))
+        pages = [await _front_end(number, session, stack) for number in (1, 2)]
+        for page, others in pages:
+            others.counts.look()
+            shown = await _lines(page)
+            assert [one for one in shown if one.startswith("blocks")] == ["blocks 7.0"]
+            assert {one for one in shown if one.startswith("asked_total")} == {
+                'asked_total{front_end="0"} 1.0',
+                'asked_total{front_end="1"} 2.0',
+            }
+            assert {one for one in shown if one.startswith("tokens_total")} == {
+                f'tokens_total{{{labels},front_end="0"}} 10.0',
+                f'tokens_total{{{labels},front_end="1"}} 20.0',
+            }
+            running = [one for one in shown if one.startswith("running")]
+            assert running == [f"running{{{labels}}} 5.0"]
+        page, others = pages[0]
+        silent = take_place(_SERVER)
+        assert silent is not None
+        others.counts.look()
+        assert 'loomserve_scrape_up{front_end="2"} 0' in await _lines(page)
+        silent.close()
+        others.counts.look()
+        assert not [one for one in await _lines(page) if 'front_end="2"' in one]
+
+
+_SERVER = Server(shared_front_end=True, front_ends=2)
+
+
+async def _front_end(
+    number: int, session: aiohttp.ClientSession, stack: AsyncExitStack
+) -> tuple[MetricsPage, OtherFrontEnds]:
+    """One that has counted something, and listens on its own socket."""
+    others = OtherFrontEnds(take_place(_SERVER), "token", "127.0.0.1", partial(_get, session))
+    stack.push_async_callback(others.close)
+    platform, own, engine = (CollectorRegistry() for _ in range(3))
+    Gauge("blocks", "Of the store.", registry=platform).set(7)
+    Counter("asked", "Asked.", registry=own).inc(number)
+    Counter("tokens", "Of an engine.", registry=engine).inc(10 * number)
+    Gauge("running", "In an engine.", registry=engine).set(5)
+    routes: Any = [ROUTE]
+    engines: Any = Engines()
+
+    def pages(model: str, replica: str) -> list[str]:
+        return [generate_latest(engine).decode()] if replica == "there" else []
+
+    page = MetricsPage(platform, routes, engines, [], pages, own=own, others=others)
+    await others.listen(page.own)
+    return page, others
+
+
+async def _lines(page: MetricsPage) -> list[str]:
+    response = await page.show(Request({"type": "http"}))
+    return bytes(response.body).decode().splitlines()
+
+
+async def _get(session: aiohttp.ClientSession, address: str, path: str, timeout_s: float) -> str:
+    async with session.get(
+        f"http://{address}{path}",
+        headers={INTERNAL_TOKEN_HEADER: "token"},
+        timeout=aiohttp.ClientTimeout(total=timeout_s),
+    ) as response:
+        return await response.text()
