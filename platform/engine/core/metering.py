@@ -94,6 +94,8 @@ class CoreMeter:
             stay.first_token_at, first_s = now, now - stay.arrived_at
             computed = stay.resumed_tokens
             if (prefill := output.prefill_stats) is not None:
+                # Also of one whose prompt was computed elsewhere for this engine.
+                stay.resumed_tokens = 0
                 computed = prefill.num_computed_tokens
                 stay.prompt_tokens = prefill.num_prompt_tokens
                 stay.cached_tokens = prefill.num_cached_tokens

@@ -13,6 +13,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from loomserve.kvstore.engine.request_keys import handed_over_tokens
 from loomserve.platform.engine.resumption.tokens import resumed_tokens
 
 _logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ class ResumedRequests:
 
     def __init__(self, grammars: StructuredOutputManager) -> None:
         self._grammars = grammars
-        self._entering: set[str] = set()
+        self._entering: dict[str, Request] = {}
 
     def enter(self, request: Request) -> bool:
         """Give a request that is being added its tokens so far; returns whether it has any."""
@@ -32,9 +33,10 @@ class ResumedRequests:
             return False
         request.append_output_token_ids(tokens)
         request.num_preemptions = 1
-        # The front end has been told of its first prefill, by another engine.
-        request.prefill_stats = None
-        self._entering.add(request.request_id)
+        if not handed_over_tokens(request):
+            # The front end has been told of its first prefill, by another engine.
+            request.prefill_stats = None
+        self._entering[request.request_id] = request
         return True
 
     def promoted(self, request: Request, waited_for: RequestStatus) -> bool:
@@ -56,11 +58,15 @@ class ResumedRequests:
 
     def started(self, scheduled: SchedulerOutput) -> None:
         """The workers are told of those that this step starts."""
-        if self._entering:
-            self._entering.difference_update(new.req_id for new in scheduled.scheduled_new_reqs)
+        if not self._entering:
+            return
+        for new in scheduled.scheduled_new_reqs:
+            request = self._entering.pop(new.req_id, None)
+            if request is not None and request.prefill_stats is not None:
+                _tell_prefill(request, new.num_computed_tokens)
 
     def forget(self, request: Request) -> None:
-        self._entering.discard(request.request_id)
+        self._entering.pop(request.request_id, None)
 
     def _advance(self, request: Request) -> bool:
         """Advance the grammar over the tokens so far, but for those of reasoning."""
@@ -86,3 +92,17 @@ class ResumedRequests:
                 structured.reasoning_end_token_index = len(seen) - 1
                 return count
         return len(tokens)
+
+
+def _tell_prefill(request: Request, computed: int) -> None:
+    """Say what another engine has left to compute of the prompt that it has handed over.
+
+    vLLM says that of requests which have not been preempted. Those in the store and those in the
+    prefix cache are not told apart.
+    """
+    prompt = request.num_prompt_tokens
+    request.prefill_stats.set(
+        num_prompt_tokens=prompt,
+        num_local_cached_tokens=0,
+        num_external_cached_tokens=min(computed, prompt),
+    )
