@@ -181,14 +181,9 @@ class ModelLifecycle:
 
         Raises:
             NotFound: there is no such replica.
-            Conflict: its model keeps nothing in a KV store, or front ends are shared.
+            Conflict: its model keeps nothing in a KV store.
         """
         model = self._fleet.registry.replica(replica_id).model
-        if role is not Role.UNIFIED and self._config.server.shared_front_end:
-            raise Conflict(
-                "server.shared_front_end knows no roles yet: leave it out of the configuration to "
-                "have prefill and decode replicas"
-            )
         if role is not Role.UNIFIED and self._kv_transfer_config(model) is None:
             raise Conflict(
                 f"model {model.name!r} keeps nothing in a KV store, through which prefill replicas "

@@ -13,6 +13,7 @@ from loomserve.deployments.engine.engine_replica import EngineReplica
 from loomserve.deployments.engine.environment import VLLM_ENVIRONMENT
 from loomserve.deployments.engine.server import EngineServer
 from loomserve.deployments.serve_logging import QUIET
+from loomserve.platform.config import LOCAL_PROMPT_TOKENS
 from loomserve.platform.engine.options import of_engine
 from loomserve.platform.engine.precision import cpu_dtype
 from loomserve.platform.fleet.messages import (
@@ -42,7 +43,12 @@ def build_model_app(spec: EngineSpec, replicas: int) -> Any:
 def build_engine_app(spec: EngineSpec, replicas: int) -> Any:
     """The same with engines whose front ends are in the gateways."""
     engine_options = _engine_options(spec)
-    front_end = FrontEndSpec(path=spec.path, engine_options=engine_options)
+    roles = spec.model.roles
+    front_end = FrontEndSpec(
+        path=spec.path,
+        engine_options=engine_options,
+        local_prompt_tokens=roles.local_prompt_tokens if roles else LOCAL_PROMPT_TOKENS,
+    )
     deployment = serve.deployment(
         EngineReplica,
         **_serve_options(spec, replicas),

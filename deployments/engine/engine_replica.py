@@ -41,7 +41,7 @@ from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.run.folder import own_run
 from loomserve.platform.run.sockets import listen_locally
 from loomserve.platform.state import ReplicaLoad
-from loomserve.platform.state.roles import Role
+from loomserve.platform.state.roles import configured_role
 from loomserve.routers.snapshot import RoutingStats
 
 _START_TIMEOUT_S = 1800.0
@@ -73,6 +73,7 @@ class EngineReplica:
         self._draining = self._stopping = False
         self._stop_timeout_s = self._spec.drain_timeout_s
         self._claim = await claim_device(self._spec)
+        self._role = configured_role(self._spec.model, self._claim.device.name)
         self._engine = await self._started(engine_options)
         self._load = await self._engine.stats(_STATS_TIMEOUT_S)
         self._loans = LoanAgent(self._call_loans, self._spec, self._replica_id)
@@ -187,11 +188,12 @@ class EngineReplica:
             max_running=facts.max_running,
             kv_capacity_tokens=facts.blocks * facts.block_tokens,
             draining=self._draining or self._stopping,
-            role=Role.UNIFIED,
+            role=self._role,
         )
 
     def _apply(self, desired: DesiredState) -> None:
         self._draining = desired.draining
+        self._role = desired.role
         self._stop_timeout_s = desired.stop_timeout_s
         self._loans.apply(desired)
 

@@ -11,12 +11,14 @@ from loomserve.deployments.gateway.load_reports import Get, LoadReports
 from loomserve.deployments.gateway.replica_choice import ReplicaChoice
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.fleet.messages import ModelRoute
+from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.serving import ModelServing
 from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.http.missing_endpoints import MissingEndpoints
 from loomserve.platform.requests.engine_request import FORWARDED, engine_path
 from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.state.roles import Role
 from loomserve.routers.in_flight import InFlight
 
 _log = logging.getLogger("ray.serve")
@@ -58,6 +60,7 @@ class ModelFrontEnd:
         self._problem = ""
         self._route = route
         self._loads = LoadReports(get)
+        handoffs = Handoffs(self._role_of, self.spec.local_prompt_tokens)
         choice = ReplicaChoice(route.name, route.router, ledger, metrics, self._loads.last)
         self._serving = ModelServing(
             route.name,
@@ -66,6 +69,7 @@ class ModelFrontEnd:
             continuation,
             left=choice.left,
             bounds=bounds,
+            handoffs=handoffs,
         )
         self._app: MissingEndpoints | None = None
         self._draining: dict[str, asyncio.Task[int]] = {}
@@ -106,6 +110,11 @@ class ModelFrontEnd:
             task.cancel()
         self._loads.close()
         await self._serving.close()
+
+    def _role_of(self, replica_id: str) -> Role:
+        """As it last said; a change is known within a second."""
+        stats = self._loads.last.get(replica_id)
+        return Role.UNIFIED if stats is None else stats.role
 
     async def _start(self) -> None:
         while True:

@@ -86,9 +86,10 @@ class ReplicaChoice:
             ticket = booking.enter_context(self._ticket(routing, request))
             decision = self._chooser.decide(self._loads, ticket)
             if decision is None:
-                self._note_wait(ticket, context)
+                if not routing.prompt_only:
+                    self._note_wait(ticket, context)
                 return None
-            if request is not None and not routing.attempt:
+            if request is not None and _is_first(routing):
                 refuse_if_late(request, ticket, self._metrics)
             if context is not None:
                 context.goes_on()
@@ -114,7 +115,7 @@ class ReplicaChoice:
             sequences=routing.sequences,
             exclude=frozenset(self._loads) - routing.candidates,
             # What it has been pinned for is gone with the first replica.
-            pinned_to=request.pinned_to if request is not None and not routing.attempt else None,
+            pinned_to=request.pinned_to if request is not None and _is_first(routing) else None,
         )
 
     def _note_wait(self, ticket: RoutingTicket, context: AnswerContext | None) -> None:
@@ -127,3 +128,8 @@ class ReplicaChoice:
             )
         if context is not None:
             context.waits(self._metrics.queued(self._model))
+
+
+def _is_first(routing: RoutingRequest) -> bool:
+    """Whether it is the first choice of the replica that answers a request."""
+    return not (routing.attempt or routing.prompt_only)

@@ -73,17 +73,6 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
-    def _shared_front_end_can_serve(self) -> Config:
-        for index, model in enumerate(self.models if self.server.shared_front_end else ()):
-            if model.roles is not None:
-                raise FieldError(
-                    f"model {model.name!r} has roles, which server.shared_front_end does not know "
-                    "yet: set no roles, or leave server.shared_front_end out",
-                    *("models", index, "roles"),
-                )
-        return self
-
-    @model_validator(mode="after")
     def _borrowers_have_lenders(self) -> Config:
         lend = {model.name: _lends(model) for model in self.models}
         for index, model in enumerate(self.models):

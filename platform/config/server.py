@@ -110,7 +110,7 @@ class Server(Section):
         False,
         description="Experimental: the gateway's own process has vLLM's front ends, which all "
         "replicas of a model share, so that requests go on when one of its engines ends or is "
-        "drained. No model may have roles.",
+        "drained.",
     )
     front_ends: int = Field(
         1,

@@ -339,6 +339,13 @@ TABLE: tuple[Hook, ...] = (
         "platform/engine/resumption/scheduling.py",
     ),
     Hook(
+        "vllm.v1.metrics.stats:PrefillStats",
+        ("set(num_prompt_tokens, num_local_cached_tokens, num_external_cached_tokens)",),
+        HookKind.WRITE,
+        "Says what was left to compute of a prompt that another engine has handed over.",
+        "platform/engine/resumption/scheduling.py",
+    ),
+    Hook(
         "vllm.v1.structured_output:StructuredOutputManager",
         ("should_fill_bitmask(request)", "_get_reasoner(request)"),
         HookKind.READ,
@@ -686,10 +693,24 @@ TABLE: tuple[Hook, ...] = (
     ),
     Hook(
         "vllm.v1.engine:EngineCoreOutput",
-        ("request_id", "new_token_ids", "finish_reason", "stop_reason", "events"),
+        (
+            "request_id",
+            "new_token_ids",
+            "finish_reason",
+            "stop_reason",
+            "events",
+            "prefill_stats",
+        ),
         HookKind.WRITE,
         "Outputs of a request that was sent again are outputs of the one that the client sent.",
         "platform/front_end/engine/open_requests.py",
+    ),
+    Hook(
+        "vllm.v1.metrics.stats:PrefillStats",
+        ("num_cached_tokens", "num_computed_tokens"),
+        HookKind.READ,
+        "How much of a prompt that was handed over came from the KV store.",
+        "platform/front_end/engine/handoffs.py",
     ),
     Hook(
         "vllm.sampling_params:SamplingParams",

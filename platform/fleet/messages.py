@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from loomserve.platform.config import Device, Model, OfflineModel, Router
+from loomserve.platform.config import LOCAL_PROMPT_TOKENS, Device, Model, OfflineModel, Router
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.scheduling.options import SchedulerOptions
 from loomserve.platform.state import (
@@ -81,6 +81,10 @@ class FrontEndSpec(_Message):
 
     path: str = Field(description="Local folder or hub id of the weights.")
     engine_options: dict[str, Any] = Field(description="vLLM's, all that were set.")
+    local_prompt_tokens: int = Field(
+        LOCAL_PROMPT_TOKENS,
+        description="A prompt of at most this length is computed where it is answered.",
+    )
 
 
 class Heartbeat(_Message):

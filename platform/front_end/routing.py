@@ -44,6 +44,8 @@ class RoutingRequest:
     sequences: int = 1
     attempt: int = 0
     """How often it has left a replica."""
+    prompt_only: bool = False
+    """It is computed up to its first token, for a replica that has been chosen for its answer."""
     context: RoutingContext | None = None
     """Of :data:`routing_context`, as it was when the request came."""
 
@@ -56,3 +58,19 @@ It may raise a :class:`~loomserve.platform.base.errors.RequestError`, with which
 
 Left = Callable[[RoutingRequest, str], None]
 """Called once for each chosen replica, with its id, when the request ends there or leaves it."""
+
+
+class InvalidChoiceError(Exception):
+    """A router chose a replica that is none of the candidates."""
+
+
+def checked(choose: Choose) -> Choose:
+    """The same, but that it raises an :class:`InvalidChoiceError` for any other replica."""
+
+    def chosen(routing: RoutingRequest) -> str | None:
+        replica_id = choose(routing)
+        if replica_id is not None and replica_id not in routing.candidates:
+            raise InvalidChoiceError(f"{replica_id!r} is none of {sorted(routing.candidates)}")
+        return replica_id
+
+    return chosen

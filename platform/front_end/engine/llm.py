@@ -11,6 +11,7 @@ from vllm.transformers_utils.config import maybe_register_config_serialize_by_va
 from vllm.v1.engine.input_processor import InputProcessor
 from vllm.v1.engine.output_processor import OutputProcessor
 
+from loomserve.platform.disaggregation.metrics import HandoffMetrics
 from loomserve.platform.front_end.engine.replica import ConnectedReplica
 from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
 from loomserve.platform.front_end.engine.statistics import ReplicaStatistics
@@ -61,6 +62,7 @@ class FrontEndLLM(GrammarCheckingLLM):
         client.on_ready = self._replica_ready
         client.on_removed = lambda replica: self.statistics.remove(replica.index)
         client.requests.on_failed = self._request_failed
+        client.handoffs.metrics_of = self._handoff_metrics
 
     @property
     def errored(self) -> bool:
@@ -71,6 +73,10 @@ class FrontEndLLM(GrammarCheckingLLM):
         """A replica's metrics as text; None: it is not connected."""
         replica = self.engine_core.replicas.get(replica_id)
         return None if replica is None else self.statistics.page(replica.index)
+
+    def _handoff_metrics(self, replica_id: str) -> HandoffMetrics | None:
+        replica = self.engine_core.replicas.get(replica_id)
+        return None if replica is None else self.statistics.handoffs(replica.index)
 
     def _replica_ready(self, replica: ConnectedReplica) -> None:
         """Take over what an engine knows only once it has its memory."""

@@ -24,10 +24,6 @@ class LostRequestError(GracefulHTTPError):  # type: ignore[misc]
         self.error = error
 
 
-class InvalidChoiceError(Exception):
-    """A router chose a replica that is none of the candidates."""
-
-
 def lost_request(fate: Fate, model: str, request_id: str) -> LostRequestError:
     """The error of a request that ends so."""
     if fate is Fate.END_SUSPECT:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import msgspec
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 
+from loomserve.platform.disaggregation.engine.handoff import first_token_only, with_kv_from_store
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.front_end.policy.continuation import (
     DEATHS,
@@ -26,6 +27,13 @@ _DIGEST_BYTES = 16
 _FIRST_TOLD = (EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED)
 
 
+class ChosenReplica(NamedTuple):
+    """A replica that has been chosen for a request, and what it was chosen by."""
+
+    replica_id: str
+    routing: RoutingRequest
+
+
 @dataclass(eq=False)
 class OpenRequest:
     """A request that has not ended; times are monotonic seconds."""
@@ -37,6 +45,12 @@ class OpenRequest:
     replica_id: str | None = None
     routing: RoutingRequest | None = None
     """With which its replica was chosen."""
+    answers: ChosenReplica | None = None
+    """The replica that answers it, while another one computes its prompt."""
+    handed_over: int = 0
+    """Tokens that it had when the replica that computed its prompt handed it over; else 0."""
+    handed_over_at: float | None = None
+    """When that was, until the next token."""
     attempt: int = 0
     lost: Loss | None = None
     """Why it left its last replica, or has to leave the one it is with."""
@@ -85,10 +99,19 @@ class OpenRequest:
         """It is with no replica, and what the last one still sends is not for it."""
         if self.lost not in DEATHS and self.lost is not Loss.DRAINED:
             self.moves += 1
-        self.replica_id = self.routing = None
-        self.attempt += 1
+        self._part()
+        self.handed_over_at = None
         if self.tokens and self.paused_since is None:
             self.paused_since = self.last_token_at
+
+    def hand_over(self, now: float) -> None:
+        """Its prompt is computed; it is with no replica until the one that answers it has it."""
+        self._part()
+        self.handed_over, self.handed_over_at = len(self.tokens), now
+
+    def _part(self) -> None:
+        self.replica_id = self.routing = None
+        self.attempt += 1
 
     def route(self, candidates: frozenset[str]) -> RoutingRequest:
         """What its next replica is chosen by."""
@@ -106,8 +129,14 @@ class OpenRequest:
             context=self.context,
         )
 
+    def route_prompt(self, candidates: frozenset[str]) -> RoutingRequest:
+        """What the replica that computes its prompt is chosen by."""
+        return replace(self.route(candidates), max_tokens=1, prompt_only=True)
+
     def to_send(self) -> EngineCoreRequest:
         """The request as its next engine gets it."""
+        if self.answers is not None:
+            return first_token_only(self.request)
         if not self.attempt:
             return self.request
         request = copy(self.request)
@@ -117,7 +146,16 @@ class OpenRequest:
             params.extra_args = {**(params.extra_args or {}), RESUMED: self.tokens}
             # They came with the first token.
             params.prompt_logprobs = None
+        if self.handed_over and self.handed_over == len(self.tokens):
+            return with_kv_from_store(request)
         return request
+
+    def is_given_up(self, output: EngineCoreOutput) -> bool:
+        """Whether its engine has ended it, which nobody here asked for."""
+        if output.finish_reason is FinishReason.ERROR:
+            # Whoever is to answer it computes its prompt, too, and says whether that fails.
+            return self.answers is not None
+        return output.finish_reason is FinishReason.ABORT
 
     def take(self, output: EngineCoreOutput, now: float) -> float | None:
         """Note an engine's output, and make it one of the whole request.
@@ -127,9 +165,11 @@ class OpenRequest:
         """
         if self.attempt:
             output.request_id = self.id
-            if self.tokens and output.events:
-                # vLLM's statistics know when it was first queued and scheduled.
-                output.events = [each for each in output.events if each.type not in _FIRST_TOLD]
+            if self.tokens:
+                # vLLM's statistics know of its prompt, and when it was queued and scheduled.
+                output.prefill_stats = None
+                if output.events:
+                    output.events = [each for each in output.events if each.type not in _FIRST_TOLD]
         if not output.new_token_ids:
             return None
         self.tokens += output.new_token_ids

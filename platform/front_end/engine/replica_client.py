@@ -25,6 +25,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.engine.core.addresses import EngineAddress
 from loomserve.platform.front_end.engine.attentive_clock import AttentiveClock
+from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.replica import ConnectedReplica
 from loomserve.platform.front_end.engine.request_book import RequestBook
 from loomserve.platform.front_end.engine.utilities import UtilityCalls, UtilityClient
@@ -53,6 +54,7 @@ class ReplicaSetClient(UtilityClient):
         *,
         left: Left = _nothing,
         bounds: ContinuationBounds | None = None,
+        handoffs: Handoffs | None = None,
     ) -> None:
         self.on_ready: Callable[[ConnectedReplica], None] = _nothing
         """A replica takes requests from here on; its ``facts`` say what it is."""
@@ -66,6 +68,7 @@ class ReplicaSetClient(UtilityClient):
         self._decoder = MsgpackDecoder(EngineCoreOutputs)
         self._replicas: dict[str, ConnectedReplica] = {}
         self._indexes = 0
+        self.handoffs = handoffs or Handoffs()
         self.requests = RequestBook(
             model,
             self._replicas,
@@ -75,6 +78,7 @@ class ReplicaSetClient(UtilityClient):
             bounds or ContinuationBounds(),
             self._clock,
             encoder,
+            self.handoffs,
         )
         self.requests.on_ended = self._put
         self._calls = UtilityCalls(encoder)

@@ -9,16 +9,17 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from loomserve.platform.base.errors import RequestError
+from loomserve.platform.disaggregation.policy.prompts import PromptPlace
+from loomserve.platform.front_end.engine.handoffs import Handoffs, only_first
 from loomserve.platform.front_end.engine.lost_requests import (
-    InvalidChoiceError,
     LostRequestError,
     lost_request,
 )
-from loomserve.platform.front_end.engine.open_requests import OpenRequest
+from loomserve.platform.front_end.engine.open_requests import ChosenReplica, OpenRequest
 from loomserve.platform.front_end.engine.replica import Clock, ConnectedReplica
 from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import (
@@ -28,7 +29,7 @@ from loomserve.platform.front_end.policy.continuation import (
     fate,
     suspicions,
 )
-from loomserve.platform.front_end.routing import Choose, Left, RoutingContext, RoutingRequest
+from loomserve.platform.front_end.routing import Choose, Left, RoutingContext, checked
 from loomserve.platform.requests.query_of_death import QueriesOfDeath
 
 _log = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class RequestBook:
         bounds: ContinuationBounds,
         clock: Clock,
         encoder: MsgpackEncoder,
+        handoffs: Handoffs,
     ) -> None:
         """``replicas`` are those that there are, whatever their state."""
         self.open: dict[str, OpenRequest] = {}
@@ -61,12 +63,13 @@ class RequestBook:
         """A request, by its id, ends with an error."""
         self._model = model
         self._replicas = replicas
-        self._choose = choose
+        self._choose = checked(choose)
         self._left = left
         self._metrics = metrics
         self._bounds = bounds
         self._clock = clock
         self._encoder = encoder
+        self._handoffs = handoffs
         self._unplaced: dict[str, OpenRequest] = {}
         self._deadly = QueriesOfDeath(clock)
 
@@ -101,14 +104,20 @@ class RequestBook:
         one = replica.open.get(output.request_id)
         if one is None:
             return False
-        if output.finish_reason == FinishReason.ABORT:
-            # Nobody here asked for that.
+        if one.is_given_up(output):
             self._leave(one, Loss.FORGOTTEN, abort=False)
             self._decide(one, Loss.FORGOTTEN)
             return False
+        if one.handed_over_at is not None and output.new_token_ids:
+            self._handoffs.observe(replica.id, one, output, now)
         paused_s = one.take(output, now)
         if paused_s is not None:
             self._metrics.paused(paused_s)
+        if one.answers is not None and output.finish_reason is not None:
+            self._handoffs.placed(one.answers.replica_id, PromptPlace.PREFILL)
+            if only_first(one, output, self.max_model_len):
+                output.finish_reason = None
+                self._hand_over(one, one.answers, now)
         if output.finish_reason is not None and not one.request.resumable:
             if one.deaths:
                 self._deadly.answered(one.digest())
@@ -187,8 +196,6 @@ class RequestBook:
             chosen = self._choose(routing)
             if chosen is None:
                 return False
-            if chosen not in others:
-                raise InvalidChoiceError(f"{chosen!r} is none of {sorted(others)}")
         except Exception as error:  # it is the router's, and one request's
             if isinstance(error, RequestError):
                 error = LostRequestError(error)
@@ -198,13 +205,39 @@ class RequestBook:
             return True
         if lost is not None and one.replica_id is not None:
             self._leave(one, lost, abort=True)
-        return self._send(one, self._replicas[chosen], routing)
+        return self._start(one, ChosenReplica(chosen, routing), others)
 
-    def _send(self, one: OpenRequest, replica: ConnectedReplica, routing: RoutingRequest) -> bool:
+    def _start(self, one: OpenRequest, answers: ChosenReplica, usable: frozenset[str]) -> bool:
+        """Send a request to the replica that answers it, or first to one for its prompt."""
+        place, prefill = self._handoffs.place(one, answers.replica_id, usable, self._choose)
+        if prefill is not None:
+            one.answers = answers
+            if self._send(one, prefill):
+                return True
+            one.answers, place = None, PromptPlace.PREFILL_AWAY
+        sent = self._send(one, answers)
+        if sent and place is not None:
+            self._handoffs.placed(answers.replica_id, place)
+        return sent
+
+    def _hand_over(self, one: OpenRequest, answers: ChosenReplica, now: float) -> None:
+        """The prompt is computed, and the request goes to the replica that answers it."""
+        one.answers = None
+        self._part(one, abort=False)
+        one.hand_over(now)
+        self._unplaced[one.id] = one
+        if not self._handoffs.takes_over(answers.replica_id, self._usable(self._clock())):
+            self._left(answers.routing, answers.replica_id)
+        elif self._send(one, answers):
+            return
+        self._decide(one, None)
+
+    def _send(self, one: OpenRequest, chosen: ChosenReplica) -> bool:
+        replica = self._replicas[chosen.replica_id]
         if not replica.add(one, self._encoder.encode(one.to_send())):
-            self._left(routing, replica.id)
+            self._left(chosen.routing, replica.id)
             return False
-        one.replica_id, one.routing, one.waiting_since = replica.id, routing, None
+        one.replica_id, one.routing, one.waiting_since = replica.id, chosen.routing, None
         self._unplaced.pop(one.id, None)
         if one.attempt and one.lost is not None:
             self._metrics.continued(one.lost)
@@ -212,6 +245,8 @@ class RequestBook:
 
     def _leave(self, one: OpenRequest, lost: Loss, *, abort: bool) -> None:
         self._note(one, lost)
+        if one.answers is not None:
+            self._handoffs.placed(one.answers.replica_id, PromptPlace.PREFILL_AWAY)
         self._part(one, abort=abort)
         one.leave()
         self._unplaced[one.id] = one
@@ -222,6 +257,9 @@ class RequestBook:
 
     def _part(self, one: OpenRequest, *, abort: bool) -> None:
         """Take a request from its replica, if it has one."""
+        if one.answers is not None:
+            self._left(one.answers.routing, one.answers.replica_id)
+            one.answers = None
         if one.replica_id is None:
             return
         replica = self._replicas.get(one.replica_id)

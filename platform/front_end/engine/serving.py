@@ -25,6 +25,7 @@ from vllm.v1.engine import EngineCoreReadyResponse
 
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.engine.core.addresses import EngineAddress
+from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.llm import FrontEndLLM
 from loomserve.platform.front_end.engine.options import server_options
 from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
@@ -58,6 +59,7 @@ class ModelServing:
         *,
         left: Left = _nobody,
         bounds: ContinuationBounds | None = None,
+        handoffs: Handoffs | None = None,
     ) -> None:
         """
         Args:
@@ -66,11 +68,15 @@ class ModelServing:
                 replicas' engines have been started with.
             choose: Chooses a replica for each request.
             left: Is told when a request leaves the replica that was chosen.
+            bounds: Of continuation.
+            handoffs: Of prompts to replicas that answer them; None: all are unified.
         """
         self._name = name
         self._options = options
         self._bounds = bounds or ContinuationBounds()
-        self._client = ReplicaSetClient(name, choose, metrics, left=left, bounds=self._bounds)
+        self._client = ReplicaSetClient(
+            name, choose, metrics, left=left, bounds=self._bounds, handoffs=handoffs
+        )
         self._llm: FrontEndLLM | None = None
         self._args: Any = None
         self._app: asyncio.Task[Any] | None = None

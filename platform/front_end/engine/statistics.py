@@ -7,11 +7,19 @@ one process has several models, and each of them several replicas.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from vllm.config import VllmConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
+
+from loomserve.platform.disaggregation.metrics import HandoffMetrics
+
+
+class _OfReplica(NamedTuple):
+    registry: CollectorRegistry
+    logger: Any
+    handoffs: HandoffMetrics
 
 
 class ReplicaStatistics:
@@ -22,7 +30,7 @@ class ReplicaStatistics:
 
     def __init__(self, config: VllmConfig) -> None:
         self._config = config
-        self._loggers: dict[int, tuple[CollectorRegistry, Any]] = {}
+        self._loggers: dict[int, _OfReplica] = {}
 
     def add(self, index: int) -> None:
         """A replica has come, or come back."""
@@ -31,7 +39,7 @@ class ReplicaStatistics:
         registry = CollectorRegistry()
         logger = _logger_class(registry)(self._config, [0])
         logger.log_engine_initialized()
-        self._loggers[index] = registry, logger
+        self._loggers[index] = _OfReplica(registry, logger, HandoffMetrics(registry))
 
     def remove(self, index: int) -> None:
         self._loggers.pop(index, None)
@@ -39,7 +47,12 @@ class ReplicaStatistics:
     def page(self, index: int) -> str | None:
         """A replica's metrics as text; None: it is not known."""
         known = self._loggers.get(index)
-        return None if known is None else generate_latest(known[0]).decode()
+        return None if known is None else generate_latest(known.registry).decode()
+
+    def handoffs(self, index: int) -> HandoffMetrics | None:
+        """A replica's metrics of prompts; None: it is not known."""
+        known = self._loggers.get(index)
+        return None if known is None else known.handoffs
 
     # What vLLM calls
 
@@ -52,11 +65,11 @@ class ReplicaStatistics:
     ) -> None:
         known = self._loggers.get(engine_idx or 0)
         if known is not None:  # else the last outputs of a replica that has been removed
-            known[1].record(scheduler_stats, iteration_stats, mm_cache_stats, 0)
+            known.logger.record(scheduler_stats, iteration_stats, mm_cache_stats, 0)
 
     def record_sleep_state(self, sleep: int = 0, level: int = 0) -> None:
-        for _, logger in self._loggers.values():
-            logger.record_sleep_state(sleep, level)
+        for known in self._loggers.values():
+            known.logger.record_sleep_state(sleep, level)
 
     def log(self) -> None:
         """Nothing: the platform shows metrics, and writes no statistics into its log."""

@@ -20,6 +20,7 @@ from vllm.v1.engine import (
     FinishReason,
     UtilityOutput,
 )
+from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, READY, EngineAddress
@@ -52,6 +53,8 @@ class PeerEngine:
     aborted: list[str] = field(default_factory=list)
     work: dict[str, Work] = field(default_factory=dict)
     steps: int = 0
+    prefill_stats: PrefillStats | None = None
+    """Of the next output."""
 
     def __post_init__(self) -> None:
         self.address = EngineAddress.in_folder(self.folder)
@@ -123,24 +126,28 @@ class PeerEngine:
                 await self._send(EngineCoreOutputs(utility_output=result), identity.bytes)
             self.arrived.set()
 
-    async def step(self, count: int = 1, *, finish: FinishReason | None = None) -> None:
+    async def step(
+        self, count: int = 1, *, finish: FinishReason | None = None, tokens: int = 1
+    ) -> None:
         """So many steps: each gives each request a token, and ends those long enough."""
         for _ in range(count):
             self.steps += 1
-            outputs = [self._next(wire_id, finish) for wire_id in list(self.work)]
+            outputs = [self._next(wire_id, finish, tokens) for wire_id in list(self.work)]
             await self._send(EngineCoreOutputs(outputs=outputs))
 
-    def _next(self, wire_id: str, finish: FinishReason | None) -> EngineCoreOutput:
+    def _next(self, wire_id: str, finish: FinishReason | None, most: int) -> EngineCoreOutput:
         work = self.work[wire_id]
         params = work.request.sampling_params
         token = len(work.tokens)
         work.tokens.append(token)
-        if params is not None and len(work.tokens) >= params.max_tokens:
+        full = params is not None and len(work.tokens) >= params.max_tokens
+        if finish is None and full:
             finish = FinishReason.LENGTH
         if finish is not None:
             del self.work[wire_id]
-        tokens = [] if finish is FinishReason.ABORT else [token]
-        return EngineCoreOutput(wire_id, tokens, finish_reason=finish)
+        tokens = [] if finish is FinishReason.ABORT else [token][:most]
+        told, self.prefill_stats = self.prefill_stats, None
+        return EngineCoreOutput(wire_id, tokens, finish_reason=finish, prefill_stats=told)
 
     async def _send(self, outputs: EngineCoreOutputs, to: bytes | None = None) -> None:
         frames: Sequence[Any] = self._encoder.encode(outputs)

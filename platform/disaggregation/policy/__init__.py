@@ -1,0 +1,1 @@
+"""Which replica computes a prompt, and which one answers it. Pure."""
