@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from loomserve.kvstore.metrics import KvStoreMetrics
 from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.batch.metrics import BatchMetrics
-from loomserve.platform.disaggregation import metrics as handoff
+from loomserve.platform.disaggregation.metrics import HandoffMetrics
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.http.exposition import merge, split_gauges
 from loomserve.platform.lending import metrics as lending
@@ -362,12 +362,13 @@ def test_the_catalog_lists_every_metric_with_its_labels(
     continuation.paused(0.1)
     continuation.ended("no_replica")
     engine = {"model": "chat", "replica": "r1", "device": "core0"}
-    handoff.HANDOFFS.labels(outcome="local").inc()
-    handoff.HANDOFF_TOKENS.labels(source="store").inc()
     LendingMetrics().borrowed([("cold", borrowed(shard=shard("away", 1)))], {"DIED": 1}, 0)
     LendingMetrics().lent([("hot", lent())])
     of_engine = CollectorRegistry()
-    for module in (handoff, lending, scheduling):
+    handoff = HandoffMetrics(of_engine)
+    handoff.prompt("local")
+    handoff.prompt_tokens(stored=1, recomputed=0)
+    for module in (lending, scheduling):
         for metric in vars(module).values():
             if isinstance(metric, MetricWrapperBase):
                 of_engine.register(metric)

@@ -41,8 +41,15 @@ def usable(request: EngineCoreRequest) -> Handoff:
     prompt's last. Sampling that looks back at what was generated (penalties, seeds, grammars, ...)
     would see one token too few, so such a request shares its KV only.
     """
+    if not shareable(request):
+        return Handoff.LOCAL
+    return Handoff.CONTINUED if _without_memory(request.sampling_params) else Handoff.KV
+
+
+def shareable(request: EngineCoreRequest) -> bool:
+    """Whether another engine's KV of the request's prompt is as good as the engine's own."""
     params = request.sampling_params
-    if (
+    return not (
         params is None
         or request.resumable
         or request.mm_features
@@ -52,9 +59,7 @@ def usable(request: EngineCoreRequest) -> Handoff:
         # It wants the logits of its prompt, or speaks to this engine's own connector.
         or params.skip_reading_prefix_cache
         or _KV_TRANSFER in (params.extra_args or {})
-    ):
-        return Handoff.LOCAL
-    return Handoff.CONTINUED if _without_memory(params) else Handoff.KV
+    )
 
 
 def _without_memory(params: SamplingParams) -> bool:

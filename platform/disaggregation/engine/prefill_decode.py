@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any, NamedTuple
 
+from prometheus_client import REGISTRY
 from vllm.v1.engine import (
     EngineCoreEventType,
     EngineCoreOutput,
@@ -28,7 +29,6 @@ from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import IterationStats, PrefillStats, SchedulerStats
 
 from loomserve.platform.config import LOCAL_PROMPT_TOKENS
-from loomserve.platform.disaggregation import metrics
 from loomserve.platform.disaggregation.engine.handoff import (
     Handoff,
     after_first_token,
@@ -39,10 +39,14 @@ from loomserve.platform.disaggregation.engine.handoff import (
     usable,
     with_kv_from_store,
 )
+from loomserve.platform.disaggregation.metrics import HandoffMetrics
 from loomserve.platform.engine.turnaround import Turnaround
 from loomserve.platform.requests.engine.grammar_checks import GrammarCheckingLLM
 from loomserve.platform.scheduling import metrics as scheduling
 from loomserve.platform.state.roles import PrefillAwayError
+
+# Like vLLM's own, they are in the default registry of the engine's process.
+_METRICS = HandoffMetrics(REGISTRY)
 
 RemotePrefill = Callable[[bytes, int], Awaitable[bytes]]
 """Sends an encoded request and its number of prompt tokens to another engine's ``prefill``.
@@ -124,7 +128,7 @@ class PrefillDecodeLLM(GrammarCheckingLLM):
         if len(request.prompt_token_ids or ()) > self.local_prompt_tokens:
             handoff = usable(request)
         if handoff is Handoff.LOCAL:
-            metrics.HANDOFFS.labels(outcome=Handoff.LOCAL).inc()
+            _METRICS.prompt(Handoff.LOCAL)
         return handoff
 
     async def _hand_over(
@@ -136,7 +140,7 @@ class PrefillDecodeLLM(GrammarCheckingLLM):
     ) -> None:
         try:
             first = await self._prefill_elsewhere(remote, request)
-            metrics.HANDOFFS.labels(outcome=handoff if first else "prefill_away").inc()
+            _METRICS.prompt(handoff if first else "prefill_away")
             rest = self._take_over(request, handoff, first) if first else request
             if rest is not None:
                 await self._decode_here(rest)
@@ -246,11 +250,10 @@ class FirstOutputs(OutputProcessor):  # type: ignore[misc]
         if output is handed.first:
             return
         del self._handed_over[output.request_id]
-        metrics.HANDOFF_SECONDS.observe(time.monotonic() - handed.at)
+        _METRICS.went_on(time.monotonic() - handed.at)
         stats: PrefillStats | None = output.prefill_stats
         if stats is not None:
-            metrics.HANDOFF_TOKENS.labels(source="store").inc(stats.num_cached_tokens)
-            metrics.HANDOFF_TOKENS.labels(source="recomputed").inc(stats.num_computed_tokens)
+            _METRICS.prompt_tokens(stats.num_cached_tokens, stats.num_computed_tokens)
         if output.events:
             # It waits and starts for the first time at the prefill engine, and that counts.
             before = [] if handed.seen else handed.first.events or []
