@@ -125,7 +125,8 @@ class OpenRequest:
             candidates=candidates - self.ended_with or candidates,
             exclude=frozenset(self.ended_with),
             cache_salt=request.cache_salt,
-            attempt=self.attempt,
+            # That it leaves where it is comes after the choice.
+            attempt=self.attempt + (self.replica_id is not None),
             context=self.context,
         )
 

@@ -67,6 +67,13 @@ def test_a_router_sees_what_is_left() -> None:
     assert one.route(frozenset({"a"})).candidates == {"a"}, "better than none"
 
 
+def test_a_request_that_has_a_replica_looks_for_its_next() -> None:
+    one = opened()
+    assert one.route(frozenset({"a"})).attempt == 0
+    one.replica_id = "a"
+    assert one.route(frozenset({"b"})).attempt == 1
+
+
 def test_events_of_a_first_start_are_told_once_and_pauses_are_measured() -> None:
     one = moved(opened(), [7])
     events = [EngineCoreEvent.new_event(each) for each in EngineCoreEventType]
