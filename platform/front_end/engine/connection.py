@@ -25,6 +25,7 @@ from loomserve.platform.engine.core.addresses import (
     READY,
     EngineAddress,
 )
+from loomserve.platform.front_end.engine.peer_process import until_peer_ends
 
 _log = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class EngineConnection:
         self._listener = listener
         self._input: zmq.asyncio.Socket | None = None
         self._broken = asyncio.Event()
+        self._answered = asyncio.Event()
         self._ready = False
         self._task: asyncio.Task[None] | None = None
 
@@ -108,6 +110,7 @@ class EngineConnection:
         inputs, outputs = context.socket(zmq.DEALER), context.socket(zmq.DEALER)
         monitor = outputs.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
         self._broken.clear()
+        self._answered.clear()
         tasks: list[asyncio.Task[Any]] = []
         try:
             for socket, address in ((inputs, self.address.input), (outputs, self.address.output)):
@@ -123,6 +126,7 @@ class EngineConnection:
                 self._say_hello(outputs),
                 monitor.recv_multipart(),
                 self._broken.wait(),
+                self._until_engine_ends(),
             )
             tasks = [asyncio.ensure_future(each) for each in waits]
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -139,6 +143,11 @@ class EngineConnection:
             monitor.close(linger=0)
             inputs.close(linger=_LINGER_MS)
             outputs.close(linger=0)
+
+    async def _until_engine_ends(self) -> None:
+        """Returns when the engine's process begins to end, where that can be seen."""
+        await self._answered.wait()
+        await until_peer_ends(self.address.output)
 
     async def _say_hello(self, outputs: zmq.asyncio.Socket) -> None:
         connection = uuid.uuid4().bytes
@@ -158,6 +167,7 @@ class EngineConnection:
                 self._listener.beat(*msgspec.msgpack.decode(frames[1].buffer))
             elif len(frames) == 2 and first == READY:
                 self._ready = True
+                self._answered.set()
                 self._listener.ready(
                     msgspec.msgpack.decode(frames[1].buffer, type=EngineCoreReadyResponse)
                 )
