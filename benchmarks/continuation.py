@@ -343,12 +343,22 @@ def figures(scenario: Scenario, base: Undisturbed, runs: Sequence[Disturbed]) ->
             ],
             "undisturbed_gap_ms",
         ),
+        "undisturbed_longest_gap_ms_by_kind": longest_gaps(base.answers),
         "drain_s": drains,
         "runs": len(runs),
         "lost": lost,
         "wrong": [text for run in wrong for text in run.values()],
         "undisturbed": list(base.differences.values()),
     }
+
+
+def longest_gaps(answers: Sequence[Answer]) -> dict[str, float]:
+    """By kind of request: parsers hold some back."""
+    found: dict[str, float] = {}
+    for one in answers:
+        gaps = [1000 * (b - a) for choice in one.choices.values() for a, b in choice.gaps]
+        found[one.asked.kind] = max([*gaps, found.get(one.asked.kind, 0.0)])
+    return found
 
 
 def overall(scenarios: Sequence[dict[str, Any]], pauses: dict[int, list[float]]) -> dict[str, Any]:
@@ -386,6 +396,14 @@ def scenarios_of(args: argparse.Namespace) -> list[Scenario]:
     if "both" in args.scenarios:
         found.append(Scenario("both", Streams(few, 0, args.both_tokens), BOTH_AT))
     return found
+
+
+def tokens_at_once(args: argparse.Namespace) -> int:
+    """The most that any scenario's streams have, with what prompts and second answers add."""
+    return max(
+        (one.streams.count + 4) * (one.streams.context + one.streams.tokens + 100)
+        for one in scenarios_of(args)
+    )
 
 
 def measure(args: argparse.Namespace, platform: DisturbedPlatform) -> dict[str, Any]:
@@ -429,7 +447,7 @@ def main() -> None:
         "--folder", type=Path, help="where configuration and log of the platform stay"
     )
     args = parser.parse_args()
-    config = configuration(args.port, MAX_MODEL_LEN, args.batched_tokens)
+    config = configuration(args.port, MAX_MODEL_LEN, tokens_at_once(args), args.batched_tokens)
     with tempfile.TemporaryDirectory() as passing:
         platform = DisturbedPlatform(config, args.folder or Path(passing))
         with platform.running(args.start_timeout):

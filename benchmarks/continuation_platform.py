@@ -21,13 +21,25 @@ from loomserve.platform.cli.admin_token import token_for
 
 MODEL = "demo"
 CORES = (0, 1)
+# Of the demo model's KV in float32.
+_BYTES_A_TOKEN = 46_080
 _READY_S = 600.0
 _CONNECTED_S = 2.0
 _LOOK_S = 0.05
 
 
-def configuration(port: int, max_model_len: int, batched_tokens: int | None) -> dict[str, Any]:
-    """Two replicas, each on its core, with the KV store between them."""
+def configuration(
+    port: int, max_model_len: int, tokens_at_once: int, batched_tokens: int | None
+) -> dict[str, Any]:
+    """Two replicas, each on its core, with the KV store between them.
+
+    Args:
+        port: that it listens on.
+        max_model_len: of a request.
+        tokens_at_once: of all requests that run; each replica, and the store, can hold them alone.
+        batched_tokens: of a step; None: vLLM's default.
+    """
+    kv_bytes = max(tokens_at_once * _BYTES_A_TOKEN, 256 * 2**20)
     engine: dict[str, Any] = {
         "max_model_len": max_model_len,
         "max_num_seqs": 64,
@@ -48,12 +60,11 @@ def configuration(port: int, max_model_len: int, batched_tokens: int | None) -> 
                 "source": "demo",
                 "devices": [f"core{core}" for core in CORES],
                 "replicas": len(CORES),
-                # 46 KB a token: 32 streams of 1,200 tokens, which one replica must hold alone.
-                "kv_cache_memory": "2GiB",
+                "kv_cache_memory": kv_bytes,
                 "engine": engine,
             }
         ],
-        "kvstore": {"memory": "2GiB"},
+        "kvstore": {"memory": kv_bytes},
         "server": {"host": "127.0.0.1", "port": port, "shared_front_end": True},
     }
 
