@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all lint typecheck format bench-overhead bench-store bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-continue check-batch check-day hashes sbom clean
+.PHONY: help install serve test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-continue check-batch check-day hashes sbom clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ format: install ## format the code and sort its imports
 
 bench-overhead: install ## measure what the platform costs over bare vLLM
 	@$(PYTHON) -m benchmarks.overhead
+
+bench-front-end: install ## measure how many tokens one front end passes on, on a core
+	@$(PYTHON) -m benchmarks.front_end
 
 bench-store: install ## measure the KV store against memory and disk
 	@$(PYTHON) -m benchmarks.store

@@ -1,0 +1,311 @@
+"""How many chunks of streams does one front end pass on, a second of one core?
+
+The front end is the gateway's own: its middleware, its endpoint, vLLM's serving layer in its
+process, its HTTP server, on core 0 alone. On core 1 are a fake engine, which speaks the wire and
+gives each open request a token a step, and the client. What is counted is the front end's processor
+time, threads and all, so the figure does not depend on how much of the core it had.
+
+The last line of the output is one JSON object, also written to ``benchmarks/results``. Exit codes:
+0 measured; 1 a request failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp
+import psutil
+import uvloop
+
+from benchmarks.load import prompts
+from benchmarks.report import machine, publish
+
+RESULTS = Path(__file__).parent / "results"
+GOAL = 20_000.0
+MODEL = "m"
+LONGEST = 2048
+OPTIONS = {"max_model_len": LONGEST, "block_size": 32, "enforce_eager": True, "dtype": "float32"}
+TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home by the river. "
+FRONT_END_CORE, OTHER_CORE = 0, 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """
+    Attributes:
+        streams: That are open at once.
+        period_s: Between two tokens of a stream.
+        seconds: Length of the measured window.
+        warmup: Seconds before it.
+        max_tokens: Of an answer.
+        path: The endpoint.
+        stream_interval: vLLM's: tokens that it puts into one chunk.
+    """
+
+    streams: int
+    period_s: float
+    seconds: float
+    warmup: float
+    max_tokens: int
+    path: str
+    stream_interval: int
+
+
+@dataclass
+class Counted:
+    """What has come so far."""
+
+    chunks: int = 0
+    requests: int = 0
+
+
+class RequestFailedError(Exception):
+    """A request failed, so the figures mean nothing."""
+
+
+async def load(port: int, plan: Plan, process: psutil.Process) -> dict[str, float]:
+    """Figures of the window; the streams are cut off at its end."""
+    counted = Counted()
+    source = prompts("front end")
+    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
+
+        async def stream(number: int) -> None:
+            # Spread, as streams' beginnings and ends are.
+            await asyncio.sleep(plan.warmup / 2 * number / plan.streams)
+            while True:
+                await _request(session, port, plan, next(source), counted)
+
+        tasks = [asyncio.create_task(stream(number)) for number in range(plan.streams)]
+        try:
+            await _sleep_while(tasks, plan.warmup)
+            before, cpu_before, began = counted.chunks, _cpu_s(process), time.monotonic()
+            requests_before = counted.requests
+            await _sleep_while(tasks, plan.seconds)
+            took, cpu = time.monotonic() - began, _cpu_s(process) - cpu_before
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+    chunks = counted.chunks - before
+    return {
+        "front_end_chunks_per_core_s": chunks / cpu,
+        "chunks_per_s": chunks / took,
+        "cores": cpu / took,
+        "chunks_due_per_s": plan.streams / plan.period_s / plan.stream_interval,
+        "requests_per_s": (counted.requests - requests_before) / took,
+    }
+
+
+async def _sleep_while(tasks: list[asyncio.Task[None]], seconds: float) -> None:
+    done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+
+
+async def _request(
+    session: aiohttp.ClientSession, port: int, plan: Plan, prompt: str, counted: Counted
+) -> None:
+    asked = (
+        {"messages": [{"role": "user", "content": prompt}]}
+        if "chat" in plan.path
+        else {"prompt": prompt}
+    )
+    body = {"model": MODEL, "max_tokens": plan.max_tokens, "stream": True, **asked}
+    url = f"http://127.0.0.1:{port}{plan.path}"
+    last = b""
+    async with session.post(url, json=body) as response:
+        if response.status != 200:
+            raise RequestFailedError((await response.text())[:500])
+        async for chunk in response.content.iter_any():
+            counted.chunks += chunk.count(b"data: {")
+            last = chunk
+    if b"[DONE]" not in last:
+        raise RequestFailedError(last.decode(errors="replace")[-500:])
+    counted.requests += 1
+
+
+def _cpu_s(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+# The front end's process
+
+
+async def serve(given: dict[str, Any]) -> None:
+    """Serve the model of the fake engine at ``given["engine"]`` until this is killed."""
+    from prometheus_client import CollectorRegistry
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
+    from loomserve.deployments.gateway.front_ends import ModelFrontEnds
+    from loomserve.platform.access.metrics import KeyMetrics
+    from loomserve.platform.access.token_meter import TokenMeter
+    from loomserve.platform.config import Server
+    from loomserve.platform.fleet.messages import FrontEndSpec, ModelRoute, ReplicaRoute
+    from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
+    from loomserve.platform.http.protocol import Bounds, bounded_protocol
+    from loomserve.platform.http.server import HttpServer, listen
+    from loomserve.platform.lengths.service import LengthPredictions
+    from loomserve.platform.requests.metrics import GatewayMetrics
+    from loomserve.platform.run.engine_address import EngineAddress
+    from loomserve.platform.state import ModelStatus
+
+    registry = CollectorRegistry()
+    metrics = GatewayMetrics(registry)
+    front_ends = ModelFrontEnds("token", metrics, registry, idle_timeout_s=60)
+    route = ModelRoute(
+        name=MODEL,
+        app="model:m",
+        status=ModelStatus.READY,
+        policy="load_aware",
+        max_concurrent_requests=4096,
+        max_model_len=LONGEST,
+        kvstore=False,
+        front_end=FrontEndSpec(
+            path=given["path"],
+            engine_options={**OPTIONS, "stream_interval": given["stream_interval"]},
+        ),
+        replicas=(
+            ReplicaRoute(
+                id="r1", device="d", address="none.here", engine=EngineAddress(*given["engine"])
+            ),
+        ),
+    )
+    front_ends.set_models([route])
+    metrics.set_models({MODEL: ["r1"]})
+    routes: Any = SimpleNamespace(find=lambda name, key: route, handle=lambda name: None)
+    clients = ClientEndpoint(
+        *(routes, front_ends, LengthPredictions(metrics), metrics),
+        TokenMeter(KeyMetrics(registry), Path(given["folder"]) / "tokens.json"),
+        isolates_tenants=False,
+        max_sequences=1,
+    )
+    app = ingress_middleware(
+        Starlette(
+            routes=[Route(given["endpoint"], clients.at(given["endpoint"]), methods=["POST"])],
+            exception_handlers=exception_handlers,
+        ),
+        Server(),
+        rejected=metrics.rejected,
+    )
+    sock = listen("127.0.0.1", 0)
+    bounds = Bounds(head_timeout_s=10, max_connections=4096, send_timeout_s=30)
+    server = HttpServer(app, sock, protocol=bounded_protocol(bounds))
+    await server.start()
+    print(sock.getsockname()[1], flush=True)
+    await asyncio.Event().wait()
+
+
+# The command
+
+
+def measure(plan: Plan, spy: Path | None) -> dict[str, float]:
+    """Start both processes, load the front end, end them."""
+    from transformers import AutoTokenizer
+
+    from loomserve.platform.models import catalog
+
+    path = str(catalog.resolve("demo", Path.cwd(), print))
+    tokens = AutoTokenizer.from_pretrained(path).encode(TEXT)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        addresses = [f"ipc://{folder}/engine.{end}" for end in ("in", "out")]
+        engine = _start(
+            OTHER_CORE,
+            *("-m", "benchmarks.fake_engine", *addresses, str(plan.period_s)),
+            *map(str, tokens),
+        )
+        given = {
+            "engine": addresses,
+            "path": path,
+            "folder": folder,
+            "endpoint": plan.path,
+            "stream_interval": plan.stream_interval,
+        }
+        front_end = _start(
+            FRONT_END_CORE, "-m", "benchmarks.front_end", "--serve", json.dumps(given)
+        )
+        spying = None
+        try:
+            assert front_end.stdout is not None
+            port = int(front_end.stdout.readline() or 0)
+            if not port:
+                raise RequestFailedError("the front end did not start")
+            if spy is not None:
+                spying = subprocess.Popen(
+                    [
+                        *("py-spy", "record", "-d", str(int(plan.warmup + plan.seconds))),
+                        *("-f", "raw", "-o", str(spy), "-p", str(front_end.pid)),
+                    ],
+                    stdout=subprocess.DEVNULL,
+                )
+            return uvloop.run(load(port, plan, psutil.Process(front_end.pid)))
+        finally:
+            if spying is not None:
+                spying.wait(60)
+            for process in (front_end, engine):
+                process.kill()
+                process.wait()
+
+
+def _start(core: int, *command: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        ["taskset", "-c", str(core), sys.executable, *command],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "LOOMSERVE_RUN": tempfile.gettempdir(), "VLLM_LOGGING_LEVEL": "ERROR"},
+    )
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--streams", type=int, default=128)
+    parser.add_argument("--period", type=float, default=0.02, help="seconds between two tokens")
+    parser.add_argument("--seconds", type=float, default=10)
+    parser.add_argument("--warmup", type=float, default=10)
+    parser.add_argument("--max-tokens", type=int, default=1000)
+    parser.add_argument("--path", default="/v1/chat/completions")
+    parser.add_argument("--stream-interval", type=int, default=1)
+    parser.add_argument("--spy", type=Path, help="file for py-spy's stacks of the window")
+    parser.add_argument("--serve", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    options = parse()
+    if options.serve:
+        uvloop.run(serve(json.loads(options.serve)))
+        return 0
+    plan = Plan(
+        options.streams,
+        options.period,
+        options.seconds,
+        options.warmup,
+        options.max_tokens,
+        options.path,
+        options.stream_interval,
+    )
+    os.sched_setaffinity(0, {OTHER_CORE})
+    try:
+        figures = measure(plan, options.spy)
+    except RequestFailedError as error:
+        print(f"a request failed: {error}", file=sys.stderr)
+        return 1
+    result = {**figures, "goal": GOAL, "plan": asdict(plan), "machine": machine()}
+    publish("front_end", result, RESULTS)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
