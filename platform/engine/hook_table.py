@@ -746,6 +746,8 @@ TABLE: tuple[Hook, ...] = (
             "_spec_decoding_cls",
             "_kv_connector_cls",
             "_perf_metrics_cls",
+            "gauge_scheduler_running",
+            "gauge_scheduler_waiting",
         ),
         HookKind.SUBCLASS,
         "A registry for each replica, for vLLM has one a process and clears it.",

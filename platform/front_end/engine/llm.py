@@ -72,7 +72,7 @@ class FrontEndLLM(GrammarCheckingLLM):
     def page(self, replica_id: str) -> str | None:
         """A replica's metrics as text; None: it is not connected."""
         replica = self.engine_core.replicas.get(replica_id)
-        return None if replica is None else self.statistics.page(replica.index)
+        return None if replica is None else self.statistics.page(replica.index, *replica.load)
 
     def _handoff_metrics(self, replica_id: str) -> HandoffMetrics | None:
         replica = self.engine_core.replicas.get(replica_id)

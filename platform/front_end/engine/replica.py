@@ -54,6 +54,8 @@ class ConnectedReplica:
         self.facts: EngineCoreReadyResponse | None = None
         """What the engine said of itself; None: it does not take requests."""
         self.draining = False
+        self.load = (0, 0)
+        """Requests that it has running and waiting, whoever sent them, as of its last beat."""
         self.empty = asyncio.Event()
         self.empty.set()
         self._events = events
@@ -114,6 +116,7 @@ class ConnectedReplica:
 
     def beat(self, steps: int, running: int, waiting: int) -> None:
         self._heard_at = self._clock()
+        self.load = running, waiting
         if steps != self._steps or not running + waiting:
             self._hangs = False
         if steps != self._steps or not (self.open or self._hangs):

@@ -44,10 +44,21 @@ class ReplicaStatistics:
     def remove(self, index: int) -> None:
         self._loggers.pop(index, None)
 
-    def page(self, index: int) -> str | None:
-        """A replica's metrics as text; None: it is not known."""
+    def page(self, index: int, running: int, waiting: int) -> str | None:
+        """A replica's metrics as text; None: it is not known.
+
+        Args:
+            index: of the replica.
+            running: requests that its engine has, of all front ends: of several, each step's
+                statistics come to one alone.
+            waiting: the same of those that wait.
+        """
         known = self._loggers.get(index)
-        return None if known is None else generate_latest(known.registry).decode()
+        if known is None:
+            return None
+        known.logger.gauge_scheduler_running[0].set(running)
+        known.logger.gauge_scheduler_waiting[0].set(waiting)
+        return generate_latest(known.registry).decode()
 
     def handoffs(self, index: int) -> HandoffMetrics | None:
         """A replica's metrics of prompts; None: it is not known."""
