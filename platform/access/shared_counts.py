@@ -17,7 +17,6 @@ ended goes on with them. Whoever sees that a front end has ended sets what it ha
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import logging
@@ -44,6 +43,8 @@ _RECORDS_AT = _ADDRESSES_AT + _ADDRESSES
 _WORDS = _RECORDS_AT + _RECORDS * _RECORD_WORDS
 # One that is stopped still has its place while another has been started for it.
 _PLACES_PER_FRONT_END = 2
+
+_NO_CONNECTIONS = memoryview(bytes((_RECORDS_AT - _CONNECTIONS_AT) * _WORD)).cast("q")
 
 _Digest = tuple[int, int]
 
@@ -207,7 +208,6 @@ class _File:
         # A word is read and written as a whole.
         self.words = memoryview(self._memory).cast("q")
         self._at: dict[_Digest, int] = {}
-        self._clean = False
 
     def close(self) -> None:
         self.words.release()
@@ -224,20 +224,19 @@ class _File:
 
     def look(self) -> None:
         """See whether it is taken; what ran with one that has ended runs no longer."""
-        self.runs = not self.take()
-        if self.runs:
-            self._clean = False
+        try:
+            # Together with others that look, while nobody takes it.
+            fcntl.flock(self._descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.runs = True
             return
-        with contextlib.suppress(OSError):
-            if not self._clean:
-                self.end_running()
-                self._clean = True
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        self.runs = False
+        self.end_running()
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)
 
     def end_running(self) -> None:
         """Set what runs to none; who has taken the place does it."""
-        for at in range(_CONNECTIONS_AT, _RECORDS_AT):
-            self.words[at] = 0
+        self.words[_CONNECTIONS_AT:_RECORDS_AT] = _NO_CONNECTIONS
         for _, at in self.records():
             self.words[at + Count.RUNNING] = 0
 

@@ -78,7 +78,8 @@ def connected(platform: Platform, to: psutil.Process, stack: ExitStack, token: s
             stream = response.extensions["network_stream"]
             client_port = stream.get_extra_info("client_addr")[1]
         if has(to, client_port):
-            return stack.enter_context(client)
+            stack.callback(client.close)
+            return client
         client.close()
     raise AssertionError("no connection went there")
 
