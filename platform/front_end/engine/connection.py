@@ -25,7 +25,7 @@ from loomserve.platform.engine.core.addresses import (
     READY,
     EngineAddress,
 )
-from loomserve.platform.front_end.engine.peer_process import until_peer_ends
+from loomserve.platform.front_end.engine.peer_process import watch_peer
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +47,9 @@ class Listener(Protocol):
 
     def beat(self, steps: int, running: int, waiting: int) -> None:
         """It lives, has taken so many steps, and has so many requests, whoever sent them."""
+
+    def stopped(self) -> None:
+        """Its process is stopped; told again and again while it is."""
 
     def outputs(self, frames: Sequence[Any]) -> None:
         """vLLM's EngineCoreOutputs, encoded."""
@@ -126,7 +129,7 @@ class EngineConnection:
                 self._say_hello(outputs),
                 monitor.recv_multipart(),
                 self._broken.wait(),
-                self._until_engine_ends(),
+                self._watch_process(),
             )
             tasks = [asyncio.ensure_future(each) for each in waits]
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -144,10 +147,10 @@ class EngineConnection:
             inputs.close(linger=_LINGER_MS)
             outputs.close(linger=0)
 
-    async def _until_engine_ends(self) -> None:
+    async def _watch_process(self) -> None:
         """Returns when the engine's process begins to end, where that can be seen."""
         await self._answered.wait()
-        await until_peer_ends(self.address.output)
+        await watch_peer(self.address.output, self._listener.stopped)
 
     async def _say_hello(self, outputs: zmq.asyncio.Socket) -> None:
         connection = uuid.uuid4().bytes

@@ -1,7 +1,8 @@
-"""The process at the other end of a local socket, and when it begins to end.
+"""The process at the other end of a local socket: whether it runs, is stopped, or ends.
 
 A process that is killed frees its memory first and closes its sockets then: with 3 GB its peers
-read the end of file 0.5 to 0.8 s after the kill. That it is ending is seen in ``/proc`` at once.
+read the end of file 0.5 to 0.8 s after the kill. That it is ending is seen in ``/proc`` at once, as
+is that it has been stopped, which its sockets do not tell at all.
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections.abc import Callable
+from enum import Enum, auto
 from pathlib import Path
 
 _LOOK_S = 0.05
@@ -17,9 +20,19 @@ _LOCAL = "ipc://"
 _CREDENTIALS = struct.Struct("iII")
 # Of proc_pid_stat(5), behind the name, which ends with the last parenthesis.
 _STATE, _FLAGS = 0, 6
-_DEAD = frozenset("ZX")
+_STOPPED, _DEAD = "T", frozenset("ZX")
 # PF_EXITING of linux/sched.h.
 _EXITING = 0x4
+
+
+class PeerState(Enum):
+    """What a process is about to do."""
+
+    RUNS = auto()
+    STOPPED = auto()
+    """By SIGSTOP or the like, until SIGCONT."""
+    ENDS = auto()
+    """It is ending, or has ended."""
 
 
 def peer(address: str) -> int | None:
@@ -41,23 +54,33 @@ def peer(address: str) -> int | None:
     return pid or None
 
 
-def ends(pid: int) -> bool:
-    """Whether a process is ending, or has ended."""
+def state_of(pid: int) -> PeerState:
+    """As the kernel tells it."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return True
-    return fields[_STATE] in _DEAD or bool(int(fields[_FLAGS]) & _EXITING)
+        return PeerState.ENDS
+    if fields[_STATE] in _DEAD or int(fields[_FLAGS]) & _EXITING:
+        return PeerState.ENDS
+    return PeerState.STOPPED if fields[_STATE] == _STOPPED else PeerState.RUNS
 
 
-async def until_peer_ends(address: str) -> None:
-    """Returns when the process that listens at an address begins to end; never, if none is seen."""
+async def watch_peer(address: str, stopped: Callable[[], None]) -> None:
+    """Returns when the process that listens at an address begins to end; never, if none is seen.
+
+    Args:
+        address: ZMQ's.
+        stopped: is called again and again while the process is.
+    """
     pid = peer(address)
-    if pid is None or ends(pid):
+    if pid is None or state_of(pid) is PeerState.ENDS:
         # Elsewhere, or hidden: the connection itself tells.
         await asyncio.Event().wait()
         return
     while True:
-        if ends(pid):
-            return
+        match state_of(pid):
+            case PeerState.ENDS:
+                return
+            case PeerState.STOPPED:
+                stopped()
         await asyncio.sleep(_LOOK_S)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -121,6 +122,10 @@ class ConnectedReplica:
             self._hangs = False
         if steps != self._steps or not (self.open or self._hangs):
             self._steps, self._stepped_at = steps, self._heard_at
+
+    def stopped(self) -> None:
+        # Silence that need not be waited for, until it beats.
+        self._heard_at = -math.inf
 
     def outputs(self, frames: Sequence[Any]) -> None:
         self._heard_at = self._clock()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
@@ -136,6 +137,22 @@ def test_outputs_of_an_engine_that_a_request_has_left_are_dropped() -> None:
         await until(lambda: "r" in made.finished)
         assert made.got == {"r": [0, 1, 2, 3]}
         assert made.count("continued_requests_total", reason="silent") == 1
+
+    played(play)
+
+
+def test_an_engine_whose_process_is_stopped_is_left_before_it_counts_as_silent() -> None:
+    async def play(made: Scene) -> None:
+        await made.have("a", "b")
+        await made.ask(request("r"))
+        began = time.monotonic()
+        made.client.replicas["a"].stopped()
+        await until(lambda: "r#1" in made.engines["b"].work)
+        assert time.monotonic() - began < BOUNDS.silence_s / 2
+        assert made.count("continued_requests_total", reason="silent") == 1
+        # A beat tells that it goes on.
+        await asyncio.sleep(1.2)
+        await made.ask(request("s"), on="a")
 
     played(play)
 
