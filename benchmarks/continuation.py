@@ -15,8 +15,10 @@ Each time requests have another cache salt, so that no run finds blocks of the o
 streams then hold (text, arguments of tools, finish reasons, usage, log probabilities to 1e-3) is
 compared with the undisturbed ones. A pause is the time between a stream's last token before and the
 first after. A client is not told which streams were on the engine: the platform counts how many
-went on with tokens, and the longest pauses are taken to be theirs, which can only exaggerate. A
-stream that had no token yet counts by how much later its first came than undisturbed.
+went on with tokens, and the longest gaps about the engine's end are taken to be theirs, which
+exaggerates if others stood still for longer. A stream that moves again later pauses beyond what is
+looked at: see ``continued`` and ``pause_ms_mean_by_platform``, which have all moves. A stream that
+had no token yet counts by how much later its first came than undisturbed.
 
 Any stream that is lost, or that differs while the undisturbed pair does not, fails the command. The
 last line of the output is one JSON object. Run it as ``python -m benchmarks.continuation`` or
