@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.e2e.test_admin import model_state, wait_for
 from tests.e2e.test_bad_input import CHAT, HELLO, assert_openai_error
 from tests.e2e.test_batch import ended, line, lines_of, submit
 from tests.e2e.test_failures import engine_process
+from tests.e2e.test_prefill_decode import ask, handoffs, hands_over, new_prompt, set_roles
 
 pytestmark = pytest.mark.e2e
 
@@ -284,9 +286,33 @@ def test_streams_go_on_when_their_engine_is_killed(
     assert Streams(platform).finish() == undisturbed
 
 
-def test_a_model_with_roles_is_refused(platform: Platform) -> None:
-    model = {"name": "other", "source": "demo", "devices": ["core0", "core1"]}
-    with platform.admin() as admin:
-        roles = {"prefill": 1, "decode": 1}
-        refused = admin.post("/admin/v1/models", json={**model, "roles": roles})
-        assert_openai_error(refused, 400, "shared_front_end")
+def test_prompts_are_computed_by_prefill_replicas_while_roles_change(platform: Platform) -> None:
+    cases: list[dict[str, Any]] = [
+        {"max_tokens": 40},
+        {"max_tokens": 40, "temperature": 1.0, "seed": 5},
+        {"max_tokens": 40, "presence_penalty": 1.5, "frequency_penalty": 0.5},
+    ]
+    prompt = new_prompt()
+
+    def texts() -> list[str]:
+        return [one(case) for case in cases]
+
+    def one(case: dict[str, Any]) -> str:
+        # What the one has computed the other does not find.
+        salted = {"cache_salt": uuid.uuid4().hex}
+        return str(ask(platform, prompt, extra_body=salted, **case).choices[0].text)
+
+    alone = texts()
+    try:
+        set_roles(platform, core0="prefill", core1="decode")
+        with hands_over(platform, "continued", len(cases)):
+            assert texts() == alone
+        with hands_over(platform, "local"):
+            ask(platform, "Once")
+        with ThreadPoolExecutor(4) as pool:
+            running = [pool.submit(one, case) for case in cases * 6]
+            set_roles(platform, core0="decode", core1="prefill")
+            assert [each.result(120) for each in running] == alone * 6
+        assert handoffs(platform, "kv") == 0
+    finally:
+        set_roles(platform, core0="unified", core1="unified")
