@@ -268,8 +268,8 @@ class Front:
         known = self.serving.llm.statistics._loggers
         return sum(
             sample.value
-            for registry, _ in known.values()
-            for family in registry.collect()
+            for each in known.values()
+            for family in each.registry.collect()
             for sample in family.samples
             if sample.name == f"vllm:{metric}"
         )
