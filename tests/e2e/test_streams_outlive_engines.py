@@ -24,7 +24,7 @@ from tests.e2e.test_failures import engine_process
 from tests.e2e.test_shared_front_end import in_flight
 from tests.e2e.test_shared_front_end import platform as platform
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 REQUESTS = 11
 """One of each kind."""
@@ -162,7 +162,6 @@ def test_a_batchs_lines_are_answered_when_their_engine_is_killed(platform: Platf
     wait_for(lambda: back_without(platform, gone), BACK_S)
 
 
-@pytest.mark.slow
 def test_both_engines_are_killed_in_turn(platform: Platform) -> None:
     requests = mixture(HOT, LONG_REQUESTS, LONG_TOKENS, 0, 2)
     undisturbed = answers(platform, requests)

@@ -31,7 +31,7 @@ from loomserve.platform.front_end.routing import RoutingRequest, routing_context
 from loomserve.platform.models import catalog
 from tests.integration.served_engine import ServedEngine, engine_start, environment
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 T = TypeVar("T")
 

@@ -31,7 +31,7 @@ from loomserve.platform.models import catalog
 from loomserve.platform.state.roles import Role
 from tests.integration.served_engine import ServedEngine, engine_start, served
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.slow]
 
 T = TypeVar("T")
 
