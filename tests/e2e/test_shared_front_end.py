@@ -30,7 +30,10 @@ TOKENS = 160
 PAUSE = "loomserve_continuation_pause_seconds"
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -172,6 +175,7 @@ def test_answers_of_several_kinds(platform: Platform) -> None:
         model=HOT,
         messages=HELLO,
         max_tokens=64,
+        temperature=0,
         response_format={"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}},
     )
     assert json.loads(described.choices[0].message.content).keys() == {"name", "age"}
@@ -182,6 +186,7 @@ def test_answers_of_several_kinds(platform: Platform) -> None:
             max_tokens=8,
             stream=True,
             stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
         )
     )
     assert events[-1].usage.completion_tokens == 8
