@@ -105,6 +105,8 @@ class Engine:
         self._llm = offline_engine(
             str(catalog.resolve("demo", Path.cwd())),
             store_options.kv_transfer_config("demo"),
+            # What LAYER_BYTES is of; by itself an engine computes in what this CPU is fit for.
+            dtype="float32",
             max_model_len=max(LENGTHS) + BLOCK_TOKENS,
             max_num_seqs=4,
             max_num_batched_tokens=max(LENGTHS) + BLOCK_TOKENS,

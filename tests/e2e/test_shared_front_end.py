@@ -247,6 +247,7 @@ def test_a_client_that_leaves_has_its_request_aborted(platform: Platform) -> Non
     assert platform.metric("loomserve_client_disconnects_total", model=HOT) >= 1
 
 
+@pytest.mark.slow
 def test_streams_go_on_while_their_replica_is_drained(
     platform: Platform, undisturbed: list[str]
 ) -> None:
@@ -291,6 +292,7 @@ def test_streams_go_on_when_their_engine_is_killed(
     assert Streams(platform).finish() == undisturbed
 
 
+@pytest.mark.slow
 def test_prompts_are_computed_by_prefill_replicas_while_roles_change(platform: Platform) -> None:
     cases: list[dict[str, Any]] = [
         {"max_tokens": 40},

@@ -206,8 +206,8 @@ def test_front_ends_and_the_replica_learn_how_an_engine_ends(
         endless(front_end)
         pump_until(lambda: all(each.tokens for each in front_end.streams.values()), front_end)
         began = time.monotonic()
-        served_engine.run(host.stop(10))
-        assert time.monotonic() - began < 8
+        served_engine.run(host.stop(60))
+        assert time.monotonic() - began < 50
         pump_until(lambda: front_end.dead, front_end, within_s=2)
     assert not host.alive
     assert not list(tmp_path.glob("core-*"))

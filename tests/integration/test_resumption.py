@@ -147,6 +147,7 @@ def test_the_kv_store_has_what_another_engine_has_computed(tmp_path: Path) -> No
         options.arena.unlink(missing_ok=True)
 
 
+@pytest.mark.slow
 def test_an_answer_goes_on_with_a_step_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,6 +160,7 @@ def test_an_answer_goes_on_with_a_step_in_flight(
             went_on(front_end, whole, [1, 10, 40], **params)
 
 
+@pytest.mark.slow
 def test_an_answer_goes_on_with_workers_of_their_own_process(tmp_path: Path) -> None:
     start = engine_start(str(catalog.resolve("demo", tmp_path)), tmp_path)
     start = start.model_copy(update={"own_process_workers": True})
