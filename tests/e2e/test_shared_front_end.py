@@ -30,11 +30,8 @@ TOKENS = 160
 PAUSE = "loomserve_continuation_pause_seconds"
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "name": {"type": "string", "maxLength": 12},
-        "age": {"type": "integer", "minimum": 0, "maximum": 120},
-    },
-    "required": ["name", "age"],
+    "properties": {"city": {"type": "string", "maxLength": 20}, "big": {"type": "boolean"}},
+    "required": ["city", "big"],
     "additionalProperties": False,
 }
 TOOL = {
@@ -173,12 +170,12 @@ def test_answers_of_several_kinds(platform: Platform) -> None:
     assert called.choices[0].message.tool_calls[0].function.name == "weather"
     described = client.chat.completions.create(
         model=HOT,
-        messages=HELLO,
+        messages=[{"role": "user", "content": "Describe Paris as JSON with city and big."}],
         max_tokens=64,
         temperature=0,
-        response_format={"type": "json_schema", "json_schema": {"name": "p", "schema": SCHEMA}},
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}},
     )
-    assert json.loads(described.choices[0].message.content).keys() == {"name", "age"}
+    assert json.loads(described.choices[0].message.content).keys() == {"city", "big"}
     events = list(
         client.chat.completions.create(
             model=HOT,
