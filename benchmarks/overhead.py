@@ -9,7 +9,6 @@ Loomserve is for, and a user without it would run two servers.
 
 ``--arms bare,bare`` compares bare vLLM with itself: the noise floor of the method.
 ``--arms loomserve:FOLDER,loomserve`` compares this checkout with another one, installed in FOLDER.
-``shared`` is Loomserve with ``server.shared_front_end``.
 
 The last line of the output is one JSON object, also written to ``benchmarks/results``. Exit codes:
 0 measured; 1 a request failed or a server went away; 2 wrong arguments or machine.
@@ -69,7 +68,6 @@ LONGER = {"32": 3}
 OPEN_SHARE = 0.6
 """The open loop's rate, as a share of what the first arm serves with 8 streams."""
 FIRST_PORT = 18500
-_KINDS = frozenset({"bare", "loomserve", "shared"})
 ARM_BYTES = 7 * 2**30
 """Memory of one arm: two engines of a small model and their front ends, rounded up."""
 
@@ -225,10 +223,7 @@ def make_arms(kinds: Sequence[str], model: str, flags: EngineFlags, logs: Path) 
         else:
             checkout = kind.partition(":")[2]
             programs = Path(checkout, ".venv/bin").absolute() if checkout else PROGRAMS
-            shared = kind == "shared"
-            arms.append(
-                loomserve_arm(name, model, flags, port, logs, programs, shared_front_end=shared)
-            )
+            arms.append(loomserve_arm(name, model, flags, port, logs, programs))
     return arms
 
 
@@ -285,10 +280,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _arms(text: str) -> list[str]:
     kinds = text.split(",")
-    if len(kinds) != 2 or not {kind.partition(":")[0] for kind in kinds} <= _KINDS:
-        raise argparse.ArgumentTypeError(
-            "give two of bare, loomserve and shared, such as bare,loomserve"
-        )
+    if len(kinds) != 2 or not {kind.partition(":")[0] for kind in kinds} <= {"bare", "loomserve"}:
+        raise argparse.ArgumentTypeError("give two of bare and loomserve, such as bare,loomserve")
     for kind in kinds:
         checkout = kind.partition(":")[2]
         if checkout and not Path(checkout, ".venv/bin/loomserve").exists():

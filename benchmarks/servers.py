@@ -307,17 +307,10 @@ PROGRAMS = Path(sys.executable).parent
 
 
 def loomserve_arm(
-    name: str,
-    model: str,
-    flags: EngineFlags,
-    port: int,
-    logs: Path,
-    programs: Path = PROGRAMS,
-    *,
-    shared_front_end: bool = False,
+    name: str, model: str, flags: EngineFlags, port: int, logs: Path, programs: Path = PROGRAMS
 ) -> Arm:
     """Loomserve with two models: the measured one on one core, an idle one on the other."""
-    config = loomserve_config(model, flags, port, shared_front_end=shared_front_end)
+    config = loomserve_config(model, flags, port)
     return configured_arm(name, config, "measured", port, logs, programs)
 
 
@@ -344,9 +337,7 @@ def configured_arm(
     return Arm(name, [server], Target(f"http://127.0.0.1:{port}", model))
 
 
-def loomserve_config(
-    model: str, flags: EngineFlags, port: int, *, shared_front_end: bool = False
-) -> dict[str, object]:
+def loomserve_config(model: str, flags: EngineFlags, port: int) -> dict[str, object]:
     """The configuration file's content; see ``loomserve config describe``."""
 
     def served(name: str, device: str) -> dict[str, object]:
@@ -365,10 +356,5 @@ def loomserve_config(
             {"name": "other", "kind": "cpu", "cores": [OTHER_CORE]},
         ],
         "models": [served("measured", "engine"), served("idle", "other")],
-        "server": {
-            "host": "127.0.0.1",
-            "port": port,
-            # A checkout from before that field refuses it.
-            **({"shared_front_end": True} if shared_front_end else {}),
-        },
+        "server": {"host": "127.0.0.1", "port": port},
     }
