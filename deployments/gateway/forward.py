@@ -30,6 +30,7 @@ from loomserve.deployments.gateway.relay import (
 from loomserve.platform.base.errors import QUERY_OF_DEATH, EngineGone, Unavailable
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.http.client_gone import ClientGoneError, while_connected
+from loomserve.platform.http.engine_errors import no_replica
 from loomserve.platform.lengths.predict.request import longest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.requests.prefix import prefix_keys
@@ -196,12 +197,7 @@ class Forwarder:
                             selection.replica_metadata["address"],
                         )
             except (TimeoutError, DeploymentUnavailableError, RayServeException):
-                raise Unavailable(
-                    f"model {request.model!r} has no replica that takes requests now; "
-                    "try again shortly",
-                    reason="no_replica",
-                    retry_after_s=_RETRY_AFTER_S,
-                ) from None
+                raise no_replica(request.model) from None
 
 
 def _output_tokens(request: ForwardRequest) -> int:

@@ -7,26 +7,27 @@ answers does: successes as they are, errors in OpenAI's shape.
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loomserve.deployments.gateway.replica_choice import AnswerContext
-from loomserve.platform.base.errors import EngineGone, InternalError, RequestError
-from loomserve.platform.http.client_gone import ClientGoneError
-from loomserve.platform.http.engine_errors import normalise
+from loomserve.platform.base.errors import RequestError
+from loomserve.platform.http.client_gone import ClientGoneError, disconnected
+from loomserve.platform.http.engine_errors import (
+    MOST_WORDS,
+    PASSED_BACK,
+    engine_failed,
+    engine_stalled,
+    send_error,
+)
+from loomserve.platform.http.stall_watch import StallTimer
 from loomserve.platform.requests.metrics import GatewayMetrics
 
 _log = logging.getLogger("ray.serve")
 
-_PASSED_BACK = frozenset({b"content-type", b"content-length", b"cache-control"})
 _EVENTS = b"text/event-stream"
-# An engine's own words go to the log, as far as they fit into a line.
-_MOST_WORDS = 2000
-# Looks within the limit; an answer that stands still ends so much of the limit later at most.
-_LOOKS = 8
 # How long vLLM may take to give up a request that nobody waits for.
 _ABORT_TIMEOUT_S = 2.0
 
@@ -65,18 +66,14 @@ async def answer(
     except TimeoutError:
         if not limit.expired():
             raise
-        raise EngineGone(
-            f"the engine of model {request.model!r} sent nothing for {idle_timeout_s:g} s in the "
-            "midst of its answer; send the request again",
-            reason="engine_stalled",
-        ) from None
+        raise engine_stalled(request.model, idle_timeout_s) from None
     except (ClientGoneError, RequestError):
         raise
     except Exception as error:
         # vLLM's server answers first, and then tells its own log.
         if context.failure is None and passed.error_status is None:
             _log.error("request %s failed", request.request_id, exc_info=error)
-            raise _engine_failed(context) from None
+            raise engine_failed(request.model, request.request_id) from None
     finally:
         passed.watch.stop()
     await passed.finish()
@@ -89,7 +86,7 @@ async def _run(
     """Run the application until it is done, the client is gone, or this is cancelled."""
     body = _Body(context.request.content.encoded)
     work = asyncio.ensure_future(app(_scope(context), body.receive, passed.send))
-    gone = asyncio.ensure_future(_disconnect(receive))
+    gone = asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
@@ -103,11 +100,6 @@ async def _run(
             body.left.set()
             await asyncio.wait((work,), timeout=_ABORT_TIMEOUT_S)
             work.cancel()
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class _Body:
@@ -126,35 +118,25 @@ class _Body:
         return {"type": "http.request", "body": body, "more_body": False}
 
 
-class _Watch:
-    """Ends an answer that stands still; a chunk costs it an addition."""
+class _Watch(StallTimer):
+    """Ends an answer that stands still; ``taken`` is in pieces."""
 
     def __init__(self, limit: asyncio.Timeout, limit_s: float) -> None:
-        self.taken = 0
-        """Pieces of the answer that came."""
+        super().__init__(limit_s)
         self.sending = False
         """Whether the client is behind, which is no standstill of the engine."""
         self._limit = limit
-        self._limit_s = limit_s
-        self._seen = 0
-        self._looks = 0
-        self._timer: asyncio.TimerHandle | None = None
 
-    def start(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._limit_s / _LOOKS, self._look)
+    @property
+    def come(self) -> int:
+        return self.taken
 
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+    @property
+    def excused(self) -> bool:
+        return self.sending
 
-    def _look(self) -> None:
-        still = self.taken == self._seen and not self.sending
-        self._looks = self._looks + 1 if still else 0
-        self._seen = self.taken
-        if self._looks == _LOOKS:
-            self._limit.reschedule(asyncio.get_running_loop().time())
-        else:
-            self.start()
+    def end(self) -> None:
+        self._limit.reschedule(asyncio.get_running_loop().time())
 
 
 class _PassedAnswer:
@@ -182,7 +164,7 @@ class _PassedAnswer:
             if message["status"] >= 400:
                 self.error_status = message["status"]
                 return
-            headers = [(k, v) for k, v in message["headers"] if k.lower() in _PASSED_BACK]
+            headers = [(k, v) for k, v in message["headers"] if k.lower() in PASSED_BACK]
             self._streams = any(v.startswith(_EVENTS) for k, v in headers)
             await self._send({**message, "headers": headers})
         elif self.error_status is not None:
@@ -206,24 +188,17 @@ class _PassedAnswer:
         """Send the error that was the answer, or raise what it means."""
         if self._context.failure is not None:
             raise self._context.failure
-        request_id = self._context.request.request_id
+        request = self._context.request
         if self.error_status is None:
             if not self._complete:
-                _log.error("the answer to request %s has no end", request_id)
-                raise _engine_failed(self._context)
+                _log.error("the answer to request %s has no end", request.request_id)
+                raise engine_failed(request.model, request.request_id)
             return
         if self.error_status >= 500:
-            words = bytes(self._error[:_MOST_WORDS]).decode("utf-8", "replace")
-            _log.error("request %s failed: %s", request_id, words)
-            raise _engine_failed(self._context)
-        body = json.dumps(normalise(bytes(self._error), self.error_status)).encode()
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-        ]
-        start = {"type": "http.response.start", "status": self.error_status, "headers": headers}
-        await self._send(start)
-        await self._send({"type": "http.response.body", "body": body})
+            words = bytes(self._error[:MOST_WORDS]).decode("utf-8", "replace")
+            _log.error("request %s failed: %s", request.request_id, words)
+            raise engine_failed(request.model, request.request_id)
+        await send_error(bytes(self._error), self.error_status, self._send)
 
     def count(self, metrics: GatewayMetrics) -> None:
         if self._streams:
@@ -258,12 +233,3 @@ def _scope(context: AnswerContext) -> Scope:
         "server": ("127.0.0.1", 80),
         "state": {},
     }
-
-
-def _engine_failed(context: AnswerContext) -> InternalError:
-    request = context.request
-    return InternalError(
-        f"the engine of model {request.model!r} failed on this request. Send it again; if it fails "
-        f"again, give the operator its id, {request.request_id}",
-        reason="engine_failed",
-    )

@@ -6,7 +6,6 @@ into OpenAI's shape.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from dataclasses import dataclass
@@ -16,9 +15,15 @@ from typing import Any
 import aiohttp
 from starlette.types import Send
 
-from loomserve.platform.base.errors import EngineGone, InternalError, Unavailable
+from loomserve.platform.base.errors import EngineGone, Unavailable
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER
-from loomserve.platform.http.engine_errors import normalise
+from loomserve.platform.http.engine_errors import (
+    MOST_WORDS,
+    PASSED_BACK,
+    engine_failed,
+    engine_stalled,
+    send_error,
+)
 from loomserve.platform.http.stall_watch import StallWatch, StandstillError
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -30,11 +35,8 @@ _log = logging.getLogger("ray.serve")
 # A replica that Serve still lists but that refuses connections is dead or restarting.
 _CONNECT_TIMEOUT_S = 2.0
 _KEPT_S = 60.0
-# An engine's own words go to the log, as far as they fit into a line.
-_MOST_WORDS = 2000
 
 _BROKEN = (aiohttp.ClientError, ConnectionError, TimeoutError)
-_PASSED_BACK = frozenset({b"content-type", b"content-length", b"cache-control"})
 
 
 class NotTakenError(Exception):
@@ -162,14 +164,14 @@ class Relay:
             raise (_BrokenIdleError if connection.reused else EngineEndedWithItError) from None
         async with response:
             if response.status >= 400:
-                await _send_error(await _refusal(response, to, request_id), response.status, send)
+                await send_error(await _refusal(response, to, request_id), response.status, send)
             else:
                 await self._relay_body(to.model, response, started, send)
 
     async def _relay_body(
         self, model: str, response: aiohttp.ClientResponse, started: float, send: Send
     ) -> None:
-        headers = [(k, v) for k, v in response.raw_headers if k.lower() in _PASSED_BACK]
+        headers = [(k, v) for k, v in response.raw_headers if k.lower() in PASSED_BACK]
         await send({"type": "http.response.start", "status": response.status, "headers": headers})
         chunks, first = 0, 0.0
         events = WholeEvents() if response.content_type == "text/event-stream" else None
@@ -192,11 +194,7 @@ class Relay:
                     chunk = events.whole(chunk)
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         except StandstillError:
-            raise EngineGone(
-                f"the engine of model {model!r} sent nothing for {self._idle_timeout_s:g} s in the "
-                "midst of its answer; send the request again",
-                reason="engine_stalled",
-            ) from None
+            raise engine_stalled(model, self._idle_timeout_s) from None
         finally:
             watch.stop()
         rest = events.rest if events is not None else b""
@@ -231,23 +229,9 @@ async def _refusal(response: aiohttp.ClientResponse, to: Destination, request_id
     try:
         if response.status < 500:
             return await response.read()
-        words = await response.content.read(_MOST_WORDS)
+        words = await response.content.read(MOST_WORDS)
     except _BROKEN:
         raise EngineEndedWithItError from None
     text = words.decode("utf-8", "replace")
     _log.error("replica %s failed on request %s: %s", to.replica_id, request_id, text)
-    raise InternalError(
-        f"the engine of model {to.model!r} failed on this request. Send it again; if it fails "
-        f"again, give the operator its id, {request_id}",
-        reason="engine_failed",
-    )
-
-
-async def _send_error(body: bytes, status: int, send: Send) -> None:
-    body = json.dumps(normalise(body, status)).encode()
-    headers = [
-        (b"content-type", b"application/json"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    raise engine_failed(to.model, request_id)

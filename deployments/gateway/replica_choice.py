@@ -9,9 +9,9 @@ from functools import partial
 
 from loomserve.deployments.gateway.answering import ForwardRequest
 from loomserve.deployments.gateway.lateness import refuse_if_late
-from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.config import Router
 from loomserve.platform.front_end.routing import RoutingContext, RoutingRequest
+from loomserve.platform.http.engine_errors import no_replica
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.routers.block_keys import token_keys
 from loomserve.routers.in_flight import InFlight
@@ -21,7 +21,6 @@ from loomserve.routers.ticket import RoutingTicket
 
 # Engines count exactly; this stands for an answer of which nothing is known.
 _ANSWER_TOKENS = 256
-_RETRY_AFTER_S = 5.0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -121,11 +120,7 @@ class ReplicaChoice:
     def _note_wait(self, ticket: RoutingTicket, context: AnswerContext | None) -> None:
         if ticket.pinned_to is not None:
             # Whoever pinned it looks for another; one that is only just starting is not worth it.
-            raise Unavailable(
-                f"model {self._model!r} has no replica that takes requests now; try again shortly",
-                reason="no_replica",
-                retry_after_s=_RETRY_AFTER_S,
-            )
+            raise no_replica(self._model)
         if context is not None:
             context.waits(self._metrics.queued(self._model))
 

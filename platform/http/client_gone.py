@@ -24,7 +24,7 @@ async def while_connected(work: Coroutine[Any, Any, R], receive: Receive) -> R:
         ClientGoneError: the client disconnected, and the work was cancelled.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnect(receive))
+    gone = asyncio.ensure_future(disconnected(receive))
     try:
         await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -37,6 +37,7 @@ async def while_connected(work: Coroutine[Any, Any, R], receive: Receive) -> R:
         task.cancel()
 
 
-async def _disconnect(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Returns when the client has gone."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,10 +1,20 @@
-"""Rewrites vLLM's error bodies into OpenAI's object: string codes and OpenAI's types."""
+"""What clients are told of engines' errors: vLLM's bodies as OpenAI's object, and our own."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
+from starlette.types import Send
+
+from loomserve.platform.base.errors import EngineGone, InternalError, Unavailable
+
+PASSED_BACK = frozenset({b"content-type", b"content-length", b"cache-control"})
+"""Headers of an engine's answer that its client gets."""
+MOST_WORDS = 2000
+"""Bytes of an engine's own words that go to the log, as far as they fit into a line."""
+
+_RETRY_AFTER_S = 5.0
 _TYPES = {400: "invalid_request_error", 404: "invalid_request_error", 422: "invalid_request_error"}
 
 
@@ -36,3 +46,41 @@ def _code(error: Any, message: str, status: int) -> str:
     if "maximum context length" in message or "longer than the maximum model length" in message:
         return "context_length_exceeded"
     return "model_not_found" if status == 404 else "invalid_request"
+
+
+async def send_error(body: bytes, status: int, send: Send) -> None:
+    """Answer a client with the error, of 400 to 499, that an engine answered."""
+    body = json.dumps(normalise(body, status)).encode()
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+    ]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def engine_failed(model: str, request_id: str) -> InternalError:
+    """An engine, or its front end, failed on a request and lives on."""
+    return InternalError(
+        f"the engine of model {model!r} failed on this request. Send it again; if it fails "
+        f"again, give the operator its id, {request_id}",
+        reason="engine_failed",
+    )
+
+
+def engine_stalled(model: str, idle_timeout_s: float) -> EngineGone:
+    """An answer that had begun stood still for so long."""
+    return EngineGone(
+        f"the engine of model {model!r} sent nothing for {idle_timeout_s:g} s in the "
+        "midst of its answer; send the request again",
+        reason="engine_stalled",
+    )
+
+
+def no_replica(model: str) -> Unavailable:
+    """No replica takes a request now."""
+    return Unavailable(
+        f"model {model!r} has no replica that takes requests now; try again shortly",
+        reason="no_replica",
+        retry_after_s=_RETRY_AFTER_S,
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from abc import ABC, abstractmethod
 
 from aiohttp import StreamReader
 
@@ -14,18 +15,15 @@ class StandstillError(Exception):
     """No byte of an answer came for too long."""
 
 
-class StallWatch:
-    """Timer of an answer's body, which fails with :class:`StandstillError` once it stands still.
+class StallTimer(ABC):
+    """Timer that looks at an answer a few times within its limit, and ends what stands still.
 
-    Whoever reads the body adds what it has read to ``taken``. That is all that a chunk costs: the
-    timer looks at the body a few times within its limit. It does not count the time in which the
-    reader is behind.
+    Looking is all that it does: a chunk costs whoever passes it on an addition to ``taken``.
     """
 
-    def __init__(self, body: StreamReader, limit_s: float) -> None:
+    def __init__(self, limit_s: float) -> None:
         self.taken = 0
-        """Bytes that were read of the body."""
-        self._body = body
+        """How much has been passed on."""
         self._limit_s = limit_s
         self._seen = 0
         self._looks = 0
@@ -38,12 +36,48 @@ class StallWatch:
         if self._timer is not None:
             self._timer.cancel()
 
+    @property
+    @abstractmethod
+    def come(self) -> int:
+        """How much has come."""
+
+    @property
+    @abstractmethod
+    def excused(self) -> bool:
+        """Whether that nothing comes is no standstill."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """End the answer."""
+
     def _look(self) -> None:
-        come = self._body.total_bytes
-        still = come == self._seen and come == self.taken and not self._body.is_eof()
+        come = self.come
+        still = come == self._seen and not self.excused
         self._looks = self._looks + 1 if still else 0
         self._seen = come
         if self._looks == _LOOKS:
-            self._body.set_exception(StandstillError())
+            self.end()
         else:
             self.start()
+
+
+class StallWatch(StallTimer):
+    """Timer of an answer's body, which fails with :class:`StandstillError` once it stands still.
+
+    ``taken`` is in bytes. The time in which the reader is behind does not count.
+    """
+
+    def __init__(self, body: StreamReader, limit_s: float) -> None:
+        super().__init__(limit_s)
+        self._body = body
+
+    @property
+    def come(self) -> int:
+        return self._body.total_bytes
+
+    @property
+    def excused(self) -> bool:
+        return self._body.is_eof() or self._body.total_bytes != self.taken
+
+    def end(self) -> None:
+        self._body.set_exception(StandstillError())

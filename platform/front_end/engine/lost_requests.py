@@ -6,10 +6,9 @@ from http import HTTPStatus
 
 from vllm.exceptions import GracefulHTTPError
 
-from loomserve.platform.base.errors import QUERY_OF_DEATH, EngineGone, RequestError, Unavailable
+from loomserve.platform.base.errors import QUERY_OF_DEATH, EngineGone, RequestError
 from loomserve.platform.front_end.policy.continuation import Fate
-
-_RETRY_AFTER_S = 5.0
+from loomserve.platform.http.engine_errors import no_replica
 
 
 class LostRequestError(GracefulHTTPError):  # type: ignore[misc]
@@ -43,10 +42,4 @@ def lost_request(fate: Fate, model: str, request_id: str) -> LostRequestError:
                 f"{request_id}"
             )
         )
-    return LostRequestError(
-        Unavailable(
-            f"model {model!r} has no replica that takes requests now; try again shortly",
-            reason="no_replica",
-            retry_after_s=_RETRY_AFTER_S,
-        )
-    )
+    return LostRequestError(no_replica(model))

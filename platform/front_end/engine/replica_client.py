@@ -22,8 +22,6 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from loomserve.platform.base.errors import Unavailable
-from loomserve.platform.engine.core.addresses import EngineAddress
 from loomserve.platform.front_end.engine.attentive_clock import AttentiveClock
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.replica import ConnectedReplica
@@ -32,11 +30,12 @@ from loomserve.platform.front_end.engine.utilities import UtilityCalls, UtilityC
 from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds, Loss
 from loomserve.platform.front_end.routing import Choose, Left, routing_context
+from loomserve.platform.http.engine_errors import no_replica
+from loomserve.platform.run.engine_address import EngineAddress
 
 _log = logging.getLogger(__name__)
 
 _WATCH_EVERY_S = 0.25
-_RETRY_AFTER_S = 5.0
 
 
 def _nothing(*_: Any) -> None:
@@ -138,7 +137,7 @@ class ReplicaSetClient(UtilityClient):
             async with asyncio.timeout(timeout_s):
                 await self._some_ready.wait()
         except TimeoutError:
-            raise self._no_replica() from None
+            raise no_replica(self._model) from None
         return self._any().facts
 
     def on_connected(self, replica: ConnectedReplica) -> None:
@@ -223,14 +222,7 @@ class ReplicaSetClient(UtilityClient):
     def _any(self) -> ConnectedReplica:
         for replica in self.replicas.values():
             return replica
-        raise self._no_replica()
-
-    def _no_replica(self) -> Unavailable:
-        return Unavailable(
-            f"model {self._model!r} has no replica that takes requests now; try again shortly",
-            reason="no_replica",
-            retry_after_s=_RETRY_AFTER_S,
-        )
+        raise no_replica(self._model)
 
     def dp_engines_running(self) -> bool:
         return bool(self.requests.open)

@@ -24,7 +24,6 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.v1.engine import EngineCoreReadyResponse
 
 from loomserve.platform.base.errors import Unavailable
-from loomserve.platform.engine.core.addresses import EngineAddress
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.llm import FrontEndLLM
 from loomserve.platform.front_end.engine.options import server_options
@@ -32,6 +31,8 @@ from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
 from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.front_end.routing import Choose, Left, RoutingRequest
+from loomserve.platform.http.engine_errors import no_replica
+from loomserve.platform.run.engine_address import EngineAddress
 
 _log = logging.getLogger(__name__)
 
@@ -159,11 +160,7 @@ class ModelServing:
             async with asyncio.timeout(self._bounds.reroute_timeout_s):
                 return await asyncio.shield(self._app)
         except TimeoutError:
-            raise Unavailable(
-                f"model {self._name!r} has no replica that takes requests now; try again shortly",
-                reason="no_replica",
-                retry_after_s=5.0,
-            ) from None
+            raise no_replica(self._name) from None
 
     def set_replicas(self, addresses: Mapping[str, EngineAddress]) -> None:
         """Set which replicas there are; requests of those that are not go on with others."""
