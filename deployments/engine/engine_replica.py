@@ -25,7 +25,7 @@ from loomserve.platform.base.periodic import every
 from loomserve.platform.devices.claims import DeviceClaim
 from loomserve.platform.engine.core.host import EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
-from loomserve.platform.engine.footprint import Footprint, layer_bytes
+from loomserve.platform.engine.footprint import Footprint, constants
 from loomserve.platform.fleet.messages import (
     LOAD_PATH,
     DesiredState,
@@ -128,15 +128,15 @@ class EngineReplica:
         facts, spec = self._engine.facts, self._spec
         borrowed_bytes = spec.lending.borrow_bytes if spec.lending else 0
         return Footprint(
-            {
-                "layers": facts.layers,
-                "layer_bytes": layer_bytes(spec.path, facts.item_bytes),
-                "kv_heads": facts.kv_heads,
-                # A borrower's blocks are numbered beyond its own memory.
-                "block_bytes": (spec.model.kv_cache_memory + borrowed_bytes)
-                // max(1, facts.blocks),
-                "block_tokens": facts.block_tokens,
-            },
+            constants(
+                spec.path,
+                layers=facts.layers,
+                item_bytes=facts.item_bytes,
+                kv_heads=facts.kv_heads,
+                kv_bytes=spec.model.kv_cache_memory + borrowed_bytes,
+                blocks=facts.blocks,
+                block_tokens=facts.block_tokens,
+            ),
             start_s=time.monotonic() - began,
             on_cpu=claim.device.kind == "cpu",
         )

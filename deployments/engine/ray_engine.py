@@ -10,7 +10,7 @@ from ray.serve.llm import LLMConfig
 
 from loomserve.platform.disaggregation.engine.prefill_decode import PrefillDecodeLLM
 from loomserve.platform.engine.executor import executor_class
-from loomserve.platform.engine.footprint import layer_bytes
+from loomserve.platform.engine.footprint import constants
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.engine.load import LoadMeter
 from loomserve.platform.state.roles import Role
@@ -55,14 +55,15 @@ class MeteredEngine(VLLMEngine):  # type: ignore[misc]
         """Constant fields of a :class:`loomserve.platform.state.FootprintState`."""
         config = self.llm.vllm_config
         model, cache = config.model_config, config.cache_config
-        return {
-            "layers": model.get_total_num_hidden_layers(),
-            "layer_bytes": layer_bytes(path, model.dtype.itemsize),
-            "kv_heads": model.get_total_num_kv_heads(),
-            # A borrower's blocks are numbered beyond its own memory.
-            "block_bytes": (kv_bytes + borrowed_bytes) // max(1, cache.num_gpu_blocks or 0),
-            "block_tokens": cache.block_size,
-        }
+        return constants(
+            path,
+            layers=model.get_total_num_hidden_layers(),
+            item_bytes=model.dtype.itemsize,
+            kv_heads=model.get_total_num_kv_heads(),
+            kv_bytes=kv_bytes + borrowed_bytes,
+            blocks=cache.num_gpu_blocks or 0,
+            block_tokens=cache.block_size,
+        )
 
     def routing_stats(self, role: Role, *, draining: bool) -> RoutingStats:
         config = self.llm.vllm_config

@@ -182,7 +182,7 @@ class Gateway:
         if with_batches:
             sources.append(batch_source(registry, self._batches))
         return MetricsPage(
-            *(registry, self._routes, self._forwarder, sources, self._forwarder.pages),
+            *(registry, self._routes, self._forwarder, sources),
             own=own,
             own_sources=[
                 routing_source(self._metrics, self._forwarder.ledger),

@@ -38,10 +38,6 @@ Refresh = Callable[[], Awaitable[None]]
 """Brings a source's metrics up to date; they vanish while the source does not answer."""
 
 
-def _no_pages(model: str, replica_id: str) -> Sequence[str]:
-    return ()
-
-
 class MetricsPage:
     """Endpoint ``/metrics``: the gateway's registry, refreshed, merged with each replica's page.
 
@@ -55,7 +51,6 @@ class MetricsPage:
         routes: ModelRoutes,
         forwarder: Answering,
         sources: Sequence[Refresh],
-        pages: Callable[[str, str], Sequence[str]] = _no_pages,
         *,
         own: CollectorRegistry | None = None,
         own_sources: Sequence[Refresh] = (),
@@ -65,9 +60,8 @@ class MetricsPage:
         Args:
             registry: metrics of the platform, which each front end has alike.
             routes: the models and replicas.
-            forwarder: reads the replicas' pages.
+            forwarder: reads the replicas' pages, and has what the gateway itself knows of them.
             sources: have their metrics in ``registry``.
-            pages: what the gateway itself knows of a replica, by its model and id, as pages.
             own: metrics of what this front end does.
             own_sources: have their metrics in ``own``.
             others: the other front ends; None: there is none.
@@ -76,7 +70,6 @@ class MetricsPage:
         self._routes = routes
         self._forwarder = forwarder
         self._sources = sources
-        self._pages = pages
         self._own = own
         self._own_sources = own_sources
         self._others = others
@@ -115,7 +108,7 @@ class MetricsPage:
         """The labels of each page that the gateway has of replicas, what it counts, its gauges."""
         for route in self._routes:
             for replica in route.replicas:
-                for page in self._pages(route.name, replica.id):
+                for page in self._forwarder.pages(route.name, replica.id):
                     yield _labels(route.name, replica), *split_gauges(page)
 
     async def _scrape(self, labels: dict[str, str], address: str) -> Part:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterable
 
 from loomserve.platform.access import limits
-from loomserve.platform.access.shared_counts import Count, Counts, OnlyOne
+from loomserve.platform.access.shared_counts import Count, Counts, OnlyOne, of_key
 from loomserve.platform.config import ApiKey
 
 
@@ -66,18 +66,18 @@ class RequestMeter:
 
     def _of(self, key: ApiKey) -> limits.KeyUsage:
         usage = self._usage.get(key.name, limits.KeyUsage())
-        news = self._counts.news(_name(key), Count.REQUESTS)
+        news = self._counts.news(of_key(key.name), Count.REQUESTS)
         if news:
             usage = limits.admitted_elsewhere(key, usage, news, self._clock())
             self._usage[key.name] = usage
         return usage
 
     def _elsewhere(self, key: ApiKey) -> int:
-        return self._counts.running_elsewhere(_name(key)) if key.max_concurrent is not None else 0
+        return (
+            self._counts.running_elsewhere(of_key(key.name))
+            if key.max_concurrent is not None
+            else 0
+        )
 
     def _count(self, key: ApiKey, count: Count, more: int) -> None:
-        self._counts.add(_name(key), count, more)
-
-
-def _name(key: ApiKey) -> str:
-    return f"key {key.name}"
+        self._counts.add(of_key(key.name), count, more)

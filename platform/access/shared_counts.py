@@ -108,6 +108,11 @@ class OnlyOne:
         pass
 
 
+def of_key(name: str) -> str:
+    """The name under which an API key's requests and tokens are counted."""
+    return f"key {name}"
+
+
 class NoPlaceError(Exception):
     """As many front ends run as there may be."""
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from loomserve.platform.access.metrics import KeyMetrics
-from loomserve.platform.access.shared_counts import Count, Counts, OnlyOne
+from loomserve.platform.access.shared_counts import Count, Counts, OnlyOne, of_key
 from loomserve.platform.access.token_limits import (
     TokenUsage,
     charge_tokens,
@@ -81,7 +81,7 @@ class TokenMeter:
     def charge(self, key: ApiKey, prompt: int, completion: int) -> None:
         """Count the tokens of a request that ended."""
         self._metrics.used(key.name, prompt, completion)
-        self._counts.add(_name(key), Count.TOKENS, prompt + completion)
+        self._counts.add(of_key(key.name), Count.TOKENS, prompt + completion)
         self._charge(key, self._of(key), prompt + completion)
 
     def look(self, keys: Iterable[ApiKey]) -> None:
@@ -125,7 +125,7 @@ class TokenMeter:
 
     def _of(self, key: ApiKey) -> TokenUsage:
         usage = self._usage.get(key.name, TokenUsage())
-        news = self._counts.news(_name(key), Count.TOKENS)
+        news = self._counts.news(of_key(key.name), Count.TOKENS)
         return self._charge(key, usage, news) if news else usage
 
     def _charge(self, key: ApiKey, usage: TokenUsage, tokens: int) -> TokenUsage:
@@ -141,10 +141,6 @@ class TokenMeter:
             if usage.day == day:
                 tokens[name] = max(usage.of_day, tokens.get(name, 0))
         return json.dumps({"day": day, "tokens": tokens})
-
-
-def _name(key: ApiKey) -> str:
-    return f"key {key.name}"
 
 
 def _read(file: Path) -> dict[str, TokenUsage]:

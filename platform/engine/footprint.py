@@ -51,6 +51,30 @@ def own_bytes(process: psutil.Process) -> int:
     return total
 
 
+def constants(
+    path: str,
+    *,
+    layers: int,
+    item_bytes: int,
+    kv_heads: int,
+    kv_bytes: int,
+    blocks: int,
+    block_tokens: int,
+) -> dict[str, int]:
+    """Fields of a :class:`FootprintState` that never change.
+
+    ``kv_bytes`` has what it may borrow in it: a borrower's blocks are numbered beyond its own
+    memory.
+    """
+    return {
+        "layers": layers,
+        "layer_bytes": layer_bytes(path, item_bytes),
+        "kv_heads": kv_heads,
+        "block_bytes": kv_bytes // max(1, blocks),
+        "block_tokens": block_tokens,
+    }
+
+
 def layer_bytes(path: str, itemsize: int) -> int:
     """Weights of one layer of the model in this folder; 0 where that cannot be told."""
     try:

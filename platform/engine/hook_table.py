@@ -55,6 +55,26 @@ class Hook:
         return self.target.partition(".")[0]
 
 
+_UTILITIES = (
+    "profile_async",
+    "reset_mm_cache_async",
+    "reset_prefix_cache_async",
+    "reset_encoder_cache_async",
+    "sleep_async",
+    "wake_up_async",
+    "is_sleeping_async",
+    "set_weight_version_async",
+    "get_weight_version_async",
+    "add_lora_async",
+    "remove_lora_async",
+    "list_loras_async",
+    "pin_lora_async",
+    "save_sharded_state_async",
+    "collective_rpc_async",
+)
+"""Calls of an engine's client that are made of one."""
+
+
 TABLE: tuple[Hook, ...] = (
     Hook(
         "vllm.v1.core.sched.scheduler:Scheduler",
@@ -563,23 +583,7 @@ TABLE: tuple[Hook, ...] = (
     ),
     Hook(
         "vllm.v1.engine.core_client:EngineCoreClient",
-        (
-            "profile_async",
-            "reset_mm_cache_async",
-            "reset_prefix_cache_async",
-            "reset_encoder_cache_async",
-            "sleep_async",
-            "wake_up_async",
-            "is_sleeping_async",
-            "set_weight_version_async",
-            "get_weight_version_async",
-            "add_lora_async",
-            "remove_lora_async",
-            "list_loras_async",
-            "pin_lora_async",
-            "save_sharded_state_async",
-            "collective_rpc_async",
-        ),
+        _UTILITIES,
         HookKind.SUBCLASS,
         "Utilities are asked of all engines of a model.",
         "platform/front_end/engine/utilities.py",
@@ -591,21 +595,7 @@ TABLE: tuple[Hook, ...] = (
             "pause_scheduler_async",
             "resume_scheduler_async",
             "is_scheduler_paused_async",
-            "profile_async",
-            "reset_mm_cache_async",
-            "reset_prefix_cache_async",
-            "reset_encoder_cache_async",
-            "sleep_async",
-            "wake_up_async",
-            "is_sleeping_async",
-            "set_weight_version_async",
-            "get_weight_version_async",
-            "add_lora_async",
-            "remove_lora_async",
-            "list_loras_async",
-            "pin_lora_async",
-            "save_sharded_state_async",
-            "collective_rpc_async",
+            *_UTILITIES,
         ),
         HookKind.READ,
         "Its utilities, which are all made of one method, are taken as they are.",

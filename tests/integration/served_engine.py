@@ -18,10 +18,11 @@ import zmq
 
 from loomserve.platform.config import Device
 from loomserve.platform.devices.claims import engine_environment
-from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY, EngineAddress
+from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.host import EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
 from loomserve.platform.engine.resumption.tokens import RESUMED
+from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 
 T = TypeVar("T")

@@ -18,8 +18,6 @@ What a front end sends before ``READY`` is not looked at.
 
 from __future__ import annotations
 
-from loomserve.platform.run.engine_address import EngineAddress as EngineAddress
-
 HELLO = b"HELLO"
 READY = b"READY"
 BEAT = b"BEAT"

@@ -17,7 +17,6 @@ from typing import Any
 import msgspec
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.engine.core.addresses import EngineAddress
 from loomserve.platform.engine.core.messages import (
     ERRORS,
     HEAD,
@@ -28,6 +27,7 @@ from loomserve.platform.engine.core.messages import (
     EngineFacts,
     EngineStart,
 )
+from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.state import ReplicaLoad
 
 _CHILD = "loomserve.platform.engine.core.child"

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from loomserve.platform.engine.core.addresses import EngineAddress
+from loomserve.platform.run.engine_address import EngineAddress
 
 HEAD = struct.Struct("!I")
 """The length of a frame, in bytes, which stands before it."""

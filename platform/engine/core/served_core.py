@@ -20,7 +20,6 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from loomserve.platform.engine.core.addresses import EngineAddress
 from loomserve.platform.engine.core.cores import leave_device
 from loomserve.platform.engine.core.front_ends import FrontEnds
 from loomserve.platform.engine.core.messages import EngineFacts
@@ -29,6 +28,7 @@ from loomserve.platform.engine.core.output_sender import FrontEndLimits, OutputS
 from loomserve.platform.engine.core.request_receiver import RequestReceiver, input_router
 from loomserve.platform.engine.core.waking_queue import WakingQueue
 from loomserve.platform.engine.resumption.tokens import check_resumed
+from loomserve.platform.run.engine_address import EngineAddress
 
 _logger = logging.getLogger(__name__)
 

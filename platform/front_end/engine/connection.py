@@ -23,9 +23,9 @@ from loomserve.platform.engine.core.addresses import (
     HELLO,
     HELLO_PERIOD_S,
     READY,
-    EngineAddress,
 )
 from loomserve.platform.front_end.engine.peer_process import watch_peer
+from loomserve.platform.run.engine_address import EngineAddress
 
 _log = logging.getLogger(__name__)
 

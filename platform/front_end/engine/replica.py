@@ -10,7 +10,6 @@ from typing import Any, Protocol
 from vllm.v1.engine import EngineCoreReadyResponse, EngineCoreRequestType
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from loomserve.platform.engine.core.addresses import EngineAddress
 from loomserve.platform.front_end.engine.connection import EngineConnection
 from loomserve.platform.front_end.engine.open_requests import OpenRequest
 from loomserve.platform.front_end.policy.continuation import (
@@ -19,6 +18,7 @@ from loomserve.platform.front_end.policy.continuation import (
     ReplicaView,
     loss,
 )
+from loomserve.platform.run.engine_address import EngineAddress
 
 Clock = Callable[[], float]
 

@@ -48,6 +48,15 @@ def anyio_backend() -> str:
 class Engines:
     """The forwarder, for which one of two replicas answers."""
 
+    def __init__(self, own: CollectorRegistry | None = None) -> None:
+        """``own``: what it knows itself of the replica that answers."""
+        self._own = own
+
+    def pages(self, model: str, replica_id: str) -> list[str]:
+        if self._own is None or replica_id != "there":
+            return []
+        return [generate_latest(self._own).decode()]
+
     async def get(self, address: str, path: str, timeout_s: float) -> str:
         assert path == "/metrics"
         if address == "gone":
@@ -150,12 +159,8 @@ async def _front_end(
     Counter("tokens", "Of an engine.", registry=engine).inc(10 * number)
     Gauge("running", "In an engine.", registry=engine).set(5)
     routes: Any = [ROUTE]
-    engines: Any = Engines()
-
-    def pages(model: str, replica: str) -> list[str]:
-        return [generate_latest(engine).decode()] if replica == "there" else []
-
-    page = MetricsPage(platform, routes, engines, [], pages, own=own, others=others)
+    engines: Any = Engines(engine)
+    page = MetricsPage(platform, routes, engines, [], own=own, others=others)
     await others.listen(page.own)
     return page, others
 

@@ -2,8 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from loomserve.platform.engine.core.addresses import DEAD, EngineAddress
+from loomserve.platform.engine.core.addresses import DEAD
 from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds, Heard
+from loomserve.platform.run.engine_address import EngineAddress
 
 
 def test_an_index_is_given_once_and_leads_back_to_its_front_end() -> None:

@@ -14,9 +14,9 @@ import pytest
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.engine.core import host as host_module
-from loomserve.platform.engine.core.addresses import EngineAddress
 from loomserve.platform.engine.core.host import EngineEnded, EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
+from loomserve.platform.run.engine_address import EngineAddress
 
 
 @pytest.fixture(autouse=True)

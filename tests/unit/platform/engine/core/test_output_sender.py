@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import zmq
 
-from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY, EngineAddress
+from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds
 from loomserve.platform.engine.core.output_sender import OutputSender
 from loomserve.platform.engine.core.waking_queue import WakingQueue
+from loomserve.platform.run.engine_address import EngineAddress
 
 SILENCE_S = 1.0
 QUEUED = 8
