@@ -139,13 +139,22 @@ class OutputSender:
             self._send(identity, [BEAT, self._events.beat()])
 
     def _send(self, identity: bytes, frames: Sequence[Any]) -> None:
+        if self._sent(identity, frames):
+            return
+        # A send that may not wait does not look at what was taken meanwhile; this does.
+        self._socket.getsockopt(zmq.EVENTS)
+        if not self._sent(identity, frames):
+            self._let_go(identity)
+
+    def _sent(self, identity: bytes, frames: Sequence[Any]) -> bool:
+        """Whether the message could be queued; not if nobody reads there, or nobody is there."""
         try:
             self._socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as error:
-            # It does not read, or is not there.
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
-            self._let_go(identity)
+            return False
+        return True
 
     def _look_for_silence(self, now: float) -> None:
         for identity in self._front_ends.silent(now):

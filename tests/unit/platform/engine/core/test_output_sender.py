@@ -17,16 +17,18 @@ from loomserve.platform.engine.core.output_sender import OutputSender
 from loomserve.platform.engine.core.waking_queue import WakingQueue
 from loomserve.platform.run.engine_address import EngineAddress
 
+# Where silence is not what a test is about, a busy machine must not make a front end silent.
+LONG_S = 60.0
 SILENCE_S = 1.0
-QUEUED = 8
+QUEUED = 64
 
 
 class Engine:
     """What the sender tells, and a thread that runs it."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, silence_s: float) -> None:
         self.queue: WakingQueue[Any] = WakingQueue()
-        self.front_ends = FrontEnds(SILENCE_S)
+        self.front_ends = FrontEnds(silence_s)
         self.left: list[int] = []
         self.unwanted_outputs: list[Any] = []
         sender = OutputSender(self.queue, self.front_ends, self)
@@ -68,7 +70,7 @@ class Client:
         return self.receive()
 
     def receive(self) -> list[bytes]:
-        assert self.socket.poll(3000), "nothing came"
+        assert self.socket.poll(10_000), "nothing came"
         return self.socket.recv_multipart()
 
 
@@ -85,15 +87,15 @@ def context() -> Iterator[zmq.Context[Any]]:
 
 
 @pytest.fixture
-def engine(address: str) -> Iterator[Engine]:
-    engine = Engine(address)
+def engine(address: str, request: pytest.FixtureRequest) -> Iterator[Engine]:
+    engine = Engine(address, getattr(request, "param", LONG_S))
     yield engine
     engine.queue.put(DEAD)
     engine.thread.join(5)
     assert not engine.thread.is_alive()
 
 
-def until(condition: Any, within_s: float = 3.0) -> None:
+def until(condition: Any, within_s: float = 10.0) -> None:
     end = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < end
@@ -137,6 +139,7 @@ def test_an_output_does_not_wait_for_the_next_look_at_silence(
     assert sorted(took)[10] < 0.05
 
 
+@pytest.mark.parametrize("engine", [SILENCE_S], indirect=True)
 def test_who_is_silent_is_let_go_and_begins_anew(
     engine: Engine, context: zmq.Context[Any], address: str
 ) -> None:
@@ -167,7 +170,7 @@ def test_who_has_closed_its_socket_is_let_go_with_the_next_output(
         engine.queue.put((index, b"token"))
         return engine.left == [index]
 
-    until(left, within_s=SILENCE_S / 2)
+    until(left)
 
 
 def test_who_comes_back_under_its_identity_takes_over(
