@@ -79,7 +79,6 @@ def _controller_app(
 
 
 def _gateway_app(config: Config, internal_token: str, store: StoreOptions | None) -> Any:
-    environment = GATEWAY_ENVIRONMENT if config.server.shared_front_end else {}
     deployment = serve.deployment(
         Gateway,
         name=GATEWAY_DEPLOYMENT,
@@ -88,7 +87,7 @@ def _gateway_app(config: Config, internal_token: str, store: StoreOptions | None
         max_ongoing_requests=1_000_000,
         health_check_period_s=2,
         graceful_shutdown_timeout_s=config.server.drain_timeout_s + 15,
-        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": environment}},
+        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": GATEWAY_ENVIRONMENT}},
         logging_config=QUIET,
     )
     access = KvAccess(address=store.address) if store else None

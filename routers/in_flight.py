@@ -1,11 +1,10 @@
 """Ledger of a process: requests that it has open on each replica, its decisions, and prefixes.
 
-The gateway's requests go straight to the engines, past Ray Serve's channel, so Serve's queue
-lengths do not see them. The request router and the gateway share one process but not always one
-thread (Serve may run routers on an event loop of their own), so the ledger is locked.
+Requests go straight to the engines, past Ray Serve's channel, so Serve's queue lengths do not see
+them. Any thread may use the ledger.
 
 A request is booked *when it is routed*, by the router, not when the gateway has the answer: of a
-burst of requests every one sees those before it. The gateway ends what it began; see
+burst of requests every one sees those before it. Who sends it ends the booking; see
 :class:`~loomserve.routers.ticket.RoutingTicket`.
 """
 

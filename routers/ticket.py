@@ -25,12 +25,7 @@ class RoutingTicket:
     chooses, and leaving the ``with`` block ends the booking, whether or not there was one::
 
         with RoutingTicket(ledger, prompt_tokens=100) as ticket:
-            async with handle.choose_replica(ticket, _reserve=False) as selection:
-                ...
-
-    The sender and the router share one process, and the router gets this very object. It brings the
-    ledger along, because Serve (2.60) pickles a router's module by value: a ledger that were a
-    global there would be a copy, and the sender's another.
+            decision = chooser.decide(reports, ticket)
     """
 
     ledger: InFlight

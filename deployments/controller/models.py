@@ -232,7 +232,6 @@ class ModelLifecycle:
                 model, self._config.kvstore if kv_transfer_config is not None else None
             ),
             lending=lending_options(model, self._lenders_for(model)),
-            shared_front_end=self._config.server.shared_front_end,
         )
 
     def _kv_transfer_config(self, model: Model) -> dict[str, Any] | None:

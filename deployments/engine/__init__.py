@@ -1,1 +1,1 @@
-"""Replicas: one vLLM engine each, behind Ray Serve LLM's classes."""
+"""Replicas: each starts, watches and ends the process of one vLLM engine."""

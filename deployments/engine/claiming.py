@@ -1,4 +1,4 @@
-"""What all replicas of models do alike, whoever has their engine's front end."""
+"""Which devices a replica's engine runs on."""
 
 from __future__ import annotations
 

@@ -26,14 +26,13 @@ def deploy_model(spec: EngineSpec, replicas: int, base: str) -> str | None:
     Returns:
         None, or what is wrong with the model in one sentence.
     """
-    from loomserve.deployments.engine.app import build_engine_app, build_model_app, run_model
+    from loomserve.deployments.engine.app import build_model_app, run_model
     from loomserve.platform.engine import options
 
     try:
         options.check(spec.model.name, spec.model.engine)
         resolved = _resolved(spec, Path(base))
-        build = build_engine_app if resolved.shared_front_end else build_model_app
-        run_model(resolved, build(resolved, replicas))
+        run_model(resolved, build_model_app(resolved, replicas))
     except LoomserveError as error:
         return str(error)
     return None

@@ -1,4 +1,4 @@
-"""A replica of a model whose front end is in the gateways: one engine's process, and its care.
+"""A replica of a model: one engine's process, and its care. Its front ends are in the gateways.
 
 The engine only computes. The replica starts it, tells what it is and how loaded, keeps its loans,
 and ends it. It imports no vLLM.
@@ -54,7 +54,7 @@ _STOP_TIMEOUT_S = 5.0
 
 
 class EngineReplica:
-    """Serve's deployment class of a model in the platform with a shared front end."""
+    """Serve's deployment class of a model."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, spec: dict[str, Any], engine_options: dict[str, Any], front_end: dict[str, Any]
@@ -115,7 +115,7 @@ class EngineReplica:
         app = Starlette(
             routes=[
                 Route(LOAD_PATH, self._show_load),
-                Route("/metrics", _metrics),
+                Route("/metrics", self._show_metrics),
                 *self._loans.routes,
             ]
         )
@@ -141,14 +141,6 @@ class EngineReplica:
             on_cpu=claim.device.kind == "cpu",
         )
 
-    async def record_replica_metadata(self) -> dict[str, Any]:
-        """Serve's hook: constant facts."""
-        return {"address": self._address, "device": self._claim.device.name}
-
-    async def record_routing_stats(self) -> dict[str, Any]:
-        """Serve's hook; gateways ask for the load themselves."""
-        return self._stats().model_dump(mode="json")
-
     async def check_health(self) -> None:
         """Serve's hook: it starts another replica in the place of one that fails here."""
         if not self._engine.alive:
@@ -159,6 +151,10 @@ class EngineReplica:
     async def _show_load(self, request: Request) -> Response:
         await self._read_load()
         return Response(self._stats().model_dump_json(), media_type="application/json")
+
+    async def _show_metrics(self, request: Request) -> Response:
+        page = await self._engine.metrics(_STATS_TIMEOUT_S) + generate_latest().decode()
+        return PlainTextResponse(page)
 
     async def _read_load(self) -> None:
         self._load = await self._engine.stats(_STATS_TIMEOUT_S)
@@ -223,7 +219,3 @@ class EngineReplica:
 
 def _open_requests(load: ReplicaLoad) -> int:
     return load.running + load.waiting
-
-
-async def _metrics(request: Request) -> Response:
-    return PlainTextResponse(generate_latest().decode())

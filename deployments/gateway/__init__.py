@@ -1,1 +1,1 @@
-"""Gateways: endpoints for clients and the batch lane, forwarded to engine replicas."""
+"""Gateways: endpoints for clients and the batch lane, and the front ends of all models."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import aiohttp
-from ray.serve.handle import DeploymentHandle
 from starlette.types import Message, Receive, Send
 
 from loomserve.platform.fleet.messages import ModelRoute
@@ -69,9 +68,7 @@ class Answering(Protocol):
             TimeoutError: it has not answered in time.
         """
 
-    async def forward(
-        self, request: ForwardRequest, handle: DeploymentHandle, receive: Receive, send: Send
-    ) -> None:
+    async def forward(self, request: ForwardRequest, receive: Receive, send: Send) -> None:
         """Answer the request, or stop as soon as the client is gone.
 
         Raises:
@@ -79,7 +76,7 @@ class Answering(Protocol):
         """
 
     async def collect(
-        self, request: ForwardRequest, handle: DeploymentHandle, receive: Receive = never_gone
+        self, request: ForwardRequest, receive: Receive = never_gone
     ) -> tuple[int, bytes]:
         """The status and body of the answer to a request of the platform's own.
 
@@ -88,6 +85,9 @@ class Answering(Protocol):
 
     def set_models(self, routes: Collection[ModelRoute]) -> None:
         """Set which models and replicas there are; ``routes`` has all models."""
+
+    def is_set_up(self, model: str) -> bool:
+        """Whether requests of the model do not wait for its front end."""
 
     def pages(self, model: str, replica_id: str) -> Sequence[str]:
         """Metrics of a replica that this process has, each page as text."""

@@ -135,7 +135,6 @@ class ClientEndpoint:
         receive: Receive,
         answer: _WatchedAnswer,
     ) -> None:
-        handle = self._routes.handle(route.name)
         key: ApiKey | None = state.get("api_key")
         slo_ms: float | None = state.get("slo_ms")
         deadline = predicted = expected = None
@@ -153,7 +152,7 @@ class ClientEndpoint:
             received=state["body"],
             refuse_after=deadline if key is not None and key.refuse_late else None,
         )
-        await self._forwarder.forward(forwarded, handle, receive, answer.send)
+        await self._forwarder.forward(forwarded, receive, answer.send)
         if predicted and answer.length and (tokens := answer.length.tokens):
             self._lengths.ended(route.name, predicted, tokens, key.name if key else "")
 

@@ -1,7 +1,7 @@
 """The front ends of all models, in the gateway's own process; importing this imports vLLM.
 
-In the place of :class:`~loomserve.deployments.gateway.forward.Forwarder`: vLLM's serving layer runs
-here, once for all replicas of a model, so that a request goes on when its engine ends.
+vLLM's serving layer runs here, once for all replicas of a model, so that a request goes on when its
+engine ends.
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ from typing import Any
 
 import aiohttp
 from prometheus_client import CollectorRegistry
-from ray.serve.handle import DeploymentHandle
 from starlette.types import Receive, Send
 
 from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
 from loomserve.deployments.gateway.front_end_answer import answer
+from loomserve.deployments.gateway.internal_client import InternalClient
 from loomserve.deployments.gateway.model_front_end import ModelFrontEnd
-from loomserve.deployments.gateway.relay import Relay
 from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.engine.hooks import verify
@@ -59,16 +58,16 @@ class ModelFrontEnds:
         self._idle_timeout_s = idle_timeout_s
         # An engine that hangs is left before its clients' answers are given up.
         self._bounds = ContinuationBounds(hang_s=min(ContinuationBounds.hang_s, idle_timeout_s / 2))
-        self._relay = Relay(internal_token, metrics, idle_timeout_s=idle_timeout_s)
+        self._client = InternalClient(internal_token)
         self._models: dict[str, ModelFrontEnd] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
     @property
     def session(self) -> aiohttp.ClientSession:
-        return self._relay.session
+        return self._client.session
 
     async def get(self, address: str, path: str, timeout_s: float) -> str:
-        return await self._relay.get(address, path, timeout_s)
+        return await self._client.get(address, path, timeout_s)
 
     def set_models(self, routes: Collection[ModelRoute]) -> None:
         """Set which models and replicas there are; ``routes`` has all models."""
@@ -85,15 +84,17 @@ class ModelFrontEnds:
                 )
             self._models[name].apply(route)
 
+    def is_set_up(self, model: str) -> bool:
+        """Whether requests of the model do not wait for its front end."""
+        return model in self._models and self._models[model].is_set_up
+
     def pages(self, model: str, replica_id: str) -> list[str]:
         """vLLM's metrics of a replica, as text."""
         front_end = self._models.get(model)
         page = front_end.page(replica_id) if front_end is not None else None
         return [] if page is None else [page]
 
-    async def forward(
-        self, request: ForwardRequest, handle: DeploymentHandle, receive: Receive, send: Send
-    ) -> None:
+    async def forward(self, request: ForwardRequest, receive: Receive, send: Send) -> None:
         """Answer the request, or stop as soon as the client is gone.
 
         Raises:
@@ -123,16 +124,16 @@ class ModelFrontEnds:
             context.goes_on()
 
     async def collect(
-        self, request: ForwardRequest, handle: DeploymentHandle, receive: Receive = never_gone
+        self, request: ForwardRequest, receive: Receive = never_gone
     ) -> tuple[int, bytes]:
         collected = CollectedAnswer()
-        await self.forward(request, handle, receive, collected.send)
+        await self.forward(request, receive, collected.send)
         return collected.status, bytes(collected.body)
 
     async def close(self) -> None:
         self.set_models(())
         await asyncio.gather(*self._closing)
-        await self._relay.close()
+        await self._client.close()
 
     def _do(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(_logged(work))

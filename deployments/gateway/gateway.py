@@ -1,7 +1,8 @@
 """The gateway: the platform's HTTP server and multi-model ingress.
 
-It listens on the server's address itself. A request crosses two processes, this one and the
-engine's; docs/performance.md says why no proxy stands before it.
+It listens on the server's address itself, and has vLLM's front ends of all models. A request
+crosses two processes, this one and the engine's; docs/performance.md says why no proxy stands
+before it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,6 @@ from loomserve.deployments.batch.proxy import BATCHES, FILES, BatchProxy
 from loomserve.deployments.gateway.admin import build_admin_api
 from loomserve.deployments.gateway.answering import Answering, ForwardRequest
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
-from loomserve.deployments.gateway.forward import Forwarder
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.deployments.gateway.metrics_page import (
     MetricsPage,
@@ -78,12 +78,7 @@ _NO_VERSION = -1
 
 
 class Gateway:
-    """Serve deployment that listens for HTTP and has engines, store and batch lane answer.
-
-    It is not a subclass of Ray Serve LLM's ``OpenAiIngress``, of which only the list of models
-    would be left once bytes are forwarded; importing that class costs 10 s and 500 MB, for it
-    imports vLLM.
-    """
+    """Serve deployment that listens for HTTP and has engines, store and batch lane answer."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self,
@@ -109,6 +104,7 @@ class Gateway:
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
         options = Batch.model_validate(batch) if batch else None
         self._routes = ModelRoutes(
+            self._forwarder.is_set_up,
             [one.name for one in options.offline_models] if options else (),
             with_keys=self._server.asks_for_keys,
         )
@@ -292,7 +288,6 @@ class Gateway:
             request = request.isolated(tenant)
         return await self._forwarder.collect(
             ForwardRequest(route.name, request, request_id=uuid.uuid4().hex),
-            self._routes.handle(route.name),
             receive,
         )
 
@@ -304,15 +299,14 @@ async def _health(request: Request) -> Response:
 async def _answering(
     server: Server, internal_token: str, metrics: GatewayMetrics, registry: CollectorRegistry
 ) -> Answering:
-    idle_timeout_s = server.stream_idle_timeout_s
-    if not server.shared_front_end:
-        return Forwarder(internal_token, metrics, idle_timeout_s=idle_timeout_s)
     front_ends = await asyncio.to_thread(_import_front_ends)
-    return front_ends(internal_token, metrics, registry, idle_timeout_s=idle_timeout_s)
+    return front_ends(
+        internal_token, metrics, registry, idle_timeout_s=server.stream_idle_timeout_s
+    )
 
 
 def _import_front_ends() -> type[ModelFrontEnds]:
-    """Import vLLM, which takes seconds and memory that a gateway without front ends saves."""
+    """Import vLLM, which takes seconds, and which whoever only binds this class does not need."""
     from loomserve.deployments.gateway.front_ends import ModelFrontEnds
 
     return ModelFrontEnds

@@ -55,9 +55,7 @@ class LineEndpoint:
             key = self._keys.named(line.owner)
             request = self._request(line, key)
             async with asyncio.timeout(line.timeout_s):
-                status, body = await self._forwarder.collect(
-                    request, self._routes.handle(request.model)
-                )
+                status, body = await self._forwarder.collect(request)
         except RequestError as error:
             return _refused(error)
         except TimeoutError:

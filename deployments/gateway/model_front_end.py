@@ -78,9 +78,7 @@ class ModelFrontEnd:
     def apply(self, route: ModelRoute) -> None:
         """Take over which replicas there are, and which are drained."""
         self._route = route
-        self._loads.set_replicas(
-            {each.id: each.address for each in route.replicas if each.engine is not None}
-        )
+        self._loads.set_replicas({each.id: each.address for each in route.replicas})
         if self._set_up.done():
             self._connect()
 
@@ -94,6 +92,11 @@ class ModelFrontEnd:
             names = {engine_path(path): path for path in FORWARDED}
             self._app = MissingEndpoints(await self._serving.server(), names)
         await self._app(scope, receive, send)
+
+    @property
+    def is_set_up(self) -> bool:
+        """Whether it takes requests."""
+        return self._set_up.done()
 
     @property
     def failed(self) -> bool:
@@ -141,7 +144,7 @@ class ModelFrontEnd:
             ) from None
 
     def _connect(self) -> None:
-        engines = {each.id: each.engine for each in self._route.replicas if each.engine is not None}
+        engines = {each.id: each.engine for each in self._route.replicas}
         draining = {each.id for each in self._route.replicas if each.draining}
         for replica_id in self._draining.keys() - draining:
             # One that is to take requests again is connected anew.

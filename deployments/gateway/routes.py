@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from ray import serve
-from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from loomserve.platform.access.key_models import check_model, may_use
 from loomserve.platform.base.errors import BadRequest, Unavailable, UnknownModel
 from loomserve.platform.config import ApiKey
-from loomserve.platform.fleet.messages import ENGINE_DEPLOYMENT, ModelRoute
+from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.fleet.registry import unknown_model_message
 from loomserve.platform.state import ModelStatus
 
@@ -21,21 +19,28 @@ _SERVING = frozenset({ModelStatus.READY, ModelStatus.DEGRADED})
 
 
 class ModelRoutes:
-    """Routing table of the gateway: each model's route and Serve handle; and its endpoints.
+    """Routing table of the gateway: each model's route; and its endpoints.
 
     A client learns the names of those models only that its key may use.
     """
 
-    def __init__(self, batch_only: Collection[str] = (), *, with_keys: bool = False) -> None:
+    def __init__(
+        self,
+        is_set_up: Callable[[str], bool],
+        batch_only: Collection[str] = (),
+        *,
+        with_keys: bool = False,
+    ) -> None:
         """
         Args:
+            is_set_up: whether this gateway has a model's front end.
             batch_only: models that no gateway serves, only the batch lane.
             with_keys: who has no API key may use no model.
         """
+        self._is_set_up = is_set_up
         self._batch_only = batch_only
         self._with_keys = with_keys
         self._routes: dict[str, ModelRoute] = {}
-        self._handles: dict[str, DeploymentHandle] = {}
 
     def __iter__(self) -> Iterator[ModelRoute]:
         return iter(self._routes.values())
@@ -43,15 +48,6 @@ class ModelRoutes:
     def apply(self, routes: Collection[ModelRoute]) -> None:
         """Replace the table; ``routes`` has all models."""
         self._routes = {route.name: route for route in routes}
-        self._handles = {
-            route.name: self._handles.get(route.name) or _handle(route)
-            for route in routes
-            if route.replicas
-        }
-
-    def handle(self, model: str) -> DeploymentHandle:
-        """Serve's handle of a model that :meth:`find` returned."""
-        return self._handles[model]
 
     def find(self, model: object, key: ApiKey | None) -> ModelRoute:
         """The route of the model that a request with this key names.
@@ -108,7 +104,9 @@ class ModelRoutes:
         return JSONResponse(_card(self._known(request.path_params["model"], _key(request))))
 
     async def ready(self, request: Request) -> Response:
-        ready = bool(self._routes) and all(route.status in _SERVING for route in self)
+        ready = bool(self._routes) and all(
+            route.status in _SERVING and self._is_set_up(route.name) for route in self
+        )
         key = _key(request)
         shown = self._names(key) if key is not None or not self._with_keys else ()
         return JSONResponse(
@@ -124,10 +122,6 @@ class ModelRoutes:
 def _key(request: Request) -> ApiKey | None:
     key: ApiKey | None = request.scope["state"].get("api_key")
     return key
-
-
-def _handle(route: ModelRoute) -> DeploymentHandle:
-    return serve.get_deployment_handle(ENGINE_DEPLOYMENT, route.app)
 
 
 def _card(route: ModelRoute) -> dict[str, Any]:

@@ -106,20 +106,13 @@ class Server(Section):
     drain_timeout_s: float = Field(
         60.0, gt=0, description="How long unload, drain and stop wait for running requests."
     )
-    shared_front_end: bool = Field(
-        False,
-        description="Experimental: the gateway's own process has vLLM's front ends, which all "
-        "replicas of a model share, so that requests go on when one of its engines ends or is "
-        "drained.",
-    )
     front_ends: int = Field(
         1,
         ge=1,
         le=16,
         description="Processes that take requests at this address, each with the front ends of all "
-        "models; more than one only with shared_front_end. Each takes some 1 GB and a core where "
-        "there are many streams. Limits hold over all of them; of max_body_total each has its "
-        "share.",
+        "models. Each takes some 1 GB, and a core where there are many streams. Limits hold over "
+        "all of them; of max_body_total each has its share.",
     )
 
     @field_validator("media_hosts")
@@ -145,16 +138,6 @@ class Server(Section):
             "key create); or set allow_unauthenticated: true",
             "host",
         )
-
-    @model_validator(mode="after")
-    def _several_share(self) -> Server:
-        if self.front_ends > 1 and not self.shared_front_end:
-            raise FieldError(
-                f"{self.front_ends} processes take requests only where the gateway has the front "
-                "ends: set server.shared_front_end: true, or leave this out",
-                "front_ends",
-            )
-        return self
 
     @model_validator(mode="after")
     def _one_body_fits(self) -> Server:

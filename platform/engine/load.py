@@ -1,4 +1,4 @@
-"""An engine's own measurement of its load, taken from vLLM's statistics after every step."""
+"""An engine's own measurement of its load, taken in after every step."""
 
 from __future__ import annotations
 
@@ -6,11 +6,6 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from vllm.config import VllmConfig
-from vllm.v1.metrics.loggers import StatLoggerBase
-from vllm.v1.metrics.stats import IterationStats, MultiModalCacheStats, SchedulerStats
-
-from loomserve.kvstore.engine.scheduling_stats import SCHEDULING
 from loomserve.platform.costs.engine_work import EngineWork
 from loomserve.platform.engine.turnaround import Turnaround
 from loomserve.platform.state import Pace, ReplicaLoad, SchedulingState, WorkState
@@ -56,7 +51,7 @@ class ServedRequest(NamedTuple):
 
 
 class LoadMeter:
-    """The latest load of one engine; ``read`` may be called at any time, from the same loop."""
+    """The latest load of one engine; ``read`` may be called at any time, by the same thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -129,10 +124,6 @@ class LoadMeter:
             measured_at=self._clock(),
         )
 
-    def stat_logger(self, vllm_config: VllmConfig, engine_index: int = 0) -> StatLoggerBase:
-        """The factory that vLLM calls once for each engine core."""
-        return _LoadLogger(self, vllm_config, engine_index)
-
 
 class _Means:
     """Moving means of requests that have ended; their ratios weigh long ones as they count."""
@@ -155,48 +146,3 @@ class _Means:
             output_token_s=means["decode_s"] / means["decoded"],
             request_s=means["request_s"],
         )
-
-
-class _LoadLogger(StatLoggerBase):  # type: ignore[misc]
-    def __init__(self, meter: LoadMeter, vllm_config: VllmConfig, engine_index: int) -> None:
-        self._meter = meter
-
-    def record(
-        self,
-        scheduler_stats: SchedulerStats | None,
-        iteration_stats: IterationStats | None,
-        mm_cache_stats: MultiModalCacheStats | None = None,
-        engine_idx: int = 0,
-    ) -> None:
-        tokens = None
-        if iteration_stats is not None:
-            for request in iteration_stats.finished_requests:
-                self._meter.finished(
-                    ServedRequest(
-                        prompt_tokens=request.num_prompt_tokens,
-                        cached_tokens=request.num_cached_tokens,
-                        generated=request.num_generation_tokens,
-                        prefill_s=request.prefill_time,
-                        decode_s=request.decode_time,
-                        inference_s=request.inference_time,
-                    )
-                )
-            tokens = StepTokens(
-                generated=iteration_stats.num_generation_tokens,
-                computed=iteration_stats.prompt_token_stats.computed,
-                first_token_s=max(iteration_stats.time_to_first_tokens_iter, default=0.0),
-            )
-        if scheduler_stats is not None:
-            self._meter.step(
-                scheduler_stats.num_running_reqs,
-                scheduler_stats.num_waiting_reqs,
-                scheduler_stats.kv_cache_usage,
-                time.monotonic(),
-                tokens,
-            )
-            figures = (scheduler_stats.kv_connector_stats or {}).get(SCHEDULING)
-            if figures is not None:
-                self._meter.scheduled(figures)
-
-    def log_engine_initialized(self) -> None:
-        pass

@@ -1,4 +1,4 @@
-"""How long requests take and wait, as an engine's front end sees it: pure, seconds of one clock.
+"""How long requests take and wait, by an engine's outputs: pure, seconds of one clock.
 
 vLLM's EngineCore tells when a request was scheduled or preempted only with that request's next
 output. So who waits now is concluded: as long as the engine says that some do, it is those that had

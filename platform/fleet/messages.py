@@ -32,8 +32,6 @@ CONTROLLER_DEPLOYMENT = "Controller"
 ENGINE_DEPLOYMENT = "Engine"
 BATCH_DEPLOYMENT = "BatchLane"
 
-# Where decode replicas have prompts computed, on a prefill replica's own socket.
-PREFILL_PATH = "/loomserve/prefill"
 # Where borrowers open and end loans, on a lender replica's own socket.
 LOANS_PATH = "/loomserve/loans"
 # Where gateways ask for a replica's load, on its own socket.
@@ -71,9 +69,6 @@ class EngineSpec(_Message):
     )
     scheduling: SchedulerOptions
     lending: LendingOptions | None = Field(description="None: it neither lends nor borrows.")
-    shared_front_end: bool = Field(
-        False, description="Gateways have the engine's front end; else its replica has."
-    )
 
 
 class FrontEndSpec(_Message):
@@ -102,10 +97,8 @@ class Heartbeat(_Message):
     borrowing: BorrowingState | None = None
     lent: tuple[LentState, ...] = ()
     footprint: FootprintState | None = Field(None, description="None until it is measured.")
-    engine: EngineAddress | None = Field(
-        None, description="None: the replica has the engine's front end."
-    )
-    front_end: FrontEndSpec | None = Field(None, description="As with engine.")
+    engine: EngineAddress
+    front_end: FrontEndSpec
 
     @property
     def loans(self) -> tuple[LoanState, ...]:
@@ -203,19 +196,14 @@ class ReplicaRoute(_Message):
     id: str
     device: str
     address: str
-    engine: EngineAddress | None = Field(
-        None, description="None: the replica has the engine's front end."
-    )
-    draining: bool = Field(
-        False, description="True: its requests go on elsewhere. Only with an engine."
-    )
+    engine: EngineAddress
+    draining: bool = Field(False, description="True: its requests go on elsewhere.")
 
 
 class ModelRoute(_Message):
     """A model and its replicas, for gateways."""
 
     name: str
-    app: str
     status: ModelStatus
     policy: str
     max_concurrent_requests: int
@@ -223,9 +211,7 @@ class ModelRoute(_Message):
     kvstore: bool = Field(description="Whether its blocks go to the KV store, if there is one.")
     predictor: str | None = Field(None, description="What predicts its answers' lengths, if any.")
     router: Router = Field(default_factory=Router)
-    front_end: FrontEndSpec | None = Field(
-        None, description="None: the replicas have front ends, or none has reported."
-    )
+    front_end: FrontEndSpec | None = Field(None, description="None: no replica has reported.")
     replicas: tuple[ReplicaRoute, ...]
 
 

@@ -12,7 +12,6 @@ from loomserve.platform.fleet.messages import (
     ModelRoute,
     ReplicaRoute,
     ServedEngines,
-    model_app,
 )
 from loomserve.platform.fleet.registry import ModelRecord, Registry, ReplicaRecord
 from loomserve.platform.state import DeviceState, ModelState, ModelStatus, ReplicaState
@@ -34,7 +33,6 @@ class FleetViews:
         reachable = self.registry.reachable(model.name, now)
         return ModelRoute(
             name=model.name,
-            app=model_app(model.name),
             status=self._status(record, now)[0],
             policy=model.router.policy,
             max_concurrent_requests=model.max_concurrent_requests,
@@ -131,12 +129,10 @@ class FleetViews:
 
 
 def _replica_route(replica: ReplicaRecord) -> ReplicaRoute:
-    engine = replica.heartbeat.engine
     return ReplicaRoute(
         id=replica.id,
         device=replica.device,
         address=replica.heartbeat.address,
-        engine=engine,
-        # Who forwards to replicas learns it from their reports.
-        draining=engine is not None and replica.stops,
+        engine=replica.heartbeat.engine,
+        draining=replica.stops,
     )

@@ -123,10 +123,6 @@ class GatewayMetrics:
         """Count a client that left before its answer was complete."""
         self._model(model).client_disconnects.inc()
 
-    def engine_failed(self, model: str) -> None:
-        """Count an engine that could not be reached, or died while it worked on a request."""
-        self._model(model).engine_failures.inc()
-
     def length_predicted(self, model: str, outcome: str) -> None:
         """Count a prediction by its outcome: ``made``, too ``late``, or ``failed``."""
         self._model(model).length_predictions[outcome].inc()
@@ -195,10 +191,6 @@ class _ModelFamilies:
         self.client_disconnects = make.counter(
             "loomserve_client_disconnects", "Clients that left before their answer was complete."
         )
-        self.engine_failures = make.counter(
-            "loomserve_engine_failures",
-            "Attempts whose engine could not be reached or died while it worked on them.",
-        )
         self._add_deadlines_and_lengths(make)
 
     def _add_deadlines_and_lengths(self, make: _PerModel) -> None:
@@ -242,7 +234,6 @@ class _ModelMetrics:
         self.time_per_output_token = families.time_per_output_token.labels(model)
         self.queue = families.queue.labels(model)
         self.client_disconnects = families.client_disconnects.labels(model)
-        self.engine_failures = families.engine_failures.labels(model)
         self.slo_deadline = families.slo_deadline.labels(model)
         self.slo_met = {
             True: families.slo_met.labels(model, "true"),

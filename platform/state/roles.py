@@ -17,10 +17,6 @@ class Role(StrEnum):
     DECODE = "decode"  # generates answers to prompts that prefill replicas computed
 
 
-class PrefillAwayError(Exception):
-    """No prefill replica computed the prompt; the message says why."""
-
-
 def configured_role(model: Model, device: str) -> Role:
     """The role that a replica of ``model`` on ``device`` starts with.
 

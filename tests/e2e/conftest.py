@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import openai
@@ -55,13 +56,14 @@ class Platform:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry the labels."""
+        return sum(self.samples(name, **labels))
+
+    def samples(self, name: str, **labels: str) -> list[float]:
         with self.admin() as admin:
             page = admin.get("/metrics").raise_for_status().text
         wanted = [f'{label}="{value}"' for label, value in labels.items()]
         lines = [line for line in page.splitlines() if line.split("{")[0].split(" ")[0] == name]
-        return sum(
-            float(line.rsplit(" ", 1)[1]) for line in lines if all(w in line for w in wanted)
-        )
+        return [float(line.rsplit(" ", 1)[1]) for line in lines if all(w in line for w in wanted)]
 
 
 def free_port() -> int:
@@ -88,8 +90,9 @@ COLD_MODEL = {
 }
 
 
-def write_config(path: Path, port: int, hashes: tuple[str, ...]) -> None:
-    config = {
+def platform_config(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
+    """The shared platform's; others take what they need of it."""
+    return {
         "devices": [
             {"name": "core0", "kind": "cpu", "cores": [0]},
             {"name": "core1", "kind": "cpu", "cores": [min(1, (os.cpu_count() or 1) - 1)]},
@@ -142,6 +145,9 @@ def write_config(path: Path, port: int, hashes: tuple[str, ...]) -> None:
             ],
         },
     }
+
+
+def write_files(path: Path, config: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     replace_private(path.parent / "keys.yaml", "api_keys: []")
 
@@ -158,7 +164,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with started(tmp_path_factory.mktemp("platform"), write_config) as running:
+    with started(tmp_path_factory.mktemp("platform"), platform_config) as running:
         yield running
 
 
@@ -172,12 +178,12 @@ def lives(process: psutil.Process) -> bool:
 
 @contextmanager
 def started(
-    folder: Path, write: Callable[[Path, int, tuple[str, ...]], None]
+    folder: Path, configured: Callable[[int, tuple[str, ...]], dict[str, Any]]
 ) -> Iterator[Platform]:
-    """A platform of its own, ready; ``write`` writes its configuration for a port and keys."""
+    """A platform of its own, ready; ``configured`` gives its configuration for a port and keys."""
     keys = [new_key() for _ in range(4)]
     port = free_port()
-    write(folder / "config.yaml", port, tuple(digest for _, digest in keys))
+    write_files(folder / "config.yaml", configured(port, tuple(digest for _, digest in keys)))
     log = folder / "serve.log"
     command = [str(Path(sys.executable).parent / "loomserve"), "serve", str(folder / "config.yaml")]
     with log.open("wb") as out:

@@ -50,6 +50,17 @@ def test_the_state_names_devices_models_replicas_loads_and_versions(platform: Pl
     assert state["versions"]["vllm"].startswith("0.29")
 
 
+def test_metrics_have_each_replica_once(platform: Platform) -> None:
+    for model in (HOT, COLD):
+        ask(platform, model)
+        for replica in model_state(platform, model)["replicas"]:
+            labels = {"model": model, "replica": replica["id"], "device": replica["device"]}
+            assert platform.metric("loomserve_scrape_up", **labels) == 1
+            assert len(platform.samples("vllm:num_requests_running", **labels)) == 1
+        assert platform.metric("vllm:generation_tokens_total", model=model) > 0
+        assert platform.metric("loomserve_route_decisions_total", model=model) > 0
+
+
 def test_the_admin_api_documents_itself(platform: Platform) -> None:
     with platform.admin() as admin:
         paths = admin.get("/admin/v1/openapi.json").json()["paths"]
@@ -90,9 +101,11 @@ def test_a_drained_replica_gets_nothing_new_until_it_is_undrained(platform: Plat
     with platform.admin() as admin:
         admin.put(path, json={"draining": False}).raise_for_status()
     time.sleep(5)
+    # Gateways have connected anew, and count from nothing.
+    again = served(drained)
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda _: ask(platform, HOT, tokens=32), range(8)))
-    assert served(drained) > before[0]
+    assert served(drained) > again
 
 
 def test_bad_admin_requests_say_what_to_do(platform: Platform) -> None:

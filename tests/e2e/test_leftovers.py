@@ -82,7 +82,7 @@ def ready(port: int) -> Callable[[psutil.Process], bool]:
 
 
 def engine_of(process: psutil.Process) -> list[psutil.Process]:
-    """EngineCore and its workers, as far as they have begun."""
+    """EngineCore, as far as it has begun."""
     return [one for one in process.children(recursive=True) if is_engine(one)]
 
 
@@ -91,7 +91,7 @@ def is_engine(process: psutil.Process) -> bool:
         words = " ".join(process.cmdline())
     except psutil.Error:
         return False
-    return any(word in words for word in ("VLLM::", "multiprocessing.spawn"))
+    return any(word in words for word in ("VLLM::", "engine.core.child"))
 
 
 def of_run(folder: str | None) -> list[psutil.Process]:
@@ -121,7 +121,7 @@ def test_nothing_is_left_of_a_command_that_was_ended(how: signal.Signals, tmp_pa
         children = command.children(recursive=True)
         memory = memory_of(children)
         (run,) = {run_of(child) for child in children} - {None}
-        assert len(memory) > 1, "the arena and an engine's queues"
+        assert {path.name for path in memory} >= {"arena"}
         command.send_signal(how)
         ended = ENDED_S if how is signal.SIGKILL else STOPPED_S
         assert psutil.wait_procs([command, *children], timeout=ended)[1] == []

@@ -38,6 +38,19 @@ def test_both_models_answer_at_once(platform: Platform) -> None:
     assert all("Paris" in answer for answer in answers)
 
 
+def test_all_other_endpoints_answer(platform: Platform) -> None:
+    said = platform.client().responses.create(model=HOT, input="Say hello.", max_output_tokens=16)
+    assert said.output_text
+    message = {"model": HOT, "messages": CAPITAL, "max_tokens": 16, "temperature": 0}
+    text = {"model": HOT, "prompt": "Hello there"}
+    with platform.http() as http:
+        answer = http.post("/v1/messages", json=message).raise_for_status().json()
+        assert "Paris" in answer["content"][0]["text"]
+        tokens = http.post("/v1/tokenize", json=text).raise_for_status().json()["tokens"]
+        again = http.post("/v1/detokenize", json={"model": HOT, "tokens": tokens})
+        assert again.raise_for_status().json() == {"prompt": text["prompt"]}
+
+
 def test_models_are_listed_and_retrieved(platform: Platform) -> None:
     client = platform.client()
     assert {model.id for model in client.models.list()} == {HOT, COLD}

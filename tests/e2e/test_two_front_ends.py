@@ -8,17 +8,14 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-import yaml
 
-from tests.e2e.conftest import HOT, Platform, started
+from tests.e2e.conftest import HOT, Platform, platform_config, started
 from tests.e2e.test_admin import model_state, wait_for
-from tests.e2e.test_shared_front_end import write_shared
 
 # Each start takes a minute, and a front end that is killed another half.
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -29,21 +26,23 @@ RATE = 30
 BURST = 5
 
 
-def write_two(path: Path, port: int, hashes: tuple[str, ...]) -> None:
-    write_shared(path, port, hashes)
-    config = yaml.safe_load(path.read_text())
+def two_config(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
+    config = platform_config(port, hashes)
+    config["models"] = [model for model in config["models"] if model["name"] == HOT]
+    del config["batch"], config["rebalancing"]
     config["server"]["front_ends"] = 2
-    config["server"]["api_keys"] += [
+    config["server"]["api_keys"] = [
+        {"name": "all", "hash": hashes[0]},
         {"name": "limited", "hash": hashes[1], "requests_per_minute": RATE},
         {"name": "narrow", "hash": hashes[3], "max_concurrent": 3},
     ]
-    path.write_text(yaml.safe_dump(config, sort_keys=False))
+    return config
 
 
 @pytest.fixture(scope="module")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     """In the place of the one that other tests share."""
-    with started(tmp_path_factory.mktemp("two"), write_two) as running:
+    with started(tmp_path_factory.mktemp("two"), two_config) as running:
         wait_for(lambda: len(front_ends(running)) == 2, 60)
         yield running
 

@@ -14,7 +14,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
-from loomserve.platform.base.errors import TooManyRequests, Unavailable
+from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.batch.policy.status import BatchStatus
 from loomserve.platform.costs.step_time import StepTimes
 from loomserve.platform.costs.transfer_time import TransferTimes
@@ -32,7 +32,7 @@ from loomserve.routers.policy_choice import ReplicaChooser
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.ticket import RoutingTicket
 from tests.unit.deployments.gateway.test_lengths import asked
-from tests.unit.deployments.gateway.test_refuse_late import BUSY, forward
+from tests.unit.deployments.gateway.test_refuse_late import Choice, busy
 from tests.unit.platform.batch.test_lane import Bench, Engines, hurry, requests
 from tests.unit.platform.rebalancing.test_admin import runner
 
@@ -55,15 +55,15 @@ def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ste
 
 def test_a_deadline_stays_as_far_away_as_its_client_said(step: Step) -> None:
     before = time.monotonic()
+    in_time, late = Choice(busy()), Choice(busy())
     request, _, _ = asked(slo_ms=5000.0)
     step()
     deadline = deadline_of(json.loads(request.content.encoded)["vllm_xargs"])
     assert deadline is not None
     assert before + 5 <= deadline <= time.monotonic() + 5
-    with pytest.raises(Unavailable, match="being restarted"):
-        forward(BUSY, within_s=60.0)
+    assert in_time.choose(within_s=60.0) == "r1"
     with pytest.raises(TooManyRequests) as refused:
-        forward(BUSY, within_s=8.0)
+        late.choose(within_s=8.0)
     assert refused.value.body()["error"]["code"] == "deadline_unreachable"
 
 

@@ -15,7 +15,10 @@ PAGES = sorted(
 )
 FOLDERS = ("platform", "deployments", "routers", "kvstore", "tests", "docs", "examples", "scripts")
 CODE = ("platform", "deployments", "routers", "kvstore")
-THEIRS = {"AsyncLLM", "EngineCoreRequest", "KVConnectorBase_V1"}  # vLLM's
+THEIRS = {  # vLLM's
+    *("AsyncLLM", "EngineCoreOutputs", "EngineCoreProc", "EngineCoreRequest"),
+    "KVConnectorBase_V1",
+}
 RENAMED = ROOT / "docs/renamed.md"
 
 

@@ -39,7 +39,7 @@ from loomserve.platform.rebalancing.plans.reports import (
 )
 from loomserve.platform.rebalancing.policy.heat import Level
 from loomserve.platform.requests.metrics import GatewayMetrics
-from loomserve.platform.scheduling import metrics as scheduling
+from loomserve.platform.scheduling.metrics import SchedulingMetrics
 from loomserve.platform.scheduling.preemption_metrics import PreemptionMetrics
 from loomserve.platform.state import (
     BatchLaneState,
@@ -120,7 +120,6 @@ def use_everything(metrics: GatewayMetrics) -> None:
     metrics.finished("chat", "/v1/completions", 200, 1.5, 2000.0)
     metrics.streamed("chat", ttft_s=0.05, stream_s=1.0, chunks=11)
     metrics.client_disconnected("chat")
-    metrics.engine_failed("chat")
     metrics.rejected("unauthorized")
     metrics.set_decisions({("chat", "load_aware", "coolest"): 3})
     metrics.length_predicted("chat", "made")
@@ -141,7 +140,6 @@ def use_everything(metrics: GatewayMetrics) -> None:
         ("loomserve_time_per_output_token_seconds_bucket", {"model": "chat", "le": "0.1"}),
         ("loomserve_request_duration_seconds_bucket", {"model": "chat", "le": "1.5"}),
         ("loomserve_client_disconnects_total", {"model": "chat"}),
-        ("loomserve_engine_failures_total", {"model": "chat"}),
         ("loomserve_slo_deadline_seconds_bucket", {"model": "chat", "le": "2.0"}),
         ("loomserve_slo_met_total", {"model": "chat", "met": "true"}),
         ("loomserve_length_predictions_total", {"model": "chat", "outcome": "made"}),
@@ -241,11 +239,11 @@ def test_an_unloaded_model_loses_its_replicas_and_counts_as_unknown(
     registry: CollectorRegistry, metrics: GatewayMetrics
 ) -> None:
     metrics.set_models({})
-    metrics.engine_failed("chat")
+    metrics.client_disconnected("chat")
     in_flight = {"model": "chat", "replica": "r1"}
     assert value(registry, "loomserve_requests_in_flight", in_flight) is None
-    assert value(registry, "loomserve_engine_failures_total", {"model": "unknown"}) == 1
-    assert value(registry, "loomserve_engine_failures_total", {"model": "chat"}) == 0
+    assert value(registry, "loomserve_client_disconnects_total", {"model": "unknown"}) == 1
+    assert value(registry, "loomserve_client_disconnects_total", {"model": "chat"}) == 0
 
 
 @settings(deadline=None)
@@ -368,15 +366,15 @@ def test_the_catalog_lists_every_metric_with_its_labels(
     handoff = HandoffMetrics(of_engine)
     handoff.prompt("local")
     handoff.prompt_tokens(stored=1, recomputed=0)
-    for module in (lending, scheduling):
-        for metric in vars(module).values():
-            if isinstance(metric, MetricWrapperBase):
-                of_engine.register(metric)
+    for metric in vars(lending).values():
+        if isinstance(metric, MetricWrapperBase):
+            of_engine.register(metric)
     preemptions = PreemptionMetrics(
         partial(Counter, registry=of_engine), partial(Gauge, registry=of_engine), ["model_name"]
     )
     preemptions.observe({}, ("demo",))
-    page = merge([({}, text_of(registry)), (engine, text_of(of_engine))])
+    engines_page = text_of(of_engine) + SchedulingMetrics().page(oldest_waiting_s=0)
+    page = merge([({}, text_of(registry)), (engine, engines_page)])
     exported: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page):
         name = family.name + ("_total" if family.type == "counter" else "")
@@ -384,6 +382,23 @@ def test_the_catalog_lists_every_metric_with_its_labels(
             labels = {label for sample in family.samples for label in sample.labels}
             exported[name] = labels - {"le", "model_name"}
     assert catalog() == exported
+
+
+def test_each_engine_has_scheduling_metrics_of_its_own() -> None:
+    one, other = SchedulingMetrics(), SchedulingMetrics()
+    one.finished(weighted_turnaround=1.5, preemptions=2)
+    shown = {(name, value) for name, _, value in samples(one.page(oldest_waiting_s=7))}
+    assert shown >= {
+        ("loomserve_weighted_turnaround_sum", "1.5"),
+        ("loomserve_request_preemptions_sum", "2.0"),
+        ("loomserve_oldest_waiting_seconds", "7.0"),
+    }
+    untouched = {(name, value) for name, _, value in samples(other.page(oldest_waiting_s=0))}
+    assert untouched >= {
+        ("loomserve_weighted_turnaround_count", "0.0"),
+        ("loomserve_request_preemptions_count", "0.0"),
+        ("loomserve_oldest_waiting_seconds", "0.0"),
+    }
 
 
 def test_totals_of_an_engine_are_counted_once() -> None:

@@ -1,1 +1,1 @@
-"""vLLM's engine front end, which hands prompts over to another engine."""
+"""A request as the engine of its prompt gets it, and as the one of its answer."""

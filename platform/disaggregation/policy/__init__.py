@@ -1,1 +1,1 @@
-"""Which replica computes a prompt, and which one answers it. Pure."""
+"""Where a prompt is computed, and whether the chosen replica still answers. Pure."""

@@ -18,6 +18,7 @@ from loomserve.platform.engine.core.messages import (
     ERRORS,
     FACTS,
     HEAD,
+    METRICS,
     RPC,
     START,
     STATS,
@@ -148,6 +149,8 @@ class _ReplicaWatch:
         elif method == STATS:
             # At once: a step may take long, and heartbeats go on.
             answer(call_id, lambda: core.meter.read().model_dump())
+        elif method == METRICS:
+            answer(call_id, core.meter.page)
         elif method == FACTS:
             answer(call_id, lambda: core.facts().model_dump())
         elif method == STOP:

@@ -20,6 +20,7 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.engine.core.messages import (
     ERRORS,
     HEAD,
+    METRICS,
     RPC,
     START,
     STATS,
@@ -98,7 +99,7 @@ class EngineHost:
         return self._process.poll() is None and not self._reading.done()
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """Call the engine: ``stats``, ``facts``, ``stop``, or ``collective_rpc`` with a name.
+        """Call the engine: ``collective_rpc`` with a name, or another method of ``messages``.
 
         Args:
             method: answered at once, but for ``collective_rpc``, which waits for a step's end.
@@ -132,6 +133,11 @@ class EngineHost:
     async def stats(self, timeout_s: float) -> ReplicaLoad:
         """The engine's load as of its last step, even while a step takes long."""
         return ReplicaLoad.model_validate(await self.call(STATS, timeout_s=timeout_s))
+
+    async def metrics(self, timeout_s: float) -> str:
+        """The engine's own metrics, as Prometheus reads them."""
+        page: str = await self.call(METRICS, timeout_s=timeout_s)
+        return page
 
     async def ended(self) -> str:
         """Wait for the engine's end; returns how it ended, as a sentence's end."""

@@ -17,7 +17,9 @@ from loomserve.platform.run.engine_address import EngineAddress
 HEAD = struct.Struct("!I")
 """The length of a frame, in bytes, which stands before it."""
 
-START, FACTS, STATS, RPC, STOP = "start", "facts", "stats", "collective_rpc", "stop"
+START, FACTS, STATS, METRICS, RPC, STOP = (
+    *("start", "facts", "stats", "metrics", "collective_rpc", "stop"),
+)
 
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error

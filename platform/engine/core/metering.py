@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from vllm.v1.request import Request
 from loomserve.kvstore.engine.scheduling_stats import SCHEDULING
 from loomserve.platform.engine.load import LoadMeter, ServedRequest, StepTokens
 from loomserve.platform.engine.turnaround import Turnaround
+from loomserve.platform.scheduling.metrics import ScheduledRequestMetrics
 from loomserve.platform.state import ReplicaLoad
 
 
@@ -40,6 +42,7 @@ class CoreMeter:
 
     def __init__(self) -> None:
         self._load, self._turnaround = LoadMeter(), Turnaround()
+        self._metrics = ScheduledRequestMetrics()
         self._stays: dict[str, _Stay] = {}
         self._lock = threading.Lock()
 
@@ -71,6 +74,11 @@ class CoreMeter:
     def read(self) -> ReplicaLoad:
         with self._lock:
             return self._load.read(self._turnaround)
+
+    def page(self) -> str:
+        """The engine's metrics that its front ends cannot know, as Prometheus reads them."""
+        with self._lock:
+            return self._metrics.page(self._turnaround.oldest_waiting_s(time.monotonic()))
 
     def _ended(self, stats: SchedulerStats, tokens: StepTokens, now: float) -> None:
         waiting = stats.num_waiting_reqs + stats.num_skipped_waiting_reqs
@@ -123,7 +131,8 @@ class CoreMeter:
         if reason in (FinishReason.ABORT, FinishReason.ERROR):
             self._turnaround.left(request_id)
             return
-        self._turnaround.finished(request_id, now)
+        if (ended := self._turnaround.finished(request_id, now)) is not None:
+            self._metrics.finished(ended.weighted_turnaround, ended.preemptions)
         # Of a request that went on here, the prefill is not that of a prompt.
         if stay.scheduled_at is not None and stay.first_token_at and not stay.resumed_tokens:
             self._load.finished(

@@ -1,124 +1,78 @@
-"""Small HTTP servers in the place of engines, which end when they are told to."""
+"""What endpoints are answered by, in the place of front ends and engines."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, Sequence
 
-from prometheus_client import CollectorRegistry
-from ray.serve.exceptions import DeploymentUnavailableError
+import aiohttp
+from starlette.types import Message, Receive, Send
 
-from loomserve.deployments.gateway.forward import Forwarder
-from loomserve.platform.requests.metrics import GatewayMetrics
-from loomserve.platform.run.sockets import listen_locally
-from loomserve.routers.base import Replica
-from loomserve.routers.ticket import RoutingTicket
+from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
+from loomserve.platform.base.errors import RequestError
+from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
+from loomserve.platform.run.engine_address import EngineAddress
+from loomserve.routers.in_flight import InFlight
 
-GOOD = b'{"good": true}'
-Behave = Callable[["Engine", bytes], Awaitable[bytes | None]]
+Answer = Sequence[Message] | RequestError
+Behave = Callable[[ForwardRequest], Awaitable[Answer]]
 
 
-def answered(status: int, body: bytes, kind: str = "application/json") -> bytes:
-    head = f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {len(body)}\r\n\r\n"
-    return head.encode() + body
+def answered(*pieces: bytes, status: int = 200) -> Answer:
+    """The messages of a whole answer."""
+    return [
+        {"type": "http.response.start", "status": status, "headers": []},
+        *({"type": "http.response.body", "body": piece, "more_body": True} for piece in pieces),
+        {"type": "http.response.body", "body": b"", "more_body": False},
+    ]
 
 
-async def good(engine: Engine, body: bytes) -> bytes:
-    return answered(200, GOOD)
+async def good(request: ForwardRequest) -> Answer:
+    return answered(b"{}")
 
 
-async def dies(engine: Engine, body: bytes) -> None:
-    """End like a process: no more connections, and those that there are break."""
-    await engine.end()
+class AnsweringEngines:
+    """Keeps what it is asked; ``behave`` gives each answer, or the error that it ends with."""
 
-
-class Engine:
-    """A server that counts what it is asked; ``behave`` gives the bytes of each answer."""
-
-    def __init__(self, name: str, behave: Behave) -> None:
-        self.name = name
+    def __init__(self, behave: Behave = good) -> None:
         self.behave = behave
-        self.asked: list[bytes] = []
-        self.connections = 0
-        self.dead = False
-        self.address = ""
-        self._writers: set[asyncio.StreamWriter] = set()
+        self.ledger = InFlight()
+        self.asked: list[ForwardRequest] = []
 
-    async def start(self) -> None:
-        sock, self.address = listen_locally(self.name, "127.0.0.1")
-        self._server = await asyncio.start_server(self._serve, sock=sock)
+    @property
+    def session(self) -> aiohttp.ClientSession:
+        raise AssertionError("there is no other process")
 
-    async def end(self) -> None:
-        self.dead = True
-        self._server.close()
-        self.drop_connections()
+    async def get(self, address: str, path: str, timeout_s: float) -> str:
+        raise AssertionError("there is no replica")
 
-    def drop_connections(self) -> None:
-        for writer in self._writers:
-            writer.close()
+    async def forward(self, request: ForwardRequest, receive: Receive, send: Send) -> None:
+        self.asked.append(request)
+        answer = await self.behave(request)
+        if isinstance(answer, RequestError):
+            raise answer
+        for message in answer:
+            await send(message)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.connections += 1
-        self._writers.add(writer)
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                (length,) = (
-                    int(line.split(b":")[1])
-                    for line in head.lower().split(b"\r\n")
-                    if line.startswith(b"content-length:")
-                )
-                body = await reader.readexactly(length)
-                self.asked.append(body)
-                answer = await self.behave(self, body)
-                if answer is None:
-                    return
-                writer.write(answer)
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-            self._writers.discard(writer)
+    async def collect(
+        self, request: ForwardRequest, receive: Receive = never_gone
+    ) -> tuple[int, bytes]:
+        collected = CollectedAnswer()
+        await self.forward(request, receive, collected.send)
+        return collected.status, bytes(collected.body)
+
+    def set_models(self, routes: Collection[ModelRoute]) -> None:
+        pass
+
+    def is_set_up(self, model: str) -> bool:
+        return True
+
+    def pages(self, model: str, replica_id: str) -> Sequence[str]:
+        return ()
+
+    async def close(self) -> None:
+        pass
 
 
-class Model:
-    """Serve's handle of a model: the engines in turn, without those that the ticket excludes."""
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self.engines = engines
-        self.tickets: list[RoutingTicket] = []
-
-    @asynccontextmanager
-    async def choose_replica(
-        self, ticket: RoutingTicket, _reserve: bool
-    ) -> AsyncIterator[SimpleNamespace]:
-        self.tickets.append(ticket)
-        for engine in self.engines:
-            pinned = ticket.pinned_to in (None, engine.name)
-            if pinned and engine.name not in ticket.exclude:
-                ticket.book(Replica(engine.name))
-                where = {"address": engine.address}
-                yield SimpleNamespace(replica_id=engine.name, replica_metadata=where)
-                return
-        raise DeploymentUnavailableError("none")
-
-
-@asynccontextmanager
-async def gateway(
-    *behaviours: Behave, idle_timeout_s: float = 60
-) -> AsyncIterator[tuple[Forwarder, Any, list[Engine]]]:
-    """A real forwarder, the handle of a model, and its engines."""
-    engines = [Engine(f"r{n}", behave) for n, behave in enumerate(behaviours, 1)]
-    for engine in engines:
-        await engine.start()
-    metrics = GatewayMetrics(CollectorRegistry())
-    forwarder = Forwarder("token", metrics, idle_timeout_s=idle_timeout_s)
-    try:
-        yield forwarder, Model(engines), engines
-    finally:
-        await forwarder.close()
-        for engine in engines:
-            await engine.end()
+def replica_route(replica_id: str, address: str = "a") -> ReplicaRoute:
+    engine = EngineAddress(f"ipc://{replica_id}.in", f"ipc://{replica_id}.out")
+    return ReplicaRoute(id=replica_id, device="d", address=address, engine=engine)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -70,7 +71,9 @@ async def test_a_refusal_is_written_in_openais_shape() -> None:
     assert json.loads(body)["error"]["code"] == "invalid_request"
 
 
-async def test_a_failure_of_the_application_is_an_error_that_says_so() -> None:
+async def test_a_failure_of_the_application_is_an_error_that_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def raises(scope: Scope, receive: Receive, send: Send) -> None:
         raise RuntimeError("its own affair")
 
@@ -78,10 +81,12 @@ async def test_a_failure_of_the_application_is_an_error_that_says_so() -> None:
         pass
 
     for app in (JSONResponse({"error": {"message": "secret"}}, 500), raises, gives_up):
-        with pytest.raises(InternalError, match="id-1") as failed:
+        with caplog.at_level(logging.ERROR), pytest.raises(InternalError, match="id-1") as failed:
             await Asked().by(app)
         assert failed.value.code == "engine_failed"
         assert "secret" not in failed.value.message
+    # The operator finds the application's own words by the request's id.
+    assert any("id-1" in text and "secret" in text for text in caplog.messages)
 
 
 async def test_an_error_of_the_platforms_own_is_raised_as_it_is() -> None:
@@ -143,6 +148,18 @@ async def test_an_answer_that_stands_still_is_ended() -> None:
     with pytest.raises(EngineGone) as stalled:
         await asked.by(StreamingResponse(events(), media_type="text/event-stream"), 0.2)
     assert stalled.value.code == "engine_stalled"
+
+
+async def test_an_answer_that_is_slow_is_not_ended() -> None:
+    async def events() -> Any:
+        # The first byte may take longer.
+        await asyncio.sleep(0.6)
+        for _ in range(8):
+            yield b"data: 1\n\n"
+            await asyncio.sleep(0.1)
+
+    app = StreamingResponse(events(), media_type="text/event-stream")
+    assert await Asked().by(app, 0.4) == (200, b"data: 1\n\n" * 8)
 
 
 async def test_a_client_that_is_behind_is_no_standstill() -> None:

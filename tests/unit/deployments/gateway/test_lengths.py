@@ -12,19 +12,25 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
-from loomserve.deployments.gateway.forward import CollectedAnswer, ForwardRequest, never_gone
 from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.base.errors import BadRequest
 from loomserve.platform.config import ApiKey
-from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
+from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.lengths.predict.prediction import LengthQuery, Prediction
 from loomserve.platform.lengths.service import Predicted
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.scheduling.policy.deadline import deadline_of
 from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected, expected_of
 from loomserve.platform.state import ModelStatus
+from tests.unit.deployments.gateway.engines import (
+    Answer,
+    AnsweringEngines,
+    answered,
+    replica_route,
+)
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "chat", "messages": [{"role": "user", "content": "hi"}]}
@@ -53,22 +59,6 @@ class Lengths:
         self.taught_by.append(key)
 
 
-class Engines:
-    """The forwarder, which answers everything with one body, in pieces."""
-
-    def __init__(self, answer: bytes) -> None:
-        self.answer = answer
-        self.requests: list[ForwardRequest] = []
-
-    async def forward(self, request: ForwardRequest, handle: Any, receive: Any, send: Any) -> None:
-        self.requests.append(request)
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        for at in range(0, len(self.answer), 10):
-            body = self.answer[at : at + 10]
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-
 def asked(
     body: dict[str, Any] = BODY,
     path: str = CHAT,
@@ -79,15 +69,18 @@ def asked(
     **state: Any,
 ) -> tuple[ForwardRequest, Lengths, bytes]:
     """One request through the endpoint; it, the predictor, the answer's body."""
-    replicas = (ReplicaRoute(id="r1", device="d", address="a"),)
+
+    async def in_pieces(_: ForwardRequest) -> Answer:
+        return answered(*(answer[at : at + 10] for at in range(0, len(answer), 10)))
+
     route = ModelRoute(
-        name="chat", app="model:chat", status=ModelStatus.READY, policy="load_aware",
+        name="chat", status=ModelStatus.READY, policy="load_aware",
         max_concurrent_requests=2, max_model_len=10, kvstore=False, predictor=predictor,
-        replicas=replicas,
+        replicas=(replica_route("r1"),),
     )  # fmt: skip
-    routes: Any = SimpleNamespace(find=lambda model, key: route, handle=lambda model: None)
+    routes: Any = SimpleNamespace(find=lambda model, key: route)
     lengths: Any = Lengths(predicts=predicts)
-    engines: Any = Engines(answer)
+    engines = AnsweringEngines(in_pieces)
     registry = CollectorRegistry()
     meter = TokenMeter(KeyMetrics(registry), Path("/nowhere"))
     endpoint = ClientEndpoint(
@@ -99,7 +92,7 @@ def asked(
     given = {"body": json.dumps(body).encode(), "request_id": "1", **state}
     asyncio.run(endpoint.answer(path, {"state": given}, never_gone, collected.send))
     assert not endpoint._open["chat"]
-    return engines.requests[0], lengths, bytes(collected.body)
+    return engines.asked[0], lengths, bytes(collected.body)
 
 
 def test_the_engine_and_the_router_are_told_and_the_predictor_learns_the_real_length() -> None:

@@ -8,27 +8,32 @@ from typing import Any
 
 import pytest
 
-from loomserve.deployments.gateway.forward import ForwardRequest
+from loomserve.deployments.gateway.answering import ForwardRequest
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import Forbidden
 from loomserve.platform.config import ApiKey, Server
-from loomserve.platform.fleet.messages import LineRequest, ModelRoute, ReplicaRoute
+from loomserve.platform.fleet.messages import LineRequest, ModelRoute
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.scheduling.policy.background import is_background
 from loomserve.platform.scheduling.policy.deadline import DEADLINE
 from loomserve.platform.state import ModelStatus
+from tests.unit.deployments.gateway.engines import (
+    Answer,
+    AnsweringEngines,
+    answered,
+    replica_route,
+)
 
 KEYS = (ApiKey(name="alice", hash="sha256:" + "0" * 64),)
 ROUTE = ModelRoute(
     name="m",
-    app="model:m",
     status=ModelStatus.READY,
     policy="load_aware",
     max_concurrent_requests=1,
     max_model_len=1000,
     kvstore=True,
-    replicas=tuple(ReplicaRoute(id=name, device="d", address="a") for name in ("r1", "r2", "r3")),
+    replicas=tuple(replica_route(name) for name in ("r1", "r2", "r3")),
 )
 
 
@@ -40,21 +45,11 @@ class Models:
             raise Forbidden("not yours")
         return ROUTE
 
-    def handle(self, model: str) -> None:
-        return None
 
-
-class Engines:
-    """The forwarder, which answers everything."""
-
-    def __init__(self) -> None:
-        self.requests: list[ForwardRequest] = []
-
-    async def collect(self, request: ForwardRequest, handle: object) -> tuple[int, bytes]:
-        self.requests.append(request)
-        if "hang" in request.content.fields:
-            await asyncio.sleep(60)
-        return 200, b'{"usage":{"prompt_tokens":7,"completion_tokens":4}}'
+async def answers_unless_it_hangs(request: ForwardRequest) -> Answer:
+    if "hang" in request.content.fields:
+        await asyncio.sleep(60)
+    return answered(b'{"usage":{"prompt_tokens":7,"completion_tokens":4}}')
 
 
 class Meter:
@@ -76,7 +71,7 @@ def complete(
     charged: list[tuple[str, int, int]] | None = None,
 ) -> tuple[int, Any, list[ForwardRequest]]:
     models: Any = Models()
-    engines: Any = Engines()
+    engines = AnsweringEngines(answers_unless_it_hangs)
     server = Server(api_keys=keys, max_body="1KiB")  # type: ignore[arg-type]
     meter: Any = Meter([] if charged is None else charged)
     endpoint = LineEndpoint(server, LiveKeys(server), meter, models, engines, isolates_tenants=True)
@@ -89,7 +84,7 @@ def complete(
         timeout_s=timeout_s,
     )
     status, answer = asyncio.run(endpoint.complete(line))
-    return status, json.loads(answer), engines.requests
+    return status, json.loads(answer), engines.asked
 
 
 def test_a_line_goes_to_the_engine_with_room_as_work_that_may_wait() -> None:

@@ -23,20 +23,21 @@ from loomserve.deployments.gateway.metrics_page import (
 )
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.config import Server
-from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, ModelRoute, ReplicaRoute
+from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, ModelRoute
 from loomserve.platform.http.other_front_ends import OtherFrontEnds, take_place
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.run.folder import RUN_VARIABLE
 from loomserve.platform.run.sockets import LocalConnector
 from loomserve.platform.state import ModelStatus
 from loomserve.routers.in_flight import InFlight
+from tests.unit.deployments.gateway.engines import replica_route
 
 pytestmark = pytest.mark.anyio
 
 ROUTE = ModelRoute(
-    name="chat", app="model:chat", status=ModelStatus.READY, policy="load_aware",
+    name="chat", status=ModelStatus.READY, policy="load_aware",
     max_concurrent_requests=1, max_model_len=10, kvstore=False,
-    replicas=tuple(ReplicaRoute(id=id, device="d", address=id) for id in ("there", "gone")),
+    replicas=tuple(replica_route(id, address=id) for id in ("there", "gone")),
 )  # fmt: skip
 
 
@@ -46,7 +47,7 @@ def anyio_backend() -> str:
 
 
 class Engines:
-    """The forwarder, for which one of two replicas answers."""
+    """What asks replicas, of which one of two answers."""
 
     def __init__(self, own: CollectorRegistry | None = None) -> None:
         """``own``: what it knows itself of the replica that answers."""
@@ -144,7 +145,7 @@ async def test_any_front_end_shows_those_of_all(
         assert not [one for one in await _lines(page) if 'front_end="2"' in one]
 
 
-_SERVER = Server(shared_front_end=True, front_ends=2)
+_SERVER = Server(front_ends=2)
 
 
 async def _front_end(

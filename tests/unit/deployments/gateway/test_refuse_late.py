@@ -2,133 +2,91 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable
 
 import pytest
 from prometheus_client import CollectorRegistry
 
-from loomserve.deployments.gateway.forward import (
-    CollectedAnswer,
-    Forwarder,
-    ForwardRequest,
-    never_gone,
-)
-from loomserve.platform.base.errors import TooManyRequests, Unavailable
+from loomserve.deployments.gateway.answering import ForwardRequest
+from loomserve.deployments.gateway.replica_choice import AnswerContext, ReplicaChoice
+from loomserve.platform.base.errors import TooManyRequests
+from loomserve.platform.config import Router
+from loomserve.platform.front_end.routing import RoutingRequest
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import Pace, ReplicaLoad
-from loomserve.routers.base import Replica
-from loomserve.routers.ticket import RoutingTicket
-
-LOAD = ReplicaLoad(
-    running=4,
-    waiting=4,
-    kv_cache_usage=0.5,
-    step_time_s=0.1,
-    pace=Pace(prefill_token_s=0.01, output_token_s=0.1, request_s=8.0),
-    measured_at=0.0,
-)
-# 5 of 4 places have to become free, one every 2 s; then an answer of 30 tokens takes 3 s.
-BUSY = Replica("r1", LOAD, max_running=4)
-# Its two bytes count as no token of a prompt.
-REQUEST = EngineRequest("/v1/completions", {"max_tokens": 500}, b"{}")
+from loomserve.platform.state.roles import Role
+from loomserve.routers.in_flight import InFlight
+from loomserve.routers.snapshot import RoutingStats
 
 
-class Handle:
-    """Serve's handle of a model with one replica, where nobody listens."""
-
-    def __init__(self, replica: Replica) -> None:
-        self.replica = replica
-        self.tickets: list[RoutingTicket] = []
-
-    @asynccontextmanager
-    async def choose_replica(
-        self, ticket: RoutingTicket, _reserve: bool
-    ) -> AsyncIterator[SimpleNamespace]:
-        self.tickets.append(ticket)
-        ticket.book(self.replica)
-        assert ticket.ledger.of(self.replica.id).requests == 1
-        address = {"address": "nowhere.127.0.0.1"}
-        yield SimpleNamespace(replica_id=self.replica.id, replica_metadata=address)
+def busy() -> RoutingStats:
+    """5 of 4 places have to become free, one every 2 s; then an answer of 30 tokens takes 3 s."""
+    load = ReplicaLoad(
+        running=4,
+        waiting=4,
+        kv_cache_usage=0.5,
+        step_time_s=0.1,
+        pace=Pace(prefill_token_s=0.01, output_token_s=0.1, request_s=8.0),
+        measured_at=time.monotonic(),
+    )
+    return RoutingStats(
+        load=load, max_running=4, kv_capacity_tokens=1000, draining=False, role=Role.UNIFIED
+    )
 
 
-def forward(replica: Replica, within_s: float | None, expected: float | None = 30.0) -> Handle:
-    handle: Any = Handle(replica)
+class Choice:
+    """One request, for which there is one replica."""
 
-    async def run() -> None:
-        registry = CollectorRegistry()
-        metrics = GatewayMetrics(registry)
+    def __init__(self, load: RoutingStats | None) -> None:
+        self.registry, self.ledger = CollectorRegistry(), InFlight()
+        metrics = GatewayMetrics(self.registry)
         metrics.set_models({"chat": ["r1"]})
-        forwarder = Forwarder("token", metrics, idle_timeout_s=60)
+        self.choice = ReplicaChoice("chat", Router(), self.ledger, metrics, {"r1": load})
+
+    def choose(self, within_s: float | None, expected: float | None = 30.0) -> str | None:
+        content = EngineRequest("/v1/completions", {"max_tokens": 500}, b"{}")
         request = ForwardRequest(
             model="chat",
-            content=REQUEST,
+            content=content,
             request_id="1",
             expected_tokens=expected,
             refuse_after=None if within_s is None else time.monotonic() + within_s,
         )
-        try:
-            await forwarder.forward(request, handle, never_gone, CollectedAnswer().send)
-        finally:
-            await forwarder.close()
-            refused = registry.get_sample_value("loomserve_refused_late_total", {"model": "chat"})
-            handle.refused = refused
+        context = AnswerContext(request=request)
+        routing = RoutingRequest("1", "1", [], 500, frozenset({"r1"}), context=context)
+        return self.choice.choose(routing)
 
-    try:
-        asyncio.run(run())
-    finally:
-        assert handle.tickets[0].ledger.of("r1").requests == 0, "nothing stays booked"
-    return handle  # type: ignore[no-any-return]
+    @property
+    def refused(self) -> float | None:
+        return self.registry.get_sample_value("loomserve_refused_late_total", {"model": "chat"})
 
 
 def test_it_is_told_when_to_come_back() -> None:
+    made = Choice(busy())
     with pytest.raises(TooManyRequests, match=r"13\.0 s, of which it waits 10\.0 s") as refused:
-        forward(BUSY, within_s=8.0)
+        made.choose(within_s=8.0)
     assert refused.value.headers() == {"Retry-After": "10"}
     error = refused.value.body()["error"]
     assert (error["code"], error["param"]) == ("deadline_unreachable", "x-slo-ms")
+    assert made.refused == 1
+    assert made.ledger.of("r1").requests == 0, "nothing stays booked"
 
 
 @pytest.mark.parametrize(
-    ("replica", "within_s", "expected"),
+    ("load", "within_s", "expected"),
     [
-        (BUSY, 60.0, 30.0),
-        (BUSY, None, 30.0),
-        (BUSY, 8.0, None),
-        (Replica("r1"), 8.0, 30.0),
+        (busy, 60.0, 30.0),
+        (busy, None, 30.0),
+        (busy, 8.0, None),
+        (lambda: None, 8.0, 30.0),
     ],
     ids=["in time", "not asked for", "no prediction", "unknown load"],
 )
 def test_all_others_go_to_their_engine(
-    replica: Replica, within_s: float | None, expected: float | None
+    load: Callable[[], RoutingStats | None], within_s: float | None, expected: float | None
 ) -> None:
-    # It was tried: nobody listens there.
-    with pytest.raises(Unavailable, match="being restarted"):
-        forward(replica, within_s, expected)
-
-
-def test_the_router_counts_on_what_is_predicted_and_else_on_what_is_allowed() -> None:
-    for expected, tokens in ((30.5, 31), (None, 500)):
-        handle = Handle(BUSY)
-        with pytest.raises(Unavailable):
-            _forward_through(handle, expected)
-        assert handle.tickets[0].output_tokens == tokens
-
-
-def _forward_through(handle: Any, expected: float | None) -> None:
-    async def run() -> None:
-        forwarder = Forwarder("token", GatewayMetrics(CollectorRegistry()), idle_timeout_s=60)
-        request = ForwardRequest(
-            model="chat", content=REQUEST, request_id="1", expected_tokens=expected
-        )
-        try:
-            await forwarder.forward(request, handle, never_gone, CollectedAnswer().send)
-        finally:
-            await forwarder.close()
-
-    asyncio.run(run())
+    made = Choice(load())
+    assert made.choose(within_s, expected) == "r1"
+    assert made.refused == 0

@@ -20,21 +20,24 @@ from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import Pace, ReplicaLoad
 from loomserve.platform.state.roles import Role
+from loomserve.routers.block_keys import BLOCK_TOKENS
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.snapshot import RoutingStats
 
 
-def stats(waiting: int = 0, *, draining: bool = False) -> RoutingStats:
+def stats(
+    waiting: int = 0, *, running: int = 1, most: int = 1, draining: bool = False
+) -> RoutingStats:
     return RoutingStats(
         load=ReplicaLoad(
-            running=1,
+            running=running,
             waiting=waiting,
             kv_cache_usage=0.1,
             step_time_s=0.1,
             pace=Pace(prefill_token_s=0.1, output_token_s=0.1, request_s=10),
             measured_at=time.monotonic(),
         ),
-        max_running=1,
+        max_running=most,
         kv_capacity_tokens=10_000,
         draining=draining,
         role=Role.UNIFIED,
@@ -42,13 +45,13 @@ def stats(waiting: int = 0, *, draining: bool = False) -> RoutingStats:
 
 
 class Bench:
-    def __init__(self, **loads: RoutingStats | None) -> None:
+    def __init__(self, router: Router | None = None, **loads: RoutingStats | None) -> None:
         self.ledger = InFlight()
         self.registry = CollectorRegistry()
         self.metrics = GatewayMetrics(self.registry)
         self.metrics.set_models({"m": list(loads)})
         self.loads = loads
-        self.choice = ReplicaChoice("m", Router(), self.ledger, self.metrics, loads)
+        self.choice = ReplicaChoice("m", router or Router(), self.ledger, self.metrics, loads)
 
     def routing(self, *candidates: str, **given: Any) -> RoutingRequest:
         return RoutingRequest(
@@ -74,6 +77,43 @@ def test_a_request_is_booked_on_the_least_loaded_replica_until_it_leaves() -> No
     bench.choice.left(routing, "idle")
     assert bench.ledger.of("idle").requests == 0
     assert bench.value("loomserve_requests_in_flight", replica="idle") == 0
+
+
+@pytest.mark.parametrize(
+    ("expected", "allowed", "booked"),
+    [(30.0, 500, 30), (None, 500, 256), (None, 50, 50), (300.0, 50, 50), (None, None, 256)],
+)
+def test_an_answer_is_booked_as_long_as_predicted_or_usual_and_never_longer_than_allowed(
+    expected: float | None, allowed: int | None, booked: int
+) -> None:
+    bench = Bench(one=stats())
+    asked = context(expected_tokens=expected)
+    routing = RoutingRequest("id", "id", [1, 2, 3], allowed, frozenset({"one"}), context=asked)
+    assert bench.choice.choose(routing) == "one"
+    assert bench.ledger.of("one").tokens == 3 + booked
+
+
+def test_prompts_that_begin_alike_go_to_one_replica_also_when_they_are_sent_on() -> None:
+    story = list(range(10 * BLOCK_TOKENS))
+    bench = Bench(Router(policy="prefix_aware"), **{name: stats(most=10) for name in "abc"})
+
+    def sent(tokens: list[int], *candidates: str, salt: str | None = None) -> str | None:
+        among = frozenset(candidates or bench.loads)
+        routing = RoutingRequest("id", "id", tokens, 16, among, cache_salt=salt)
+        chosen = bench.choice.choose(routing)
+        if chosen is not None:
+            bench.choice.left(routing, chosen)
+        return chosen
+
+    first = sent(story)
+    assert first is not None
+    bench.loads[first] = stats(running=2, most=10)
+    assert {sent([*story, number]) for number in range(5)} == {first}
+    assert sent([*story, 1], salt="another tenant's") != first
+    others = bench.loads.keys() - {first}
+    second = sent([*story, 1, 2], *others)
+    assert second in others
+    assert {sent([*story, number], *others) for number in range(5)} == {second}
 
 
 def test_only_candidates_are_chosen_and_none_that_drains() -> None:

@@ -1,12 +1,10 @@
-"""What one request may cost: through the real middleware, endpoint and forwarder, to an engine."""
+"""What one request may cost: through the real middleware and endpoint, to whoever answers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,27 +15,33 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message
 
+from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
-from loomserve.deployments.gateway.forward import CollectedAnswer
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.access.shared_counts import Count, Counts, SharedCounts
 from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.config import ApiKey, Server
-from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
+from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
 from loomserve.platform.requests.engine_request import FORWARDED
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import ModelStatus
-from tests.unit.deployments.gateway.engines import Engine, answered, gateway, good
+from tests.unit.deployments.gateway.engines import (
+    Answer,
+    AnsweringEngines,
+    Behave,
+    good,
+    replica_route,
+)
 from tests.unit.platform.requests.test_client_body import NASTY
 
 pytestmark = pytest.mark.anyio
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 ROUTE = ModelRoute(
-    name="m", app="model:m", status=ModelStatus.READY, policy="load_aware", kvstore=False,
+    name="m", status=ModelStatus.READY, policy="load_aware", kvstore=False,
     max_concurrent_requests=130, max_model_len=8192,
-    replicas=(ReplicaRoute(id="r1", device="d", address="a"),),
+    replicas=(replica_route("r1"),),
 )  # fmt: skip
 SERVER = Server(
     api_keys=(
@@ -57,26 +61,25 @@ class NoLengths:
         return None
 
 
-@asynccontextmanager
-async def platform(
-    behave: Any = good, counts: Counts | None = None
-) -> AsyncIterator[tuple[ASGIApp, Engine]]:
-    async with gateway(behave) as (forwarder, model, (engine,)):
-        routes: Any = SimpleNamespace(find=lambda name, key: ROUTE, handle=lambda name: model)
-        lengths: Any = NoLengths()
-        registry = CollectorRegistry()
-        clients = ClientEndpoint(
-            *(routes, forwarder, lengths, GatewayMetrics(registry)),
-            TokenMeter(KeyMetrics(registry), Path("/nowhere")),
-            isolates_tenants=True,
-            max_sequences=128,
-            counts=counts,
-        )
-        app = Starlette(
-            routes=[Route(path, clients.at(path), methods=["POST"]) for path in FORWARDED],
-            exception_handlers=exception_handlers,
-        )
-        yield ingress_middleware(app, SERVER, rejected=lambda _: None), engine
+def platform(
+    behave: Behave = good, counts: Counts | None = None
+) -> tuple[ASGIApp, AnsweringEngines]:
+    engines = AnsweringEngines(behave)
+    routes: Any = SimpleNamespace(find=lambda name, key: ROUTE)
+    lengths: Any = NoLengths()
+    registry = CollectorRegistry()
+    clients = ClientEndpoint(
+        *(routes, engines, lengths, GatewayMetrics(registry)),
+        TokenMeter(KeyMetrics(registry), Path("/nowhere")),
+        isolates_tenants=True,
+        max_sequences=128,
+        counts=counts,
+    )
+    app = Starlette(
+        routes=[Route(path, clients.at(path), methods=["POST"]) for path in FORWARDED],
+        exception_handlers=exception_handlers,
+    )
+    return ingress_middleware(app, SERVER, rejected=lambda _: None), engines
 
 
 async def ask(
@@ -107,65 +110,65 @@ def prompts(number: int, n: int) -> bytes:
 
 @pytest.mark.parametrize(("number", "n"), [(1024, 128), (1024, 1), (2, 65), (129, 1)])
 async def test_prompts_times_answers_beyond_the_bound_reach_no_engine(number: int, n: int) -> None:
-    async with platform() as (app, engine):
-        status, body = await ask(app, COMPLETIONS, prompts(number, n))
-        assert (status, engine.asked) == (400, [])
-        assert body["error"]["param"] in ("prompt", "n")
-        assert str(number * n) in body["error"]["message"]
+    app, engines = platform()
+    status, body = await ask(app, COMPLETIONS, prompts(number, n))
+    assert (status, engines.asked) == (400, [])
+    assert body["error"]["param"] in ("prompt", "n")
+    assert str(number * n) in body["error"]["message"]
 
 
 @pytest.mark.parametrize(("number", "n"), [(128, 1), (1, 128), (16, 8)])
 async def test_prompts_times_answers_within_the_bound_pass(number: int, n: int) -> None:
-    async with platform() as (app, _):
-        assert (await ask(app, COMPLETIONS, prompts(number, n)))[0] == 200
+    app, _ = platform()
+    assert (await ask(app, COMPLETIONS, prompts(number, n)))[0] == 200
 
 
 async def test_sequences_count_in_the_limits_of_keys_and_models_until_they_end() -> None:
     inside, go = asyncio.Event(), asyncio.Event()
 
-    async def waits(engine: Engine, body: bytes) -> bytes:
-        if json.loads(body)["prompt"] == ["x"] * 125:
+    async def waits(request: ForwardRequest) -> Answer:
+        if request.content.fields["prompt"] == ["x"] * 125:
             inside.set()
             await go.wait()
-        return answered(200, b"{}")
+        return await good(request)
 
-    async with platform(waits) as (app, _):
-        assert (await ask(app, COMPLETIONS, prompts(5, 1), "lsk-tight"))[0] == 400
-        assert (await ask(app, COMPLETIONS, prompts(2, 2), "lsk-tight"))[0] == 200
-        running = asyncio.create_task(ask(app, COMPLETIONS, prompts(125, 1)))
-        await inside.wait()
-        status, body = await ask(app, COMPLETIONS, prompts(6, 1))
-        assert (status, body["error"]["code"]) == (429, "model_overloaded")
-        assert (await ask(app, COMPLETIONS, prompts(5, 1)))[0] == 200
-        go.set()
-        assert (await running)[0] == 200
-        assert (await ask(app, COMPLETIONS, prompts(128, 1)))[0] == 200
-        assert (await ask(app, COMPLETIONS, prompts(2, 2), "lsk-tight"))[0] == 200
+    app, _ = platform(waits)
+    assert (await ask(app, COMPLETIONS, prompts(5, 1), "lsk-tight"))[0] == 400
+    assert (await ask(app, COMPLETIONS, prompts(2, 2), "lsk-tight"))[0] == 200
+    running = asyncio.create_task(ask(app, COMPLETIONS, prompts(125, 1)))
+    await inside.wait()
+    status, body = await ask(app, COMPLETIONS, prompts(6, 1))
+    assert (status, body["error"]["code"]) == (429, "model_overloaded")
+    assert (await ask(app, COMPLETIONS, prompts(5, 1)))[0] == 200
+    go.set()
+    assert (await running)[0] == 200
+    assert (await ask(app, COMPLETIONS, prompts(128, 1)))[0] == 200
+    assert (await ask(app, COMPLETIONS, prompts(2, 2), "lsk-tight"))[0] == 200
 
 
 @pytest.mark.parametrize("name", NASTY)
 async def test_a_large_body_of_any_shape_costs_the_loop_little(name: str) -> None:
-    async with platform() as (app, engine):
-        await ask(app, CHAT, b'{"messages": []}')
-        # Processor time, which other processes of the machine do not lengthen. The loop stood
-        # still for 1.1 s of it on the first of these bodies while it was read whole.
-        began = time.thread_time()
-        status, body = await ask(app, CHAT, NASTY[name])
-        took_s = time.thread_time() - began
-        assert status == 400, body
-        assert took_s < 0.3
-        assert len(engine.asked) == 1
+    app, engines = platform()
+    await ask(app, CHAT, b'{"messages": []}')
+    # Processor time, which other processes of the machine do not lengthen. The loop stood
+    # still for 1.1 s of it on the first of these bodies while it was read whole.
+    began = time.thread_time()
+    status, body = await ask(app, CHAT, NASTY[name])
+    took_s = time.thread_time() - began
+    assert status == 400, body
+    assert took_s < 0.3
+    assert len(engines.asked) == 1
 
 
 async def test_a_large_body_that_is_sound_goes_to_the_engine_with_what_was_added() -> None:
     picture = "data:image/png;base64," + "A" * (6 * 2**20)
     content = [{"type": "image_url", "image_url": {"url": picture}}, {"type": "text", "text": "?"}]
     sent = {"model": "m", "messages": [{"role": "user", "content": content}], "stop": ["."]}
-    async with platform() as (app, engine):
-        assert (await ask(app, CHAT, json.dumps(sent).encode()))[0] == 200
-        received = json.loads(engine.asked[0])
-        assert received.pop("cache_salt")
-        assert received == sent
+    app, engines = platform()
+    assert (await ask(app, CHAT, json.dumps(sent).encode()))[0] == 200
+    received = json.loads(engines.asked[0].content.encoded)
+    assert received.pop("cache_salt")
+    assert received == sent
 
 
 @pytest.mark.parametrize(
@@ -179,22 +182,22 @@ async def test_a_large_body_that_is_sound_goes_to_the_engine_with_what_was_added
 async def test_a_text_that_cannot_fit_reaches_no_tokenizer(
     path: str, fields: dict[str, Any]
 ) -> None:
-    async with platform() as (app, engine):
-        status, body = await ask(app, path, json.dumps({"model": "m", **fields}).encode())
-        assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
-        assert "8192" in body["error"]["message"]
-        assert engine.asked == []
+    app, engines = platform()
+    status, body = await ask(app, path, json.dumps({"model": "m", **fields}).encode())
+    assert (status, body["error"]["code"]) == (400, "context_length_exceeded")
+    assert "8192" in body["error"]["message"]
+    assert engines.asked == []
 
 
 async def test_a_models_limit_holds_over_all_front_ends(tmp_path: Path) -> None:
     one, other = SharedCounts(tmp_path, 2), SharedCounts(tmp_path, 2)
     other.add("model m", Count.RUNNING, 129)
-    async with platform(counts=one) as (app, _):
-        assert (await ask(app, COMPLETIONS, prompts(1, 1)))[0] == 200
-        status, body = await ask(app, COMPLETIONS, prompts(2, 1))
-        assert (status, body["error"]["code"]) == (429, "model_overloaded")
-        other.add("model m", Count.RUNNING, -1)
-        assert (await ask(app, COMPLETIONS, prompts(2, 1)))[0] == 200
+    app, _ = platform(counts=one)
+    assert (await ask(app, COMPLETIONS, prompts(1, 1)))[0] == 200
+    status, body = await ask(app, COMPLETIONS, prompts(2, 1))
+    assert (status, body["error"]["code"]) == (429, "model_overloaded")
+    other.add("model m", Count.RUNNING, -1)
+    assert (await ask(app, COMPLETIONS, prompts(2, 1)))[0] == 200
     assert other.running_elsewhere("model m") == 0
     one.close()
     other.close()

@@ -11,7 +11,6 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import Response
 
-from loomserve.deployments.gateway import routes as model_routes
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.platform.base.errors import (
     BadRequest,
@@ -21,8 +20,9 @@ from loomserve.platform.base.errors import (
     UnknownModel,
 )
 from loomserve.platform.config import ApiKey
-from loomserve.platform.fleet.messages import ModelRoute, ReplicaRoute
+from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.state import ModelStatus
+from tests.unit.deployments.gateway.engines import replica_route
 
 NARROW = ApiKey(name="narrow", hash="sha256:" + "0" * 64, models=("chat",))
 
@@ -30,32 +30,36 @@ NARROW = ApiKey(name="narrow", hash="sha256:" + "0" * 64, models=("chat",))
 def route(name: str, status: ModelStatus = ModelStatus.READY, replicas: int = 1) -> ModelRoute:
     return ModelRoute(
         name=name,
-        app=f"model:{name}",
         status=status,
         policy="load_aware",
         max_concurrent_requests=1,
         max_model_len=10,
         kvstore=False,
-        replicas=tuple(ReplicaRoute(id=f"{n}", device="d", address="a") for n in range(replicas)),
+        replicas=tuple(replica_route(f"{n}") for n in range(replicas)),
     )
+
+
+def response(
+    endpoint: Callable[[Request], Awaitable[Response]], key: ApiKey | None, model: str = ""
+) -> Response:
+    scope = {"type": "http", "state": {"api_key": key}, "path_params": {"model": model}}
+
+    async def ask() -> Response:
+        return await endpoint(Request(scope))
+
+    return asyncio.run(ask())
 
 
 def asked(
     endpoint: Callable[[Request], Awaitable[Response]], key: ApiKey | None, model: str = ""
 ) -> Any:
     """What an endpoint answers to this key."""
-    scope = {"type": "http", "state": {"api_key": key}, "path_params": {"model": model}}
-
-    async def ask() -> Response:
-        return await endpoint(Request(scope))
-
-    return json.loads(bytes(asyncio.run(ask()).body))
+    return json.loads(bytes(response(endpoint, key, model).body))
 
 
 @pytest.fixture
-def routes(monkeypatch: pytest.MonkeyPatch) -> ModelRoutes:
-    monkeypatch.setattr(model_routes, "_handle", lambda route: f"the handle of {route.name}")
-    routes = ModelRoutes(batch_only=["old"])
+def routes() -> ModelRoutes:
+    routes = ModelRoutes(lambda model: True, batch_only=["old"])
     routes.apply(
         [
             route("chat"),
@@ -67,10 +71,9 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> ModelRoutes:
     return routes
 
 
-def test_a_ready_model_is_found_with_its_handle(routes: ModelRoutes) -> None:
+def test_a_ready_model_is_found(routes: ModelRoutes) -> None:
     assert routes.find("code", None).name == "code"
     assert routes.find("chat", NARROW).name == "chat"
-    assert routes.handle("chat") == "the handle of chat"
 
 
 @pytest.mark.parametrize(
@@ -119,15 +122,6 @@ def test_where_there_is_one_model_it_need_not_be_named(routes: ModelRoutes) -> N
     assert routes.find(None, None).name == "only"
 
 
-def test_a_model_that_comes_back_keeps_its_handle_and_one_without_replicas_has_none(
-    routes: ModelRoutes, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_routes, "_handle", lambda route: "another")
-    routes.apply([route("chat"), route("starting")])
-    assert routes.handle("chat") == "the handle of chat"
-    assert routes.handle("starting") == "another"
-
-
 def test_models_are_listed_as_far_as_a_key_may_use_them(routes: ModelRoutes) -> None:
     def listed(key: ApiKey | None) -> list[str]:
         return [model["id"] for model in asked(routes.list_models, key)["data"]]
@@ -136,18 +130,29 @@ def test_models_are_listed_as_far_as_a_key_may_use_them(routes: ModelRoutes) -> 
     assert listed(NARROW) == ["chat"]
 
 
-def test_readiness_names_the_models_of_the_key_and_none_to_who_has_no_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(model_routes, "_handle", lambda route: route.name)
+def test_readiness_names_the_models_of_the_key_and_none_to_who_has_no_key() -> None:
     for with_keys, key, names in (
         (False, None, ["chat", "code"]),
         (True, None, []),
         (True, NARROW, ["chat"]),
     ):
-        routes = ModelRoutes(with_keys=with_keys)
+        routes = ModelRoutes(lambda model: True, with_keys=with_keys)
         routes.apply([route("code"), route("chat")])
         shown = asked(routes.ready, key)
         assert (shown["status"], list(shown["models"])) == ("ready", names)
         routes.apply([route("code"), route("starting", ModelStatus.LOADING, 0)])
         assert asked(routes.ready, key)["status"] == "not ready"
+
+
+def test_readiness_waits_until_this_gateway_has_the_front_end_of_every_model() -> None:
+    set_up = set[str]()
+    routes = ModelRoutes(set_up.__contains__)
+    routes.apply([route("chat"), route("code")])
+    for more, status in ((None, 503), ("code", 503), ("chat", 200)):
+        set_up |= {more} if more else set()
+        answer = response(routes.ready, None)
+        assert answer.status_code == status
+        assert answer.headers.get("Retry-After") == (None if status == 200 else "5")
+    # A model that comes later has to be set up, too.
+    routes.apply([route("chat"), route("code"), route("more")])
+    assert response(routes.ready, None).status_code == 503

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
+from loomserve.deployments.gateway.answering import CollectedAnswer, never_gone
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
-from loomserve.deployments.gateway.forward import CollectedAnswer, ForwardRequest, never_gone
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.metrics import KeyMetrics
@@ -21,6 +21,7 @@ from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest
 from loomserve.platform.requests.engine_request import FORWARDED
 from loomserve.platform.requests.metrics import GatewayMetrics
+from tests.unit.deployments.gateway.engines import AnsweringEngines
 
 ALICE, BOB = (
     ApiKey(name=name, hash=f"sha256:{number:064}", tokens_per_minute=1000)
@@ -34,34 +35,27 @@ class Gateway:
     """Both endpoints, before engines that keep what they are asked."""
 
     def __init__(self, *, isolates_tenants: bool) -> None:
-        self.sent: list[dict[str, Any]] = []
+        self.engines = AnsweringEngines()
         registry = CollectorRegistry()
         meter = TokenMeter(KeyMetrics(registry), Path("/nowhere"))
         route = SimpleNamespace(
             name="m", predictor=None, max_concurrent_requests=9, max_model_len=None
         )
-        routes: Any = SimpleNamespace(find=lambda model, key: route, handle=lambda model: None)
+        routes: Any = SimpleNamespace(find=lambda model, key: route)
         lengths: Any = SimpleNamespace(predict=self._predict)
         server = Server(api_keys=(ALICE, BOB))
-        engines: Any = self
         self.clients = ClientEndpoint(
-            *(routes, engines, lengths, GatewayMetrics(registry), meter),
+            *(routes, self.engines, lengths, GatewayMetrics(registry), meter),
             isolates_tenants=isolates_tenants,
             max_sequences=128,
         )
         self.lines = LineEndpoint(
-            *(server, LiveKeys(server), meter, routes, engines), isolates_tenants=isolates_tenants
+            *(server, LiveKeys(server), meter, routes, self.engines),
+            isolates_tenants=isolates_tenants,
         )
 
     async def _predict(self, *_: object) -> None:
         return None
-
-    async def forward(self, request: ForwardRequest, *_: object) -> None:
-        self.sent.append(json.loads(request.content.encoded))
-
-    async def collect(self, request: ForwardRequest, *_: object) -> tuple[int, bytes]:
-        await self.forward(request)
-        return 200, b"{}"
 
     def salts(self, path: str) -> list[str | None]:
         """The salts of Alice's request, of Bob's and of a line of each."""
@@ -78,7 +72,8 @@ class Gateway:
                 await self.lines.complete(LineRequest.model_validate({**line, **more}))
 
         asyncio.run(scenario())
-        return [request.get("cache_salt") for request in self.sent]
+        sent = [json.loads(request.content.encoded) for request in self.engines.asked]
+        return [request.get("cache_salt") for request in sent]
 
 
 @pytest.mark.parametrize("path", FORWARDED)

@@ -10,14 +10,16 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
+from starlette.types import Receive, Send
 
+from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
-from loomserve.deployments.gateway.forward import CollectedAnswer, ForwardRequest, never_gone
 from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.base.errors import TooManyRequests, Unavailable
 from loomserve.platform.config import ApiKey
 from loomserve.platform.requests.metrics import GatewayMetrics
+from tests.unit.deployments.gateway.engines import AnsweringEngines
 
 CHAT = "/v1/chat/completions"
 PROMPT = 30
@@ -26,17 +28,18 @@ LIMITED = FREE.model_copy(update={"name": "limited", "tokens_per_minute": 6000})
 A_TOKEN_S = 0.01
 
 
-class Engine:
-    """The forwarder: answers ``max_tokens`` tokens, and cuts off after ``user`` of them, if set."""
+class Engine(AnsweringEngines):
+    """Answers ``max_tokens`` tokens, and cuts off after ``user`` of them, if set."""
 
     def __init__(self, gateway: Gateway) -> None:
+        super().__init__()
         self.gateway = gateway
-        self.asked: list[dict[str, Any]] = []
+        self.bodies: list[dict[str, Any]] = []
         self.computed = 0
 
-    async def forward(self, request: ForwardRequest, _: object, __: object, send: Any) -> None:
+    async def forward(self, request: ForwardRequest, receive: Receive, send: Send) -> None:
         body = json.loads(request.content.encoded)
-        self.asked.append(body)
+        self.bodies.append(body)
         if body.get("user") == "refused":
             raise Unavailable("no replica")
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -54,7 +57,7 @@ class Engine:
         await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _say(self, send: Any, choices: list[Any], told: int | None) -> None:
+    async def _say(self, send: Send, choices: list[Any], told: int | None) -> None:
         chunk: dict[str, Any] = {"choices": choices}
         if told is not None:
             chunk["usage"] = {"prompt_tokens": PROMPT, "completion_tokens": told}
@@ -72,9 +75,9 @@ class Gateway:
         route = SimpleNamespace(
             name="m", predictor=None, max_concurrent_requests=9, max_model_len=None
         )
-        routes: Any = SimpleNamespace(find=lambda model, key: route, handle=lambda model: None)
+        routes: Any = SimpleNamespace(find=lambda model, key: route)
         lengths: Any = SimpleNamespace(predict=_nothing)
-        self.engine: Any = Engine(self)
+        self.engine = Engine(self)
         self.endpoint = ClientEndpoint(
             routes,
             self.engine,
@@ -127,7 +130,7 @@ def test_a_limited_keys_stream_is_counted_and_looks_as_any_other(
     free = asyncio.run(gateway.ask(FREE, **options))
     assert limited.body == free.body
     assert gateway.charged(LIMITED) == PROMPT + 5
-    assert gateway.engine.asked[1].get("stream_options") == asks
+    assert gateway.engine.bodies[1].get("stream_options") == asks
     assert gateway.charged(FREE) == (PROMPT + 5 if asks and asks["include_usage"] else 0)
 
 

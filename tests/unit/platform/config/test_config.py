@@ -202,7 +202,6 @@ BAD_FIELDS = [
     ("replicas: 2", "roles: {prefill: 1}", "models[0].roles.decode", "must be given"),
     ("replicas: 2", "kvstore: false\n    roles: {prefill: 1, decode: 1}", "models[0].roles",
      "through the KV store"),
-    ("port: 8000", "front_ends: 2", "server.front_ends", "set server.shared_front_end: true"),
     ("port: 8000", "front_ends: 17", "server.front_ends", "less than or equal to 16"),
     # Doors open to the network
 ]  # fmt: skip

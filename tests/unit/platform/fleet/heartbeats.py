@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from loomserve.platform.config import Device, Model
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.fleet.messages import Heartbeat
+from loomserve.platform.fleet.messages import FrontEndSpec, Heartbeat
+from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.state import (
     BorrowingState,
     LoanState,
@@ -14,6 +15,7 @@ from loomserve.platform.state import (
 from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats
 
+FRONT_END = FrontEndSpec(path="demo", engine_options={})
 DEVICES = (Device(name="core0", cores=(0,)), Device(name="core1", cores=(1,)))
 MODEL = Model(name="org/m", source="demo", devices=("core0", "core1"))
 
@@ -29,6 +31,8 @@ def report(replica: str = "r0", device: str = "core0", **changes: object) -> Hea
     values = {
         "model": MODEL, "replica_id": replica, "device": device, "address": "engine-1.127.0.0.1",
         "pid": 1, "max_model_len": 64, "in_flight": 0,
+        "engine": EngineAddress(f"ipc://{replica}.in", f"ipc://{replica}.out"),
+        "front_end": FRONT_END,
     }  # fmt: skip
     stats = {"load": load, "max_running": 8, "kv_capacity_tokens": 64, "draining": False,
              "role": Role.UNIFIED}  # fmt: skip

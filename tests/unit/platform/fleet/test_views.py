@@ -8,7 +8,7 @@ from loomserve.platform.state import (
     ModelStatus,
     StageState,
 )
-from tests.unit.platform.fleet.heartbeats import HOT, fleet, report, status
+from tests.unit.platform.fleet.heartbeats import FRONT_END, HOT, fleet, report, status
 
 
 def test_a_model_goes_from_loading_over_degraded_to_ready_as_replicas_report() -> None:
@@ -73,3 +73,15 @@ def test_the_batch_lane_hears_what_predicts_a_models_lengths() -> None:
     )
     found = some.views.engines(0).models
     assert (found["org/m"].predictor, found["org/hot"].predictor) == (None, "hot-v1")
+
+
+def test_gateways_hear_where_engines_are_and_which_of_them_requests_have_to_leave() -> None:
+    some = fleet()
+    assert some.views.routes(0)[0].front_end is None
+    for replica, device in (("r0", "core0"), ("r1", "core1")):
+        some.report(report(replica, device), 1)
+    some.registry.set_draining("r1", True)
+    (route,) = some.views.routes(1)
+    assert route.front_end == FRONT_END
+    assert [(each.id, each.draining) for each in route.replicas] == [("r0", False), ("r1", True)]
+    assert route.replicas[1].engine == report("r1").engine

@@ -20,6 +20,9 @@ class Meter:
             running=2, waiting=0, kv_cache_usage=0.5, step_time_s=0.0, measured_at=1.0
         )
 
+    def page(self) -> str:
+        return "oldest 2\n"
+
 
 class FakeCore:
     meter = Meter()

@@ -60,6 +60,7 @@ def test_an_engine_is_called_and_stopped(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=r"^LookupError: odd$"):
             await call(engine, "odd")
         assert (await engine.stats(timeout_s=5)).running == 2
+        assert await engine.metrics(timeout_s=5) == "oldest 2\n"
         with pytest.raises(TimeoutError):
             await call(engine, "sleep", 0.5, timeout_s=0.1)
         assert await call(engine, "echo", "later") == [["later"]]

@@ -1,8 +1,12 @@
+"""What an engine's process tells of its load and its schedule, by its requests and its outputs."""
+
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from vllm import SamplingParams
 from vllm.v1.engine import (
     EngineCoreEvent,
@@ -43,6 +47,16 @@ def stats(running: int, waiting: int = 0, **more: Any) -> SchedulerStats:
     return SchedulerStats(
         num_running_reqs=running, num_waiting_reqs=waiting, kv_cache_usage=0.25, **more
     )
+
+
+def metric(meter: CoreMeter, name: str) -> float:
+    (found,) = (
+        sample.value
+        for family in text_string_to_metric_families(meter.page())
+        for sample in family.samples
+        if sample.name == f"loomserve_{name}"
+    )
+    return found
 
 
 def outputs(*each: EngineCoreOutput, told: SchedulerStats | None) -> EngineCoreOutputs:
@@ -124,3 +138,68 @@ def test_the_schedulers_own_figures_are_told() -> None:
     load = meter.read()
     assert load.scheduling is not None
     assert load.scheduling.model_dump() == SCHEDULING
+    meter.step({0: outputs(told=stats(0, kv_connector_stats={"loads": 1}))}, 2.0)
+    meter.step({0: outputs(told=stats(0))}, 3.0)
+    scheduling = meter.read().scheduling
+    assert scheduling is not None
+    assert scheduling.model_dump() == SCHEDULING, "what was said last holds"
+
+
+def test_before_the_scheduler_says_anything_nothing_is_told_of_it() -> None:
+    meter = CoreMeter()
+    meter.step({0: outputs(told=stats(0, kv_connector_stats={"loads": 1}))}, 1.0)
+    load = meter.read()
+    assert load.scheduling is None
+    assert load.pace is None
+
+
+def test_a_requests_schedule_is_measured_when_it_finishes() -> None:
+    meter = CoreMeter()
+    meter.arrived(request("a"), 0.0)
+    again = [
+        EngineCoreEvent(EngineCoreEventType.PREEMPTED, 3.0),
+        EngineCoreEvent(EngineCoreEventType.SCHEDULED, 4.0),
+    ]
+    for at, events in ((3.0, scheduled(2.0)), (5.0, again), (6.0, again)):
+        output = EngineCoreOutput("a", [5], events=events)
+        meter.step({1: outputs(output, told=stats(1))}, at)
+        assert metric(meter, "weighted_turnaround_count") == 0
+    last = EngineCoreOutput("a", [5], finish_reason=FinishReason.LENGTH)
+    meter.step({1: outputs(last, told=stats(0))}, 8.0)
+    for name, counted in (("weighted_turnaround", 8 / 6), ("request_preemptions", 2)):
+        assert metric(meter, f"{name}_count") == 1
+        assert metric(meter, f"{name}_sum") == pytest.approx(counted)
+    assert meter.read().weighted_turnaround == pytest.approx(8 / 6)
+
+
+def test_a_request_that_is_given_up_is_not_among_those_that_have_finished() -> None:
+    meter = CoreMeter()
+    meter.arrived(request("a"), 0.0)
+    meter.step({1: outputs(EngineCoreOutput("a", [5], events=scheduled(0.5)), told=stats(1))}, 1.0)
+    last = EngineCoreOutput("a", [], finish_reason=FinishReason.ABORT)
+    meter.step({1: outputs(last, told=stats(0))}, 2.0)
+    assert metric(meter, "weighted_turnaround_count") == 0
+    assert metric(meter, "request_preemptions_count") == 0
+
+
+def test_whoever_has_no_output_waits_as_long_as_the_engine_says_that_some_do() -> None:
+    meter = CoreMeter()
+    now = time.monotonic()
+    for name in ("first", "second"):
+        meter.arrived(request(name), now - 60)
+
+    def step(*names: str, waiting: int = 0, skipped: int = 0) -> float:
+        of_all = [EngineCoreOutput(name, [5], events=scheduled(now)) for name in names]
+        told = stats(1, waiting, num_skipped_waiting_reqs=skipped)
+        meter.step({1: outputs(*of_all, told=told)}, now)
+        waits_s = meter.read().oldest_waiting_s
+        assert metric(meter, "oldest_waiting_seconds") == pytest.approx(waits_s, abs=5)
+        return waits_s
+
+    assert 60 <= step("first", waiting=1) < 120
+    assert 60 <= step("first", skipped=1) < 120
+    assert step("first", "second") == 0
+    assert step("second", waiting=1) >= 60, "the first one was preempted"
+    meter.left(["first"])
+    assert meter.read().oldest_waiting_s == 0
+    assert metric(meter, "oldest_waiting_seconds") == 0

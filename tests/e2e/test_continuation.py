@@ -21,10 +21,8 @@ from tests.e2e.conftest import HOT, Platform
 from tests.e2e.test_admin import model_state, wait_for
 from tests.e2e.test_batch import COMPLETIONS, ended, line, lines_of, submit
 from tests.e2e.test_failures import engine_process
-from tests.e2e.test_shared_front_end import in_flight
-from tests.e2e.test_shared_front_end import platform as platform
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.e2e
 
 REQUESTS = 11
 """One of each kind."""
@@ -33,6 +31,8 @@ LONG_TOKENS = 900
 LONG_REQUESTS = 4
 STOPPED_S = 5.0
 BACK_S = 240.0
+CONTINUED = "loomserve_continued_requests_total"
+PAUSES = "loomserve_continuation_pause_seconds"
 _LOOK_S = 0.005
 
 
@@ -62,6 +62,11 @@ def reach(load: Load, tokens: int) -> None:
         assert time.monotonic() < deadline, "no tokens came"
         time.sleep(_LOOK_S)
     assert not load.ended.is_set()
+
+
+def in_flight(platform: Platform) -> dict[str, int]:
+    """Requests that each replica's engine has."""
+    return {one["id"]: one["in_flight"] for one in model_state(platform, HOT)["replicas"]}
 
 
 def busiest(platform: Platform) -> dict[str, Any]:
@@ -94,18 +99,23 @@ def expected(platform: Platform, asked: list[Asked]) -> list[Answer]:
     return one
 
 
-@pytest.mark.parametrize("at", [1, 40])
+@pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 40])
 def test_an_engine_is_killed(
     platform: Platform, asked: list[Asked], expected: list[Answer], at: int
 ) -> None:
+    before = platform.metric(CONTINUED, model=HOT, reason="gone")
     with running(platform, asked) as load:
         reach(load, at)
         gone = kill_engine(platform)
     assert differences(expected, load.answers) == {}
-    assert platform.metric("loomserve_continued_requests_total", reason="gone") >= 1
+    assert platform.metric(CONTINUED, model=HOT, reason="gone") > before
+    pauses = [platform.metric(f"{PAUSES}_{what}", model=HOT) for what in ("sum", "count")]
+    print(f"moved requests paused for {pauses[0] / pauses[1]:.2f} s in the mean of {pauses[1]:.0f}")
     wait_for(lambda: back_without(platform, gone), BACK_S)
+    assert differences(expected, answers(platform, asked)) == {}
 
 
+@pytest.mark.slow
 def test_an_engine_is_stopped_for_a_while_and_goes_on(
     platform: Platform, asked: list[Asked], expected: list[Answer]
 ) -> None:
@@ -120,27 +130,35 @@ def test_an_engine_is_stopped_for_a_while_and_goes_on(
             with suppress(psutil.NoSuchProcess):
                 engine.resume()
     assert differences(expected, load.answers) == {}
-    assert platform.metric("loomserve_continued_requests_total", reason="silent") >= 1
+    assert platform.metric(CONTINUED, model=HOT, reason="silent") >= 1
     # What has left it is not computed there to its end, and it takes requests again.
     wait_for(lambda: not in_flight(platform)[stopped["id"]], 10)
     assert differences(expected, answers(platform, asked)) == {}
     assert stopped["id"] in in_flight(platform)
 
 
-def test_a_replica_is_drained(
+@pytest.mark.slow
+def test_a_replica_is_drained_and_takes_requests_again(
     platform: Platform, asked: list[Asked], expected: list[Answer]
 ) -> None:
-    with running(platform, asked) as load, platform.admin() as admin:
-        reach(load, 20)
-        path = f"/admin/v1/replicas/{busiest(platform)['id']}/draining"
-        admin.put(path, json={"draining": True}).raise_for_status()
-        wait_for(lambda: not min(in_flight(platform).values()), 8)
-        assert not load.ended.is_set()
     with platform.admin() as admin:
+        with running(platform, asked) as load:
+            reach(load, 20)
+            drained = busiest(platform)["id"]
+            path = f"/admin/v1/replicas/{drained}/draining"
+            admin.put(path, json={"draining": True}).raise_for_status()
+            wait_for(lambda: not in_flight(platform)[drained], 8)
+            assert not load.ended.is_set()
+        assert differences(expected, load.answers) == {}
+        assert platform.metric(CONTINUED, model=HOT, reason="drained") >= 1
         admin.put(path, json={"draining": False}).raise_for_status()
+    time.sleep(3)  # gateways must have learned of it
+    with running(platform, asked) as load:
+        wait_for(lambda: in_flight(platform)[drained] > 0, 20)
     assert differences(expected, load.answers) == {}
 
 
+@pytest.mark.slow
 def test_a_batchs_lines_are_answered_when_their_engine_is_killed(platform: Platform) -> None:
     client = platform.client()
     lines = [
@@ -162,6 +180,7 @@ def test_a_batchs_lines_are_answered_when_their_engine_is_killed(platform: Platf
     wait_for(lambda: back_without(platform, gone), BACK_S)
 
 
+@pytest.mark.slow
 def test_both_engines_are_killed_in_turn(platform: Platform) -> None:
     requests = mixture(HOT, LONG_REQUESTS, LONG_TOKENS, 0, 2)
     undisturbed = answers(platform, requests)

@@ -1,1 +1,0 @@
-"""HTTP between the decode and prefill replicas of a model."""

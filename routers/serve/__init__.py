@@ -1,1 +1,0 @@
-"""Ray Serve request routers, which run the routing policies."""
