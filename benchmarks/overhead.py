@@ -1,11 +1,12 @@
 """What does Loomserve cost over vLLM's own bare server?
 
-Both arms serve the same model folder with the same engine flags and pinning: the measured engine's
-worker alone on core 0; front ends, EngineCore, an idle second engine and this load generator on
-core 1. Both stay up all the time, so that the two sides of a pair are seconds apart; the side that
-is not measured is frozen (SIGSTOP), because idle Ray processes and idle engines take a measurable
-share of core 1. Each arm holds two engines, of which one is idle: several models are what
-Loomserve is for, and a user without it would run two servers.
+Both arms serve the same model folder with the same engine flags and pinning. On core 0 the measured
+engine computes: of vLLM's server its worker alone, of Loomserve the engine's one process but for
+its threads for sockets. On core 1 are front ends, vLLM's EngineCore, an idle second engine and this
+load generator. Both stay up all the time, so that the two sides of a pair are seconds apart; the
+side that is not measured is frozen (SIGSTOP), because idle Ray processes and idle engines take a
+measurable share of core 1. Each arm holds two engines, of which one is idle: several models are
+what Loomserve is for, and a user without it would run two servers.
 
 ``--arms bare,bare`` compares bare vLLM with itself: the noise floor of the method.
 ``--arms loomserve:FOLDER,loomserve`` compares this checkout with another one, installed in FOLDER.
@@ -59,11 +60,11 @@ from loomserve.platform.engine.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"
-LOADS = ("first", "1", "8", "32", "open")
+LOADS = ("first", "1", "8", "32", "64", "open")
 """Closed loops by their number of streams; ``first`` is one stream of two-token answers, since only
 many requests tell a first token's few milliseconds of delay from the machine's noise."""
-STREAMS = {"first": 1, "1": 1, "8": 8, "32": 32}
-LONGER = {"32": 3}
+STREAMS = {"first": 1, "1": 1, "8": 8, "32": 32, "64": 64}
+LONGER = {"32": 3, "64": 5}
 """A window must hold requests that begin and end in it; with many streams each takes longer."""
 OPEN_SHARE = 0.6
 """The open loop's rate, as a share of what the first arm serves with 8 streams."""
@@ -201,6 +202,8 @@ def benchmark(arms: Sequence[Arm], plan: Plan) -> dict[str, Any]:
             for side, arm in enumerate(arms)
         },
         "at_rest": at_rest,
+        "memory_two_engines_gib": at_rest[arms[1].name]["memory_gib"],
+        "idle_cores": sum(at_rest[arms[1].name][core] for core in ("core0", "core1")),
     }
 
 

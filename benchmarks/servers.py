@@ -20,12 +20,14 @@ import yaml
 from benchmarks.load import Target
 
 ENGINE_CORE = 0
-"""The measured engine's worker computes here, alone."""
+"""The measured engine computes here: its worker alone, or the step of an engine in one process."""
 OTHER_CORE = 1
-"""Everything else runs here: front ends, EngineCore, idle engines, Ray, and the load generator."""
+"""Everything else runs here: front ends, an EngineCore with workers of its own, idle engines, Ray,
+and the load generator."""
 
-# vLLM names its processes; the worker is the one that computes.
+# vLLM names its processes. The worker is the one that computes, or EngineCore where it has none.
 _WORKER_TITLE = "VLLM::Worker"
+_ENGINE_TITLE = "VLLM::EngineCore"
 _STOP_S = 30.0
 _RECOVERY_S = 60.0
 _SETTLE_S = 3.0
@@ -137,28 +139,30 @@ class Server:
         return "\n".join([f"--- the end of {self.log} ---", *text.splitlines()[-lines:]])
 
     def bind(self) -> None:
-        """Put every thread on its core: workers stay where vLLM bound them, all else goes to
-        ``OTHER_CORE``.
+        """Put every thread on its core: those of a process that computes stay where they were
+        bound, all else goes to ``OTHER_CORE``.
 
         Done after the start because OpenMP drops places outside the affinity it starts with, so a
         server started on ``OTHER_CORE`` would compute there. Later threads and processes inherit.
 
         Raises:
-            ServerFailedError: no worker was found, or one is not bound to a single core.
+            ServerFailedError: no process computes, or one is not bound to a single core.
         """
-        workers = 0
+        computing = 0
         for member in self.members():
             with contextlib.suppress(psutil.NoSuchProcess):
-                if _is_worker(member):
-                    workers += 1
+                if _computes(member):
+                    computing += 1
                     if len(member.cpu_affinity()) != 1:
-                        raise ServerFailedError(f"{self.name}: a worker is not bound to one core")
+                        raise ServerFailedError(f"{self.name}: an engine is not bound to one core")
                 else:
                     for thread in member.threads():
                         with contextlib.suppress(ProcessLookupError):
                             os.sched_setaffinity(thread.id, {OTHER_CORE})
-        if not workers:
-            raise ServerFailedError(f"{self.name}: no process is named {_WORKER_TITLE}")
+        if not computing:
+            raise ServerFailedError(
+                f"{self.name}: no process is named {_WORKER_TITLE} or {_ENGINE_TITLE}"
+            )
 
     def cpu_seconds(self, on_core: int) -> float:
         """CPU time so far of the processes that are bound to ``on_core``."""
@@ -205,8 +209,15 @@ class Server:
         self._process = None
 
 
-def _is_worker(process: psutil.Process) -> bool:
-    return str(process.name()).startswith(_WORKER_TITLE)
+def _computes(process: psutil.Process) -> bool:
+    title = _title(process)
+    if title.startswith(_ENGINE_TITLE):
+        return not any(_title(child).startswith(_WORKER_TITLE) for child in process.children())
+    return title.startswith(_WORKER_TITLE)
+
+
+def _title(process: psutil.Process) -> str:
+    return " ".join(process.cmdline())
 
 
 @dataclass
