@@ -168,7 +168,6 @@ async def serve(given: dict[str, Any]) -> None:
     front_ends = ModelFrontEnds("token", metrics, registry, idle_timeout_s=60)
     route = ModelRoute(
         name=MODEL,
-        app="model:m",
         status=ModelStatus.READY,
         policy="load_aware",
         max_concurrent_requests=4096,
@@ -186,7 +185,7 @@ async def serve(given: dict[str, Any]) -> None:
     )
     front_ends.set_models([route])
     metrics.set_models({MODEL: ["r1"]})
-    routes: Any = SimpleNamespace(find=lambda name, key: route, handle=lambda name: None)
+    routes: Any = SimpleNamespace(find=lambda name, key: route)
     clients = ClientEndpoint(
         *(routes, front_ends, LengthPredictions(metrics), metrics),
         TokenMeter(KeyMetrics(registry), Path(given["folder"]) / "tokens.json"),

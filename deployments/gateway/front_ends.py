@@ -23,6 +23,7 @@ from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.fleet.messages import ModelRoute
+from loomserve.platform.front_end.engine.serving import settle_environment
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.front_end.routing import routing_context
@@ -52,6 +53,7 @@ class ModelFrontEnds:
             idle_timeout_s: an answer that has begun ends after so long without a byte.
         """
         verify("vllm")
+        settle_environment()
         self.ledger = InFlight()
         self._metrics = metrics
         self._continuation = ContinuationMetrics(registry)

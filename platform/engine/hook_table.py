@@ -746,6 +746,13 @@ TABLE: tuple[Hook, ...] = (
         "platform/front_end/engine/serving.py",
     ),
     Hook(
+        "vllm.envs",
+        ("enable_envs_cache()",),
+        HookKind.READ,
+        "vLLM reads environment variables for each token, unless it is told that none changes.",
+        "platform/front_end/engine/serving.py",
+    ),
+    Hook(
         "vllm.entrypoints.launchers.api_server.app_state",
         ("init_app_state(engine_client, state, args, supported_tasks)",),
         HookKind.READ,

@@ -21,6 +21,7 @@ from typing import Any
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
+from vllm.envs import enable_envs_cache
 from vllm.v1.engine import EngineCoreReadyResponse
 
 from loomserve.platform.base.errors import Unavailable
@@ -42,6 +43,20 @@ Send = Callable[[Message], Awaitable[None]]
 
 # vLLM's configuration and tokenizers are not made to be loaded by several threads at once.
 _ONE_AT_A_TIME = asyncio.Lock()
+
+
+# What vLLM's server has before its endpoints for clients of its own, and the gateway has itself.
+# Each is one more call for each chunk.
+_OF_A_SERVER = {
+    "AuthenticationMiddleware",
+    "CORSMiddleware",
+    "PrometheusInstrumentatorMiddleware",
+}
+
+
+def settle_environment() -> None:
+    """Have vLLM read its environment variables once, not several times a token."""
+    enable_envs_cache()
 
 
 def _nobody(_: RoutingRequest, __: str) -> None:
@@ -110,6 +125,10 @@ class ModelServing:
                 _log.exception("an engine of model %s did not say what it can do", self._name)
                 await asyncio.sleep(1)
         app = build_app(self._args, supported_tasks=tasks, model_config=llm.model_config)
+        app.user_middleware = [
+            each for each in app.user_middleware if each.cls.__name__ not in _OF_A_SERVER
+        ]
+        app.middleware_stack = app.build_middleware_stack()
         await init_app_state(llm, app.state, self._args, tasks)
         # vLLM would end its own server by it when its only engine has failed.
         app.state.server = SimpleNamespace()
