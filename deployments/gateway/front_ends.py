@@ -58,8 +58,11 @@ class ModelFrontEnds:
         self._metrics = metrics
         self._continuation = ContinuationMetrics(registry)
         self._idle_timeout_s = idle_timeout_s
-        # An engine that hangs is left before its clients' answers are given up.
-        self._bounds = ContinuationBounds(hang_s=min(ContinuationBounds.hang_s, idle_timeout_s / 2))
+        self._bounds = ContinuationBounds(
+            # An engine that hangs is left before its clients' answers are given up.
+            hang_s=min(ContinuationBounds.hang_s, idle_timeout_s / 2),
+            begun_timeout_s=idle_timeout_s,
+        )
         self._client = InternalClient(internal_token)
         self._models: dict[str, ModelFrontEnd] = {}
         self._closing: set[asyncio.Task[None]] = set()

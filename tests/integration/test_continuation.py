@@ -36,7 +36,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.slow]
 T = TypeVar("T")
 
 TOKENS = 48
-BOUNDS = ContinuationBounds(silence_s=3.0, reroute_timeout_s=4.0)
+BOUNDS = ContinuationBounds(silence_s=3.0, reroute_timeout_s=4.0, begun_timeout_s=6.0)
 OPTIONS: dict[str, Any] = {
     "max_num_seqs": 16,
     "max_model_len": 1024,
@@ -508,7 +508,7 @@ def test_without_another_replica_a_stream_waits_and_ends_with_an_error(stage: St
         return streamed, whole, waited
 
     streamed, whole, waited = stage.run(play())
-    assert BOUNDS.reroute_timeout_s - 1 < waited < BOUNDS.reroute_timeout_s + 3
+    assert BOUNDS.begun_timeout_s - 1 < waited < BOUNDS.begun_timeout_s + 3
     (error,) = streamed.said()["errors"]
     assert error["error"]["code"] == 503
     assert "no replica" in error["error"]["message"]

@@ -54,6 +54,8 @@ class ContinuationBounds:
     hang_s: float = 60.0
     reroute_timeout_s: float = 30.0
     """How long a request waits for a replica that can take it."""
+    begun_timeout_s: float = 60.0
+    """The same of one whose answer has begun, which its client cannot ask for elsewhere."""
     most_losses: int = 3
     """Engines by whose end one request may be carried on; likewise moves for other reasons."""
     most_suspected: int = 2
@@ -125,7 +127,8 @@ def fate(
         return Fate.GO_ON
     since = now if request.waiting_since is None else request.waiting_since
     stands_still = not request.placed or lost in _STALLED
-    if stands_still and now - since >= bounds.reroute_timeout_s:
+    patience_s = bounds.begun_timeout_s if request.tokens else bounds.reroute_timeout_s
+    if stands_still and now - since >= patience_s:
         return Fate.END_NO_REPLICA
     return Fate.WAIT
 

@@ -22,7 +22,7 @@ from loomserve.platform.front_end.routing import RoutingRequest
 from loomserve.platform.state.roles import Role
 from tests.unit.platform.front_end.engine.peer import PeerEngine
 
-BOUNDS = ContinuationBounds(silence_s=2.0, hang_s=2.5, reroute_timeout_s=1.0)
+BOUNDS = ContinuationBounds(silence_s=2.0, hang_s=2.5, reroute_timeout_s=1.0, begun_timeout_s=1.5)
 
 
 def request(request_id: str, tokens: int = 20, **params: Any) -> EngineCoreRequest:

@@ -288,7 +288,7 @@ def test_an_engine_that_comes_back_at_its_address_gets_requests_again() -> None:
         made.engines["a"] = again.start()
         await until(lambda: "r#1" in again.work)
 
-    played(play, replace(BOUNDS, reroute_timeout_s=20))
+    played(play, replace(BOUNDS, begun_timeout_s=20))
 
 
 def test_a_request_with_which_two_engines_end_is_ended_and_not_taken_again() -> None:

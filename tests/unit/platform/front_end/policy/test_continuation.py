@@ -95,7 +95,18 @@ def test_no_request_waits_for_longer_than_it_may_unless_it_is_computed_meanwhile
     since = now if request.waiting_since is None else request.waiting_since
     decided = fate(request, lost, others=others, now=now, bounds=BOUNDS)
     if decided is Fate.WAIT and not (request.placed and lost not in (Loss.SILENT, Loss.HUNG)):
-        assert now - since < BOUNDS.reroute_timeout_s
+        patience_s = BOUNDS.begun_timeout_s if request.tokens else BOUNDS.reroute_timeout_s
+        assert now - since < patience_s
+
+
+def test_an_answer_that_has_begun_waits_for_longer() -> None:
+    late = 1.0 + BOUNDS.reroute_timeout_s
+    waiting = RequestView(waiting_since=0.0)
+    assert fate(waiting, None, others=False, now=late, bounds=BOUNDS) is Fate.END_NO_REPLICA
+    begun = replace(waiting, tokens=1)
+    assert fate(begun, Loss.GONE, others=False, now=late, bounds=BOUNDS) is Fate.WAIT
+    late = 1.0 + BOUNDS.begun_timeout_s
+    assert fate(begun, Loss.GONE, others=False, now=late, bounds=BOUNDS) is Fate.END_NO_REPLICA
 
 
 @given(requests, losses, st.floats(0, 1000))
