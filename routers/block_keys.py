@@ -13,8 +13,6 @@ from hashlib import blake2b
 
 BLOCK_TOKENS = 64
 """Several of vLLM's blocks (16 tokens): less to hash, and shorter prefixes save nothing."""
-BLOCK_BYTES = 256
-"""Block of a text of which no tokens are known: about as many tokens."""
 MOST_BLOCKS = 2048
 """A prompt's blocks beyond have no keys."""
 
@@ -33,13 +31,6 @@ def token_keys(
     packed = array(_TOKEN_TYPE, tokens)
     size = block_tokens * packed.itemsize
     return _chain(packed.tobytes(), size, ("tokens", block_tokens, model, salt))
-
-
-def text_keys(
-    text: bytes, *, model: str, salt: str | None, block_bytes: int = BLOCK_BYTES
-) -> tuple[bytes, ...]:
-    """A key for each full block of a prompt's text, where its tokens are not known."""
-    return _chain(text, block_bytes, ("text", block_bytes, model, salt))
 
 
 def _chain(blocks: bytes, size: int, root: tuple[str, int, str, str | None]) -> tuple[bytes, ...]:

@@ -117,7 +117,7 @@ install_cpu_torch() {
 install_loomserve() {
     local overrides=()
     [[ $device == cuda ]] || overrides=(--override overrides.txt)
-    # Every engine is three processes that import vLLM, and Ray's processes write no bytecode.
+    # Gateways and engines are processes that import vLLM, and Ray's processes write no bytecode.
     # uv checks a file against the hashes of its constraint.
     uv install "${overrides[@]}" --compile-bytecode --constraint constraints.txt --constraint hashes.txt \
         --build-constraint constraints.txt --build-constraint hashes.txt --editable ".[$device,dev]"

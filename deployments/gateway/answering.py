@@ -26,8 +26,8 @@ class ForwardRequest:
     """Id of the only replica that may take it; None: any may."""
     expected_tokens: float | None = None
     """Predicted length of the answer."""
-    received: bytes | None = None
-    """The client's own bytes, by which a request is known again; None: those the engine gets."""
+    carried_on: bool = True
+    """False: whoever sent it finds out whether engines end because of it."""
     refuse_after: float | None = None
     """Monotonic seconds; a request that is predicted to end later is refused."""
 

@@ -149,7 +149,6 @@ class ClientEndpoint:
             content=request.with_hints(deadline=deadline, expected=expected),
             request_id=state["request_id"],
             expected_tokens=expected.tokens if expected else None,
-            received=state["body"],
             refuse_after=deadline if key is not None and key.refuse_late else None,
         )
         await self._forwarder.forward(forwarded, receive, answer.send)

@@ -99,6 +99,8 @@ class LineEndpoint:
             request_id=line.request_id,
             # The lane has looked for room there.
             pinned_to=line.engine,
+            # The lane tests suspects one by one, each alone on an engine.
+            carried_on=False,
         )
 
 

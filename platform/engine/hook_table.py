@@ -1137,13 +1137,6 @@ TABLE: tuple[Hook, ...] = (
         "platform/lending/engine/shards/weights.py",
     ),
     Hook(
-        "ray.serve.llm",
-        ("LLMConfig", "build_llm_deployment"),
-        HookKind.PUBLIC,
-        "A model as a Serve application.",
-        "deployments/engine/app.py",
-    ),
-    Hook(
         "ray.serve._private.replica",
         ("add_port_to_grpc_server",),
         HookKind.REPLACE,

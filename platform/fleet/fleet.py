@@ -59,9 +59,7 @@ class Fleet:
         """Take in a replica's heartbeat, and say what the replica shall be."""
         if heartbeat.model.name not in self.registry:
             # Its model has just been unloaded.
-            return DesiredState(
-                draining=True, stop_timeout_s=0.0, role=heartbeat.stats.role, peers=()
-            )
+            return DesiredState(draining=True, stop_timeout_s=0.0, role=heartbeat.stats.role)
         before = self.registry.find(heartbeat.replica_id)
         self.loans.observe(before.heartbeat if before else None, heartbeat)
         return self._desired_state(self.registry.take(heartbeat, now), now)
@@ -69,14 +67,10 @@ class Fleet:
     def _desired_state(self, replica: ReplicaRecord, now: float) -> DesiredState:
         record = self.registry.record(replica.model.name)
         deadline = record.unload_deadline
-        role = record.role(replica.heartbeat)
         return DesiredState(
             draining=replica.draining or deadline is not None,
             stop_timeout_s=self._drain_timeout_s if deadline is None else max(0.0, deadline - now),
-            role=role,
-            peers=self.registry.live_replicas(replica.model.name, now)
-            if role is Role.DECODE
-            else (),
+            role=record.role(replica.heartbeat),
             lenders=tuple(self.loans.lenders(replica, now)),
             lenders_off=self.loans.lenders_off(replica),
             lender_limits=self.loans.limits(replica.id),

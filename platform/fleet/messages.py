@@ -150,9 +150,6 @@ class DesiredState(_Message):
     draining: bool = Field(description="True: take no new requests.")
     stop_timeout_s: float = Field(description="Seconds to wait for open requests when stopped.")
     role: Role
-    peers: tuple[LiveReplica, ...] = Field(
-        description="All live replicas of the model, for a decode replica; else none."
-    )
     lenders: tuple[LenderReplica, ...] = Field(
         (), description="Replicas from which it may borrow, the best first; all other loans end."
     )

@@ -13,6 +13,8 @@ from loomserve.platform.base.errors import RequestError
 class RoutingContext:
     """What the gateway knows of the HTTP request at hand; it adds what its router asks for."""
 
+    carried_on: bool = True
+    """False: once its engine may have ended because of it, it ends, and whoever sent it decides."""
     failure: RequestError | None = None
     """What the front end has ended the request with, which vLLM tells its client in its own way."""
 

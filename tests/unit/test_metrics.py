@@ -39,7 +39,7 @@ from loomserve.platform.rebalancing.plans.reports import (
 )
 from loomserve.platform.rebalancing.policy.heat import Level
 from loomserve.platform.requests.metrics import GatewayMetrics
-from loomserve.platform.scheduling.metrics import SchedulingMetrics
+from loomserve.platform.scheduling.metrics import ScheduledRequestMetrics
 from loomserve.platform.scheduling.preemption_metrics import PreemptionMetrics
 from loomserve.platform.state import (
     BatchLaneState,
@@ -373,7 +373,7 @@ def test_the_catalog_lists_every_metric_with_its_labels(
         partial(Counter, registry=of_engine), partial(Gauge, registry=of_engine), ["model_name"]
     )
     preemptions.observe({}, ("demo",))
-    engines_page = text_of(of_engine) + SchedulingMetrics().page(oldest_waiting_s=0)
+    engines_page = text_of(of_engine) + ScheduledRequestMetrics().page(oldest_waiting_s=0)
     page = merge([({}, text_of(registry)), (engine, engines_page)])
     exported: dict[str, set[str]] = {}
     for family in text_string_to_metric_families(page):
@@ -385,7 +385,7 @@ def test_the_catalog_lists_every_metric_with_its_labels(
 
 
 def test_each_engine_has_scheduling_metrics_of_its_own() -> None:
-    one, other = SchedulingMetrics(), SchedulingMetrics()
+    one, other = ScheduledRequestMetrics(), ScheduledRequestMetrics()
     one.finished(weighted_turnaround=1.5, preemptions=2)
     shown = {(name, value) for name, _, value in samples(one.page(oldest_waiting_s=7))}
     assert shown >= {

@@ -42,4 +42,11 @@ def lost_request(fate: Fate, model: str, request_id: str) -> LostRequestError:
                 f"{request_id}"
             )
         )
+    if fate is Fate.END_RETURNED:
+        return LostRequestError(
+            EngineGone(
+                f"the engine of model {model!r} ended while it worked on this request; send it "
+                f"again. If that happens again, give the operator its id, {request_id}"
+            )
+        )
     return LostRequestError(no_replica(model))

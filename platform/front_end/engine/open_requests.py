@@ -16,6 +16,7 @@ from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.front_end.policy.continuation import (
     DEATHS,
     AnswerLimits,
+    Death,
     Ending,
     Loss,
     RequestView,
@@ -24,6 +25,8 @@ from loomserve.platform.front_end.policy.continuation import (
 from loomserve.platform.front_end.routing import RoutingContext, RoutingRequest
 
 _DIGEST_BYTES = 16
+# Of extra_args that say when and how urgently a request was sent, not what was.
+_HINTS = "loomserve_"
 _FIRST_TOLD = (EngineCoreEventType.QUEUED, EngineCoreEventType.SCHEDULED)
 
 
@@ -54,7 +57,9 @@ class OpenRequest:
     attempt: int = 0
     lost: Loss | None = None
     """Why it left its last replica, or has to leave the one it is with."""
-    deaths: list[int] = field(default_factory=list)
+    placed_at: int = 0
+    """Tokens that it had when its replica got it."""
+    deaths: list[Death] = field(default_factory=list)
     ended_with: set[str] = field(default_factory=set)
     """Ids of replicas that ended with it."""
     moves: int = 0
@@ -74,8 +79,14 @@ class OpenRequest:
 
     @property
     def view(self) -> RequestView:
-        placed = self.replica_id is not None
-        return RequestView(placed, len(self.tokens), self.deaths, self.moves, self.waiting_since)
+        return RequestView(
+            placed=self.replica_id is not None,
+            tokens=len(self.tokens),
+            deaths=self.deaths,
+            moves=self.moves,
+            waiting_since=self.waiting_since,
+            carried_on=self.context is None or self.context.carried_on,
+        )
 
     def forget_foreign_tokens(self) -> None:
         """Only this front end says which tokens an answer has; clients may write ``extra_args``."""
@@ -91,7 +102,7 @@ class OpenRequest:
         if lost not in DEATHS or self._noted == self.attempt or self.replica_id is None:
             return False
         self._noted = self.attempt
-        self.deaths.append(len(self.tokens))
+        self.deaths.append(Death(len(self.tokens), len(self.tokens) - self.placed_at))
         self.ended_with.add(self.replica_id)
         return True
 
@@ -205,8 +216,17 @@ class OpenRequest:
             (request.prompt_token_ids, [each.identifier for each in features])
         )
         digest = hashlib.blake2b(said, digest_size=_DIGEST_BYTES)
-        bias = request.sampling_params and request.sampling_params.logit_bias
-        digest.update(repr((request.params, bias)).encode())
+        params, bias = request.params, None
+        if request.sampling_params is not None:
+            bias = request.sampling_params.logit_bias
+            params = copy(request.sampling_params)
+            left = {
+                key: value
+                for key, value in (params.extra_args or {}).items()
+                if not key.startswith(_HINTS)
+            }
+            params.extra_args = left or None
+        digest.update(repr((params, bias)).encode())
         return digest.digest()
 
 

@@ -238,6 +238,7 @@ class RequestBook:
             self._left(chosen.routing, replica.id)
             return False
         one.replica_id, one.routing, one.waiting_since = replica.id, chosen.routing, None
+        one.placed_at = len(one.tokens)
         self._unplaced.pop(one.id, None)
         if one.attempt and one.lost is not None:
             self._metrics.continued(one.lost)

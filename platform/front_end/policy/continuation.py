@@ -2,7 +2,8 @@
 
 A request goes on with the tokens that it has got. What may have ended an engine must not end them
 all, so a request is suspected of an engine's end until it has gone well past the token at which
-that engine ended: one that ends engines does it again at the same token.
+that engine ended: one that ends engines does it again at the same token. One that the engine had
+given tokens for a while is not suspected: it was there when another one came.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class Fate(StrEnum):
     END_SUSPECT = "suspect"
     """Engines ended with it, and no more are to."""
     END_TOO_OFTEN = "too_often"
+    END_RETURNED = "returned"
+    """Its engine ended, and whoever sent it finds out whether it was the cause."""
     END_NO_REPLICA = "no_replica"
 
 
@@ -61,7 +64,7 @@ class ContinuationBounds:
     most_suspected: int = 2
     """Engines that may have ended because of one request before it is ended itself."""
     proven_tokens: int = 8
-    """A request that got so many tokens after an engine's end was not the cause of it."""
+    """A request that got so many tokens of an engine, or after its end, was not the cause of it."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,18 @@ class ReplicaView:
     draining: bool = False
 
 
+class Death(NamedTuple):
+    """An engine's end, as a request that it had saw it.
+
+    Attributes:
+        at: Tokens that the request then had.
+        given: Those of them that this engine had given.
+    """
+
+    at: int
+    given: int = 0
+
+
 @dataclass(frozen=True)
 class RequestView:
     """A request that is to leave its replica, or that has none."""
@@ -84,11 +99,13 @@ class RequestView:
     """Whether it is with a replica still."""
     tokens: int = 0
     """Tokens it has got."""
-    deaths: Sequence[int] = ()
-    """For each engine that ended with it, the tokens that it then had."""
+    deaths: Sequence[Death] = ()
+    """Of the engines that ended with it."""
     moves: int = 0
     """How often it left a replica that had not ended, other than for draining."""
     waiting_since: float | None = None
+    carried_on: bool = True
+    """False: once it is suspected it goes back to whoever sent it."""
 
 
 def loss(replica: ReplicaView, now: float, bounds: ContinuationBounds) -> Loss | None:
@@ -102,7 +119,8 @@ def loss(replica: ReplicaView, now: float, bounds: ContinuationBounds) -> Loss |
 
 def suspicions(request: RequestView, bounds: ContinuationBounds) -> int:
     """Ends of engines that the request may have caused."""
-    return sum(request.tokens - at < bounds.proven_tokens for at in request.deaths)
+    proven = bounds.proven_tokens
+    return sum(request.tokens - at < proven and given < proven for at, given in request.deaths)
 
 
 def fate(
@@ -114,8 +132,11 @@ def fate(
         lost: Why it leaves its replica; None: it has not been with one.
         others: Whether there is a replica that could take it.
     """
-    if suspicions(request, bounds) >= bounds.most_suspected:
+    suspected = suspicions(request, bounds)
+    if suspected >= bounds.most_suspected:
         return Fate.END_SUSPECT
+    if suspected and not request.carried_on:
+        return Fate.END_RETURNED
     if len(request.deaths) > bounds.most_losses:
         return Fate.END_TOO_OFTEN
     if lost not in DEATHS and lost is not Loss.DRAINED and request.moves >= bounds.most_losses:

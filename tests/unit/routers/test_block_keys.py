@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.routers.block_keys import MOST_BLOCKS, text_keys, token_keys
+from loomserve.routers.block_keys import MOST_BLOCKS, token_keys
 
 BLOCK = 4
 TOKENS = st.lists(st.integers(0, 2), max_size=30)
@@ -50,26 +50,14 @@ def test_no_salt_is_none_of_the_texts_that_a_salt_may_be() -> None:
     assert not common(keys([1] * 8), keys([1] * 8, salt=""))
 
 
-def test_text_and_tokens_of_the_same_bytes_share_nothing() -> None:
-    tokens = keys([1, 2, 3, 4])
-    text = text_keys(
-        b"".join(n.to_bytes(4, "little") for n in (1, 2, 3, 4)),
-        model="m",
-        salt=None,
-        block_bytes=16,
-    )
-    assert (len(tokens), len(text)) == (1, 1)
-    assert not common(tokens, text)
-
-
 def test_blocks_of_another_size_share_nothing() -> None:
-    text = b"x" * 64
-    small, large = (text_keys(text, model="m", salt=None, block_bytes=size) for size in (8, 16))
+    tokens = [7] * 64
+    small, large = (token_keys(tokens, model="m", salt=None, block_tokens=n) for n in (8, 16))
     assert not common(small, large)
 
 
 def test_of_an_endless_prompt_the_beginning_has_keys() -> None:
-    found = text_keys(bytes(1000 * MOST_BLOCKS), model="m", salt=None, block_bytes=10)
+    found = token_keys([0] * 1000 * MOST_BLOCKS, model="m", salt=None, block_tokens=10)
     assert len(found) == MOST_BLOCKS
     assert len(set(found)) == MOST_BLOCKS
 

@@ -1,4 +1,4 @@
-"""Batches whose lines end engines: the lane and a gateway's forwarder over real connections."""
+"""Batches whose lines end engines: the lane, a gateway's endpoint, and a front end's rules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import json
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from loomserve.deployments.batch.executor import outcome
-from loomserve.deployments.gateway.forward import Forwarder
+from loomserve.deployments.gateway.answering import ForwardRequest
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.metrics import KeyMetrics
@@ -24,19 +24,29 @@ from loomserve.platform.batch.executor import LineAnswer, LineCall, ServedModel
 from loomserve.platform.batch.policy.status import BatchStatus
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest, ModelRoute
-from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.front_end.engine.lost_requests import lost_request
+from loomserve.platform.front_end.policy.continuation import (
+    ContinuationBounds,
+    Death,
+    Fate,
+    Loss,
+    RequestView,
+    fate,
+)
+from loomserve.platform.http.engine_errors import no_replica
+from loomserve.platform.requests.query_of_death import QueriesOfDeath
 from loomserve.platform.state import ModelStatus, ReplicaLoad
 from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats
-from tests.unit.deployments.gateway.engines import Behave, Engine, Model, answered, dies
+from tests.unit.deployments.gateway.engines import Answer, AnsweringEngines, answered
 from tests.unit.platform.batch.test_lane import ALICE, Bench, hurry, request
 
 KILLS = "kill"
+BOUNDS = ContinuationBounds()
 KEYS = (ApiKey(name=ALICE, hash="sha256:" + "0" * 64),)
 ANSWER = json.dumps({"usage": {"prompt_tokens": 4, "completion_tokens": 2}}).encode()
 ROUTE = ModelRoute(
     name="m",
-    app="model:m",
     status=ModelStatus.READY,
     policy="load_aware",
     max_concurrent_requests=1,
@@ -51,44 +61,76 @@ def _in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
     hurry(monkeypatch)
 
 
-async def killed_by_some(engine: Engine, body: bytes) -> bytes | None:
-    if KILLS in json.loads(body)["prompt"]:
-        return await dies(engine, body)
-    # Long enough that lines of several batches are there when it ends.
-    await asyncio.sleep(0.02)
-    return answered(200, ANSWER)
+class Engine:
+    """It computes a line in a while, if none of those that it has ends it."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.ended = asyncio.Event()
+
+    async def computes(self, prompt: str) -> bool:
+        """Whether it has; it may have ended."""
+        if KILLS in prompt:
+            self.ended.set()
+        # Long enough that lines of several batches are there when it ends.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.ended.wait(), 0.02)
+        return not self.ended.is_set()
 
 
 class Platform:
     """An executor of lines through a gateway; an engine that ended is replaced by a new one."""
 
-    def __init__(self, count: int, behave: Behave) -> None:
-        self.behave = behave
+    def __init__(self, count: int) -> None:
         self.names = (f"e{n}" for n in itertools.count(1))
-        self.model = Model([])
-        self.ended: list[Engine] = []
+        self.engines: list[Engine] = []
+        self.deaths = 0
+        self.deadly = QueriesOfDeath(time.monotonic)
         self.count = count
-        self.forwarder = Forwarder("token", GatewayMetrics(CollectorRegistry()), idle_timeout_s=60)
+        self.replace_ended()
         routes: Any = self
         server = Server(api_keys=KEYS)
         meter = TokenMeter(KeyMetrics(CollectorRegistry()), Path("/nowhere"))
         self.endpoint = LineEndpoint(
-            server, LiveKeys(server), meter, routes, self.forwarder, isolates_tenants=False
+            *(server, LiveKeys(server), meter, routes, AnsweringEngines(self.answer)),
+            isolates_tenants=False,
         )
+
+    def replace_ended(self) -> None:
+        living = [engine for engine in self.engines if not engine.ended.is_set()]
+        self.deaths += len(self.engines) - len(living)
+        self.engines = living + [Engine(next(self.names)) for _ in range(self.count - len(living))]
+
+    async def answer(self, request: ForwardRequest) -> Answer:
+        """As a front end does: it sends a line on, but not to all engines."""
+        digest = request.content.encoded
+        if len(self.deadly.replicas(digest)) >= BOUNDS.most_suspected:
+            return self._lost(request, Fate.END_SUSPECT)
+        deaths: list[Death] = []
+        engine = next((one for one in self.engines if one.name == request.pinned_to), None)
+        if engine is None:
+            return no_replica("m")
+        while True:
+            engine = engine or self.engines[0]
+            if await engine.computes(request.content.fields["prompt"]):
+                self.deadly.answered(digest)
+                return answered(ANSWER)
+            self.replace_ended()
+            self.deadly.ended(digest, engine.name)
+            deaths.append(Death(0))
+            view = RequestView(deaths=deaths, carried_on=request.carried_on)
+            decided = fate(view, Loss.GONE, others=True, now=0, bounds=BOUNDS)
+            if decided is not Fate.GO_ON:
+                return self._lost(request, decided)
+            engine = None
+
+    def _lost(self, request: ForwardRequest, why: Fate) -> Answer:
+        return lost_request(why, "m", request.request_id).error
 
     def find(self, model: object, key: object) -> ModelRoute:
         return ROUTE
 
-    def handle(self, model: str) -> Model:
-        return self.model
-
     async def models(self) -> Mapping[str, ServedModel]:
-        self.ended += [engine for engine in self.model.engines if engine.dead]
-        living = [engine for engine in self.model.engines if not engine.dead]
-        while len(living) < self.count:
-            living.append(Engine(next(self.names), self.behave))
-            await living[-1].start()
-        self.model.engines = living
         load = ReplicaLoad(
             running=0, waiting=0, kv_cache_usage=0, step_time_s=0.01, measured_at=time.monotonic()
         )
@@ -99,7 +141,7 @@ class Platform:
             draining=False,
             role=Role.UNIFIED,
         )
-        return {"m": ServedModel(1024, {engine.name: stats for engine in living})}
+        return {"m": ServedModel(1024, {engine.name: stats for engine in self.engines})}
 
     async def execute(self, call: LineCall) -> LineAnswer:
         line = LineRequest(
@@ -113,23 +155,14 @@ class Platform:
         status, body = await self.endpoint.complete(line)
         return LineAnswer(outcome(status, body), status, body)
 
-    @property
-    def deaths(self) -> int:
-        return len(self.ended) + sum(engine.dead for engine in self.model.engines)
-
 
 @asynccontextmanager
 async def platform(path: Path, engines: int) -> AsyncIterator[tuple[Platform, Bench]]:
-    made = Platform(engines, killed_by_some)
+    made = Platform(engines)
     executor: Any = made
     bench = Bench(path / "b", executor)
-    try:
-        async with bench.running():
-            yield made, bench
-    finally:
-        await made.forwarder.close()
-        for engine in made.model.engines:
-            await engine.end()
+    async with bench.running():
+        yield made, bench
 
 
 def lines(count: int, prompt: Callable[[int], str]) -> str:

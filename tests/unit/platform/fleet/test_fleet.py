@@ -6,7 +6,6 @@ import pytest
 
 from loomserve.platform.base.errors import NotFound
 from loomserve.platform.fleet.fleet import Fleet
-from loomserve.platform.fleet.registry import HEARTBEAT_EXPIRES_S
 from loomserve.platform.state.roles import Role
 from tests.unit.platform.fleet.heartbeats import DEVICES, fleet, report
 
@@ -41,18 +40,3 @@ def test_a_role_is_ordered_with_the_next_report_and_belongs_to_the_device() -> N
 
 def test_a_new_controller_leaves_replicas_in_the_roles_they_have() -> None:
     assert fleet().report(report(role=Role.DECODE), 0).role is Role.DECODE
-
-
-def test_only_decode_replicas_hear_of_their_peers_and_of_their_roles_to_come() -> None:
-    some = fleet()
-    some.report(report("r0", "core0"), 0)
-    some.registry.set_role("r0", Role.PREFILL)
-    assert not some.report(report("r1", "core1"), 1).peers
-    some.registry.set_role("r1", Role.DECODE)
-    peers = {peer.id: peer for peer in some.report(report("r1", "core1"), 1).peers}
-    assert peers["r0"].stats.role is Role.PREFILL
-    some.registry.set_draining("r0", True)
-    peers = {peer.id: peer for peer in some.report(report("r1", "core1"), 2).peers}
-    assert peers["r0"].stats.draining
-    later = HEARTBEAT_EXPIRES_S + 1
-    assert {peer.id for peer in some.report(report("r1", "core1"), later).peers} == {"r1"}

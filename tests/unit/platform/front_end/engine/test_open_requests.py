@@ -14,7 +14,10 @@ from vllm.v1.engine import (
 
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.front_end.engine.open_requests import OpenRequest
-from loomserve.platform.front_end.policy.continuation import Loss
+from loomserve.platform.front_end.policy.continuation import Death, Loss
+from loomserve.platform.scheduling.policy.background import BACKGROUND
+from loomserve.platform.scheduling.policy.deadline import DEADLINE
+from loomserve.platform.scheduling.policy.expected import EXPECTED
 
 
 def opened(prompt: list[int] | None = None, **params: Any) -> OpenRequest:
@@ -100,10 +103,21 @@ def test_a_loss_is_counted_once_an_attempt() -> None:
     assert not one.note_loss(Loss.HUNG)
     assert not one.note_loss(Loss.GONE)
     assert not opened().note_loss(Loss.SILENT)
-    assert one.deaths == [0]
+    assert one.deaths == [Death(at=0, given=0)]
+
+
+def test_a_death_tells_what_that_engine_had_given() -> None:
+    one = moved(opened(), [1] * 9)
+    one.replica_id, one.placed_at = "b", 9
+    one.take(EngineCoreOutput(one.wire_id, [1, 1]), 2.0)
+    one.note_loss(Loss.GONE)
+    assert one.deaths == [Death(at=9, given=9), Death(at=11, given=2)]
 
 
 def test_equal_requests_have_one_digest() -> None:
     assert opened().digest() == opened().digest()
+    for hint in (DEADLINE, BACKGROUND, EXPECTED):
+        assert opened(extra_args={hint: 1.0}).digest() == opened().digest()
+    assert opened(extra_args={"a processor's": 1}).digest() != opened().digest()
     others = (opened([1, 3]), opened(max_tokens=11), opened(logit_bias={1: 2.0}))
     assert len({opened().digest(), *(each.digest() for each in others)}) == 4

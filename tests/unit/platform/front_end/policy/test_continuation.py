@@ -12,6 +12,7 @@ from loomserve.platform.front_end.policy.continuation import (
     DEATHS,
     AnswerLimits,
     ContinuationBounds,
+    Death,
     Ending,
     Fate,
     Loss,
@@ -31,7 +32,7 @@ requests = st.builds(
     RequestView,
     placed=st.booleans(),
     tokens=st.integers(0, 100),
-    deaths=st.lists(st.integers(0, 100), max_size=5),
+    deaths=st.lists(st.builds(Death, st.integers(0, 100), st.integers(0, 20)), max_size=5),
     moves=st.integers(0, 6),
     waiting_since=st.none() | st.floats(0, 100),
 )
@@ -57,27 +58,27 @@ def test_a_replica_is_lost_by_silence_a_loop_that_hangs_or_on_purpose(
 
 
 def test_a_request_is_no_suspect_once_it_has_gone_past_the_end_of_that_engine() -> None:
-    request = RequestView(tokens=10, deaths=(10,))
+    request = RequestView(tokens=10, deaths=(Death(10),))
     assert suspicions(request, BOUNDS) == 1
     assert suspicions(replace(request, tokens=17), BOUNDS) == 1
     assert suspicions(replace(request, tokens=18), BOUNDS) == 0
 
 
 def test_a_request_with_which_two_engines_ended_at_once_is_ended() -> None:
-    once = RequestView(tokens=5, deaths=(5,))
+    once = RequestView(tokens=5, deaths=(Death(5),))
     assert fate(once, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Fate.GO_ON
-    twice = RequestView(tokens=7, deaths=(5, 7))
+    twice = RequestView(tokens=7, deaths=(Death(5), Death(7)))
     assert fate(twice, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Fate.END_SUSPECT
 
 
 def test_a_request_is_carried_over_three_ends_of_engines_and_not_over_four() -> None:
     for deaths, expected in (((10, 20, 30), Fate.GO_ON), ((10, 20, 30, 40), Fate.END_TOO_OFTEN)):
-        request = RequestView(tokens=deaths[-1], deaths=deaths)
+        request = RequestView(tokens=deaths[-1], deaths=tuple(map(Death, deaths)))
         assert fate(request, Loss.GONE, others=True, now=0, bounds=BOUNDS) is expected
 
 
 def test_draining_is_never_too_often() -> None:
-    request = RequestView(placed=True, tokens=100, deaths=(10, 20, 30), moves=50)
+    request = RequestView(placed=True, tokens=100, deaths=tuple(map(Death, (10, 20, 30))), moves=50)
     assert fate(request, Loss.DRAINED, others=True, now=0, bounds=BOUNDS) is Fate.GO_ON
 
 
@@ -125,16 +126,35 @@ def test_a_request_goes_on_only_if_there_is_where(
 def test_a_request_can_end_four_engines_at_most_and_one_that_stands_still_two(
     gained: list[int], lost: Loss
 ) -> None:
-    tokens, deaths = 0, list[int]()
+    tokens, deaths = 0, list[Death]()
     for more in gained:
         tokens += more
-        deaths.append(tokens)
+        deaths.append(Death(tokens, given=more))
         request = RequestView(tokens=tokens, deaths=deaths)
         if fate(request, lost, others=True, now=0, bounds=BOUNDS) is not Fate.GO_ON:
             break
     assert len(deaths) <= BOUNDS.most_losses + 1
     if not any(gained):
         assert len(deaths) <= BOUNDS.most_suspected
+
+
+def test_a_request_that_an_engine_had_answered_for_a_while_is_not_suspected_of_its_end() -> None:
+    bystander = RequestView(tokens=40, deaths=(Death(40, given=30),))
+    assert suspicions(bystander, BOUNDS) == 0
+    with_the_cause_again = replace(bystander, deaths=(*bystander.deaths, Death(40, given=0)))
+    assert suspicions(with_the_cause_again, BOUNDS) == 1
+    decided = fate(with_the_cause_again, Loss.GONE, others=True, now=0, bounds=BOUNDS)
+    assert decided is Fate.GO_ON
+
+
+def test_a_suspect_goes_back_to_who_tests_it_itself() -> None:
+    suspect = RequestView(tokens=1, deaths=(Death(1),), carried_on=False)
+    assert fate(suspect, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Fate.END_RETURNED
+    for harmless in (replace(suspect, tokens=20), replace(suspect, deaths=(Death(20, 20),))):
+        assert fate(harmless, Loss.GONE, others=True, now=0, bounds=BOUNDS) is Fate.GO_ON
+    assert fate(replace(suspect, deaths=()), Loss.DRAINED, others=True, now=0, bounds=BOUNDS) is (
+        Fate.GO_ON
+    )
 
 
 LIMITS = AnswerLimits(
