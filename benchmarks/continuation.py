@@ -1,9 +1,8 @@
 """What does a client see when an engine ends in the midst of its stream?
 
-A platform with front ends in its gateway (``server.shared_front_end``), two replicas of the demo
-model in float32, each on a core, and the KV store. Streams of all kinds of
-:data:`benchmarks.continuation_requests.KINDS` run at once: undisturbed, undisturbed again, and then
-while an engine's process is
+A platform with two replicas of the demo model in float32, each on a core, and the KV store. Streams
+of all kinds of :data:`benchmarks.continuation_requests.KINDS` run at once: undisturbed, undisturbed
+again, and then while an engine's process is
 
 ``kill``     killed (SIGKILL) once half of the streams have 1, 10 or 100 of 200 tokens,
 ``prefill``  killed while it computes prompts of 1,500 tokens,

@@ -65,7 +65,7 @@ def configuration(
             }
         ],
         "kvstore": {"memory": kv_bytes},
-        "server": {"host": "127.0.0.1", "port": port, "shared_front_end": True},
+        "server": {"host": "127.0.0.1", "port": port},
     }
 
 

@@ -147,9 +147,8 @@ class ModelFrontEnd:
         engines = {each.id: each.engine for each in self._route.replicas}
         draining = {each.id for each in self._route.replicas if each.draining}
         for replica_id in self._draining.keys() - draining:
-            # One that is to take requests again is connected anew.
             self._draining.pop(replica_id).cancel()
-            self._serving.set_replicas({k: v for k, v in engines.items() if k != replica_id})
+            self._serving.undrain(replica_id)
         self._serving.set_replicas(engines)
         for replica_id in draining - self._draining.keys():
             drained = self._serving.drain(replica_id, _DRAIN_TIMEOUT_S)

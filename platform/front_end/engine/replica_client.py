@@ -122,6 +122,13 @@ class ReplicaSetClient(UtilityClient):
             _log.warning("replica %s still has %d requests", replica_id, len(replica.open))
         return len(replica.open)
 
+    def undrain(self, replica_id: str) -> None:
+        """Give a replica requests again."""
+        replica = self._replicas.get(replica_id)
+        if replica is not None:
+            replica.draining = False
+            self.requests.watch()
+
     @property
     def replicas(self) -> dict[str, ConnectedReplica]:
         """The replicas that are connected; each has ``facts``."""

@@ -189,6 +189,10 @@ class ModelServing:
         """Move a replica's requests to others; returns how many it still has after so long."""
         return await self._client.drain(replica_id, timeout_s)
 
+    def undrain(self, replica_id: str) -> None:
+        """Give a replica requests again."""
+        self._client.undrain(replica_id)
+
     async def close(self) -> None:
         """End all connections, and with them the requests that are open."""
         if self._app is not None:

@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreRequest, FinishReason
 from loomserve.platform.base.errors import EngineGone, TooManyRequests, Unavailable
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.front_end.engine.lost_requests import LostRequestError
-from loomserve.platform.front_end.routing import routing_context
+from loomserve.platform.front_end.routing import RoutingContext, routing_context
 from tests.unit.platform.front_end.engine.peer import PeerEngine
 from tests.unit.platform.front_end.engine.scene import BOUNDS, Scene, played, request, until
 
@@ -21,7 +21,8 @@ from tests.unit.platform.front_end.engine.scene import BOUNDS, Scene, played, re
 def test_a_request_is_answered_and_its_replica_is_told_when_it_has_left() -> None:
     async def play(made: Scene) -> None:
         await made.have("a", "b")
-        token = routing_context.set({"pinned": None})
+        context = RoutingContext()
+        token = routing_context.set(context)
         await made.ask(request("r", 3))
         routing_context.reset(token)
         await made.engines["a"].step(3)
@@ -30,7 +31,7 @@ def test_a_request_is_answered_and_its_replica_is_told_when_it_has_left() -> Non
         (asked,) = made.asked
         assert (asked.prompt_token_ids, asked.max_tokens) == ([1, 2, 3], 3)
         assert asked.candidates == {"a", "b"}
-        assert asked.context == {"pinned": None}
+        assert asked.context is context
         assert made.left == [(asked, "a")]
         assert not made.client.requests.open
 
@@ -119,6 +120,20 @@ def test_a_drained_replica_loses_its_requests_only_after_another_has_them() -> N
         await until(lambda: "r" in made.finished)
         assert made.got == {"r": list(range(8))}
         assert made.count("continued_requests_total", reason="drained") == 1
+
+    played(play)
+
+
+def test_a_replica_that_is_not_drained_any_more_gets_requests_again() -> None:
+    async def play(made: Scene) -> None:
+        await made.have("a", "b")
+        replica = made.client.replicas["a"]
+        assert await made.client.drain("a", 1) == 0
+        await made.ask(request("r", 8), on="b")
+        made.client.undrain("a")
+        assert await made.client.drain("b", 5) == 0
+        await until(lambda: "r#1" in made.engines["a"].work)
+        assert made.client.replicas["a"] is replica
 
     played(play)
 
