@@ -19,6 +19,8 @@ from loomserve.platform.engine.core.messages import (
     FACTS,
     HEAD,
     METRICS,
+    MOVE,
+    MOVED,
     RPC,
     START,
     STATS,
@@ -43,6 +45,10 @@ class ControlledCore(Protocol):
     def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> Any: ...
 
     def facts(self) -> EngineFacts: ...
+
+    def move_requests(self, to: str, most: int) -> int: ...
+
+    def moved(self) -> tuple[int, int]: ...
 
     def stop(self) -> None: ...
 
@@ -153,6 +159,10 @@ class _ReplicaWatch:
             answer(call_id, core.meter.page)
         elif method == FACTS:
             answer(call_id, lambda: core.facts().model_dump())
+        elif method == MOVED:
+            answer(call_id, core.moved)
+        elif method == MOVE:
+            core.between_steps(lambda: answer(call_id, core.move_requests, *args))
         elif method == STOP:
             core.stop()
             answer(call_id, lambda: None)

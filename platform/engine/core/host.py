@@ -21,6 +21,8 @@ from loomserve.platform.engine.core.messages import (
     ERRORS,
     HEAD,
     METRICS,
+    MOVE,
+    MOVED,
     RPC,
     START,
     STATS,
@@ -102,7 +104,8 @@ class EngineHost:
         """Call the engine: ``collective_rpc`` with a name, or another method of ``messages``.
 
         Args:
-            method: answered at once, but for ``collective_rpc``, which waits for a step's end.
+            method: answered at once, but for ``collective_rpc`` and ``move_requests``, which wait
+                for a step's end.
             args: what can be said in JSON, as is the answer.
             timeout_s: for the answer.
 
@@ -129,6 +132,25 @@ class EngineHost:
         """Call a method of the engine's workers, or ``loans.…`` of its scheduler."""
         answers: list[Any] = await self.call(RPC, method, *args, timeout_s=timeout_s)
         return answers
+
+    async def move_requests(self, to: str, most: int, *, timeout_s: float) -> int:
+        """Have front ends take some requests to another replica, as far as that takes them.
+
+        Args:
+            to: the replica's id.
+            most: how many requests.
+            timeout_s: for the engine to choose them, and again for front ends to move them.
+
+        Returns:
+            How many have left; the others go on here.
+        """
+        await self.call(MOVE, to, most, timeout_s=timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while True:
+            left, undecided = await self.call(MOVED, timeout_s=timeout_s)
+            if not undecided or time.monotonic() > deadline:
+                return int(left)
+            await asyncio.sleep(_LOOK_S)
 
     async def stats(self, timeout_s: float) -> ReplicaLoad:
         """The engine's load as of its last step, even while a step takes long."""

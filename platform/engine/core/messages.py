@@ -20,6 +20,7 @@ HEAD = struct.Struct("!I")
 START, FACTS, STATS, METRICS, RPC, STOP = (
     *("start", "facts", "stats", "metrics", "collective_rpc", "stop"),
 )
+MOVE, MOVED = "move_requests", "moved"
 
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error

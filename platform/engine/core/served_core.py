@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 from vllm.config import VllmConfig
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.engine.utils import EngineZmqAddresses
 from vllm.v1.executor import Executor
@@ -21,6 +22,7 @@ from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from loomserve.platform.engine.core.cores import leave_device
+from loomserve.platform.engine.core.departures import Departures, asking, movable
 from loomserve.platform.engine.core.front_ends import FrontEnds
 from loomserve.platform.engine.core.messages import EngineFacts
 from loomserve.platform.engine.core.metering import CoreMeter
@@ -29,6 +31,7 @@ from loomserve.platform.engine.core.request_receiver import RequestReceiver, inp
 from loomserve.platform.engine.core.waking_queue import WakingQueue
 from loomserve.platform.engine.resumption.tokens import check_resumed
 from loomserve.platform.run.engine_address import EngineAddress
+from loomserve.platform.scheduling.policy.leaving import leaving
 
 _logger = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
     ) -> None:
         self.steps = 0
         self.meter = CoreMeter()
+        self._departures = Departures()
         self._address, self._limits = address, limits
         self._front_ends = FrontEnds(limits.silence_s)
         self._ready: bytes
@@ -139,6 +143,32 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
             _logger.info("a front end is gone; its %d requests end", len(left))
             self.abort_requests(left)
 
+    # Requests that are to go on elsewhere
+
+    def move_requests(self, to: str, most: int) -> int:
+        """Ask front ends to have some requests go on with another replica, between two steps.
+
+        Args:
+            to: The replica's id, as front ends know it.
+            most: How many requests at most.
+
+        Returns:
+            How many were asked for; :meth:`moved` tells what came of it.
+        """
+        requests = self.scheduler.requests
+        chosen = leaving(movable(requests.values()), most)
+        self._departures.ask(chosen)
+        told = defaultdict[int, list[EngineCoreOutput]](list)
+        for request_id in chosen:
+            told[requests[request_id].client_index].append(asking(request_id, to))
+        for index, outputs in told.items():
+            self.output_queue.put_nowait((index, EngineCoreOutputs(outputs=outputs)))
+        return len(chosen)
+
+    def moved(self) -> tuple[int, int]:
+        """Of the last :meth:`move_requests`: how many have left, and how many are undecided."""
+        return self._departures.read(self.scheduler.requests)
+
     # Between steps
 
     def between_steps(self, work: Callable[[], None]) -> None:
@@ -174,6 +204,7 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
     def abort_requests(self, request_ids: list[str]) -> None:
         super().abort_requests(request_ids)
         self.meter.left(request_ids)
+        self._departures.left(request_ids)
 
     def step(self) -> Any:
         return self._counted(super().step())

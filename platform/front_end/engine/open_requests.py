@@ -12,6 +12,7 @@ import msgspec
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 
 from loomserve.platform.disaggregation.engine.handoff import first_token_only, with_kv_from_store
+from loomserve.platform.engine.core.departures import asked_to
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.front_end.policy.continuation import (
     DEATHS,
@@ -63,6 +64,8 @@ class OpenRequest:
     ended_with: set[str] = field(default_factory=set)
     """Ids of replicas that ended with it."""
     moves: int = 0
+    wanted_at: str | None = None
+    """The replica with which its engine would have it go on."""
     waiting_since: float | None = None
     last_token_at: float | None = None
     paused_since: float | None = None
@@ -162,12 +165,22 @@ class OpenRequest:
             return with_kv_from_store(request)
         return request
 
-    def is_given_up(self, output: EngineCoreOutput) -> bool:
-        """Whether its engine has ended it, which nobody here asked for."""
+    def loss_told_by(self, output: EngineCoreOutput) -> Loss | None:
+        """Why it leaves its engine, if that has ended it unasked or would have it elsewhere."""
         if output.finish_reason is FinishReason.ERROR:
             # Whoever is to answer it computes its prompt, too, and says whether that fails.
-            return self.answers is not None
-        return output.finish_reason is FinishReason.ABORT
+            return Loss.FORGOTTEN if self.answers is not None else None
+        if output.finish_reason is FinishReason.ABORT:
+            return Loss.FORGOTTEN
+        self.wanted_at = asked_to(output)
+        return None if self.wanted_at is None else Loss.MOVED
+
+    def others(self, usable: frozenset[str], lost: Loss | None) -> frozenset[str]:
+        """Replicas that could take it from the one it is with."""
+        if lost is Loss.MOVED and self.replica_id is not None:
+            # Only where that evens out loads: it is well where it is.
+            usable &= {self.wanted_at or ""}
+        return usable - {self.replica_id or ""}
 
     def take(self, output: EngineCoreOutput, now: float) -> float | None:
         """Note an engine's output, and make it one of the whole request.

@@ -104,9 +104,12 @@ class RequestBook:
         one = replica.open.get(output.request_id)
         if one is None:
             return False
-        if one.is_given_up(output):
-            self._leave(one, Loss.FORGOTTEN, abort=False)
-            self._decide(one, Loss.FORGOTTEN)
+        lost = one.loss_told_by(output)
+        if lost is not None:
+            if lost is Loss.FORGOTTEN:
+                self._leave(one, lost, abort=False)
+            self._decide(one, lost)
+            replica.flush(self._encoder)
             return False
         if one.handed_over_at is not None and output.new_token_ids:
             self._handoffs.observe(replica.id, one, output, now)
@@ -175,7 +178,7 @@ class RequestBook:
         if lost is not None:
             self._note(one, lost)
         now = self._clock()
-        others = self._usable(now) - {one.replica_id or ""}
+        others = one.others(self._usable(now), lost)
         decided = self._fate(one, lost, now, others=bool(others))
         if decided is Fate.GO_ON:
             if self._go_on(one, lost, others):

@@ -27,6 +27,8 @@ class Loss(StrEnum):
     """It runs, but has given the request up."""
     DRAINED = "drained"
     """The platform takes it away."""
+    MOVED = "moved"
+    """It runs, and another one has less to do."""
 
 
 DEATHS = frozenset({Loss.GONE, Loss.HUNG})

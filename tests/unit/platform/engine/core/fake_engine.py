@@ -26,6 +26,7 @@ class Meter:
 
 class FakeCore:
     meter = Meter()
+    asked = looks = 0
 
     def between_steps(self, work: Callable[[], None]) -> None:
         work()
@@ -49,6 +50,16 @@ class FakeCore:
             pid=os.getpid(), max_model_len=8, max_running=2, blocks=4, block_tokens=16, layers=1,
             kv_heads=1, item_bytes=4,
         )  # fmt: skip
+
+    def move_requests(self, to: str, most: int) -> int:
+        self.asked, self.looks = most, 0
+        return most
+
+    def moved(self) -> tuple[int, int]:
+        """At each look one more has left; the fourth never does."""
+        self.looks += 1
+        left = min(self.looks, self.asked, 3)
+        return left, self.asked - left
 
     def stop(self) -> None:
         time.sleep(0.1)

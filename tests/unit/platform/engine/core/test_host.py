@@ -72,6 +72,18 @@ def test_an_engine_is_called_and_stopped(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
+def test_requests_are_moved_as_far_as_front_ends_move_them_in_time(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = await start(tmp_path, "lives")
+        began = time.monotonic()
+        assert await engine.move_requests("b", 2, timeout_s=5) == 2
+        assert time.monotonic() - began < 2
+        assert await engine.move_requests("b", 5, timeout_s=0.3) == 3
+        await engine.stop(5)
+
+    asyncio.run(run())
+
+
 def test_who_waits_for_an_engine_that_ends_is_told_how(tmp_path: Path) -> None:
     async def run() -> None:
         engine = await start(tmp_path, "lives")

@@ -24,6 +24,7 @@ from vllm.v1.metrics.stats import PrefillStats
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, READY
+from loomserve.platform.engine.core.departures import asking
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.run.engine_address import EngineAddress
 
@@ -135,6 +136,10 @@ class PeerEngine:
             self.steps += 1
             outputs = [self._next(wire_id, finish, tokens) for wire_id in list(self.work)]
             await self._send(EngineCoreOutputs(outputs=outputs))
+
+    async def ask_to_move(self, to: str, *wire_ids: str) -> None:
+        """Ask that these requests go on with the replica ``to``."""
+        await self._send(EngineCoreOutputs(outputs=[asking(each, to) for each in wire_ids]))
 
     def _next(self, wire_id: str, finish: FinishReason | None, most: int) -> EngineCoreOutput:
         work = self.work[wire_id]

@@ -249,6 +249,62 @@ def test_what_an_engine_has_forgotten_is_sent_to_it_again() -> None:
     played(play)
 
 
+def test_a_request_goes_on_where_its_engine_would_have_it_and_the_others_stay() -> None:
+    async def play(made: Scene) -> None:
+        await made.have("a", "b", "c")
+        await made.ask(request("r", 4), request("s", 4))
+        a, c = made.engines["a"], made.engines["c"]
+        await a.step(2)
+        await until(lambda: made.got == {"r": [0, 1], "s": [0, 1]})
+        await a.ask_to_move("c", "r")
+        await until(lambda: "r#1" in c.work and a.aborted == ["r"])
+        assert list(a.work) == ["s"]
+        assert not made.engines["b"].added
+        for each in (a, c):
+            await each.step(2)
+        await until(lambda: len(made.finished) == 2)
+        assert made.got == {"r": [0, 1, 2, 3], "s": [0, 1, 2, 3]}
+        assert made.count("continued_requests_total", reason="moved") == 1
+        assert made.count("continuation_pause_seconds_count") == 1
+
+    played(play)
+
+
+@pytest.mark.parametrize("to", ["a", "b", "gone"])
+def test_a_request_stays_undisturbed_where_the_other_replica_does_not_take_it(to: str) -> None:
+    async def play(made: Scene) -> None:
+        await made.have("a", "b")
+        await made.ask(request("r", 4))
+        a = made.engines["a"]
+        made.client._replicas["b"].draining = True
+        await a.step(2)
+        await a.ask_to_move(to, "r")
+        await a.step(2)
+        await until(lambda: "r" in made.finished)
+        assert made.got == {"r": [0, 1, 2, 3]}
+        assert not a.aborted
+        assert made.count("continued_requests_total", reason="moved") == 0
+
+    played(play)
+
+
+def test_a_request_that_has_moved_often_stays() -> None:
+    async def play(made: Scene) -> None:
+        await made.have("a", "b")
+        await made.ask(request("r", 4))
+        for attempt, (at, to) in enumerate([("a", "b"), ("b", "a"), ("a", "b")]):
+            wire_id = f"r#{attempt}" if attempt else "r"
+            await made.engines[at].ask_to_move(to, wire_id)
+            there = made.engines[to].work
+            await until(lambda there=there, next_=f"r#{attempt + 1}": next_ in there)  # type: ignore[misc]
+        await made.engines["b"].ask_to_move("a", "r#3")
+        await made.engines["b"].step(4)
+        await until(lambda: "r" in made.finished)
+        assert made.count("continued_requests_total", reason="moved") == 3
+
+    played(play)
+
+
 def test_what_an_engine_aborts_of_itself_goes_on_but_not_for_ever() -> None:
     async def play(made: Scene) -> None:
         await made.have("a", "b")

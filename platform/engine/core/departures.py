@@ -1,0 +1,66 @@
+"""Requests that an engine would have go on elsewhere: what it tells their front ends of it.
+
+It only asks: a request is computed here until its front end has found that the other replica takes
+it, and ends here as any that its front end wants no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Iterator
+
+from vllm.v1.engine import EngineCoreOutput
+from vllm.v1.request import Request, RequestStatus
+
+from loomserve.platform.scheduling.policy.leaving import StayingRequest
+
+_MOVE_TO = "loomserve_move_to"
+
+
+def asking(request_id: str, to: str) -> EngineCoreOutput:
+    """An output that asks a front end to have the request go on with the replica ``to``."""
+    return EngineCoreOutput(request_id, [], kv_transfer_params={_MOVE_TO: to})
+
+
+def asked_to(output: EngineCoreOutput) -> str | None:
+    """The replica with which the request shall go on; None: it is an output as any."""
+    given = output.kv_transfer_params
+    return None if given is None or output.finished else given.get(_MOVE_TO)
+
+
+def movable(requests: Iterable[Request]) -> Iterator[StayingRequest]:
+    """Those that can go on elsewhere without losing what is just being computed or loaded."""
+    for each in requests:
+        runs = each.status is RequestStatus.RUNNING
+        loads = each.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+        if loads or each.resumable or each.is_finished() or (runs and each.is_prefill_chunk):
+            continue
+        yield StayingRequest(each.request_id, each.num_tokens, not runs, each.arrival_time)
+
+
+class Departures:
+    """What became of the requests that were asked for last.
+
+    EngineCore's thread changes it; any thread may :meth:`read`.
+    """
+
+    def __init__(self) -> None:
+        self._asked: frozenset[str] = frozenset()
+        self._left: frozenset[str] = frozenset()
+
+    def ask(self, request_ids: Iterable[str]) -> None:
+        """Begin anew with these."""
+        self._asked, self._left = frozenset(request_ids), frozenset()
+
+    def left(self, request_ids: Iterable[str]) -> None:
+        """Front ends want these no more."""
+        if self._asked:
+            self._left |= self._asked.intersection(request_ids)
+
+    def read(self, here: Container[str]) -> tuple[int, int]:
+        """How many have left, and how many are undecided.
+
+        Args:
+            here: ids of the requests that the engine has.
+        """
+        left = self._left
+        return len(left), sum(each in here for each in self._asked - left)
