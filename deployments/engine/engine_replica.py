@@ -25,6 +25,7 @@ from loomserve.platform.base.periodic import every
 from loomserve.platform.devices.claims import DeviceClaim
 from loomserve.platform.engine.core.host import EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
+from loomserve.platform.engine.core.move_orders import MoveOrders
 from loomserve.platform.engine.footprint import Footprint, constants
 from loomserve.platform.fleet.messages import (
     LOAD_PATH,
@@ -80,6 +81,7 @@ class EngineReplica:
         await self._listen()
         self._footprint = self._measured(self._claim, began)
         self._heartbeats = HeartbeatSender(self._heartbeat, self._apply)
+        self._moves = MoveOrders(self._engine, self._heartbeats.send_now)
         self._heart = asyncio.create_task(self._heartbeats.run())
         self._tasks = [
             self._heart,
@@ -175,6 +177,7 @@ class EngineReplica:
             footprint=self._footprint.state,
             engine=self._engine.address,
             front_end=self._front_end,
+            moved=self._moves.last,
         )
 
     def _stats(self) -> RoutingStats:
@@ -192,6 +195,7 @@ class EngineReplica:
         self._role = desired.role
         self._stop_timeout_s = desired.stop_timeout_s
         self._loans.apply(desired)
+        self._moves.apply(desired.move)
 
     async def __del__(self) -> None:
         """Serve's last call: have requests go on elsewhere, then stop the engine."""
@@ -199,6 +203,7 @@ class EngineReplica:
             self._stopping = True
             await self._loans.take_back()
             await self._until_empty()
+            await self._moves.close()
             for task in self._tasks:
                 task.cancel()
             await self._loans.give_back()

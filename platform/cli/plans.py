@@ -23,6 +23,7 @@ from loomserve.platform.rebalancing.policy.actions import (
     Action,
     AddReplica,
     Move,
+    MoveRequests,
     RemoveReplica,
     SetRole,
 )
@@ -75,6 +76,19 @@ def move(
     _make_of(
         Move(kind=kind, engine=engine, lender=lender, amount=amount, back=back), force, url, token
     )
+
+
+@plans.command("move-running")
+def move_running(
+    replica: Replica,
+    to: Annotated[str, typer.Argument(help="Another replica of its model.")],
+    requests: Annotated[int, typer.Argument(min=1, help="How many; those that wait first.")],
+    force: Force = False,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+) -> None:
+    """Make a plan that has some of a replica's requests go on with another one."""
+    _make_of(MoveRequests(engine=replica, to=to, requests=requests), force, url, token)
 
 
 @plans.command()
@@ -259,6 +273,8 @@ def said(action: Action) -> str:
             )
             way = "home from" if action.back else "to"
             return f"{size} of {action.engine} {way} {action.lender}"
+        case MoveRequests():
+            return f"{action.requests} requests of {action.engine} go on with {action.to}"
         case SetRole():
             return f"{action.engine} becomes {action.role}"
         case AddReplica():

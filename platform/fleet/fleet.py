@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from loomserve.platform.config import Device
 from loomserve.platform.fleet.loans import FleetLoans
-from loomserve.platform.fleet.messages import DesiredState, Heartbeat, LenderReplica
+from loomserve.platform.fleet.messages import DesiredState, Heartbeat, LenderReplica, MoveOrder
 from loomserve.platform.fleet.registry import Registry, ReplicaRecord
 from loomserve.platform.fleet.views import FleetViews
 from loomserve.platform.fleet.wishes import Wishes
@@ -24,6 +24,7 @@ class EngineRecord:
         lenders: Replicas with which it may keep requests' KV, an operator's switches considered.
         limits: Of these loans, bytes by the lender's model; those without one have none.
         shard_lenders: Replicas that may compute heads or layers of it.
+        draining: Whether it is told, or says, to take no new requests.
     """
 
     heartbeat: Heartbeat
@@ -31,6 +32,7 @@ class EngineRecord:
     lenders: tuple[LenderReplica, ...]
     limits: Mapping[str, int]
     shard_lenders: frozenset[str]
+    draining: bool
 
 
 class Fleet:
@@ -42,6 +44,7 @@ class Fleet:
         registry: Models and replicas.
         loans: Who lends to whom.
         views: What others see of both.
+        orders: What replicas shall have go on elsewhere, by their ids.
     """
 
     def __init__(self, devices: Sequence[Device], drain_timeout_s: float) -> None:
@@ -53,6 +56,7 @@ class Fleet:
         self.registry = Registry()
         self.loans = FleetLoans(self.registry)
         self.views = FleetViews(self.registry, devices)
+        self.orders: dict[str, MoveOrder] = {}
         self._drain_timeout_s = drain_timeout_s
 
     def report(self, heartbeat: Heartbeat, now: float) -> DesiredState:
@@ -76,6 +80,7 @@ class Fleet:
             lender_limits=self.loans.limits(replica.id),
             shards=self.loans.shards(replica.id),
             drain_loans=self.loans.draining(replica),
+            move=self.orders.get(replica.id),
             loans=self.loans.borrowed_from(replica, now),
         )
 
@@ -112,4 +117,5 @@ class Fleet:
             lenders=tuple(self.loans.lenders(replica, now)),
             limits=self.loans.limits(replica.id),
             shard_lenders=self.loans.shard_lenders(replica, now),
+            draining=replica.stops,
         )

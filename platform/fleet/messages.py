@@ -82,6 +82,22 @@ class FrontEndSpec(_Message):
     )
 
 
+class MoveOrder(_Message):
+    """Requests of a replica that shall go on with another one of its model."""
+
+    id: str = Field(description="Each order is carried out once.")
+    to: str = Field(description="The other replica.")
+    requests: int = Field(description="At most.")
+
+
+class MovedRequests(_Message):
+    """What came of a replica's last order."""
+
+    order: str
+    requests: int = Field(description="Those that left.")
+    problem: str = Field("", description="Why none could leave, if none could.")
+
+
 class Heartbeat(_Message):
     """State of a replica, which it sends to the controller every two seconds."""
 
@@ -99,6 +115,7 @@ class Heartbeat(_Message):
     footprint: FootprintState | None = Field(None, description="None until it is measured.")
     engine: EngineAddress
     front_end: FrontEndSpec
+    moved: MovedRequests | None = Field(None, description="None: it has had no order to move any.")
 
     @property
     def loans(self) -> tuple[LoanState, ...]:
@@ -165,6 +182,7 @@ class DesiredState(_Message):
         description="Shards that a lender's model computes, by its name.",
     )
     drain_loans: tuple[str, ...] = Field((), description="Names of its loans that end.")
+    move: MoveOrder | None = Field(None, description="None: nothing is to go on elsewhere.")
     loans: tuple[str, ...] = Field(
         (), description="Names of the loans with it that live borrowers know of."
     )

@@ -188,9 +188,14 @@ def _engines(
         attention=rates["attention"] * asked,
         linear=rates["linear"] * asked,
         queue=load.running + load.waiting,
+        waiting=load.waiting,
+        max_running=report.stats.max_running,
         kv_bytes=kv_bytes,
         kv_used_bytes=kv_used,
         kv_growth=rates["tokens"] * token_bytes,
+        recompute_s=load.pace.prefill_token_s / token_bytes if load.pace else None,
+        stores_kv=load.scheduling is not None,
+        draining=each.record.draining,
         lend_bytes=(lending.lend_memory or 0) if lending else 0,
         borrow_bytes=(lending.borrow_memory or 0) if lending else 0,
         borrowed=tuple(
@@ -227,6 +232,7 @@ def _engines(
             kv_growth=share * engine.kv_growth,
             layers=stage.layers,
             movable=frozenset(),
+            max_running=0,
         )
 
 
@@ -335,7 +341,7 @@ def _model(
 
 def _without_work(like: EngineSnapshot) -> EngineSnapshot:
     nothing = {"prefill": 0.0, "attention": 0.0, "linear": 0.0, "kv_growth": 0.0}
-    return replace(like, **nothing, queue=0, kv_used_bytes=0)  # type: ignore[arg-type]
+    return replace(like, **nothing, queue=0, waiting=0, kv_used_bytes=0)  # type: ignore[arg-type]
 
 
 def _of(model: str, whole: Sequence[_Complete]) -> list[_Complete]:

@@ -29,6 +29,7 @@ from loomserve.platform.rebalancing.actuators.replicas import (
     Scale,
     SetRoleOf,
 )
+from loomserve.platform.rebalancing.actuators.running import RunningActuator
 from loomserve.platform.rebalancing.actuators.shards import ShardActuator
 from loomserve.platform.rebalancing.controller import Rebalancer
 from loomserve.platform.rebalancing.observe import measured_snapshot, sums_of
@@ -70,6 +71,7 @@ class RebalancingRunner:
             ActionKind.REQUESTS: RequestsActuator(fleet),
             ActionKind.HEADS: shards,
             ActionKind.LAYERS: shards,
+            ActionKind.RUNNING: RunningActuator(fleet),
             ActionKind.ROLE: RoleActuator(fleet, set_role),
             ActionKind.REPLICAS: ReplicasActuator(fleet, scale),
         }

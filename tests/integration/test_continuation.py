@@ -122,7 +122,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@dataclass
+@dataclass(eq=False)
 class Streamed:
     """What came of one request, and when."""
 
@@ -407,6 +407,56 @@ def test_a_page_of_metrics_for_each_replica_and_model(stage: Stage) -> None:
             assert sample.labels["model_name"] == front.name
             assert families["vllm:cache_config_info"].samples[0].labels["num_gpu_blocks"] != "None"
     stage.run(other.serving.close())
+
+
+def gap(streamed: Streamed, since: float) -> float:
+    """The longest time without a token, of those that came after a moment."""
+    times = [at for at in streamed.came_at if at > since]
+    return max(later - sooner for sooner, later in itertools.pairwise(times))
+
+
+def test_an_engine_has_some_of_its_streams_go_on_elsewhere(stage: Stage) -> None:
+    front, engine = stage.front, stage.engines["a"]
+    asked = [
+        chat(f"Tell me a story about {it}.", max_tokens=160, ignore_eos=True, **how)
+        for it in ("a fox", "a ship", "the moon", "a long and winding road in the north")
+        for how in ({}, {"temperature": 0.9, "seed": 5})
+    ]
+
+    async def play(*, moves: bool) -> tuple[list[Streamed], list[Streamed], float]:
+        streams, at = [Streamed(home="a") for _ in asked], time.monotonic()
+        moved: list[Streamed] = []
+        answering = [
+            asyncio.create_task(into(each, front.serving.app, *what))
+            for each, what in zip(streams, asked, strict=True)
+        ]
+        await until(lambda: stage.under_way("a") == len(asked))
+        if moves:
+            at = time.monotonic()
+            call = engine.host.move_requests("b", 4, timeout_s=5)
+            assert await asyncio.wrap_future(
+                asyncio.run_coroutine_threadsafe(call, engine.loop)
+            ) == 4  # fmt: skip
+            opened = front.serving.llm.engine_core.requests.open.values()
+            moved = [each.context for each in opened if each.replica_id == "b"]
+            assert len(opened) == len(asked)
+        await asyncio.gather(*answering)
+        return streams, moved, at
+
+    undisturbed, *_ = stage.run(play(moves=False))
+    assert front.count("continued_requests_total", reason="moved") == 0
+    streams, moved, at = stage.run(play(moves=True))
+    for one, other in zip(streams, undisturbed, strict=True):
+        assert one.said()["usage"]["completion_tokens"] == 160
+        assert one.said() == other.said()
+    assert len(moved) == front.count("continued_requests_total", reason="moved") == 4
+    stayed = [each for each in streams if each not in moved]
+    for what, some in (("moved", moved), ("stayed", stayed)):
+        gaps = [gap(each, at) for each in some]
+        print(
+            f"\n{what}: {len(gaps)} streams, longest time between two tokens "
+            f"p50 {statistics.median(gaps):.3f} s, max {max(gaps):.3f} s"
+        )
 
 
 def test_a_drained_engine_is_left_without_a_word_to_clients(stage: Stage) -> None:

@@ -30,6 +30,14 @@ class RequestsRecord(ActionRecord):
     bytes_before: int = Field(description="KV of the borrower that was with the lender.")
 
 
+class RunningRecord(ActionRecord):
+    """Requests that shall go on with another replica; the order has the action's name."""
+
+    engine: str
+    to: str
+    requests: int
+
+
 class RoleRecord(ActionRecord):
     """A new role of a replica."""
 
@@ -58,5 +66,7 @@ class ShardRecord(ActionRecord):
     shard_before: ShardSpec | None
 
 
-AnyRecord = ActionRecord | RequestsRecord | RoleRecord | ReplicasRecord | ShardRecord
+AnyRecord = (
+    ActionRecord | RequestsRecord | RunningRecord | RoleRecord | ReplicasRecord | ShardRecord
+)
 """Records differ in their fields, which tell them apart when they are read."""

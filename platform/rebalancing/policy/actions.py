@@ -19,6 +19,8 @@ class ActionKind(StrEnum):
     LAYERS = "layers"
     ROLE = "role"
     REPLICAS = "replicas"
+    RUNNING = "running"
+    """Requests that go on with another replica."""
 
 
 class _Action(BaseModel):
@@ -34,6 +36,15 @@ class Move(_Action):
     lender: str
     amount: int = Field(gt=0, description="Bytes of KV, KV heads or layers, by kind.")
     back: bool = Field(False, description="True: home again; the last of it closes the loan.")
+
+
+class MoveRequests(_Action):
+    """Have requests of an engine go on with another replica of its model (Llumnix)."""
+
+    action: Literal["move_requests"] = "move_requests"
+    engine: str
+    to: str
+    requests: int = Field(gt=0, description="Those that wait come first.")
 
 
 class SetRole(_Action):
@@ -53,13 +64,17 @@ class RemoveReplica(_Action):
     engine: str
 
 
-Action = Annotated[Move | SetRole | AddReplica | RemoveReplica, Field(discriminator="action")]
+Action = Annotated[
+    Move | MoveRequests | SetRole | AddReplica | RemoveReplica, Field(discriminator="action")
+]
 
 
 def kind_of(action: Action) -> ActionKind:
     match action:
         case Move():
             return ActionKind(action.kind.value)
+        case MoveRequests():
+            return ActionKind.RUNNING
         case SetRole():
             return ActionKind.ROLE
         case _:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator
 
 from loomserve.platform.config.rebalancing import Rebalancing
@@ -9,10 +10,11 @@ from loomserve.platform.rebalancing.policy.actions import (
     Action,
     AddReplica,
     Move,
+    MoveRequests,
     RemoveReplica,
     SetRole,
 )
-from loomserve.platform.rebalancing.policy.effects import apply, loan_between, whole
+from loomserve.platform.rebalancing.policy.effects import apply, loan_between, moved_kv, whole
 from loomserve.platform.rebalancing.policy.forecast import borrowers_share
 from loomserve.platform.rebalancing.policy.limits import unable
 from loomserve.platform.rebalancing.policy.snapshot import (
@@ -42,6 +44,8 @@ def candidates(
         for cold in snapshot.on(target):
             for move in _moves(snapshot, hot, cold):
                 yield _sized(start, snapshot, source, target, move, options)
+            if hot.model == cold.model:
+                yield _gone_on(snapshot, hot, cold, options)
     yield from _roles(snapshot, source, target)
     yield from _replicas(snapshot, source, target)
 
@@ -90,6 +94,31 @@ def _sized(
         _room(now, most, options),
     )
     return most.model_copy(update={"amount": max(amount, 1)})
+
+
+def _gone_on(
+    now: Snapshot, hot: EngineSnapshot, cold: EngineSnapshot, options: Rebalancing
+) -> MoveRequests:
+    """As many requests as close the gap, for which the cold engine has room; one at least.
+
+    As with other moves, neither device crosses the mean of all.
+    """
+    one = MoveRequests(engine=hot.id, to=cold.id, requests=1)
+    if unable(now, one, options):
+        return one
+    loads = utilisations(now)
+    mean = sum(loads.values()) / len(loads)
+    room = now.idle_kv(cold) - options.headroom * cold.kv_bytes
+
+    def fits(requests: int) -> bool:
+        later = utilisations(apply(now, one.model_copy(update={"requests": requests})))
+        hotter, colder = later[hot.device], later[cold.device]
+        return hotter >= mean >= colder and hotter >= colder and moved_kv(hot, requests) <= room
+
+    # Both loads and the KV only grow or fall with the number.
+    numbers = range(1, min(hot.queue, cold.max_running - cold.queue) + 1)
+    most = bisect_left(numbers, True, key=lambda requests: not fits(requests))
+    return one.model_copy(update={"requests": max(most, 1)})
 
 
 def _fraction(wanted: float, whole_: float) -> float:

@@ -11,6 +11,7 @@ from loomserve.platform.rebalancing.policy.actions import (
     Action,
     AddReplica,
     Move,
+    MoveRequests,
     RemoveReplica,
     SetRole,
 )
@@ -34,6 +35,8 @@ def apply(snapshot: Snapshot, action: Action) -> Snapshot:
             return _moved(snapshot, action)
         case Move():
             return _moved_back(snapshot, action)
+        case MoveRequests():
+            return _gone_on(snapshot, action)
         case SetRole():
             changed = [
                 replace(each, role=action.role) if each.id == action.engine else each
@@ -130,6 +133,45 @@ def _moved_back(snapshot: Snapshot, move: Move) -> Snapshot:
         heads=engine.heads + move.amount * (move.kind is MoveKind.HEADS),
     )
     return _with(snapshot, home, before, loan, lender.device, -weights_bytes)
+
+
+def moved_kv(engine: EngineSnapshot, requests: int) -> int:
+    """Bytes of KV of so many requests, of which those that wait come first and have none.
+
+    That is at most: those that move have no more than others.
+    """
+    running = engine.queue - engine.waiting
+    return int(engine.kv_used_bytes * max(requests - engine.waiting, 0) / max(running, 1))
+
+
+def _gone_on(snapshot: Snapshot, action: MoveRequests) -> Snapshot:
+    """Each request takes its share of decoding along, and those that wait their prompts."""
+    engine, there = snapshot.engine(action.engine), snapshot.engine(action.to)
+    waiting = min(action.requests, engine.waiting)
+    share, prompts = (each / max(engine.queue, 1) for each in (action.requests, waiting))
+    slower = _speed(snapshot, engine) / _speed(snapshot, there)
+    kv_bytes = moved_kv(engine, action.requests)
+    left = replace(
+        engine,
+        prefill=engine.prefill * (1 - prompts),
+        attention=engine.attention * (1 - share),
+        linear=engine.linear * (1 - share),
+        kv_growth=engine.kv_growth * (1 - share),
+        kv_used_bytes=engine.kv_used_bytes - kv_bytes,
+        queue=engine.queue - action.requests,
+        waiting=engine.waiting - waiting,
+    )
+    joined = replace(
+        there,
+        prefill=there.prefill + slower * prompts * engine.prefill,
+        attention=there.attention + slower * share * engine.attention,
+        linear=there.linear + slower * share * engine.linear,
+        kv_growth=there.kv_growth + share * engine.kv_growth,
+        kv_used_bytes=there.kv_used_bytes + kv_bytes,
+        queue=there.queue + action.requests,
+    )
+    changed = {left.id: left, joined.id: joined}
+    return replace(snapshot, engines=tuple(changed.get(each.id, each) for each in snapshot.engines))
 
 
 def _still_borrowed(engine: EngineSnapshot, move: Move) -> tuple[tuple[str, int], ...]:

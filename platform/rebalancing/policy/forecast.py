@@ -10,11 +10,13 @@ from loomserve.platform.rebalancing.policy.actions import (
     Action,
     AddReplica,
     Move,
+    MoveRequests,
     RemoveReplica,
     SetRole,
 )
-from loomserve.platform.rebalancing.policy.effects import loan_between, whole
+from loomserve.platform.rebalancing.policy.effects import loan_between, moved_kv, whole
 from loomserve.platform.rebalancing.policy.snapshot import (
+    EngineSnapshot,
     Link,
     LoanSnapshot,
     MoveKind,
@@ -55,6 +57,14 @@ def forecast(
     match action:
         case Move():
             cost_s, pause_s, duration_s = _move_s(before, action)
+        case MoveRequests():
+            engine = before.engine(action.engine)
+            kv_s = kv_again_s(before, engine, before.engine(action.to))
+            if kv_s is None:
+                raise LookupError(f"what requests of {engine.id} cost elsewhere is not measured")
+            # Only their own streams pause; no engine does.
+            cost_s = duration_s = moved_kv(engine, action.requests) * kv_s
+            pause_s = 0.0
         case AddReplica():
             cost_s = duration_s = before.model(action.model).start_s
             pause_s = 0.0
@@ -76,6 +86,17 @@ def route(snapshot: Snapshot, move: Move) -> Link | None:
     ends = [snapshot.engine(each).device for each in (move.engine, move.lender)]
     source, target = reversed(ends) if move.back else ends
     return snapshot.link(source, target)
+
+
+def kv_again_s(snapshot: Snapshot, engine: EngineSnapshot, there: EngineSnapshot) -> float | None:
+    """Time until another replica has a byte of an engine's KV again; None: it is not measured.
+
+    It loads the KV from the store, else it computes it.
+    """
+    link = snapshot.link(engine.device, there.device)
+    if engine.stores_kv and there.stores_kv and link is not None:
+        return 1 / link.bytes_per_s
+    return there.recompute_s
 
 
 def _move_s(snapshot: Snapshot, move: Move) -> tuple[float, float, float]:

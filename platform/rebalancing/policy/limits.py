@@ -11,11 +11,17 @@ from loomserve.platform.rebalancing.policy.actions import (
     Action,
     AddReplica,
     Move,
+    MoveRequests,
     RemoveReplica,
     SetRole,
 )
 from loomserve.platform.rebalancing.policy.effects import loan_between, whole
-from loomserve.platform.rebalancing.policy.forecast import Forecast, route, tpot_ratio
+from loomserve.platform.rebalancing.policy.forecast import (
+    Forecast,
+    kv_again_s,
+    route,
+    tpot_ratio,
+)
 from loomserve.platform.rebalancing.policy.snapshot import (
     EngineSnapshot,
     LoanSnapshot,
@@ -23,6 +29,7 @@ from loomserve.platform.rebalancing.policy.snapshot import (
     Snapshot,
     compute_share,
 )
+from loomserve.platform.state.roles import Role
 
 
 class Reason(StrEnum):
@@ -54,6 +61,8 @@ def unable(snapshot: Snapshot, action: Action, options: Rebalancing) -> Refusal 
     match action:
         case Move():
             return _unable_to_move(snapshot, action, options)
+        case MoveRequests():
+            return _unable_to_go_on(snapshot, action)
         case SetRole():
             engine = snapshot.engine(action.engine)
             if not snapshot.model(engine.model).roles or engine.role is action.role:
@@ -109,6 +118,25 @@ def _unable_to_move(snapshot: Snapshot, move: Move, options: Rebalancing) -> Ref
         return Refusal(Reason.NO_LINK, f"{engine.device} to {lender.device}")
     if not 0 <= snapshot.at_s - link.measured_at_s <= options.links_stale_after_s:
         return Refusal(Reason.NO_LINK, f"{link.source} to {link.target} was measured too long ago")
+    return None
+
+
+def _unable_to_go_on(snapshot: Snapshot, action: MoveRequests) -> Refusal | None:
+    engine, there = snapshot.engine(action.engine), snapshot.engine(action.to)
+    said = f"requests of {engine.id} with {there.id}"
+    alike = engine.model == there.model and engine.role is there.role is not Role.PREFILL
+    if not alike or engine.device == there.device or there.draining:
+        return Refusal(Reason.NOT_MOVABLE, said)
+    if not (engine.max_running and there.max_running):
+        return Refusal(Reason.NOT_MOVABLE, f"{said}: a pipeline's stay")
+    if action.requests > engine.queue:
+        return Refusal(Reason.NOT_MOVABLE, f"{engine.id} has {engine.queue} requests")
+    if shards := [each for each in (engine, there) if _shard_away(snapshot, each)]:
+        return Refusal(Reason.HAS_LOANS, f"a shard of {shards[0].id} is away")
+    if there.queue + action.requests > there.max_running:
+        return Refusal(Reason.NO_COMPUTE, f"{there.id} runs {there.max_running} requests at most")
+    if kv_again_s(snapshot, engine, there) is None:
+        return Refusal(Reason.NOT_MOVABLE, f"{said}: what a prompt costs there is not measured")
     return None
 
 
@@ -168,9 +196,20 @@ def over_budget(
     return None
 
 
+def engines_of(action: Action) -> frozenset[str]:
+    """Engines between which the action moves something."""
+    match action:
+        case Move():
+            return frozenset((action.engine, action.lender))
+        case MoveRequests():
+            return frozenset((action.engine, action.to))
+        case _:
+            return frozenset()
+
+
 def halted(action: Action) -> frozenset[str]:
     """Engines that stand still for the action."""
-    return frozenset((action.engine, action.lender)) if isinstance(action, Move) else frozenset()
+    return engines_of(action) if isinstance(action, Move) else frozenset()
 
 
 def _device_exceeded(before: Snapshot, after: Snapshot, options: Rebalancing) -> Refusal | None:

@@ -10,6 +10,7 @@ from loomserve.platform.rebalancing.policy.actions import (
     Action,
     AddReplica,
     Move,
+    MoveRequests,
     RemoveReplica,
     kind_of,
 )
@@ -81,6 +82,8 @@ def ends(snapshot: Snapshot, action: Action) -> tuple[str, str]:
             way = [snapshot.engine(each).device for each in (action.engine, action.lender)]
             source, target = reversed(way) if action.back else way
             return source, target
+        case MoveRequests():
+            return snapshot.engine(action.engine).device, snapshot.engine(action.to).device
         case AddReplica():
             return most, action.device
         case RemoveReplica():

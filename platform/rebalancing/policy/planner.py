@@ -30,6 +30,7 @@ from loomserve.platform.rebalancing.policy.actions import (
     Action,
     AddReplica,
     Move,
+    MoveRequests,
     RemoveReplica,
     SetRole,
     kind_of,
@@ -42,8 +43,8 @@ from loomserve.platform.rebalancing.policy.heat import Heat, Level
 from loomserve.platform.rebalancing.policy.limits import (
     Reason,
     Refusal,
+    engines_of,
     exceeded,
-    halted,
     over_budget,
     unable,
 )
@@ -186,7 +187,7 @@ class _Search:
 
     def _before(self, action: Action) -> Refusal | None:
         started = {each.id for each in self._start.engines}
-        if _touches(self.now, action) in self._touched or not halted(action) <= started:
+        if _touches(self.now, action) in self._touched or not engines_of(action) <= started:
             return Refusal(Reason.ALREADY_PLANNED, "an action before it changes the same")
         if len(self.chosen) >= self._options.most_actions:
             return Refusal(Reason.PLAN_FULL, f"{len(self.chosen)} actions already")
@@ -219,6 +220,8 @@ def _touches(snapshot: Snapshot, action: Action) -> tuple[str, ...]:
     match action:
         case Move():
             return ("move", action.kind, action.engine, action.lender)
+        case MoveRequests():
+            return ("requests", action.engine, action.to)
         case AddReplica():
             return ("model", action.model)
         case SetRole() | RemoveReplica():
@@ -227,4 +230,4 @@ def _touches(snapshot: Snapshot, action: Action) -> tuple[str, ...]:
 
 def _identity(action: Action) -> tuple[object, ...]:
     """What tells one candidate from another, whatever its amount."""
-    return tuple(sorted(action.model_dump(exclude={"amount"}).items()))
+    return tuple(sorted(action.model_dump(exclude={"amount", "requests"}).items()))

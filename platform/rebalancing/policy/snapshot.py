@@ -56,9 +56,14 @@ class EngineSnapshot:
         attention: Device seconds a second that decoding's attention asks for, at home.
         linear: Device seconds a second that the rest of decoding asks for, at home.
         queue: Number of requests that run or wait.
+        waiting: Those of them that wait.
+        max_running: Number of requests that may run; 0: none can come from elsewhere or go there.
         kv_bytes: KV memory at home.
         kv_used_bytes: KV memory at home that its own requests use.
         kv_growth: Bytes a second by which its requests' KV grows.
+        recompute_s: Time in which a byte of a request's KV is computed again; None: not measured.
+        stores_kv: Whether it keeps KV in the store, from which other replicas load it.
+        draining: Whether its requests go on elsewhere, and none comes.
         lend_bytes: KV memory that borrowers may have at most.
         borrow_bytes: KV that it may have with lenders at most.
         borrowed: Lenders whose memory its requests may have, with the bytes of each, used or not.
@@ -82,9 +87,14 @@ class EngineSnapshot:
     attention: float
     linear: float
     queue: int = 0
+    waiting: int = 0
+    max_running: int = 0
     kv_bytes: int
     kv_used_bytes: int
     kv_growth: float = 0.0
+    recompute_s: float | None = None
+    stores_kv: bool = False
+    draining: bool = False
     lend_bytes: int = 0
     borrow_bytes: int = 0
     borrowed: tuple[tuple[str, int], ...] = ()
