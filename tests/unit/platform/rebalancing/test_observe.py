@@ -29,7 +29,9 @@ from loomserve.platform.rebalancing.policy.snapshot import (
 )
 from loomserve.platform.state import (
     FootprintState,
+    Pace,
     ReplicaLoad,
+    SchedulingState,
     ShardState,
     StageState,
     WorkState,
@@ -138,7 +140,20 @@ def test_an_engine_is_its_work_a_second_its_kv_and_its_memory() -> None:
 def test_what_waits_asks_for_as_much_as_what_runs() -> None:
     (engine,) = snapshot(seen(report("r0"), waiting=8)).engines
     assert engine.compute == pytest.approx(3 * 0.6)
-    assert engine.queue == 12
+    assert (engine.queue, engine.waiting, engine.max_running) == (12, 8, 8)
+
+
+def test_a_replicas_kv_is_computed_again_at_the_pace_of_its_prompts_or_loaded() -> None:
+    (engine,) = snapshot(seen(report("r0"))).engines
+    assert (engine.recompute_s, engine.stores_kv, engine.draining) == (None, False, False)
+    pace = Pace(prefill_token_s=0.002, output_token_s=0.05, request_s=3.0)
+    stored = SchedulingState(
+        queue="fcfs", preemption="recompute", swapped_out=0, swapped_in=0, recomputed=0,
+        swap_used_bytes=0, swap_capacity_bytes=0, step_time_error=None, swap_time_error=None,
+    )  # fmt: skip
+    (engine,) = snapshot(seen(report("r0", draining=True), pace=pace, scheduling=stored)).engines
+    assert engine.recompute_s == pytest.approx(0.002 * 32 / MIB)
+    assert (engine.stores_kv, engine.draining) == (True, True)
 
 
 def test_a_loan_is_what_lies_there_and_what_the_lender_computed_for_it() -> None:
@@ -179,6 +194,8 @@ def test_a_pipelines_work_and_memory_lie_on_its_devices_by_layers() -> None:
     stages = (StageState(device="core0", layers=10), StageState(device="core1", layers=20))
     whole = snapshot(seen(report("r0", stages=stages)))
     assert [engine.device for engine in whole.engines] == ["core0", "core1"]
+    # Its requests cannot leave one of them.
+    assert [engine.max_running for engine in whole.engines] == [0, 0]
     assert [engine.compute for engine in whole.engines] == pytest.approx([0.2, 0.4])
     assert sum(device.allocated_bytes for device in whole.devices) == pytest.approx(2**31, abs=2)
 

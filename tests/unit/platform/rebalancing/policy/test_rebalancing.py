@@ -27,6 +27,7 @@ from loomserve.platform.rebalancing.plans.records import (
     ReplicasRecord,
     RequestsRecord,
     RoleRecord,
+    RunningRecord,
     ShardRecord,
 )
 from loomserve.platform.rebalancing.plans.reports import EventKind
@@ -266,6 +267,7 @@ def test_what_actuators_remember_is_read_back_as_it_was_written() -> None:
         RequestsRecord(
             name="p1/0", borrower="a", lender="b", limit=7, limit_before=None, bytes_before=9
         ),
+        RunningRecord(name="p1/0", engine="a", to="b", requests=4),
         RoleRecord(name="p1/0", replica="a", role=Role.PREFILL, role_before=Role.UNIFIED),
         ReplicasRecord(
             name="p1/0", model="m", replicas=2, replicas_before=1, there_before=("a",), leaving=None
