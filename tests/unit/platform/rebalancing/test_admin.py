@@ -150,6 +150,13 @@ def test_a_dry_run_of_an_even_load_moves_nothing(client: TestClient) -> None:
         ("POST", "plans", {"actions": [move(9 * made_up.MIB)]}, 409, "not_movable"),
         ("POST", "plans", {"actions": [move(0)]}, 400, "amount"),
         ("POST", "plans", {"actions": [{"action": "explode"}]}, 400, "explode"),
+        (
+            "POST",
+            "plans",
+            {"actions": [{"action": "move_requests", "engine": "h0", "to": "c1", "requests": 2}]},
+            409,
+            "running: not_movable (requests of h0 with c1)",
+        ),
         ("POST", "plans", {"force": True}, 400, "actions of your own"),
         ("PUT", "rebalancing", {}, 400, "mode"),
         ("PUT", "rebalancing", {"mode": "on"}, 400, "mode"),
@@ -209,6 +216,7 @@ def test_the_command_does_what_the_api_does(url: str, client: TestClient) -> Non
     assert "nothing would be moved" in command(url, "make")[1]
     assert "switched" in command(url, "events")[1]
     for words in (
+        ("move-running", "h0", "c1", "2"),
         ("role", "h0", "decode"),
         ("add", "org/cold", "core1"),
         ("remove", "c1"),
