@@ -1,0 +1,72 @@
+"""A plan of an operator's has streams go on with the other replica, and no client notices."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import HOT, Platform
+from tests.e2e.test_admin import model_state, wait_for
+from tests.e2e.test_lending import admin_plans, get, plan_status, post, profile_devices
+
+pytestmark = pytest.mark.e2e
+
+TOKENS = 400
+PROMPTS = [f"Tale {number}. Once upon a time" for number in range(8)]
+
+
+def stream(platform: Platform, prompt: str) -> str:
+    """A greedy answer's text, taken as it comes."""
+    body = {
+        "model": HOT, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0,
+        "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    text, ended = "", None
+    with platform.http() as http, http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                text, ended = text + choice["text"], choice["finish_reason"] or ended
+    assert ended == "length"
+    return text
+
+
+def replicas(platform: Platform) -> list[dict[str, Any]]:
+    """The busiest first."""
+    state = model_state(platform, HOT)
+    return sorted(state["replicas"], key=lambda each: -in_flight(each))
+
+
+def in_flight(replica: dict[str, Any]) -> int:
+    return int(replica["in_flight"])
+
+
+def moved(platform: Platform) -> float:
+    return platform.metric("loomserve_continued_requests_total", model=HOT, reason="moved")
+
+
+def test_streams_go_on_with_the_other_replica_as_a_plan_says(platform: Platform) -> None:
+    profile_devices(platform)
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        alone = list(pool.map(lambda prompt: stream(platform, prompt), PROMPTS))
+        before = moved(platform)
+        answers = [pool.submit(stream, platform, prompt) for prompt in PROMPTS]
+        wait_for(lambda: in_flight(replicas(platform)[0]) >= 3, 30)
+        hot, cold = (each["id"] for each in replicas(platform))
+        shown = admin_plans(platform, "move-running", hot, cold, "2", "--force")
+        assert f"2 requests of {hot} go on with {cold}" in shown
+        plan = get(platform, "plans")["plans"][0]["id"]
+        post(platform, f"plans/{plan}/apply").raise_for_status()
+        wait_for(lambda: plan_status(platform, plan)[1] in {"settling", "done"}, 30)
+        assert not any(each.done() for each in answers), "they ended before they could move"
+        assert [each.result() for each in answers] == alone
+    assert moved(platform) == before + 2
+    wait_for(lambda: plan_status(platform, plan)[0] == "done", 120)
+    (step,) = get(platform, f"plans/{plan}")["steps"]
+    assert step["message"] == "2 of 2 requests moved"
+    assert step["real"]["pause_s"] == 0
+    assert platform.metric("loomserve_rebalancing_actions_total", kind="running") == 1
