@@ -67,6 +67,7 @@ def test_streams_go_on_with_the_other_replica_as_a_plan_says(platform: Platform)
     assert moved(platform) == before + 2
     wait_for(lambda: plan_status(platform, plan)[0] == "done", 120)
     (step,) = get(platform, f"plans/{plan}")["steps"]
-    assert step["message"] == "2 of 2 requests moved"
+    told = [event["message"] for event in get(platform, "rebalancing/events")["events"]]
+    assert "2 of 2 requests moved" in told
     assert step["real"]["pause_s"] == 0
     assert platform.metric("loomserve_rebalancing_actions_total", kind="running") == 1
