@@ -1,0 +1,150 @@
+"""The platform's answers are vLLM's own: one server of vLLM's beside it, asked the same.
+
+Requests go one after another, so that no batch changes a number. See ``same_requests`` for
+what is asked, and ``same_answers`` for what may differ in any two answers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from benchmarks.servers import Server
+from loomserve.platform.models import catalog
+from loomserve.platform.requests.engine_request import FORWARDED, engine_path
+from tests.e2e.conftest import ENGINE, HOT, Platform, free_port
+from tests.e2e.same_answers import Answer, assert_same
+from tests.e2e.same_requests import CASES, Case
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+START_TIMEOUT_S = 300
+ANSWER_TIMEOUT_S = 120
+CORE = "0"
+TOOLS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+KV_CACHE_BYTES = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How an error of the platform's differs from vLLM's; its shape is OpenAI's always."""
+
+    why: str
+    part: str
+    """Of our message."""
+    vllm: int
+    """The status that vLLM answers."""
+    ours: int
+
+
+NO_MODEL = Difference("it names the models that the key may use", "does not exist here", 404, 404)
+NO_ENDPOINT = Difference("it names what there is instead", "It answers /v1/chat", 404, 404)
+NO_PATH = Difference("it names what there is instead", "There is nothing at", 404, 404)
+MANY = Difference("server.max_sequences bounds it, not an engine's variable", "20000", 400, 400)
+NUMBER = Difference("a model is looked up before its engine reads", "say which model", 400, 400)
+UNSAID = Difference("with several models none is meant alone", "say which model", 200, 400)
+NO_GRAMMAR = Difference(
+    "vLLM fails on some choices as if the fault were its own", "could not compile", 500, 400
+)
+BY_DESIGN = {
+    **{
+        f"{kind}-model": NO_MODEL
+        for kind in ("bad-chat", "bad-text", "bad-response", "bad-message")
+    },
+    "tokenize-model": NO_MODEL,
+    "detokenize-model": NO_MODEL,
+    **dict.fromkeys(("bad-chat-number_as_model", "bad-text-number_as_model"), NUMBER),
+    **dict.fromkeys(("bad-chat-no_model", "bad-text-no_model"), UNSAID),
+    **dict.fromkeys(("bad-chat-many", "bad-text-many"), MANY),
+    **dict.fromkeys(("embeddings", "embeddings_list"), NO_ENDPOINT),
+    **dict.fromkeys(("score", "rerank", "pooling"), NO_PATH),
+    "bad-chat-quoted_choice": NO_GRAMMAR,
+}
+"""Errors of ``/v1/messages`` have OpenAI's shape, too, in the place of Anthropic's."""
+
+
+@pytest.fixture(scope="module")
+def theirs(
+    request: pytest.FixtureRequest, platform: Platform, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Answer]:
+    """vLLM's answers to all cases that are selected; its server is gone then.
+
+    For after each answer its engine polls for a while, which would slow the platform's down.
+    """
+    own = (item for item in request.session.items if item.path == Path(__file__))
+    cases = [item.callspec.params["case"] for item in own if hasattr(item, "callspec")]
+    with vllm_server(tmp_path_factory.mktemp("vllm")) as client:
+        return {case.name: ask(client, engine_path(case.path), case) for case in cases}
+
+
+@contextmanager
+def vllm_server(folder: Path) -> Iterator[httpx.Client]:
+    """vLLM's own server of the model that the platform has most replicas of."""
+    port = free_port()
+    options = {**ENGINE, **TOOLS, "kv_cache_memory_bytes": KV_CACHE_BYTES}
+    model = catalog.resolve("demo", Path(), print)
+    server = Server(
+        "vllm",
+        [
+            # With all its threads, so that it leaves the platform the other core.
+            *("taskset", "--cpu-list", CORE),
+            *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
+            *("--model", str(model), "--served-model-name", HOT),
+            *("--host", "127.0.0.1", "--port", str(port)),
+            *(flag(name, value) for name, value in options.items()),
+        ],
+        {"VLLM_CPU_OMP_THREADS_BIND": CORE, "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1"},
+        port,
+        "/health",
+        folder / "server.log",
+    )
+    server.start()
+    try:
+        server.wait_ready(START_TIMEOUT_S)
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=ANSWER_TIMEOUT_S) as client:
+            yield client
+    finally:
+        server.stop()
+
+
+def flag(name: str, value: object) -> str:
+    """An engine option as vLLM's command line has it."""
+    return f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}")
+
+
+def ask(client: httpx.Client, path: str, case: Case) -> Answer:
+    # Ids are made of the request's own, where vLLM takes it.
+    response = client.post(path, json=dict(case.body), headers={"x-request-id": case.name})
+    return Answer(response.status_code, response.headers.get("content-type", ""), response.content)
+
+
+def test_requests_are_of_all_endpoints() -> None:
+    assert {case.path for case in CASES} >= set(FORWARDED)
+    assert len({json.dumps([case.path, case.body]) for case in CASES}) == len(CASES) >= 200
+    assert BY_DESIGN.keys() <= {case.name for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_same_answer(platform: Platform, theirs: dict[str, Answer], case: Case) -> None:
+    with platform.http() as http:
+        ours = ask(http, case.path, case)
+    of_vllm = theirs[case.name]
+    if ours.status >= 400:
+        assert ours.error.keys() == {"message", "type", "param", "code"}
+        assert ours.error["type"] == "invalid_request_error"
+        assert isinstance(ours.error["code"], str)
+    if (differs := BY_DESIGN.get(case.name)) is not None:
+        assert (of_vllm.status, ours.status) == (differs.vllm, differs.ours)
+        assert differs.part in ours.error["message"]
+        return
+    assert_same(of_vllm, ours, exact=not case.batched)
+    if ours.status >= 400:
+        assert ours.error["message"] == of_vllm.error["message"]
+        assert ours.error["param"] == of_vllm.error.get("param")
