@@ -57,9 +57,11 @@ def test_streams_go_on_with_the_other_replica_as_a_plan_says(platform: Platform)
         answers = [pool.submit(stream, platform, prompt) for prompt in PROMPTS]
         wait_for(lambda: in_flight(replicas(platform)[0]) >= 3, 30)
         hot, cold = (each["id"] for each in replicas(platform))
-        shown = admin_plans(platform, "move-running", hot, cold, "2", "--force")
-        assert f"2 requests of {hot} go on with {cold}" in shown
-        plan = get(platform, "plans")["plans"][0]["id"]
+        action = {"action": "move_requests", "engine": hot, "to": cold, "requests": 2}
+        made = post(platform, "plans", {"actions": [action], "force": True})
+        assert made.status_code == 201, made.text
+        plan = made.json()["plan"]["id"]
+        assert f"2 requests of {hot} go on with {cold}" in admin_plans(platform, "show", plan)
         post(platform, f"plans/{plan}/apply").raise_for_status()
         wait_for(lambda: plan_status(platform, plan)[1] in {"settling", "done"}, 30)
         assert not any(each.done() for each in answers), "they ended before they could move"

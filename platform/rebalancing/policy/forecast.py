@@ -91,12 +91,16 @@ def route(snapshot: Snapshot, move: Move) -> Link | None:
 def kv_again_s(snapshot: Snapshot, engine: EngineSnapshot, there: EngineSnapshot) -> float | None:
     """Time until another replica has a byte of an engine's KV again; None: it is not measured.
 
-    It loads the KV from the store, else it computes it.
+    It loads the KV from the store, else it computes it. One that has been idle since its start has
+    not shown how fast, nor that it has the store, as all replicas of its model do.
     """
     link = snapshot.link(engine.device, there.device)
-    if engine.stores_kv and there.stores_kv and link is not None:
+    if engine.stores_kv and link is not None:
         return 1 / link.bytes_per_s
-    return there.recompute_s
+    if there.recompute_s is not None or engine.recompute_s is None:
+        return there.recompute_s
+    speeds = [snapshot.device(each.device).speed for each in (engine, there)]
+    return engine.recompute_s * speeds[0] / speeds[1]
 
 
 def _move_s(snapshot: Snapshot, move: Move) -> tuple[float, float, float]:

@@ -120,11 +120,9 @@ def test_they_cost_their_kv_computed_again_or_loaded_and_halt_no_engine() -> Non
     again = cost(TWO)
     assert again.cost_s == again.duration_s == pytest.approx(0.3 * GIB * RECOMPUTE_S)
     assert again.pause_s == 0
-    one_stores = edited(TWO, "m0", stores_kv=True)
-    assert cost(one_stores).cost_s == again.cost_s
-    both = edited(one_stores, "m1", stores_kv=True)
-    assert cost(both).cost_s == pytest.approx(0.3 * GIB / 2e9)
-    assert cost(replace(both, links=())).cost_s == again.cost_s
+    stores = edited(TWO, "m0", stores_kv=True)
+    assert cost(stores).cost_s == pytest.approx(0.3 * GIB / 2e9)
+    assert cost(replace(stores, links=())).cost_s == again.cost_s
     assert again.gain == pytest.approx(
         abs(utilisations(TWO)["d0"] - utilisations(TWO)["d1"])
         - abs(utilisations(apply(TWO, SIX))["d0"] - utilisations(apply(TWO, SIX))["d1"])
@@ -163,7 +161,6 @@ def test_the_cheaper_of_moving_requests_and_lending_their_kv_is_taken() -> None:
         ("m1", {"draining": True}, Reason.NOT_MOVABLE),
         ("m1", {"max_running": 0}, Reason.NOT_MOVABLE),
         ("m0", {"queue": 5}, Reason.NOT_MOVABLE),
-        ("m1", {"recompute_s": None}, Reason.NOT_MOVABLE),
         ("m1", {"queue": 59}, Reason.NO_COMPUTE),
     ],
 )
@@ -174,6 +171,15 @@ def test_they_stay_where_they_cannot_go_on(
     refusal = unable(edited(TWO, engine, **changes), SIX, OPTIONS)
     assert refusal is not None
     assert refusal.reason is reason
+
+
+def test_what_an_idle_replica_has_not_shown_is_taken_from_the_other_one() -> None:
+    idle = edited(TWO, "m1", recompute_s=None)
+    slow = replace(idle, devices=(idle.devices[0], replace(idle.devices[1], speed=0.5)))
+    assert cost(slow).cost_s == pytest.approx(2 * 0.3 * GIB * RECOMPUTE_S)
+    refusal = unable(edited(idle, "m0", recompute_s=None), SIX, OPTIONS)
+    assert refusal is not None
+    assert refusal.reason is Reason.NOT_MOVABLE
 
 
 def test_they_move_between_replicas_that_decode_and_not_between_those_for_prompts() -> None:
