@@ -61,15 +61,10 @@ class RequestBook:
         """An output that no engine sends any more."""
         self.on_failed: Callable[[str, Exception], None] = _nothing
         """A request, by its id, ends with an error."""
-        self._model = model
-        self._replicas = replicas
-        self._choose = checked(choose)
-        self._left = left
-        self._metrics = metrics
-        self._bounds = bounds
-        self._clock = clock
-        self._encoder = encoder
-        self._handoffs = handoffs
+        self._model, self._replicas = model, replicas
+        self._choose, self._left = checked(choose), left
+        self._metrics, self._bounds, self._clock = metrics, bounds, clock
+        self._encoder, self._handoffs = encoder, handoffs
         self._unplaced: dict[str, OpenRequest] = {}
         self._deadly = QueriesOfDeath(clock)
 
