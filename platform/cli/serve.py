@@ -70,6 +70,8 @@ _RAY_ENVIRONMENT = {
     "RAY_enable_metrics_collection": "0",
     # Ray would run engines at niceness 15, behind everything else on the machine.
     "RAY_worker_niceness": "0",
+    # One that has handed a model to Serve has imported vLLM; Ray would keep it, half a gigabyte.
+    "RAY_num_workers_soft_limit": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
     # Ray would turn loopback into an address that other machines reach.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
@@ -197,6 +199,7 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
         psutil.virtual_memory().available + _left_behind(config),
         config.kvstore.memory if config.kvstore else 0,
         check_offline_models(config, base, say),
+        config.server.front_ends,
     )
     for model in config.models:
         if model.replicas == "auto" and replicas[model.name] < model.most_replicas:

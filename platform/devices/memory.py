@@ -7,15 +7,17 @@ from collections.abc import Mapping, Sequence
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Model, OfflineModel
 
-# An idle CPU engine of a tiny model (front end, EngineCore, worker) takes about this without
-# weights and KV; measured as proportional set size, rounded up.
-ENGINE_BYTES = 2 * 2**30
+# An idle CPU engine of a tiny model and its replica take about this without weights and KV;
+# measured as proportional set size, rounded up.
+ENGINE_BYTES = 1.25 * 2**30
 # Each further worker process of a pipeline's engine.
 STAGE_BYTES = 0.75 * 2**30
 # A computing process with torch and transformers, without weights and KV.
 OFFLINE_BYTES = 1.0 * 2**30
-# Ray's own processes, the gateway and the controller.
-PLATFORM_BYTES = 1.5 * 2**30
+# Ray's own processes, the controller, and a gateway with its front ends.
+PLATFORM_BYTES = 2 * 2**30
+# Each further process that takes requests.
+FRONT_END_BYTES = 0.75 * 2**30
 
 
 def replica_bytes(model: Model, weight_bytes: int) -> float:
@@ -42,6 +44,7 @@ def plan_replicas(
     available_bytes: float,
     kvstore_bytes: int = 0,
     offline_bytes: float = 0,
+    front_ends: int = 1,
 ) -> dict[str, int]:
     """Plan the number of replicas to start for each model.
 
@@ -51,6 +54,7 @@ def plan_replicas(
     Args:
         kvstore_bytes: Memory of the KV store.
         offline_bytes: Memory of all offline models.
+        front_ends: Processes that take requests.
 
     Raises:
         StartError: the least that the configuration asks for does not fit.
@@ -58,6 +62,7 @@ def plan_replicas(
     wanted = {model.name: least_replicas(model) for model in models}
     cost = {model.name: replica_bytes(model, weight_bytes[model.name]) for model in models}
     left = available_bytes - PLATFORM_BYTES - kvstore_bytes - offline_bytes
+    left -= (front_ends - 1) * FRONT_END_BYTES
     left -= sum(wanted[model.name] * cost[model.name] for model in models)
     if left < 0:
         to_lower = "kv_cache_memory, kvstore.memory" if kvstore_bytes else "kv_cache_memory"

@@ -35,7 +35,7 @@ from loomserve.platform.lending.messages import (
 )
 from loomserve.platform.lending.metrics import LendingMetrics
 from loomserve.platform.lending.replica.engine_calls import BorrowerCalls, EngineRpc
-from loomserve.platform.lending.ring.ring import is_held
+from loomserve.platform.lending.ring.held import is_held
 from loomserve.platform.run.sockets import LocalConnector
 from loomserve.platform.state import BorrowingState, LoanState, ShardState
 from loomserve.platform.state.lending_options import ShardSpec

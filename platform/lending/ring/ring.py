@@ -52,7 +52,6 @@ from __future__ import annotations
 
 import enum
 import errno
-import fcntl
 import mmap
 import os
 import select
@@ -67,6 +66,7 @@ import torch
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.lending.ring.geometry import Geometry
+from loomserve.platform.lending.ring.held import hold
 
 MAGIC = b"LoomRing"
 VERSION = 2
@@ -410,25 +410,6 @@ def _in_pages(shape: tuple[int, ...], dtype: torch.dtype) -> int:
     """Return the bytes of the whole pages that such a tensor takes."""
     size: int = prod(shape) * dtype.itemsize
     return -(-size // _PAGE) * _PAGE
-
-
-def hold(file: FileIO) -> None:
-    """Lock an open file of a ring for as long as the process maps it, in good order or not."""
-    fcntl.flock(file, fcntl.LOCK_SH)
-
-
-def is_held(path: Path) -> bool:
-    """Whether any process maps a file of a ring, be it of another container.
-
-    Raises:
-        OSError: it cannot be opened.
-    """
-    with FileIO(path) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-    return False
 
 
 def _superblock(path: Path, file: FileIO) -> _Superblock:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Model, OfflineModel, Roles
 from loomserve.platform.devices.memory import (
+    FRONT_END_BYTES,
     PLATFORM_BYTES,
     offline_bytes,
     plan_replicas,
@@ -55,6 +56,8 @@ def test_offline_models_take_their_memory_first() -> None:
     available = PLATFORM_BYTES + 2 * replica_bytes(one, 0)
     assert plan_replicas([one], {"a": 0}, available + needed, offline_bytes=needed) == {"a": 2}
     assert plan_replicas([one], {"a": 0}, available + needed - 1, offline_bytes=needed) == {"a": 1}
+    assert plan_replicas([one], {"a": 0}, available, front_ends=2) == {"a": 1}
+    assert plan_replicas([one], {"a": 0}, available + FRONT_END_BYTES, front_ends=2) == {"a": 2}
     with pytest.raises(StartError):
         plan_replicas([one], {"a": 0}, available / 2, offline_bytes=needed)
 

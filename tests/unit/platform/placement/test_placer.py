@@ -114,7 +114,7 @@ def test_a_model_that_fits_nowhere_says_what_it_needs() -> None:
     small = profile(measured_device("quick", 1.0, GIB), measured_device("slow", 1.0, GIB))
     (placed,) = place_models([wanted()], small)
     assert placed.placement is None
-    assert "needs 3." in explanation.why_not(placed)
+    assert "needs 2." in explanation.why_not(placed)
     assert explanation.as_dict(placed)["fits"] is False
 
 
