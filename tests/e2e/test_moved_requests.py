@@ -49,6 +49,18 @@ def moved(platform: Platform) -> float:
     return platform.metric("loomserve_continued_requests_total", model=HOT, reason="moved")
 
 
+def made_once_seen(platform: Platform, plan: dict[str, Any]) -> str:
+    """Its id. It is refused until heartbeats have told of the requests, up to 4 s later."""
+    answers = []
+
+    def is_made() -> bool:
+        answers.append(post(platform, "plans", plan))
+        return answers[-1].status_code == 201
+
+    wait_for(is_made, 20)
+    return str(answers[-1].json()["plan"]["id"])
+
+
 def test_streams_go_on_with_the_other_replica_as_a_plan_says(platform: Platform) -> None:
     profile_devices(platform)
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
@@ -58,9 +70,7 @@ def test_streams_go_on_with_the_other_replica_as_a_plan_says(platform: Platform)
         wait_for(lambda: in_flight(replicas(platform)[0]) >= 3, 30)
         hot, cold = (each["id"] for each in replicas(platform))
         action = {"action": "move_requests", "engine": hot, "to": cold, "requests": 2}
-        made = post(platform, "plans", {"actions": [action], "force": True})
-        assert made.status_code == 201, made.text
-        plan = made.json()["plan"]["id"]
+        plan = made_once_seen(platform, {"actions": [action], "force": True})
         assert f"2 requests of {hot} go on with {cold}" in admin_plans(platform, "show", plan)
         post(platform, f"plans/{plan}/apply").raise_for_status()
         wait_for(lambda: plan_status(platform, plan)[1] in {"settling", "done"}, 30)
