@@ -531,7 +531,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> int:
+def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.batching", description=(__doc__ or "").partition("\n")[0]
     )
@@ -544,11 +544,18 @@ def main() -> int:
     parser.add_argument("--noise", type=float, help="instead of predictions")
     parser.add_argument("--reserve", type=float, default=0.2, help="share of memory")
     parser.add_argument("--slo", type=float, nargs=2, default=[60.0, 350.0], help="seconds")
-    parser.add_argument("--slo-load", type=float, default=1.0, help="one of the loads")
+    parser.add_argument("--slo-load", type=float, help="one of the loads, else the least of them")
     parser.add_argument("--clock", choices=CLOCKS, default="cpu")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
+    if options.slo_load is None:
+        options.slo_load = min(options.loads)
     if options.slo_load not in options.loads:
         parser.error(f"--slo-load {options.slo_load} is none of --loads")
+    return options
+
+
+def main() -> int:
+    options = arguments()
     figures = measure(options)
     setup = {
         **{name: value for name, value in vars(options).items() if name != "data"},
