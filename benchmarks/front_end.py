@@ -6,7 +6,7 @@ gives each open request a token a step, and the client. What is counted is the f
 time, threads and all, so the figure does not depend on how much of the core it had.
 
 The last line of the output is one JSON object, also written to ``benchmarks/results``. Exit codes:
-0 measured; 1 a request failed.
+0 measured; 1 a request failed, or nothing came.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +38,7 @@ LONGEST = 2048
 OPTIONS = {"max_model_len": LONGEST, "block_size": 32, "enforce_eager": True, "dtype": "float32"}
 TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home by the river. "
 FRONT_END_CORE, OTHER_CORE = 0, 1
+START_TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,28 @@ class RequestFailedError(Exception):
     """A request failed, so the figures mean nothing."""
 
 
+class NotReadyError(RequestFailedError):
+    """The front end has no engine yet."""
+
+
+async def served(port: int, plan: Plan, timeout_s: float = START_TIMEOUT_S) -> None:
+    """Until a request is answered: the engine starts beside the front end.
+
+    Raises:
+        RequestFailedError: none is in time.
+    """
+    deadline = time.monotonic() + timeout_s
+    prompt = next(prompts("the first"))
+    async with aiohttp.ClientSession() as session:
+        while True:
+            try:
+                return await _request(session, port, replace(plan, max_tokens=1), prompt, Counted())
+            except NotReadyError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.2)
+
+
 async def load(port: int, plan: Plan, process: psutil.Process) -> dict[str, float]:
     """Figures of the window; the streams are cut off at its end."""
     counted = Counted()
@@ -98,6 +121,10 @@ async def load(port: int, plan: Plan, process: psutil.Process) -> dict[str, floa
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
     chunks = counted.chunks - before
+    if not chunks or not cpu:
+        raise RequestFailedError(
+            "nothing came within the window: measure longer (--seconds), on cores of its own"
+        )
     return {
         "front_end_chunks_per_core_s": chunks / cpu,
         "chunks_per_s": chunks / took,
@@ -126,7 +153,8 @@ async def _request(
     last = b""
     async with session.post(url, json=body) as response:
         if response.status != 200:
-            raise RequestFailedError((await response.text())[:500])
+            failure = NotReadyError if response.status == 503 else RequestFailedError
+            raise failure((await response.text())[:500])
         async for chunk in response.content.iter_any():
             counted.chunks += chunk.count(b"data: {")
             last = chunk
@@ -242,6 +270,7 @@ def measure(plan: Plan, spy: Path | None) -> dict[str, float]:
             port = int(front_end.stdout.readline() or 0)
             if not port:
                 raise RequestFailedError("the front end did not start")
+            uvloop.run(served(port, plan))
             if spy is not None:
                 spying = subprocess.Popen(
                     [
@@ -299,7 +328,7 @@ def main() -> int:
     try:
         figures = measure(plan, options.spy)
     except RequestFailedError as error:
-        print(f"a request failed: {error}", file=sys.stderr)
+        print(f"not measured: {error}", file=sys.stderr)
         return 1
     result = {**figures, "goal": GOAL, "plan": asdict(plan), "machine": machine()}
     publish("front_end", result, RESULTS)

@@ -1,0 +1,76 @@
+"""What the benchmark of one front end waits for, and what it does not take for a measurement."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import psutil
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from aiohttp.typedefs import Handler
+
+from benchmarks.front_end import NotReadyError, Plan, RequestFailedError, load, served
+
+PLAN = Plan(
+    streams=2,
+    period_s=0.01,
+    seconds=0.2,
+    warmup=0.1,
+    max_tokens=3,
+    path="/v1/completions",
+    stream_interval=1,
+)
+
+
+def asked(handler: Handler, question: Callable[[int], Coroutine[Any, Any, Any]]) -> None:
+    async def ask() -> None:
+        app = web.Application()
+        app.router.add_post(PLAN.path, handler)
+        async with TestServer(app) as server:
+            await question(server.port or 0)
+
+    asyncio.run(ask())
+
+
+async def answer(_: web.Request) -> web.Response:
+    return web.Response(text='data: {"choices": []}\n\ndata: [DONE]\n\n')
+
+
+async def silence(_: web.Request) -> web.Response:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+def test_the_load_waits_for_an_engine_that_starts() -> None:
+    count = itertools.count()
+
+    async def starting(request: web.Request) -> web.Response:
+        return web.Response(status=503) if next(count) < 2 else await answer(request)
+
+    asked(starting, lambda port: served(port, PLAN))
+    assert next(count) == 3
+
+
+def test_an_engine_that_never_starts_is_told_within_the_bound() -> None:
+    async def unready(_: web.Request) -> web.Response:
+        return web.Response(status=503, text="no engine")
+
+    with pytest.raises(NotReadyError, match="no engine"):
+        asked(unready, lambda port: served(port, PLAN, timeout_s=0.3))
+
+
+def test_a_request_that_is_refused_is_told_at_once() -> None:
+    async def refused(_: web.Request) -> web.Response:
+        return web.Response(status=404, text="no such path")
+
+    with pytest.raises(RequestFailedError, match="no such path"):
+        asked(refused, lambda port: served(port, PLAN))
+
+
+def test_a_window_in_which_nothing_came_is_no_measurement() -> None:
+    with pytest.raises(RequestFailedError, match="nothing came"):
+        asked(silence, lambda port: load(port, PLAN, psutil.Process()))
