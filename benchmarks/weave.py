@@ -332,9 +332,8 @@ def compared(runs: Runs) -> dict[str, Any]:
         if taken := _of_tasks(runs.get(arm, {}), "pickup_us"):
             result[f"wait_us_{name}"] = asdict(Spread.of(taken))
     overheads = (_of_tasks(runs[best], name) for name in ("post_us", "pickup_us"))
-    result["per_layer_overhead_us"] = asdict(
-        Spread.of(list(map(sum, zip(*overheads, strict=True))))
-    )
+    if added := list(map(sum, zip(*overheads, strict=True))):
+        result["per_layer_overhead_us"] = asdict(Spread.of(added))
     return result
 
 
