@@ -150,12 +150,12 @@ def test_either_shows_the_metrics_of_both(platform: Platform, undisturbed: list[
             connected(platform, to, stack, platform.admin_token).get("/metrics").text
             for to in front_ends(platform)
         ]
-    answered = 'endpoint="/v1/completions",status="200"'
+    answered = {'endpoint="/v1/completions"', 'status="200"'}
     for page in pages:
         of_both = {
             label: value
             for label, value in samples(page, "loomserve_requests_total").items()
-            if answered in label
+            if all(each in label for each in answered)
         }
         assert sorted(of_both.values()) == [STREAMS, STREAMS]
         assert {label.count("front_end=") for label in of_both} == {1}
