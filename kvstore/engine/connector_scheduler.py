@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
+
+from vllm.v1.request import RequestStatus
 
 from loomserve.kvstore.engine.lookups import Lookups
 from loomserve.kvstore.engine.messages import StepTransfers
@@ -14,12 +17,14 @@ from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import SwapLedger
 from loomserve.kvstore.engine.transfer import Load
 from loomserve.kvstore.engine.transfer_policy import TransferAll, TransferPolicy
-from loomserve.kvstore.server.client import StoreClient
-from loomserve.kvstore.server.protocol import PROMPT_CHAIN
+from loomserve.kvstore.server.client import StoreAwayError, StoreClient
+from loomserve.kvstore.server.protocol import PROMPT_CHAIN, Done, Outdated
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
+
+_logger = logging.getLogger(__name__)
 
 
 class StoreConnectorScheduler:
@@ -130,13 +135,27 @@ class StoreConnectorScheduler:
         """Forget a request that is finished or aborted; returns what its answer tells besides."""
         self._lookups.forget(request.request_id)
         self.swapped.end(request.request_id)
-        self._saves.remove(request)
+        self._forget_tail(request, self._saves.remove(request))
         if not (request.kv_transfer_params or {}).get(PROMPT_CHAIN):
             return None
         keys = chain_of(request, request.num_prompt_tokens // self._block_size)
         namespaces = self._names.of_ranks(request.lora_request)
         chain = {"namespaces": [name.hex() for name in namespaces], "keys": keys.hex()}
         return {PROMPT_CHAIN: chain}
+
+    def _forget_tail(self, request: Request, chain: bytes) -> None:
+        """Have the store forget the unfilled block of a request that has ended.
+
+        One that is aborted may go on in another engine.
+        """
+        if not chain or request.status is RequestStatus.FINISHED_ABORTED:
+            return
+        try:
+            for name in self._names.of_ranks(request.lora_request):
+                self._store.ask(Outdated(name, chain), Done)
+        except StoreAwayError as error:
+            # It is evicted in time.
+            _logger.debug("%s", error)
 
     def close(self) -> None:
         self._store.close()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loomserve.kvstore.engine.namespaces import Namespaces
-from loomserve.kvstore.engine.request_keys import handed_over_tokens, keys_of
+from loomserve.kvstore.engine.request_keys import handed_over_tokens, keys_of, tail_end
 from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import LEASE_S, LONGEST_COMMIT_S, SwapLedger
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
@@ -67,7 +67,7 @@ class Lookups:
         if (swapped := self._swapped.tokens_of(request.request_id)) is not None:
             return min(most, swapped)
         full = most // self._block_size * self._block_size
-        return max(full, min(most, handed_over_tokens(request))) if full else 0
+        return max(full, min(most, self._left(request))) if full else 0
 
     def ask(self, request: Request, tokens: int, skip: int, now: float) -> LookupResult | None:
         """Look up the request's first ``tokens`` behind ``skip`` blocks; None: the store is away.
@@ -82,7 +82,7 @@ class Lookups:
         left, owned = self._left(request), request.request_id in self._swapped
         keys = keys_of(request, tokens, left, self._block_size, owned=owned)
         first_asked_at = known.first_asked_at if known else now
-        # A hand-off is no sign that the prompt comes again, nor is a second look.
+        # Who goes on with a request is no sign that its prompt comes again, nor is a second look.
         use = known is None and not left
         self.forget(request.request_id)
         try:
@@ -132,6 +132,13 @@ class Lookups:
 
     def _left(self, request: Request) -> int:
         """Tokens to the last of which its KV was left in the store, by another engine or by us."""
+        if left := self._just_left(request):
+            return left
+        answered = request.num_tokens > request.num_prompt_tokens
+        return tail_end(request.num_tokens - 1, self._block_size) if answered else 0
+
+    def _just_left(self, request: Request) -> int:
+        """The same, of what is committed at this moment."""
         swapped = self._swapped.tokens_of(request.request_id)
         return swapped if swapped is not None else handed_over_tokens(request)
 
@@ -147,5 +154,5 @@ class Lookups:
     def _being_committed(self, request: Request, found: Iterable[Found], waited_s: float) -> bool:
         """Whether blocks that were just computed will come sooner than computed again."""
         there = min(one.in_memory for one in found) * self._block_size
-        missing: int = min(self._left(request), request.num_tokens - 1) - there
+        missing: int = min(self._just_left(request), request.num_tokens - 1) - there
         return waited_s < min(missing * self._pace.s_per_token, LONGEST_COMMIT_S)

@@ -1,7 +1,8 @@
 """Keys of a request's blocks in the store, and what its ``kv_transfer_params`` ask for.
 
 vLLM hashes full blocks. The last block of what one engine hands over to another, or a preempted
-request leaves, is kept to its last token all the same, under a key that follows the chain's.
+request leaves, is kept to its last token all the same, under a key that follows the chain's, and
+that of a request that is being answered is kept as it fills.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from loomserve.kvstore.server.protocol import HANDED_OVER, HANDS_OVER
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+_PARTS_OF_A_BLOCK = 4
+
 
 def hands_over(request: Request) -> bool:
     """Whether another engine goes on after this request's prompt."""
@@ -27,6 +30,16 @@ def handed_over_tokens(request: Request) -> int:
     """Tokens that another engine has just computed for this request."""
     tokens: int = (request.kv_transfer_params or {}).get(HANDED_OVER, 0)
     return tokens
+
+
+def tail_end(tokens: int, block_size: int) -> int:
+    """Tokens up to which the KV of a request that is being answered is kept in the store.
+
+    Of the block that its first ``tokens`` leave unfilled, every fourth part is saved once it is
+    computed: whoever goes on with the request computes less than that again.
+    """
+    part = max(1, block_size // _PARTS_OF_A_BLOCK)
+    return tokens // part * part
 
 
 def chain_of(request: Request, blocks: int) -> bytes:

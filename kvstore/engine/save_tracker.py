@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loomserve.kvstore.engine.namespaces import Namespaces
-from loomserve.kvstore.engine.request_keys import chain_of, hands_over, tail_key_of
+from loomserve.kvstore.engine.request_keys import chain_of, hands_over, tail_end, tail_key_of
 from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import HANDOFF_S
 from loomserve.kvstore.engine.transfer import Save
@@ -20,8 +21,27 @@ if TYPE_CHECKING:
 _NULL_BLOCK = 0
 
 
+@dataclass
+class _Saved:
+    """What is saved of a request: ``blocks`` full ones, and maybe a part of the next one.
+
+    Attributes:
+        blocks: Full blocks.
+        tail: Tokens up to which the unfilled block was saved last; 0: it was not.
+        tail_chain: Keys of the blocks before that, and its own.
+    """
+
+    blocks: int = 0
+    tail: int = 0
+    tail_chain: bytes = b""
+
+
 class SaveTracker:
-    """Progress of saving, in blocks of each unfinished request; no block is saved twice."""
+    """Progress of saving, in blocks of each unfinished request; no full block is saved twice.
+
+    Once the prompt is computed, the block that the answer fills is saved in parts, each of them
+    in the place of the one before.
+    """
 
     def __init__(self, names: Namespaces, pace: StepPace) -> None:
         self._names = names
@@ -29,23 +49,27 @@ class SaveTracker:
         self._pace = pace
         self._requests: dict[str, Request] = {}
         self._tables: dict[str, list[int]] = {}
-        self._saved: dict[str, int] = {}
+        self._saved: dict[str, _Saved] = {}
 
     def add(self, request: Request) -> None:
         self._requests[request.request_id] = request
+        self._saved.setdefault(request.request_id, _Saved())
 
-    def remove(self, request: Request) -> None:
-        for kept in (self._requests, self._tables, self._saved):
-            kept.pop(request.request_id, None)
+    def remove(self, request: Request) -> bytes:
+        """Forget a request; returns the chain of its unfilled block, if that was saved."""
+        self._requests.pop(request.request_id, None)
+        self._tables.pop(request.request_id, None)
+        return self._saved.pop(request.request_id, _Saved()).tail_chain
 
     def unsaved_blocks(self, request: Request, tokens: int) -> int:
         """Blocks of the request's first ``tokens`` that have not been saved."""
-        return -(-tokens // self._block_size) - self._saved.get(request.request_id, 0)
+        saved = self._saved.get(request.request_id, _Saved())
+        return -(-tokens // self._block_size) - saved.blocks
 
     def swapped_out(self, request: Request, tokens: int) -> None:
         """Note that the full blocks of the request's first ``tokens`` are saved another way."""
-        full = tokens // self._block_size
-        self._saved[request.request_id] = max(full, self._saved.get(request.request_id, 0))
+        saved = self._saved.setdefault(request.request_id, _Saved())
+        saved.blocks = max(tokens // self._block_size, saved.blocks)
 
     def saves(
         self, scheduled: SchedulerOutput, early: int, in_own_memory: Callable[[Request], bool]
@@ -63,36 +87,71 @@ class SaveTracker:
             if request is None or not in_own_memory(request):
                 continue
             after = computed + scheduled.num_scheduled_tokens[request_id]
-            keys = self._computed_keys(request, after)
-            count, saved = len(keys) // KEY_BYTES, self._saved.get(request_id, 0)
-            if not hands_over(request):
-                count = min(count, saved + early)
-                early -= max(0, count - saved)
-                keys = keys[: count * KEY_BYTES]
-            if count <= saved:
+            saved = self._saved[request_id]
+            outdated, before = saved.tail_chain[-KEY_BYTES:], saved.blocks
+            if hands_over(request):
+                keys = self._to_hand_over(request, after, saved)
+            else:
+                keys = self._computed(request, after, saved, early)
+                early -= max(0, len(keys) // KEY_BYTES - before)
+            if not keys:
                 continue
-            self._saved[request_id] = count
-            blocks = self._tables[request_id][:count]
+            blocks = self._tables[request_id][: len(keys) // KEY_BYTES]
             if _NULL_BLOCK in blocks:
                 # A sliding window has passed them, and their KV is gone.
                 continue
             recompute_s = self._block_size * self._pace.s_per_token
             keep_s = HANDOFF_S if hands_over(request) else 0.0
             yield {
-                rank: Save(name, keys, blocks, recompute_s, keep_s)
+                rank: Save(name, keys, blocks, recompute_s, keep_s, outdated)
                 for rank, name in enumerate(self._names.of_ranks(request.lora_request))
             }
 
-    def _computed_keys(self, request: Request, tokens: int) -> bytes:
-        """Keys of the blocks that are worth saving once ``tokens`` are computed."""
+    def _full_keys(self, request: Request, tokens: int) -> bytes:
+        """Keys of the blocks that are full once ``tokens`` are computed."""
         # Under async scheduling the newest tokens, and so their block's hash, are not known.
-        full = min(tokens // self._block_size, len(request.block_hashes))
-        keys = chain_of(request, full)
-        prompt = request.num_prompt_tokens
-        tail = prompt - full * self._block_size
-        if full and 0 < tail < self._block_size and tokens >= prompt and hands_over(request):
+        return chain_of(request, min(tokens // self._block_size, len(request.block_hashes)))
+
+    def _to_hand_over(self, request: Request, tokens: int, saved: _Saved) -> bytes:
+        """Chain of what is computed of a prompt, to its last token; empty if that is saved."""
+        keys = self._full_keys(request, tokens)
+        full, prompt = len(keys) // KEY_BYTES, request.num_prompt_tokens
+        if full and 0 < prompt - full * self._block_size < self._block_size and tokens >= prompt:
             keys += tail_key_of(request, keys, prompt, self._block_size, owned=False)
+        if len(keys) // KEY_BYTES <= saved.blocks:
+            return b""
+        saved.blocks = len(keys) // KEY_BYTES
         return keys
+
+    def _computed(self, request: Request, tokens: int, saved: _Saved, early: int) -> bytes:
+        """Chain of what is computed of a request; empty if there is nothing to save.
+
+        Args:
+            request: whose blocks.
+            tokens: that are computed.
+            saved: is brought up to date.
+            early: blocks that may be saved.
+        """
+        keys = self._full_keys(request, tokens)
+        full, before = len(keys) // KEY_BYTES, saved.blocks
+        saved.blocks = max(before, min(full, before + early))
+        keys = keys[: saved.blocks * KEY_BYTES]
+        room = early > saved.blocks - before
+        if room and 0 < full == saved.blocks and (end := self._tail_end(request, tokens, saved)):
+            keys += tail_key_of(request, keys, end, self._block_size, owned=False)
+            saved.tail, saved.tail_chain = end, keys
+            return keys
+        if saved.blocks == before:
+            return b""
+        saved.tail_chain = b""
+        return keys
+
+    def _tail_end(self, request: Request, tokens: int, saved: _Saved) -> int:
+        """Tokens up to which the block that an answer fills is to be saved; 0: it is, or empty."""
+        if tokens < request.num_prompt_tokens:
+            return 0
+        end = tail_end(min(tokens, len(request.all_token_ids)), self._block_size)
+        return end if end > max(saved.tail, saved.blocks * self._block_size) else 0
 
 
 def _block_tables(state: KVConnectorBlockState) -> Iterator[tuple[str, list[int]]]:

@@ -67,7 +67,8 @@ class Save:
     """Copy of a chain, which the engine holds in ``blocks``, as far as the store lacks it.
 
     ``recompute_s`` predicts the seconds to compute one of the blocks again. A reader is on its way,
-    so the blocks stay in memory for ``keep_s``.
+    so the blocks stay in memory for ``keep_s``. ``outdated`` is the key of a block, not full, that
+    the first of those which the store lacks takes the place of.
     """
 
     namespace: bytes
@@ -75,6 +76,7 @@ class Save:
     blocks: Sequence[int]
     recompute_s: float
     keep_s: float = 0.0
+    outdated: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -392,7 +394,7 @@ class Saver(TransferThread):
             step.copied.set()
         kept = step.in_time(step.judged) and step.sound and whole
         for writer, save in writers:
-            commit = Commit(writer, save.recompute_s, save.keep_s)
+            commit = Commit(writer, save.recompute_s, save.keep_s, save.outdated)
             self._tell(commit if kept else Abandon(writer))
 
     def _reserve(

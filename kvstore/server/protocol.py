@@ -88,12 +88,22 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
     """Reports that the reserved blocks are written and sealed.
 
     ``recompute_s`` predicts the seconds to compute one of them again. They stay in memory for
-    ``keep_s`` whatever their value, since a reader is on its way.
+    ``keep_s`` whatever their value, since a reader is on its way. ``outdated`` is the key of the
+    block that was in the place of the first of them when it held fewer tokens; nobody asks for it
+    any more.
     """
 
     writer: int
     recompute_s: Seconds
     keep_s: Annotated[float, Meta(ge=0, le=_LONGEST_LEASE_S)] = 0.0
+    outdated: Annotated[bytes, Meta(max_length=16)] = b""
+
+
+class Outdated(msgspec.Struct, tag=True, frozen=True):
+    """Forgets the last block of a chain, which is not full and for which nobody asks any more."""
+
+    namespace: Namespace
+    keys: bytes
 
 
 class Abandon(msgspec.Struct, tag=True, frozen=True):
@@ -174,5 +184,5 @@ class StoreUsage(msgspec.Struct, tag=True, frozen=True):
     models: list[ModelUsage]
 
 
-Request = Lookup | Reserve | Commit | Abandon | Release | Corrupt | Pin | Flush | Inspect
+Request = Lookup | Reserve | Commit | Abandon | Outdated | Release | Corrupt | Pin | Flush | Inspect
 Reply = Found | Reserved | Done | Refused | StoreUsage

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from loomserve.kvstore.index.index import Index
-from loomserve.kvstore.index.radix import KEY_BYTES
+from loomserve.kvstore.index.radix import KEY_BYTES, first_keys
 from loomserve.kvstore.server.allocator import Allocator
 from loomserve.kvstore.server.leases import Leases
 from loomserve.kvstore.server.promotions import Promotions
@@ -28,6 +28,7 @@ from loomserve.kvstore.server.protocol import (
     Inspect,
     Lookup,
     ModelUsage,
+    Outdated,
     Pin,
     Refused,
     Release,
@@ -88,6 +89,7 @@ class BlockStore:
             Lookup: self._lookup,
             Reserve: self._reserve,
             Commit: self._commit,
+            Outdated: self._forget_outdated,
             Abandon: self._abandon,
             Release: self._release,
             Corrupt: self._forget_corrupt,
@@ -185,12 +187,25 @@ class BlockStore:
         if reservation is None:
             return Refused("this write took too long and was given up")
         namespace, keys, blocks = reservation.namespace, reservation.keys, len(reservation.slots)
+        if len(request.outdated) == KEY_BYTES:
+            # First, for the new blocks continue a run only where nothing follows it.
+            self._remove_last(namespace, first_keys(keys, reservation.first) + request.outdated)
         self._allocator.fill(reservation, blocks, now, request.recompute_s)
         # If a block before them was found corrupt meanwhile, the new blocks are gone too.
         there = self._index.match(namespace, keys).in_memory
         if request.keep_s and there:
             self._leases.give(namespace, keys, there, 0, now, request.keep_s)
         return Done(blocks)
+
+    def _forget_outdated(self, request: Outdated, now: float) -> Reply:
+        if not request.keys or request.namespace not in self._spaces:
+            return Done()
+        return Done(self._remove_last(request.namespace, request.keys))
+
+    def _remove_last(self, namespace: bytes, keys: bytes) -> int:
+        freed = self._index.remove(namespace, keys, len(keys) // KEY_BYTES - 1)
+        self._arena.free(freed.slots)
+        return len(freed.slots)
 
     def _abandon(self, request: Abandon, now: float) -> Reply:
         reservation = self._writers.end(request.writer)
@@ -218,9 +233,7 @@ class BlockStore:
         # A leased slot stays allocated, and after a crash its header would bring the block back.
         self._arena.retract(slot)
         self._corrupt_blocks += 1
-        freed = self._index.remove(namespace, keys, blocks - 1)
-        self._arena.free(freed.slots)
-        return Done(len(freed.slots))
+        return Done(self._remove_last(namespace, keys))
 
     def _slot_of(self, namespace: bytes, keys: bytes, now: float) -> int | None:
         """Slot of the last block of ``keys``; None if it is not in memory."""

@@ -855,6 +855,13 @@ TABLE: tuple[Hook, ...] = (
         "kvstore/engine/save_tracker.py",
     ),
     Hook(
+        "vllm.v1.request:RequestStatus",
+        ("FINISHED_ABORTED",),
+        HookKind.READ,
+        "Whether a request that ends here may go on in another engine.",
+        "kvstore/engine/connector_scheduler.py",
+    ),
+    Hook(
         "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorWorkerMetadata",
         ("aggregate(other)",),
         HookKind.PUBLIC,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +24,7 @@ from tests.integration.served_engine import (
     answers,
     connected,
     engine_start,
+    pump_until,
     served,
 )
 
@@ -136,12 +139,23 @@ def test_the_kv_store_has_what_another_engine_has_computed(tmp_path: Path) -> No
     try:
         with served(start) as engine, connected(engine.address) as front_end:
             (whole,) = answers(front_end, [front_end.add(PROMPT, **params)])
+            cut = front_end.streams[front_end.add(PROMPT, salt="cut", **params)]
+            pump_until(lambda: len(cut.tokens) >= 40, front_end)
+            os.kill(engine.host.pid, signal.SIGKILL)
+        assert cut.finish is None
         start = start.model_copy(update={"address": engine_start(model, tmp_path).address})
         with served(start) as engine, connected(engine.address) as front_end:
             name = front_end.add(PROMPT, whole.tokens[:40], **params)
             (rest,) = answers(front_end, [name])
             assert rest.tokens == whole.tokens[40:]
+            # Of an answer that has ended, full blocks.
             assert front_end.stored_hits == 128
+            name = front_end.add(PROMPT, cut.tokens, salt="cut", **params)
+            (rest,) = answers(front_end, [name])
+            assert cut.tokens + rest.tokens == whole.tokens
+            # The last block was saved whenever another fourth of it was filled.
+            computed = len(PROMPT) + len(cut.tokens) - 1
+            assert front_end.stored_hits - 128 == computed // 8 * 8
     finally:
         store.stop()
         options.arena.unlink(missing_ok=True)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from loomserve.kvstore.engine.connector_scheduler import StoreConnectorScheduler
 from loomserve.kvstore.engine.namespaces import Namespaces
@@ -20,6 +21,7 @@ from loomserve.kvstore.server.protocol import (
     Done,
     Found,
     Lookup,
+    Outdated,
     Release,
 )
 from loomserve.kvstore.server.slots import encode_slots
@@ -38,6 +40,7 @@ class Asked:
     kv_transfer_params: dict[str, Any] | None = None
     skip_reading_prefix_cache: bool = False
     lora_request: None = None
+    status: RequestStatus = RequestStatus.FINISHED_STOPPED
 
     @property
     def block_hashes(self) -> list[bytes]:
@@ -63,6 +66,8 @@ class Store:
         if self.away:
             raise StoreAwayError("away")
         self.asked.append(request)
+        if isinstance(request, Outdated):
+            return Done()
         if isinstance(request, Release):
             self.leased -= set(request.leases)
             return Done()
@@ -197,15 +202,79 @@ def test_with_the_store_away_requests_are_computed(
 def test_full_blocks_are_saved_once_and_only_as_many_as_the_policy_allows(
     half: StoreConnectorScheduler,
 ) -> None:
-    request = asked(14)
+    request = asked(12)
     half.add(request)
     half.policy = Policy(early=1)
     (save,) = step(half, request, 10, [5, 6, 7]).saves
     assert [len(one.keys) // KEY_BYTES for one in save.values()] == [1, 1]
     half.policy = Policy()
-    (save,) = step(half, request, 14, [5, 6, 7, 8]).saves
+    (save,) = step(half, request, 12, [5, 6, 7]).saves
     assert save[0].blocks == [5, 6, 7]
-    assert step(half, request, 14, [5, 6, 7, 8]).saves == []
+    assert step(half, request, 12, [5, 6, 7]).saves == []
+
+
+def test_the_block_that_an_answer_fills_is_saved_in_parts_each_in_the_place_of_the_last(
+    half: StoreConnectorScheduler, store: Store
+) -> None:
+    request = asked(6)
+    half.add(request)
+    # Of a prompt that is not computed to its end, full blocks alone.
+    (save,) = step(half, request, 5, [5, 6]).saves
+    assert (save[0].blocks, save[0].outdated) == ([5], b"")
+    tails = []
+    for tokens in (6, 7):
+        request.num_tokens = tokens
+        (save,) = step(half, request, tokens, [5, 6]).saves
+        assert save[0].blocks == [5, 6]
+        assert save[0].outdated == (tails[-1] if tails else b"")
+        tails.append(save[0].keys[-KEY_BYTES:])
+        assert step(half, request, tokens, [5, 6]).saves == []
+    assert len(set(tails)) == 2
+    request.num_tokens = 8
+    (save,) = step(half, request, 8, [5, 6]).saves
+    assert save[0].keys[-KEY_BYTES:] == bytes([1]) * KEY_BYTES
+    assert (save[0].blocks, save[0].outdated) == ([5, 6], tails[-1])
+    half.remove(request)
+    assert store.asked == [], "all that is saved are full blocks"
+
+
+def test_no_part_of_a_block_is_saved_before_the_blocks_ahead_of_it(
+    half: StoreConnectorScheduler,
+) -> None:
+    request = asked(10)
+    half.add(request)
+    for early, blocks in ((1, [5]), (1, [5, 6]), (0, None), (1, [5, 6, 7])):
+        half.policy = Policy(early=early)
+        saves = step(half, request, 10, [5, 6, 7]).saves
+        assert [save[0].blocks for save in saves] == ([] if blocks is None else [blocks])
+
+
+@pytest.mark.parametrize("aborted", [False, True])
+def test_the_store_forgets_an_unfilled_block_with_its_answer_unless_that_may_go_on(
+    half: StoreConnectorScheduler, store: Store, aborted: bool
+) -> None:
+    request = asked(6)
+    if aborted:
+        request.status = RequestStatus.FINISHED_ABORTED
+    half.add(request)
+    (save,) = step(half, request, 6, [5, 6]).saves
+    half.remove(request)
+    forgotten = [] if aborted else [Outdated(name, save[0].keys) for name in RANKS]
+    assert store.asked == forgotten
+
+
+@pytest.mark.parametrize(("there", "tokens"), [(3, 9), (2, 8)])
+def test_who_goes_on_with_an_answer_finds_the_part_of_a_block_that_it_had_filled(
+    half: StoreConnectorScheduler, store: Store, there: int, tokens: int
+) -> None:
+    store.blocks = there
+    request = Asked("r", num_tokens=10, num_prompt_tokens=6)
+    assert half.matched_tokens(request, 0, 0.0) == tokens
+    assert {(one.use, len(one.keys) // KEY_BYTES) for one in store.lookups()} == {(False, 3)}
+    half.allocated(request, [7, 8, 9], tokens)
+    (load,) = step(half, request, 1, [7, 8, 9]).loads
+    # The step writes into the last block.
+    assert (load[0].blocks, load[0].ahead) == ([7, 8, 9][:there], there == 3)
 
 
 def test_a_prompt_that_is_handed_over_is_saved_to_its_last_token(

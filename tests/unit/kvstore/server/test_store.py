@@ -43,6 +43,7 @@ from loomserve.kvstore.server.protocol import (
     Found,
     Inspect,
     Lookup,
+    Outdated,
     Pin,
     Refused,
     Release,
@@ -542,6 +543,50 @@ def test_a_reply_saved_block_by_block_stays_one_run(home: Home) -> None:
     for end in range(1, 9):
         home.save("abcdefgh"[:end], recompute_s=0.01 * end)
     assert len(home.nodes()) == 1
+
+
+def test_the_last_block_of_a_reply_takes_the_place_of_those_with_fewer_of_its_tokens(
+    home: Home,
+) -> None:
+    """A letter stands for a block's tokens; a part of b is ``1``, and a greater one ``2``."""
+    home.save("a")
+    outdated = b""
+    for reply in ("a1", "a2", "ab", "ab1", "abc"):
+        keys = chain(reply)
+        room = home.reserve(keys)
+        home.write(room, keys)
+        home.ask(Commit(room.writer, 0.03, outdated=outdated), Done)
+        assert home.index.match(ONE, keys).in_memory == home.allocated() == len(reply)
+        outdated = keys[-KEY_BYTES:] if reply[-1].isdigit() else b""
+        home.check_slots()
+    assert len(home.nodes()) == 1
+    assert home.read("abc") == 3
+
+
+def test_a_part_of_a_block_goes_with_its_answer_or_with_its_last_reader(home: Home) -> None:
+    home.save("ab1")
+    found = home.look("ab1")
+    assert home.ask(Outdated(ONE, chain("ab1")), Done).blocks == 0
+    assert home.read("ab1") == 2
+    home.ask(Release([found.lease]), Done)
+    assert home.allocated() == 2
+    home.save("ab2")
+    assert home.ask(Outdated(ONE, chain("ab2")), Done).blocks == 1
+    for gone in ("ab2", "x1", ""):
+        assert home.ask(Outdated(ONE, chain(gone)), Done).blocks == 0
+    assert home.ask(Outdated(OTHER, chain("ab")), Done).blocks == 0
+    assert home.read("ab2") == home.allocated() == 2
+    home.check_slots()
+
+
+@pytest.mark.parametrize("outdated", [b"", b"short", chain("x")])
+def test_what_is_outdated_and_not_there_makes_no_difference(home: Home, outdated: bytes) -> None:
+    home.save("ab")
+    keys = chain("abc")
+    room = home.reserve(keys)
+    home.write(room, keys)
+    assert home.ask(Commit(room.writer, 0.03, outdated=outdated), Done).blocks == 1
+    assert home.read("abc") == 3
 
 
 def test_the_least_recently_used_makes_room(small: Home) -> None:
@@ -1199,12 +1244,24 @@ class AnyInterleaving(RuleBasedStateMachine):
             self.writes.append(Write(room, tokens, namespace))
 
     @precondition(lambda self: self.writes)
-    @rule(part=parts, committed=st.booleans(), keep_s=st.sampled_from([0.0, 5.0]))
-    def end_write(self, part: float, committed: bool, keep_s: float = 0.0) -> None:
+    @rule(
+        part=parts,
+        committed=st.booleans(),
+        keep_s=st.sampled_from([0.0, 5.0]),
+        takes_a_place=st.booleans(),
+    )
+    def end_write(
+        self, part: float, committed: bool, keep_s: float = 0.0, takes_a_place: bool = False
+    ) -> None:
         write = self.writes.pop(int(part * len(self.writes)))
         if committed:
             self.write_blocks(write)
-            self.home.ask(Commit(write.room.writer, 0.03, keep_s), Done)
+            outdated = b""
+            if takes_a_place:
+                first = write.room.first
+                other = "b" if write.tokens[first] == "a" else "a"
+                outdated = chain(write.tokens[:first] + other)[-KEY_BYTES:]
+            self.home.ask(Commit(write.room.writer, 0.03, keep_s, outdated), Done)
         else:
             self.home.ask(Abandon(write.room.writer), Done)
 
@@ -1221,6 +1278,10 @@ class AnyInterleaving(RuleBasedStateMachine):
         write = self.outlived.pop(int(part * len(self.outlived)))
         self.damaged |= self.write_blocks(write)
         self.home.ask(Commit(write.room.writer, 0.03), Refused)
+
+    @rule(namespace=namespaces, tokens=some_tokens)
+    def outdate(self, namespace: bytes, tokens: str) -> None:
+        self.home.ask(Outdated(namespace, chain(tokens)), Done)
 
     @rule(namespace=namespaces, tokens=some_tokens)
     def save(self, namespace: bytes, tokens: str) -> None:
