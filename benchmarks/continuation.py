@@ -315,7 +315,7 @@ def figures(scenario: Scenario, base: Undisturbed, runs: Sequence[Disturbed]) ->
     lost = [f"{one.asked.kind}: {one.lost}" for run in runs for one in run.answers if one.lost]
     wrong = [differences(base.answers, run.answers) for run in runs]
     drains = [run.drain_s for run in runs if run.drain_s is not None]
-    medians = [percentile(run.pauses, 50) for run in runs if run.pauses]
+    paused = [run.pauses for run in runs if run.pauses]
     return {
         "scenario": scenario.name,
         "kind": scenario.kind,
@@ -329,7 +329,8 @@ def figures(scenario: Scenario, base: Undisturbed, runs: Sequence[Disturbed]) ->
         ),
         "undisturbed_differences": len(base.differences),
         **spread([gap for run in runs for gap in run.pauses], "pause_ms"),
-        "pause_ms_p50_by_run": medians,
+        "pause_ms_p50_by_run": [percentile(each, 50) for each in paused],
+        "pause_ms_p99_by_run": [percentile(each, 99) for each in paused],
         "pause_ms_mean_by_platform": [run.platforms_mean_ms for run in runs],
         "paused_streams": sum(len(run.pauses) for run in runs),
         "continued": [run.continued for run in runs],

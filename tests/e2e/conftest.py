@@ -153,7 +153,7 @@ def write_files(path: Path, config: dict[str, Any]) -> None:
 
 
 # They serve other models instead of the shared platform's, which do not come back.
-LAST = ("test_lending.py", "test_shards_of_replicas.py")
+LAST = ("test_lending.py", "test_lending_kills.py", "test_shards_of_replicas.py")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
