@@ -69,6 +69,12 @@ def in_flight(platform: Platform) -> dict[str, int]:
     return {one["id"]: one["in_flight"] for one in model_state(platform, HOT)["replicas"]}
 
 
+def draining(platform: Platform, replica: str) -> bool:
+    """Whether it is told, or says, to take no requests."""
+    (found,) = (one for one in model_state(platform, HOT)["replicas"] if one["id"] == replica)
+    return bool(found["draining"])
+
+
 def busiest(platform: Platform) -> dict[str, Any]:
     return dict(max(model_state(platform, HOT)["replicas"], key=lambda one: one["in_flight"]))
 
@@ -152,6 +158,7 @@ def test_a_replica_is_drained_and_takes_requests_again(
         assert differences(expected, load.answers) == {}
         assert platform.metric(CONTINUED, model=HOT, reason="drained") >= 1
         admin.put(path, json={"draining": False}).raise_for_status()
+    wait_for(lambda: not draining(platform, drained), 20)
     time.sleep(3)  # gateways must have learned of it
     with running(platform, asked) as load:
         wait_for(lambda: in_flight(platform)[drained] > 0, 20)
