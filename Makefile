@@ -19,11 +19,11 @@ serve: install ## serve CONFIG (default examples/laptop.yaml) until Ctrl-C
 
 test: install ## run the tests, but for those that take minutes each
 	@$(PYTHON) -m pytest -m "not slow" -n auto tests/unit
-	@$(PYTHON) -m pytest -m "not slow" tests/integration tests/e2e
+	@$(PYTHON) -m pytest -m "not slow" tests/integration tests/e2e tests/cluster
 
 test-all: install ## run all tests, some 90 minutes on two cores
 	@$(PYTHON) -m pytest -n auto tests/unit
-	@$(PYTHON) -m pytest tests/integration tests/e2e
+	@$(PYTHON) -m pytest tests/integration tests/e2e tests/cluster
 
 lint: install ## check style, and which package imports which
 	@$(PYTHON) -m ruff check .

@@ -1,0 +1,24 @@
+"""Clusters of several nodes on one machine; without the privileges for that, they are skipped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster.nodes import Node, network, why_not
+
+_WHY_NOT = why_not()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _WHY_NOT is not None and "tests/cluster/" in item.nodeid:
+            item.add_marker(pytest.mark.skip(reason=_WHY_NOT))
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[Node, ...]]:
+    """Two nodes."""
+    with network("one", "two") as running:
+        yield running
