@@ -17,6 +17,7 @@ from loomserve.platform.cli.keys import keys
 from loomserve.platform.cli.kv import kv
 from loomserve.platform.cli.lending import lending
 from loomserve.platform.cli.lengths import lengths
+from loomserve.platform.cli.node import node
 from loomserve.platform.cli.placement import placement
 from loomserve.platform.cli.plans import plans
 from loomserve.platform.cli.profile import profile
@@ -34,6 +35,7 @@ app.add_typer(batch, name="batch")
 app.add_typer(admin_app, name="admin")
 admin_app.add_typer(lending, name="lending")
 admin_app.add_typer(plans, name="plans")
+app.command()(node)
 app.command()(status)
 app.add_typer(profile, name="profile")
 app.command()(placement)

@@ -7,7 +7,8 @@ field and the line of the file.
 
 from loomserve.platform.config.base import Bytes, parse_bytes
 from loomserve.platform.config.batch import Batch, OfflineModel
-from loomserve.platform.config.devices import Device
+from loomserve.platform.config.cluster import Cluster
+from loomserve.platform.config.devices import LOCAL_NODE, Device
 from loomserve.platform.config.keys import ApiKey
 from loomserve.platform.config.kvstore import KvStore
 from loomserve.platform.config.lending import Lending
@@ -24,10 +25,12 @@ from loomserve.platform.config.server import Server
 from loomserve.platform.config.tls import Tls
 
 __all__ = [
+    "LOCAL_NODE",
     "LOCAL_PROMPT_TOKENS",
     "ApiKey",
     "Batch",
     "Bytes",
+    "Cluster",
     "Config",
     "Device",
     "KvStore",

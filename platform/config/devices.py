@@ -8,18 +8,30 @@ from pydantic import Field, model_validator
 
 from loomserve.platform.config.base import FieldError, Name, Section
 
+LOCAL_NODE = "local"
+"""The one node of a platform that is no cluster."""
+
 
 class Device(Section):
-    """A place where an engine runs: some cores of this machine, or one GPU."""
+    """A place where an engine runs: some cores of a machine, or one GPU."""
 
     name: Name = Field(description="What models refer to.")
     kind: Literal["cpu", "cuda"] = Field("cpu", description="cpu: some cores; cuda: one GPU.")
     cores: tuple[Annotated[int, Field(ge=0)], ...] = Field(
         (), description="The cores that an engine on this CPU device is bound to."
     )
+    node: Name | None = Field(
+        None,
+        description="Of a cluster: the node that it is on, as loomserve node --name says.",
+    )
     gpu: Annotated[int, Field(ge=0)] | None = Field(
         None, description="The GPU's number on its node, as nvidia-smi counts."
     )
+
+    @property
+    def on(self) -> str:
+        """The name of its node."""
+        return self.node or LOCAL_NODE
 
     @model_validator(mode="after")
     def _kind_has_its_place(self) -> Device:

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 
 from loomserve.platform.config.base import FieldError, Section
 from loomserve.platform.config.batch import Batch, OfflineModel
+from loomserve.platform.config.cluster import Cluster
 from loomserve.platform.config.devices import Device
 from loomserve.platform.config.kvstore import KvStore
 from loomserve.platform.config.model import Model
@@ -20,6 +21,9 @@ class Config(Section):
     """The whole configuration file."""
 
     devices: tuple[Device, ...] = Field(min_length=1, description="Where engines may run.")
+    cluster: Cluster | None = Field(
+        None, description="Engines run on several nodes; without it all is on this machine."
+    )
     models: tuple[Model, ...] = Field(description="What is served from the start.")
     kvstore: KvStore | None = Field(
         None, description="The store of KV blocks; without it engines forget theirs when full."
@@ -104,19 +108,50 @@ class Config(Section):
             self._check_model_devices(index, model)
         self._check_offline_models()
         self._check_predictors()
-        owner: dict[tuple[str, int], str] = {}
+        self._check_nodes()
+        owner: dict[tuple[str, str, int], str] = {}
         for index, device in enumerate(self.devices):
             places = [("cores", core) for core in device.cores]
             places += [("gpu", device.gpu)] if device.gpu is not None else []
-            for place in places:
+            for field, number in places:
+                place = (device.on, field, number)
                 if place in owner:
                     raise FieldError(
                         f"devices {owner[place]!r} and {device.name!r} both claim "
-                        f"{place[0].removesuffix('s')} {place[1]}",
-                        *("devices", index, place[0]),
+                        f"{field.removesuffix('s')} {number}"
+                        + (f" of node {device.node!r}" if device.node else ""),
+                        *("devices", index, field),
                     )
                 owner[place] = device.name
         return self
+
+    @property
+    def nodes(self) -> tuple[str, ...]:
+        """The names of the nodes that have devices."""
+        return tuple(dict.fromkeys(device.on for device in self.devices))
+
+    def _check_nodes(self) -> None:
+        for index, device in enumerate(self.devices):
+            if self.cluster is None and device.node is not None:
+                raise FieldError(
+                    f"device {device.name!r} names a node, and there is but this machine: add a "
+                    "cluster section to the file, or leave this out",
+                    *("devices", index, "node"),
+                )
+            if self.cluster is not None and device.node is None:
+                raise FieldError(
+                    f"device {device.name!r} is on none of the cluster's nodes: give it the name "
+                    "of one (loomserve node --name)",
+                    *("devices", index, "node"),
+                )
+        on = {device.name: device.on for device in self.devices}
+        for index, model in enumerate(self.models):
+            if model.pipeline is not None and len({on[name] for name in model.devices}) > 1:
+                raise FieldError(
+                    f"model {model.name!r} is one engine, whose stages pass tensors through shared "
+                    "memory: give it devices of one node",
+                    *("models", index, "devices"),
+                )
 
     @property
     def isolates_tenants(self) -> bool:

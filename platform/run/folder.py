@@ -40,8 +40,12 @@ class RunFolder:
         self._lock: int | None = None
 
     @classmethod
-    def create(cls) -> RunFolder:
+    def create(cls, token: str | None = None) -> RunFolder:
         """A new folder, owned by this process.
+
+        Args:
+            token: what Ray's processes ask each other for, on all nodes of a cluster; None: this
+                run is all there is, and has a token of its own.
 
         Raises:
             StartError: it cannot be made, or is not the user's own.
@@ -60,7 +64,7 @@ class RunFolder:
             folder.mkdir(mode=0o700)
         descriptor = os.open(run.token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w") as file:
-            file.write(secrets.token_hex(32))
+            file.write(token or secrets.token_hex(32))
         return run
 
     @property

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.cli import serve
 from loomserve.platform.run.folder import RunFolder, ended_runs, runs_folder
+from loomserve.platform.run.ray_environment import set_environment
 
 MODES = {"ray": 0o700, "sockets": 0o700, "tmp": 0o700, "token": 0o600}
 TRY_ALL = """
@@ -87,7 +87,7 @@ def test_the_users_own_settings_of_rays_token_do_not_count(
     users = {"RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": "x", "RAY_AUTH_TOKEN_PATH": "/x"}
     monkeypatch.setattr(os, "environ", {**os.environ, **users})
     run = RunFolder.create()
-    serve.set_environment(run)
+    set_environment(run)
     assert os.environ["RAY_AUTH_MODE"] == "token"
     assert os.environ["RAY_AUTH_TOKEN_PATH"] == str(run.token)
     assert "RAY_AUTH_TOKEN" not in os.environ

@@ -1,0 +1,1 @@
+"""The nodes of a platform: how one is started and kept, and what it offers."""

@@ -1,0 +1,200 @@
+"""A node of a cluster: Ray's processes in a run of its own, started again whenever they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.nodes.reaping import adopt_orphans, reap_orphans
+from loomserve.platform.nodes.resources import offered
+from loomserve.platform.run.folder import RunFolder
+from loomserve.platform.run.guard import start_guard
+from loomserve.platform.run.leftovers import end_run, remove_leftovers
+from loomserve.platform.run.ray_environment import (
+    LOGICAL_CPUS,
+    OBJECT_STORE_BYTES,
+    node_environment,
+)
+
+Say = Callable[[str], None]
+
+STATE_VARIABLE = "LOOMSERVE_STATE"
+"""Of processes on the node that keeps what there is but once: its folder for that."""
+
+_LOOK_S = 0.2
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 30.0
+# A node that has run so long has not failed at its start.
+_STEADY_S = 60.0
+_STOP_TIMEOUT_S = 15.0
+# What ``ray start`` says once the node has joined.
+_STARTED = "Ray runtime started"
+_TOLD_LINES = 5
+
+
+@dataclass(frozen=True)
+class NodeOptions:
+    """
+    Attributes:
+        name: What the configuration's devices call it.
+        head: HOST and PORT of the cluster's head.
+        is_head: Whether this node is the head.
+        ip: Its own address, at which the other nodes reach it.
+        token: The cluster's.
+        state: Folder of what there is but once; None: another node has it.
+        ports: The first and the last port on which Ray's workers listen; None: any.
+    """
+
+    name: str
+    head: tuple[str, int]
+    is_head: bool
+    ip: str
+    token: str
+    state: Path | None = None
+    ports: tuple[int, int] | None = None
+
+
+class SupervisedNode:
+    """Keeps a node until it is stopped, with a longer pause each time that it fails early."""
+
+    def __init__(self, options: NodeOptions, say: Say) -> None:
+        self._options, self._say = options, say
+        self._stopped = threading.Event()
+
+    def stop(self) -> None:
+        """Have :meth:`run` return; may be called by a signal's handler."""
+        self._stopped.set()
+
+    def run(self) -> None:
+        """Returns once it has been stopped; no process of the node is left then."""
+        adopt_orphans()
+        pause_s = _FIRST_PAUSE_S
+        while not self._stopped.is_set():
+            began = time.monotonic()
+            said = self._run_once()
+            if self._stopped.is_set():
+                return
+            if time.monotonic() - began > _STEADY_S:
+                pause_s = _FIRST_PAUSE_S
+            self._say(f"node {self._options.name} has ended{said}; again in {pause_s:.0f} s")
+            self._wait(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _run_once(self) -> str:
+        """Returns once Ray has ended; what it said at last, for a sentence's end."""
+        remove_leftovers()
+        run = RunFolder.create(self._options.token)
+        log = run.path / "ray-start.log"
+        try:
+            with log.open("wb") as out:
+                node = subprocess.Popen(
+                    start_command(self._options, run.ray),
+                    env=self._environment(run),
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                    # A terminal's Ctrl-C is for the supervisor, who ends it in good order.
+                    start_new_session=True,
+                )
+            # Should this process be killed, the node's processes end nevertheless.
+            guard = start_guard(run, ())
+            self._attend(node, {node.pid, guard.pid}, log)
+            return _last_lines(log)
+        finally:
+            # Replicas that live on without their raylet would serve for a cluster that has given
+            # them up.
+            end_run(run)
+            reap_orphans(set())
+            run.release()
+
+    def _attend(self, node: subprocess.Popen[bytes], own: set[int], log: Path) -> None:
+        told = False
+        while node.poll() is None and not self._stopped.is_set():
+            reap_orphans(own)
+            if not told and _STARTED in log.read_text(errors="replace"):
+                told = True
+                self._say(f"node {self._options.name} is up at {self._options.ip}")
+            self._stopped.wait(_LOOK_S)
+        node.terminate()
+        try:
+            node.wait(_STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            node.kill()
+            node.wait()
+
+    def _environment(self, run: RunFolder) -> dict[str, str]:
+        environment = node_environment(run)
+        if self._options.state is not None:
+            environment[STATE_VARIABLE] = str(self._options.state)
+        return environment
+
+    def _wait(self, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline and not self._stopped.wait(_LOOK_S):
+            reap_orphans(set())
+
+
+def start_command(options: NodeOptions, temporary: Path) -> list[str]:
+    """The command that runs Ray's part of a node until it ends."""
+    host, port = options.head
+    resources = offered(
+        options.name, range(os.cpu_count() or 1), _gpus(), state=options.state is not None
+    )
+    where = (
+        ["--head", f"--port={port}", "--include-dashboard=false"]
+        if options.is_head
+        else [f"--address={host}:{port}"]
+    )
+    ports = (
+        [f"--min-worker-port={options.ports[0]}", f"--max-worker-port={options.ports[1]}"]
+        if options.ports
+        else []
+    )
+    return [
+        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", *where),
+        f"--node-ip-address={options.ip}",
+        f"--node-name={options.name}",
+        f"--num-cpus={LOGICAL_CPUS}",
+        # It is bound to its devices by Loomserve's resources; Ray's own would hide GPUs.
+        "--num-gpus=0",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        f"--resources={json.dumps(resources)}",
+        f"--temp-dir={temporary}",
+        "--disable-usage-stats",
+        *ports,
+    ]
+
+
+def _gpus() -> range:
+    """The numbers of this machine's GPUs, as nvidia-smi counts."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return range(0)
+    listed = subprocess.run([tool, "--list-gpus"], capture_output=True, text=True, check=False)
+    return range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))
+
+
+def _last_lines(log: Path) -> str:
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f": {' / '.join(lines[-_TOLD_LINES:])}" if lines else ""
+
+
+def make_state_folder(folder: Path) -> Path:
+    """The folder of what there is but once, made if need be.
+
+    Raises:
+        StartError: it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise StartError(f"cannot make {folder} ({error.strerror}): give another --state") from None
+    return folder.absolute()

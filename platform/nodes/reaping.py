@@ -1,0 +1,30 @@
+"""Orphans are handed to this process, and waited for.
+
+A process that has ended and was not waited for keeps its id, so that others take it for alive: with
+Ray's raylet as such a zombie, replicas of a dead node go on for minutes. In a container without an
+init nobody else would wait for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_SET_CHILD_SUBREAPER = 36
+
+
+def adopt_orphans() -> None:
+    """Have the kernel make this process the parent of its descendants' orphans."""
+    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def reap_orphans(own: set[int]) -> None:
+    """Wait for all children that have ended, but for the ``own`` that this process waits for."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return
+        if ended is None or ended.si_pid in own:
+            return
+        os.waitpid(ended.si_pid, 0)

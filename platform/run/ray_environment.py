@@ -1,0 +1,59 @@
+"""What Ray, and all processes that it starts, read from their environment."""
+
+from __future__ import annotations
+
+import os
+
+from loomserve.platform.run.folder import RunFolder
+
+# Ray reads these in every process of the cluster; they must be set before it is imported.
+_RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_enable_metrics_collection": "0",
+    # Ray would run engines at niceness 15, behind everything else on the machine.
+    "RAY_worker_niceness": "0",
+    # One that has handed a model to Serve has imported vLLM; Ray would keep it, half a gigabyte.
+    "RAY_num_workers_soft_limit": "0",
+    "RAY_SERVE_LOG_TO_STDERR": "0",
+    # Ray would turn loopback into an address that other machines reach.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    # An engine's processes end with its replica, even if that is killed while they start.
+    "RAY_process_group_cleanup_enabled": "1",
+    # Serve looks ten times a second whether replicas should come or go: 4 % of a core, at rest.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+# Of a node that is kept: a busy machine takes longer than Ray would wait.
+_NODE_ENVIRONMENT = {
+    "RAY_raylet_start_wait_time_s": "240",
+    "RAY_agent_register_timeout_ms": "200000",
+}
+
+LOGICAL_CPUS = 128
+"""Ray's CPUs only count actors here: engines are bound to cores by their devices."""
+OBJECT_STORE_BYTES = 128 * 2**20
+"""Ray's own store, through which neither requests nor KV blocks pass."""
+
+
+def set_environment(run: RunFolder) -> None:
+    """Set what Ray and all processes of the run read, whatever the user's environment says."""
+    os.environ.update(_RAY_ENVIRONMENT | run.environment())
+    # Ray would take it before the run's own token.
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+
+
+def driver_environment(token_file: str) -> dict[str, str]:
+    """What a process has that only joins a cluster, with the cluster's token."""
+    return {**_RAY_ENVIRONMENT, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": token_file}
+
+
+def node_environment(run: RunFolder) -> dict[str, str]:
+    """The whole environment of a node's processes."""
+    theirs = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    return theirs | _RAY_ENVIRONMENT | _NODE_ENVIRONMENT | run.environment()
+
+
+# Ray would take the one before the cluster's token, and the other for the cluster to join.
+_NOT_INHERITED = frozenset({"RAY_AUTH_TOKEN", "RAY_ADDRESS"})
