@@ -5,7 +5,7 @@ from __future__ import annotations
 import aiohttp
 
 from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER
-from loomserve.platform.run.sockets import LocalConnector
+from loomserve.platform.run.sockets import PlatformConnector
 
 # A replica that Serve still lists but that refuses connections is dead or restarting.
 _CONNECT_TIMEOUT_S = 2.0
@@ -18,7 +18,7 @@ class InternalClient:
     def __init__(self, internal_token: str) -> None:
         self._internal_token = internal_token
         self.session = aiohttp.ClientSession(
-            connector=LocalConnector(keepalive_timeout=_KEPT_S),
+            connector=PlatformConnector(internal_token, keepalive_timeout=_KEPT_S),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S),
             auto_decompress=False,
             read_bufsize=2**18,

@@ -2,7 +2,8 @@
 
 Engines' replicas and the batch lane listen on Unix sockets in the run's folder, where no other user
 and no other machine comes. An address is ``NAME.NODE``: the socket's name and its node's address.
-In a URL it stands in the place of a host.
+In a URL it stands in the place of a host. With ``:PORT`` the socket is reached from other nodes
+too, through a :class:`~loomserve.platform.run.node_gate.NodeGate`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ import aiohttp
 from aiohttp.client_proto import ResponseHandler
 
 from loomserve.platform.run.folder import own_run
+from loomserve.platform.run.lost_peers import notice_loss
+from loomserve.platform.run.node_identity import client_context
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from aiohttp import ClientTimeout
     from aiohttp.client_reqrep import ClientRequest
     from aiohttp.tracing import Trace
@@ -49,21 +54,40 @@ def listen_in_place(name: str, node: str) -> tuple[socket.socket, str]:
 
 def node_of(address: str) -> str:
     """The node at which an address is."""
-    return address.partition(".")[2]
+    return address.partition(".")[2].partition(":")[0]
 
 
-class LocalConnector(aiohttp.BaseConnector):
-    """Connector that reaches addresses of this node, and nothing else.
+def path_of(address: str) -> Path:
+    """The socket of an address of this node."""
+    return _path(address.partition(".")[0])
 
-    So the internal token cannot leave the machine, whatever address a replica reports.
+
+def with_port(address: str, port: int) -> str:
+    """The address of a socket that other nodes reach at a port."""
+    return f"{address}:{port}"
+
+
+class PlatformConnector(aiohttp.BaseConnector):
+    """Connector that reaches sockets of the platform's processes, and nothing else.
+
+    Those of this node are reached as Unix sockets. On other nodes, whoever has not got the internal
+    token cannot be connected to: so the token goes to nobody else, whatever address is reported.
     """
 
-    def __init__(self, *, force_close: bool = False, keepalive_timeout: float | None = 60) -> None:
+    def __init__(
+        self,
+        internal_token: str | None = None,
+        *,
+        force_close: bool = False,
+        keepalive_timeout: float | None = 60,
+    ) -> None:
+        """``internal_token``: None, only this node is reached."""
         super().__init__(
             limit=0,
             force_close=force_close,
             keepalive_timeout=None if force_close else keepalive_timeout,
         )
+        self._internal_token = internal_token
 
     async def _create_connection(
         self,
@@ -71,15 +95,26 @@ class LocalConnector(aiohttp.BaseConnector):
         traces: list[Trace],
         timeout: ClientTimeout,  # noqa: ASYNC109 - as aiohttp calls it
     ) -> ResponseHandler:
-        path = str(_path(str(req.url.host).partition(".")[0]))
+        address = str(req.url.host)
         protocol = partial(ResponseHandler, loop=self._loop)
         try:
             async with asyncio.timeout(timeout.sock_connect):
-                _, connected = await self._loop.create_unix_connection(protocol, path)
+                return await self._connected(protocol, address, req.url.explicit_port)
         except TimeoutError as error:
-            raise aiohttp.ConnectionTimeoutError(f"{path} does not accept connections") from error
+            raise aiohttp.ConnectionTimeoutError(f"{address} takes no connection") from error
         except OSError as error:
             raise aiohttp.ClientConnectorError(req.connection_key, error) from error
+
+    async def _connected(
+        self, protocol: Callable[[], ResponseHandler], address: str, port: int | None
+    ) -> ResponseHandler:
+        path = path_of(address)
+        if port is None or self._internal_token is None or path.exists():
+            return (await self._loop.create_unix_connection(protocol, str(path)))[1]
+        transport, connected = await self._loop.create_connection(
+            protocol, node_of(address), port, ssl=client_context(self._internal_token)
+        )
+        notice_loss(transport.get_extra_info("socket"))
         return connected
 
 

@@ -60,7 +60,7 @@ def _made(start: EngineStart) -> ServedEngineCore:
     config = AsyncEngineArgs(**structured(start.options)).create_engine_config()
     choose = executor_class if start.own_process_workers else one_process_executor
     limits = FrontEndLimits(start.silence_s, start.queued)
-    return ServedEngineCore(config, choose(config), start.address, limits)
+    return ServedEngineCore(config, choose(config), start.address, limits, start.host)
 
 
 def _run(core: ServedEngineCore) -> None:

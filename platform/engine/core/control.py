@@ -70,7 +70,7 @@ class ControlLink:
 
     def started(self, facts: EngineFacts) -> None:
         """Tell that the engine is ready."""
-        self._send(self._start_id, "", facts.model_dump())
+        self._send(self._start_id, "", facts.model_dump(mode="json"))
 
     def failed(self, error: BaseException) -> None:
         """Tell why there will be no engine."""
@@ -158,7 +158,7 @@ class _ReplicaWatch:
         elif method == METRICS:
             answer(call_id, core.meter.page)
         elif method == FACTS:
-            answer(call_id, lambda: core.facts().model_dump())
+            answer(call_id, lambda: core.facts().model_dump(mode="json"))
         elif method == MOVED:
             answer(call_id, core.moved)
         elif method == MOVE:

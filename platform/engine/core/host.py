@@ -90,6 +90,7 @@ class EngineHost:
             process.kill()
             raise
         host.facts = EngineFacts.model_validate(facts)
+        host.address = start.address.with_network(host.facts.network)
         return host
 
     @property

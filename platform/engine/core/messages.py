@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from loomserve.platform.run.engine_address import EngineAddress
+from loomserve.platform.run.engine_address import EngineAddress, EngineNetwork
 
 HEAD = struct.Struct("!I")
 """The length of a frame, in bytes, which stands before it."""
@@ -38,6 +38,10 @@ class EngineStart(BaseModel):
         description="vLLM's AsyncEngineArgs, with `model` and `served_model_name`."
     )
     address: EngineAddress
+    host: str | None = Field(
+        None,
+        description="Address at which front ends on other nodes reach it; None: there are none.",
+    )
     own_process_workers: bool = Field(
         default=False, description="Whether even a single worker has a process of its own."
     )
@@ -60,3 +64,4 @@ class EngineFacts(BaseModel):
     layers: int
     kv_heads: int
     item_bytes: int = Field(description="Bytes of a number of the model.")
+    network: EngineNetwork | None = Field(None, description="Its sockets for other nodes, if any.")

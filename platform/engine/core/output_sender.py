@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -67,6 +67,13 @@ def router(context: zmq.Context[Any]) -> zmq.Socket[bytes]:
     return socket
 
 
+AlsoBound = Callable[[zmq.Context[Any], zmq.Socket[bytes]], AbstractContextManager[None]]
+
+
+def _nowhere_else(_: zmq.Context[Any], __: zmq.Socket[bytes]) -> AbstractContextManager[None]:
+    return nullcontext()
+
+
 class OutputSender:
     """Sends ``(index, outputs)`` from a queue to front ends, until ``DEAD`` is in the queue."""
 
@@ -81,31 +88,36 @@ class OutputSender:
         self._clock = clock
         self._socket: zmq.Socket[bytes]
 
-    def run(self, address: str, queued: int) -> None:
+    def run(self, address: str, queued: int, also: AlsoBound = _nowhere_else) -> None:
         """Bind, and send until the end.
 
         Args:
             address: of the socket.
             queued: messages that may wait for one front end.
+            also: binds the socket to other addresses too.
         """
         with zmq.Context() as context, router(context) as self._socket:
             self._socket.setsockopt(zmq.SNDHWM, queued)
             self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
             self._socket.bind(address)
-            poller = zmq.Poller()
-            poller.register(self._socket, zmq.POLLIN)
-            poller.register(self._queue.wakeup, zmq.POLLIN)
-            looked_at = self._clock()
-            while True:
-                poller.poll(_PERIOD_MS if self._front_ends else None)
-                if not self._send_queued():
-                    return
-                self._hear()
-                if ((now := self._clock()) - looked_at) * 1000 >= _PERIOD_MS:
-                    if now - looked_at > _AWAY_S:
-                        self._front_ends.excuse(now)
-                    looked_at = now
-                    self._look_for_silence(now)
+            with also(context, self._socket):
+                self._run()
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._queue.wakeup, zmq.POLLIN)
+        looked_at = self._clock()
+        while True:
+            poller.poll(_PERIOD_MS if self._front_ends else None)
+            if not self._send_queued():
+                return
+            self._hear()
+            if ((now := self._clock()) - looked_at) * 1000 >= _PERIOD_MS:
+                if now - looked_at > _AWAY_S:
+                    self._front_ends.excuse(now)
+                looked_at = now
+                self._look_for_silence(now)
 
     def _send_queued(self) -> bool:
         """Send what is there; returns whether the engine lives."""

@@ -8,7 +8,8 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -26,6 +27,7 @@ from loomserve.platform.engine.core.departures import Departures, asking, movabl
 from loomserve.platform.engine.core.front_ends import FrontEnds
 from loomserve.platform.engine.core.messages import EngineFacts
 from loomserve.platform.engine.core.metering import CoreMeter
+from loomserve.platform.engine.core.network_sockets import NetworkSockets
 from loomserve.platform.engine.core.output_sender import FrontEndLimits, OutputSender
 from loomserve.platform.engine.core.request_receiver import RequestReceiver, input_router
 from loomserve.platform.engine.core.waking_queue import WakingQueue
@@ -51,7 +53,10 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         executor_class: type[Executor],
         address: EngineAddress,
         limits: FrontEndLimits,
+        host: str | None = None,
     ) -> None:
+        """``host`` is where front ends on other nodes reach it; None: there are none."""
+        self._network = NetworkSockets(host) if host is not None else None
         self.steps = 0
         self.meter = CoreMeter()
         self._departures = Departures()
@@ -87,7 +92,11 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         # It mirrors the cache of a single front end. Here each sends what it has whole.
         self.mm_receiver_cache = None
         self._ready = msgspec.msgpack.encode(self._make_ready_response())
-        with zmq.Context() as context, input_router(context, self._address.input) as socket:
+        with (
+            zmq.Context() as context,
+            input_router(context, self._address.input) as socket,
+            self._on_network("input", context, socket),
+        ):
             self._is_ready.set()
             ready_event.set()
             with self._fatal("reads requests"):
@@ -98,7 +107,16 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         self._is_ready.wait()
         with self._fatal("sends outputs"):
             sender = OutputSender(self.output_queue, self._front_ends, self)
-            sender.run(self._address.output, self._limits.queued)
+            sender.run(
+                self._address.output, self._limits.queued, partial(self._on_network, "output")
+            )
+
+    def _on_network(
+        self, name: str, context: zmq.Context[Any], socket: zmq.Socket[bytes]
+    ) -> AbstractContextManager[None]:
+        if self._network is None:
+            return nullcontext()
+        return self._network.bound(name, context, socket)
 
     @contextmanager
     def _fatal(self, work: str) -> Iterator[None]:
@@ -230,4 +248,5 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
             layers=model.get_total_num_hidden_layers(),
             kv_heads=model.get_total_num_kv_heads(),
             item_bytes=model.dtype.itemsize,
+            network=self._network.address if self._network is not None else None,
         )

@@ -24,8 +24,9 @@ from loomserve.platform.engine.core.addresses import (
     HELLO_PERIOD_S,
     READY,
 )
+from loomserve.platform.engine.core.network_sockets import notice_loss
 from loomserve.platform.front_end.engine.peer_process import watch_peer
-from loomserve.platform.run.engine_address import EngineAddress
+from loomserve.platform.run.engine_address import EngineAddress, EngineNetwork
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ _MOST_UNSENT = 1000
 _MOST_UNREAD = 10_000
 # What has been sent before a connection is closed on purpose gets so long to arrive.
 _LINGER_MS = 500
+_CONNECT_TIMEOUT_MS = 2000
 
 
 class Listener(Protocol):
@@ -116,12 +118,16 @@ class EngineConnection:
         self._answered.clear()
         tasks: list[asyncio.Task[Any]] = []
         try:
-            for socket, address in ((inputs, self.address.input), (outputs, self.address.output)):
+            network = self.address.from_here
+            there = network or self.address
+            for socket, address in ((inputs, there.input), (outputs, there.output)):
                 socket.set(zmq.IDENTITY, self._identity)
                 socket.set(zmq.SNDHWM, _MOST_UNSENT)
                 socket.set(zmq.RCVHWM, _MOST_UNREAD)
                 # ZMQ would try again for ever, ten times a second, and deliver what is outdated.
                 socket.set(zmq.RECONNECT_IVL, -1)
+                if network is not None:
+                    _over_network(socket, network)
                 socket.connect(address)
             self._input = inputs
             waits = (
@@ -129,7 +135,7 @@ class EngineConnection:
                 self._say_hello(outputs),
                 monitor.recv_multipart(),
                 self._broken.wait(),
-                self._watch_process(),
+                self._watch_process(there.output),
             )
             tasks = [asyncio.ensure_future(each) for each in waits]
             ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -147,10 +153,10 @@ class EngineConnection:
             inputs.close(linger=_LINGER_MS)
             outputs.close(linger=0)
 
-    async def _watch_process(self) -> None:
+    async def _watch_process(self, address: str) -> None:
         """Returns when the engine's process begins to end, where that can be seen."""
         await self._answered.wait()
-        await watch_peer(self.address.output, self._listener.stopped)
+        await watch_peer(address, self._listener.stopped)
 
     async def _say_hello(self, outputs: zmq.asyncio.Socket) -> None:
         connection = uuid.uuid4().bytes
@@ -176,6 +182,15 @@ class EngineConnection:
                 )
             elif self._ready:
                 self._listener.outputs(frames)
+
+
+def _over_network(socket: zmq.asyncio.Socket, network: EngineNetwork) -> None:
+    """Make a socket one that the engine lets in, and that tells when the engine is cut off."""
+    socket.set(zmq.CURVE_SERVERKEY, network.server_key.encode())
+    socket.set(zmq.CURVE_PUBLICKEY, network.client_key.encode())
+    socket.set(zmq.CURVE_SECRETKEY, network.client_secret.encode())
+    socket.set(zmq.CONNECT_TIMEOUT, _CONNECT_TIMEOUT_MS)
+    notice_loss(socket)
 
 
 def _sent(socket: zmq.asyncio.Socket, frames: Sequence[Any]) -> bool:

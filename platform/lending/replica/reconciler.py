@@ -36,7 +36,7 @@ from loomserve.platform.lending.messages import (
 from loomserve.platform.lending.metrics import LendingMetrics
 from loomserve.platform.lending.replica.engine_calls import BorrowerCalls, EngineRpc
 from loomserve.platform.lending.ring.held import is_held
-from loomserve.platform.run.sockets import LocalConnector
+from loomserve.platform.run.sockets import PlatformConnector
 from loomserve.platform.state import BorrowingState, LoanState, ShardState
 from loomserve.platform.state.lending_options import ShardSpec
 
@@ -116,7 +116,7 @@ class LoanReconciler:
         self._metrics = LendingMetrics()
         self._session = aiohttp.ClientSession(
             headers={INTERNAL_TOKEN_HEADER: internal_token},
-            connector=LocalConnector(),
+            connector=PlatformConnector(),
             timeout=aiohttp.ClientTimeout(total=_LENDER_TIMEOUT_S),
         )
         remove_left_rings(folder)

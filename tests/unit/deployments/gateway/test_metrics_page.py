@@ -27,7 +27,7 @@ from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, ModelRoute
 from loomserve.platform.http.other_front_ends import OtherFrontEnds, take_place
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.run.folder import RUN_VARIABLE
-from loomserve.platform.run.sockets import LocalConnector
+from loomserve.platform.run.sockets import PlatformConnector
 from loomserve.platform.state import ModelStatus
 from loomserve.routers.in_flight import InFlight
 from tests.unit.deployments.gateway.engines import replica_route
@@ -119,7 +119,9 @@ async def test_any_front_end_shows_those_of_all(
         (tmp_path / folder).mkdir()
     labels = 'model="chat",replica="there",device="d"'
     async with AsyncExitStack() as stack:
-        session = await stack.enter_async_context(aiohttp.ClientSession(connector=LocalConnector()))
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=PlatformConnector())
+        )
         pages = [await _front_end(number, session, stack) for number in (1, 2)]
         for page, others in pages:
             others.counts.look()

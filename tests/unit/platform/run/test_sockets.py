@@ -10,7 +10,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 
 from loomserve.platform.run.folder import own_run
-from loomserve.platform.run.sockets import LocalConnector, listen_locally, node_of
+from loomserve.platform.run.sockets import PlatformConnector, listen_locally, node_of
 
 pytestmark = pytest.mark.anyio
 
@@ -43,7 +43,9 @@ async def test_one_session_reaches_each_by_its_address_over_kept_connections() -
         reused.append("again")
 
     trace.on_connection_reuseconn.append(note)
-    async with aiohttp.ClientSession(connector=LocalConnector(), trace_configs=[trace]) as session:
+    async with aiohttp.ClientSession(
+        connector=PlatformConnector(), trace_configs=[trace]
+    ) as session:
         for address, name in ((first, "one"), (second, "two"), (first, "one")):
             async with session.get(f"http://{address}/v1/files?limit=2") as response:
                 assert await response.text() == f"{name} /v1/files?limit=2"
@@ -55,7 +57,7 @@ async def test_one_session_reaches_each_by_its_address_over_kept_connections() -
 async def test_who_has_ended_refuses_as_a_closed_port_does() -> None:
     ended, address = await started("ended")
     await ended.cleanup()
-    async with aiohttp.ClientSession(connector=LocalConnector()) as session:
+    async with aiohttp.ClientSession(connector=PlatformConnector()) as session:
         for gone in (address, "nobody-0.127.0.0.1"):
             with pytest.raises(aiohttp.ClientConnectorError):
                 await session.get(f"http://{gone}/")
@@ -72,7 +74,7 @@ async def test_a_replica_that_names_a_port_gets_nothing_sent() -> None:
     app.router.add_get("/", note)
     async with (
         TestServer(app) as server,
-        aiohttp.ClientSession(connector=LocalConnector()) as session,
+        aiohttp.ClientSession(connector=PlatformConnector()) as session,
     ):
         with pytest.raises(aiohttp.ClientConnectorError):
             await session.get(f"http://{server.host}:{server.port}/")
