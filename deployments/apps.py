@@ -27,6 +27,7 @@ from loomserve.platform.fleet.messages import (
     OfflineSpec,
 )
 from loomserve.platform.models import catalog
+from loomserve.platform.nodes.resources import on_devices, on_state
 
 
 def run_platform(
@@ -66,7 +67,7 @@ def _controller_app(
         num_replicas=1,
         max_ongoing_requests=1000,
         health_check_period_s=2,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": on_state()},
         logging_config=QUIET,
     )
     return deployment.bind(
@@ -87,7 +88,11 @@ def _gateway_app(config: Config, internal_token: str, store: StoreOptions | None
         max_ongoing_requests=1_000_000,
         health_check_period_s=2,
         graceful_shutdown_timeout_s=config.server.drain_timeout_s + 15,
-        ray_actor_options={"num_cpus": 0, "runtime_env": {"env_vars": GATEWAY_ENVIRONMENT}},
+        ray_actor_options={
+            "num_cpus": 0,
+            "resources": on_state(),
+            "runtime_env": {"env_vars": GATEWAY_ENVIRONMENT},
+        },
         logging_config=QUIET,
     )
     access = KvAccess(address=store.address) if store else None
@@ -108,7 +113,7 @@ def _batch_app(config: Config, internal_token: str, base: str) -> Any:
         num_replicas=1,
         max_ongoing_requests=1000,
         health_check_period_s=2,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": on_state()},
         logging_config=QUIET,
     )
     offline = [
@@ -118,6 +123,7 @@ def _batch_app(config: Config, internal_token: str, base: str) -> Any:
                 catalog.resolve(model.source, Path(base), _quietly, revision=model.revision)
             ),
             cores=config.device(model.device).cores,
+            resources=on_devices([config.device(model.device)]),
         )
         for model in config.batch.offline_models
     ]

@@ -31,6 +31,7 @@ from loomserve.platform.fleet.messages import (
 )
 from loomserve.platform.http.protocol import INTERNAL, bounded_protocol
 from loomserve.platform.http.server import HttpServer
+from loomserve.platform.run.node_gate import NodeGate
 from loomserve.platform.run.sockets import listen_locally
 from loomserve.platform.state import BatchLaneState, BatchState
 
@@ -73,9 +74,10 @@ class BatchLaneDeployment:
             self._store, self._folder, executor, checked, max_body=front.max_body
         )
         api = BatchApi(self._lane, self._store, self._folder, checked)
-        sock, self._address = listen_locally("lane", node_address())
+        sock, address = listen_locally("lane", node_address())
         self._http = HttpServer(api.app(internal_token), sock, protocol=bounded_protocol(INTERNAL))
         await self._http.start()
+        self._gate = await NodeGate.open(address, internal_token)
         self._running = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
@@ -87,7 +89,7 @@ class BatchLaneDeployment:
 
     async def address(self) -> str:
         """Address of its API, another after each start."""
-        return self._address
+        return self._gate.address
 
     @replies
     async def state(self) -> BatchLaneState:
@@ -113,6 +115,7 @@ class BatchLaneDeployment:
     async def __del__(self) -> None:
         """Stop at Serve's last call; after a restart, engines compute open lines again."""
         if hasattr(self, "_running"):
+            await self._gate.close()
             await self._http.stop(_STOP_TIMEOUT_S)
             self._running.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
@@ -125,7 +128,10 @@ def _offline_queue(spec: OfflineSpec, places: int) -> OfflineQueue:
     kv_bytes = spec.model.kv_cache_memory
     return OfflineQueue(
         spec.model.name,
-        partial(RayOfflineWorker, spec.source, spec.model.revision, spec.cores, kv_bytes),
+        partial(
+            RayOfflineWorker,
+            *(spec.source, spec.model.revision, spec.cores, kv_bytes, spec.resources),
+        ),
         kv_bytes,
         places=places,
         predictor=spec.model.lengths.predictor if spec.model.lengths else None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -110,9 +110,17 @@ class RayOfflineWorker:
     """The :class:`~loomserve.platform.batch.offline.worker.OfflineWorker` that asks the actor."""
 
     def __init__(
-        self, source: str, revision: str | None, cores: Sequence[int], kv_bytes: int
+        self,
+        source: str,
+        revision: str | None,
+        cores: Sequence[int],
+        kv_bytes: int,
+        resources: Mapping[str, float] | None = None,
     ) -> None:
-        actor = ray.remote(OfflineProcess).options(num_cpus=0, max_restarts=0, max_task_retries=0)
+        """``resources``: what the actor asks Ray for, to be on its device; None: any place."""
+        actor = ray.remote(OfflineProcess).options(
+            num_cpus=0, max_restarts=0, max_task_retries=0, resources=dict(resources or {})
+        )
         self._actor = actor.remote(source, revision, list(cores), kv_bytes)
 
     async def facts(self) -> OfflineFacts:

@@ -51,6 +51,7 @@ _log = logging.getLogger("ray.serve")
 
 _TICK_S = 0.5
 _SERVE_STATUS_PERIOD_S = 3.0
+_NODES_PERIOD_S = 2.0
 _WATCH_TIMEOUT_S = 25.0
 
 T = TypeVar("T")
@@ -82,7 +83,7 @@ class Controller:
         self._saving, self._unsaved = asyncio.Lock(), False
         self._fleet.restore(self._store.wishes or Wishes())
         if self._store.wishes is not None:
-            self._models.resume(await apps.statuses())
+            self._models.resume()
         self._rebalancing = RebalancingRunner(
             checked, Path(base), self._fleet, self._models.set_role, self._models.scale
         )
@@ -97,6 +98,7 @@ class Controller:
                 # Plans change what is wished, too.
                 every(_TICK_S, self._save),
                 every(_SERVE_STATUS_PERIOD_S, follow, delay_s=_SERVE_STATUS_PERIOD_S),
+                *([self._follow_nodes()] if checked.cluster is not None else []),
                 self._rebalancing.run(),
             )
         ]
@@ -104,6 +106,10 @@ class Controller:
     async def check_health(self) -> None:
         if self._models.failure is not None or any(task.done() for task in self._tasks):
             raise RuntimeError("work of the controller has ended; its log says why")
+
+    async def _follow_nodes(self) -> None:
+        # Ray's own head may be away; what was known of nodes then holds.
+        await every(_NODES_PERIOD_S, self._models.follow_nodes, failed=lambda _: None)
 
     # What replicas and gateways call
 

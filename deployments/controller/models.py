@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine
 from functools import partial
 from typing import Any
 
+from loomserve.deployments.controller.replicas import ModelReplicas
 from loomserve.deployments.controller.serve_apps import ServeApps
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.base.errors import BadRequest, ConfigError, Conflict
@@ -17,7 +18,11 @@ from loomserve.platform.config import Config, Model
 from loomserve.platform.devices.memory import least_replicas
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.lending_pairs import lending_options
-from loomserve.platform.fleet.messages import EngineSpec, model_app
+from loomserve.platform.fleet.messages import (
+    EngineSpec,
+    devices_with_replicas,
+    model_app,
+)
 from loomserve.platform.lengths.stored import check_predictor
 from loomserve.platform.scheduling.options import scheduler_options
 from loomserve.platform.state import ModelState
@@ -32,7 +37,7 @@ _UNLOAD_KNOWN_S = 3.0
 
 
 class ModelLifecycle:
-    """Loads, scales and unloads the fleet's models; each is a Serve application of its own."""
+    """Loads, scales and unloads the fleet's models."""
 
     def __init__(
         self,
@@ -62,6 +67,7 @@ class ModelLifecycle:
         self._store = store
         self._fleet = fleet
         self._apps = apps
+        self._replicas = ModelReplicas(fleet, apps, self._spec, config.device, base, time.monotonic)
         self._save = save
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -71,32 +77,36 @@ class ModelLifecycle:
             self._fleet.registry.add(model, replicas[model.name])
         self._spawn(self._deploy_all(self._config.models))
 
-    def resume(self, there: Collection[str]) -> None:
-        """Go on with what an earlier controller was told, of which the fleet knows.
-
-        Args:
-            there: names of the applications that Serve has.
-        """
-        lost = []
+    def resume(self) -> None:
+        """Go on with what an earlier controller was told, of which the fleet knows."""
         for record in self._fleet.registry.records:
-            name = record.model.name
             if record.unload_deadline is not None:
-                self._spawn(self._finish_unload(name))
-            elif model_app(name) in there:
-                self._spawn(self._until_done(f"scaling {name}", partial(self._rescale, name)))
-            else:
-                lost.append(record.model)
-        self._spawn(self._deploy_all(lost))
+                self._spawn(self._finish_unload(record.model.name))
+        self._spawn(self._resume_all(self._fleet.registry.models))
+
+    async def _resume_all(self, models: Collection[Model]) -> None:
+        for model in models:
+            try:
+                await self._replicas.settle(model.name)
+            except Exception as error:
+                _log.error("Serve was not asked for %s", model.name, exc_info=error)
+                self._settle(model.name)
 
     async def _deploy_all(self, models: Collection[Model]) -> None:
         # One after the other: Ray then uses one process, in which vLLM is imported once.
         for model in models:
             await self._deploy(model)
 
-    async def _rescale(self, name: str) -> None:
-        """Have Serve know the number that is wished: it may not have come so far."""
-        if (replicas := self._fleet.registry.targets().get(name)) is not None:
-            await self._apps.scale(name, replicas)
+    async def follow_nodes(self) -> None:
+        """Look which nodes are up, and have replicas of those that are not start elsewhere."""
+        up = await self._apps.nodes()
+        if self._replicas.set_down(frozenset(self._config.nodes) - frozenset(up)):
+            for model in self._fleet.registry.models:
+                self._settle(model.name)
+
+    def _settle(self, name: str) -> None:
+        work = partial(self._replicas.settle, name)
+        self._spawn(self._until_done(f"placing the replicas of {name}", work))
 
     async def load(self, model: Model) -> None:
         """Load a model, which serves later.
@@ -139,7 +149,7 @@ class ModelLifecycle:
         while not self._fleet.registry.unload_may_finish(name, time.monotonic()):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
         self._apps.stop_deploying(name)
-        await self._until_done(f"unloading {name}", partial(self._apps.delete, name))
+        await self._until_done(f"unloading {name}", partial(self._replicas.end, name))
         self._fleet.registry.remove(name)
         # The next controller would unload it once more, and show it meanwhile.
         await self._save()
@@ -158,7 +168,7 @@ class ModelLifecycle:
             pause_s = min(2 * pause_s, _LAST_RETRY_S)
 
     async def scale(self, name: str, replicas: int) -> None:
-        """Change the number of a model's replicas.
+        """Change the number of a model's replicas, which come and go later.
 
         Raises:
             UnknownModel: there is no such model.
@@ -173,8 +183,8 @@ class ModelLifecycle:
                 f"1 to {len(model.devices)} replicas",
                 param="replicas",
             )
-        await self._apps.scale(name, replicas)
         self._fleet.registry.set_target(name, replicas)
+        self._settle(name)
 
     async def set_role(self, replica_id: str, role: Role) -> None:
         """Change what is sent to a replica.
@@ -202,21 +212,17 @@ class ModelLifecycle:
     async def _note_failures(self, unready: list[ModelState]) -> None:
         statuses = await self._apps.statuses()
         for model in unready:
-            app = statuses.get(model_app(model.name))
-            if app is not None and app.status in {"DEPLOY_FAILED", "UNHEALTHY"}:
-                self._fleet.registry.set_failure(model.name, _reason(app))
+            for app in devices_with_replicas(model.name, statuses).values():
+                if app.status in {"DEPLOY_FAILED", "UNHEALTHY"}:
+                    self._fleet.registry.set_failure(model.name, _reason(app))
 
     async def _deploy(self, model: Model) -> None:
-        replicas = self._fleet.registry.targets().get(model.name)
-        if replicas is None:
-            return  # it was unloaded before its turn came
         try:
-            problem = await self._apps.deploy(self._spec(model), replicas, self._base)
+            await self._replicas.settle(model.name)
         except Exception as error:
             # The model's own affair, for which no other must wait.
             _log.error("loading %s failed", model.name, exc_info=error)
-            problem = f"{type(error).__name__}: {error}"
-        self._fleet.registry.set_failure(model.name, problem)
+            self._fleet.registry.set_failure(model.name, f"{type(error).__name__}: {error}")
 
     def _spec(self, model: Model) -> EngineSpec:
         kv_transfer_config = self._kv_transfer_config(model)
@@ -224,6 +230,7 @@ class ModelLifecycle:
             model=model,
             devices=tuple(self._config.device(name) for name in model.devices),
             path=model.source,
+            base=self._base,
             internal_token=self._internal_token,
             drain_timeout_s=self._config.server.drain_timeout_s,
             media_hosts=self._config.server.media_hosts,

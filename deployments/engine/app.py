@@ -1,4 +1,4 @@
-"""Builds the Serve application of a model."""
+"""Builds the Serve applications of a model's replicas."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from loomserve.platform.fleet.messages import (
     ENGINE_DEPLOYMENT,
     EngineSpec,
     FrontEndSpec,
-    model_app,
+    replica_app,
 )
+from loomserve.platform.nodes.resources import on_devices
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from loomserve.platform.state.lending_options import LENDING_CONFIG
 
@@ -26,8 +27,8 @@ from loomserve.platform.state.lending_options import LENDING_CONFIG
 _NO_HOST = "no host"
 
 
-def build_model_app(spec: EngineSpec, replicas: int) -> Any:
-    """The application of one model: ``replicas`` engines, each on a device of its own."""
+def build_replica_app(spec: EngineSpec, device: str) -> Any:
+    """The application of one replica: an engine on a device, or a pipeline over all of them."""
     engine_options = _engine_options(spec)
     roles = spec.model.roles
     front_end = FrontEndSpec(
@@ -35,11 +36,15 @@ def build_model_app(spec: EngineSpec, replicas: int) -> Any:
         engine_options=engine_options,
         local_prompt_tokens=roles.local_prompt_tokens if roles else LOCAL_PROMPT_TOKENS,
     )
+    if not spec.stage_layers:
+        own = tuple(each for each in spec.devices if each.name == device)
+        spec = spec.model_copy(update={"devices": own})
     deployment = serve.deployment(
         EngineReplica,
-        **_serve_options(spec, replicas),
+        **_serve_options(spec),
         ray_actor_options={
             "num_cpus": 0,
+            "resources": on_devices(spec.devices),
             "runtime_env": {"env_vars": _environment(spec, engine_options)},
         },
     )
@@ -50,10 +55,10 @@ def build_model_app(spec: EngineSpec, replicas: int) -> Any:
     )
 
 
-def _serve_options(spec: EngineSpec, replicas: int) -> dict[str, Any]:
+def _serve_options(spec: EngineSpec) -> dict[str, Any]:
     return {
         "name": ENGINE_DEPLOYMENT,
-        "num_replicas": replicas,
+        "num_replicas": 1,
         # Requests do not pass through Serve; the gateway keeps the limit.
         "max_ongoing_requests": 1_000_000,
         "health_check_period_s": 2,
@@ -63,16 +68,13 @@ def _serve_options(spec: EngineSpec, replicas: int) -> dict[str, Any]:
     }
 
 
-def run_model(spec: EngineSpec, app: Any) -> None:
-    """Hand the application to Serve and return at once."""
+def run_replicas(spec: EngineSpec, apps: Mapping[str, Any]) -> None:
+    """Hand applications to Serve, by device, and return at once."""
+    name = spec.model.name
     serve.run_many(
         [
-            serve.RunTarget(
-                app,
-                name=model_app(spec.model.name),
-                route_prefix=None,
-                external_scaler_enabled=True,
-            )
+            serve.RunTarget(app, name=replica_app(name, device), route_prefix=None)
+            for device, app in apps.items()
         ],
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=False,

@@ -1,8 +1,9 @@
-"""Which devices a replica's engine runs on."""
+"""What a replica's engine has of its node: devices and weights."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from loomserve.deployments.ray_node import session_folder
 from loomserve.platform.devices.claims import (
@@ -12,6 +13,7 @@ from loomserve.platform.devices.claims import (
     pipeline_environment,
 )
 from loomserve.platform.fleet.messages import EngineSpec
+from loomserve.platform.models import catalog
 from loomserve.platform.state import StageState
 
 
@@ -31,6 +33,18 @@ async def claim_device(spec: EngineSpec) -> DeviceClaim:
         else engine_environment(claimed.device)
     )
     return claimed
+
+
+def weights_here(spec: EngineSpec) -> str:
+    """Folder or hub id of the weights, which may have another place on this node.
+
+    Raises:
+        LoomserveError: they are not here, and cannot be fetched.
+    """
+    if not Path(spec.path).is_absolute() or Path(spec.path).exists():
+        return spec.path
+    model = spec.model
+    return str(catalog.resolve(model.source, Path(spec.base), revision=model.revision))
 
 
 def stages_of(spec: EngineSpec) -> tuple[StageState, ...]:

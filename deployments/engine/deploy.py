@@ -1,4 +1,4 @@
-"""Puts a model's application on Serve, in a worker process of its own.
+"""Puts a model's applications on Serve, in a worker process of its own.
 
 Building a model's deployment imports vLLM, which takes seconds and hundreds of megabytes that
 neither the command line nor the controller should keep.
@@ -6,33 +6,35 @@ neither the command line nor the controller should keep.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import ray
 
 from loomserve.platform.base.errors import LoomserveError
 from loomserve.platform.fleet.messages import EngineSpec
+from loomserve.platform.nodes.resources import on_state
 
 
-@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
-def deploy_model(spec: EngineSpec, replicas: int, base: str) -> str | None:
-    """Check a model and hand it to Serve, which starts it in the background.
+@ray.remote(num_cpus=0, max_retries=0, resources=on_state())  # type: ignore[untyped-decorator]
+def deploy_model(spec: EngineSpec, devices: Sequence[str], base: str) -> str | None:
+    """Check a model and hand it to Serve, which starts its replicas in the background.
 
     Args:
         spec: the path is the model's source as configured, and a pipeline's stages are missing.
-        replicas: how many engines there shall be.
+        devices: which of its devices get a replica; of a pipeline, the first stands for all.
         base: folder to which the configuration's paths are relative.
 
     Returns:
         None, or what is wrong with the model in one sentence.
     """
-    from loomserve.deployments.engine.app import build_model_app, run_model
+    from loomserve.deployments.engine.app import build_replica_app, run_replicas
     from loomserve.platform.engine import options
 
     try:
         options.check(spec.model.name, spec.model.engine)
         resolved = _resolved(spec, Path(base))
-        run_model(resolved, build_model_app(resolved, replicas))
+        run_replicas(resolved, {device: build_replica_app(resolved, device) for device in devices})
     except LoomserveError as error:
         return str(error)
     return None

@@ -18,9 +18,10 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from loomserve.deployments.engine.claiming import claim_device, stages_of
+from loomserve.deployments.engine.claiming import claim_device, stages_of, weights_here
 from loomserve.deployments.engine.heartbeat import HeartbeatSender
 from loomserve.deployments.ray_node import keep_calls_on_node, node_address
+from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.base.periodic import every
 from loomserve.platform.devices.claims import DeviceClaim
 from loomserve.platform.engine.core.host import EngineHost
@@ -40,6 +41,7 @@ from loomserve.platform.http.server import HttpServer
 from loomserve.platform.lending.replica.agent import LoanAgent
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.run.folder import own_run
+from loomserve.platform.run.node_gate import NodeGate
 from loomserve.platform.run.sockets import listen_locally
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import configured_role
@@ -74,6 +76,7 @@ class EngineReplica:
         self._draining = self._stopping = False
         self._stop_timeout_s = self._spec.drain_timeout_s
         self._claim = await claim_device(self._spec)
+        self._path = await asyncio.to_thread(weights_here, self._spec)
         self._role = configured_role(self._spec.model, self._claim.device.name)
         self._engine = await self._started(engine_options)
         self._load = await self._engine.stats(_STATS_TIMEOUT_S)
@@ -99,10 +102,11 @@ class EngineReplica:
         start = EngineStart(
             options={
                 **options,
-                "model": self._spec.path,
+                "model": self._path,
                 "served_model_name": [self._spec.model.name],
             },
             address=EngineAddress.in_folder(own_run().sockets),
+            host=None if is_loopback(node_address()) else node_address(),
         )
         # What binds it to its device is in this process's own environment.
         return await EngineHost.start(start, {}, _START_TIMEOUT_S)
@@ -121,17 +125,18 @@ class EngineReplica:
                 *self._loans.routes,
             ]
         )
-        sock, self._address = listen_locally(f"replica-{self._replica_id}", node_address())
+        sock, address = listen_locally(f"replica-{self._replica_id}", node_address())
         guarded = GuardedApp(app, self._spec.internal_token)
         self._http = HttpServer(guarded, sock, protocol=bounded_protocol(INTERNAL))
         await self._http.start()
+        self._gate = await NodeGate.open(address, self._spec.internal_token)
 
     def _measured(self, claim: DeviceClaim, began: float) -> Footprint:
         facts, spec = self._engine.facts, self._spec
         borrowed_bytes = spec.lending.borrow_bytes if spec.lending else 0
         return Footprint(
             constants(
-                spec.path,
+                self._path,
                 layers=facts.layers,
                 item_bytes=facts.item_bytes,
                 kv_heads=facts.kv_heads,
@@ -167,7 +172,7 @@ class EngineReplica:
             replica_id=self._replica_id,
             device=self._claim.device.name,
             stages=stages_of(self._spec),
-            address=self._address,
+            address=self._gate.address,
             pid=os.getpid(),
             max_model_len=self._engine.facts.max_model_len,
             in_flight=_open_requests(self._load),
@@ -207,6 +212,7 @@ class EngineReplica:
             for task in self._tasks:
                 task.cancel()
             await self._loans.give_back()
+            await self._gate.close()
             await self._http.stop(0)
         if hasattr(self, "_engine"):
             await self._engine.stop(_STOP_TIMEOUT_S)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import logging
 import os
 import secrets
-import shutil
 import signal
 import ssl
-import subprocess
 import threading
 import time
 import urllib.error
@@ -23,6 +20,7 @@ from typing import Any
 import psutil
 
 from loomserve.deployments.kvstore.kv_store import start_store, stop_store, store_options
+from loomserve.deployments.ray_start import platform_ray
 from loomserve.kvstore.server.options import arena_path
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.reply import Reply
@@ -37,18 +35,21 @@ from loomserve.platform.cli.own_server import (
     with_absolute_files,
 )
 from loomserve.platform.config import Config
-from loomserve.platform.devices.memory import plan_replicas
+from loomserve.platform.devices.compiler import check_compiler
+from loomserve.platform.devices.memory import (
+    NODE_BYTES,
+    NodeMemory,
+    plan_on_nodes,
+    plan_replicas,
+    platform_bytes,
+)
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.http.server import listen
 from loomserve.platform.lengths.stored import check_predictor
 from loomserve.platform.models import catalog
 from loomserve.platform.placement.configured import stages_of
 from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError, plans_folder
-from loomserve.platform.run.folder import RunFolder
-from loomserve.platform.run.guard import start_guard
-from loomserve.platform.run.leftovers import end_run, remove_leftovers
-from loomserve.platform.run.listening import check_listening
-from loomserve.platform.run.shared_memory import RunMemory, watch_memory
+from loomserve.platform.run.leftovers import remove_leftovers
 from loomserve.platform.state import ModelState, ModelStatus, PlatformState
 
 Say = Callable[[str], None]
@@ -56,38 +57,9 @@ Say = Callable[[str], None]
 _POLL_S = 0.5
 # A first start compiles kernels; a second one finds them in vLLM's cache.
 _START_TIMEOUT_S = 900.0
-# Ray's CPUs only count actors here: engines are bound to cores by their devices.
-_LOGICAL_CPUS = 128
 _CLAIM_TIMEOUT_S = 5.0
-_OBJECT_STORE_BYTES = 128 * 2**20
 # One machine is all there is, so all that talks to itself stays on it, wherever the server listens.
 _NODE_ADDRESS = "127.0.0.1"
-
-# Ray reads these in every process of the cluster; they must be set before it is imported.
-_RAY_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_enable_metrics_collection": "0",
-    # Ray would run engines at niceness 15, behind everything else on the machine.
-    "RAY_worker_niceness": "0",
-    # One that has handed a model to Serve has imported vLLM; Ray would keep it, half a gigabyte.
-    "RAY_num_workers_soft_limit": "0",
-    "RAY_SERVE_LOG_TO_STDERR": "0",
-    # Ray would turn loopback into an address that other machines reach.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    # An engine's processes end with its replica, even if that is killed while they start.
-    "RAY_process_group_cleanup_enabled": "1",
-    # Serve looks ten times a second whether replicas should come or go: 4 % of a core, at rest.
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-}
-
-
-def set_environment(run: RunFolder) -> None:
-    """Set what Ray and all processes of the run read, whatever the user's environment says."""
-    os.environ.update(_RAY_ENVIRONMENT | run.environment())
-    # Ray would take it before the run's own token.
-    os.environ.pop("RAY_AUTH_TOKEN", None)
 
 
 def check_machine(config: Config, base: Path) -> None:
@@ -107,6 +79,10 @@ def check_machine(config: Config, base: Path) -> None:
             f"cannot listen on {server.host}:{server.port} ({error.strerror}): stop what uses it, "
             "or set server.port"
         ) from None
+    _check_batch_folder(config, base)
+    _check_plans_folder(config, base)
+    if config.cluster is not None:
+        return  # its nodes are checked by themselves
     there = os.cpu_count() or 1
     for device in config.devices:
         for core in device.cores:
@@ -116,16 +92,7 @@ def check_machine(config: Config, base: Path) -> None:
                     f"{there - 1}"
                 )
     _check_shared_memory(config)
-    _check_batch_folder(config, base)
-    _check_plans_folder(config, base)
-    compiles = any(
-        model.lending is None and not model.engine.get("enforce_eager") for model in config.models
-    )
-    if compiles and shutil.which("g++") is None and shutil.which("clang++") is None:
-        raise StartError(
-            "vLLM compiles its kernels for this machine and finds no C++ compiler: install g++, "
-            "or set engine: {enforce_eager: true} for every model"
-        )
+    check_compiler(config.models)
 
 
 def _check_shared_memory(config: Config) -> None:
@@ -193,14 +160,17 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
         if model.pipeline is not None:
             stages = ", ".join(f"{device} {n}" for device, n in stages_of(model, base))
             say(f"{model.name} is a pipeline; layers: {stages}")
-    replicas = plan_replicas(
-        config.models,
-        weights,
-        psutil.virtual_memory().available + _left_behind(config),
-        config.kvstore.memory if config.kvstore else 0,
-        check_offline_models(config, base, say),
-        config.server.front_ends,
-    )
+    if config.cluster is not None:
+        replicas = _plan_on_nodes(config, base, say)
+    else:
+        replicas = plan_replicas(
+            config.models,
+            weights,
+            psutil.virtual_memory().available + _left_behind(config),
+            config.kvstore.memory if config.kvstore else 0,
+            check_offline_models(config, base, say),
+            config.server.front_ends,
+        )
     for model in config.models:
         if model.replicas == "auto" and replicas[model.name] < model.most_replicas:
             say(
@@ -210,48 +180,47 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
     return replicas
 
 
+def _plan_on_nodes(config: Config, base: Path, say: Say) -> dict[str, int]:
+    from loomserve.deployments.node_checks import check_nodes
+    from loomserve.deployments.ray_node import own_node
+
+    reports = check_nodes(config, base, say)
+    store = config.kvstore.memory if config.kvstore else 0
+    # What there is but once runs where the command does.
+    once = platform_bytes(config.server.front_ends) + check_offline_models(config, base, say)
+    taken = {name: once if name == own_node() else NODE_BYTES for name in reports}
+    return plan_on_nodes(
+        config.models,
+        {model: size for report in reports.values() for model, size in report.weights.items()},
+        {device.name: device.on for device in config.devices},
+        {
+            name: NodeMemory(report.memory, taken[name] + store, with_store=bool(store))
+            for name, report in reports.items()
+        },
+    )
+
+
 class Platform:
     """Ray, Serve and Loomserve's applications on this machine."""
 
-    def __init__(self, config: Config, base: Path) -> None:
+    def __init__(self, config: Config, base: Path, say: Say) -> None:
         self._config = config
         self._base = base
         self._store_options = store_options(config, base)
         self._store: Any = None
-        self._run: RunFolder | None = None
-        self._guard: subprocess.Popen[bytes] | None = None
-        self._ended = threading.Event()
+        self._ray = platform_ray(config, base, [arena_path(config.server.port)], say)
+
+    def join(self) -> None:
+        """Start Ray, or join the cluster."""
+        self._ray.start()
 
     def start(self, replicas: dict[str, int]) -> None:
         """Start everything in the background; engines take some 30 s."""
-        self._run = run = RunFolder.create()
-        set_environment(run)
-        self._guard = start_guard(run, [arena_path(self._config.server.port)])
-        # What Ray and Serve say about themselves drowns what the user wants to know.
-        logging.disable(logging.INFO)
-        import ray
         from ray import serve
 
         from loomserve.deployments.apps import run_platform
 
-        try:
-            ray.init(
-                address="local",
-                num_cpus=_LOGICAL_CPUS,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-                object_store_memory=_OBJECT_STORE_BYTES,
-                _node_ip_address=_NODE_ADDRESS,
-                _temp_dir=str(run.ray),
-            )
-        except Exception as error:  # Ray has no class of its own for that
-            raise StartError(
-                f"Ray did not start: {error} If the machine is busy, try again when it is less so."
-            ) from error
-        threading.Thread(
-            target=watch_memory, args=(RunMemory(run.memory), self._ended), daemon=True
-        ).start()
+        self._ray.make_room()
         if self._store_options is not None:
             self._store = start_store(self._store_options)
         serve.start(proxy_location="Disabled")
@@ -282,8 +251,7 @@ class Platform:
                     raise StartError(f"model {model.name!r} did not start: {model.message}")
             ready = models is not None and all(m.status is ModelStatus.READY for m in models)
             if ready and self._answers():
-                mine = psutil.Process().children(recursive=True)
-                check_listening(mine, self._config.server.port)
+                self._ray.check_listening()
                 return
             if time.monotonic() - started > _START_TIMEOUT_S:
                 raise StartError(f"not ready after {_START_TIMEOUT_S:.0f} s; see {self.log_folder}")
@@ -313,28 +281,19 @@ class Platform:
         return session_folder() / "logs" / "serve"
 
     def stop(self) -> None:
-        """Let running requests finish, then end every process."""
-        import ray
-        from ray import serve
-
-        guard = self._guard.pid if self._guard else None
-        mine = [one for one in psutil.Process().children(recursive=True) if one.pid != guard]
+        """Let running requests finish, then end every process that the platform has."""
         # While actors end, Ray prints that they ended.
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             try:
-                serve.shutdown()
+                self._ray.delete_platform()
                 if self._store is not None:
                     stop_store(self._store)
             finally:
-                ray.shutdown()
-        psutil.wait_procs(mine, timeout=5)
-        self.kill()
+                self._ray.end()
 
     def kill(self) -> None:
-        """Kill every process at once, and give shared memory back, which outlives them."""
-        self._ended.set()
-        if self._run is not None:
-            end_run(self._run, children=psutil.Process().children(recursive=True))
+        """End at once what this command has started."""
+        self._ray.kill()
 
 
 def run(config: Config, base: Path, say: Say) -> None:
@@ -342,17 +301,24 @@ def run(config: Config, base: Path, say: Say) -> None:
     # All that the platform writes is for its user: logs, sockets, what libraries cache.
     os.umask(0o077)
     config = with_absolute_files(config, base)
-    remove_leftovers(keep=[arena_path(config.server.port)])
+    if config.cluster is None:
+        remove_leftovers(keep=[arena_path(config.server.port)])
     check_machine(config, base)
     for line in (*warnings(config.server), *tenancy(config)):
         say(line)
     config = with_admin_token(config, say)
-    replicas = plan(config, base, say)
     stopped = threading.Event()
-    platform = Platform(config, base)
+    platform = Platform(config, base, say)
     _catch_signals(stopped, platform)
-    say("starting Ray")
+    if config.cluster is None:
+        replicas = plan(config, base, say)
+        say("starting Ray")
+    else:
+        say("joining the cluster")
     try:
+        platform.join()
+        if config.cluster is not None:
+            replicas = plan(config, base, say)
         platform.start(replicas)
         _catch_signals(stopped, platform)  # Ray has put its own handlers there
         for model in config.models:

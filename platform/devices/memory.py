@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.config import Model, OfflineModel
+from loomserve.platform.config import LOCAL_NODE, Model, OfflineModel
 
 # An idle CPU engine of a tiny model and its replica take about this without weights and KV;
 # measured as proportional set size, rounded up.
@@ -16,6 +17,8 @@ STAGE_BYTES = 0.75 * 2**30
 OFFLINE_BYTES = 1.0 * 2**30
 # Ray's own processes, the controller, and a gateway with its front ends.
 PLATFORM_BYTES = 2 * 2**30
+# Ray's own processes on a node that has nothing but engines.
+NODE_BYTES = 0.5 * 2**30
 # Each further process that takes requests.
 FRONT_END_BYTES = 0.75 * 2**30
 
@@ -46,10 +49,7 @@ def plan_replicas(
     offline_bytes: float = 0,
     front_ends: int = 1,
 ) -> dict[str, int]:
-    """Plan the number of replicas to start for each model.
-
-    Every model gets its fewest replicas. The memory that is left goes to models with
-    ``replicas: auto``, a replica each in turn, up to one a device.
+    """Plan the number of replicas to start for each model, on this machine alone.
 
     Args:
         kvstore_bytes: Memory of the KV store.
@@ -59,24 +59,75 @@ def plan_replicas(
     Raises:
         StartError: the least that the configuration asks for does not fit.
     """
+    taken = platform_bytes(front_ends) + kvstore_bytes + offline_bytes
+    here = NodeMemory(available_bytes, taken, with_store=bool(kvstore_bytes))
+    on = {device: LOCAL_NODE for model in models for device in model.devices}
+    return plan_on_nodes(models, weight_bytes, on, {LOCAL_NODE: here})
+
+
+def platform_bytes(front_ends: int) -> float:
+    """Memory of Ray, of what there is but once, and of so many front ends."""
+    return PLATFORM_BYTES + (front_ends - 1) * FRONT_END_BYTES
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """
+    Attributes:
+        available_bytes: What is free on a node.
+        taken_bytes: What all else will take of it, before any replica.
+        with_store: Whether a KV store is part of that.
+    """
+
+    available_bytes: float
+    taken_bytes: float
+    with_store: bool = False
+
+
+def plan_on_nodes(
+    models: Sequence[Model],
+    weight_bytes: Mapping[str, int],
+    node_of: Mapping[str, str],
+    memory: Mapping[str, NodeMemory],
+) -> dict[str, int]:
+    """Plan the number of replicas to start for each model.
+
+    Every model gets its fewest replicas, on the first of its devices. The memory that is left goes
+    to models with ``replicas: auto``, a replica each in turn, up to one a device.
+
+    Args:
+        node_of: Each device's node.
+        memory: Of each node.
+
+    Raises:
+        StartError: the least that the configuration asks for does not fit on a node.
+    """
     wanted = {model.name: least_replicas(model) for model in models}
     cost = {model.name: replica_bytes(model, weight_bytes[model.name]) for model in models}
-    left = available_bytes - PLATFORM_BYTES - kvstore_bytes - offline_bytes
-    left -= (front_ends - 1) * FRONT_END_BYTES
-    left -= sum(wanted[model.name] * cost[model.name] for model in models)
-    if left < 0:
-        to_lower = "kv_cache_memory, kvstore.memory" if kvstore_bytes else "kv_cache_memory"
-        raise StartError(
-            f"the configuration needs about {(available_bytes - left) / 2**30:.1f} GiB of memory "
-            f"and {available_bytes / 2**30:.1f} GiB is available: lower {to_lower} or replicas, or "
-            "serve fewer models"
-        )
+    left = {node: each.available_bytes - each.taken_bytes for node, each in memory.items()}
+    for model in models:
+        for device in model.devices[: wanted[model.name]]:
+            left[node_of[device]] -= cost[model.name]
+    for node, bytes_left in left.items():
+        if bytes_left < 0:
+            raise _too_little(node, memory[node], bytes_left)
     growing = [model for model in models if model.replicas == "auto"]
     while growing:
         for model in tuple(growing):
-            if wanted[model.name] == model.most_replicas or cost[model.name] > left:
+            have = wanted[model.name]
+            if have == model.most_replicas or cost[model.name] > left[node_of[model.devices[have]]]:
                 growing.remove(model)
             else:
                 wanted[model.name] += 1
-                left -= cost[model.name]
+                left[node_of[model.devices[have]]] -= cost[model.name]
     return wanted
+
+
+def _too_little(node: str, memory: NodeMemory, bytes_left: float) -> StartError:
+    to_lower = "kv_cache_memory, kvstore.memory" if memory.with_store else "kv_cache_memory"
+    where = "" if node == LOCAL_NODE else f" on node {node!r}"
+    return StartError(
+        f"the configuration needs about {(memory.available_bytes - bytes_left) / 2**30:.1f} GiB of "
+        f"memory{where} and {memory.available_bytes / 2**30:.1f} GiB is available: lower "
+        f"{to_lower} or replicas, or serve fewer models"
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,8 +22,8 @@ from loomserve.platform.state.lending_options import LendingOptions, ShardSpec
 from loomserve.platform.state.roles import Role
 from loomserve.routers.snapshot import RoutingStats
 
-# The Serve applications. A model's application is named after the model, so that it can be loaded,
-# scaled and unloaded without touching any other.
+# The Serve applications. Those of a model are named after it, so that it can be loaded, scaled and
+# unloaded without touching any other.
 GATEWAY_APP = "loomserve-gateway"
 CONTROLLER_APP = "loomserve-controller"
 MODEL_APP_PREFIX = "model:"
@@ -30,6 +31,8 @@ BATCH_APP = "loomserve-batch"
 GATEWAY_DEPLOYMENT = "Gateway"
 CONTROLLER_DEPLOYMENT = "Controller"
 ENGINE_DEPLOYMENT = "Engine"
+# No name of a model or a device has it.
+_ON = "@"
 BATCH_DEPLOYMENT = "BatchLane"
 
 # Where borrowers open and end loans, on a lender replica's own socket.
@@ -44,8 +47,36 @@ OWNER_HEADER = "x-loomserve-owner"
 
 
 def model_app(model: str) -> str:
-    """The Serve application that serves a model. Model names are unique after this mapping."""
+    """What the names of a model's Serve applications begin with. It is unique."""
     return MODEL_APP_PREFIX + model.replace("/", "--")
+
+
+def replica_app(model: str, device: str) -> str:
+    """The Serve application that has a model's replica on a device.
+
+    Serve places all replicas of one alike, and those of a model belong on a device each.
+    """
+    return f"{model_app(model)}{_ON}{device}"
+
+
+def is_ours(app: str) -> bool:
+    """Whether a Serve application is the platform's."""
+    return app in (GATEWAY_APP, CONTROLLER_APP, BATCH_APP) or app.startswith(MODEL_APP_PREFIX)
+
+
+def devices_with_replicas(model: str, apps: Mapping[str, Any]) -> dict[str, Any]:
+    """The devices of a model's replicas, with what is known of each.
+
+    Args:
+        model: its name.
+        apps: what is known of each Serve application, by its name.
+    """
+    beginning = model_app(model) + _ON
+    return {
+        name.removeprefix(beginning): known
+        for name, known in apps.items()
+        if name.startswith(beginning)
+    }
 
 
 class _Message(BaseModel):
@@ -56,11 +87,12 @@ class EngineSpec(_Message):
     """An engine that a replica starts."""
 
     model: Model
-    devices: tuple[Device, ...] = Field(description="A replica claims the first that is free.")
+    devices: tuple[Device, ...] = Field(description="Where it runs; of a pipeline, its stages.")
     stage_layers: tuple[int, ...] = Field(
         (), description="Layers of each device of a pipeline; else none."
     )
     path: str = Field(description="Local folder or hub id of the weights, once they are resolved.")
+    base: str = Field("", description="Folder to which the model's source is relative.")
     internal_token: str
     drain_timeout_s: float
     media_hosts: tuple[str, ...] = Field((), description="Hosts that it may fetch media from.")
@@ -137,6 +169,7 @@ class OfflineSpec(_Message):
     model: OfflineModel
     source: str = Field(description="A folder, or a hub id.")
     cores: tuple[int, ...]
+    resources: dict[str, float] = Field(description="What it asks Ray for, to be on its device.")
 
 
 class ModelEngines(_Message):

@@ -10,13 +10,20 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.loopback import is_loopback
 
 
-def check_listening(processes: Iterable[psutil.Process], server_port: int) -> None:
-    """Check that nothing but the server listens beyond loopback.
+def check_listening(
+    processes: Iterable[psutil.Process], server_port: int, node: str | None = None
+) -> None:
+    """Check that nothing but the server listens beyond loopback, or the cluster's network.
+
+    Args:
+        processes: those of the platform on this machine.
+        server_port: the server's.
+        node: this machine's address in the cluster's network; None: there is no cluster.
 
     Raises:
         StartError: something does; says which process and port.
     """
-    found = "; ".join(_elsewhere(processes, server_port))
+    found = "; ".join(_elsewhere(processes, server_port, node))
     if found:
         raise StartError(
             f"other machines could reach what is for the platform alone: {found}. Install the "
@@ -24,7 +31,9 @@ def check_listening(processes: Iterable[psutil.Process], server_port: int) -> No
         )
 
 
-def _elsewhere(processes: Iterable[psutil.Process], server_port: int) -> Iterator[str]:
+def _elsewhere(
+    processes: Iterable[psutil.Process], server_port: int, node: str | None
+) -> Iterator[str]:
     for process in processes:
         try:
             name, sockets = process.name(), process.net_connections("tcp")
@@ -32,5 +41,5 @@ def _elsewhere(processes: Iterable[psutil.Process], server_port: int) -> Iterato
             continue
         for one in sockets:
             listens = one.status == psutil.CONN_LISTEN and one.laddr.port != server_port
-            if listens and not is_loopback(one.laddr.ip):
+            if listens and not is_loopback(one.laddr.ip) and one.laddr.ip != node:
                 yield f"process {process.pid} ({name}) listens on {one.laddr.ip}:{one.laddr.port}"

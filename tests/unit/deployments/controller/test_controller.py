@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +18,15 @@ from loomserve.deployments.controller import models as lifecycle
 from loomserve.deployments.controller.controller import Controller
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.base.reply import Reply
-from loomserve.platform.config import Config, Model
-from loomserve.platform.fleet.messages import EngineSpec, Heartbeat, model_app
+from loomserve.platform.config import LOCAL_NODE, Config, Model
+from loomserve.platform.fleet.messages import (
+    EngineSpec,
+    Heartbeat,
+    devices_with_replicas,
+    replica_app,
+)
 from loomserve.platform.fleet.wish_store import WishesTakenOverError
-from loomserve.platform.state import ModelStatus
+from loomserve.platform.state import FootprintState, ModelStatus
 from tests.unit.platform.fleet.heartbeats import COLD, HOT, borrowing, report
 
 CONFIG = Config(
@@ -36,11 +41,15 @@ class FakeServe:
     """Applications that outlive controllers, as Serve's do; calls fail as often as told."""
 
     def __init__(self) -> None:
-        self.replicas: dict[str, int] = {}
+        self.apps: set[str] = set()
+        self.up: set[str] = {LOCAL_NODE}
         self.failing: list[Exception] = []
         self.hangs = False
         self.cancelled: list[str] = []
         self.deletes = 0
+
+    def devices(self, model: str) -> list[str]:
+        return sorted(devices_with_replicas(model, dict.fromkeys(self.apps)))
 
     async def _answer(self) -> None:
         await asyncio.sleep(0)
@@ -49,25 +58,24 @@ class FakeServe:
         if self.failing:
             raise self.failing.pop(0)
 
-    async def deploy(self, spec: EngineSpec, replicas: int, base: str) -> str | None:
+    async def deploy(self, spec: EngineSpec, devices: Sequence[str], base: str) -> str | None:
         await self._answer()
-        self.replicas[model_app(spec.model.name)] = replicas
+        self.apps.update(replica_app(spec.model.name, device) for device in devices)
         return None
 
     def stop_deploying(self, name: str) -> None:
         self.cancelled.append(name)
 
-    async def delete(self, name: str) -> None:
+    async def delete(self, name: str, devices: Collection[str]) -> None:
         self.deletes += 1
         await self._answer()
-        self.replicas.pop(model_app(name), None)
-
-    async def scale(self, name: str, replicas: int) -> None:
-        await self._answer()
-        self.replicas[model_app(name)] = replicas
+        self.apps.difference_update(replica_app(name, device) for device in devices)
 
     async def statuses(self) -> Mapping[str, Any]:
-        return {app: SimpleNamespace(status="RUNNING") for app in self.replicas}
+        return {app: SimpleNamespace(status="RUNNING") for app in self.apps}
+
+    async def nodes(self) -> Collection[str]:
+        return self.up
 
 
 @pytest.fixture
@@ -93,7 +101,7 @@ async def controlled(*, first: bool = False) -> AsyncIterator[Controller]:
         if first:
             await made.load_configured()
             apps: Any = made._models._apps
-            await until(lambda: len(apps.replicas) == len(CONFIG.models))
+            await until(lambda: all(apps.devices(model.name) for model in CONFIG.models))
         yield made
     finally:
         for task in [*made._tasks, *made._models._tasks]:
@@ -136,7 +144,8 @@ def test_an_unload_goes_on_with_the_next_controller(serve: FakeServe) -> None:
             assert COLD.name not in states(other), "its last words do not bring it back"
         async with controlled() as third:
             await until(lambda: [*states(third)] == [HOT.name])
-        assert [*serve.replicas] == [model_app(HOT.name)]
+        assert serve.devices(HOT.name)
+        assert not serve.devices(COLD.name)
 
     asyncio.run(scenario())
 
@@ -153,7 +162,7 @@ def test_what_serve_does_not_delete_is_tried_again_until_it_is(serve: FakeServe)
             assert serve.cancelled == [COLD.name]
             await one.check_health()
             await told(one.load(COLD))
-            await until(lambda: model_app(COLD.name) in serve.replicas)
+            await until(lambda: serve.devices(COLD.name))
 
     asyncio.run(scenario())
 
@@ -162,40 +171,71 @@ def test_the_number_of_replicas_is_as_wished_after_a_restart(serve: FakeServe) -
     async def scenario() -> None:
         async with controlled(first=True) as one:
             await told(one.scale(COLD.name, 2))
+            await until(lambda: len(serve.devices(COLD.name)) == 2)
         # Serve was told of another number, by whom ever.
-        serve.replicas[model_app(COLD.name)] = 1
+        serve.apps.remove(replica_app(COLD.name, "core1"))
         serve.failing = [RuntimeError("busy")]
         async with controlled() as other:
-            await until(lambda: serve.replicas[model_app(COLD.name)] == 2)
+            await until(lambda: len(serve.devices(COLD.name)) == 2)
             assert other._fleet.registry.targets()[COLD.name] == 2
 
     asyncio.run(scenario())
 
 
-def test_a_scale_that_serve_refuses_is_told_and_not_kept(serve: FakeServe) -> None:
+def test_a_scale_that_serve_refuses_is_tried_again_until_it_is_done(serve: FakeServe) -> None:
     async def scenario() -> None:
         async with controlled(first=True) as one:
-            serve.failing = [RuntimeError("no such deployment")]
-            with pytest.raises(Exception, match="no such deployment"):
-                await told(one.scale(COLD.name, 2))
-        async with controlled() as other:
-            assert other._fleet.registry.targets()[COLD.name] == 1
-        assert serve.replicas[model_app(COLD.name)] == 1
+            serve.failing = [RuntimeError("busy"), RuntimeError("busy")]
+            await told(one.scale(COLD.name, 2))
+            await until(lambda: serve.devices(COLD.name) == ["core0", "core1"])
+            serve.failing = [RuntimeError("busy")]
+            await told(one.scale(COLD.name, 1))
+            await until(lambda: serve.devices(COLD.name) == ["core0"])
+            await one.check_health()
 
     asyncio.run(scenario())
 
 
-def test_a_scale_during_which_the_controller_dies_is_undone(serve: FakeServe) -> None:
+def test_a_scale_during_which_the_controller_dies_is_carried_out_by_the_next(
+    serve: FakeServe,
+) -> None:
     async def scenario() -> None:
         async with controlled(first=True) as one:
             serve.hangs = True
-            scaling = asyncio.create_task(told(one.scale(COLD.name, 2)))
+            await told(one.scale(COLD.name, 2))
             await asyncio.sleep(0.05)
-            scaling.cancel()
+            assert len(serve.devices(COLD.name)) == 1
         serve.hangs = False
-        serve.replicas[model_app(COLD.name)] = 2
         async with controlled():
-            await until(lambda: serve.replicas[model_app(COLD.name)] == 1)
+            await until(lambda: len(serve.devices(COLD.name)) == 2)
+
+    asyncio.run(scenario())
+
+
+def served_since(ready_at: float) -> FootprintState:
+    return FootprintState(
+        layers=1,
+        layer_bytes=0,
+        kv_heads=1,
+        block_bytes=1,
+        block_tokens=1,
+        memory_bytes=None,
+        memory_measured_at=0,
+        start_s=1,
+        ready_at=ready_at,
+    )
+
+
+def test_the_newest_replica_ends_where_there_are_too_many(serve: FakeServe) -> None:
+    async def scenario() -> None:
+        async with controlled(first=True) as one:
+            await told(one.scale(COLD.name, 2))
+            await until(lambda: len(serve.devices(COLD.name)) == 2)
+            old = report("c1", "core1", model=COLD, footprint=served_since(5.0))
+            new = report("c0", "core0", model=COLD, footprint=served_since(9.0))
+            await heard(one, old, new)
+            await told(one.scale(COLD.name, 1))
+            await until(lambda: serve.devices(COLD.name) == ["core1"])
 
     asyncio.run(scenario())
 
@@ -210,7 +250,7 @@ def test_a_model_loaded_at_run_time_is_loaded_again_if_it_never_came_to_serve(
         serve.hangs = False
         async with controlled() as other:
             assert EXTRA.name in states(other)
-            await until(lambda: model_app(EXTRA.name) in serve.replicas)
+            await until(lambda: serve.devices(EXTRA.name))
             await told(other.unload(EXTRA.name, 0))
             await until(lambda: EXTRA.name not in states(other))
         async with controlled() as third:
@@ -293,7 +333,7 @@ def test_wishes_that_cannot_be_kept_just_now_are_kept_later(
 
             monkeypatch.setattr(one._store, "save", full)
             await told(one.scale(COLD.name, 2))
-            assert serve.replicas[model_app(COLD.name)] == 2
+            await until(lambda: len(serve.devices(COLD.name)) == 2)
             await one.check_health()
             monkeypatch.setattr(one._store, "save", save)
             await until(lambda: one._store.wishes == one._fleet.wishes())

@@ -1,0 +1,94 @@
+"""Has Serve run the replicas that are wished, each on its device."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from loomserve.deployments.controller.serve_apps import ServeApps
+from loomserve.platform.config import Device, Model
+from loomserve.platform.fleet.fleet import Fleet
+from loomserve.platform.fleet.messages import EngineSpec, devices_with_replicas
+from loomserve.platform.fleet.places import places
+
+
+class ModelReplicas:
+    """Compares what Serve has of a model with what is wished, and has it do what is missing."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        apps: ServeApps,
+        spec_of: Callable[[Model], EngineSpec],
+        device: Callable[[str], Device],
+        base: str,
+        clock: Callable[[], float],
+    ) -> None:
+        """
+        Args:
+            fleet: knows what is wished.
+            apps: Serve's.
+            spec_of: of an engine of a model.
+            device: of the configuration, by its name.
+            base: folder to which the configuration's paths are relative.
+            clock: seconds of the fleet's clock.
+        """
+        self._fleet, self._apps = fleet, apps
+        self._spec_of, self._device = spec_of, device
+        self._base = base
+        self._clock = clock
+        self._down: frozenset[str] = frozenset()
+        self._busy: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def set_down(self, nodes: frozenset[str]) -> bool:
+        """Take over which nodes are down; returns whether that has changed."""
+        changed = nodes != self._down
+        self._down = nodes
+        return changed
+
+    async def settle(self, name: str) -> None:
+        """Start and end replicas of a model until they are where they are to be.
+
+        Raises:
+            Exception: Serve did not do it.
+        """
+        async with self._busy[name]:
+            target = self._fleet.registry.targets().get(name)
+            if target is None:
+                return  # it was unloaded meanwhile
+            model = self._fleet.registry.record(name).model
+            there = devices_with_replicas(name, await self._apps.statuses())
+            wanted = self._wanted(model, target, there)
+            missing = tuple(device for device in wanted if device not in there)
+            if missing:
+                problem = await self._apps.deploy(self._spec_of(model), missing, self._base)
+                self._fleet.registry.set_failure(name, problem)
+                if problem is not None:
+                    return
+            if unwanted := there.keys() - set(wanted):
+                await self._apps.delete(name, unwanted)
+
+    async def end(self, name: str) -> None:
+        """End all replicas of a model.
+
+        Raises:
+            Exception: Serve did not do it.
+        """
+        async with self._busy[name]:
+            there = devices_with_replicas(name, await self._apps.statuses())
+            await self._apps.delete(name, there)
+
+    def _wanted(self, model: Model, target: int, there: Mapping[str, Any]) -> tuple[str, ...]:
+        if model.pipeline is not None:
+            # Its first device stands for all.
+            return model.devices[:1]
+        up = {name for name in model.devices if self._device(name).on not in self._down}
+        began = {
+            replica.device: replica.heartbeat.footprint.ready_at
+            for replica in self._fleet.registry.live(model.name, self._clock())
+            if replica.heartbeat.footprint is not None
+        }
+        oldest_first = sorted(there, key=lambda name: (began.get(name, float("inf")), name))
+        return places(model.devices, target, oldest_first, up)

@@ -1,0 +1,151 @@
+"""Checks of a cluster's nodes, each by a task on the node itself."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import ray
+
+from loomserve.deployments.ray_node import node_address
+from loomserve.platform.base.errors import LoomserveError, StartError
+from loomserve.platform.config import Config, Device, Model
+from loomserve.platform.devices.compiler import check_compiler
+from loomserve.platform.engine.hooks import verify
+from loomserve.platform.models import catalog
+from loomserve.platform.nodes.resources import on_devices, on_node
+from loomserve.platform.run.folder import own_run
+from loomserve.platform.run.leftovers import processes_of
+from loomserve.platform.run.listening import check_listening
+
+# Weights may have to be fetched.
+_CHECK_TIMEOUT_S = 3600.0
+_LOOK_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class NodeReport:
+    """
+    Attributes:
+        memory: Bytes that are free for engines.
+        weights: Bytes of the weights of each model that may run there.
+    """
+
+    memory: int
+    weights: dict[str, int] = field(default_factory=dict)
+
+
+def check_nodes(config: Config, base: Path, say: Callable[[str], None]) -> dict[str, NodeReport]:
+    """Check each node that has devices, at once, and have weights fetched there.
+
+    Raises:
+        StartError: a node cannot do what the configuration asks of it; names node and field.
+    """
+    _check_devices(config)
+    say(f"checking nodes {', '.join(config.nodes)}")
+    asked = {
+        name: _check_node.options(resources=on_node(name)).remote(
+            config.model_dump_json(), name, str(base.resolve())
+        )
+        for name in config.nodes
+    }
+    return {name: _answer(name, work, _CHECK_TIMEOUT_S) for name, work in asked.items()}
+
+
+def check_nodes_listening(config: Config) -> None:
+    """Check that on no node anything but the server listens beyond the cluster's network.
+
+    Raises:
+        StartError: something does.
+    """
+    asked = {
+        name: _look_at_listening.options(resources=on_node(name)).remote(config.server.port)
+        for name in config.nodes
+    }
+    for name, work in asked.items():
+        _answer(name, work, _LOOK_TIMEOUT_S)
+
+
+def _check_devices(config: Config) -> None:
+    """Whether nodes have the cores and GPUs that devices name."""
+    there: set[str] = set()
+    for node in ray.nodes():
+        if node["Alive"]:
+            there |= node["Resources"].keys()
+    for index, device in enumerate(config.devices):
+        missing = [name for name in on_devices([device]) if name not in there]
+        if missing:
+            kind = "cores" if device.kind == "cpu" else "gpu"
+            numbers = ", ".join(name.rpartition(":")[2] for name in missing)
+            raise StartError(
+                f"devices[{index}].{kind}: node {device.on!r} has no {kind.rstrip('s')} {numbers}, "
+                f"of which device {device.name!r} is to consist"
+            )
+
+
+def _answer(node: str, work: ray.ObjectRef, timeout_s: float) -> NodeReport:
+    try:
+        found: NodeReport | str = ray.get(work, timeout=timeout_s)
+    except ray.exceptions.GetTimeoutError:
+        raise StartError(f"node {node!r} did not answer within {timeout_s:.0f} s") from None
+    except ray.exceptions.RayError as error:
+        raise StartError(f"node {node!r} cannot be asked: {str(error).splitlines()[-1]}") from None
+    if isinstance(found, str):
+        raise StartError(f"node {node!r}: {found}")
+    return found
+
+
+@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
+def _check_node(config: str, name: str, base: str) -> NodeReport | str:
+    """On the node: a report, or what is wrong in one sentence."""
+    checked = Config.model_validate(json.loads(config))
+    try:
+        return _checked(checked, name, Path(base))
+    except LoomserveError as error:
+        return str(error)
+
+
+@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
+def _look_at_listening(server_port: int) -> NodeReport | str:
+    try:
+        check_listening(processes_of(own_run()), server_port, node_address())
+    except StartError as error:
+        return str(error)
+    return NodeReport(memory=0)
+
+
+def _checked(config: Config, name: str, base: Path) -> NodeReport:
+    verify("vllm")
+    verify("ray")
+    mine = [device for device in config.devices if device.on == name]
+    models = dict(_models_on(config, {device.name for device in mine}))
+    check_compiler(models.values())
+    _check_affinity(mine)
+    weights = {}
+    for index, model in models.items():
+        try:
+            path = catalog.resolve(model.source, base, revision=model.revision)
+        except LoomserveError as error:
+            raise StartError(f"models[{index}].source: {error}") from None
+        weights[model.name] = catalog.weight_bytes(path) if isinstance(path, Path) else 0
+    return NodeReport(psutil.virtual_memory().available, weights)
+
+
+def _models_on(config: Config, devices: set[str]) -> Iterator[tuple[int, Model]]:
+    for index, model in enumerate(config.models):
+        if devices.intersection(model.devices):
+            yield index, model
+
+
+def _check_affinity(devices: list[Device]) -> None:
+    allowed = os.sched_getaffinity(0)
+    for device in devices:
+        if forbidden := set(device.cores) - allowed:
+            raise StartError(
+                f"device {device.name!r} names core {min(forbidden)}, which processes there may "
+                "not use (cpuset)"
+            )

@@ -1,0 +1,279 @@
+"""The Ray that a platform runs on: one of its own on this machine, or a cluster that it joins.
+
+Ray reads its environment when it is imported, so that it is imported within functions.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.config import Config
+from loomserve.platform.fleet.messages import is_ours
+from loomserve.platform.nodes.resources import STATE, name_in, offered_by_devices
+from loomserve.platform.nodes.token import read_token, token_path
+from loomserve.platform.run.folder import RunFolder
+from loomserve.platform.run.guard import start_guard
+from loomserve.platform.run.leftovers import end_run
+from loomserve.platform.run.listening import check_listening
+from loomserve.platform.run.ray_environment import (
+    LOGICAL_CPUS,
+    OBJECT_STORE_BYTES,
+    driver_environment,
+    set_environment,
+)
+from loomserve.platform.run.shared_memory import RunMemory, watch_memory
+
+# One machine is all there is, so all that talks to itself stays on it, wherever the server listens.
+_OWN_ADDRESS = "127.0.0.1"
+_LOOK_S = 0.5
+# A raylet that has just joined is not known to all parts of Ray at once.
+_OWN_NODE_TIMEOUT_S = 20.0
+
+
+class PlatformRay(Protocol):
+    """What the command does with Ray beside deploying on it."""
+
+    def start(self) -> None:
+        """
+        Raises:
+            StartError: Ray cannot be started or joined.
+        """
+
+    def make_room(self) -> None:
+        """End what an earlier command left deployed."""
+
+    def check_listening(self) -> None:
+        """
+        Raises:
+            StartError: a process of the platform listens where others reach it.
+        """
+
+    def delete_platform(self) -> None:
+        """End what is deployed, once running requests have finished."""
+
+    def end(self) -> None:
+        """Leave Ray, once nothing of the platform runs on it."""
+
+    def kill(self) -> None:
+        """End at once what this command started."""
+
+
+class OwnRay:
+    """A Ray of this machine alone, in a run of its own."""
+
+    def __init__(self, config: Config, keep: Iterable[Path]) -> None:
+        """``keep`` is shared memory that outlives the run."""
+        self._config, self._keep = config, list(keep)
+        self._run: RunFolder | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
+        self._ended = threading.Event()
+
+    def start(self) -> None:
+        self._run = run = RunFolder.create()
+        set_environment(run)
+        self._guard = start_guard(run, self._keep)
+        ray = _quiet_ray()
+        try:
+            ray.init(
+                address="local",
+                num_cpus=LOGICAL_CPUS,
+                resources=offered_by_devices(self._config.devices),
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level="ERROR",
+                object_store_memory=OBJECT_STORE_BYTES,
+                _node_ip_address=_OWN_ADDRESS,
+                _temp_dir=str(run.ray),
+            )
+        except Exception as error:  # Ray has no class of its own for that
+            raise StartError(
+                f"Ray did not start: {error} If the machine is busy, try again when it is less so."
+            ) from error
+        memory = RunMemory(run.memory)
+        threading.Thread(target=watch_memory, args=(memory, self._ended), daemon=True).start()
+
+    def make_room(self) -> None:
+        """A Ray of its own has nothing yet."""
+
+    def delete_platform(self) -> None:
+        from ray import serve
+
+        serve.shutdown()
+
+    def check_listening(self) -> None:
+        mine = psutil.Process().children(recursive=True)
+        check_listening(mine, self._config.server.port)
+
+    def end(self) -> None:
+        import ray
+
+        guard = self._guard.pid if self._guard else None
+        mine = [one for one in psutil.Process().children(recursive=True) if one.pid != guard]
+        ray.shutdown()
+        psutil.wait_procs(mine, timeout=5)
+        self.kill()
+
+    def kill(self) -> None:
+        """Kill every process at once, and give shared memory back, which outlives them."""
+        self._ended.set()
+        if self._run is not None:
+            end_run(self._run, children=psutil.Process().children(recursive=True))
+
+
+class JoinedRay:
+    """A cluster that ``loomserve node`` has started; none of its processes is ever ended here."""
+
+    def __init__(self, config: Config, token_file: Path, say: Callable[[str], None]) -> None:
+        assert config.cluster is not None
+        self._config, self._say = config, say
+        self._cluster = config.cluster
+        self._token_file = token_file
+        self._began_serve = False
+
+    def start(self) -> None:
+        address = self._cluster.address or os.environ.get("RAY_ADDRESS")
+        if address is None:
+            raise StartError(
+                "cluster.address is missing: give HOST:PORT of the head, or set RAY_ADDRESS"
+            )
+        read_token(self._token_file)
+        os.environ.update(driver_environment(str(self._token_file)))
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        ray = _quiet_ray()
+        try:
+            ray.init(
+                address=address, log_to_driver=False, logging_level="ERROR", configure_logging=False
+            )
+        except Exception as error:  # Ray has no class of its own for that
+            raise StartError(
+                f"cannot join the cluster at {address}: {_first_line(error)} Is loomserve node up "
+                "on this machine, and is the token the same?"
+            ) from error
+        self._check_own_node()
+        self._await_nodes()
+
+    def make_room(self) -> None:
+        from ray import serve
+
+        self._began_serve = not _serve_runs()
+        if not self._began_serve and any(map(is_ours, serve.status().applications)):
+            self._say("ending the platform that an earlier loomserve serve left in the cluster")
+            _delete_ours()
+
+    def delete_platform(self) -> None:
+        from ray import serve
+
+        _delete_ours()
+        if self._began_serve and not serve.status().applications:
+            serve.shutdown()
+
+    def check_listening(self) -> None:
+        from loomserve.deployments.node_checks import check_nodes_listening
+
+        check_nodes_listening(self._config)
+
+    def end(self) -> None:
+        import ray
+
+        ray.shutdown()
+
+    def kill(self) -> None:
+        """What is deployed goes on; the next ``loomserve serve`` takes its place."""
+
+    def _check_own_node(self) -> None:
+        """What there is but once is checked by this command, in the folders of its machine."""
+        import ray
+
+        own, deadline = ray.get_runtime_context().get_node_id(), time.monotonic()
+        deadline += _OWN_NODE_TIMEOUT_S
+        while True:
+            found = [node for node in ray.nodes() if node["NodeID"] == own and node["Alive"]]
+            if found and STATE in found[0]["Resources"]:
+                return
+            if time.monotonic() > deadline:
+                raise StartError(
+                    "batches, plans and the controller are kept on one node, and this one does not "
+                    "offer to: run loomserve serve on the one with loomserve node --state DIR"
+                )
+            time.sleep(_LOOK_S)
+
+    def _await_nodes(self) -> None:
+        deadline, told = time.monotonic() + self._cluster.join_timeout_s, False
+        while missing := [name for name in self._config.nodes if name not in _nodes_up()]:
+            names = ", ".join(missing)
+            if time.monotonic() > deadline:
+                index = next(
+                    at for at, device in enumerate(self._config.devices) if device.on in missing
+                )
+                raise StartError(
+                    f"devices[{index}].node: the cluster has no node {missing[0]!r}; it has "
+                    f"{', '.join(sorted(_nodes_up())) or 'none'}. Start it there with loomserve "
+                    f"node --name {missing[0]}, or change the name"
+                )
+            if not told:
+                told = True
+                self._say(f"waiting for nodes: {names}")
+            time.sleep(_LOOK_S)
+
+
+def platform_ray(
+    config: Config, base: Path, keep: Iterable[Path], say: Callable[[str], None]
+) -> PlatformRay:
+    """The Ray that a configuration in folder ``base`` asks for.
+
+    Args:
+        keep: shared memory that outlives a run.
+    """
+    if config.cluster is None:
+        return OwnRay(config, keep)
+    given = config.cluster.token_file
+    return JoinedRay(config, token_path(base / given if given else None), say)
+
+
+def _serve_runs() -> bool:
+    import ray
+
+    try:
+        ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
+    except ValueError:
+        return False
+    return True
+
+
+def _delete_ours() -> None:
+    from ray import serve
+
+    ours = [name for name in serve.status().applications if is_ours(name)]
+    with ThreadPoolExecutor(max(1, len(ours))) as deleting:
+        list(deleting.map(serve.delete, ours))
+
+
+def _nodes_up() -> set[str]:
+    import ray
+
+    names = (name_in(node["Resources"]) for node in ray.nodes() if node["Alive"])
+    return {name for name in names if name is not None}
+
+
+def _quiet_ray() -> Any:
+    # What Ray and Serve say about themselves drowns what the user wants to know.
+    logging.disable(logging.INFO)
+    import ray
+
+    return ray
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
