@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import socket
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -90,7 +91,7 @@ def _options(
         raise ConfigError("--address: say HOST:PORT of the head, or --head to be it")
     where = _checked("--address", ClusterAddress, address) if address else None
     host, port = _split(where) if where else ("", _DEFAULT_PORT)
-    own = ip or (host if head and host else _own_address(host))
+    own = _checked("--ip", IPv4Address, ip) if ip else _own_address(host, head=head)
     if is_loopback(own):
         raise StartError(
             f"{own} is of this machine alone, where other nodes cannot reach it: give its address "
@@ -127,8 +128,8 @@ def _port_range(given: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def _own_address(host: str) -> str:
-    """The address by which this machine reaches a host, or other machines in general.
+def _own_address(host: str, *, head: bool) -> str:
+    """This machine's address: the head's own, or that by which it reaches a host.
 
     Raises:
         StartError: it reaches nobody.
@@ -136,8 +137,11 @@ def _own_address(host: str) -> str:
     # Nothing is sent: the kernel only says from where it would.
     asked = host or "192.0.2.1"
     try:
-        family, _, _, _, target = socket.getaddrinfo(asked, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+        found = socket.getaddrinfo(asked, 9, socket.AF_INET, socket.SOCK_DGRAM)
+        target = found[0][4]
+        if head and host:
+            return str(target[0])
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.connect(target)
             return str(sock.getsockname()[0])
     except OSError as error:
