@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -57,7 +58,7 @@ def check_nodes(config: Config, base: Path, say: Callable[[str], None]) -> dict[
 
 
 def check_nodes_listening(config: Config) -> None:
-    """Check that on no node anything but the server listens beyond the cluster's network.
+    """Check that on no node an engine listens beyond the cluster's network.
 
     Raises:
         StartError: something does.
@@ -112,10 +113,18 @@ def _check_node(config: str, name: str, base: str) -> NodeReport | str:
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
 def _look_at_listening(server_port: int) -> NodeReport | str:
     try:
-        check_listening(processes_of(own_run()), server_port, node_address())
+        engines = [one for one in processes_of(own_run()) if _is_engine(one)]
+        check_listening(engines, server_port, node_address())
     except StartError as error:
         return str(error)
     return NodeReport(memory=0)
+
+
+def _is_engine(process: psutil.Process) -> bool:
+    """Ray's own processes, which ask for the cluster's token, listen on all addresses."""
+    with contextlib.suppress(psutil.Error):  # it has just ended
+        return any(part.startswith("VLLM::") for part in process.cmdline())
+    return False
 
 
 def _checked(config: Config, name: str, base: Path) -> NodeReport:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import ray
 
+from loomserve.platform.nodes.node import STATE_VARIABLE
 from loomserve.platform.nodes.resources import name_in
 
 
@@ -32,6 +36,24 @@ def session_folder() -> Path:
     """Ray's own folder on this node, which ends with the platform."""
     context = ray.get_runtime_context()
     return Path(context.get_temp_dir(), context.get_session_name())
+
+
+def wishes_folder(internal_token: str) -> Path:
+    """Folder of what operators wish of the platform that has this token.
+
+    It is found again by whichever controller comes next, also when Ray on its node has been started
+    again; a platform that comes next has another.
+    """
+    state = os.environ.get(STATE_VARIABLE)
+    if state is None:
+        # Ray's folder is this run's alone, and ends with it.
+        return session_folder() / "loomserve"
+    wishes = Path(state, "wishes")
+    own = wishes / hashlib.sha256(internal_token.encode()).hexdigest()[:16]
+    for former in wishes.glob("*"):
+        if former != own:
+            shutil.rmtree(former, ignore_errors=True)
+    return own
 
 
 def keep_calls_on_node() -> None:

@@ -20,7 +20,7 @@ import ray
 
 from loomserve.deployments.controller.models import ModelLifecycle
 from loomserve.deployments.controller.serve_apps import ServeApps
-from loomserve.deployments.ray_node import keep_calls_on_node, session_folder
+from loomserve.deployments.ray_node import keep_calls_on_node, wishes_folder
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.base.periodic import every
 from loomserve.platform.base.reply import replies
@@ -78,8 +78,8 @@ class Controller:
         self._models = ModelLifecycle(
             checked, base, internal_token, options, self._fleet, apps, self._save
         )
-        # Ray's folder is this run's alone: the next one begins with the configuration again.
-        self._store = await asyncio.to_thread(WishStore, session_folder() / "loomserve")
+        # The next platform begins with the configuration again.
+        self._store = await asyncio.to_thread(WishStore, wishes_folder(internal_token))
         self._saving, self._unsaved = asyncio.Lock(), False
         self._fleet.restore(self._store.wishes or Wishes())
         if self._store.wishes is not None:

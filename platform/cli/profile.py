@@ -100,6 +100,11 @@ def profile_devices(
 ) -> None:
     """Measure memory, speed and links of devices, and the stages of models that are pipelines."""
     checked = configuration.load(path)
+    if checked.cluster is not None:
+        raise ConfigError(
+            f"{path}: cluster: devices are measured on this machine, and these are on several: "
+            "measure each node's with a file of its own, which has no cluster section"
+        )
     models = {
         model.source: (
             str(catalog.resolve(model.source, path.parent, _say, revision=model.revision)),

@@ -107,7 +107,8 @@ def on_cores(device: Device) -> Iterator[None]:
 
 
 def place(device: Device) -> str:
-    """Name the device's hardware for a person, such as ``cores 0,1`` or ``gpu 3``."""
+    """Name the device's hardware for a person, such as ``cores 0,1`` or ``gpu 3 of node-2``."""
+    of = f" of {device.node}" if device.node is not None else ""
     if device.kind == "cuda":
-        return f"gpu {device.gpu}"
-    return f"core{'s' if len(device.cores) > 1 else ''} {','.join(map(str, device.cores))}"
+        return f"gpu {device.gpu}{of}"
+    return f"core{'s' if len(device.cores) > 1 else ''} {','.join(map(str, device.cores))}{of}"

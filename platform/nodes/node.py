@@ -149,7 +149,11 @@ def start_command(options: NodeOptions, temporary: Path) -> list[str]:
         options.name, range(os.cpu_count() or 1), _gpus(), state=options.state is not None
     )
     where = (
-        ["--head", f"--port={port}", "--include-dashboard=false"]
+        [
+            *("--head", f"--port={port}", "--include-dashboard=false"),
+            # Nodes come and go by themselves.
+            "--no-monitor",
+        ]
         if options.is_head
         else [f"--address={host}:{port}"]
     )
@@ -168,7 +172,7 @@ def start_command(options: NodeOptions, temporary: Path) -> list[str]:
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--resources={json.dumps(resources)}",
         f"--temp-dir={temporary}",
-        "--disable-usage-stats",
+        *("--disable-usage-stats", "--log-color=false"),
         *ports,
     ]
 

@@ -16,8 +16,6 @@ _RAY_ENVIRONMENT = {
     # One that has handed a model to Serve has imported vLLM; Ray would keep it, half a gigabyte.
     "RAY_num_workers_soft_limit": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
-    # Ray would turn loopback into an address that other machines reach.
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     # An engine's processes end with its replica, even if that is killed while they start.
     "RAY_process_group_cleanup_enabled": "1",
     # Serve looks ten times a second whether replicas should come or go: 4 % of a core, at rest.
@@ -25,10 +23,15 @@ _RAY_ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
+# Of a machine that is all there is: Ray would turn loopback into an address that others reach.
+_LONE_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+
 # Of a node that is kept: a busy machine takes longer than Ray would wait.
 _NODE_ENVIRONMENT = {
     "RAY_raylet_start_wait_time_s": "240",
     "RAY_agent_register_timeout_ms": "200000",
+    # Ray's dashboard would show its own metrics to everybody; at no such port it cannot.
+    "DASHBOARD_METRIC_PORT": "-1",
 }
 
 LOGICAL_CPUS = 128
@@ -39,7 +42,7 @@ OBJECT_STORE_BYTES = 128 * 2**20
 
 def set_environment(run: RunFolder) -> None:
     """Set what Ray and all processes of the run read, whatever the user's environment says."""
-    os.environ.update(_RAY_ENVIRONMENT | run.environment())
+    os.environ.update(_RAY_ENVIRONMENT | _LONE_ENVIRONMENT | run.environment())
     # Ray would take it before the run's own token.
     os.environ.pop("RAY_AUTH_TOKEN", None)
 

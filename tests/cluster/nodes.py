@@ -23,6 +23,8 @@ import psutil
 
 INIT = Path(__file__).with_name("init.py")
 _BOOT_TIMEOUT_S = 20.0
+# Also if these are killed.
+_END_WITH_TESTS = ("setpriv", "--pdeathsig", "KILL")
 _NAMESPACES = ("--mount", "--pid", "--uts", "--ipc", "--net")
 _SHARED_MEMORY = "3g"
 _TEMPORARY = "2g"
@@ -30,7 +32,7 @@ _TEMPORARY = "2g"
 
 def why_not() -> str | None:
     """Why there can be no nodes here; None: there can."""
-    for tool in ("unshare", "nsenter", "ip", "mount"):
+    for tool in ("unshare", "nsenter", "setpriv", "ip", "mount"):
         if shutil.which(tool) is None:
             return f"nodes need the command {tool}"
     if os.geteuid() != 0:
@@ -76,7 +78,8 @@ class Node:
         )
         self._outer = subprocess.Popen(
             [
-                *("unshare", *_NAMESPACES, "--fork", "--mount-proc", "--kill-child"),
+                *(*_END_WITH_TESTS, "unshare", *_NAMESPACES),
+                *("--fork", "--mount-proc", "--kill-child"),
                 *("sh", "-c", f"{mounts} && exec {sys.executable} -S {INIT}"),
             ],
             stdin=subprocess.DEVNULL,
@@ -120,7 +123,7 @@ class Node:
         with log.open("ab") as out:
             return subprocess.Popen(
                 self._entering(command),
-                env={**os.environ, **(environment or {})},
+                env={**os.environ, "TMPDIR": str(self._temporary), **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,
@@ -186,8 +189,10 @@ def network(*names: str) -> Iterator[tuple[Node, ...]]:
     ours = os.getpid()
     subnet = f"10.{100 + ours // 250 % 100}.{ours % 250}"
     # What keeps runs in it is the same path on all nodes, with contents of their own.
-    temporary = Path(tempfile.mkdtemp(prefix="nodes-", dir="/tmp"))
-    hub = subprocess.Popen(["unshare", "--net", "sleep", "infinity"], stdin=subprocess.DEVNULL)
+    temporary = Path(tempfile.mkdtemp(prefix="n", dir="/tmp"))
+    hub = subprocess.Popen(
+        [*_END_WITH_TESTS, "unshare", "--net", "sleep", "infinity"], stdin=subprocess.DEVNULL
+    )
     nodes: list[Node] = []
     try:
         _until_apart(hub.pid)

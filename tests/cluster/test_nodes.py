@@ -114,3 +114,30 @@ def test_nothing_is_left_of_nodes_whose_test_failed() -> None:
     assert inside
     until(lambda: links() == before)
     assert not any(process.is_running() for process in inside)
+
+
+KILLED = """
+import os, signal, sys
+from tests.cluster.nodes import network
+with network("short") as (node,):
+    node.start(["sleep", "1000"], __import__("pathlib").Path("/dev/null"))
+    print(node._init.pid, node._outer.pid, node._hub, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_nothing_is_left_of_nodes_whose_tests_were_killed() -> None:
+    killed = subprocess.run(
+        [sys.executable, "-c", KILLED], capture_output=True, text=True, check=False
+    )
+    pids = [int(pid) for pid in killed.stdout.split()]
+    assert len(pids) == 3, killed.stderr
+
+    def gone(pid: int) -> bool:
+        # Without an init that reaps, as in some containers, they stay as zombies.
+        try:
+            return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    until(lambda: all(map(gone, pids)))

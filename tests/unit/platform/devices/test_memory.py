@@ -10,8 +10,11 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Model, OfflineModel, Roles
 from loomserve.platform.devices.memory import (
     FRONT_END_BYTES,
+    NODE_BYTES,
     PLATFORM_BYTES,
+    NodeMemory,
     offline_bytes,
+    plan_on_nodes,
     plan_replicas,
     replica_bytes,
 )
@@ -99,3 +102,32 @@ def test_a_plan_fits_and_respects_every_bound(
     for m in models:
         assert 1 <= plan[m.name] <= len(m.devices)
         assert m.replicas in ("auto", plan[m.name])
+
+
+def on_two_nodes(gib_one: float, gib_two: float) -> dict[str, NodeMemory]:
+    return {
+        "one": NodeMemory(gib_one * GIB, PLATFORM_BYTES),
+        "two": NodeMemory(gib_two * GIB, NODE_BYTES, with_store=True),
+    }
+
+
+NODES = {"d0": "one", "d1": "two", "d2": "two"}
+
+
+def test_each_replica_takes_memory_of_its_own_node() -> None:
+    three = model("a", devices=3)
+    cost = replica_bytes(three, 0) / GIB
+    enough = PLATFORM_BYTES / GIB + cost, NODE_BYTES / GIB + 2 * cost
+    assert plan_on_nodes([three], {"a": 0}, NODES, on_two_nodes(*enough)) == {"a": 3}
+    less = enough[0], enough[1] - 0.1
+    assert plan_on_nodes([three], {"a": 0}, NODES, on_two_nodes(*less)) == {"a": 2}
+    assert plan_on_nodes([three], {"a": 0}, NODES, on_two_nodes(100, 1)) == {"a": 1}
+
+
+def test_the_node_that_lacks_memory_is_named() -> None:
+    both = model("a", replicas=2, devices=2)
+    assert plan_on_nodes([both], {"a": 0}, NODES, on_two_nodes(8, 8)) == {"a": 2}
+    with pytest.raises(StartError, match=r"on node 'two' and 1\.0 GiB .* kvstore\.memory"):
+        plan_on_nodes([both], {"a": 0}, NODES, on_two_nodes(100, 1))
+    with pytest.raises(StartError, match=r"on node 'one' and 1\.0 GiB .*lower kv_cache_memory or"):
+        plan_on_nodes([both], {"a": 0}, NODES, on_two_nodes(1, 100))
