@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from vllm.v1.engine import (
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from loomserve.platform.engine.core.addresses import BEAT, READY
+from loomserve.platform.engine.core.told_load import ToldLoad
 
 FACTS = EngineCoreReadyResponse(
     max_model_len=2048, num_gpu_blocks=10_000, block_size=32, dp_stats_address=None,
@@ -55,6 +57,7 @@ class FakeEngine:
         self._tokens = tokens
         self._known: dict[bytes, bytes] = {}
         self._answers: dict[str, _Answer] = {}
+        self._taken: Counter[bytes] = Counter()
         self._steps = 0
         self._requests, self._other = MsgpackDecoder(EngineCoreRequest), MsgpackDecoder()
         self._encoder = MsgpackEncoder()
@@ -82,6 +85,7 @@ class FakeEngine:
             self._output.send_multipart([identity, BEAT, msgspec.msgpack.encode(state)])
         else:
             self._known[identity] = connection
+            del self._taken[identity]
             self._output.send_multipart([identity, READY, msgspec.msgpack.encode(FACTS)])
 
     def _take(self) -> None:
@@ -90,6 +94,7 @@ class FakeEngine:
             request = self._requests.decode(data)
             most = request.sampling_params.max_tokens if request.sampling_params else None
             self._answers[request.request_id] = _Answer(identity, most or 1)
+            self._taken[identity] += 1
         elif kind == EngineCoreRequestType.ABORT.value:
             for request_id in self._other.decode(data):
                 self._answers.pop(request_id, None)
@@ -117,7 +122,8 @@ class FakeEngine:
             self._send(identity, EngineCoreOutputs(outputs=of_one, timestamp=now))
 
     def _send(self, to: bytes, outputs: EngineCoreOutputs) -> None:
-        self._output.send_multipart([to, *self._encoder.encode(outputs)])
+        load = ToldLoad(self._steps, self._taken[to], len(self._answers), 0, 0.0)
+        self._output.send_multipart([to, load.frame(), *self._encoder.encode(outputs)])
 
 
 def main() -> None:

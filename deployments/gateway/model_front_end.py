@@ -68,6 +68,7 @@ class ModelFrontEnd:
             choice.choose,
             continuation,
             left=choice.left,
+            loaded=self._loads.told,
             bounds=bounds,
             handoffs=handoffs,
         )

@@ -415,6 +415,13 @@ TABLE: tuple[Hook, ...] = (
         "platform/engine/core/served_core.py",
     ),
     Hook(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        ("get_request_counts", "get_kv_cache_usage"),
+        HookKind.READ,
+        "The load that front ends are told of.",
+        "platform/engine/core/served_core.py",
+    ),
+    Hook(
         "vllm.v1.engine.core:EngineCoreProc",
         ("output_queue", "mm_receiver_cache"),
         HookKind.WRITE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ class _FrontEnd:
     index: int
     connection: bytes
     heard_at: float
+    told_at: float = -math.inf
+    told: int = 0
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,20 @@ class FrontEnds:
             identity
             for identity, known in self._known.items()
             if now - known.heard_at > self._silence_s
+        ]
+
+    def told(self, identity: bytes, version: int, now: float) -> None:
+        """Note that a front end knows this version of the engine's load."""
+        known = self._known.get(identity)
+        if known is not None:
+            known.told, known.told_at = version, now
+
+    def untold(self, version: int, now: float, period_s: float) -> list[bytes]:
+        """Front ends that have not been told of this version, nor of any for ``period_s``."""
+        return [
+            identity
+            for identity, known in self._known.items()
+            if known.told != version and now - known.told_at >= period_s
         ]
 
     def excuse(self, now: float) -> None:

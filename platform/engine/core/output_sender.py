@@ -1,5 +1,8 @@
 """The engine's output socket: outputs go out, front ends are heard, and lost ones noticed.
 
+Each message of outputs has the engine's load with it. Who has no outputs is told of the load a few
+times a second while it changes.
+
 One thread runs it. It waits for the queue and for the socket at once, so that neither a token nor a
 ``HELLO`` waits for the other, and never for a front end: what one does not take in time is lost,
 and the front end with it.
@@ -17,6 +20,7 @@ import zmq
 
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds
+from loomserve.platform.engine.core.told_load import LOAD_PERIOD_S, LoadBook
 from loomserve.platform.engine.core.waking_queue import WakingQueue
 
 # How often silence is looked for.
@@ -29,6 +33,8 @@ _LINGER_MS = 1000
 
 class SenderEvents(Protocol):
     """What the sender asks of its engine and tells it; called in the sender's thread."""
+
+    loads: LoadBook
 
     def ready_response(self) -> bytes:
         """Body of ``READY``."""
@@ -113,7 +119,8 @@ class OutputSender:
             if not self._send_queued():
                 return
             self._hear()
-            if ((now := self._clock()) - looked_at) * 1000 >= _PERIOD_MS:
+            self._tell_loads(now := self._clock())
+            if (now - looked_at) * 1000 >= _PERIOD_MS:
                 if now - looked_at > _AWAY_S:
                     self._front_ends.excuse(now)
                 looked_at = now
@@ -121,6 +128,7 @@ class OutputSender:
 
     def _send_queued(self) -> bool:
         """Send what is there; returns whether the engine lives."""
+        loads, now = self._events.loads, self._clock()
         for item in self._queue.take_all():
             if item == DEAD:
                 for identity in self._front_ends:
@@ -129,10 +137,23 @@ class OutputSender:
             index, outputs = item
             receiver = self._front_ends.identity_of(index)
             if receiver is not None:
-                self._send(receiver, self._events.encode(outputs))
+                version = loads.version
+                frame = loads.frame(self._front_ends.index_of(receiver) or index)
+                self._send(receiver, [frame, *self._events.encode(outputs)])
+                self._front_ends.told(receiver, version, now)
             elif index != NOBODY:
                 self._events.unwanted(outputs)
         return True
+
+    def _tell_loads(self, now: float) -> None:
+        """Tell front ends that have no outputs here what others have."""
+        loads = self._events.loads
+        version = loads.version
+        for identity in self._front_ends.untold(version, now, LOAD_PERIOD_S):
+            index = self._front_ends.index_of(identity)
+            if index is not None:
+                self._send(identity, [loads.frame(index)])
+                self._front_ends.told(identity, version, now)
 
     def _hear(self) -> None:
         with suppress(zmq.Again):

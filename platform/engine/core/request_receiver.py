@@ -14,6 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from loomserve.platform.engine.core.front_ends import FrontEnds
 from loomserve.platform.engine.core.output_sender import router
+from loomserve.platform.engine.core.told_load import LoadBook
 
 _logger = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ class ReceivingCore(Protocol):
 
     input_queue: Queue[tuple[Any, Any]]
     aborts_queue: Queue[list[str]]
+    loads: LoadBook
 
     def preprocess_add_request(self, request: Any) -> tuple[Any, int]: ...
 
@@ -78,6 +80,7 @@ class RequestReceiver:
             self._core._handle_mm_cache_miss(request, error)
         except Exception:
             self._core._handle_request_preproc_error(request)
+        self._core.loads.refused(index)
         return None
 
 

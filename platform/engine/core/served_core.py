@@ -30,6 +30,7 @@ from loomserve.platform.engine.core.metering import CoreMeter
 from loomserve.platform.engine.core.network_sockets import NetworkSockets
 from loomserve.platform.engine.core.output_sender import FrontEndLimits, OutputSender
 from loomserve.platform.engine.core.request_receiver import RequestReceiver, input_router
+from loomserve.platform.engine.core.told_load import LoadBook
 from loomserve.platform.engine.core.waking_queue import WakingQueue
 from loomserve.platform.engine.resumption.tokens import check_resumed
 from loomserve.platform.run.engine_address import EngineAddress
@@ -58,7 +59,7 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         """``host`` is where front ends on other nodes reach it; None: there are none."""
         self._network = NetworkSockets(host) if host is not None else None
         self.steps = 0
-        self.meter = CoreMeter()
+        self.meter, self.loads = CoreMeter(), LoadBook()
         self._departures = Departures()
         self._address, self._limits = address, limits
         self._front_ends = FrontEnds(limits.silence_s)
@@ -146,7 +147,11 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         return frames
 
     def gone(self, index: int) -> None:
-        self.between_steps(lambda: self._abort_all_of(index))
+        def end() -> None:
+            self._abort_all_of(index)
+            self.loads.gone(index)
+
+        self.between_steps(end)
 
     def unwanted(self, outputs: EngineCoreOutputs) -> None:
         # Requests that were on their way while their front end was let go.
@@ -218,11 +223,13 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
     def add_request(self, request: Request, request_wave: int = 0) -> None:
         super().add_request(request, request_wave)
         self.meter.arrived(request, time.monotonic())
+        self.loads.took(request.client_index)
 
     def abort_requests(self, request_ids: list[str]) -> None:
         super().abort_requests(request_ids)
         self.meter.left(request_ids)
         self._departures.left(request_ids)
+        self._measure()
 
     def step(self) -> Any:
         return self._counted(super().step())
@@ -234,7 +241,13 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         self.steps += 1
         if stepped[0]:
             self.meter.step(stepped[0], time.monotonic())
+            self._measure()
         return stepped
+
+    def _measure(self) -> None:
+        scheduler = self.scheduler
+        running, waiting = scheduler.get_request_counts()
+        self.loads.measured(self.steps, running, waiting, scheduler.get_kv_cache_usage())
 
     def facts(self) -> EngineFacts:
         config = self.vllm_config

@@ -25,6 +25,7 @@ from loomserve.platform.engine.core.addresses import (
     READY,
 )
 from loomserve.platform.engine.core.network_sockets import notice_loss
+from loomserve.platform.engine.core.told_load import ToldLoad, load_of
 from loomserve.platform.front_end.engine.peer_process import watch_peer
 from loomserve.platform.run.engine_address import EngineAddress, EngineNetwork
 
@@ -55,6 +56,9 @@ class Listener(Protocol):
 
     def outputs(self, frames: Sequence[Any]) -> None:
         """vLLM's EngineCoreOutputs, encoded."""
+
+    def loaded(self, load: ToldLoad) -> None:
+        """Its load after the outputs before."""
 
     def gone(self) -> None:
         """The connection has ended after the engine was ready."""
@@ -181,7 +185,16 @@ class EngineConnection:
                     msgspec.msgpack.decode(frames[1].buffer, type=EngineCoreReadyResponse)
                 )
             elif self._ready:
-                self._listener.outputs(frames)
+                self._take(frames)
+
+    def _take(self, frames: Sequence[Any]) -> None:
+        load = load_of(frames[0].buffer)
+        if load is not None:
+            frames = frames[1:]
+        if frames:
+            self._listener.outputs(frames)
+        if load is not None:
+            self._listener.loaded(load)
 
 
 def _over_network(socket: zmq.asyncio.Socket, network: EngineNetwork) -> None:

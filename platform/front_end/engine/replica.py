@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from vllm.v1.engine import EngineCoreReadyResponse, EngineCoreRequestType
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from loomserve.platform.engine.core.told_load import ToldLoad
 from loomserve.platform.front_end.engine.connection import EngineConnection
 from loomserve.platform.front_end.engine.open_requests import OpenRequest
 from loomserve.platform.front_end.policy.continuation import (
@@ -18,6 +20,7 @@ from loomserve.platform.front_end.policy.continuation import (
     ReplicaView,
     loss,
 )
+from loomserve.platform.front_end.policy.send_times import SendTimes
 from loomserve.platform.run.engine_address import EngineAddress
 
 Clock = Callable[[], float]
@@ -29,6 +32,10 @@ class ReplicaEvents(Protocol):
     def on_connected(self, replica: ConnectedReplica) -> None: ...
 
     def on_outputs(self, replica: ConnectedReplica, frames: Sequence[Any]) -> None: ...
+
+    def on_loaded(
+        self, replica: ConnectedReplica, load: ToldLoad, counted_until: float
+    ) -> None: ...
 
     def on_gone(self, replica: ConnectedReplica) -> None: ...
 
@@ -56,7 +63,7 @@ class ConnectedReplica:
         """What the engine said of itself; None: it does not take requests."""
         self.draining = False
         self.load = (0, 0)
-        """Requests that it has running and waiting, whoever sent them, as of its last beat."""
+        """Requests that it has running and waiting, whoever sent them, as it told last."""
         self.empty = asyncio.Event()
         self.empty.set()
         self._events = events
@@ -65,6 +72,7 @@ class ConnectedReplica:
         self._steps = -1
         self._hangs = False
         self._unwanted: list[str] = []
+        self._sends = SendTimes()
         self.connection = EngineConnection(identity, address, self)
 
     def usable(self, now: float, bounds: ContinuationBounds) -> bool:
@@ -84,6 +92,7 @@ class ConnectedReplica:
         """Send a request; False: its connection ends."""
         if not self.connection.send((EngineCoreRequestType.ADD.value, *frames)):
             return False
+        self._sends.sent(time.monotonic())
         if not self.open:
             self._stepped_at = self._clock()
         self.open[request.wire_id] = request
@@ -109,6 +118,7 @@ class ConnectedReplica:
     def ready(self, response: EngineCoreReadyResponse) -> None:
         self._heard_at = self._stepped_at = self._clock()
         self._hangs = False
+        self._sends.begin_anew()
         forgotten, self.facts = self.facts is not None, response
         if forgotten:
             self._events.on_forgotten(self)
@@ -130,6 +140,11 @@ class ConnectedReplica:
     def outputs(self, frames: Sequence[Any]) -> None:
         self._heard_at = self._clock()
         self._events.on_outputs(self, frames)
+
+    def loaded(self, load: ToldLoad) -> None:
+        self.load = load.running, load.waiting
+        until = self._sends.counted(load.counted, time.monotonic())
+        self._events.on_loaded(self, load, until)
 
     def gone(self) -> None:
         self.facts = None

@@ -22,6 +22,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from loomserve.platform.engine.core.told_load import ToldLoad
 from loomserve.platform.front_end.engine.attentive_clock import AttentiveClock
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.replica import ConnectedReplica
@@ -36,6 +37,10 @@ from loomserve.platform.run.engine_address import EngineAddress
 _log = logging.getLogger(__name__)
 
 _WATCH_EVERY_S = 0.25
+
+Loaded = Callable[[str, ToldLoad, float], None]
+"""Told of a replica's load, by its id, and until when (monotonic seconds) what was booked here is
+in it."""
 
 
 def _nothing(*_: Any) -> None:
@@ -52,6 +57,7 @@ class ReplicaSetClient(UtilityClient):
         metrics: ModelContinuationMetrics,
         *,
         left: Left = _nothing,
+        loaded: Loaded = _nothing,
         bounds: ContinuationBounds | None = None,
         handoffs: Handoffs | None = None,
     ) -> None:
@@ -60,7 +66,7 @@ class ReplicaSetClient(UtilityClient):
         self.on_removed: Callable[[ConnectedReplica], None] = _nothing
         """The platform has a replica no more."""
         self.outputs_queue: asyncio.Queue[EngineCoreOutputs] = asyncio.Queue()
-        self._model = model
+        self._model, self._loaded = model, loaded
         self._clock = AttentiveClock(time.monotonic, 2 * _WATCH_EVERY_S)
         self._identity = uuid.uuid4().hex.encode()
         encoder = MsgpackEncoder()
@@ -207,6 +213,9 @@ class ReplicaSetClient(UtilityClient):
         outputs.engine_index = replica.index
         if outputs.outputs or outputs.scheduler_stats:
             self.outputs_queue.put_nowait(outputs)
+
+    def on_loaded(self, replica: ConnectedReplica, load: ToldLoad, counted_until: float) -> None:
+        self._loaded(replica.id, load, counted_until)
 
     def _put(self, output: EngineCoreOutput) -> None:
         self.outputs_queue.put_nowait(EngineCoreOutputs(outputs=[output]))

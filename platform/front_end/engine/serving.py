@@ -25,10 +25,11 @@ from vllm.envs import enable_envs_cache
 from vllm.v1.engine import EngineCoreReadyResponse
 
 from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.engine.core.told_load import ToldLoad
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.llm import FrontEndLLM
 from loomserve.platform.front_end.engine.options import server_options
-from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
+from loomserve.platform.front_end.engine.replica_client import Loaded, ReplicaSetClient
 from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.front_end.routing import Choose, Left, RoutingRequest
@@ -63,6 +64,10 @@ def _nobody(_: RoutingRequest, __: str) -> None:
     pass
 
 
+def _unasked(_: str, __: ToldLoad, ___: float) -> None:
+    pass
+
+
 class ModelServing:
     """The front end of one model."""
 
@@ -74,6 +79,7 @@ class ModelServing:
         metrics: ModelContinuationMetrics,
         *,
         left: Left = _nobody,
+        loaded: Loaded = _unasked,
         bounds: ContinuationBounds | None = None,
         handoffs: Handoffs | None = None,
     ) -> None:
@@ -84,6 +90,7 @@ class ModelServing:
                 replicas' engines have been started with.
             choose: Chooses a replica for each request.
             left: Is told when a request leaves the replica that was chosen.
+            loaded: Is told of replicas' loads with their outputs.
             bounds: Of continuation.
             handoffs: Of prompts to replicas that answer them; None: all are unified.
         """
@@ -91,7 +98,13 @@ class ModelServing:
         self._options = options
         self._bounds = bounds or ContinuationBounds()
         self._client = ReplicaSetClient(
-            name, choose, metrics, left=left, bounds=self._bounds, handoffs=handoffs
+            name,
+            choose,
+            metrics,
+            left=left,
+            loaded=loaded,
+            bounds=self._bounds,
+            handoffs=handoffs,
         )
         self._llm: FrontEndLLM | None = None
         self._args: Any = None

@@ -14,6 +14,7 @@ from loomserve.deployments.gateway.load_reports import LoadReports
 from loomserve.deployments.gateway.replica_choice import AnswerContext, ReplicaChoice
 from loomserve.platform.base.errors import TooManyRequests, Unavailable
 from loomserve.platform.config import Router
+from loomserve.platform.engine.core.told_load import ToldLoad
 from loomserve.platform.fleet.messages import LOAD_PATH
 from loomserve.platform.front_end.routing import RoutingRequest
 from loomserve.platform.requests.engine_request import EngineRequest
@@ -176,5 +177,42 @@ def test_loads_are_asked_of_each_replica_and_forgotten_with_it() -> None:
         assert reports.last.keys() == {"b"}
         reports.close()
         assert reports.last == {}
+
+    asyncio.run(run())
+
+
+def test_a_load_that_was_told_is_newer_than_one_asked_for_before() -> None:
+    asked, answers = asyncio.Event(), asyncio.Event()
+
+    async def get(address: str, path: str, timeout_s: float) -> str:
+        report = stats(waiting=3, running=2).model_dump_json()
+        asked.set()
+        await answers.wait()
+        return report
+
+    async def run() -> None:
+        reports = LoadReports(get)
+        load = ToldLoad(steps=1, counted=0, running=8, waiting=0, kv_usage=0.5)
+        reports.told("a", load, 1.0)
+        assert reports.last == {}
+        reports.set_replicas({"a": "there"})
+        await asked.wait()
+        reports.told("a", load, counted_until=2.0)
+        # How much an engine takes at once only its replica says.
+        assert reports.last == {"a": None}
+        answers.set()
+        await asyncio.sleep(0.05)
+        report = reports.last["a"]
+        assert report is not None
+        assert report.load is not None
+        assert report.load.pace is not None
+        told = (report.load.running, report.load.waiting, report.load.measured_at)
+        assert told == (8, 0, 2.0)
+        reports.told("a", load._replace(running=9), counted_until=3.0)
+        later = reports.last["a"]
+        assert later is not None
+        assert later.load is not None
+        assert (later.load.running, later.load.measured_at) == (9, 3.0)
+        reports.close()
 
     asyncio.run(run())

@@ -14,6 +14,7 @@ import zmq
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds
 from loomserve.platform.engine.core.output_sender import OutputSender
+from loomserve.platform.engine.core.told_load import LOAD_PERIOD_S, LoadBook, ToldLoad, load_of
 from loomserve.platform.engine.core.waking_queue import WakingQueue
 from loomserve.platform.run.engine_address import EngineAddress
 
@@ -29,6 +30,7 @@ class Engine:
     def __init__(self, address: str, silence_s: float) -> None:
         self.queue: WakingQueue[Any] = WakingQueue()
         self.front_ends = FrontEnds(silence_s)
+        self.loads = LoadBook()
         self.left: list[int] = []
         self.unwanted_outputs: list[Any] = []
         sender = OutputSender(self.queue, self.front_ends, self)
@@ -64,6 +66,8 @@ class Client:
         self.socket.setsockopt(zmq.RCVHWM, 1)
         self.socket.setsockopt(zmq.IDENTITY, identity)
         self.socket.connect(address)
+        self.loads: list[ToldLoad] = []
+        """Those that came with outputs."""
 
     def hello(self, connection: bytes = b"") -> list[bytes]:
         self.socket.send_multipart([HELLO, connection] if connection else [HELLO])
@@ -71,7 +75,12 @@ class Client:
 
     def receive(self) -> list[bytes]:
         assert self.socket.poll(10_000), "nothing came"
-        return self.socket.recv_multipart()
+        first, *rest = self.socket.recv_multipart()
+        load = load_of(first)
+        if load is None or not rest:
+            return [first, *rest]
+        self.loads.append(load)
+        return rest
 
 
 @pytest.fixture
@@ -121,6 +130,38 @@ def test_front_ends_are_greeted_and_get_their_own(
     ]  # fmt: skip
     engine.queue.put(DEAD)
     assert one.receive() == other.receive() == [DEAD]
+
+
+def test_outputs_bring_the_load_and_who_has_none_is_told_now_and_then(
+    engine: Engine, context: zmq.Context[Any], address: str
+) -> None:
+    busy, idle = Client(context, address, b"busy"), Client(context, address, b"idle")
+    busy.hello()
+    idle.hello()
+    index = engine.index(b"busy")
+    steps = 40
+    began = time.monotonic()
+    for step in range(1, steps + 1):
+        engine.loads.took(index)
+        engine.loads.measured(step, running=step, waiting=0, kv_usage=0.0)
+        engine.queue.put((index, b"token"))
+        # The first load may come before the first output.
+        while (received := busy.receive()) != [b"token"]:
+            assert step == 1
+            assert load_of(received[0]) is not None
+        time.sleep(LOAD_PERIOD_S / 20)
+    periods = (time.monotonic() - began) / LOAD_PERIOD_S
+    assert [load.counted for load in busy.loads] == list(range(1, steps + 1))
+    assert [load.running for load in busy.loads] == list(range(1, steps + 1))
+    told: list[ToldLoad] = []
+    while not told or told[-1].steps < steps:
+        (frame,) = idle.receive()
+        load = load_of(frame)
+        assert load is not None
+        told.append(load)
+    assert len(told) <= periods + 2
+    assert {load.counted for load in told} == {0}
+    assert told[-1].running == steps
 
 
 def test_an_output_does_not_wait_for_the_next_look_at_silence(

@@ -25,6 +25,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, READY
 from loomserve.platform.engine.core.departures import asking
+from loomserve.platform.engine.core.told_load import ToldLoad
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.run.engine_address import EngineAddress
 
@@ -57,6 +58,8 @@ class PeerEngine:
     steps: int = 0
     prefill_stats: PrefillStats | None = None
     """Of the next output."""
+    tells_load: bool = False
+    """With its outputs."""
 
     def __post_init__(self) -> None:
         self.address = EngineAddress.in_folder(self.folder)
@@ -157,5 +160,8 @@ class PeerEngine:
 
     async def _send(self, outputs: EngineCoreOutputs, to: bytes | None = None) -> None:
         frames: Sequence[Any] = self._encoder.encode(outputs)
+        if self.tells_load:
+            load = ToldLoad(self.steps, len(self.added), len(self.work), 5, 0.5)
+            frames = [load.frame(), *frames]
         for identity in self._known if to is None else [to]:
             await self._output.send_multipart([identity, *frames])

@@ -14,6 +14,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
+from loomserve.platform.engine.core.told_load import ToldLoad
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
 from loomserve.platform.front_end.metrics import ContinuationMetrics
@@ -46,6 +47,7 @@ class Scene:
         self.folder = folder
         self.asked: list[RoutingRequest] = []
         self.left: list[tuple[RoutingRequest, str]] = []
+        self.loads: list[tuple[str, ToldLoad, float]] = []
         self.failed: dict[str, Exception] = {}
         self.got: dict[str, list[int]] = {}
         self.finished: dict[str, FinishReason] = {}
@@ -59,6 +61,7 @@ class Scene:
             self.choose,
             metrics,
             left=lambda *each: self.left.append(each),
+            loaded=lambda *each: self.loads.append(each),
             bounds=bounds,
             handoffs=handoffs,
         )

@@ -38,6 +38,28 @@ def test_a_request_is_answered_and_its_replica_is_told_when_it_has_left() -> Non
     played(play)
 
 
+def test_loads_come_with_outputs_after_these_were_taken() -> None:
+    async def play(scene: Scene) -> None:
+        await scene.have("a")
+        engine = scene.engines["a"]
+        engine.tells_load = True
+        began = time.monotonic()
+        await scene.ask(request("one", tokens=2), request("two"))
+        await engine.step()
+        await until(lambda: len(scene.loads) == 1)
+        (name, load, counted_until) = scene.loads[0]
+        assert (name, load.counted, load.running, load.waiting) == ("a", 2, 2, 5)
+        assert began < counted_until <= time.monotonic()
+        assert scene.client.replicas["a"].load == (2, 5)
+        await engine.step()
+        await until(lambda: len(scene.loads) == 2)
+        # Whoever hears of a load has been told who is not in it any more.
+        assert [each.request_id for each, _ in scene.left] == ["one"]
+        assert scene.got["two"] == [0, 1]
+
+    played(play)
+
+
 @pytest.mark.parametrize("how", ["killed", "says that it ends"])
 def test_a_request_goes_on_with_its_tokens_when_its_engine_ends(how: str) -> None:
     async def play(made: Scene) -> None:

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from loomserve.platform.front_end.policy.send_times import SendTimes
+
+
+def test_a_load_holds_what_was_sent_until_the_last_request_that_it_counts() -> None:
+    times = SendTimes()
+    assert times.counted(0, 1.0) == 1.0
+    for at in (2.0, 3.0, 4.0):
+        times.sent(at)
+    assert times.counted(0, 5.0) == 0.0
+    assert times.counted(2, 5.0) == 3.0
+    # A load that was overtaken counts no less.
+    assert times.counted(1, 5.5) == 3.0
+    assert times.counted(3, 6.0) == 6.0
+
+
+def test_an_engine_that_begins_anew_counts_from_the_beginning() -> None:
+    times = SendTimes()
+    times.sent(1.0)
+    times.sent(2.0)
+    times.counted(1, 2.5)
+    times.begin_anew()
+    times.sent(3.0)
+    assert times.counted(0, 4.0) == 0.0
+    assert times.counted(1, 5.0) == 5.0
+
+
+@given(st.lists(st.one_of(st.none(), st.integers(0, 5)), max_size=60))
+def test_exactly_what_is_counted_was_sent_until_then(events: list[int | None]) -> None:
+    """None sends one; a number is how many of those on the way the engine counts."""
+    times, sent, counted, now = SendTimes(), list[float](), 0, 0.0
+    for event in events:
+        now += 1
+        if event is None:
+            sent.append(now)
+            times.sent(now)
+            continue
+        counted = min(len(sent), counted + event)
+        until = times.counted(counted, now)
+        assert [at for at in sent if at <= until] == sent[:counted]
