@@ -1,6 +1,7 @@
-"""An engine that speaks the wire and computes nothing: each step gives each request a token.
+"""An engine that speaks the wire and computes nothing: each step gives each request some tokens.
 
-``python -m benchmarks.fake_engine INPUT OUTPUT PERIOD_S TOKEN...`` answers until it is killed.
+``python -m benchmarks.fake_engine INPUT OUTPUT PERIOD_S A_STEP TOKEN...`` answers until it is
+killed, with ``A_STEP`` tokens a step.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ class _Answer:
 class FakeEngine:
     """One process's engine, for any number of front ends."""
 
-    def __init__(self, addresses: tuple[str, str], period_s: float, tokens: list[int]) -> None:
-        """``tokens`` are given in turn."""
+    def __init__(
+        self, addresses: tuple[str, str], period_s: float, a_step: int, tokens: list[int]
+    ) -> None:
+        """``tokens`` are given in turn, ``a_step`` at once."""
         context: zmq.Context[Any] = zmq.Context.instance()
         self._input, self._output = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
         for socket, address in zip((self._input, self._output), addresses, strict=True):
             socket.set(zmq.SNDHWM, 0)
             socket.bind(address)
-        self._period_s = period_s
+        self._period_s, self._a_step = period_s, a_step
         self._tokens = tokens
         self._known: dict[bytes, bytes] = {}
         self._answers: dict[str, _Answer] = {}
@@ -108,14 +111,15 @@ class FakeEngine:
         self._steps += 1
         outputs: dict[bytes, list[EngineCoreOutput]] = {}
         for request_id, answer in list(self._answers.items()):
-            token = self._tokens[answer.given % len(self._tokens)]
-            answer.given += 1
-            ended = answer.given == answer.tokens
+            until = min(answer.given + self._a_step, answer.tokens)
+            tokens = [self._tokens[n % len(self._tokens)] for n in range(answer.given, until)]
+            answer.given = until
+            ended = until == answer.tokens
             if ended:
                 del self._answers[request_id]
             reason = FinishReason.LENGTH if ended else None
             outputs.setdefault(answer.front_end, []).append(
-                EngineCoreOutput(request_id, [token], finish_reason=reason)
+                EngineCoreOutput(request_id, tokens, finish_reason=reason)
             )
         now = time.monotonic()
         for identity, of_one in outputs.items():
@@ -127,8 +131,9 @@ class FakeEngine:
 
 
 def main() -> None:
-    inputs, outputs, period_s, *tokens = sys.argv[1:]
-    FakeEngine((inputs, outputs), float(period_s), list(map(int, tokens))).run()
+    inputs, outputs, period_s, a_step, *tokens = sys.argv[1:]
+    engine = FakeEngine((inputs, outputs), float(period_s), int(a_step), list(map(int, tokens)))
+    engine.run()
 
 
 if __name__ == "__main__":

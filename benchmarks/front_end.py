@@ -1,9 +1,11 @@
-"""How many chunks of streams does one front end pass on, a second of one core?
+"""How many chunks of streams, or whole answers, does one front end pass on, a second of one core?
 
 The front end is the gateway's own: its middleware, its endpoint, vLLM's serving layer in its
 process, its HTTP server, on core 0 alone. On core 1 are a fake engine, which speaks the wire and
 gives each open request a token a step, and the client. What is counted is the front end's processor
-time, threads and all, so the figure does not depend on how much of the core it had.
+time, threads and all, so the figure does not depend on how much of the core it had. With
+``--whole`` nothing is streamed, each answer has some 200 bytes of text, and the engine gives it in
+one step.
 
 The last line of the output is one JSON object, also written to ``benchmarks/results``. Exit codes:
 0 measured; 1 a request failed, or nothing came.
@@ -33,10 +35,12 @@ from benchmarks.report import machine, publish
 
 RESULTS = Path(__file__).parent / "results"
 GOAL = 20_000.0
+WHOLE_GOAL = 2_000.0
 MODEL = "m"
 LONGEST = 2048
 OPTIONS = {"max_model_len": LONGEST, "block_size": 32, "enforce_eager": True, "dtype": "float32"}
 TEXT = "The quick brown fox jumps over the lazy dog, and then it goes home by the river. "
+WHOLE_TOKENS = 48
 FRONT_END_CORE, OTHER_CORE = 0, 1
 START_TIMEOUT_S = 300.0
 
@@ -52,6 +56,8 @@ class Plan:
         max_tokens: Of an answer.
         path: The endpoint.
         stream_interval: vLLM's: tokens that it puts into one chunk.
+        a_step: Tokens that a request gets in one step of the engine.
+        stream: Whether answers are streamed.
     """
 
     streams: int
@@ -61,6 +67,8 @@ class Plan:
     max_tokens: int
     path: str
     stream_interval: int
+    a_step: int
+    stream: bool
 
 
 @dataclass
@@ -113,24 +121,27 @@ async def load(port: int, plan: Plan, process: psutil.Process) -> dict[str, floa
         try:
             await _sleep_while(tasks, plan.warmup)
             before, cpu_before, began = counted.chunks, _cpu_s(process), time.monotonic()
-            requests_before = counted.requests
+            requests_before, kernel_before = counted.requests, process.cpu_times().system
             await _sleep_while(tasks, plan.seconds)
             took, cpu = time.monotonic() - began, _cpu_s(process) - cpu_before
+            kernel = process.cpu_times().system - kernel_before
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-    chunks = counted.chunks - before
-    if not chunks or not cpu:
+    chunks, requests = counted.chunks - before, counted.requests - requests_before
+    if not (chunks if plan.stream else requests) or not cpu:
         raise RequestFailedError(
             "nothing came within the window: measure longer (--seconds), on cores of its own"
         )
+    common = {"requests_per_s": requests / took, "cores": cpu / took, "kernel_share": kernel / cpu}
+    if not plan.stream:
+        return {"gateway_requests_per_core_s": requests / cpu, **common}
     return {
         "front_end_chunks_per_core_s": chunks / cpu,
         "chunks_per_s": chunks / took,
-        "cores": cpu / took,
         "chunks_due_per_s": plan.streams / plan.period_s / plan.stream_interval,
-        "requests_per_s": (counted.requests - requests_before) / took,
+        **common,
     }
 
 
@@ -148,13 +159,17 @@ async def _request(
         if "chat" in plan.path
         else {"prompt": prompt}
     )
-    body = {"model": MODEL, "max_tokens": plan.max_tokens, "stream": True, **asked}
+    body = {"model": MODEL, "max_tokens": plan.max_tokens, "stream": plan.stream, **asked}
     url = f"http://127.0.0.1:{port}{plan.path}"
     last = b""
     async with session.post(url, json=body) as response:
         if response.status != 200:
             failure = NotReadyError if response.status == 503 else RequestFailedError
             raise failure((await response.text())[:500])
+        if not plan.stream:
+            await response.read()
+            counted.requests += 1
+            return
         async for chunk in response.content.iter_any():
             counted.chunks += chunk.count(b"data: {")
             last = chunk
@@ -251,7 +266,7 @@ def measure(plan: Plan, spy: Path | None) -> dict[str, float]:
         addresses = [f"ipc://{folder}/engine.{end}" for end in ("in", "out")]
         engine = _start(
             OTHER_CORE,
-            *("-m", "benchmarks.fake_engine", *addresses, str(plan.period_s)),
+            *("-m", "benchmarks.fake_engine", *addresses, str(plan.period_s), str(plan.a_step)),
             *map(str, tokens),
         )
         given = {
@@ -302,7 +317,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--period", type=float, default=0.02, help="seconds between two tokens")
     parser.add_argument("--seconds", type=float, default=10)
     parser.add_argument("--warmup", type=float, default=10)
-    parser.add_argument("--max-tokens", type=int, default=1000)
+    parser.add_argument("--max-tokens", type=int, help="1000; of whole answers 48, some 200 bytes")
+    parser.add_argument("--a-step", type=int, help="tokens in a step: 1; of whole answers all")
+    parser.add_argument("--whole", action="store_true", help="do not stream")
     parser.add_argument("--path", default="/v1/chat/completions")
     parser.add_argument("--stream-interval", type=int, default=1)
     parser.add_argument("--spy", type=Path, help="file for py-spy's stacks of the window")
@@ -315,14 +332,17 @@ def main() -> int:
     if options.serve:
         uvloop.run(serve(json.loads(options.serve)))
         return 0
+    most = options.max_tokens or (WHOLE_TOKENS if options.whole else 1000)
     plan = Plan(
         options.streams,
         options.period,
         options.seconds,
         options.warmup,
-        options.max_tokens,
+        most,
         options.path,
         options.stream_interval,
+        options.a_step or (most if options.whole else 1),
+        not options.whole,
     )
     os.sched_setaffinity(0, {OTHER_CORE})
     try:
@@ -330,8 +350,9 @@ def main() -> int:
     except RequestFailedError as error:
         print(f"not measured: {error}", file=sys.stderr)
         return 1
-    result = {**figures, "goal": GOAL, "plan": asdict(plan), "machine": machine()}
-    publish("front_end", result, RESULTS)
+    goal = GOAL if plan.stream else WHOLE_GOAL
+    result = {**figures, "goal": goal, "plan": asdict(plan), "machine": machine()}
+    publish("front_end" if plan.stream else "front_end_whole", result, RESULTS)
     return 0
 
 
