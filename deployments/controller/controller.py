@@ -22,6 +22,7 @@ from loomserve.deployments.controller.models import ModelLifecycle
 from loomserve.deployments.controller.serve_apps import ServeApps
 from loomserve.deployments.ray_node import keep_calls_on_node, wishes_folder
 from loomserve.kvstore.server.options import StoreOptions
+from loomserve.platform.access.policy.bank import LimitAnswer, LimitBank, LimitReport
 from loomserve.platform.base.periodic import every
 from loomserve.platform.base.reply import replies
 from loomserve.platform.config import Config, Model
@@ -72,6 +73,7 @@ class Controller:
         checked = Config.model_validate(config)
         self._replicas = replicas
         self._started_at = time.monotonic()
+        self._limits = LimitBank(self._started_at)
         self._fleet = Fleet(checked.devices, checked.server.drain_timeout_s)
         options = StoreOptions.model_validate(store) if store else None
         apps = ServeApps()
@@ -133,6 +135,14 @@ class Controller:
     async def engines(self) -> ServedEngines:
         """All models, each with the last heartbeats of its live replicas."""
         return self._fleet.views.engines(time.monotonic())
+
+    async def share_limits(self, report: LimitReport) -> LimitAnswer:
+        """Take in what a gateway uses of limits; returns what it may use."""
+        return self._limits.exchange(report, time.monotonic())
+
+    async def return_limits(self, gateway: str) -> None:
+        """A gateway ends."""
+        self._limits.leave(gateway)
 
     async def load_configured(self) -> None:
         """Load the models of the configuration; called once, when the platform starts."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -11,10 +10,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from loomserve.deployments.gateway.answering import Answering, ForwardRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
-from loomserve.platform.access.shared_counts import Count, Counts, OnlyOne
+from loomserve.platform.access.model_meter import ModelMeter
 from loomserve.platform.access.token_limits import is_limited
 from loomserve.platform.access.token_meter import TokenMeter
-from loomserve.platform.base.errors import BadRequest, RequestError, TooManyRequests
+from loomserve.platform.base.errors import RequestError
 from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.lengths.service import LengthPredictions, counts_once
@@ -47,7 +46,7 @@ class ClientEndpoint:
         isolates_tenants: bool,
         max_sequences: int,
         media_hosts: Collection[str] = (),
-        counts: Counts | None = None,
+        sequences: ModelMeter | None = None,
     ) -> None:
         """
         Args:
@@ -59,7 +58,7 @@ class ClientEndpoint:
             isolates_tenants: no API key reads another's KV blocks.
             max_sequences: prompts times answers that one request may ask for.
             media_hosts: hosts that requests may link to media on.
-            counts: what other front ends have open; None: there is no other.
+            sequences: counts those of each model; None: this endpoint's alone.
         """
         self._routes = routes
         self._forwarder = forwarder
@@ -69,9 +68,7 @@ class ClientEndpoint:
         self._isolates_tenants = isolates_tenants
         self._max_sequences = max_sequences
         self._media_hosts = media_hosts
-        # Sequences by model.
-        self._open: Counter[str] = Counter()
-        self._counts = counts or OnlyOne()
+        self._sequences = sequences or ModelMeter()
 
     def at(self, path: str) -> ASGIApp:
         """The ASGI application of one endpoint; behind the ingress middleware, it may stream."""
@@ -86,7 +83,8 @@ class ClientEndpoint:
         route = self._routes.find(request.fields.get("model"), key)
         request.check_texts(route.max_model_len)
         sequences = request.sequences
-        self._refuse_beyond_limit(route, sequences)
+        most = route.max_concurrent_requests
+        self._sequences.check(route.name, most, sequences)
         if sequences > 1 and "take_more" in state:
             state["take_more"](sequences - 1)
         answer = _WatchedAnswer(send, route.predictor is not None and counts_once(request.fields))
@@ -94,38 +92,18 @@ class ClientEndpoint:
             self._meter.check(key)
             request = answer.counted(request, len(state["body"]), key, self._meter)
         started = time.monotonic()
-        self._count(route, sequences)
+        self._sequences.count(route.name, most, sequences)
         try:
             await self._forward(route, request, state, receive, answer)
         except RequestError as error:
             answer.status = error.status
             raise
         finally:
-            self._count(route, -sequences)
+            self._sequences.count(route.name, most, -sequences)
             if key is not None and (tokens := answer.tokens):
                 self._meter.charge(key, *tokens)
             took_s = time.monotonic() - started
             self._metrics.finished(route.name, path, answer.status, took_s, state.get("slo_ms"))
-
-    def _refuse_beyond_limit(self, route: ModelRoute, sequences: int) -> None:
-        most = route.max_concurrent_requests
-        if sequences > most:
-            raise BadRequest(
-                f"the request asks for {sequences} answers at once, and model {route.name!r} gives "
-                f"{most}; ask for fewer",
-                param="n",
-            )
-        there = self._open[route.name] + self._counts.running_elsewhere(f"model {route.name}")
-        if there + sequences > most:
-            raise TooManyRequests(
-                f"model {route.name!r} already has {there} requests; try again shortly",
-                reason="model_overloaded",
-                retry_after_s=1,
-            )
-
-    def _count(self, route: ModelRoute, sequences: int) -> None:
-        self._open[route.name] += sequences
-        self._counts.add(f"model {route.name}", Count.RUNNING, sequences)
 
     async def _forward(
         self,

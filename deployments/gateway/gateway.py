@@ -8,6 +8,7 @@ before it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import uuid
 from collections.abc import Collection
@@ -39,8 +40,11 @@ from loomserve.deployments.gateway.metrics_page import (
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.deployments.kvstore.admin import build_kv_router
 from loomserve.deployments.ray_node import keep_calls_on_node, node_address
+from loomserve.platform.access.allowances import Allowances
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.access.model_meter import ModelMeter
+from loomserve.platform.access.policy.bank import LimitAnswer, LimitReport
 from loomserve.platform.access.request_meter import RequestMeter
 from loomserve.platform.access.shared_counts import LOOK_S, OnlyOne
 from loomserve.platform.access.token_meter import SAVE_S, TokenMeter, usage_path
@@ -75,6 +79,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ray.serve")
 
 _NO_VERSION = -1
+_LIMITS_TIMEOUT_S = 2.0
 
 
 class Gateway:
@@ -87,6 +92,7 @@ class Gateway:
         kv: dict[str, Any] | None,
         isolates_tenants: bool,
         batch: dict[str, Any] | None,
+        several_nodes: bool = False,
     ) -> None:
         keep_calls_on_node()
         self._server = Server.model_validate(server)
@@ -96,8 +102,11 @@ class Gateway:
         registry = CollectorRegistry()
         self._metrics = GatewayMetrics(registry)
         key_metrics = KeyMetrics(registry)
-        self._meter = TokenMeter(key_metrics, usage_path(self._server), counts=place)
-        self._requests = RequestMeter(place)
+        self._allowances = allowances = Allowances(node_address()) if several_nodes else None
+        self._meter = TokenMeter(
+            key_metrics, usage_path(self._server), counts=place, allowances=allowances
+        )
+        self._requests = RequestMeter(place, allowances=allowances)
         self._lengths = LengthPredictions(self._metrics)
         self._forwarder = await _answering(self._server, internal_token, self._metrics, registry)
         self._others = OtherFrontEnds(place, internal_token, node_address(), self._forwarder.get)
@@ -114,7 +123,7 @@ class Gateway:
             isolates_tenants=isolates_tenants,
             max_sequences=self._server.max_sequences,
             media_hosts=self._server.media_hosts,
-            counts=place,
+            sequences=ModelMeter(place, allowances),
         )
         self._lines = LineEndpoint(
             *(self._server, self._keys, self._meter, self._routes, self._forwarder),
@@ -140,6 +149,9 @@ class Gateway:
             asyncio.create_task(every(SAVE_S, lambda: asyncio.to_thread(self._meter.save))),
             asyncio.create_task(every(LOOK_S, self._look)),
         ]
+        if allowances is not None:
+            keep = allowances.keep(self._share_limits)
+            self._keeping.append(asyncio.create_task(keep))
         await self._others.listen(page.own)
         await self._http.start()
 
@@ -153,6 +165,8 @@ class Gateway:
             for task in (self._following, *self._keeping):
                 task.cancel()
             await self._http.stop(self._server.drain_timeout_s)
+            if self._allowances is not None:
+                await self._return_limits(self._allowances.gateway)
             self._meter.save()
             if self._audit is not None:
                 self._audit.close()
@@ -167,6 +181,16 @@ class Gateway:
         if not isinstance(counts, OnlyOne):
             self._requests.look(self._keys.all)
             self._meter.look(self._keys.all)
+
+    async def _share_limits(self, report: LimitReport) -> LimitAnswer:
+        async with asyncio.timeout(_LIMITS_TIMEOUT_S):
+            answer: LimitAnswer = await self._controller.share_limits.remote(report)
+        return answer
+
+    async def _return_limits(self, gateway: str) -> None:
+        with contextlib.suppress(Exception):  # a controller that is away finds out by itself
+            async with asyncio.timeout(_LIMITS_TIMEOUT_S):
+                await self._controller.return_limits.remote(gateway)
 
     def _metrics_page(
         self, own: CollectorRegistry, key_metrics: KeyMetrics, *, with_batches: bool

@@ -1,4 +1,7 @@
-"""Admits requests of API keys within their limits, over all front ends of a platform."""
+"""Admits requests of API keys within their limits, over all front ends of a platform.
+
+Those of one node count together; those of several share what the controller divides.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,14 @@ import time
 from collections.abc import Callable, Iterable
 
 from loomserve.platform.access import limits
+from loomserve.platform.access.allowances import Allowances
 from loomserve.platform.access.shared_counts import Count, Counts, OnlyOne, of_key
+from loomserve.platform.access.shared_limits import (
+    check_requests,
+    check_running,
+    requests_limit,
+    running_limit,
+)
 from loomserve.platform.config import ApiKey
 
 
@@ -14,13 +24,19 @@ class RequestMeter:
     """Requests of each API key; used on the event loop only."""
 
     def __init__(
-        self, counts: Counts | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        counts: Counts | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        allowances: Allowances | None = None,
     ) -> None:
         """
         Args:
-            counts: what other front ends count; None: there is no other.
+            counts: what other front ends of the node count; None: there is no other.
             clock: seconds, for the keys' rates.
+            allowances: what other nodes leave; None: there is no other.
         """
+        self._allowances = allowances
         self._counts = counts or OnlyOne()
         self._clock = clock
         # By name: a key that is changed or comes back goes on with what it has used.
@@ -35,6 +51,10 @@ class RequestMeter:
         usage = self._of(key)
         running = self._elsewhere(key)
         after = limits.acquire(key, usage, self._clock(), running_elsewhere=running)
+        if self._allowances is not None:
+            check_requests(self._allowances, key)
+            if (limit := requests_limit(key)) is not None:
+                self._allowances.use(limit, 1)
         self._usage[key.name] = after
         self._count(key, Count.REQUESTS, 1)
         self._count(key, Count.RUNNING, 1)
@@ -46,9 +66,12 @@ class RequestMeter:
             BadRequest: the request has more sequences than the key may have at all.
             TooManyRequests: the key is over its limit now.
         """
-        self._usage[key.name] = limits.acquire_more(
+        after = limits.acquire_more(
             key, self._usage[key.name], more, running_elsewhere=self._elsewhere(key)
         )
+        if self._allowances is not None:
+            check_running(self._allowances, key, more)
+        self._usage[key.name] = after
         self._count(key, Count.RUNNING, more)
 
     def release(self, key: ApiKey, sequences: int) -> None:
@@ -81,3 +104,10 @@ class RequestMeter:
 
     def _count(self, key: ApiKey, count: Count, more: int) -> None:
         self._counts.add(of_key(key.name), count, more)
+        limit = running_limit(key) if count is Count.RUNNING else None
+        if self._allowances is None or limit is None:
+            return
+        if more > 0:
+            self._allowances.use(limit, more)
+        else:
+            self._allowances.end(limit, -more)

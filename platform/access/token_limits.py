@@ -22,7 +22,7 @@ from loomserve.platform.access.limits import (
 from loomserve.platform.base.errors import TooManyRequests
 from loomserve.platform.config import ApiKey
 
-_DAY_S = 86_400
+DAY_S = 86_400
 TOKEN_LIMIT_EXCEEDED = "token_limit_exceeded"
 
 
@@ -42,7 +42,7 @@ class TokenUsage:
 
 def day_of(unix_s: float) -> int:
     """Whole days of Unix time."""
-    return int(unix_s // _DAY_S)
+    return int(unix_s // DAY_S)
 
 
 def is_limited(key: ApiKey) -> bool:
@@ -57,7 +57,7 @@ def check_tokens(key: ApiKey, usage: TokenUsage, now_s: float, unix_s: float) ->
     """
     of_day = usage.of_day if usage.day == day_of(unix_s) else 0
     if key.tokens_per_day is not None and of_day >= key.tokens_per_day:
-        midnight_s = (usage.day + 1) * _DAY_S
+        midnight_s = (usage.day + 1) * DAY_S
         raise TooManyRequests(
             f"API key {key.name!r} has used its {key.tokens_per_day} tokens of this day. Try again "
             f"from {datetime.fromtimestamp(midnight_s, UTC):%Y-%m-%d %H:%M} UTC.",

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from loomserve.platform.access.allowances import Allowances
 from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.access.shared_counts import Count, Counts, OnlyOne, of_key
+from loomserve.platform.access.shared_limits import check_tokens_elsewhere, day_limit, tokens_limit
 from loomserve.platform.access.token_limits import (
     TokenUsage,
     charge_tokens,
@@ -47,6 +49,7 @@ class TokenMeter:
         file: Path,
         *,
         counts: Counts | None = None,
+        allowances: Allowances | None = None,
         clock: Callable[[], float] = time.monotonic,
         unix_clock: Callable[[], float] | None = None,
     ) -> None:
@@ -54,13 +57,15 @@ class TokenMeter:
         Args:
             metrics: told of each charge.
             file: what the day's tokens are read from, and kept in.
-            counts: what other front ends charge; None: there is no other.
+            counts: what other front ends of the node charge; None: there is no other.
+            allowances: what other nodes leave; None: there is no other.
             clock: seconds, for the minute's limits.
             unix_clock: Unix seconds, for the day's; None: one that takes no steps.
         """
         self._metrics = metrics
         self._file = file
         self._counts = counts or OnlyOne()
+        self._allowances = allowances
         self._shared = counts is not None
         self._clock = clock
         self._unix_clock = unix_clock or steady_unix_clock()
@@ -75,14 +80,22 @@ class TokenMeter:
         Raises:
             TooManyRequests: it has none left.
         """
-        if is_limited(key):
-            check_tokens(key, self._of(key), self._clock(), self._unix_clock())
+        if not is_limited(key):
+            return
+        usage, unix_s = self._of(key), self._unix_clock()
+        check_tokens(key, usage, self._clock(), unix_s)
+        if self._allowances is not None:
+            check_tokens_elsewhere(self._allowances, key, usage, unix_s)
 
     def charge(self, key: ApiKey, prompt: int, completion: int) -> None:
         """Count the tokens of a request that ended."""
         self._metrics.used(key.name, prompt, completion)
-        self._counts.add(of_key(key.name), Count.TOKENS, prompt + completion)
-        self._charge(key, self._of(key), prompt + completion)
+        tokens = prompt + completion
+        self._counts.add(of_key(key.name), Count.TOKENS, tokens)
+        limit = tokens_limit(key)
+        if self._allowances is not None and limit is not None:
+            self._allowances.use(limit, tokens)
+        self._charge(key, self._of(key), tokens)
 
     def look(self, keys: Iterable[ApiKey]) -> None:
         """Take over what other front ends have charged; to be called every ``LOOK_S``."""
@@ -129,8 +142,13 @@ class TokenMeter:
         return self._charge(key, usage, news) if news else usage
 
     def _charge(self, key: ApiKey, usage: TokenUsage, tokens: int) -> TokenUsage:
-        charged = charge_tokens(key, usage, tokens, self._clock(), self._unix_clock())
+        unix_s = self._unix_clock()
+        charged = charge_tokens(key, usage, tokens, self._clock(), unix_s)
         self._usage[key.name] = charged
+        limit = day_limit(key, day_of(unix_s))
+        if self._allowances is not None and limit is not None:
+            # Of a node, whoever of its front ends has used them.
+            self._allowances.use(limit, tokens, used=charged.of_day - tokens)
         return charged
 
     def _text(self) -> str:

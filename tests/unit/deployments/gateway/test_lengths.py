@@ -91,7 +91,7 @@ def asked(
     collected = CollectedAnswer()
     given = {"body": json.dumps(body).encode(), "request_id": "1", **state}
     asyncio.run(endpoint.answer(path, {"state": given}, never_gone, collected.send))
-    assert not endpoint._open["chat"]
+    assert not endpoint._sequences.open["chat"]
     return engines.asked[0], lengths, bytes(collected.body)
 
 

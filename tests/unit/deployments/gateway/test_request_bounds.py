@@ -19,6 +19,7 @@ from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequ
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.access.model_meter import ModelMeter
 from loomserve.platform.access.shared_counts import Count, Counts, SharedCounts
 from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.config import ApiKey, Server
@@ -73,7 +74,7 @@ def platform(
         TokenMeter(KeyMetrics(registry), Path("/nowhere")),
         isolates_tenants=True,
         max_sequences=128,
-        counts=counts,
+        sequences=ModelMeter(counts),
     )
     app = Starlette(
         routes=[Route(path, clients.at(path), methods=["POST"]) for path in FORWARDED],

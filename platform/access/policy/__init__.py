@@ -1,0 +1,1 @@
+"""How limits of API keys and models are divided among gateways. Pure."""
