@@ -21,6 +21,7 @@ from loomserve.deployments.gateway.internal_client import InternalClient
 from loomserve.deployments.gateway.model_front_end import ModelFrontEnd
 from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.base.heap import settle_heap
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.front_end.engine.serving import settle_environment
@@ -79,7 +80,7 @@ class ModelFrontEnds:
         wanted = {route.name: route for route in routes if route.front_end is not None}
         for name, model in list(self._models.items()):
             if name not in wanted or model.spec != wanted[name].front_end or model.failed:
-                self._do(self._models.pop(name).close())
+                self._do(_close(self._models.pop(name)))
         for name, route in wanted.items():
             if name not in self._models:
                 self._models[name] = ModelFrontEnd(
@@ -144,6 +145,12 @@ class ModelFrontEnds:
         task = asyncio.create_task(_logged(work))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+async def _close(model: ModelFrontEnd) -> None:
+    await model.close()
+    del model
+    settle_heap()
 
 
 async def _logged(work: Coroutine[Any, Any, None]) -> None:

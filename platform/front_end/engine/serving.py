@@ -25,6 +25,7 @@ from vllm.envs import enable_envs_cache
 from vllm.v1.engine import EngineCoreReadyResponse
 
 from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.base.heap import settle_heap
 from loomserve.platform.engine.core.told_load import ToldLoad
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.llm import FrontEndLLM
@@ -145,6 +146,7 @@ class ModelServing:
         await init_app_state(llm, app.state, self._args, tasks)
         # vLLM would end its own server by it when its only engine has failed.
         app.state.server = SimpleNamespace()
+        settle_heap()
         return app
 
     @property
