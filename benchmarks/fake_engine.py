@@ -26,7 +26,7 @@ from vllm.v1.engine import (
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from loomserve.platform.engine.core.addresses import BEAT, READY
-from loomserve.platform.engine.core.told_load import ToldLoad
+from loomserve.platform.state.told_load import ToldLoad
 
 FACTS = EngineCoreReadyResponse(
     max_model_len=2048, num_gpu_blocks=10_000, block_size=32, dp_stats_address=None,

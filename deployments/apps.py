@@ -45,7 +45,16 @@ def run_platform(
     if config.batch is not None:
         targets.append((BATCH_APP, _batch_app(config, internal_token, base)))
     serve.run_many(
-        [serve.RunTarget(app, name=name, route_prefix=None) for name, app in targets],
+        [
+            serve.RunTarget(
+                app,
+                name=name,
+                route_prefix=None,
+                # The controller sets the number of gateways, as nodes come and go.
+                external_scaler_enabled=config.cluster is not None and name == GATEWAY_APP,
+            )
+            for name, app in targets
+        ],
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=True,
     )
@@ -83,14 +92,15 @@ def _gateway_app(config: Config, internal_token: str, store: StoreOptions | None
     deployment = serve.deployment(
         Gateway,
         name=GATEWAY_DEPLOYMENT,
+        # Those of one node; in a cluster the controller starts the others'.
         num_replicas=config.server.front_ends,
+        max_replicas_per_node=None if config.cluster is None else config.server.front_ends,
         # Requests do not pass through Serve; of batches the lane sends only so many lines.
         max_ongoing_requests=1_000_000,
         health_check_period_s=2,
         graceful_shutdown_timeout_s=config.server.drain_timeout_s + 15,
         ray_actor_options={
             "num_cpus": 0,
-            "resources": on_state(),
             "runtime_env": {"env_vars": GATEWAY_ENVIRONMENT},
         },
         logging_config=QUIET,
@@ -102,6 +112,7 @@ def _gateway_app(config: Config, internal_token: str, store: StoreOptions | None
         access.model_dump(mode="json") if access else None,
         config.isolates_tenants,
         config.batch.model_dump(mode="json") if config.batch else None,
+        config.cluster is not None,
     )
 
 

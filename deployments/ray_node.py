@@ -5,13 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from loomserve.platform.nodes.node import STATE_VARIABLE
-from loomserve.platform.nodes.resources import name_in
+from loomserve.platform.nodes.resources import STATE, name_in
 
 
 def node_address() -> str:
@@ -19,10 +22,57 @@ def node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def living_nodes() -> frozenset[str]:
-    """The names of the platform's nodes that are up, as Ray knows it."""
-    up = (name_in(node["Resources"]) for node in ray.nodes() if node["Alive"])
-    return frozenset(name for name in up if name is not None)
+_DRAIN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class LivingNode:
+    """
+    Attributes:
+        ray_id: Ray's own id of it, another one each time that it joins.
+        has_state: Whether it has what there is but once.
+    """
+
+    ray_id: str
+    has_state: bool
+
+
+def living_nodes() -> dict[str, LivingNode]:
+    """The platform's nodes that are up, as Ray knows it, by name."""
+    return {
+        name: LivingNode(node["NodeID"], STATE in node["Resources"])
+        for node in ray.nodes()
+        if node["Alive"] and (name := name_in(node["Resources"])) is not None
+    }
+
+
+def drain_node(ray_id: str, deadline_s: float) -> None:
+    """Have Ray move what it has on a node elsewhere, and end the node by the deadline at last.
+
+    By Ray's own command, which has no public counterpart.
+
+    Raises:
+        RuntimeError: Ray refuses.
+    """
+    options = {
+        "address": ray.get_runtime_context().gcs_address,
+        "node-id": ray_id,
+        "reason": "DRAIN_NODE_REASON_PREEMPTION",
+        "reason-message": "drained by an operator of Loomserve",
+        "deadline-remaining-seconds": str(int(deadline_s)),
+    }
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "ray.scripts.scripts", "drain-node"),
+            *(f"--{name}={value}" for name, value in options.items()),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=_DRAIN_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"Ray does not drain the node: {done.stderr.strip()[-500:]}")
 
 
 def own_node() -> str | None:

@@ -19,10 +19,11 @@ from typing import Any, TypeVar
 import ray
 
 from loomserve.deployments.controller.models import ModelLifecycle
+from loomserve.deployments.controller.nodes import NodeKeeper
 from loomserve.deployments.controller.serve_apps import ServeApps
 from loomserve.deployments.ray_node import keep_calls_on_node, wishes_folder
 from loomserve.kvstore.server.options import StoreOptions
-from loomserve.platform.access.policy.bank import LimitAnswer, LimitBank, LimitReport
+from loomserve.platform.access.policy.bank import LimitBank
 from loomserve.platform.base.periodic import every
 from loomserve.platform.base.reply import replies
 from loomserve.platform.config import Config, Model
@@ -33,6 +34,7 @@ from loomserve.platform.fleet.messages import (
     Routes,
     ServedEngines,
 )
+from loomserve.platform.fleet.nodes import GatewayHeartbeat, GatewayOrders
 from loomserve.platform.fleet.wish_store import WishStore
 from loomserve.platform.fleet.wishes import Wishes
 from loomserve.platform.rebalancing.plans.plans import Plan
@@ -52,7 +54,6 @@ _log = logging.getLogger("ray.serve")
 
 _TICK_S = 0.5
 _SERVE_STATUS_PERIOD_S = 3.0
-_NODES_PERIOD_S = 2.0
 _WATCH_TIMEOUT_S = 25.0
 
 T = TypeVar("T")
@@ -80,6 +81,7 @@ class Controller:
         self._models = ModelLifecycle(
             checked, base, internal_token, options, self._fleet, apps, self._save
         )
+        self._nodes = NodeKeeper(checked, self._fleet, self._models, apps, self._publish)
         # The next platform begins with the configuration again.
         self._store = await asyncio.to_thread(WishStore, wishes_folder(internal_token))
         self._saving, self._unsaved = asyncio.Lock(), False
@@ -100,7 +102,7 @@ class Controller:
                 # Plans change what is wished, too.
                 every(_TICK_S, self._save),
                 every(_SERVE_STATUS_PERIOD_S, follow, delay_s=_SERVE_STATUS_PERIOD_S),
-                *([self._follow_nodes()] if checked.cluster is not None else []),
+                *([self._nodes.run()] if checked.cluster is not None else []),
                 self._rebalancing.run(),
             )
         ]
@@ -108,10 +110,6 @@ class Controller:
     async def check_health(self) -> None:
         if self._models.failure is not None or any(task.done() for task in self._tasks):
             raise RuntimeError("work of the controller has ended; its log says why")
-
-    async def _follow_nodes(self) -> None:
-        # Ray's own head may be away; what was known of nodes then holds.
-        await every(_NODES_PERIOD_S, self._models.follow_nodes, failed=lambda _: None)
 
     # What replicas and gateways call
 
@@ -136,13 +134,16 @@ class Controller:
         """All models, each with the last heartbeats of its live replicas."""
         return self._fleet.views.engines(time.monotonic())
 
-    async def share_limits(self, report: LimitReport) -> LimitAnswer:
-        """Take in what a gateway uses of limits; returns what it may use."""
-        return self._limits.exchange(report, time.monotonic())
+    async def report_gateway(self, heartbeat: GatewayHeartbeat) -> GatewayOrders:
+        """Take in a gateway's heartbeat; returns what it may use, and who else there is."""
+        now = time.monotonic()
+        others = self._fleet.nodes.take(heartbeat, now)
+        return GatewayOrders(self._limits.exchange(heartbeat.limits, now), others)
 
-    async def return_limits(self, gateway: str) -> None:
-        """A gateway ends."""
+    async def gateway_ends(self, gateway: str) -> None:
+        """A gateway uses nothing any more."""
         self._limits.leave(gateway)
+        self._fleet.nodes.gateway_ended(gateway)
 
     async def load_configured(self) -> None:
         """Load the models of the configuration; called once, when the platform starts."""
@@ -173,6 +174,16 @@ class Controller:
     @replies
     async def drain(self, replica_id: str, draining: bool) -> PlatformState:
         self._fleet.registry.set_draining(replica_id, draining)
+        await self._save()
+        await self._publish()
+        return self._state()
+
+    @replies
+    async def drain_node(self, name: str, drains: bool) -> PlatformState:
+        if drains:
+            self._fleet.nodes.drain(name, time.monotonic())
+        else:
+            self._fleet.nodes.undrain(name)
         await self._save()
         await self._publish()
         return self._state()
@@ -260,9 +271,12 @@ class Controller:
 
     async def _publish(self) -> None:
         models = self._fleet.views.routes(time.monotonic())
-        if models != self._routes.models:
+        drained = tuple(sorted(self._fleet.nodes.drained))
+        if (models, drained) != (self._routes.models, self._routes.drained_nodes):
             async with self._changed:
-                self._routes = Routes(version=time.monotonic_ns(), models=models)
+                self._routes = Routes(
+                    version=time.monotonic_ns(), models=models, drained_nodes=drained
+                )
                 self._changed.notify_all()
 
     def _state(self) -> PlatformState:
@@ -275,6 +289,7 @@ class Controller:
                 python=python_version(),
             ),
             uptime_s=now - self._started_at,
+            nodes=self._fleet.nodes.state(now),
             devices=self._fleet.views.used_devices(now),
             models=self._fleet.views.models(now),
         )

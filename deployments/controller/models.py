@@ -97,10 +97,9 @@ class ModelLifecycle:
         for model in models:
             await self._deploy(model)
 
-    async def follow_nodes(self) -> None:
-        """Look which nodes are up, and have replicas of those that are not start elsewhere."""
-        up = await self._apps.nodes()
-        if self._replicas.set_down(frozenset(self._config.nodes) - frozenset(up)):
+    def set_usable(self, nodes: frozenset[str]) -> None:
+        """Have replicas of nodes that are not among these start elsewhere."""
+        if self._replicas.set_down(frozenset(self._config.nodes) - nodes):
             for model in self._fleet.registry.models:
                 self._settle(model.name)
 

@@ -8,10 +8,17 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve._private.common import DeploymentID
+from ray.serve.context import _get_global_client
 
 from loomserve.deployments.engine.deploy import deploy_model
-from loomserve.deployments.ray_node import living_nodes
-from loomserve.platform.fleet.messages import EngineSpec, replica_app
+from loomserve.deployments.ray_node import LivingNode, drain_node, living_nodes
+from loomserve.platform.fleet.messages import (
+    GATEWAY_APP,
+    GATEWAY_DEPLOYMENT,
+    EngineSpec,
+    replica_app,
+)
 
 
 class ServeApps:
@@ -55,6 +62,20 @@ class ServeApps:
         applications: Mapping[str, Any] = (await asyncio.to_thread(serve.status)).applications
         return applications
 
-    async def nodes(self) -> Collection[str]:
-        """The names of the nodes that are up."""
+    async def nodes(self) -> dict[str, LivingNode]:
+        """The nodes that are up, by name."""
         return await asyncio.to_thread(living_nodes)
+
+    async def drain_node(self, ray_id: str, deadline_s: float) -> None:
+        """Have Ray leave a node, as :func:`drain_node` does."""
+        await asyncio.to_thread(drain_node, ray_id, deadline_s)
+
+    async def scale_gateways(self, gateways: int) -> None:
+        """Change the number of gateways, of which no node has more than it may.
+
+        Raises:
+            Exception: Serve did not do it.
+        """
+        await _get_global_client()._controller.update_deployment_replicas.remote(
+            DeploymentID(name=GATEWAY_DEPLOYMENT, app_name=GATEWAY_APP), gateways
+        )

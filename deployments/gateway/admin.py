@@ -15,7 +15,11 @@ from ray.serve.handle import DeploymentHandle
 
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.reply import Reply
-from loomserve.platform.fleet.admin import build_models_router, build_replicas_router
+from loomserve.platform.fleet.admin import (
+    build_models_router,
+    build_nodes_router,
+    build_replicas_router,
+)
 from loomserve.platform.http.ingress import exception_handlers, respond
 from loomserve.platform.lending.admin import build_lending_router
 from loomserve.platform.rebalancing.admin import build_plans_router
@@ -48,6 +52,7 @@ def build_admin_api(controller: DeploymentHandle, *others: APIRouter) -> FastAPI
     for build in (
         build_models_router,
         build_replicas_router,
+        build_nodes_router,
         build_lending_router,
         build_plans_router,
     ):

@@ -39,7 +39,7 @@ from loomserve.deployments.gateway.metrics_page import (
 )
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.deployments.kvstore.admin import build_kv_router
-from loomserve.deployments.ray_node import keep_calls_on_node, node_address
+from loomserve.deployments.ray_node import keep_calls_on_node, node_address, own_node
 from loomserve.platform.access.allowances import Allowances
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.metrics import KeyMetrics
@@ -61,6 +61,7 @@ from loomserve.platform.fleet.messages import (
     LineRequest,
     Routes,
 )
+from loomserve.platform.fleet.nodes import GatewayHeartbeat, GatewayOrders
 from loomserve.platform.http.address_limit import AddressLimit
 from loomserve.platform.http.audit_log import AuditLog
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware, respond
@@ -79,7 +80,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("ray.serve")
 
 _NO_VERSION = -1
-_LIMITS_TIMEOUT_S = 2.0
+_REPORT_TIMEOUT_S = 2.0
 
 
 class Gateway:
@@ -102,14 +103,17 @@ class Gateway:
         registry = CollectorRegistry()
         self._metrics = GatewayMetrics(registry)
         key_metrics = KeyMetrics(registry)
-        self._allowances = allowances = Allowances(node_address()) if several_nodes else None
+        self._node = await asyncio.to_thread(own_node) if several_nodes else None
+        self._allowances = allowances = Allowances(self._node) if self._node else None
         self._meter = TokenMeter(
             key_metrics, usage_path(self._server), counts=place, allowances=allowances
         )
         self._requests = RequestMeter(place, allowances=allowances)
         self._lengths = LengthPredictions(self._metrics)
         self._forwarder = await _answering(self._server, internal_token, self._metrics, registry)
-        self._others = OtherFrontEnds(place, internal_token, node_address(), self._forwarder.get)
+        self._others = OtherFrontEnds(
+            place, internal_token, node_address(), self._forwarder.get, node_name=self._node
+        )
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
         options = Batch.model_validate(batch) if batch else None
         self._routes = ModelRoutes(
@@ -118,12 +122,13 @@ class Gateway:
             with_keys=self._server.asks_for_keys,
         )
         self._isolates_tenants = isolates_tenants
+        self._sequences = ModelMeter(place, allowances)
         self._clients = ClientEndpoint(
             *(self._routes, self._forwarder, self._lengths, self._metrics, self._meter),
             isolates_tenants=isolates_tenants,
             max_sequences=self._server.max_sequences,
             media_hosts=self._server.media_hosts,
-            sequences=ModelMeter(place, allowances),
+            sequences=self._sequences,
         )
         self._lines = LineEndpoint(
             *(self._server, self._keys, self._meter, self._routes, self._forwarder),
@@ -149,10 +154,10 @@ class Gateway:
             asyncio.create_task(every(SAVE_S, lambda: asyncio.to_thread(self._meter.save))),
             asyncio.create_task(every(LOOK_S, self._look)),
         ]
-        if allowances is not None:
-            keep = allowances.keep(self._share_limits)
-            self._keeping.append(asyncio.create_task(keep))
         await self._others.listen(page.own)
+        if allowances is not None:
+            keep = allowances.keep(self._report)
+            self._keeping.append(asyncio.create_task(keep))
         await self._http.start()
 
     async def check_health(self) -> None:
@@ -166,7 +171,7 @@ class Gateway:
                 task.cancel()
             await self._http.stop(self._server.drain_timeout_s)
             if self._allowances is not None:
-                await self._return_limits(self._allowances.gateway)
+                await self._say_that_it_ends(self._allowances.gateway)
             self._meter.save()
             if self._audit is not None:
                 self._audit.close()
@@ -182,15 +187,18 @@ class Gateway:
             self._requests.look(self._keys.all)
             self._meter.look(self._keys.all)
 
-    async def _share_limits(self, report: LimitReport) -> LimitAnswer:
-        async with asyncio.timeout(_LIMITS_TIMEOUT_S):
-            answer: LimitAnswer = await self._controller.share_limits.remote(report)
-        return answer
+    async def _report(self, limits: LimitReport) -> LimitAnswer:
+        """Tell the controller of this gateway; returns what it may use."""
+        heartbeat = GatewayHeartbeat(self._others.address, self._sequences.open.total(), limits)
+        async with asyncio.timeout(_REPORT_TIMEOUT_S):
+            orders: GatewayOrders = await self._controller.report_gateway.remote(heartbeat)
+        self._others.elsewhere = orders.others
+        return orders.limits
 
-    async def _return_limits(self, gateway: str) -> None:
+    async def _say_that_it_ends(self, gateway: str) -> None:
         with contextlib.suppress(Exception):  # a controller that is away finds out by itself
-            async with asyncio.timeout(_LIMITS_TIMEOUT_S):
-                await self._controller.return_limits.remote(gateway)
+            async with asyncio.timeout(_REPORT_TIMEOUT_S):
+                await self._controller.gateway_ends.remote(gateway)
 
     def _metrics_page(
         self, own: CollectorRegistry, key_metrics: KeyMetrics, *, with_batches: bool
@@ -287,6 +295,7 @@ class Gateway:
 
     def _apply(self, routes: Routes) -> int:
         self._routes.apply(routes.models)
+        self._routes.drained = self._node in routes.drained_nodes
         self._forwarder.set_models(routes.models)
         self._metrics.set_models(
             {route.name: [replica.id for replica in route.replicas] for route in routes.models}

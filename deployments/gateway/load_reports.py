@@ -10,8 +10,8 @@ from typing import NamedTuple
 import aiohttp
 
 from loomserve.platform.base.periodic import every
-from loomserve.platform.engine.core.told_load import ToldLoad
 from loomserve.platform.fleet.messages import LOAD_PATH
+from loomserve.platform.state.told_load import ToldLoad
 from loomserve.routers.snapshot import RoutingStats
 
 _PERIOD_S = 1.0

@@ -23,6 +23,7 @@ from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.metrics import BatchMetrics
+from loomserve.platform.config import LOCAL_NODE
 from loomserve.platform.fleet.messages import KvAccess, ReplicaRoute
 from loomserve.platform.http.exposition import merge, split_gauges
 from loomserve.platform.http.other_front_ends import OtherFrontEnds, Part
@@ -119,7 +120,8 @@ class MetricsPage:
 
 
 def _labels(model: str, replica: ReplicaRoute) -> dict[str, str]:
-    return {"model": model, "replica": replica.id, "device": replica.device}
+    labels = {"model": model, "replica": replica.id, "device": replica.device}
+    return labels if replica.node == LOCAL_NODE else labels | {"node": replica.node}
 
 
 def routing_source(metrics: GatewayMetrics, ledger: InFlight) -> Refresh:

@@ -41,6 +41,8 @@ class ModelRoutes:
         self._batch_only = batch_only
         self._with_keys = with_keys
         self._routes: dict[str, ModelRoute] = {}
+        self.drained = False
+        """Whether the node is to get no more clients."""
 
     def __iter__(self) -> Iterator[ModelRoute]:
         return iter(self._routes.values())
@@ -104,8 +106,10 @@ class ModelRoutes:
         return JSONResponse(_card(self._known(request.path_params["model"], _key(request))))
 
     async def ready(self, request: Request) -> Response:
-        ready = bool(self._routes) and all(
-            route.status in _SERVING and self._is_set_up(route.name) for route in self
+        ready = (
+            not self.drained
+            and bool(self._routes)
+            and all(route.status in _SERVING and self._is_set_up(route.name) for route in self)
         )
         key = _key(request)
         shown = self._names(key) if key is not None or not self._with_keys else ()

@@ -11,7 +11,7 @@ from loomserve.platform.base.errors import UnknownModel
 from loomserve.platform.base.reply import Ask
 from loomserve.platform.config import Model
 from loomserve.platform.fleet.file_only import check_given_over_http
-from loomserve.platform.state import ModelState, PlatformState
+from loomserve.platform.state import ModelState, NodeState, PlatformState
 from loomserve.platform.state.roles import Role
 
 
@@ -72,6 +72,28 @@ def build_models_router(ask: Ask) -> APIRouter:
     async def scale(name: str, request: ScaleRequest) -> Any:
         """Change the number of a model's replicas."""
         return await ask("scale", name, request.replicas)
+
+    return router
+
+
+def build_nodes_router(ask: Ask) -> APIRouter:
+    """The routes under ``/nodes``."""
+    router = APIRouter(prefix="/nodes")
+
+    @router.get("", response_model=list[NodeState])
+    async def nodes() -> Any:
+        """The nodes, and what they have."""
+        return (await ask("state")).nodes
+
+    @router.post("/{name}/drain", status_code=202, response_model=list[NodeState])
+    async def drain(name: Annotated[str, Path()]) -> Any:
+        """Have what is open on a node go on elsewhere, and start nothing on it any more."""
+        return (await ask("drain_node", name, True)).nodes
+
+    @router.delete("/{name}/drain", response_model=list[NodeState])
+    async def undrain(name: Annotated[str, Path()]) -> Any:
+        """Give a node work again."""
+        return (await ask("drain_node", name, False)).nodes
 
     return router
 

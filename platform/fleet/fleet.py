@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from loomserve.platform.config import Device
 from loomserve.platform.fleet.loans import FleetLoans
 from loomserve.platform.fleet.messages import DesiredState, Heartbeat, LenderReplica, MoveOrder
+from loomserve.platform.fleet.nodes import FleetNodes
 from loomserve.platform.fleet.registry import Registry, ReplicaRecord
 from loomserve.platform.fleet.views import FleetViews
 from loomserve.platform.fleet.wishes import Wishes
@@ -43,7 +44,8 @@ class Fleet:
     Attributes:
         registry: Models and replicas.
         loans: Who lends to whom.
-        views: What others see of both.
+        nodes: Where it runs.
+        views: What others see of all.
         orders: What replicas shall have go on elsewhere, by their ids.
     """
 
@@ -55,6 +57,7 @@ class Fleet:
         """
         self.registry = Registry()
         self.loans = FleetLoans(self.registry)
+        self.nodes = FleetNodes(self.registry, {each.name: each.on for each in devices})
         self.views = FleetViews(self.registry, devices)
         self.orders: dict[str, MoveOrder] = {}
         self._drain_timeout_s = drain_timeout_s
@@ -89,6 +92,7 @@ class Fleet:
         return Wishes(
             models=self.registry.wishes(),
             drained=tuple(sorted(self.registry.drained)),
+            drained_nodes=tuple(sorted(self.nodes.drained)),
             pairs_off=tuple(sorted(self.loans.desired.pairs_off)),
             draining_loans=tuple(sorted(self.loans.desired.draining)),
         )
@@ -96,6 +100,7 @@ class Fleet:
     def restore(self, wishes: Wishes) -> None:
         """Take over what was wished of an earlier controller of this run."""
         self.registry.restore(wishes.models, wishes.drained)
+        self.nodes.restore(wishes.drained_nodes)
         self.loans.desired.pairs_off |= set(wishes.pairs_off)
         self.loans.desired.draining |= set(wishes.draining_loans)
 

@@ -7,7 +7,14 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from loomserve.platform.config import LOCAL_PROMPT_TOKENS, Device, Model, OfflineModel, Router
+from loomserve.platform.config import (
+    LOCAL_NODE,
+    LOCAL_PROMPT_TOKENS,
+    Device,
+    Model,
+    OfflineModel,
+    Router,
+)
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.scheduling.options import SchedulerOptions
 from loomserve.platform.state import (
@@ -245,6 +252,7 @@ class ReplicaRoute(_Message):
     device: str
     address: str
     engine: EngineAddress
+    node: str = Field(LOCAL_NODE, description="Where it is.")
     draining: bool = Field(False, description="True: its requests go on elsewhere.")
 
 
@@ -268,3 +276,6 @@ class Routes(_Message):
 
     version: int
     models: tuple[ModelRoute, ...]
+    drained_nodes: tuple[str, ...] = Field(
+        (), description="Nodes whose gateways are to get no more clients."
+    )

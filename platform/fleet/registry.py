@@ -76,6 +76,7 @@ class Registry:
     """
 
     _drained: set[str] = field(default_factory=set)
+    _drained_devices: frozenset[str] = frozenset()
     _models: dict[str, ModelRecord] = field(default_factory=dict)
     _replicas: dict[str, ReplicaRecord] = field(default_factory=dict)
 
@@ -165,13 +166,22 @@ class Registry:
 
     def take(self, heartbeat: Heartbeat, now: float) -> ReplicaRecord:
         """Record a heartbeat, and forget replicas that have been silent for long."""
-        replica = ReplicaRecord(heartbeat, now, heartbeat.replica_id in self._drained)
+        replica = ReplicaRecord(heartbeat, now, self._is_drained(heartbeat))
         self._replicas = {
             id_: each
             for id_, each in (self._replicas | {replica.id: replica}).items()
             if now - each.seen_at < SILENCE_ENDS_S
         }
         return replica
+
+    def set_drained_devices(self, devices: frozenset[str]) -> None:
+        """Drain the replicas of these devices, and no others but those that are drained singly."""
+        self._drained_devices = devices
+        for replica in self._replicas.values():
+            replica.draining = self._is_drained(replica.heartbeat)
+
+    def _is_drained(self, heartbeat: Heartbeat) -> bool:
+        return heartbeat.replica_id in self._drained or heartbeat.device in self._drained_devices
 
     def set_target(self, name: str, replicas: int) -> None:
         """
@@ -208,8 +218,9 @@ class Registry:
         Raises:
             NotFound: no replica of that id has reported.
         """
-        self.replica(replica_id).draining = draining
+        replica = self.replica(replica_id)
         (self._drained.add if draining else self._drained.discard)(replica_id)
+        replica.draining = self._is_drained(replica.heartbeat)
 
     def set_role(self, replica_id: str, role: Role) -> None:
         """Change the role of a replica, and of those that come after it on its device.

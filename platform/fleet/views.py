@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from loomserve.platform.config import Device
+from loomserve.platform.config import LOCAL_NODE, Device
 from loomserve.platform.devices.claims import place
 from loomserve.platform.fleet.messages import (
     ModelEngines,
@@ -41,8 +41,11 @@ class FleetViews:
             predictor=model.lengths.predictor if model.lengths else None,
             router=model.router,
             front_end=next((each.heartbeat.front_end for each in reachable), None),
-            replicas=tuple(_replica_route(each) for each in reachable),
+            replicas=tuple(_replica_route(each, self._on(each.device)) for each in reachable),
         )
+
+    def _on(self, device: str) -> str:
+        return next((each.on for each in self.devices if each.name == device), LOCAL_NODE)
 
     def engines(self, now: float) -> ServedEngines:
         """For the batch lane."""
@@ -79,6 +82,7 @@ class FleetViews:
                 ReplicaState(
                     id=each.id,
                     device=each.device,
+                    node=self._on(each.device),
                     stages=each.heartbeat.stages,
                     address=each.heartbeat.address,
                     pid=each.heartbeat.pid,
@@ -102,6 +106,7 @@ class FleetViews:
             DeviceState(
                 name=device.name,
                 kind=device.kind,
+                node=device.on,
                 place=place(device),
                 models=tuple(sorted(on_device[device.name])),
             )
@@ -128,11 +133,12 @@ class FleetViews:
         return ModelStatus.LOADING, "its engine is starting"
 
 
-def _replica_route(replica: ReplicaRecord) -> ReplicaRoute:
+def _replica_route(replica: ReplicaRecord, node: str) -> ReplicaRoute:
     return ReplicaRoute(
         id=replica.id,
         device=replica.device,
         address=replica.heartbeat.address,
         engine=replica.heartbeat.engine,
+        node=node,
         draining=replica.stops,
     )

@@ -28,6 +28,7 @@ class Wishes(_Wish):
 
     models: tuple[ModelWish, ...] = ()
     drained: tuple[str, ...] = Field((), description="Replicas that take no new requests.")
+    drained_nodes: tuple[str, ...] = Field((), description="Nodes that are to have nothing.")
     pairs_off: tuple[tuple[str, str], ...] = Field(
         (), description="Borrower and lender, where the first may not borrow from the second."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import aiohttp
 import msgspec
@@ -18,6 +18,7 @@ from loomserve.platform.http.guarded_app import GuardedApp
 from loomserve.platform.http.protocol import INTERNAL, bounded_protocol
 from loomserve.platform.http.server import HttpServer
 from loomserve.platform.run.folder import own_run
+from loomserve.platform.run.node_gate import NodeGate
 from loomserve.platform.run.sockets import listen_in_place
 
 _FOLDER = "front-ends"
@@ -46,20 +47,35 @@ class OtherFrontEnds:
     """What one front end has of the others, and they of it, on sockets of their own."""
 
     def __init__(
-        self, place: SharedCounts | None, internal_token: str, node: str, get: Get
+        self,
+        place: SharedCounts | None,
+        internal_token: str,
+        node: str,
+        get: Get,
+        *,
+        node_name: str | None = None,
     ) -> None:
         """
         Args:
-            place: of this one; None: there is no other.
+            place: of this one; None: there is no other on this node.
             internal_token: what the sockets ask for.
             node: address of this node.
             get: asks others.
+            node_name: in a cluster, what it calls this node; None: there is no other node.
         """
+        self.elsewhere: Mapping[str, str] = {}
+        """In a cluster: the nodes of all others, by their addresses, as they were told last."""
         self._place = place
         self._token = internal_token
-        self._node = node
+        self._node, self._node_name = node, node_name
         self._get = get
         self._http: HttpServer | None = None
+        self._gate: NodeGate | None = None
+
+    @property
+    def address(self) -> str:
+        """Where others ask for this one's metrics; nowhere before it listens."""
+        return self._gate.address if self._gate is not None else ""
 
     @property
     def counts(self) -> Counts:
@@ -69,45 +85,62 @@ class OtherFrontEnds:
     @property
     def label(self) -> dict[str, str]:
         """What tells this one's metrics from those of others; none if there is no other."""
-        return _label(self._place.place) if self._place is not None else {}
+        own = _label(self._place.place) if self._place is not None else {}
+        return own if self._node_name is None else own | {"node": self._node_name}
 
     async def listen(self, parts: Callable[[], Awaitable[Sequence[Part]]]) -> None:
         """Show ``parts``, this one's own metrics, to others."""
-        if self._place is None:
+        if self._place is None and self._node_name is None:
             return
 
         async def show(_: Request) -> Response:
             return Response(msgspec.json.encode(await parts()))
 
-        sock, _ = listen_in_place(_name(self._place.place), self._node)
+        place = self._place.place if self._place is not None else 0
+        sock, address = listen_in_place(_name(place), self._node)
         app = GuardedApp(Starlette(routes=[Route(_PATH, show)]), self._token)
         self._http = HttpServer(app, sock, protocol=bounded_protocol(INTERNAL))
         await self._http.start()
+        if self._node_name is not None:
+            self._gate = await NodeGate.open(address, self._token)
 
     async def parts(self) -> list[Part]:
         """The metrics of all others that run."""
-        if self._place is None:
+        if self._node_name is not None:
+            asked = [
+                (_label(_place_in(address)) | {"node": node}, address)
+                for address, node in self.elsewhere.items()
+            ]
+        elif self._place is not None:
+            asked = [(_label(n), f"{_name(n)}.{self._node}") for n in self._place.places]
+        else:
             return []
-        of_each = await asyncio.gather(*map(self._ask, self._place.places))
+        of_each = await asyncio.gather(*(self._ask(*each) for each in asked))
         return [part for parts in of_each for part in parts]
 
     async def close(self) -> None:
+        if self._gate is not None:
+            await self._gate.close()
         if self._http is not None:
             await self._http.stop(_STOP_TIMEOUT_S)
         if self._place is not None:
             self._place.close()
 
-    async def _ask(self, place: int) -> list[Part]:
+    async def _ask(self, label: dict[str, str], address: str) -> list[Part]:
         try:
-            answer = await self._get(f"{_name(place)}.{self._node}", _PATH, _TIMEOUT_S)
+            answer = await self._get(address, _PATH, _TIMEOUT_S)
             parts: list[Part] = msgspec.json.decode(answer, type=list[Part])
         except (aiohttp.ClientError, TimeoutError, msgspec.MsgspecError):
-            return [(_label(place), None)]
+            return [(label, None)]
         return parts
 
 
 def _name(place: int) -> str:
     return f"front-end-{place}"
+
+
+def _place_in(address: str) -> int:
+    return int(address.partition(".")[0].rpartition("-")[2])
 
 
 def _label(place: int) -> dict[str, str]:

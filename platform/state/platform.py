@@ -20,6 +20,22 @@ class ModelStatus(StrEnum):
     FAILED = "failed"
 
 
+class NodeStatus(StrEnum):
+    UP = "up"
+    DRAINING = "draining"  # what is open on it ends or goes on elsewhere
+    DRAINED = "drained"  # nothing is open on it, and nothing is started
+    DOWN = "down"
+
+
+class NodeState(StateModel):
+    """A node of the platform."""
+
+    name: str = Field(description="As loomserve node --name says; local: of no cluster.")
+    status: NodeStatus
+    gateways: int = Field(description="Gateways that report from it; of a cluster.")
+    replicas: int = Field(description="Live replicas on it.")
+
+
 class StageState(StateModel):
     """Stage of a replica that is a pipeline."""
 
@@ -32,6 +48,7 @@ class ReplicaState(StateModel):
 
     id: str = Field(description="Ray Serve's replica id.")
     device: str = Field(description="Device of the engine; of a pipeline, the first.")
+    node: str = Field("local", description="Node of the device; local: of no cluster.")
     stages: tuple[StageState, ...] = Field(
         (), description="Stages of a pipeline, in the order of layers; else none."
     )
@@ -62,6 +79,7 @@ class DeviceState(StateModel):
 
     name: str
     kind: str
+    node: str = Field("local", description="Where it is; local: of no cluster.")
     place: str = Field(description="cores 0,1 or gpu 0.")
     models: tuple[str, ...] = Field((), description="Models with a replica on it.")
 
@@ -80,5 +98,6 @@ class PlatformState(StateModel):
 
     versions: SoftwareVersions
     uptime_s: float
+    nodes: tuple[NodeState, ...] = ()
     devices: tuple[DeviceState, ...]
     models: tuple[ModelState, ...]

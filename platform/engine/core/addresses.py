@@ -12,7 +12,7 @@ socket, and vLLM's outputs come on the output socket.
 * ``[BEAT, state]``: ``[steps, running, waiting]`` in msgpack. ``steps`` counts those of the engine
   since its start.
 * ``[load, *outputs]`` or ``[load]``: vLLM's frames of outputs, and the engine's load
-  (:mod:`.told_load`), which comes alone where there are no outputs.
+  (:mod:`loomserve.platform.state.told_load`), which comes alone where there are no outputs.
 * ``[DEAD]``: the engine ends. vLLM's own word.
 
 What a front end sends before ``READY`` is not looked at.

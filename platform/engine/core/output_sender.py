@@ -20,8 +20,8 @@ import zmq
 
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds
-from loomserve.platform.engine.core.told_load import LOAD_PERIOD_S, LoadBook
 from loomserve.platform.engine.core.waking_queue import WakingQueue
+from loomserve.platform.state.told_load import LOAD_PERIOD_S, LoadBook
 
 # How often silence is looked for.
 _PERIOD_MS = 250

@@ -14,7 +14,7 @@ from vllm.v1.serial_utils import MsgpackDecoder
 
 from loomserve.platform.engine.core.front_ends import FrontEnds
 from loomserve.platform.engine.core.output_sender import router
-from loomserve.platform.engine.core.told_load import LoadBook
+from loomserve.platform.state.told_load import LoadBook
 
 _logger = logging.getLogger(__name__)
 

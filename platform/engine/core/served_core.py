@@ -30,11 +30,11 @@ from loomserve.platform.engine.core.metering import CoreMeter
 from loomserve.platform.engine.core.network_sockets import NetworkSockets
 from loomserve.platform.engine.core.output_sender import FrontEndLimits, OutputSender
 from loomserve.platform.engine.core.request_receiver import RequestReceiver, input_router
-from loomserve.platform.engine.core.told_load import LoadBook
 from loomserve.platform.engine.core.waking_queue import WakingQueue
 from loomserve.platform.engine.resumption.tokens import check_resumed
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.scheduling.policy.leaving import leaving
+from loomserve.platform.state.told_load import LoadBook
 
 _logger = logging.getLogger(__name__)
 

@@ -25,9 +25,9 @@ from loomserve.platform.engine.core.addresses import (
     READY,
 )
 from loomserve.platform.engine.core.network_sockets import notice_loss
-from loomserve.platform.engine.core.told_load import ToldLoad, load_of
 from loomserve.platform.front_end.engine.peer_process import watch_peer
 from loomserve.platform.run.engine_address import EngineAddress, EngineNetwork
+from loomserve.platform.state.told_load import ToldLoad, load_of
 
 _log = logging.getLogger(__name__)
 

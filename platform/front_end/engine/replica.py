@@ -11,7 +11,6 @@ from typing import Any, Protocol
 from vllm.v1.engine import EngineCoreReadyResponse, EngineCoreRequestType
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from loomserve.platform.engine.core.told_load import ToldLoad
 from loomserve.platform.front_end.engine.connection import EngineConnection
 from loomserve.platform.front_end.engine.open_requests import OpenRequest
 from loomserve.platform.front_end.policy.continuation import (
@@ -22,6 +21,7 @@ from loomserve.platform.front_end.policy.continuation import (
 )
 from loomserve.platform.front_end.policy.send_times import SendTimes
 from loomserve.platform.run.engine_address import EngineAddress
+from loomserve.platform.state.told_load import ToldLoad
 
 Clock = Callable[[], float]
 

@@ -22,7 +22,6 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from loomserve.platform.engine.core.told_load import ToldLoad
 from loomserve.platform.front_end.engine.attentive_clock import AttentiveClock
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.replica import ConnectedReplica
@@ -33,6 +32,7 @@ from loomserve.platform.front_end.policy.continuation import ContinuationBounds,
 from loomserve.platform.front_end.routing import Choose, Left, routing_context
 from loomserve.platform.http.engine_errors import no_replica
 from loomserve.platform.run.engine_address import EngineAddress
+from loomserve.platform.state.told_load import ToldLoad
 
 _log = logging.getLogger(__name__)
 

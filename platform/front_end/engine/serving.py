@@ -26,7 +26,6 @@ from vllm.v1.engine import EngineCoreReadyResponse
 
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.heap import settle_heap
-from loomserve.platform.engine.core.told_load import ToldLoad
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.llm import FrontEndLLM
 from loomserve.platform.front_end.engine.options import server_options
@@ -36,6 +35,7 @@ from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.front_end.routing import Choose, Left, RoutingRequest
 from loomserve.platform.http.engine_errors import no_replica
 from loomserve.platform.run.engine_address import EngineAddress
+from loomserve.platform.state.told_load import ToldLoad
 
 _log = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ from loomserve.deployments.gateway.load_reports import LoadReports
 from loomserve.deployments.gateway.replica_choice import AnswerContext, ReplicaChoice
 from loomserve.platform.base.errors import TooManyRequests, Unavailable
 from loomserve.platform.config import Router
-from loomserve.platform.engine.core.told_load import ToldLoad
 from loomserve.platform.fleet.messages import LOAD_PATH
 from loomserve.platform.front_end.routing import RoutingRequest
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state import Pace, ReplicaLoad
 from loomserve.platform.state.roles import Role
+from loomserve.platform.state.told_load import ToldLoad
 from loomserve.routers.block_keys import BLOCK_TOKENS
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.snapshot import RoutingStats

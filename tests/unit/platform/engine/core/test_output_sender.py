@@ -14,9 +14,9 @@ import zmq
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.front_ends import NOBODY, FrontEnds
 from loomserve.platform.engine.core.output_sender import OutputSender
-from loomserve.platform.engine.core.told_load import LOAD_PERIOD_S, LoadBook, ToldLoad, load_of
 from loomserve.platform.engine.core.waking_queue import WakingQueue
 from loomserve.platform.run.engine_address import EngineAddress
+from loomserve.platform.state.told_load import LOAD_PERIOD_S, LoadBook, ToldLoad, load_of
 
 # Where silence is not what a test is about, a busy machine must not make a front end silent.
 LONG_S = 60.0

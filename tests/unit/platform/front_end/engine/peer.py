@@ -25,9 +25,9 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, READY
 from loomserve.platform.engine.core.departures import asking
-from loomserve.platform.engine.core.told_load import ToldLoad
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.run.engine_address import EngineAddress
+from loomserve.platform.state.told_load import ToldLoad
 
 FACTS = EngineCoreReadyResponse(
     max_model_len=512, num_gpu_blocks=10, block_size=16, dp_stats_address=None, dtype="float32",

@@ -14,13 +14,13 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
-from loomserve.platform.engine.core.told_load import ToldLoad
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.replica_client import ReplicaSetClient
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.front_end.routing import RoutingRequest
 from loomserve.platform.state.roles import Role
+from loomserve.platform.state.told_load import ToldLoad
 from tests.unit.platform.front_end.engine.peer import PeerEngine
 
 BOUNDS = ContinuationBounds(silence_s=2.0, hang_s=2.5, reroute_timeout_s=1.0, begun_timeout_s=1.5)

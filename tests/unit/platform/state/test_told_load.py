@@ -3,7 +3,7 @@ from __future__ import annotations
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from loomserve.platform.engine.core.told_load import LoadBook, ToldLoad, load_of
+from loomserve.platform.state.told_load import LoadBook, ToldLoad, load_of
 
 
 def test_a_frame_says_what_was_put_into_it() -> None:

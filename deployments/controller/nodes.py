@@ -1,0 +1,79 @@
+"""Follows the nodes of a cluster: gateways on each, and what operators drain."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+from loomserve.deployments.controller.models import ModelLifecycle
+from loomserve.deployments.controller.serve_apps import ServeApps
+from loomserve.platform.base.periodic import every
+from loomserve.platform.config import Config
+from loomserve.platform.fleet.fleet import Fleet
+
+_log = logging.getLogger("ray.serve")
+
+_PERIOD_S = 2.0
+# Gateways are told to say that they are not ready, and their load balancers have to ask.
+_LEAST_DRAIN_S = 10.0
+# What Ray still has there gets so long to leave.
+_RAY_DEADLINE_S = 60.0
+
+
+class NodeKeeper:
+    """Has Serve and Ray do what nodes' states ask for; of a cluster only."""
+
+    def __init__(
+        self,
+        config: Config,
+        fleet: Fleet,
+        models: ModelLifecycle,
+        apps: ServeApps,
+        publish: Callable[[], Awaitable[None]],
+    ) -> None:
+        """
+        Args:
+            config: the platform's.
+            fleet: knows the nodes.
+            models: have their replicas on them.
+            apps: carries it out.
+            publish: tells gateways.
+        """
+        self._config, self._fleet = config, fleet
+        self._models, self._apps = models, apps
+        self._publish = publish
+        self._gateways: int | None = None
+        self._left_to_ray: set[str] = set()
+
+    async def run(self) -> None:
+        # Ray's own head may be away; what was known of nodes then holds.
+        await every(_PERIOD_S, self.follow, failed=lambda error: _log.warning("nodes: %r", error))
+
+    async def follow(self) -> None:
+        """Look which nodes are up, and do what that asks for."""
+        nodes = self._fleet.nodes
+        up = await self._apps.nodes()
+        nodes.up = frozenset(up)
+        nodes.state_node = next((name for name, node in up.items() if node.has_state), "")
+        self._models.set_usable(nodes.usable)
+        await self._publish()
+        await self._set_gateways(max(1, len(nodes.usable)))
+        now = time.monotonic()
+        self._left_to_ray &= nodes.drained.keys()
+        for name, since in nodes.drained.items():
+            if name in up and name not in self._left_to_ray and self._may_leave(name, since, now):
+                self._left_to_ray.add(name)
+                await self._apps.drain_node(up[name].ray_id, _RAY_DEADLINE_S)
+
+    def _may_leave(self, name: str, since: float, now: float) -> bool:
+        if now - since < _LEAST_DRAIN_S:
+            return False
+        late = now - since > self._config.server.drain_timeout_s
+        return late or self._fleet.nodes.is_empty(name, now)
+
+    async def _set_gateways(self, nodes: int) -> None:
+        wanted = nodes * self._config.server.front_ends
+        if wanted != self._gateways:
+            await self._apps.scale_gateways(wanted)
+            self._gateways = wanted
