@@ -51,7 +51,7 @@ def run_platform(
                 name=name,
                 route_prefix=None,
                 # The controller sets the number of gateways, as nodes come and go.
-                external_scaler_enabled=config.cluster is not None and name == GATEWAY_APP,
+                external_scaler_enabled=(config.has_gateways_on_each_node and name == GATEWAY_APP),
             )
             for name, app in targets
         ],
@@ -92,15 +92,18 @@ def _gateway_app(config: Config, internal_token: str, store: StoreOptions | None
     deployment = serve.deployment(
         Gateway,
         name=GATEWAY_DEPLOYMENT,
-        # Those of one node; in a cluster the controller starts the others'.
+        # Those of one node; the controller starts the others', where there are to be some.
         num_replicas=config.server.front_ends,
-        max_replicas_per_node=None if config.cluster is None else config.server.front_ends,
+        max_replicas_per_node=(
+            config.server.front_ends if config.has_gateways_on_each_node else None
+        ),
         # Requests do not pass through Serve; of batches the lane sends only so many lines.
         max_ongoing_requests=1_000_000,
         health_check_period_s=2,
         graceful_shutdown_timeout_s=config.server.drain_timeout_s + 15,
         ray_actor_options={
             "num_cpus": 0,
+            "resources": {} if config.has_gateways_on_each_node else on_state(),
             "runtime_env": {"env_vars": GATEWAY_ENVIRONMENT},
         },
         logging_config=QUIET,
@@ -112,7 +115,7 @@ def _gateway_app(config: Config, internal_token: str, store: StoreOptions | None
         access.model_dump(mode="json") if access else None,
         config.isolates_tenants,
         config.batch.model_dump(mode="json") if config.batch else None,
-        config.cluster is not None,
+        config.has_gateways_on_each_node,
     )
 
 

@@ -97,9 +97,9 @@ class ModelLifecycle:
         for model in models:
             await self._deploy(model)
 
-    def set_usable(self, nodes: frozenset[str]) -> None:
-        """Have replicas of nodes that are not among these start elsewhere."""
-        if self._replicas.set_down(frozenset(self._config.nodes) - nodes):
+    def set_nodes(self, up: frozenset[str], drained: frozenset[str]) -> None:
+        """Have replicas start elsewhere than on nodes that are not up, or drained."""
+        if self._replicas.set_nodes(frozenset(self._config.nodes) - up, drained):
             for model in self._fleet.registry.models:
                 self._settle(model.name)
 

@@ -56,9 +56,10 @@ class NodeKeeper:
         up = await self._apps.nodes()
         nodes.up = frozenset(up)
         nodes.state_node = next((name for name, node in up.items() if node.has_state), "")
-        self._models.set_usable(nodes.usable)
+        self._models.set_nodes(nodes.up, frozenset(nodes.drained))
         await self._publish()
-        await self._set_gateways(max(1, len(nodes.usable)))
+        if self._config.has_gateways_on_each_node:
+            await self._set_gateways(max(1, len(nodes.usable)))
         now = time.monotonic()
         self._left_to_ray &= nodes.drained.keys()
         for name, since in nodes.drained.items():

@@ -40,12 +40,13 @@ class ModelReplicas:
         self._base = base
         self._clock = clock
         self._down: frozenset[str] = frozenset()
+        self._drained: frozenset[str] = frozenset()
         self._busy: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    def set_down(self, nodes: frozenset[str]) -> bool:
-        """Take over which nodes are down; returns whether that has changed."""
-        changed = nodes != self._down
-        self._down = nodes
+    def set_nodes(self, down: frozenset[str], drained: frozenset[str]) -> bool:
+        """Take over which nodes are down, and which are to have nothing; whether that is new."""
+        changed = (down, drained) != (self._down, self._drained)
+        self._down, self._drained = down, drained
         return changed
 
     async def settle(self, name: str) -> None:
@@ -84,11 +85,12 @@ class ModelReplicas:
         if model.pipeline is not None:
             # Its first device stands for all.
             return model.devices[:1]
-        up = {name for name in model.devices if self._device(name).on not in self._down}
+        devices = [name for name in model.devices if self._device(name).on not in self._drained]
+        up = {name for name in devices if self._device(name).on not in self._down}
         began = {
             replica.device: replica.heartbeat.footprint.ready_at
             for replica in self._fleet.registry.live(model.name, self._clock())
             if replica.heartbeat.footprint is not None
         }
         oldest_first = sorted(there, key=lambda name: (began.get(name, float("inf")), name))
-        return places(model.devices, target, oldest_first, up)
+        return places(devices, target, oldest_first, up)

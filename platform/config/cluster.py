@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -24,6 +24,12 @@ class Cluster(Section):
         None,
         description="File with the cluster's token, the same on all nodes, relative to this file; "
         "null: cluster-token in the user's cache folder ($LOOMSERVE_HOME).",
+    )
+    gateways: Literal["one_node", "each_node"] = Field(
+        "one_node",
+        description="Where requests are taken. one_node: on the node that keeps what there is but "
+        "once; each_node: on every node that is up, so that none is missed; server.host must be an "
+        "address of each (0.0.0.0, :: or loopback), and keys hold over all.",
     )
     join_timeout_s: float = Field(
         60.0, gt=0, description="How long the start waits for the nodes that devices name."

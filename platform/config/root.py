@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.config.base import FieldError, Section
 from loomserve.platform.config.batch import Batch, OfflineModel
 from loomserve.platform.config.cluster import Cluster
@@ -13,6 +14,7 @@ from loomserve.platform.config.model import Model
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.config.server import Server
 
+_EVERYWHERE = ("0.0.0.0", "::")
 # vLLM's options that set a KV connector, where the store's own is.
 _KV_TRANSFER_OPTIONS = ("kv_transfer_config", "kv_offloading_size")
 
@@ -130,7 +132,18 @@ class Config(Section):
         """The names of the nodes that have devices."""
         return tuple(dict.fromkeys(device.on for device in self.devices))
 
+    @property
+    def has_gateways_on_each_node(self) -> bool:
+        return self.cluster is not None and self.cluster.gateways == "each_node"
+
     def _check_nodes(self) -> None:
+        host = self.server.host
+        if self.has_gateways_on_each_node and not (is_loopback(host) or host in _EVERYWHERE):
+            raise FieldError(
+                f"{host!r} is an address of one node, and cluster.gateways asks for a gateway on "
+                "each: listen on 0.0.0.0 or ::, or set cluster.gateways to one_node",
+                *("server", "host"),
+            )
         for index, device in enumerate(self.devices):
             if self.cluster is None and device.node is not None:
                 raise FieldError(
