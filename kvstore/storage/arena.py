@@ -86,6 +86,17 @@ class Arena:
         """View of the slot's bytes, ``[slot_bytes]``, page-aligned."""
         return self._data[slot * PAGE : slot * PAGE + slot_bytes]
 
+    def runs(self, slots: Iterable[int], slot_bytes: int) -> list[memoryview]:
+        """Views of the slots' bytes in their order, one for slots that lie one after the other."""
+        pages = slot_bytes // PAGE
+        bounds: list[list[int]] = []
+        for slot in slots:
+            if bounds and bounds[-1][1] == slot:
+                bounds[-1][1] += pages
+            else:
+                bounds.append([slot, slot + pages])
+        return [self._data[begin * PAGE : end * PAGE].data for begin, end in bounds]
+
 
 class ClassUsage(NamedTuple):
     """Extents that serve slots of one size, all slots in them, and the allocated ones."""

@@ -1,0 +1,132 @@
+"""One TCP connection between two stores, whose waits are all bounded."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import time
+from collections.abc import Callable, Sequence
+
+from loomserve.kvstore.transport.protocol import PeerAddress, PeerGoneError
+
+SILENT_S = 2.0
+"""A peer that acknowledges or sends nothing for so long, while it should, counts as gone."""
+_TIMEVAL = struct.Struct("@ll")
+_LENGTH = struct.Struct(">I")
+# Far below the kernel's limit of views a call.
+_VIEWS_A_CALL = 64
+
+
+class Channel:
+    """Sends and receives frames and blocks. Each call raises :class:`PeerGoneError` in time.
+
+    Waits are the kernel's, so a transfer of megabytes is one call without the interpreter's lock.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._socket = sock
+        # Seconds and microseconds, for a wait without progress in one call.
+        limit = _TIMEVAL.pack(int(SILENT_S), int(SILENT_S % 1 * 1e6))
+        sock.settimeout(None)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in (
+            (socket.TCP_NODELAY, 1),
+            (socket.TCP_USER_TIMEOUT, int(SILENT_S * 1000)),
+            (socket.TCP_KEEPIDLE, 1),
+            (socket.TCP_KEEPINTVL, 1),
+            (socket.TCP_KEEPCNT, 2),
+        ):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+    @classmethod
+    def connect(cls, peer: PeerAddress) -> Channel:
+        sock = socket.socket(socket.AF_INET6 if ":" in peer.host else socket.AF_INET)
+        try:
+            sock.settimeout(SILENT_S)
+            sock.connect((peer.host.strip("[]"), peer.port))
+            return cls(sock)
+        except OSError as error:
+            sock.close()
+            raise PeerGoneError(f"the KV store at {peer} cannot be reached: {error}") from error
+
+    def send(self, message: bytes, deadline: float) -> None:
+        """Send bytes as they are."""
+        self.send_views([memoryview(message)], deadline)
+
+    def send_frame(self, message: bytes, deadline: float) -> None:
+        self.send(_LENGTH.pack(len(message)) + message, deadline)
+
+    def send_views(self, views: Sequence[memoryview], deadline: float) -> None:
+        left = list(views)[::-1]
+        while left:
+            _advance(left, _moved(self._socket.sendmsg, left, deadline))
+
+    def receive(self, size: int, deadline: float) -> bytes:
+        into = bytearray(size)
+        self.receive_into([memoryview(into)], deadline)
+        return bytes(into)
+
+    def receive_frame(self, most: int, deadline: float) -> bytes:
+        """The next frame; one of more than ``most`` bytes ends the connection."""
+        (size,) = _LENGTH.unpack(self.receive(_LENGTH.size, deadline))
+        if size > most:
+            raise PeerGoneError(f"a frame of {size} bytes, of which there may be {most}")
+        return self.receive(size, deadline)
+
+    def wait_for_frame(self, most: int) -> bytes:
+        """The next frame, however long none begins; keep-alives find out whether the peer lives."""
+        first = b""
+        while not first:
+            try:
+                first = self._socket.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise PeerGoneError(str(error)) from error
+            if not first:
+                raise PeerGoneError("the connection ended")
+        return self.receive_frame(most, time.monotonic() + SILENT_S)
+
+    def receive_into(self, views: Sequence[memoryview], deadline: float) -> None:
+        """Fill the views, in their order."""
+        # Of nothing, nothing would come, as at the end.
+        left = [view for view in views if view.nbytes][::-1]
+        while left:
+            _advance(left, _moved(self._receive, left, deadline))
+
+    def shut(self) -> None:
+        """End the connection, also while another thread waits for it."""
+        with contextlib.suppress(OSError):  # it has ended
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _receive(self, batch: list[memoryview]) -> int:
+        got, *_ = self._socket.recvmsg_into(batch, 0, socket.MSG_WAITALL)
+        if not got:
+            raise PeerGoneError("the connection ended")
+        return got
+
+
+def _moved(call: Callable[[list[memoryview]], int], left: list[memoryview], deadline: float) -> int:
+    """Bytes that a system call moved of the next views, the last ones of ``left``."""
+    if time.monotonic() > deadline:
+        raise PeerGoneError("it took too long")
+    try:
+        return call(left[: -_VIEWS_A_CALL - 1 : -1])
+    except BlockingIOError as error:
+        raise PeerGoneError(f"nothing moved for {SILENT_S:.0f} s") from error
+    except OSError as error:
+        raise PeerGoneError(str(error)) from error
+
+
+def _advance(left: list[memoryview], moved: int) -> None:
+    """Take the first ``moved`` bytes from the views, of which the next one is the last."""
+    while left and moved >= left[-1].nbytes:
+        moved -= left.pop().nbytes
+    if moved:
+        left[-1] = left[-1][moved:]

@@ -1,0 +1,243 @@
+"""Blocks pass between two transports over real sockets, and every wait ends."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from loomserve.kvstore.index.radix import KEY_BYTES
+from loomserve.kvstore.transport import channel
+from loomserve.kvstore.transport.protocol import (
+    FetchRequest,
+    HeldBlocks,
+    PeerAddress,
+    PeerGoneError,
+    PeerRefusedError,
+    Spoiled,
+    Subscribe,
+)
+from loomserve.kvstore.transport.tcp import TcpTransport
+from loomserve.platform.base.errors import StartError
+
+TOKEN = "a token of this run"
+SPACE = b"n" * 16
+SLOT = 8192
+
+
+@dataclass
+class Blocks:
+    """A source of as many blocks as there are contents, of bytes that tell them apart."""
+
+    count: int = 64
+    held: int = 0
+    closed: int = 0
+    bad: list[bytes] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __call__(self) -> Blocks:
+        return self
+
+    def hold(self, request: FetchRequest) -> HeldBlocks:
+        if request.slot_bytes != SLOT:
+            raise PeerRefusedError("another size")
+        with self.lock:
+            self.held += 1
+        last = min(request.first + request.blocks, self.count)
+        views = [memoryview(block(at)) for at in range(request.first, last)]
+        return HeldBlocks(7, len(views), views)
+
+    def release(self, held: HeldBlocks) -> None:
+        assert held.lease == 7
+        with self.lock:
+            self.held -= 1
+
+    def spoiled(self, namespace: bytes, keys: bytes) -> None:
+        self.bad.append(keys)
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def frames_after(self, epoch: int, seq: int, wait_s: float) -> tuple[list[bytes], int, int]:
+        if seq >= 3:
+            time.sleep(wait_s)
+            return [], epoch, seq
+        return [f"{epoch} {seq + 1}".encode()], epoch, seq + 1
+
+
+def block(at: int) -> bytes:
+    return bytes([at]) * SLOT
+
+
+def wanted(blocks: int, first: int = 0) -> FetchRequest:
+    return FetchRequest(SPACE, bytes(blocks * KEY_BYTES), first, SLOT)
+
+
+@contextmanager
+def served(source: Blocks, token: str = TOKEN) -> Iterator[PeerAddress]:
+    with closing(TcpTransport(token)) as transport:
+        yield transport.serve("127.0.0.1", source, source)
+
+
+def fetched(
+    transport: TcpTransport, peer: PeerAddress, request: FetchRequest, views: int = 1
+) -> bytes:
+    into = bytearray(request.blocks * SLOT)
+    size = len(into) // views
+    blocks, took_s = transport.fetch(
+        peer, request, [memoryview(into)[at : at + size] for at in range(0, len(into), size)]
+    )
+    assert took_s > 0
+    return bytes(into[: blocks * SLOT])
+
+
+@pytest.mark.parametrize(("first", "blocks", "views"), [(0, 1, 1), (3, 64, 1), (0, 60, 60)])
+def test_blocks_come_in_order_into_any_views(first: int, blocks: int, views: int) -> None:
+    source = Blocks()
+    with served(source) as peer, closing(TcpTransport(TOKEN)) as transport:
+        got = fetched(transport, peer, wanted(blocks, first), views)
+        assert got == b"".join(block(at) for at in range(first, blocks))
+    # Its connections' threads have ended.
+    assert (source.held, source.closed) == (0, 1)
+
+
+def test_fewer_come_than_were_asked_for_and_the_connection_is_used_on() -> None:
+    source = Blocks(count=5)
+    with served(source) as peer, closing(TcpTransport(TOKEN)) as transport:
+        for _ in range(3):
+            assert fetched(transport, peer, wanted(10)) == b"".join(map(block, range(5)))
+        assert fetched(transport, peer, wanted(10, 8)) == b""
+        with pytest.raises(PeerRefusedError, match="another size"):
+            transport.fetch(peer, FetchRequest(SPACE, bytes(16), 0, 4096), [memoryview(b"")])
+        assert fetched(transport, peer, wanted(2)) == block(0) + block(1)
+        assert len(transport._open) == 1
+
+
+def test_many_threads_fetch_side_by_side() -> None:
+    source = Blocks()
+    with served(source) as peer, closing(TcpTransport(TOKEN)) as transport:
+        wrong: list[int] = []
+
+        def fetch() -> None:
+            wrong.extend(
+                at
+                for at in range(30)
+                if fetched(transport, peer, wanted(at + 2, at)) != block(at) + block(at + 1)
+            )
+
+        threads = [threading.Thread(target=fetch) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert wrong == []
+        assert len(transport._open) <= 2
+    assert source.held == 0
+
+
+def test_a_connection_that_ended_meanwhile_is_made_anew() -> None:
+    source = Blocks()
+    with closing(TcpTransport(TOKEN)) as transport:
+        with served(source) as peer:
+            fetched(transport, peer, wanted(1))
+        with pytest.raises(PeerGoneError, match="cannot be reached"):
+            fetched(transport, peer, wanted(1))
+        with closing(TcpTransport(TOKEN)) as again:
+            other = again.serve("127.0.0.1", source, source)
+            assert fetched(transport, other, wanted(1)) == block(0)
+
+
+def test_announcements_come_and_go_on_from_what_was_heard() -> None:
+    source = Blocks()
+    with served(source) as peer, closing(TcpTransport(TOKEN)) as transport:
+        stream = transport.follow(peer, Subscribe(9, 1))
+        assert [stream.next(), stream.next()] == [b"9 2", b"9 3"]
+        assert stream.next() == b"", "it says each second that it lives"
+        waiting = threading.Timer(0.2, stream.shut)
+        waiting.start()
+        with pytest.raises(PeerGoneError):
+            list(iter(stream.next, b"no such message"))
+        stream.close()
+
+
+def test_a_holder_hears_of_a_bad_block() -> None:
+    source = Blocks()
+    with served(source) as peer, closing(TcpTransport(TOKEN)) as transport:
+        transport.spoiled(peer, Spoiled(SPACE, b"k" * 32))
+        until = time.monotonic() + 5
+        while not source.bad:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        assert source.bad == [b"k" * 32]
+        transport.spoiled(PeerAddress("127.0.0.1", 1), Spoiled(SPACE, b"k" * 32))
+
+
+def test_who_does_not_know_the_token_gets_nothing() -> None:
+    source = Blocks()
+    with served(source) as peer, closing(TcpTransport("another token")) as stranger:
+        with pytest.raises(PeerGoneError, match="does not know this run's token"):
+            fetched(stranger, peer, wanted(1))
+        with pytest.raises(PeerGoneError, match="no hello"):
+            stranger.follow(peer, Subscribe())
+    assert (source.held, source.closed) == (0, 0)
+
+
+def test_a_peer_that_stops_in_the_middle_is_gone_within_seconds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(channel, "SILENT_S", 0.3)
+
+    class Slow(Blocks):
+        def hold(self, request: FetchRequest) -> HeldBlocks:
+            time.sleep(1)
+            return super().hold(request)
+
+    with served(Slow()) as peer, closing(TcpTransport(TOKEN)) as transport:
+        begin = time.monotonic()
+        with pytest.raises(PeerGoneError, match="nothing moved"):
+            fetched(transport, peer, wanted(1))
+        assert time.monotonic() - begin < 0.9
+
+
+def test_closing_ends_fetches_under_way() -> None:
+    class Endless(Blocks):
+        def hold(self, request: FetchRequest) -> HeldBlocks:
+            time.sleep(1.5)
+            return super().hold(request)
+
+    with served(Endless()) as peer:
+        transport = TcpTransport(TOKEN)
+        threading.Timer(0.2, transport.close).start()
+        begin = time.monotonic()
+        with pytest.raises(PeerGoneError):
+            fetched(transport, peer, wanted(1))
+        assert time.monotonic() - begin < 1
+        with pytest.raises(PeerGoneError, match="has ended"):
+            fetched(transport, peer, wanted(1))
+
+
+def test_addresses_are_read_as_they_are_written() -> None:
+    for address in (PeerAddress("127.0.0.1", 80), PeerAddress("::1", 80), PeerAddress("host", 1)):
+        assert PeerAddress.parse(str(address)) == address
+    for text in ("", "host", ":80", "host:", "host:x", "host:-1"):
+        with pytest.raises(ValueError, match="host:port"):
+            PeerAddress.parse(text)
+    with pytest.raises(StartError, match="cannot listen on"):
+        TcpTransport(TOKEN).serve("203.0.113.1", Blocks(), Blocks())
+
+
+def test_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not socket.has_ipv6:
+        pytest.skip("no IPv6 here")
+    source = Blocks()
+    with closing(TcpTransport(TOKEN)) as one, closing(TcpTransport(TOKEN)) as other:
+        try:
+            peer = one.serve("::1", source, source)
+        except StartError:
+            pytest.skip("no IPv6 here")
+        assert fetched(other, peer, wanted(1)) == block(0)
