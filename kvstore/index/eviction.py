@@ -6,12 +6,13 @@ one policy compare with each other, across models too; values of different polic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 
-from loomserve.kvstore.index.radix import RadixNode, RadixTree
+from loomserve.kvstore.index.radix import KEY_BYTES, RadixNode, RadixTree
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class EvictionCandidate:
     """Run of blocks of one model that were used together. Each field is that of one block.
 
     Attributes:
-        recompute_s: Predicted seconds to compute the block again.
+        recompute_s: Predicted seconds to compute the block again, or to fetch it from another node.
         block_bytes: Bytes that the block occupies, above 0.
         uses: Number of lookups that found the block.
         age_s: Seconds since the block was last used, or inserted if it never was; at least 0.
@@ -58,13 +59,19 @@ def cost(candidate: EvictionCandidate) -> float:
 POLICIES: Mapping[str, Policy] = {"lru": lru, "cost": cost}
 
 
+Refetch = Callable[[bytes, bytes, int], float | None]
+"""Predicted seconds to fetch a block from another node, by namespace, key and bytes; None: no other
+node has it in memory."""
+
+
 def eviction_order(
-    trees: Iterable[RadixTree], policy: Policy, now: float
+    trees: Iterable[RadixTree], policy: Policy, now: float, refetch: Refetch | None = None
 ) -> Iterator[tuple[float, RadixTree, RadixNode]]:
     """Unlocked nodes in memory and their values: each after all below it, else by rising value.
 
-    Of nodes of the same value the least recently used comes first. Before it asks for the next
-    node, the caller may take slots of the one that it got.
+    A block that another node has too is worth the time to fetch it, not to compute it, where that
+    is less. Of nodes of the same value the least recently used comes first. Before it asks for the
+    next node, the caller may take slots of the one that it got.
     """
     heap: list[tuple[float, float, int, RadixTree, RadixNode]] = []
     # Where all else is equal, nodes go in the order of their discovery.
@@ -75,8 +82,11 @@ def eviction_order(
         if followers[node] or node.locks:
             return
         age_s = now - node.last_used
+        recompute_s = node.recompute_s
+        if refetch is not None:
+            recompute_s = min(recompute_s, _refetch_s(refetch, tree, node))
         value = policy(
-            EvictionCandidate(node.recompute_s, tree.block_bytes, node.uses, age_s, node.floor)
+            EvictionCandidate(recompute_s, tree.block_bytes, node.uses, age_s, node.floor)
         )
         heappush(heap, (value, node.last_used, next(turn), tree, node))
 
@@ -97,3 +107,10 @@ def eviction_order(
         if parent in followers:
             followers[parent] -= 1
             consider(tree, parent)
+
+
+def _refetch_s(refetch: Refetch, tree: RadixTree, node: RadixNode) -> float:
+    """Seconds to fetch one of the node's blocks in memory, of which the last one goes first."""
+    end = len(node.slots) * KEY_BYTES
+    seconds = refetch(tree.namespace, node.keys[end - KEY_BYTES : end], tree.block_bytes)
+    return math.inf if seconds is None else seconds

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Sequence, Set
-from itertools import takewhile
+from collections.abc import Collection, Iterator, Sequence, Set
+from itertools import chain, takewhile
 from typing import NamedTuple
 
 from loomserve.kvstore.index.demotion import Demotion, demotions
-from loomserve.kvstore.index.eviction import Policy, eviction_order
+from loomserve.kvstore.index.eviction import Policy, Refetch, eviction_order
 from loomserve.kvstore.index.holds import Lease, LeaseTable, PinTable
 from loomserve.kvstore.index.insertion import InitialUse, insert_in_memory, insert_on_ssd
+from loomserve.kvstore.index.journal import Change, Journal
 from loomserve.kvstore.index.radix import (
     KEY_BYTES,
     NOWHERE,
@@ -73,10 +74,16 @@ class Index:
 
     Args:
         policy: Gives blocks the value by which :meth:`evict` orders them.
+        journal: Is told of blocks that come, move and go; None: nobody wants to know.
+        refetch: Knows what it takes to fetch a block from another node; None: there is none.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(
+        self, policy: Policy, journal: Journal | None = None, refetch: Refetch | None = None
+    ) -> None:
         self._policy = policy
+        self._refetch = refetch
+        self._journal = journal
         self._floor = 0.0
         self._namespaces: dict[bytes, _Namespace] = {}
         self.leases = LeaseTable()
@@ -88,7 +95,7 @@ class Index:
             ValueError: it has blocks of another size.
         """
         known = self._namespaces.setdefault(
-            namespace, _Namespace(RadixTree(namespace, block_bytes))
+            namespace, _Namespace(RadixTree(namespace, block_bytes, self._journal))
         )
         known_bytes = known.tree.block_bytes
         if known_bytes != block_bytes:
@@ -223,7 +230,7 @@ class Index:
             The slots in the order of eviction, and the locations of forgotten blocks.
         """
         freed = Freed([], [])
-        for value, tree, node in eviction_order(self._trees(within), self._policy, now):
+        for value, tree, node in self._order(within, now):
             blocks = min(slot_count - len(freed.slots), len(node.slots))
             if blocks <= 0:
                 break
@@ -254,7 +261,7 @@ class Index:
 
         The caller leases them while it copies them, and calls :meth:`insert_ssd` afterwards.
         """
-        return demotions(eviction_order(self._trees(within=None), self._policy, now), blocks)
+        return demotions(self._order(None, now), blocks)
 
     def pin(self, namespace: bytes, keys: bytes, blocks: int) -> bool:
         """Keeps the first ``blocks`` blocks in memory until they are unpinned or removed.
@@ -284,6 +291,10 @@ class Index:
                 freed.add(tree.cut(node, 0))
         return freed
 
+    def contents(self) -> Iterator[Change]:
+        """Where all blocks are, ancestors first; the index must not change meanwhile."""
+        return chain.from_iterable(known.tree.contents() for known in self._namespaces.values())
+
     def stats(self, namespace: bytes) -> Stats:
         known = self._namespaces[namespace]
         return Stats(
@@ -297,21 +308,12 @@ class Index:
 
     def check(self) -> None:
         """Raises ``AssertionError`` if an invariant is broken; for tests, since it visits all."""
-        lasts = list(self.leases.lasts())
-        for known in self._namespaces.values():
-            lasts.extend(known.pins.lasts())
-        locks = Counter(node for last in lasts for node in last.path())
-        # Nodes that only a lease still refers to count too.
-        nodes = set(locks)
-        for known in self._namespaces.values():
-            known.tree.check()
-            nodes.update(known.tree.nodes())
-            assert not any(last.detached for last in known.pins.lasts())
-        assert all(node.locks == locks[node] for node in nodes)
-        slots = [slot for node in nodes for slot in node.slots]
-        assert len(slots) == len(set(slots))
-        located = [at for known in self._namespaces.values() for at in known.tree.by_location]
-        assert len(located) == len(set(located))
+        _check(list(self._namespaces.values()), list(self.leases.lasts()))
+
+    def _order(
+        self, within: Set[bytes] | None, now: float
+    ) -> Iterator[tuple[float, RadixTree, RadixNode]]:
+        return eviction_order(self._trees(within), self._policy, now, self._refetch)
 
     def _trees(self, within: Set[bytes] | None) -> list[RadixTree]:
         chosen = self._namespaces if within is None else within
@@ -338,3 +340,21 @@ def _drop(tree: RadixTree, node: RadixNode, dropped: set[int]) -> list[int]:
             node.locations[at] = NOWHERE
             del tree.by_location[location]
     return []
+
+
+def _check(namespaces: Sequence[_Namespace], lasts: list[RadixNode]) -> None:
+    """``lasts`` are the last nodes of leased paths."""
+    for known in namespaces:
+        lasts.extend(known.pins.lasts())
+    locks = Counter(node for last in lasts for node in last.path())
+    # Nodes that only a lease still refers to count too.
+    nodes = set(locks)
+    for known in namespaces:
+        known.tree.check()
+        nodes.update(known.tree.nodes())
+        assert not any(last.detached for last in known.pins.lasts())
+    assert all(node.locks == locks[node] for node in nodes)
+    slots = [slot for node in nodes for slot in node.slots]
+    assert len(slots) == len(set(slots))
+    located = [at for known in namespaces for at in known.tree.by_location]
+    assert len(located) == len(set(located))

@@ -20,6 +20,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from loomserve.kvstore.index.journal import Change, Journal, Tier
+
 KEY_BYTES = 16
 NOWHERE = -1
 """Location of a block that is not on SSD."""
@@ -104,11 +106,13 @@ class RadixTree:
         block_bytes: Bytes of a block.
         in_memory: Number of blocks that have a slot.
         by_location: Node of every block on SSD.
+        journal: Is told of blocks that come, move and go; None: nobody wants to know.
     """
 
-    def __init__(self, namespace: bytes, block_bytes: int) -> None:
+    def __init__(self, namespace: bytes, block_bytes: int, journal: Journal | None = None) -> None:
         self.namespace = namespace
         self.block_bytes = block_bytes
+        self.journal = journal
         self.root = RadixNode()
         self.in_memory = 0
         self.by_location: dict[int, RadixNode] = {}
@@ -117,6 +121,15 @@ class RadixTree:
         """All nodes but the root, parents first."""
         for child in self.root.children.values():
             yield from child.subtree()
+
+    def contents(self) -> Iterator[Change]:
+        """Where all blocks are, ancestors first."""
+        for node in self.nodes():
+            in_memory = len(node.slots) * KEY_BYTES
+            if in_memory:
+                yield Change(self.namespace, Tier.MEMORY, node.keys[:in_memory])
+            if in_memory < len(node.keys):
+                yield Change(self.namespace, Tier.SSD, node.keys[in_memory:])
 
     def walk(self, keys: bytes) -> list[RadixNode]:
         """Path of the longest prefix of ``keys`` in the tree; splits its last node at its end."""
@@ -176,6 +189,7 @@ class RadixTree:
         as a whole.
         """
         self.in_memory += len(run.slots)
+        self._note_there(run.keys, in_memory=bool(run.slots))
         # A reply that is saved block by block must not become a chain of nodes of one block.
         if node is not self.root and _extensible(node, run):
             node.keys += run.keys
@@ -191,6 +205,8 @@ class RadixTree:
 
     def fill(self, node: RadixNode, slots: Sequence[int]) -> None:
         """Assigns these slots to the first blocks of ``node`` that are only on SSD."""
+        filled = len(node.slots) * KEY_BYTES
+        self._note_there(node.keys[filled : filled + len(slots) * KEY_BYTES], in_memory=True)
         node.slots.extend(slots)
         self.in_memory += len(slots)
 
@@ -206,6 +222,8 @@ class RadixTree:
         freed = Freed([], [])
         for gone in node.subtree():
             gone.detached = True
+            if self.journal is not None:
+                self.journal.gone(self.namespace, gone.keys)
             self.in_memory -= len(gone.slots)
             freed.locations.extend(where for where in gone.locations if where != NOWHERE)
             if not gone.locks:
@@ -239,6 +257,8 @@ class RadixTree:
         del node.slots[kept:]
         self.in_memory -= blocks
         lost = next((at for at in evicted if node.locations[at] == NOWHERE), None)
+        on_ssd = len(node.slots) + blocks if lost is None else lost
+        self._note_there(node.keys[kept * KEY_BYTES : on_ssd * KEY_BYTES], in_memory=False)
         if lost is not None:
             freed.locations.extend(self.cut(node, lost).locations)
         return freed
@@ -276,6 +296,10 @@ class RadixTree:
             located.update(dict.fromkeys(on_ssd, node))
         assert located == self.by_location
         assert self.in_memory == sum(len(node.slots) for node in self.nodes())
+
+    def _note_there(self, keys: bytes, *, in_memory: bool) -> None:
+        if self.journal is not None and keys:
+            self.journal.there(self.namespace, keys, in_memory=in_memory)
 
     def _link(self, node: RadixNode, parent: RadixNode | None) -> None:
         assert parent is not None
