@@ -12,7 +12,11 @@ from loomserve.platform.base.paths import cache_folder
 
 
 class StoreOptions(BaseModel):
-    """Places and sizes (bytes) of a store; ``ssd_folder=None``: without SSD."""
+    """Places and sizes (bytes) of a store; ``ssd_folder=None``: without SSD.
+
+    ``node`` names it among those of other nodes, which reach it at ``host``; empty: it is the only
+    one. ``directory_blocks`` bounds what it knows of the others' blocks.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -23,6 +27,9 @@ class StoreOptions(BaseModel):
     ssd: int = 0
     eviction: str = "lru"
     quotas: dict[str, int] = {}
+    node: str = ""
+    host: str = ""
+    directory_blocks: int = 2**20
 
     @property
     def socket(self) -> Path:
@@ -49,6 +56,7 @@ class StoreOptions(BaseModel):
                 "arena": str(self.arena),
                 "digests": str(cache_folder() / "digests"),
                 "model": model,
+                "node": self.node,
             },
         }
 

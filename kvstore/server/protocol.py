@@ -18,6 +18,8 @@ HANDS_OVER = "loomserve_hands_over"
 """In a request's ``kv_transfer_params``: another engine goes on after its prompt."""
 HANDED_OVER = "loomserve_handed_over"
 """In that engine's: so many of its tokens have just been computed for it."""
+HANDED_OVER_BY = "loomserve_handed_over_by"
+"""In the answer's, and then in that engine's: the node whose store has them."""
 NAMESPACE_BYTES = 16
 WRITE_S = 60.0
 """Seconds after which a writer counts as dead, and its slots are given to others."""
@@ -30,6 +32,7 @@ Count = Annotated[int, Meta(ge=0, lt=2**32)]
 Size = Annotated[int, Meta(ge=1, lt=2**40)]
 ModelName = Annotated[str, Meta(max_length=512)]
 Seconds = Annotated[float, Meta(ge=0, le=1e6)]
+NodeName = Annotated[str, Meta(max_length=256)]
 LeaseSeconds = Annotated[float, Meta(gt=0, le=_LONGEST_LEASE_S)]
 
 
@@ -38,6 +41,10 @@ class Lookup(msgspec.Struct, tag=True, frozen=True):
 
     ``promote`` asks to bring blocks into memory that are only on SSD. ``use=False`` keeps the
     lookup out of the statistics by which blocks are evicted.
+
+    ``block_s`` are the seconds that the engine computes a block for: blocks that other nodes have
+    are fetched where that is quicker; 0: none is. ``holder`` names the node that has the whole
+    chain, if an engine there hands it over.
     """
 
     namespace: Namespace
@@ -46,13 +53,16 @@ class Lookup(msgspec.Struct, tag=True, frozen=True):
     lease_s: LeaseSeconds
     promote: bool
     use: bool = True
+    block_s: Seconds = 0.0
+    holder: NodeName = ""
 
 
 class Found(msgspec.Struct, tag=True, frozen=True):
     """Answer to :class:`Lookup`. ``in_memory`` and ``resident`` (SSD included) are prefix lengths.
 
-    Both are in blocks. ``lease`` is 0 if there is nothing to load. ``ready_s`` estimates the
-    seconds until blocks that are only on SSD will be in memory; 0: none is on its way.
+    Both are in blocks. ``lease`` is 0 if there is nothing to load. ``remote`` blocks that follow
+    the resident ones are on their way from another node. ``ready_s`` estimates the seconds until
+    blocks that are on their way, from there or from SSD, will be in memory; 0: none is.
     """
 
     in_memory: int
@@ -60,6 +70,7 @@ class Found(msgspec.Struct, tag=True, frozen=True):
     lease: int
     slots: bytes
     ready_s: float
+    remote: int = 0
 
 
 class Reserve(msgspec.Struct, tag=True, frozen=True):
@@ -171,6 +182,27 @@ class ModelUsage(msgspec.Struct, frozen=True):
     evicted_blocks: int
 
 
+class LinkUsage(msgspec.Struct, frozen=True):
+    """What fetches from a node take, as measured: seconds to begin, then bytes a second."""
+
+    node: str
+    fetches: int
+    setup_s: float
+    bytes_per_s: float
+
+
+class NetworkUsage(msgspec.Struct, frozen=True):
+    """Other nodes' stores and blocks as this one knows them, and fetches since it started."""
+
+    node: str
+    peers: list[LinkUsage]
+    directory_blocks: int
+    missed_messages: int
+    fetched_blocks: int
+    fetched_bytes: int
+    failed_fetches: dict[str, int]
+
+
 class StoreUsage(msgspec.Struct, tag=True, frozen=True):
     """Contents of the store: bytes, leases, writers, and corrupt blocks since it started."""
 
@@ -182,6 +214,7 @@ class StoreUsage(msgspec.Struct, tag=True, frozen=True):
     writers: int
     corrupt_blocks: int
     models: list[ModelUsage]
+    network: NetworkUsage | None = None
 
 
 Request = Lookup | Reserve | Commit | Abandon | Outdated | Release | Corrupt | Pin | Flush | Inspect

@@ -13,11 +13,16 @@ from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
-from loomserve.kvstore.index.index import Index
+from loomserve.kvstore.index.index import Index, Match
 from loomserve.kvstore.index.radix import KEY_BYTES, first_keys
+from loomserve.kvstore.peers.messages import AnnouncedSpace
+from loomserve.kvstore.peers.network import PeerNetwork
 from loomserve.kvstore.server.allocator import Allocator
+from loomserve.kvstore.server.copies.fetches import NOTHING_COMES, Coming, Fetches
+from loomserve.kvstore.server.copies.promotions import Promotions
+from loomserve.kvstore.server.copies.write_behind import WriteBehind
 from loomserve.kvstore.server.leases import Leases
-from loomserve.kvstore.server.promotions import Promotions
+from loomserve.kvstore.server.operators import OperatorCalls
 from loomserve.kvstore.server.protocol import (
     Abandon,
     Commit,
@@ -27,7 +32,6 @@ from loomserve.kvstore.server.protocol import (
     Found,
     Inspect,
     Lookup,
-    ModelUsage,
     Outdated,
     Pin,
     Refused,
@@ -41,21 +45,20 @@ from loomserve.kvstore.server.protocol import (
 from loomserve.kvstore.server.rebuild import rebuild
 from loomserve.kvstore.server.slots import encode_slots
 from loomserve.kvstore.server.spaces import Space, Spaces
-from loomserve.kvstore.server.write_behind import WriteBehind
 from loomserve.kvstore.server.writers import Writers
 from loomserve.kvstore.storage.arena import ArenaOwner
 from loomserve.kvstore.storage.checksum import BlockLayout, seed
 from loomserve.kvstore.storage.ssd import SsdTier
-
-_MOST_PINS = 4096
 
 
 class BlockStore:
     """Index, arena and SSD tier of a node, kept in step for one thread.
 
     ``now`` is in seconds of a clock that never goes back. ``spaces_file`` keeps what the
-    namespaces mean. ``quotas`` bounds the bytes a model may hold in memory. ``readers`` and
-    ``ssd_writer`` run the copies from and to SSD, the latter one after the other.
+    namespaces mean. ``quotas`` bounds the bytes a model may hold in memory. ``network`` are the
+    stores of other nodes, of which the index's journal is; None: there is no other. ``readers`` and
+    ``ssd_writer`` run the copies from and to SSD, the latter one after the other, and ``fetchers``
+    those from other nodes.
     """
 
     def __init__(
@@ -65,11 +68,13 @@ class BlockStore:
         ssd: SsdTier | None,
         spaces_file: Path,
         quotas: Mapping[str, int],
+        network: PeerNetwork | None = None,
         *,
         readers: Executor | None = None,
         ssd_writer: Executor | None = None,
+        fetchers: Executor | None = None,
     ) -> None:
-        self._arena = arena
+        self.arena = arena
         self._index = index
         self._ssd = ssd
         self._spaces = Spaces(spaces_file, index, arena.extent_bytes)
@@ -83,7 +88,11 @@ class BlockStore:
             self._write_behind = WriteBehind(
                 ssd, index, arena, self._spaces, self._leases, ssd_writer
             )
-        self._pins: dict[tuple[bytes, bytes], bytes] = {}
+        self._network = network
+        self._fetches: Fetches | None = None
+        if network is not None:
+            self._fetches = Fetches(network, arena, self._spaces, self._allocator, fetchers)
+        self._operators = OperatorCalls(index, self._spaces, arena)
         self._corrupt_blocks = 0
         self._answers: dict[type[Any], Callable[[Any, float], Reply]] = {
             Lookup: self._lookup,
@@ -93,15 +102,22 @@ class BlockStore:
             Abandon: self._abandon,
             Release: self._release,
             Corrupt: self._forget_corrupt,
-            Pin: self._pin,
-            Flush: self._flush,
+            Pin: lambda request, now: self._operators.pin(request),
+            Flush: lambda request, now: self._operators.flush(request),
             Inspect: self._inspect,
         }
 
     def recover(self, now: float) -> None:
         """Take over what an earlier store left in the arena and on SSD."""
         self._spaces.load()
-        rebuild(self._index, self._arena, self._ssd, self._spaces, now)
+        rebuild(self._index, self.arena, self._ssd, self._spaces, now)
+        if self._network is not None:
+            # Whoever follows asks for all contents first.
+            self._network.journal.take()
+
+    def slot_bytes(self, namespace: bytes) -> int | None:
+        """Bytes of a namespace's slots, for any thread; None: it is not known."""
+        return self._spaces.slot_bytes(namespace) if namespace in self._spaces else None
 
     def answer(self, request: Request, now: float) -> Reply:
         """Carry a request out."""
@@ -118,29 +134,36 @@ class BlockStore:
             self._promotions.take_in(now)
         if self._write_behind is not None:
             self._write_behind.tick(now)
+        if self._network is not None and self._fetches is not None:
+            self._fetches.take_in(now)
+            self._network.tick(now, self._index, self._announced_spaces())
 
     @property
     def busy(self) -> bool:
-        """Whether threads are at work, whose results :meth:`tick` awaits."""
-        return any(copies.busy for copies in self._copies())
+        """Whether :meth:`tick` awaits what threads are at work on, or has changes to announce."""
+        announces = self._network is not None and self._network.busy
+        return announces or any(copies.busy for copies in self._copies())
 
     def close(self) -> None:
         """Wait for the copies under way; the arena and the SSD stay as they are."""
+        if self._network is not None:
+            self._network.close()
         for copies in self._copies():
             copies.close()
         if self._ssd is not None:
             self._ssd.close()
-        self._arena.close()
+        self.arena.close()
 
-    def _copies(self) -> list[Promotions | WriteBehind]:
-        """What runs in threads: nothing without SSD."""
-        return [copies for copies in (self._promotions, self._write_behind) if copies is not None]
+    def _copies(self) -> list[Promotions | WriteBehind | Fetches]:
+        """What runs in threads: nothing without SSD and other nodes."""
+        all_ = (self._promotions, self._write_behind, self._fetches)
+        return [copies for copies in all_ if copies is not None]
 
     # Engines
 
     def _lookup(self, request: Lookup, now: float) -> Reply:
         namespace, keys = request.namespace, request.keys
-        if namespace not in self._spaces:
+        if not self._knows(namespace, request.block_s):
             return Found(0, 0, 0, b"", 0.0)
         if request.use:
             match = self._index.lookup(namespace, keys, now)
@@ -158,20 +181,46 @@ class BlockStore:
         if request.promote and self._promotions and match.resident > match.in_memory:
             resident = keys[: match.resident * KEY_BYTES]
             ready_s = self._promotions.begin(namespace, resident, now)
+        coming = self._begin_fetch(request, match, now)
         return Found(
             in_memory=match.in_memory,
             resident=match.resident,
             lease=lease.id if lease else 0,
             slots=encode_slots(lease.slots) if lease else b"",
-            ready_s=ready_s,
+            ready_s=ready_s or coming.ready_s,
+            remote=coming.blocks,
+        )
+
+    def _knows(self, namespace: bytes, block_s: float) -> bool:
+        """Whether blocks of a namespace are here, or can be fetched."""
+        if self._fetches is not None and block_s:
+            return self._fetches.knows(namespace)
+        return namespace in self._spaces
+
+    def _begin_fetch(self, request: Lookup, match: Match, now: float) -> Coming:
+        """Fetch what follows what is in memory; what is on SSD comes first."""
+        missing = match.in_memory * KEY_BYTES < len(request.keys)
+        on_ssd = match.resident > match.in_memory
+        if self._fetches is None or not (request.promote and request.block_s and missing) or on_ssd:
+            return NOTHING_COMES
+        return self._fetches.begin(
+            request.namespace,
+            request.keys,
+            match.in_memory,
+            request.block_s,
+            request.holder,
+            now,
         )
 
     def _reserve(self, request: Reserve, now: float) -> Reply:
         namespace, keys = request.namespace, request.keys
         layout = BlockLayout(request.layers, request.layer_bytes)
+        new = namespace not in self._spaces
         problem = self._spaces.declare(namespace, Space(request.model, layout))
         if problem is not None:
             return Refused(problem)
+        if new and self._network is not None:
+            self._network.announcer.note([], [_announced(namespace, self._spaces[namespace])])
         in_memory = self._index.match(namespace, keys).in_memory
         first = self._writers.first_unwritten(namespace, keys, in_memory)
         reservation = self._allocator.reserve(
@@ -204,7 +253,7 @@ class BlockStore:
 
     def _remove_last(self, namespace: bytes, keys: bytes) -> int:
         freed = self._index.remove(namespace, keys, len(keys) // KEY_BYTES - 1)
-        self._arena.free(freed.slots)
+        self.arena.free(freed.slots)
         return len(freed.slots)
 
     def _abandon(self, request: Abandon, now: float) -> Reply:
@@ -227,11 +276,11 @@ class BlockStore:
         # A reader that outlived its lease has read another block's bytes. This block may be whole,
         # or only on SSD, and is checked when it comes back.
         if slot is None or layout.check(
-            self._arena.view(slot, layout.slot_bytes), seed(namespace, keys[-KEY_BYTES:])
+            self.arena.view(slot, layout.slot_bytes), seed(namespace, keys[-KEY_BYTES:])
         ):
             return Done()
         # A leased slot stays allocated, and after a crash its header would bring the block back.
-        self._arena.retract(slot)
+        self.arena.retract(slot)
         self._corrupt_blocks += 1
         return Done(self._remove_last(namespace, keys))
 
@@ -244,59 +293,25 @@ class BlockStore:
         self._leases.release([lease.id])
         return lease.slots[0]
 
+    def _announced_spaces(self) -> list[AnnouncedSpace]:
+        return [_announced(namespace, space) for namespace, space in self._spaces.items()]
+
     # Operators
 
-    def _pin(self, request: Pin, now: float) -> Reply:
-        if request.namespace not in self._spaces:
-            return Done()
-        chain = (request.namespace, request.keys[-KEY_BYTES:])
-        pinned = self._pins.pop(chain, b"")
-        # Another chain may have pinned the same blocks.
-        if pinned and pinned not in self._pins.values():
-            self._index.unpin(request.namespace, pinned, len(pinned) // KEY_BYTES)
-        blocks = self._index.match(request.namespace, request.keys).in_memory
-        if request.pinned and len(self._pins) >= _MOST_PINS:
-            return Refused(f"{_MOST_PINS} chains are pinned: unpin some")
-        if request.pinned and blocks:
-            self._index.pin(request.namespace, request.keys, blocks)
-            self._pins[chain] = request.keys[: blocks * KEY_BYTES]
-        return Done(blocks)
-
-    def _flush(self, request: Flush, now: float) -> Reply:
-        blocks = 0
-        for namespace, space in self._spaces.items():
-            if request.model in ("", space.model):
-                freed = self._index.flush(namespace)
-                blocks += len(freed.slots)
-                self._arena.free(freed.slots)
-        return Done(blocks)
-
     def _inspect(self, request: Inspect, now: float) -> Reply:
-        models: dict[str, ModelUsage] = {}
-        leases = 0
-        for namespace, space in self._spaces.items():
-            stats = self._index.stats(namespace)
-            leases += stats.leases
-            size = space.layout.block_bytes
-            so_far = models.get(space.model, ModelUsage(space.model, 0, 0, 0, 0, 0, 0, 0))
-            models[space.model] = ModelUsage(
-                space.model,
-                so_far.blocks_in_memory + stats.in_memory,
-                so_far.blocks_on_ssd + stats.on_ssd,
-                so_far.bytes_in_memory + stats.in_memory * size,
-                so_far.bytes_on_ssd + stats.on_ssd * size,
-                so_far.hit_blocks + stats.hits,
-                so_far.missed_blocks + stats.misses,
-                so_far.evicted_blocks + stats.evictions,
-            )
         corrupt_on_ssd = self._promotions.corrupt_blocks if self._promotions else 0
         return StoreUsage(
-            capacity_bytes=self._arena.capacity_bytes,
-            used_bytes=self._arena.used_bytes,
+            capacity_bytes=self.arena.capacity_bytes,
+            used_bytes=self.arena.used_bytes,
             ssd_capacity_bytes=self._ssd.capacity_bytes if self._ssd else 0,
             ssd_used_bytes=self._ssd.used_bytes if self._ssd else 0,
-            leases=leases,
+            leases=self._operators.leases(),
             writers=len(self._writers),
             corrupt_blocks=self._corrupt_blocks + corrupt_on_ssd,
-            models=[models[name] for name in sorted(models)],
+            models=self._operators.models(),
+            network=self._fetches.usage() if self._fetches else None,
         )
+
+
+def _announced(namespace: bytes, space: Space) -> AnnouncedSpace:
+    return AnnouncedSpace(namespace, space.model, space.layout.layers, space.layout.layer_bytes)

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import zmq
 
-from loomserve.kvstore.server import leases, spaces, store
+from loomserve.kvstore.server import leases, operators, spaces
 from loomserve.kvstore.server.client import StoreAwayError, StoreRefusedError
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import (
@@ -204,7 +204,7 @@ def test_leases_pins_and_kinds_of_blocks_are_bounded(
     options: StoreOptions, server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(leases, "MOST_LEASES", 5)
-    monkeypatch.setattr(store, "_MOST_PINS", 3)
+    monkeypatch.setattr(operators, "_MOST_PINS", 3)
     engine = Engine.of(options)
     ours = chain("a", 2)
     with closing(engine.client):

@@ -1,0 +1,111 @@
+"""Follows what one peer announces, in a thread, for as long as it is a member."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from loomserve.kvstore.peers.members import Member
+from loomserve.kvstore.peers.messages import AnnouncedSpace, Contents, Message, well_formed
+from loomserve.kvstore.peers.shared_directory import SharedDirectory
+from loomserve.kvstore.transport.protocol import EventStream, PeerGoneError, Subscribe, Transport
+
+_logger = logging.getLogger(__name__)
+
+_RETRY_S = 0.2
+_LONGEST_RETRY_S = 2.0
+
+
+class Follower:
+    """Keeps the directory's entries of a peer as it announces them.
+
+    Where a message was missed, the peer's contents are asked for; where it cannot be reached, its
+    entries are dropped.
+    """
+
+    def __init__(
+        self,
+        member: Member,
+        transport: Transport,
+        directory: SharedDirectory,
+        on_spaces: Callable[[Sequence[AnnouncedSpace]], None],
+    ) -> None:
+        self.member = member
+        self._transport = transport
+        self._directory = directory
+        self._on_spaces = on_spaces
+        self._decoder = msgspec.msgpack.Decoder(Message)
+        self._lock = threading.Lock()
+        self._stream: EventStream | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kv-follower", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread; the directory gets nothing more of this peer."""
+        self._stopping.set()
+        with self._lock:
+            if self._stream is not None:
+                self._stream.shut()
+        self._thread.join()
+
+    def _run(self) -> None:
+        retry_s = _RETRY_S
+        while not self._stopping.is_set():
+            try:
+                stream = self._connect()
+            except PeerGoneError as error:
+                _logger.debug("%s", error)
+                self._directory.drop(self.member.node)
+                self._stopping.wait(retry_s)
+                retry_s = min(2 * retry_s, _LONGEST_RETRY_S)
+                continue
+            retry_s = _RETRY_S
+            try:
+                self._hear(stream)
+            except PeerGoneError as error:
+                _logger.debug("node %s says no more: %s", self.member.node, error)
+            finally:
+                with self._lock:
+                    self._stream = None
+                stream.close()
+
+    def _connect(self) -> EventStream:
+        heard = Subscribe(*self._directory.heard(self.member.node))
+        stream = self._transport.follow(self.member.address, heard)
+        with self._lock:
+            self._stream = stream
+            if self._stopping.is_set():
+                stream.shut()
+        return stream
+
+    def _hear(self, stream: EventStream) -> None:
+        """Until the stream ends or a message is missing."""
+        begun = self._directory.heard(self.member.node) != (0, 0)
+        while True:
+            frame = stream.next()
+            if frame:
+                begun = True
+                if not self._take(frame):
+                    return
+            elif begun and self._directory.heard(self.member.node) == (0, 0):
+                return  # a fetch failed meanwhile
+
+    def _take(self, frame: bytes) -> bool:
+        """Take a message in; False if it does not follow the last."""
+        try:
+            message: Message = self._decoder.decode(frame)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise PeerGoneError(f"not a message: {error}") from error
+        if message.node != self.member.node or not well_formed(message):
+            self._stopping.wait(_LONGEST_RETRY_S)
+            raise PeerGoneError(f"not a message of node {self.member.node}")
+        self._on_spaces(message.spaces)
+        said = message.node, message.epoch, message.seq, message.changes
+        if isinstance(message, Contents):
+            self._directory.take_contents(*said)
+            return True
+        return self._directory.apply(*said)

@@ -1,0 +1,1 @@
+"""Copies of blocks by threads: to SSD and back, and from other nodes."""
