@@ -45,7 +45,7 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
 
     vLLM finds it by ``kv_connector_module_path``. Its options, in ``kv_connector_extra_config``:
     the ``address`` of the store's socket, the path of its ``arena``, the ``model``'s name in the
-    store's figures, and the folder ``digests`` for digests of weights.
+    store's figures, the folder ``digests`` for digests of weights, and the store's ``node``.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
             names = Namespaces(
                 vllm_config, kv_cache_config.kv_cache_layout, spec, Path(options["digests"])
             )
-            self._scheduler = StoreConnectorScheduler(StoreClient(options["address"]), names)
+            self._scheduler = StoreConnectorScheduler(
+                StoreClient(options["address"]), names, options.get("node", "")
+            )
         else:
             self._worker = StoreConnectorWorker(options, vllm_config.parallel_config.rank)
 

@@ -11,14 +11,14 @@ from vllm.v1.request import RequestStatus
 from loomserve.kvstore.engine.lookups import Lookups
 from loomserve.kvstore.engine.messages import StepTransfers
 from loomserve.kvstore.engine.namespaces import Namespaces
-from loomserve.kvstore.engine.request_keys import chain_of
+from loomserve.kvstore.engine.request_keys import chain_of, hands_over
 from loomserve.kvstore.engine.save_tracker import SaveTracker
 from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import SwapLedger
 from loomserve.kvstore.engine.transfer import Load
 from loomserve.kvstore.engine.transfer_policy import TransferAll, TransferPolicy
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
-from loomserve.kvstore.server.protocol import PROMPT_CHAIN, Done, Outdated
+from loomserve.kvstore.server.protocol import HANDED_OVER_BY, PROMPT_CHAIN, Done, Outdated
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -31,17 +31,19 @@ class StoreConnectorScheduler:
     """Asks the store about waiting requests, and lists each step's copies for the workers.
 
     It knows requests and block hashes, and no memory. It never waits but for the store's answers,
-    which :class:`StoreClient` bounds. Times are monotonic seconds of the caller's clock.
+    which :class:`StoreClient` bounds. Times are monotonic seconds of the caller's clock. ``node``
+    is the store's name among those of other nodes; empty: there is no other.
     """
 
-    def __init__(self, store: StoreClient, names: Namespaces) -> None:
+    def __init__(self, store: StoreClient, names: Namespaces, node: str = "") -> None:
         self.policy: TransferPolicy = TransferAll()
         self._store = store
         self._names = names
+        self._node = node
         self._block_size = names.block_size
         self._pace = StepPace(names.block_size)
         self.swapped = SwapLedger(store, names, self._pace)
-        self._lookups = Lookups(store, names, self.swapped, self._pace)
+        self._lookups = Lookups(store, names, self.swapped, self._pace, node)
         self._saves = SaveTracker(names, self._pace)
         self._loads: list[dict[int, Load]] = []
         self._fetches: dict[str, dict[int, Load]] = {}
@@ -136,12 +138,15 @@ class StoreConnectorScheduler:
         self._lookups.forget(request.request_id)
         self.swapped.end(request.request_id)
         self._forget_tail(request, self._saves.remove(request))
-        if not (request.kv_transfer_params or {}).get(PROMPT_CHAIN):
-            return None
-        keys = chain_of(request, request.num_prompt_tokens // self._block_size)
-        namespaces = self._names.of_ranks(request.lora_request)
-        chain = {"namespaces": [name.hex() for name in namespaces], "keys": keys.hex()}
-        return {PROMPT_CHAIN: chain}
+        told: dict[str, Any] = {}
+        if self._node and hands_over(request):
+            told[HANDED_OVER_BY] = self._node
+        if (request.kv_transfer_params or {}).get(PROMPT_CHAIN):
+            keys = chain_of(request, request.num_prompt_tokens // self._block_size)
+            namespaces = self._names.of_ranks(request.lora_request)
+            chain = {"namespaces": [name.hex() for name in namespaces], "keys": keys.hex()}
+            told[PROMPT_CHAIN] = chain
+        return told or None
 
     def _forget_tail(self, request: Request, chain: bytes) -> None:
         """Have the store forget the unfilled block of a request that has ended.

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from loomserve.kvstore.engine.namespaces import Namespaces
-from loomserve.kvstore.engine.request_keys import handed_over_tokens, keys_of, tail_end
+from loomserve.kvstore.engine.request_keys import (
+    handed_over_by,
+    handed_over_tokens,
+    keys_of,
+    tail_end,
+)
 from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import LEASE_S, LONGEST_COMMIT_S, SwapLedger
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
@@ -20,9 +25,9 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-# A request whose blocks come from SSD is asked about again after this time at the soonest.
+# A request whose blocks are on their way is asked about again after this time at the soonest.
 _POLL_S = 0.005
-# However slow the SSD, a request waits for it no longer than this.
+# However slow the SSD or the link, a request waits for it no longer than this.
 _LONGEST_WAIT_S = 2.0
 
 
@@ -47,13 +52,20 @@ class LookupResult:
 class Lookups:
     """Open lookups, at most one a request; each is taken when the request gets memory.
 
-    Times are monotonic seconds of the caller's clock.
+    Times are monotonic seconds of the caller's clock. ``node`` is the store's name among those of
+    other nodes.
     """
 
     def __init__(
-        self, store: StoreClient, names: Namespaces, swapped: SwapLedger, pace: StepPace
+        self,
+        store: StoreClient,
+        names: Namespaces,
+        swapped: SwapLedger,
+        pace: StepPace,
+        node: str = "",
     ) -> None:
         self._store = store
+        self._node = node
         self._names = names
         self._block_size = names.block_size
         self._swapped = swapped
@@ -87,7 +99,7 @@ class Lookups:
         self.forget(request.request_id)
         try:
             found = [
-                self._store.ask(Lookup(name, keys, skip, LEASE_S, promote=True, use=use), Found)
+                self._store.ask(self._lookup(request, name, keys, skip, use=use), Found)
                 for name in self._names.of_ranks(request.lora_request)
             ]
         except StoreAwayError as error:
@@ -130,6 +142,21 @@ class Lookups:
                 # Leases end by themselves.
                 _logger.debug("%s", error)
 
+    def _lookup(
+        self, request: Request, namespace: bytes, keys: bytes, skip: int, *, use: bool
+    ) -> Lookup:
+        holder = handed_over_by(request)
+        return Lookup(
+            namespace,
+            keys,
+            skip,
+            LEASE_S,
+            promote=True,
+            use=use,
+            block_s=self._block_size * self._pace.s_per_token,
+            holder=holder if holder != self._node else "",
+        )
+
     def _left(self, request: Request) -> int:
         """Tokens to the last of which its KV was left in the store, by another engine or by us."""
         if left := self._just_left(request):
@@ -143,9 +170,9 @@ class Lookups:
         return swapped if swapped is not None else handed_over_tokens(request)
 
     def _worth_waiting(self, found: Iterable[Found], waited_s: float) -> bool:
-        """Whether blocks on SSD will come sooner than they can be computed."""
+        """Whether blocks on SSD or of another node will come sooner than they can be computed."""
         for one in found:
-            missing = one.resident - one.in_memory
+            missing = one.resident + one.remote - one.in_memory
             if one.ready_s and missing > 0:
                 recompute_s = missing * self._block_size * self._pace.s_per_token
                 return waited_s + one.ready_s < min(recompute_s, _LONGEST_WAIT_S)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.kvstore.server.protocol import HANDED_OVER, HANDS_OVER
+from loomserve.kvstore.server.protocol import HANDED_OVER, HANDED_OVER_BY, HANDS_OVER
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -30,6 +30,12 @@ def handed_over_tokens(request: Request) -> int:
     """Tokens that another engine has just computed for this request."""
     tokens: int = (request.kv_transfer_params or {}).get(HANDED_OVER, 0)
     return tokens
+
+
+def handed_over_by(request: Request) -> str:
+    """The node whose store has those tokens' KV; empty where that was not told."""
+    node: str = (request.kv_transfer_params or {}).get(HANDED_OVER_BY, "")
+    return node
 
 
 def tail_end(tokens: int, block_size: int) -> int:

@@ -810,6 +810,13 @@ TABLE: tuple[Hook, ...] = (
         "platform/disaggregation/engine/handoff.py",
     ),
     Hook(
+        "vllm.v1.engine:EngineCoreOutput",
+        ("kv_transfer_params",),
+        HookKind.WRITE,
+        "Names the node that has the KV of a prompt that is handed over; clients are not told.",
+        "platform/disaggregation/engine/handoff.py",
+    ),
+    Hook(
         "vllm.v1.serial_utils",
         ("MsgpackDecoder", "MsgpackEncoder"),
         HookKind.READ,

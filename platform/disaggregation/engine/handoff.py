@@ -5,9 +5,9 @@ from __future__ import annotations
 from copy import copy
 from typing import Any
 
-from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 
-from loomserve.kvstore.server.protocol import HANDED_OVER, HANDS_OVER
+from loomserve.kvstore.server.protocol import HANDED_OVER, HANDED_OVER_BY, HANDS_OVER
 
 _KV_TRANSFER = "kv_transfer_params"
 
@@ -41,9 +41,21 @@ def first_token_only(request: EngineCoreRequest) -> EngineCoreRequest:
     return prompt
 
 
-def with_kv_from_store(request: EngineCoreRequest) -> EngineCoreRequest:
-    """The request for EngineCore; the connector waits for the prompt's KV from the store."""
-    return _with_kv_transfer(request, {HANDED_OVER: len(request.prompt_token_ids)})
+def with_kv_from_store(request: EngineCoreRequest, node: str = "") -> EngineCoreRequest:
+    """The request for EngineCore; the connector waits for the prompt's KV from the store.
+
+    ``node`` is the one whose store has it; empty: the engine's own.
+    """
+    said: dict[str, Any] = {HANDED_OVER: len(request.prompt_token_ids)}
+    return _with_kv_transfer(request, said | ({HANDED_OVER_BY: node} if node else {}))
+
+
+def take_holder(output: EngineCoreOutput) -> str:
+    """The node whose store has what the prefill engine handed over; its client is not told."""
+    told = dict(output.kv_transfer_params or {})
+    node = str(told.pop(HANDED_OVER_BY, ""))
+    output.kv_transfer_params = told or None
+    return node
 
 
 def _with_kv_transfer(request: EngineCoreRequest, said: dict[str, Any]) -> EngineCoreRequest:

@@ -11,7 +11,10 @@ from typing import Any, NamedTuple
 import msgspec
 from vllm.v1.engine import EngineCoreEventType, EngineCoreOutput, EngineCoreRequest, FinishReason
 
-from loomserve.platform.disaggregation.engine.handoff import first_token_only, with_kv_from_store
+from loomserve.platform.disaggregation.engine.handoff import (
+    first_token_only,
+    with_kv_from_store,
+)
 from loomserve.platform.engine.core.departures import asked_to
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.front_end.policy.continuation import (
@@ -53,6 +56,8 @@ class OpenRequest:
     """The replica that answers it, while another one computes its prompt."""
     handed_over: int = 0
     """Tokens that it had when the replica that computed its prompt handed it over; else 0."""
+    handed_over_by: str = ""
+    """The node whose store has those tokens' KV, where there are several."""
     handed_over_at: float | None = None
     """When that was, until the next token."""
     attempt: int = 0
@@ -162,7 +167,7 @@ class OpenRequest:
             # They came with the first token.
             params.prompt_logprobs = None
         if self.handed_over and self.handed_over == len(self.tokens):
-            return with_kv_from_store(request)
+            return with_kv_from_store(request, self.handed_over_by)
         return request
 
     def loss_told_by(self, output: EngineCoreOutput) -> Loss | None:

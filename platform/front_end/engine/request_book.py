@@ -13,6 +13,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from loomserve.platform.base.errors import RequestError
+from loomserve.platform.disaggregation.engine.handoff import take_holder
 from loomserve.platform.disaggregation.policy.prompts import PromptPlace
 from loomserve.platform.front_end.engine.handoffs import Handoffs, only_first
 from loomserve.platform.front_end.engine.lost_requests import (
@@ -113,6 +114,7 @@ class RequestBook:
             self._metrics.paused(paused_s)
         if one.answers is not None and output.finish_reason is not None:
             self._handoffs.placed(one.answers.replica_id, PromptPlace.PREFILL)
+            one.handed_over_by = take_holder(output)
             if only_first(one, output, self.max_model_len):
                 output.finish_reason = None
                 self._hand_over(one, one.answers, now)

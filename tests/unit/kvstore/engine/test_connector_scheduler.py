@@ -16,6 +16,8 @@ from loomserve.kvstore.engine.transfer_policy import TransferAll
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
 from loomserve.kvstore.server.protocol import (
+    HANDED_OVER,
+    HANDED_OVER_BY,
     HANDS_OVER,
     PROMPT_CHAIN,
     Done,
@@ -58,6 +60,7 @@ class Store:
     blocks: int = 0
     ready_s: float = 0.0
     resident: int = 0
+    remote: int = 0
     away: bool = False
     asked: list[Any] = field(default_factory=list)
     leased: set[int] = field(default_factory=set)
@@ -76,7 +79,7 @@ class Store:
         lease = len(self.asked) if here > request.skip else 0
         self.leased |= {lease} - {0}
         slots = encode_slots(list(range(request.skip, here)))
-        return Found(here, max(here, self.resident), lease, slots, self.ready_s)
+        return Found(here, max(here, self.resident), lease, slots, self.ready_s, self.remote)
 
     def lookups(self) -> list[Lookup]:
         return [one for one in self.asked if isinstance(one, Lookup)]
@@ -189,6 +192,38 @@ def test_blocks_that_come_from_ssd_are_awaited_while_that_is_quicker(
     store.blocks, store.ready_s = 0, 5.0
     other = replace(asked(), request_id="other")
     assert half.matched_tokens(other, 0, 0.0) == 0
+
+
+def test_blocks_of_another_node_are_awaited_while_that_is_quicker(
+    half: StoreConnectorScheduler, store: Store
+) -> None:
+    store.resident, store.remote, store.ready_s = 0, 2, 0.005
+    assert half.matched_tokens(asked(), 0, 0.0) is None
+    first, *_ = store.lookups()
+    assert first.block_s == pytest.approx(SIZE * 1e-3), "until its steps have been timed"
+    assert first.holder == ""
+    store.remote, store.ready_s, store.blocks = 0, 0.0, 2
+    assert half.matched_tokens(asked(), 0, 0.01) == 2 * SIZE
+    store.blocks, store.remote, store.ready_s = 0, 2, 0.1
+    other = replace(asked(), request_id="other")
+    assert half.matched_tokens(other, 0, 0.0) == 0
+
+
+def test_an_engine_says_which_node_has_what_it_hands_over_and_the_next_one_asks_there(
+    store: Store,
+) -> None:
+    names = SimpleNamespace(block_size=SIZE, of_ranks=lambda adapter: RANKS)
+    half = StoreConnectorScheduler(cast("Any", store), cast("Any", names), "n1")
+    prompt = asked(kv_transfer_params={HANDS_OVER: True})
+    half.add(prompt)
+    assert half.remove(prompt) == {HANDED_OVER_BY: "n1"}
+    assert half.remove(asked()) is None
+    for node, asks in (("n2", "n2"), ("n1", "")):
+        store.asked.clear()
+        rest = asked(kv_transfer_params={HANDED_OVER: 10, HANDED_OVER_BY: node})
+        half.matched_tokens(rest, 0, 0.0)
+        half.remove(rest)
+        assert {lookup.holder for lookup in store.lookups()} == {asks}
 
 
 def test_with_the_store_away_requests_are_computed(

@@ -60,6 +60,8 @@ class PeerEngine:
     """Of the next output."""
     tells_load: bool = False
     """With its outputs."""
+    kv_transfer: dict[str, Any] | None = None
+    """What its connector tells with a request's last output."""
 
     def __post_init__(self) -> None:
         self.address = EngineAddress.in_folder(self.folder)
@@ -156,7 +158,13 @@ class PeerEngine:
             del self.work[wire_id]
         tokens = [] if finish is FinishReason.ABORT else [token][:most]
         told, self.prefill_stats = self.prefill_stats, None
-        return EngineCoreOutput(wire_id, tokens, finish_reason=finish, prefill_stats=told)
+        return EngineCoreOutput(
+            wire_id,
+            tokens,
+            finish_reason=finish,
+            prefill_stats=told,
+            kv_transfer_params=self.kv_transfer if finish is not None else None,
+        )
 
     async def _send(self, outputs: EngineCoreOutputs, to: bytes | None = None) -> None:
         frames: Sequence[Any] = self._encoder.encode(outputs)

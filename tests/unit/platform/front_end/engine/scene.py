@@ -50,6 +50,8 @@ class Scene:
         self.loads: list[tuple[str, ToldLoad, float]] = []
         self.failed: dict[str, Exception] = {}
         self.got: dict[str, list[int]] = {}
+        self.told: dict[str, dict[str, Any]] = {}
+        """What connectors tell the client."""
         self.finished: dict[str, FinishReason] = {}
         self.engines: dict[str, PeerEngine] = {}
         self.roles: dict[str, Role] = {}
@@ -103,6 +105,8 @@ class Scene:
             for output in outputs.outputs:
                 self.got.setdefault(output.request_id, []).extend(output.new_token_ids)
                 self.prefills += output.prefill_stats is not None
+                if output.kv_transfer_params is not None:
+                    self.told[output.request_id] = output.kv_transfer_params
                 if output.finish_reason is not None:
                     assert output.request_id not in self.finished, "it has finished twice"
                     self.finished[output.request_id] = output.finish_reason

@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, FinishReason
 from vllm.v1.metrics.stats import PrefillStats
 
-from loomserve.kvstore.server.protocol import HANDED_OVER, HANDS_OVER
+from loomserve.kvstore.server.protocol import HANDED_OVER, HANDED_OVER_BY, HANDS_OVER
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.state.roles import Role
@@ -84,6 +84,22 @@ def test_a_prompt_is_computed_at_one_replica_and_answered_by_another() -> None:
         assert pair.figure("tokens_total", source="store") == 2
         assert pair.figure("tokens_total", source="recomputed") == 1
         assert made.count("continuation_pause_seconds_count") == 0
+
+    with_pair(play)
+
+
+def test_the_second_engine_is_told_which_node_has_it_and_the_client_is_not() -> None:
+    async def play(made: Scene, pair: Pair) -> None:
+        pair.p.kv_transfer = {HANDED_OVER_BY: "n1", "other": 1}
+        await made.ask(request("r", 4), on="p")
+        await pair.p.step()
+        await until(lambda: "r#1" in pair.d.work)
+        rest = pair.d.work["r#1"].request.sampling_params
+        said = {HANDED_OVER: 3, HANDED_OVER_BY: "n1"}
+        assert rest.extra_args == {RESUMED: [0], "kv_transfer_params": said}
+        await pair.d.step(3)
+        await until(lambda: made.finished == {"r": FinishReason.LENGTH})
+        assert made.told == {"r": {"other": 1}}
 
     with_pair(play)
 
