@@ -13,10 +13,9 @@ import msgspec
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.actor import ACTOR_NAME, StoreActor
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
-from loomserve.kvstore.server.options import StoreOptions, arena_path
+from loomserve.kvstore.server.options import StoreOptions, StorePlan
 from loomserve.kvstore.server.protocol import Done, Flush, Inspect, Pin, Request, StoreUsage
 from loomserve.platform.base.errors import StartError, Unavailable
-from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config import Config
 from loomserve.platform.state import KvState
 
@@ -31,25 +30,26 @@ _PIN_ATTEMPTS, _PIN_WAIT_S = 20, 0.01
 R = TypeVar("R")
 
 
-def store_options(config: Config, base: Path) -> StoreOptions | None:
-    """Options of the store that a configuration in folder ``base`` asks for; None: no store."""
+def store_plan(config: Config, base: Path) -> StorePlan | None:
+    """What a configuration in folder ``base`` says of stores; None: there is none."""
     wanted = config.kvstore
     if wanted is None:
         return None
-    arena = arena_path(config.server.port)
-    ssd_folder = None
-    if wanted.ssd is not None:
-        chosen = Path(wanted.ssd_path).expanduser() if wanted.ssd_path else cache_folder() / "kv"
-        ssd_folder = (base / chosen).absolute()
-    return StoreOptions(
-        folder=arena.parent,
-        arena=arena,
+    chosen = Path(wanted.ssd_path).expanduser() if wanted.ssd_path else None
+    return StorePlan(
+        port=config.server.port,
         memory=wanted.memory,
-        ssd_folder=ssd_folder,
         ssd=wanted.ssd or 0,
+        ssd_folder=(base / chosen).absolute() if chosen is not None else None,
         eviction=wanted.eviction,
         quotas={m.name: m.kvstore_quota for m in config.models if m.kvstore_quota is not None},
     )
+
+
+def store_options(config: Config, base: Path) -> StoreOptions | None:
+    """Options of the one store that a configuration in folder ``base`` asks for; None: no store."""
+    plan = store_plan(config, base)
+    return plan.here() if plan is not None else None
 
 
 def start_store(options: StoreOptions) -> Any:

@@ -10,8 +10,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loomserve.kvstore.server.opening import open_store
-from loomserve.kvstore.server.options import StoreOptions
+from loomserve.kvstore.peers.members import Member
+from loomserve.kvstore.peers.network import PeerNetwork
+from loomserve.kvstore.server.opening import start_server
+from loomserve.kvstore.server.options import StoreOptions, StorePlan
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.base.errors import StartError
 
@@ -27,15 +29,16 @@ class StoreActor:
     It leaves its process when the server ends or cannot start, so that Ray restarts it.
     """
 
-    def __init__(self, options: dict[str, Any]) -> None:
+    def __init__(self, options: dict[str, Any], token: str = "") -> None:
+        """``token`` is what the stores of the run know, where there are several."""
         self._options = StoreOptions.model_validate(options)
         self._server: StoreServer | None = None
+        self._network: PeerNetwork | None = None
         self._problem: str | None = None
         self._stopping = False
         try:
             _make_private(self._options.folder)
-            self._server = StoreServer(open_store(self._options), self._options.address)
-            self._server.start()
+            self._server, self._network = start_server(self._options, token)
         except StartError as error:
             self._problem = str(error)
         threading.Thread(target=self._leave_without_server, daemon=True).start()
@@ -43,6 +46,15 @@ class StoreActor:
     def problem(self) -> str | None:
         """Why the store could not start; None: it did. It returns this, as Ray wraps exceptions."""
         return self._problem
+
+    def member(self) -> Member | None:
+        """How other nodes' stores know this one; None: there are no others, or it did not start."""
+        return self._network.member if self._network is not None else None
+
+    def set_members(self, members: list[Member]) -> None:
+        """Take over which stores there are, this one or not."""
+        if self._network is not None:
+            self._network.set_members(members)
 
     def stop(self) -> None:
         """End the store and free its memory; blocks on SSD stay."""
@@ -65,6 +77,21 @@ class StoreActor:
             time.sleep(_RETRY_S)
         if not self._stopping:
             os._exit(1)
+
+
+class NodeStoreActor(StoreActor):
+    """The store of one of several nodes, which makes its options there."""
+
+    def __init__(self, plan: dict[str, Any], node: str, host: str, token: str) -> None:
+        """
+        Args:
+            plan: what the configuration says of stores.
+            node: the node's name.
+            host: address at which it is reached by the others.
+            token: what the stores of the run know.
+        """
+        options = StorePlan.model_validate(plan).here(node, host)
+        super().__init__(options.model_dump(mode="json"), token)
 
 
 def _make_private(folder: Path) -> None:

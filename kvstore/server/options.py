@@ -1,4 +1,4 @@
-"""Options of the store of a node: its places and sizes, for its starter and its clients."""
+"""Options of a store: its places and sizes, for its starter and its clients, and nodes' plan."""
 
 from __future__ import annotations
 
@@ -59,6 +59,38 @@ class StoreOptions(BaseModel):
                 "node": self.node,
             },
         }
+
+
+class StorePlan(BaseModel):
+    """What the configuration says of stores, from which each node makes its own options.
+
+    ``port`` is the platform's; ``ssd_folder=None``: in the user's cache folder of the node;
+    ``ssd=0``: without SSD.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    port: int
+    memory: int
+    ssd: int = 0
+    ssd_folder: Path | None = None
+    eviction: str = "lru"
+    quotas: dict[str, int] = {}
+
+    def here(self, node: str = "", host: str = "") -> StoreOptions:
+        """Options of the store of the node that this process is on."""
+        arena = arena_path(self.port)
+        return StoreOptions(
+            folder=arena.parent,
+            arena=arena,
+            memory=self.memory,
+            ssd_folder=(self.ssd_folder or cache_folder() / "kv") if self.ssd else None,
+            ssd=self.ssd,
+            eviction=self.eviction,
+            quotas=self.quotas,
+            node=node,
+            host=host,
+        )
 
 
 def arena_path(port: int) -> Path:

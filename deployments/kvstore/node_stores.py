@@ -1,0 +1,148 @@
+"""The stores of several nodes: one actor a node, each told of all others."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Collection, Mapping
+from typing import Any, NamedTuple
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from loomserve.kvstore.peers.members import Member
+from loomserve.kvstore.server.actor import ACTOR_NAME, NodeStoreActor
+from loomserve.kvstore.server.options import StorePlan
+
+_log = logging.getLogger("ray.serve")
+
+_NAMESPACE = "loomserve"
+_ANSWER_S = 5.0
+FOLLOW_PERIOD_S = 1.0
+"""Seconds between looks at which nodes there are."""
+
+
+class NodePlace(NamedTuple):
+    """A node as Ray knows it, and the address at which other nodes reach it."""
+
+    ray_id: str
+    host: str
+
+
+def living_places() -> dict[str, NodePlace]:
+    """The nodes that are up, each under the name of its store."""
+    return {
+        node["NodeID"]: NodePlace(node["NodeID"], node["NodeManagerAddress"])
+        for node in ray.nodes()
+        if node["Alive"]
+    }
+
+
+def store_actor_name(node: str) -> str:
+    """Name of the actor of a node's store."""
+    return f"{ACTOR_NAME}-{node}"
+
+
+class NodeStores:
+    """Keeps a store on each node, and tells each which others there are.
+
+    Actors are detached: they outlive whoever follows the nodes, and the next one finds them. Ray
+    restarts one that dies, on its own node only.
+    """
+
+    def __init__(self, plan: StorePlan, token: str) -> None:
+        """``token`` is what the stores of the run know, and nobody else."""
+        self._plan = plan
+        self._token = token
+        self._actors: dict[str, Any] = {}
+        self._members: dict[str, Member] = {}
+        self._problems: dict[str, str] = {}
+
+    async def follow(self) -> None:
+        """Start stores that are missing, let those of lost nodes go, and make all known to all.
+
+        Raises:
+            Exception: Ray does not say which nodes there are.
+        """
+        places = await asyncio.to_thread(living_places)
+        for node in self._actors.keys() - places.keys():
+            # With its node, it would wait for ever to be started there again.
+            ray.kill(self._actors.pop(node))
+            self._members.pop(node, None)
+        for node, place in places.items():
+            if node not in self._actors:
+                self._actors[node] = self._start(node, place)
+        await self._acquaint()
+
+    async def problems(self) -> Mapping[str, str]:
+        """Why stores could not start, by node."""
+        asked = {node: actor.problem.remote() for node, actor in self._actors.items()}
+        said = await _gather(asked)
+        return {node: problem for node, problem in said.items() if problem is not None}
+
+    async def members(self) -> Collection[Member]:
+        """The stores that answer, and those that were too busy to answer in time."""
+        asked = {node: actor.member.remote() for node, actor in self._actors.items()}
+        for node, member in (await _gather(asked)).items():
+            if member is None:
+                self._members.pop(node, None)
+            else:
+                self._members[node] = member
+        return list(self._members.values())
+
+    def _start(self, node: str, place: NodePlace) -> Any:
+        options = {
+            "name": store_actor_name(node),
+            "namespace": _NAMESPACE,
+            "lifetime": "detached",
+            "get_if_exists": True,
+            "num_cpus": 0,
+            "max_restarts": -1,
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(place.ray_id, soft=False),
+        }
+        made = ray.remote(NodeStoreActor).options(**options)
+        return made.remote(self._plan.model_dump(mode="json"), node, place.host, self._token)
+
+    async def _acquaint(self) -> None:
+        """Tell each store of all that answer; one that does not is asked again the next time."""
+        members = list(await self.members())
+        await _gather(
+            {node: actor.set_members.remote(members) for node, actor in self._actors.items()}
+        )
+        for node, problem in (await self.problems()).items():
+            if self._problems.get(node) != problem:
+                self._problems[node] = problem
+                _log.error("the KV store of node %s cannot start: %s", node, problem)
+
+
+async def stop_node_stores(timeout_s: float) -> None:
+    """Stop the stores of all nodes, which frees their memory; blocks on SSD stay."""
+    names = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
+    prefix = store_actor_name("")
+    actors = {}
+    for named in names:
+        if named["namespace"] == _NAMESPACE and named["name"].startswith(prefix):
+            with contextlib.suppress(ValueError):  # it has just ended
+                actors[named["name"]] = ray.get_actor(named["name"], _NAMESPACE)
+    await _gather({name: actor.stop.remote() for name, actor in actors.items()}, timeout_s)
+    for actor in actors.values():
+        ray.kill(actor)
+
+
+async def _gather(
+    asked: Mapping[str, Awaitable[Any]], timeout_s: float = _ANSWER_S
+) -> dict[str, Any]:
+    """The answers that came in time; None of actors that have ended."""
+
+    async def one(name: str, answer: Awaitable[Any]) -> tuple[str, Any] | None:
+        try:
+            return name, await asyncio.wait_for(answer, timeout_s)
+        except ray.exceptions.RayError as error:
+            _log.debug("the KV store of %s has ended: %s", name, error)
+            return name, None
+        except TimeoutError:
+            return None
+
+    answers = await asyncio.gather(*(one(name, answer) for name, answer in asked.items()))
+    return dict(answer for answer in answers if answer is not None)

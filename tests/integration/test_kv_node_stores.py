@@ -1,0 +1,111 @@
+"""Stores of nodes as Ray's actors: one a node, found again, started anew, told of each other."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from loomserve.kvstore.peers.members import Member
+from loomserve.kvstore.server.options import StorePlan, arena_path
+from tests.e2e.conftest import free_port
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module", name="ray_")
+def _ray() -> Iterator[Any]:
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=4,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=100 * 2**20,
+        _node_ip_address="127.0.0.1",
+    )
+    yield ray
+    ray.shutdown()
+
+
+def plan() -> StorePlan:
+    return StorePlan(port=free_port(), memory=64 * 2**20)
+
+
+async def within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> None:
+    until = time.monotonic() + seconds
+    while not await holds():
+        assert time.monotonic() < until
+        await asyncio.sleep(0.2)
+
+
+def test_each_node_gets_a_store_that_outlives_who_started_it(ray_: Any) -> None:
+    from loomserve.deployments.kvstore.node_stores import (
+        NodeStores,
+        living_places,
+        stop_node_stores,
+        store_actor_name,
+    )
+
+    asked = plan()
+    (node,) = living_places()
+
+    async def play() -> None:
+        stores = NodeStores(asked, "token")
+        await stores.follow()
+        (member,) = await stores.members()
+        assert (member.node, member.address.host) == (node, "127.0.0.1")
+        assert await stores.problems() == {}
+        # A controller that was started anew finds it.
+        again = NodeStores(asked, "token")
+        await again.follow()
+        assert list(await again.members()) == [member]
+        actor = ray_.get_actor(store_actor_name(node), "loomserve")
+        pid = ray_.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+        os.kill(pid, signal.SIGKILL)
+
+        async def has_started_anew() -> bool:
+            await again.follow()
+            found: list[Member] = list(await again.members())
+            return bool(found) and found[0].epoch != member.epoch
+
+        await within(60, has_started_anew)
+        assert arena_path(asked.port).exists()
+        pid = ray_.get(actor.__ray_call__.remote(lambda self: os.getpid()))
+        await stop_node_stores(30.0)
+        assert not arena_path(asked.port).exists()
+        psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)
+        assert not psutil.pid_exists(pid)
+
+    asyncio.run(play())
+
+
+def test_a_store_that_cannot_start_says_why(ray_: Any, tmp_path: Path) -> None:
+    from loomserve.deployments.kvstore.node_stores import (
+        NodeStores,
+        living_places,
+        stop_node_stores,
+    )
+
+    (tmp_path / "foreign").mkdir(mode=0o700)
+    (tmp_path / "foreign" / "file").touch()
+    asked = plan().model_copy(update={"ssd": 2**30, "ssd_folder": tmp_path / "foreign"})
+    (node,) = living_places()
+
+    async def play() -> None:
+        stores = NodeStores(asked, "token")
+        await stores.follow()
+        said = await stores.problems()
+        assert "holds something else than KV blocks" in said[node]
+        assert list(await stores.members()) == []
+        await stop_node_stores(10.0)
+
+    asyncio.run(play())
