@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
@@ -17,6 +18,7 @@ from loomserve.kvstore.peers.members import Member
 from loomserve.kvstore.peers.messages import AnnouncedSpace
 from loomserve.kvstore.peers.shared_directory import SharedDirectory
 from loomserve.kvstore.transport.protocol import (
+    Arrived,
     FetchRequest,
     OpenSource,
     PeerAddress,
@@ -123,30 +125,30 @@ class PeerNetwork:
         # Blocks are fetched in runs, so a fetch's beginning is no single block's.
         return min(block_bytes / self.link(node).bytes_per_s for node in holders)
 
-    def fetch(self, node: str, request: FetchRequest, into: Sequence[memoryview]) -> int:
-        """Fetch blocks of a peer; returns how many came, from the first on.
+    def fetch(
+        self, node: str, request: FetchRequest, into: Sequence[memoryview], arrived: Arrived
+    ) -> None:
+        """Fetch blocks of a peer; ``arrived`` learns how many have come, from the first on.
 
         One that cannot be reached is forgotten until it announces again.
         """
+        begin = time.monotonic()
         with self._lock:
             follower = self._followers.get(node)
         if follower is None:
             self.failures["gone"] += 1
-            return 0
+            return
         try:
-            blocks, took_s = self._transport.fetch(follower.member.address, request, into)
+            blocks = self._transport.fetch(follower.member.address, request, into, arrived)
         except PeerGoneError:
             self.failures["gone"] += 1
             self.directory.drop(node)
-            return 0
         except PeerRefusedError:
             self.failures["refused"] += 1
-            return 0
-        if not blocks:
-            self.failures["missing"] += 1
-        elif not request.wait_s:
-            self.link(node).learn(blocks * request.slot_bytes, took_s)
-        return blocks
+        else:
+            self.failures["missing"] += not blocks
+            if blocks and not request.wait_s:
+                self.link(node).learn(blocks * request.slot_bytes, time.monotonic() - begin)
 
     def spoiled(self, node: str, namespace: bytes, keys: bytes) -> None:
         """Tell a peer that the last block of a chain, as it sent it, is not whole."""

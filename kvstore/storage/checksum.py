@@ -104,8 +104,15 @@ class BlockLayout:
         return bool(self.checksums(view)[layer] == digest)
 
     def check(self, view: NDArray[np.uint8], block_seed: int) -> bool:
-        """Whether all layers pass :meth:`check_layer`."""
-        return all(self.check_layer(view, layer, block_seed) for layer in range(self.layers))
+        """Whether all layers pass :meth:`check_layer`, in less time than one by one."""
+        if view.nbytes != self.slot_bytes:
+            return False
+        data, size = view.data, self.layer_bytes
+        return all(
+            xxh3_64_intdigest(data[layer * size : (layer + 1) * size], (block_seed + layer) % 2**64)
+            == checksum
+            for layer, checksum in enumerate(self.checksums(view).tolist())
+        )
 
 
 def round_up(size: int, multiple: int) -> int:

@@ -6,7 +6,7 @@ follow their frame as they lie in their slots, without frames of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
@@ -144,6 +144,10 @@ class EventFeed(Protocol):
         """
 
 
+Arrived = Callable[[int], bool]
+"""Is told how many blocks have come so far, soon after their bytes; False: no more are wanted."""
+
+
 class OpenSource(Protocol):
     def __call__(self) -> BlockSource: ...
 
@@ -179,12 +183,16 @@ class Transport(Protocol):
         """
 
     def fetch(
-        self, peer: PeerAddress, request: FetchRequest, into: Sequence[memoryview]
-    ) -> tuple[int, float]:
+        self,
+        peer: PeerAddress,
+        request: FetchRequest,
+        into: Sequence[memoryview],
+        arrived: Arrived,
+    ) -> int:
         """Fetch blocks into the views, which have room for all that are asked for.
 
         Returns:
-            How many came, from the first on, and the seconds from the request to the last byte.
+            How many came, from the first on.
 
         Raises:
             PeerGoneError: it could not be reached, or was lost before all it had promised came.

@@ -7,7 +7,6 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 
 import msgspec
 
@@ -17,6 +16,7 @@ from loomserve.kvstore.transport.protocol import (
     FETCH_S,
     MOST_EVENTS_BYTES,
     MOST_FRAME_BYTES,
+    Arrived,
     Declined,
     EventFeed,
     FetchRequest,
@@ -33,6 +33,7 @@ from loomserve.kvstore.transport.serving import PeerServer
 
 _KEPT_CONNECTIONS = 2
 """To each peer, from one fetch to the next."""
+_WINDOW_BYTES = 2**20
 _MESSAGE_S = 5.0
 """Seconds for a message; one that says that nothing happened comes each second."""
 
@@ -56,19 +57,34 @@ class TcpTransport:
         return self._server.address
 
     def fetch(
-        self, peer: PeerAddress, request: FetchRequest, into: Sequence[memoryview]
-    ) -> tuple[int, float]:
+        self,
+        peer: PeerAddress,
+        request: FetchRequest,
+        into: Sequence[memoryview],
+        arrived: Arrived,
+    ) -> int:
         """See :class:`Transport`."""
-        begin = time.monotonic()
-        deadline = begin + FETCH_S
-        with self._connection(peer, request, deadline) as (channel, answer):
-            if isinstance(answer, Declined):
-                raise PeerRefusedError(answer.message)
+        deadline = time.monotonic() + FETCH_S
+        channel, answer = self._ask(peer, request, deadline)
+        if isinstance(answer, Declined):
+            self._keep(peer, channel)
+            raise PeerRefusedError(answer.message)
+        came = 0
+        try:
             if not 0 <= answer.blocks <= request.blocks:
                 raise PeerGoneError(f"{answer.blocks} of {request.blocks} blocks")
-            size = answer.blocks * request.slot_bytes
-            channel.receive_into(_first_bytes(into, size), deadline)
-            return answer.blocks, time.monotonic() - begin
+            for came in _received(channel, request.slot_bytes, answer.blocks, into, deadline):
+                if not arrived(came):
+                    break
+        except BaseException:
+            self._end(channel)
+            raise
+        if came == answer.blocks:
+            self._keep(peer, channel)
+        else:
+            # The others are on their way.
+            self._end(channel)
+        return came
 
     def spoiled(self, peer: PeerAddress, report: Spoiled) -> None:
         """See :class:`Transport`."""
@@ -103,22 +119,6 @@ class TcpTransport:
             self._idle.clear()
         for channel in idle:
             channel.close()
-
-    @contextmanager
-    def _connection(
-        self, peer: PeerAddress, request: PeerRequest, deadline: float
-    ) -> Iterator[tuple[Channel, PeerAnswer]]:
-        """A connection on which the request is answered; it is kept if all goes well."""
-        channel, answer = self._ask(peer, request, deadline)
-        try:
-            yield channel, answer
-        except PeerRefusedError:
-            self._keep(peer, channel)
-            raise
-        except BaseException:
-            self._end(channel)
-            raise
-        self._keep(peer, channel)
 
     def _ask(
         self, peer: PeerAddress, request: PeerRequest, deadline: float
@@ -202,14 +202,26 @@ class TcpEventStream:
         self._end(self._channel)
 
 
-def _first_bytes(views: Sequence[memoryview], size: int) -> list[memoryview]:
-    """Views of the first ``size`` bytes of those of ``views``, one after the other."""
-    first: list[memoryview] = []
-    for view in views:
-        if size <= 0:
-            break
-        first.append(view[:size])
-        size -= first[-1].nbytes
-    if size > 0:
-        raise ValueError("the views have no room for all blocks")
-    return first
+def _received(
+    channel: Channel, slot_bytes: int, blocks: int, into: Sequence[memoryview], deadline: float
+) -> Iterator[int]:
+    """How many blocks have been received, each time that some have: soon enough that their bytes
+    are in the processor's cache still."""
+    left = list(into)[::-1]
+    some = max(1, _WINDOW_BYTES // slot_bytes)
+    for first in range(0, blocks, some):
+        last = min(first + some, blocks)
+        channel.receive_into(_take_bytes(left, (last - first) * slot_bytes), deadline)
+        yield last
+
+
+def _take_bytes(left: list[memoryview], size: int) -> list[memoryview]:
+    """Take views of the next ``size`` bytes from those that are left, of which the last is next."""
+    taken: list[memoryview] = []
+    while size:
+        view = left.pop()
+        taken.append(view[:size])
+        if view.nbytes > size:
+            left.append(view[size:])
+        size -= taken[-1].nbytes
+    return taken

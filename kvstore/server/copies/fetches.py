@@ -44,6 +44,30 @@ class _Fetch:
     done: Future[int]
 
 
+class _Arrivals:
+    """Checks blocks as they arrive in reserved slots, and counts those that are whole."""
+
+    def __init__(self, arena: ArenaOwner, layout: BlockLayout, reservation: Reservation) -> None:
+        self._arena = arena
+        self._layout = layout
+        self._namespace = reservation.namespace
+        self._slots = reservation.slots
+        self._keys = reservation.block_keys()
+        self.whole = 0
+        self.spoiled = False
+        """Whether the block that follows those is not whole."""
+
+    def __call__(self, came: int) -> bool:
+        """See :class:`Arrived`."""
+        while self.whole < came and not self.spoiled:
+            view = self._arena.view(self._slots[self.whole], self._layout.slot_bytes)
+            if self._layout.check(view, seed(self._namespace, self._keys[self.whole])):
+                self.whole += 1
+            else:
+                self.spoiled = True
+        return not self.spoiled
+
+
 class Fetches:
     """Fetches under way. A chain's blocks are fetched once, whoever else asks for them."""
 
@@ -173,16 +197,13 @@ class Fetches:
             layout.slot_bytes,
             wait_s,
         )
+        arrivals = _Arrivals(self._arena, layout, reservation)
         into = self._arena.runs(reservation.slots, layout.slot_bytes)
-        came = self._network.fetch(node, request, into)
-        keys = reservation.block_keys()
-        for at in range(came):
-            view = self._arena.view(reservation.slots[at], layout.slot_bytes)
-            if not layout.check(view, seed(namespace, keys[at])):
-                chain = reservation.keys[: (reservation.first + at + 1) * KEY_BYTES]
-                self._network.spoiled(node, namespace, chain)
-                return at
-        return came
+        self._network.fetch(node, request, into, arrivals)
+        if arrivals.spoiled:
+            chain = request.keys[: (request.first + arrivals.whole + 1) * KEY_BYTES]
+            self._network.spoiled(node, namespace, chain)
+        return arrivals.whole
 
     def _leave_alone(self, start: tuple[bytes, bytes], now: float) -> None:
         if len(self._left_alone) >= _MOST_LEFT_ALONE:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.kvstore.transport import channel
+from loomserve.kvstore.transport import channel, tcp
 from loomserve.kvstore.transport.protocol import (
     FetchRequest,
     HeldBlocks,
@@ -89,10 +89,15 @@ def fetched(
 ) -> bytes:
     into = bytearray(request.blocks * SLOT)
     size = len(into) // views
-    blocks, took_s = transport.fetch(
-        peer, request, [memoryview(into)[at : at + size] for at in range(0, len(into), size)]
+    told: list[int] = []
+    blocks = transport.fetch(
+        peer,
+        request,
+        [memoryview(into)[at : at + size] for at in range(0, len(into), size)],
+        lambda came: told.append(came) is None,
     )
-    assert took_s > 0
+    assert told == sorted(set(told))
+    assert (told or [0])[-1] == blocks
     return bytes(into[: blocks * SLOT])
 
 
@@ -113,9 +118,27 @@ def test_fewer_come_than_were_asked_for_and_the_connection_is_used_on() -> None:
             assert fetched(transport, peer, wanted(10)) == b"".join(map(block, range(5)))
         assert fetched(transport, peer, wanted(10, 8)) == b""
         with pytest.raises(PeerRefusedError, match="another size"):
-            transport.fetch(peer, FetchRequest(SPACE, bytes(16), 0, 4096), [memoryview(b"")])
+            transport.fetch(peer, FetchRequest(SPACE, bytes(16), 0, 4096), [], lambda came: True)
         assert fetched(transport, peer, wanted(2)) == block(0) + block(1)
         assert len(transport._open) == 1
+
+
+def test_who_wants_no_more_is_sent_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "_WINDOW_BYTES", 2 * SLOT)
+    source = Blocks()
+    with served(source) as peer, closing(TcpTransport(TOKEN)) as transport:
+        into = memoryview(bytearray(64 * SLOT))
+        told: list[int] = []
+
+        def arrived(came: int) -> bool:
+            told.append(came)
+            return came < 5
+
+        assert transport.fetch(peer, wanted(64), [into], arrived) == 6
+        assert told == [2, 4, 6]
+        assert into[: 6 * SLOT] == b"".join(map(block, range(6)))
+        assert not any(into[6 * SLOT :])
+        assert not transport._open, "the others would come on this connection"
 
 
 def test_many_threads_fetch_side_by_side() -> None:
