@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from loomserve.platform.state import KvState
+from loomserve.platform.state import KvNetworkState, KvState
 
 
 class KvStoreMetrics(Collector):
@@ -39,6 +39,8 @@ class KvStoreMetrics(Collector):
                 "Blocks whose checksum failed.",
                 value=state.corrupt_blocks,
             )
+            if state.network is not None:
+                yield from _network(state.network)
 
 
 def _bytes(state: KvState) -> Iterator[Metric]:
@@ -76,3 +78,45 @@ def _blocks(state: KvState) -> Iterator[Metric]:
         misses.add_metric([model.model], model.missed_blocks)
         evictions.add_metric([model.model], model.evicted_blocks)
     yield from (blocks, hits, misses, evictions)
+
+
+def _network(network: KvNetworkState) -> Iterator[Metric]:
+    for name, text, gauge in (
+        ("peers", "Stores of other nodes.", len(network.peers)),
+        (
+            "directory_blocks",
+            "Blocks of other nodes that the store knows of.",
+            network.directory_blocks,
+        ),
+    ):
+        known = GaugeMetricFamily(f"loomserve_kv_{name}", text, labels=["node"])
+        known.add_metric([network.node], gauge)
+        yield known
+    for name, text, count in (
+        (
+            "missed_messages",
+            "Announcements of other nodes that were missed.",
+            network.missed_messages,
+        ),
+        ("fetched_blocks", "Blocks fetched from other nodes.", network.fetched_blocks),
+        ("fetched_bytes", "Bytes of those.", network.fetched_bytes),
+    ):
+        counted = CounterMetricFamily(f"loomserve_kv_{name}", text, labels=["node"])
+        counted.add_metric([network.node], count)
+        yield counted
+    failed = CounterMetricFamily(
+        "loomserve_kv_failed_fetches",
+        "Fetches that brought nothing, or a block that was not whole.",
+        labels=["node", "reason"],
+    )
+    for reason, count in network.failed_fetches.items():
+        failed.add_metric([network.node, reason], count)
+    yield failed
+    rate = GaugeMetricFamily(
+        "loomserve_kv_link_bytes_per_second",
+        "Rate of fetches from another node, as measured.",
+        labels=["node", "peer"],
+    )
+    for peer in network.peers:
+        rate.add_metric([network.node, peer.node], peer.bytes_per_s)
+    yield rate

@@ -7,12 +7,13 @@ from typing import Annotated
 import httpx
 import typer
 from rich.console import RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from loomserve.platform.base.errors import LoomserveError
 from loomserve.platform.cli.status import DEFAULT_URL, Token, Url, ask, client_for
 from loomserve.platform.cli.tables import display, new_table, stacked
-from loomserve.platform.state import KvModelState, KvState
+from loomserve.platform.state import KvModelState, KvNetworkState, KvState
 
 kv = typer.Typer(invoke_without_command=True, help="The store of KV blocks.")
 
@@ -55,7 +56,27 @@ def render(state: KvState) -> RenderableType:
     for model in state.models:
         models.add_row(Text(model.model), *_figures(model))
     note = f"{state.leases} leases, {state.writers} writers, {state.corrupt_blocks} corrupt blocks"
-    return stacked(tiers, models, Text(note, style="dim"))
+    tables = [tiers, models]
+    if state.network is not None:
+        tables.append(_peers(state.network))
+    return stacked(*tables, Text(note, style="dim"))
+
+
+def _peers(network: KvNetworkState) -> Table:
+    failed = ", ".join(f"{count} {reason}" for reason, count in network.failed_fetches.items())
+    peers = new_table(
+        "node",
+        numbers=("fetches", "begin ms", "MiB/s"),
+        title=f"Peers of {network.node}: {network.fetched_blocks} blocks fetched"
+        f" ({_mebibytes(network.fetched_bytes)} MiB), {network.directory_blocks} known"
+        + (f"; failed: {failed}" if failed else ""),
+    )
+    for peer in network.peers:
+        rate = peer.bytes_per_s / 2**20
+        peers.add_row(
+            Text(peer.node), str(peer.fetches), f"{1000 * peer.setup_s:.1f}", f"{rate:.0f}"
+        )
+    return peers
 
 
 def _figures(model: KvModelState) -> list[str]:

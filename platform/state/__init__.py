@@ -1,7 +1,7 @@
 """States of the platform's parts, as processes and operators see them: frozen, JSON."""
 
 from loomserve.platform.state.batch import BatchLaneState, BatchState, OfflineModelState
-from loomserve.platform.state.kvstore import KvModelState, KvState
+from loomserve.platform.state.kvstore import KvModelState, KvNetworkState, KvPeerState, KvState
 from loomserve.platform.state.lending import (
     BorrowingState,
     LendingModelState,
@@ -38,6 +38,8 @@ __all__ = [
     "DeviceState",
     "FootprintState",
     "KvModelState",
+    "KvNetworkState",
+    "KvPeerState",
     "KvState",
     "LendingModelState",
     "LendingPairState",

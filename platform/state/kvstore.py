@@ -20,6 +20,29 @@ class KvModelState(StateModel):
     evicted_blocks: int = Field(description="Blocks that left memory to make room.")
 
 
+class KvPeerState(StateModel):
+    """The store of another node, and what fetches from it take."""
+
+    node: str
+    fetches: int = Field(description="Fetches whose time is known.")
+    setup_s: float = Field(description="Seconds until a fetch begins.")
+    bytes_per_s: float = Field(description="From then on.")
+
+
+class KvNetworkState(StateModel):
+    """A store among those of other nodes; fetches since it started."""
+
+    node: str = Field(description="The node whose store this is.")
+    peers: tuple[KvPeerState, ...]
+    directory_blocks: int = Field(description="Blocks of other nodes that it knows of.")
+    missed_messages: int = Field(
+        description="Announcements that were missed, after which all contents were asked for."
+    )
+    fetched_blocks: int
+    fetched_bytes: int
+    failed_fetches: dict[str, int] = Field(description="Fetches that brought less, by reason.")
+
+
 class KvState(StateModel):
     """The KV store: behind ``GET /admin/v1/kv`` and ``loomserve admin kv``."""
 
@@ -31,3 +54,4 @@ class KvState(StateModel):
     writers: int = Field(description="Engines that are writing blocks.")
     corrupt_blocks: int = Field(description="Blocks whose checksum failed.")
     models: tuple[KvModelState, ...]
+    network: KvNetworkState | None = Field(None, description="None: it is the only store.")

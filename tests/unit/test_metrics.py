@@ -45,6 +45,8 @@ from loomserve.platform.state import (
     BatchLaneState,
     BatchState,
     KvModelState,
+    KvNetworkState,
+    KvPeerState,
     KvState,
     OfflineModelState,
 )
@@ -59,6 +61,12 @@ KV_STATE = KvState(
             model="chat", blocks_in_memory=4, blocks_on_ssd=5, bytes_in_memory=40,
             bytes_on_ssd=50, hit_blocks=6, missed_blocks=7, evicted_blocks=8,
         ),
+    ),
+    network=KvNetworkState(
+        node="n1",
+        peers=(KvPeerState(node="n2", fetches=9, setup_s=0.002, bytes_per_s=1e9),),
+        directory_blocks=10, missed_messages=11, fetched_blocks=12, fetched_bytes=13,
+        failed_fetches={"gone": 14},
     ),
 )  # fmt: skip
 
@@ -274,6 +282,13 @@ def test_no_client_can_make_a_new_model_label(asked: list[str]) -> None:
         ("loomserve_kv_missed_blocks_total", {"model": "chat"}, 7),
         ("loomserve_kv_evicted_blocks_total", {"model": "chat"}, 8),
         ("loomserve_kv_corrupt_blocks_total", {}, 3),
+        ("loomserve_kv_peers", {"node": "n1"}, 1),
+        ("loomserve_kv_directory_blocks", {"node": "n1"}, 10),
+        ("loomserve_kv_missed_messages_total", {"node": "n1"}, 11),
+        ("loomserve_kv_fetched_blocks_total", {"node": "n1"}, 12),
+        ("loomserve_kv_fetched_bytes_total", {"node": "n1"}, 13),
+        ("loomserve_kv_failed_fetches_total", {"node": "n1", "reason": "gone"}, 14),
+        ("loomserve_kv_link_bytes_per_second", {"node": "n1", "peer": "n2"}, 1e9),
     ],
 )
 def test_the_kv_stores_figures_are_shown_while_it_answers(
