@@ -1,27 +1,67 @@
-"""The input and output of routing policies: frozen snapshots in, a decision out.
+"""The input and output of routing policies: columns of candidates in, a choice among them out.
 
-A policy is filter → score → pick: :func:`loomserve.routers.decision.decide` filters, and a ``Pick``
-scores and picks.
+A policy is filter → score → pick: :meth:`loomserve.routers.table.ReplicaTable.candidates` filters
+and has the scores, and a ``Pick`` picks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from loomserve.platform.state import ReplicaLoad
-from loomserve.platform.state.roles import Role
-from loomserve.routers.in_flight import NOTHING, Assigned
+
+Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 
-@dataclass(frozen=True)
-class Replica:
-    """One replica as its router sees it at one moment.
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The replicas that may take a request: columns, with a place for each in the order of ids.
 
-    The engine's report counts the requests of every gateway, but as of ``load.measured_at``; this
-    process's ledger is exact and immediate, but knows only its own requests. So the estimate is
-    the report plus what this process started, less what it finished, since the measurement.
+    The columns may be the table's own: they hold until the next report or booking, and nobody
+    writes to them.
     """
+
+    utilisation: Floats
+    """BanaServe's U = C/C_max + M/M_max (eq. 4-33), of requests and of KV cache.
+
+    The paper's C is what the hardware does, hence U ≤ 2. Here C is demand: requests waiting beyond
+    those that run at once raise U above 2, or a flooded replica would pass for a full one.
+    """
+    queue_length: Ints
+    """Requests running or waiting."""
+    known: Bools
+    """Whether there is a load report that is not too old to count."""
+    kv_capacity_tokens: Ints
+    """Tokens that its KV cache holds; 0 until it has said."""
+    rows: Ints
+    """Their rows in the table."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A place among the candidates, and why."""
+
+    place: int
+    reason: str
+    """Label of ``loomserve_route_decisions_total``."""
+
+
+Pick = Callable[[Candidates], Choice]
+"""Chooses one of the candidates, at least one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """The chosen replica as its router saw it, without the request."""
 
     id: str
     load: ReplicaLoad | None = None
@@ -30,51 +70,27 @@ class Replica:
     """Requests the engine runs at once (``max_num_seqs``); 1 until it has said."""
     kv_capacity_tokens: int | None = None
     """Tokens that its KV cache holds; None until it has said."""
-    draining: bool = False
-    role: Role = Role.UNIFIED
-    assigned: Assigned = NOTHING
-    """Requests that this process has open on it now."""
-    assigned_when_measured: Assigned = NOTHING
-    """Requests that this process had open on it at ``load.measured_at``."""
-
-    @property
-    def queue_length(self) -> int:
-        """Requests running or waiting."""
-        here = self.assigned.requests
-        if self.load is None:
-            return here
-        since = here - self.assigned_when_measured.requests
-        # Requests on the wire at the measurement are in neither term; what is open here is a floor.
-        return max(here, self.load.running + self.load.waiting + since)
-
-    @property
-    def utilisation(self) -> float:
-        """BanaServe's U = C/C_max + M/M_max (eq. 4-33), of requests and of KV cache.
-
-        The paper's C is what the hardware does, hence U ≤ 2. Here C is demand: requests waiting
-        beyond ``max_running`` raise U above 2, or a flooded replica would pass for a full one.
-        """
-        return self.queue_length / self.max_running + self._kv_share
-
-    @property
-    def _kv_share(self) -> float:
-        measured = 0.0 if self.load is None else self.load.kv_cache_usage
-        if self.kv_capacity_tokens is None:
-            return measured
-        tokens = self.assigned.tokens
-        if self.load is not None:
-            tokens -= self.assigned_when_measured.tokens
-        return min(1.0, max(0.0, measured + tokens / self.kv_capacity_tokens))
+    queue_length: int = 0
+    """Requests running or waiting."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Decision:
     replica_id: str
     reason: str
     """Label of ``loomserve_route_decisions_total``."""
-    others: tuple[str, ...] = ()
-    """Ids of the other replicas that may take the request; policies leave it empty."""
 
 
-Pick = Callable[[Sequence[Replica]], Decision]
-"""Chooses one of the candidates, at least one; their order matters only to random policies."""
+def least(*columns: Floats | Ints) -> int:
+    """The first place of the least value in the first column; later columns tell ties apart.
+
+    All policies that take the best take it here, and nowhere else.
+    """
+    first, *others = columns
+    ties = np.flatnonzero(first == first.min())
+    for column in others:
+        if len(ties) == 1:
+            break
+        values = column[ties]
+        ties = ties[values == values.min()]
+    return int(ties[0])

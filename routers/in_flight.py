@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
 
@@ -43,7 +44,11 @@ class Booking:
     _finished: bool = False
 
 
-@dataclass
+Follower = Callable[[str, Assigned], None]
+"""Told of a replica, and what is open on it from then on; it must not call the ledger."""
+
+
+@dataclass(slots=True)
 class _Record:
     # Parallel lists: at[i] (monotonic seconds, ascending) is when the replica's open requests
     # became were[i], which holds until at[i + 1]. The first entry answers for earlier times, too.
@@ -62,13 +67,16 @@ class InFlight:
     """Thread-safe ledger of open requests by replica.
 
     A replica without open requests is forgotten ``retain_s`` seconds after its last
-    change. Times are monotonic seconds, the clock of load reports.
+    change. Times are monotonic seconds of this process.
     """
 
     def __init__(self, retain_s: float = 60.0) -> None:
         self._retain_s = retain_s
         self._lock = Lock()
         self._records: dict[str, _Record] = {}
+        # When the replicas without open requests changed last, the longest ago first.
+        self._idle: dict[str, float] = {}
+        self._followers: dict[str, tuple[Follower, ...]] = {}
         self._decisions: Counter[tuple[str, str, str]] = Counter()
         self._prefixes: dict[str, PrefixIndex] = {}
 
@@ -86,8 +94,7 @@ class InFlight:
                 return
             self._release(booking, now)
             self._drop_idle(now)
-            record = self._records.setdefault(replica_id, _Record())
-            record.change(sequences, tokens, now, self._retain_s)
+            self._change(replica_id, sequences, tokens, now)
             booking._replica_id, booking._tokens = replica_id, tokens
             booking._sequences = sequences
 
@@ -106,6 +113,19 @@ class InFlight:
             if at is None:
                 return record.were[-1]
             return record.were[max(0, bisect_right(record.at, at) - 1)]
+
+    def follow(self, replica_id: str, follower: Follower) -> Assigned:
+        """Have the follower told of each change from now on; what is open on the replica now."""
+        with self._lock:
+            self._followers[replica_id] = (*self._followers.get(replica_id, ()), follower)
+            record = self._records.get(replica_id)
+            return NOTHING if record is None else record.were[-1]
+
+    def unfollow(self, replica_id: str, follower: Follower) -> None:
+        with self._lock:
+            others = tuple(x for x in self._followers.pop(replica_id, ()) if x != follower)
+            if others:
+                self._followers[replica_id] = others
 
     def decided(self, model: str, policy: str, reason: str) -> None:
         """Count a routing decision."""
@@ -129,15 +149,23 @@ class InFlight:
 
     def _release(self, booking: Booking, now: float) -> None:
         if booking._replica_id is not None:
-            record = self._records[booking._replica_id]
-            record.change(-booking._sequences, -booking._tokens, now, self._retain_s)
+            self._change(booking._replica_id, -booking._sequences, -booking._tokens, now)
             booking._replica_id = None
 
+    def _change(self, replica_id: str, requests: int, tokens: int, now: float) -> None:
+        record = self._records.get(replica_id)
+        if record is None:
+            record = self._records[replica_id] = _Record()
+        record.change(requests, tokens, now, self._retain_s)
+        self._idle.pop(replica_id, None)
+        if record.were[-1].requests == 0:
+            self._idle[replica_id] = record.at[-1]
+        for follower in self._followers.get(replica_id, ()):
+            follower(replica_id, record.were[-1])
+
     def _drop_idle(self, now: float) -> None:
-        idle = [
-            replica_id
-            for replica_id, record in self._records.items()
-            if record.were[-1].requests == 0 and record.at[-1] < now - self._retain_s
-        ]
-        for replica_id in idle:
-            del self._records[replica_id]
+        while self._idle:
+            replica_id, at = next(iter(self._idle.items()))
+            if at >= now - self._retain_s:
+                return
+            del self._idle[replica_id], self._records[replica_id]

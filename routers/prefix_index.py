@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from threading import Lock
+
+import numpy as np
+
+from loomserve.routers.base import Ints
+
+# A set of so few replicas is written out one by one; a larger one by columns.
+_FEW = 16
 
 
 class PrefixIndex:
@@ -15,14 +22,20 @@ class PrefixIndex:
     Thread-safe, and without a clock.
 
     Keys are chained (:mod:`loomserve.routers.block_keys`), and a prompt's last block is forgotten
-    before those that it follows. So with a key a replica has all keys before it.
+    before those that it follows. So with a key a replica has all keys before it, and the replicas
+    that have a key are among those that have the key before. Sets of replicas are kept as the bits
+    of a number, a bit for each replica's slot.
     """
 
     def __init__(self, most_keys: int = 2**16) -> None:
-        """``most_keys``: bound for each replica; a key takes about 150 bytes."""
+        """``most_keys``: bound for each replica; a key takes some 150 bytes, shared or not."""
         self._most_keys = most_keys
         self._lock = Lock()
         self._sent: dict[str, OrderedDict[bytes, None]] = {}
+        self._holders: dict[bytes, int] = {}
+        self._slots: dict[str, int] = {}
+        self._free: list[int] = []
+        self._ordered: tuple[tuple[str, ...], Ints] = (), np.zeros(0, np.int64)
 
     def sent(self, replica_id: str, keys: Sequence[bytes], most_keys: int | None = None) -> None:
         """Note that a replica was sent a prompt.
@@ -31,37 +44,110 @@ class PrefixIndex:
         """
         most = self._most_keys if most_keys is None else min(most_keys, self._most_keys)
         with self._lock:
-            known = self._sent.setdefault(replica_id, OrderedDict())
+            known, bit = self._known(replica_id), 1 << self._slots[replica_id]
             for key in reversed(keys[:most]):
-                known[key] = None
-                known.move_to_end(key)
+                if key in known:
+                    known.move_to_end(key)
+                else:
+                    known[key] = None
+                    self._holders[key] = self._holders.get(key, 0) | bit
             while len(known) > most:
-                known.popitem(last=False)
+                key, _ = known.popitem(last=False)
+                self._forget(key, bit)
 
-    def match(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Blocks at the prompt's beginning that each replica was sent; without those with none."""
+    def match(self, keys: Sequence[bytes], replica_ids: tuple[str, ...]) -> Ints | None:
+        """Blocks at the prompt's beginning that each of the replicas was sent.
+
+        None: none of all replicas was sent any.
+        """
         with self._lock:
-            found = {id_: _longest(keys, known) for id_, known in self._sent.items()}
-        return {id_: blocks for id_, blocks in found.items() if blocks}
+            levels = list(self._levels(keys))
+            if not levels:
+                return None
+            size = len(self._slots) + len(self._free)
+            # Behind the slots, a place for those that were sent nothing.
+            matched, seen = np.zeros(size + 1, np.int64), 0
+            for blocks, holders in levels:
+                _write(matched[:size], holders & ~seen, blocks)
+                seen = holders
+            return matched[self._slots_of(replica_ids, size)]
 
     def retain(self, replica_ids: Collection[str]) -> None:
         """Forget all replicas but these."""
         with self._lock:
             for gone in self._sent.keys() - set(replica_ids):
-                del self._sent[gone]
+                slot = self._slots.pop(gone)
+                for key in self._sent.pop(gone):
+                    self._forget(key, 1 << slot)
+                self._free.append(slot)
+                self._ordered = (), np.zeros(0, np.int64)
 
     def sizes(self) -> dict[str, int]:
         """Keys that are known of each replica."""
         with self._lock:
             return {id_: len(known) for id_, known in self._sent.items()}
 
+    def _known(self, replica_id: str) -> OrderedDict[bytes, None]:
+        known = self._sent.get(replica_id)
+        if known is None:
+            known = self._sent[replica_id] = OrderedDict()
+            self._slots[replica_id] = self._free.pop() if self._free else len(self._slots)
+            self._ordered = (), np.zeros(0, np.int64)
+        return known
 
-def _longest(keys: Sequence[bytes], known: Collection[bytes]) -> int:
-    low, high = 0, len(keys)
+    def _forget(self, key: bytes, bit: int) -> None:
+        holders = self._holders[key] & ~bit
+        if holders:
+            self._holders[key] = holders
+        else:
+            del self._holders[key]
+
+    def _levels(self, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
+        """Numbers of blocks, the most first, each with the replicas that were sent so many.
+
+        Of the replicas that have no more than the beginning of another's, each number comes once.
+        """
+        holders = self._holders
+        blocks = _last(len(keys), lambda count: keys[count - 1] in holders)
+        while blocks:
+            bits = holders[keys[blocks - 1]]
+            yield blocks, bits
+            blocks = _last(blocks - 1, _differs(holders, keys, bits))
+
+    def _slots_of(self, replica_ids: tuple[str, ...], size: int) -> Ints:
+        ordered, slots = self._ordered
+        if ordered is not replica_ids:
+            slots = np.array([self._slots.get(id_, size) for id_ in replica_ids], np.int64)
+            self._ordered = replica_ids, slots
+        return slots
+
+
+def _last(most: int, holds: Callable[[int], bool]) -> int:
+    """The last of the numbers up to ``most`` for which it holds, as for all before; else 0."""
+    low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if keys[middle - 1] in known:
+        if holds(middle):
             low = middle
         else:
             high = middle - 1
     return low
+
+
+def _differs(
+    holders: Mapping[bytes, int], keys: Sequence[bytes], bits: int
+) -> Callable[[int], bool]:
+    return lambda count: holders[keys[count - 1]] != bits
+
+
+def _write(column: Ints, bits: int, value: int) -> None:
+    """Write the value into the rows of these bits."""
+    if bits.bit_count() > _FEW:
+        packed = np.frombuffer(bits.to_bytes(len(column) // 8 + 1, "little"), np.uint8)
+        rows = np.unpackbits(packed, count=len(column), bitorder="little").view(np.bool_)
+        column[rows] = value
+        return
+    while bits:
+        lowest = bits & -bits
+        column[lowest.bit_length() - 1] = value
+        bits ^= lowest

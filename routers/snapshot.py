@@ -1,17 +1,22 @@
-"""The snapshot of a replica: its engine's last report joined with this process's ledger."""
+"""The snapshot of a replica that it tells those that route requests."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import time
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field
 
 from loomserve.platform.state import ReplicaLoad
 from loomserve.platform.state.roles import Role
-from loomserve.routers.base import Replica
-from loomserve.routers.in_flight import InFlight
 
 
 class RoutingStats(BaseModel):
-    """A replica's report to those that route requests."""
+    """A replica's report to those that route requests.
+
+    Clocks of two machines have nothing to do with each other, so a report says what its teller's
+    clock shows as it is told, and whoever is told it takes all its times as so long ago.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -20,23 +25,18 @@ class RoutingStats(BaseModel):
     kv_capacity_tokens: int | None
     draining: bool
     role: Role
-
-
-def snapshot(replica_id: str, stats: RoutingStats | None, ledger: InFlight) -> Replica:
-    """Join a replica's last report (None: it has sent none) with the requests open on it here."""
-    assigned = ledger.of(replica_id)
-    if stats is None:
-        return Replica(replica_id, assigned=assigned)
-    load = stats.load
-    return Replica(
-        id=replica_id,
-        load=load,
-        max_running=stats.max_running,
-        kv_capacity_tokens=stats.kv_capacity_tokens,
-        draining=stats.draining,
-        role=stats.role,
-        assigned=assigned,
-        assigned_when_measured=assigned
-        if load is None
-        else ledger.of(replica_id, load.measured_at),
+    told_at: float = Field(
+        default_factory=time.monotonic,
+        description="The moment at which it is told, by the monotonic clock of its other times.",
     )
+
+    def told(self, at: float) -> Self:
+        """The same, told again at this moment of the clock of its times."""
+        return self.model_copy(update={"told_at": at})
+
+    def received(self, at: float) -> Self:
+        """The same by the receiver's monotonic clock, which showed ``at`` when it was told."""
+        load, later_s = self.load, at - self.told_at
+        if load is not None:
+            load = load.model_copy(update={"measured_at": load.measured_at + later_s})
+        return self.model_copy(update={"load": load, "told_at": at})

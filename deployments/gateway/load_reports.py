@@ -13,6 +13,7 @@ from loomserve.platform.base.periodic import every
 from loomserve.platform.fleet.messages import LOAD_PATH
 from loomserve.platform.state.told_load import ToldLoad
 from loomserve.routers.snapshot import RoutingStats
+from loomserve.routers.table import ReplicaTable
 
 _PERIOD_S = 1.0
 _TIMEOUT_S = 5.0
@@ -22,16 +23,17 @@ Get = Callable[[str, str, float], Awaitable[str]]
 
 
 class LoadReports:
-    """Keeps ``last``, the last report of each replica; None: it has sent none.
+    """Keeps a table of replicas up to date.
 
-    A replica that does not answer keeps its last report, which says how old it is. What its engine
+    A replica that does not answer keeps its last report, which becomes the older. What its engine
     tells of its load meanwhile is newer, and stands in the report from then on.
     """
 
-    def __init__(self, get: Get) -> None:
-        self.last: dict[str, RoutingStats | None] = {}
+    def __init__(self, get: Get, table: ReplicaTable) -> None:
         self._get = get
+        self._table = table
         self._asking: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        self._last: dict[str, RoutingStats] = {}
         self._told: dict[str, _Told] = {}
 
     def set_replicas(self, addresses: Mapping[str, str]) -> None:
@@ -39,11 +41,14 @@ class LoadReports:
         for replica_id, (address, task) in list(self._asking.items()):
             if addresses.get(replica_id) != address:
                 task.cancel()
-                del self._asking[replica_id], self.last[replica_id]
+                del self._asking[replica_id]
+                self._last.pop(replica_id, None)
                 self._told.pop(replica_id, None)
+        # One that listens elsewhere has been started anew.
+        self._table.set_replicas(self._asking)
+        self._table.set_replicas(addresses)
         for replica_id, address in addresses.items():
             if replica_id not in self._asking:
-                self.last[replica_id] = None
                 task = asyncio.create_task(self._follow(replica_id, address))
                 self._asking[replica_id] = address, task
 
@@ -52,9 +57,10 @@ class LoadReports:
 
         ``counted_until``: monotonic seconds; the load has what was booked here until then.
         """
-        if replica_id in self.last:
+        if replica_id in self._asking:
             self._told[replica_id] = told = _Told(time.monotonic(), load, counted_until)
-            self.last[replica_id] = told.in_report(self.last[replica_id])
+            if (report := self._last.get(replica_id)) is not None:
+                self._report(replica_id, told.in_report(report))
 
     def close(self) -> None:
         self.set_replicas({})
@@ -63,10 +69,12 @@ class LoadReports:
         async def ask() -> None:
             asked_at = time.monotonic()
             answer = await self._get(address, LOAD_PATH, _TIMEOUT_S)
-            report = RoutingStats.model_validate_json(answer)
+            # It errs by half of the way there and back at most.
+            told_at = (asked_at + time.monotonic()) / 2
+            report = RoutingStats.model_validate_json(answer).received(told_at)
             told = self._told.get(replica_id)
             newer = told is not None and told.at >= asked_at
-            self.last[replica_id] = told.in_report(report) if told and newer else report
+            self._report(replica_id, told.in_report(report) if told and newer else report)
 
         await every(
             _PERIOD_S,
@@ -76,6 +84,10 @@ class LoadReports:
             errors=(aiohttp.ClientError, OSError, TimeoutError, ValueError),
         )
 
+    def _report(self, replica_id: str, report: RoutingStats) -> None:
+        self._last[replica_id] = report
+        self._table.report(replica_id, report)
+
 
 class _Told(NamedTuple):
     """What an engine told, and when it came."""
@@ -84,9 +96,9 @@ class _Told(NamedTuple):
     load: ToldLoad
     counted_until: float
 
-    def in_report(self, report: RoutingStats | None) -> RoutingStats | None:
-        """The report with this load, if there is one that tells the rest."""
-        if report is None or report.load is None:
+    def in_report(self, report: RoutingStats) -> RoutingStats:
+        """The report with this load, unless it tells of none."""
+        if report.load is None:
             return report
         load = report.load.model_copy(
             update={

@@ -20,6 +20,7 @@ from loomserve.platform.requests.engine_request import FORWARDED, engine_path
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state.roles import Role
 from loomserve.routers.in_flight import InFlight
+from loomserve.routers.table import ReplicaTable
 
 _log = logging.getLogger("ray.serve")
 
@@ -59,9 +60,10 @@ class ModelFrontEnd:
         self._name = route.name
         self._problem = ""
         self._route = route
-        self._loads = LoadReports(get)
+        self._table = ReplicaTable(ledger, stale_after_s=route.router.stale_after_s)
+        self._loads = LoadReports(get, self._table)
         handoffs = Handoffs(self._role_of, self.spec.local_prompt_tokens)
-        choice = ReplicaChoice(route.name, route.router, ledger, metrics, self._loads.last)
+        choice = ReplicaChoice(route.name, route.router, ledger, metrics, self._table)
         self._serving = ModelServing(
             route.name,
             {**self.spec.engine_options, "model": self.spec.path},
@@ -117,8 +119,7 @@ class ModelFrontEnd:
 
     def _role_of(self, replica_id: str) -> Role:
         """As it last said; a change is known within a second."""
-        stats = self._loads.last.get(replica_id)
-        return Role.UNIFIED if stats is None else stats.role
+        return self._table.role(replica_id) or Role.UNIFIED
 
     async def _start(self) -> None:
         while True:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -16,7 +15,7 @@ from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.routers.block_keys import token_keys
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.policy_choice import ReplicaChooser
-from loomserve.routers.snapshot import RoutingStats
+from loomserve.routers.table import ReplicaTable
 from loomserve.routers.ticket import RoutingTicket
 
 # Engines count exactly; this stands for an answer of which nothing is known.
@@ -51,7 +50,7 @@ class ReplicaChoice:
         router: Router,
         ledger: InFlight,
         metrics: GatewayMetrics,
-        loads: Mapping[str, RoutingStats | None],
+        table: ReplicaTable,
     ) -> None:
         """
         Args:
@@ -59,18 +58,13 @@ class ReplicaChoice:
             router: its policy.
             ledger: where requests are booked on replicas.
             metrics: count them.
-            loads: the last report of each replica of the model, kept up to date by the caller.
+            table: the model's replicas, kept up to date by the caller.
         """
         self._model = model
-        self._chooser = ReplicaChooser(
-            model,
-            router.policy,
-            load_limit=router.load_limit,
-            stale_after_s=router.stale_after_s,
-        )
+        self._chooser = ReplicaChooser(model, router.policy, table, load_limit=router.load_limit)
         self._ledger = ledger
         self._metrics = metrics
-        self._loads = loads
+        self._table = table
         self._booked: dict[RoutingRequest, ExitStack] = {}
 
     def choose(self, routing: RoutingRequest) -> str | None:
@@ -83,7 +77,7 @@ class ReplicaChoice:
         request = context.request if context is not None else None
         with ExitStack() as booking:
             ticket = booking.enter_context(self._ticket(routing, request))
-            decision = self._chooser.decide(self._loads, ticket)
+            decision = self._chooser.decide(ticket)
             if decision is None:
                 if not routing.prompt_only:
                     self._note_wait(ticket, context)
@@ -112,7 +106,7 @@ class ReplicaChoice:
             ),
             output_tokens=min(output_tokens, routing.max_tokens or output_tokens),
             sequences=routing.sequences,
-            exclude=frozenset(self._loads) - routing.candidates,
+            exclude=self._table.known_ids - routing.candidates,
             # What it has been pinned for is gone with the first replica.
             pinned_to=request.pinned_to if request is not None and _is_first(routing) else None,
         )

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
 
-from loomserve.routers.base import Decision, Replica
+from loomserve.routers.base import Candidates, Choice
 
 
-def pick(replicas: Sequence[Replica], *, rng: random.Random) -> Decision:
+def pick(candidates: Candidates, *, rng: random.Random) -> Choice:
     """Of two different random replicas, the one with the shorter queue; a tie falls to chance."""
-    two = rng.sample(replicas, k=min(2, len(replicas)))
-    return Decision(min(two, key=lambda r: r.queue_length).id, "power_of_two")
+    two = rng.sample(range(len(candidates)), k=min(2, len(candidates)))
+    return Choice(min(two, key=candidates.queue_length.__getitem__), "power_of_two")

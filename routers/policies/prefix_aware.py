@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import numpy as np
 
-from loomserve.routers.base import Decision, Replica
+from loomserve.routers.base import Candidates, Choice, Ints, least
 from loomserve.routers.policies import load_aware
 
 PREFILL_WEIGHT = 4.0
@@ -17,13 +17,13 @@ prompt takes an engine several times as long as another answer in its batch.
 
 
 def pick(
-    replicas: Sequence[Replica],
+    candidates: Candidates,
     *,
-    matched: Mapping[str, int],
+    matched: Ints | None,
     blocks: int,
     prompt_tokens: int,
     load_limit: float,
-) -> Decision:
+) -> Choice:
     """The replica of the least cost if it has more of the prompt than others, else by load.
 
     The cost is U + 4 · (prompt tokens to compute) / (tokens of KV cache). So a replica is preferred
@@ -40,19 +40,21 @@ def pick(
     Which blocks the KV store of the node has is no matter: any replica of the node can load them.
 
     Args:
-        matched: blocks at the prompt's beginning that replicas were sent; 0 for those not in it.
+        matched: blocks at the prompt's beginning that each candidate was sent; None: nobody any.
         blocks: blocks of the prompt.
         load_limit: as :func:`.load_aware.pick` has it.
     """
 
-    def cost(replica: Replica) -> float:
-        missing = 1 - matched.get(replica.id, 0) / max(1, blocks)
-        # Of unknown capacity, as if the prompt filled it.
-        capacity = replica.kv_capacity_tokens or max(1, prompt_tokens)
-        return replica.utilisation + PREFILL_WEIGHT * missing * prompt_tokens / capacity
-
-    known = [replica for replica in replicas if replica.load is not None] or replicas
-    cheapest = min(known, key=lambda r: (cost(r), r.utilisation, r.queue_length, r.id))
-    if matched.get(cheapest.id, 0) > min(matched.get(replica.id, 0) for replica in replicas):
-        return Decision(cheapest.id, "prefix")
-    return load_aware.pick(replicas, load_limit=load_limit)
+    if matched is None:
+        return load_aware.pick(candidates, load_limit=load_limit)
+    # Of unknown capacity, as if the prompt filled it.
+    capacity = candidates.kv_capacity_tokens
+    capacity = np.where(capacity > 0, capacity, max(1, prompt_tokens))
+    missing = 1 - matched / max(1, blocks)
+    cost = candidates.utilisation + PREFILL_WEIGHT * missing * prompt_tokens / capacity
+    if not candidates.known.all() and candidates.known.any():
+        cost[~candidates.known] = np.inf
+    place = least(cost, candidates.utilisation, candidates.queue_length)
+    if matched[place] > matched.min():
+        return Choice(place, "prefix")
+    return load_aware.pick(candidates, load_limit=load_limit)

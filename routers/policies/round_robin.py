@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from loomserve.routers.base import Decision, Replica
+from loomserve.routers.base import Candidates, Choice
 
 
-def pick(replicas: Sequence[Replica], *, turn: int) -> Decision:
+def pick(candidates: Candidates, *, turn: int) -> Choice:
     """The replica whose turn it is in the order of ids; ``turn`` is the number of the request."""
-    ids = sorted(replica.id for replica in replicas)
-    return Decision(ids[turn % len(ids)], "round_robin")
+    return Choice(turn % len(candidates), "round_robin")

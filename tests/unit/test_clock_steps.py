@@ -35,6 +35,7 @@ from tests.unit.deployments.gateway.test_lengths import asked
 from tests.unit.deployments.gateway.test_refuse_late import Choice, busy
 from tests.unit.platform.batch.test_lane import Bench, Engines, hurry, requests
 from tests.unit.platform.rebalancing.test_admin import runner
+from tests.unit.routers.tables import reported
 
 __all__ = ["runner"]
 
@@ -78,13 +79,14 @@ def test_a_load_report_is_as_old_as_it_is(step: Step) -> None:
     step()
     later.book(Replica("r1"))
     sent = RoutingStats.model_validate(stats.model_dump(mode="json"))
-    chooser = ReplicaChooser("m", "load_aware", load_limit=1.6, stale_after_s=10.0)
-    assert chooser.decide({"r1": sent}, last) is not None
+    table = reported(ledger, {"r1": sent})
+    chooser = ReplicaChooser("m", "load_aware", table, load_limit=1.6)
+    assert chooser.decide(last) is not None
     replica = last.replica
     assert replica is not None
     assert replica.load is not None, "it is not out of date"
-    assert replica.assigned_when_measured.requests == 1
-    assert replica.assigned.requests == 2
+    assert replica.load.running + replica.load.waiting == 0
+    assert replica.queue_length == 2
 
 
 def request(name: str, **extra: Any) -> Request:

@@ -23,6 +23,8 @@ PLAN = Plan(
     max_tokens=3,
     path="/v1/completions",
     stream_interval=1,
+    a_step=1,
+    stream=True,
 )
 
 

@@ -1,4 +1,4 @@
-"""The ledger of open requests, and the snapshots made from it."""
+"""The ledger of open requests, and what becomes of a report that is joined with it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from loomserve.platform.state.roles import Role
 from loomserve.routers.base import Replica
 from loomserve.routers.in_flight import NOTHING, Assigned, Booking, InFlight
-from loomserve.routers.snapshot import RoutingStats, snapshot
+from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.ticket import RoutingTicket
+from tests.unit.routers.tables import reported
 
 
 def test_a_request_counts_from_its_start_to_its_end() -> None:
@@ -120,7 +121,7 @@ def test_bookings_from_many_threads_add_up() -> None:
 
 
 @pytest.mark.parametrize("draining", [False, True])
-def test_a_snapshot_joins_the_report_with_the_ledger(draining: bool) -> None:
+def test_a_table_joins_the_report_with_the_ledger(draining: bool) -> None:
     ledger, old, new = InFlight(), Booking(), Booking()
     ledger.started(old, "a", tokens=10, now=1.0)
     ledger.started(new, "a", tokens=20, now=3.0)
@@ -138,13 +139,12 @@ def test_a_snapshot_joins_the_report_with_the_ledger(draining: bool) -> None:
         "draining": draining,
         "role": "decode",
     }
-    seen = snapshot("a", RoutingStats.model_validate(stats), ledger)
-    assert seen.draining is draining
-    assert seen.role is Role.DECODE
-    assert seen.assigned == Assigned(2, 30)
-    assert seen.assigned_when_measured == Assigned(1, 10)
-    assert seen.queue_length == 7
-    assert seen.utilisation == pytest.approx(7 / 8 + 0.25 + 20 / 200)
+    table = reported(ledger, {"a": RoutingStats.model_validate(stats)})
+    assert table.role("a") is Role.DECODE
+    assert table.replica(0).queue_length == 7
+    seen = table.candidates(exclude=frozenset(), now=3.0)
+    assert len(seen) == (0 if draining else 1)
+    assert seen.utilisation.tolist() == pytest.approx([7 / 8 + 0.25 + 20 / 200][: len(seen)])
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_snapshot_joins_the_report_with_the_ledger(draining: bool) -> None:
 def test_before_the_first_measurement_only_the_ledger_counts(stats: RoutingStats | None) -> None:
     ledger = InFlight()
     ledger.started(Booking(), "a", tokens=10, now=1.0)
-    seen = snapshot("a", stats, ledger)
+    seen = reported(ledger, {"a": stats}).replica(0)
     assert seen.load is None
     assert seen.queue_length == 1
 

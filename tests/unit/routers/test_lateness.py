@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from loomserve.platform.state import Pace, ReplicaLoad
 from loomserve.routers.base import Replica
-from loomserve.routers.in_flight import Assigned
 from loomserve.routers.lateness import Finish, finish
 
 PACE = Pace(prefill_token_s=0.01, output_token_s=0.1, request_s=8.0)
@@ -27,7 +26,7 @@ def replica(
         pace=pace,
         measured_at=1.0,
     )
-    return Replica("r", load, max_running)
+    return Replica("r", load, max_running, queue_length=running + waiting)
 
 
 @pytest.mark.parametrize(
@@ -42,7 +41,7 @@ def replica(
         (replica(2, waiting=1), 8.0),
         (replica(0, waiting=1), 0.0),
         # Sent since the measurement.
-        (replace(replica(0), assigned=Assigned(4, 100)), 2.0),
+        (replace(replica(0), queue_length=4), 2.0),
     ],
 )
 def test_a_request_waits_for_those_before_it_and_then_takes_its_own_time(

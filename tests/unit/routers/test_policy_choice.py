@@ -16,7 +16,9 @@ from loomserve.routers.block_keys import BLOCK_TOKENS, token_keys
 from loomserve.routers.in_flight import NOTHING, Assigned, InFlight
 from loomserve.routers.policy_choice import ReplicaChooser
 from loomserve.routers.snapshot import RoutingStats
+from loomserve.routers.table import ReplicaTable
 from loomserve.routers.ticket import RoutingTicket
+from tests.unit.routers.tables import reported
 
 POLICIES = get_args(RoutingPolicy)
 STORY = list(range(10 * BLOCK_TOKENS))
@@ -39,8 +41,10 @@ def stats(running: int = 0, *, draining: bool = False, capacity: int = 10_000) -
     )
 
 
-def chooser(policy: RoutingPolicy = "prefix_aware", model: str = "m") -> ReplicaChooser:
-    return ReplicaChooser(model, policy, load_limit=1.6, stale_after_s=10)
+def chooser(
+    table: ReplicaTable, policy: RoutingPolicy = "prefix_aware", model: str = "m"
+) -> ReplicaChooser:
+    return ReplicaChooser(model, policy, table, load_limit=1.6)
 
 
 class Sender:
@@ -48,8 +52,14 @@ class Sender:
 
     def __init__(self, policy: RoutingPolicy = "prefix_aware") -> None:
         self.ledger = InFlight()
-        self.chooser = chooser(policy)
-        self.stats: dict[str, RoutingStats | None] = {id_: stats() for id_ in "abc"}
+        self.table = reported(self.ledger, {id_: stats() for id_ in "abc"})
+        self.chooser = chooser(self.table, policy)
+
+    def report(self, **reports: RoutingStats) -> None:
+        """There are these replicas, and no others."""
+        self.table.set_replicas(reports)
+        for id_, report in reports.items():
+            self.table.report(id_, report)
 
     def send(
         self,
@@ -66,7 +76,7 @@ class Sender:
             exclude=exclude,
             pinned_to=pinned_to,
         ) as ticket:
-            decision = self.chooser.decide(self.stats, ticket)
+            decision = self.chooser.decide(ticket)
         return None if decision is None else decision.replica_id
 
     def reasons(self) -> Counter[str]:
@@ -77,14 +87,13 @@ class Sender:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_books_what_it_chooses_and_names_the_others(policy: RoutingPolicy) -> None:
+def test_every_policy_books_what_it_chooses(policy: RoutingPolicy) -> None:
     ledger = InFlight()
+    table = reported(ledger, {"a": None, "b": stats(), "c": stats(draining=True)})
     with RoutingTicket(ledger, prompt_tokens=7, output_tokens=3, sequences=2) as ticket:
-        decision = chooser(policy).decide(
-            {"a": None, "b": stats(), "c": stats(draining=True)}, ticket
-        )
+        decision = chooser(table, policy).decide(ticket)
         assert decision is not None
-        assert {decision.replica_id, *decision.others} == {"a", "b"}
+        assert decision.replica_id in {"a", "b"}
         assert ledger.of(decision.replica_id) == Assigned(2, 13)
         assert ticket.replica is not None
         assert ticket.replica.id == decision.replica_id
@@ -102,7 +111,7 @@ def test_draining_excluded_and_other_than_pinned_replicas_take_nothing(
     for _ in range(10):
         assert sender.send(STORY, exclude=frozenset({home})) not in (None, home)
         assert sender.send(STORY, pinned_to="b") == "b"
-    sender.stats[home] = stats(draining=True)
+    sender.table.report(home, stats(draining=True))
     for _ in range(10):
         assert sender.send(STORY) not in (None, home)
     assert sender.send(STORY, exclude=frozenset("abc")) is None
@@ -111,9 +120,9 @@ def test_draining_excluded_and_other_than_pinned_replicas_take_nothing(
 
 def test_prompts_that_begin_alike_go_to_one_replica() -> None:
     sender = Sender()
-    sender.stats["b"] = stats(running=1)
+    sender.table.report("b", stats(running=1))
     assert sender.send(STORY) == "a"
-    sender.stats["a"] = stats(running=1)
+    sender.table.report("a", stats(running=1))
     assert sender.send([*STORY, 1]) == "a"
     assert sender.send([*STORY, *STORY]) == "a"
     assert sender.send(STORY[::-1]) == "c"
@@ -123,9 +132,9 @@ def test_prompts_that_begin_alike_go_to_one_replica() -> None:
 def test_unequal_loads_outweigh_a_prefix() -> None:
     sender = Sender()
     assert sender.send(STORY) == "a"
-    sender.stats["a"] = stats(running=9)
+    sender.table.report("a", stats(running=9))
     assert sender.send(STORY) == "b"
-    sender.stats["a"] = stats()
+    sender.table.report("a", stats())
     assert sender.send(STORY) in {"a", "b"}
     assert sender.reasons() == {"least_loaded": 2, "prefix": 1}
 
@@ -133,10 +142,10 @@ def test_unequal_loads_outweigh_a_prefix() -> None:
 def test_a_tenant_never_follows_another() -> None:
     sender = Sender()
     assert sender.send(STORY, salt="alice") == "a"
-    sender.stats["a"] = stats(running=1)
+    sender.table.report("a", stats(running=1))
     assert sender.send(STORY, salt="bob") == "b"
     assert sender.send(STORY) == "b"
-    sender.stats = {"a": stats(running=1), "b": stats(running=1), "c": stats()}
+    sender.report(a=stats(running=1), b=stats(running=1), c=stats())
     assert sender.send(STORY, salt="alice") == "a"
     assert sender.send(STORY, salt="bob") == "b"
 
@@ -144,24 +153,24 @@ def test_a_tenant_never_follows_another() -> None:
 def test_choosers_of_one_ledger_see_what_each_other_sent() -> None:
     sender = Sender()
     assert sender.send(STORY) == "a"
-    sender.stats["a"] = stats(running=1)
-    sender.chooser = chooser()
+    sender.table.report("a", stats(running=1))
+    sender.chooser = chooser(sender.table)
     assert sender.send(STORY) == "a"
-    sender.chooser = chooser(model="another")
+    sender.chooser = chooser(sender.table, model="another")
     assert sender.send(STORY) == "b"
 
 
 def test_what_a_replica_was_sent_is_forgotten_when_it_is_gone_or_its_cache_is_full() -> None:
     sender = Sender()
     assert sender.send(STORY) == "a"
-    there = sender.stats.pop("a")
+    sender.report(b=stats(), c=stats())
     assert sender.send(STORY[::-1]) == "b"
-    sender.stats = {"a": there, "b": stats(running=1), "c": stats(running=1)}
+    sender.report(a=stats(), b=stats(running=1), c=stats(running=1))
     sender.send(STORY)
     assert sender.reasons()["prefix"] == 0
 
     index = sender.ledger.prefixes("m")
-    sender.stats = {"a": stats(capacity=3 * BLOCK_TOKENS)}
+    sender.report(a=stats(capacity=3 * BLOCK_TOKENS))
     sender.send(STORY)
     assert index.sizes() == {"a": 3}
 
@@ -171,8 +180,10 @@ def test_policies_that_do_not_look_at_prompts_hash_none(policy: RoutingPolicy) -
     def fail() -> tuple[bytes, ...]:
         raise AssertionError("hashed in vain")
 
-    with RoutingTicket(InFlight(), hash_prompt=fail) as ticket:
-        assert chooser(policy).decide({"a": stats(), "b": stats()}, ticket) is not None
+    ledger = InFlight()
+    table = reported(ledger, {"a": stats(), "b": stats()})
+    with RoutingTicket(ledger, hash_prompt=fail) as ticket:
+        assert chooser(table, policy).decide(ticket) is not None
 
 
 def test_a_prompt_is_hashed_once() -> None:
@@ -182,7 +193,9 @@ def test_a_prompt_is_hashed_once() -> None:
         hashed.append(1)
         return token_keys(STORY, model="m", salt=None)
 
-    with RoutingTicket(InFlight(), hash_prompt=once) as ticket:
+    ledger = InFlight()
+    table = reported(ledger, {"a": stats(), "b": stats()})
+    with RoutingTicket(ledger, hash_prompt=once) as ticket:
         for _ in range(3):
-            chooser().decide({"a": stats(), "b": stats()}, ticket)
+            chooser(table).decide(ticket)
     assert hashed == [1]

@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 
 from loomserve.routers.block_keys import token_keys
 from loomserve.routers.prefix_index import PrefixIndex
+from tests.unit.routers.reference import matched_blocks
 
-REPLICAS = st.sampled_from("abc")
+IDS = ("a", "b", "c")
+REPLICAS = st.sampled_from(IDS)
 SALTS = st.sampled_from([None, "alice", "bob"])
 # Of two tokens, so that prompts branch off each other everywhere.
 PROMPTS = st.lists(st.integers(0, 1), max_size=8).map(tuple)
@@ -21,6 +23,16 @@ def keys(prompt: tuple[int, ...], salt: str | None = None) -> tuple[bytes, ...]:
     return token_keys(prompt, model="m", salt=salt, block_tokens=1)
 
 
+def matched(
+    index: PrefixIndex,
+    prompt: tuple[int, ...],
+    salt: str | None = None,
+    ids: tuple[str, ...] = IDS,
+) -> list[int]:
+    found = index.match(keys(prompt, salt), ids)
+    return [0] * len(ids) if found is None else found.tolist()
+
+
 @given(st.lists(st.tuples(REPLICAS, PROMPTS, SALTS), max_size=30), PROMPTS, SALTS)
 def test_the_match_is_the_longest_of_all_prompts_sent_under_the_same_salt(
     sent: list[tuple[str, tuple[int, ...], str | None]], prompt: tuple[int, ...], salt: str | None
@@ -28,8 +40,8 @@ def test_the_match_is_the_longest_of_all_prompts_sent_under_the_same_salt(
     index = PrefixIndex()
     for replica_id, earlier, its in sent:
         index.sent(replica_id, keys(earlier, its))
-    longest = {
-        replica_id: max(
+    longest = [
+        max(
             blocks
             for blocks in range(len(prompt) + 1)
             if blocks == 0
@@ -39,9 +51,10 @@ def test_the_match_is_the_longest_of_all_prompts_sent_under_the_same_salt(
                 if len(earlier) >= blocks
             )
         )
-        for replica_id in "abc"
-    }
-    assert index.match(keys(prompt, salt)) == {id_: n for id_, n in longest.items() if n}
+        for replica_id in IDS
+    ]
+    assert matched(index, prompt, salt) == longest
+    assert matched(index, prompt, salt, ids=("c", "x", "a")) == [longest[2], 0, longest[0]]
 
 
 @given(
@@ -63,13 +76,13 @@ def test_a_replica_keeps_the_most_recent_blocks_and_never_more_than_the_bound(
         assert index.sizes() == {"a": len(used)}
     for prompt, _ in sent:
         kept_of_it = [end for end in range(1, len(prompt) + 1) if prompt[:end] in used]
-        assert index.match(keys(prompt)).get("a", 0) == max(kept_of_it, default=0)
+        assert matched(index, prompt)[0] == max(kept_of_it, default=0)
 
 
 def test_of_a_prompt_longer_than_the_bound_the_beginning_is_kept() -> None:
     index = PrefixIndex(3)
     index.sent("a", keys((0,) * 8))
-    assert index.match(keys((0,) * 8)) == {"a": 3}
+    assert matched(index, (0,) * 8) == [3, 0, 0]
 
 
 def test_replicas_that_are_gone_are_forgotten() -> None:
@@ -77,8 +90,28 @@ def test_replicas_that_are_gone_are_forgotten() -> None:
     for replica_id in "abc":
         index.sent(replica_id, keys((1, 0)))
     index.retain({"b", "new"})
-    assert index.match(keys((1, 0))) == {"b": 2}
+    assert matched(index, (1, 0)) == [0, 2, 0]
     assert index.sizes() == {"b": 2}
+    index.sent("new", keys((1, 1)))
+    assert matched(index, (1, 1), ids=("new", "b", "a")) == [2, 1, 0]
+    index.retain(())
+    assert index.match(keys((1, 0)), IDS) is None
+
+
+@given(st.lists(st.tuples(st.integers(0, 39), PROMPTS), max_size=120), PROMPTS)
+def test_the_match_is_the_same_where_many_replicas_were_sent_the_same(
+    sent: list[tuple[int, tuple[int, ...]]], prompt: tuple[int, ...]
+) -> None:
+    index, known = PrefixIndex(), {f"r{number}": set[bytes]() for number in range(40)}
+    for replica_id in list(known)[:30]:
+        index.sent(replica_id, keys(prompt[:2]))
+        known[replica_id].update(keys(prompt[:2]))
+    for number, earlier in sent:
+        index.sent(f"r{number}", keys(earlier))
+        known[f"r{number}"].update(keys(earlier))
+    expected = matched_blocks(keys(prompt), known)
+    ids = tuple(known)
+    assert matched(index, prompt, ids=ids) == [expected.get(id_, 0) for id_ in ids]
 
 
 def test_threads_may_send_match_and_forget_at_once() -> None:
@@ -88,7 +121,7 @@ def test_threads_may_send_match_and_forget_at_once() -> None:
         replica_id = f"r{number % 7}"
         prompt = tuple((number >> bit) & 1 for bit in range(10))
         index.sent(replica_id, keys(prompt))
-        assert all(0 < blocks <= 10 for blocks in index.match(keys(prompt)).values())
+        assert all(0 <= blocks <= 10 for blocks in matched(index, prompt))
         assert all(size <= 50 for size in index.sizes().values())
         if number % 50 == 0:
             index.retain({"r1", "r2"})

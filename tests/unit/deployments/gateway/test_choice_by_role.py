@@ -19,6 +19,7 @@ from loomserve.platform.state import Pace, ReplicaLoad
 from loomserve.platform.state.roles import Role
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.snapshot import RoutingStats
+from tests.unit.routers.tables import reported
 
 
 def stats(role: Role, *, draining: bool = False) -> RoutingStats:
@@ -42,11 +43,8 @@ class Choice:
         metrics = GatewayMetrics(self.registry)
         metrics.set_models({"chat": ["p", "d"]})
         self.ledger = InFlight()
-        self.loads: dict[str, RoutingStats | None] = {
-            "p": stats(Role.PREFILL),
-            "d": stats(Role.DECODE),
-        }
-        self.choice = ReplicaChoice("chat", Router(), self.ledger, metrics, self.loads)
+        self.table = reported(self.ledger, {"p": stats(Role.PREFILL), "d": stats(Role.DECODE)})
+        self.choice = ReplicaChoice("chat", Router(), self.ledger, metrics, self.table)
         content = EngineRequest("/v1/completions", {"max_tokens": 500}, b"{}")
         self.context = AnswerContext(
             request=ForwardRequest(model="chat", content=content, request_id="1", **request)
@@ -92,7 +90,7 @@ def test_a_request_that_is_pinned_may_have_its_prompt_computed_elsewhere() -> No
 
 def test_a_prompt_for_which_nobody_is_there_is_not_counted_as_waiting() -> None:
     made = Choice()
-    made.loads["p"] = stats(Role.PREFILL, draining=True)
+    made.table.report("p", stats(Role.PREFILL, draining=True))
     assert made.choice.choose(made.asks("p", prompt_only=True)) is None
     assert not made.waiting
     assert made.choice.choose(made.asks("p")) is None

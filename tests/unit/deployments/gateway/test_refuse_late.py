@@ -19,6 +19,7 @@ from loomserve.platform.state import Pace, ReplicaLoad
 from loomserve.platform.state.roles import Role
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.snapshot import RoutingStats
+from tests.unit.routers.tables import reported
 
 
 def busy() -> RoutingStats:
@@ -43,7 +44,8 @@ class Choice:
         self.registry, self.ledger = CollectorRegistry(), InFlight()
         metrics = GatewayMetrics(self.registry)
         metrics.set_models({"chat": ["r1"]})
-        self.choice = ReplicaChoice("chat", Router(), self.ledger, metrics, {"r1": load})
+        table = reported(self.ledger, {"r1": load})
+        self.choice = ReplicaChoice("chat", Router(), self.ledger, metrics, table)
 
     def choose(self, within_s: float | None, expected: float | None = 30.0) -> str | None:
         content = EngineRequest("/v1/completions", {"max_tokens": 500}, b"{}")

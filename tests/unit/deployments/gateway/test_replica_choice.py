@@ -24,6 +24,8 @@ from loomserve.platform.state.told_load import ToldLoad
 from loomserve.routers.block_keys import BLOCK_TOKENS
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.snapshot import RoutingStats
+from loomserve.routers.table import ReplicaTable
+from tests.unit.routers.tables import reported
 
 
 def stats(
@@ -51,12 +53,12 @@ class Bench:
         self.registry = CollectorRegistry()
         self.metrics = GatewayMetrics(self.registry)
         self.metrics.set_models({"m": list(loads)})
-        self.loads = loads
-        self.choice = ReplicaChoice("m", router or Router(), self.ledger, self.metrics, loads)
+        self.table = reported(self.ledger, loads)
+        self.choice = ReplicaChoice("m", router or Router(), self.ledger, self.metrics, self.table)
 
     def routing(self, *candidates: str, **given: Any) -> RoutingRequest:
         return RoutingRequest(
-            "id", "id", [1, 2, 3], 16, frozenset(candidates or self.loads), **given
+            "id", "id", [1, 2, 3], 16, frozenset(candidates or self.table.ids), **given
         )
 
     def value(self, name: str, **labels: str) -> float | None:
@@ -99,7 +101,7 @@ def test_prompts_that_begin_alike_go_to_one_replica_also_when_they_are_sent_on()
     bench = Bench(Router(policy="prefix_aware"), **{name: stats(most=10) for name in "abc"})
 
     def sent(tokens: list[int], *candidates: str, salt: str | None = None) -> str | None:
-        among = frozenset(candidates or bench.loads)
+        among = frozenset(candidates or bench.table.ids)
         routing = RoutingRequest("id", "id", tokens, 16, among, cache_salt=salt)
         chosen = bench.choice.choose(routing)
         if chosen is not None:
@@ -108,10 +110,10 @@ def test_prompts_that_begin_alike_go_to_one_replica_also_when_they_are_sent_on()
 
     first = sent(story)
     assert first is not None
-    bench.loads[first] = stats(running=2, most=10)
+    bench.table.report(first, stats(running=2, most=10))
     assert {sent([*story, number]) for number in range(5)} == {first}
     assert sent([*story, 1], salt="another tenant's") != first
-    others = bench.loads.keys() - {first}
+    others = bench.table.known_ids - {first}
     second = sent([*story, 1, 2], *others)
     assert second in others
     assert {sent([*story, number], *others) for number in range(5)} == {second}
@@ -129,7 +131,7 @@ def test_a_request_that_waits_is_counted_until_it_goes_on() -> None:
     for _ in range(2):
         assert bench.choice.choose(bench.routing(context=waiting)) is None
         assert bench.value("loomserve_gateway_queue") == 1
-    bench.loads["one"] = stats()
+    bench.table.report("one", stats())
     assert bench.choice.choose(bench.routing(context=waiting)) == "one"
     assert bench.value("loomserve_gateway_queue") == 0
 
@@ -163,20 +165,22 @@ def test_loads_are_asked_of_each_replica_and_forgotten_with_it() -> None:
         return stats(waiting=3).model_dump_json()
 
     async def run() -> None:
-        reports = LoadReports(get)
+        table = ReplicaTable(InFlight(), stale_after_s=10.0)
+        reports = LoadReports(get, table)
         reports.set_replicas({"a": "there", "b": "gone"})
-        assert reports.last == {"a": None, "b": None}
+        assert (table.ids, table.role("a"), table.role("b")) == (("a", "b"), None, None)
         await asyncio.sleep(0.05)
-        report = reports.last["a"]
-        assert report is not None
-        assert report.load is not None
-        assert report.load.waiting == 3
-        assert reports.last["b"] is None
+        load = table.replica(0).load
+        assert load is not None
+        assert load.waiting == 3
+        assert table.replica(1).load is None
         assert set(asked) == {("there", LOAD_PATH), ("gone", LOAD_PATH)}
+        reports.set_replicas({"a": "elsewhere", "b": "gone"})
+        assert (table.ids, table.replica(0).load) == (("a", "b"), None)
         reports.set_replicas({"b": "gone"})
-        assert reports.last.keys() == {"b"}
+        assert table.ids == ("b",)
         reports.close()
-        assert reports.last == {}
+        assert table.ids == ()
 
     asyncio.run(run())
 
@@ -191,28 +195,26 @@ def test_a_load_that_was_told_is_newer_than_one_asked_for_before() -> None:
         return report
 
     async def run() -> None:
-        reports = LoadReports(get)
+        table = ReplicaTable(InFlight(), stale_after_s=10.0)
+        reports = LoadReports(get, table)
         load = ToldLoad(steps=1, counted=0, running=8, waiting=0, kv_usage=0.5)
         reports.told("a", load, 1.0)
-        assert reports.last == {}
+        assert table.ids == ()
         reports.set_replicas({"a": "there"})
         await asked.wait()
         reports.told("a", load, counted_until=2.0)
         # How much an engine takes at once only its replica says.
-        assert reports.last == {"a": None}
+        assert table.replica(0).load is None
         answers.set()
         await asyncio.sleep(0.05)
-        report = reports.last["a"]
-        assert report is not None
-        assert report.load is not None
-        assert report.load.pace is not None
-        told = (report.load.running, report.load.waiting, report.load.measured_at)
-        assert told == (8, 0, 2.0)
+        known = table.replica(0).load
+        assert known is not None
+        assert known.pace is not None
+        assert (known.running, known.waiting, known.measured_at) == (8, 0, 2.0)
         reports.told("a", load._replace(running=9), counted_until=3.0)
-        later = reports.last["a"]
+        later = table.replica(0).load
         assert later is not None
-        assert later.load is not None
-        assert (later.load.running, later.load.measured_at) == (9, 3.0)
+        assert (later.running, later.measured_at) == (9, 3.0)
         reports.close()
 
     asyncio.run(run())

@@ -11,19 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loomserve.platform.state.roles import Role
-from loomserve.routers.base import Decision, Pick, Replica
-from loomserve.routers.decision import candidates, decide
+from loomserve.routers.base import Decision, Pick
 from loomserve.routers.in_flight import Assigned
 from loomserve.routers.policies import load_aware, power_of_two, round_robin
 from tests.unit.routers.policies.fleets import (
     LIMIT,
     NOBODY,
     NOW,
+    candidates,
     fleets,
     load,
+    mixed_fleets,
+    picked,
     raised,
     replica,
+    table_of,
 )
+from tests.unit.routers.reference import ReplicaSeen as Replica
 
 picks = st.one_of(
     st.floats(0.1, 2).map(lambda limit: partial(load_aware.pick, load_limit=limit)),
@@ -32,19 +36,21 @@ picks = st.one_of(
 )
 
 
-@given(fleets, picks, st.data())
+LOAD_AWARE = partial(load_aware.pick, load_limit=LIMIT)
+
+
+@given(mixed_fleets, picks, st.data())
 def test_a_pick_neither_drains_nor_is_excluded_nor_prefills_where_others_answer(
     fleet: list[Replica], pick: Pick, data: st.DataObject
 ) -> None:
     exclude = data.draw(st.frozensets(st.sampled_from([r.id for r in fleet])))
     willing = [r for r in fleet if not r.draining and r.id not in exclude]
     allowed = {r.id for r in willing if r.role is not Role.PREFILL} or {r.id for r in willing}
-    decision = decide(candidates(fleet, exclude=exclude, now=NOW, stale_after_s=10), pick)
-    if decision is None:
-        assert not allowed
-    else:
-        assert decision.replica_id in allowed
-        assert (decision.reason == "only_candidate") == (len(allowed) == 1)
+    table = table_of(fleet)
+    eligible = table.candidates(exclude=exclude, now=NOW)
+    assert {table.ids[row] for row in eligible.rows} == allowed
+    if allowed:
+        assert table.ids[eligible.rows[pick(eligible).place]] in allowed
 
 
 @pytest.mark.parametrize(
@@ -115,24 +121,24 @@ def test_a_pick_neither_drains_nor_is_excluded_nor_prefills_where_others_answer(
 def test_load_aware_dispatches_as_the_algorithm_says(
     fleet: list[Replica], expected: Decision
 ) -> None:
-    assert load_aware.pick(fleet, load_limit=LIMIT) == expected
-    assert load_aware.pick(fleet[::-1], load_limit=LIMIT) == expected
+    assert picked(fleet, LOAD_AWARE) == expected
+    assert picked(fleet[::-1], LOAD_AWARE) == expected
 
 
 @given(fleets, st.floats(0.1, 2))
 def test_load_aware_takes_the_least_utilisation_below_the_limit_and_else_the_shortest_queue(
     fleet: list[Replica], limit: float
 ) -> None:
-    decision = load_aware.pick(fleet, load_limit=limit)
-    picked = next(r for r in fleet if r.id == decision.replica_id)
+    decision = picked(fleet, partial(load_aware.pick, load_limit=limit))
+    chosen = next(r for r in fleet if r.id == decision.replica_id)
     rivals = [r for r in fleet if r.load is not None] or fleet
     if min(r.utilisation for r in rivals) < limit:
         assert decision.reason == "least_loaded"
-        assert picked in rivals
-        assert picked.utilisation == min(r.utilisation for r in rivals)
+        assert chosen in rivals
+        assert chosen.utilisation == min(r.utilisation for r in rivals)
     else:
         assert decision.reason == "shortest_queue"
-        assert picked.queue_length == min(r.queue_length for r in fleet)
+        assert chosen.queue_length == min(r.queue_length for r in fleet)
 
 
 @given(st.integers(1, 6), st.integers(1, 8), st.integers(0, 400), st.booleans())
@@ -144,7 +150,7 @@ def test_load_aware_spreads_a_burst_evenly_over_idle_replicas(
         for i in range(replicas)
     }
     for sent in range(1, replicas * rounds + 1):
-        chosen = load_aware.pick(list(fleet.values()), load_limit=LIMIT).replica_id
+        chosen = picked(list(fleet.values()), LOAD_AWARE).replica_id
         fleet[chosen] = raised(fleet[chosen], tokens)
         given_out = [r.assigned.requests for r in fleet.values()]
         assert sum(given_out) == sent
@@ -155,7 +161,7 @@ def test_load_aware_spreads_a_burst_evenly_over_idle_replicas(
 def test_load_aware_fills_the_gap_between_skewed_queues(a: int, b: int, requests: int) -> None:
     fleet = {"a": replica("a", running=a), "b": replica("b", running=b)}
     for _ in range(requests):
-        chosen = load_aware.pick(list(fleet.values()), load_limit=LIMIT).replica_id
+        chosen = picked(list(fleet.values()), LOAD_AWARE).replica_id
         fleet[chosen] = raised(fleet[chosen], 0)
     gap = abs(fleet["a"].queue_length - fleet["b"].queue_length)
     assert gap <= max(1, abs(a - b) - requests)
@@ -165,25 +171,26 @@ def test_load_aware_fills_the_gap_between_skewed_queues(a: int, b: int, requests
     ("age_s", "known"), [(-3.0, True), (0.0, True), (10.0, True), (10.1, False), (1e9, False)]
 )
 def test_a_load_report_counts_until_it_is_too_old(age_s: float, known: bool) -> None:
-    silent = Replica("a", load(running=5, age_s=age_s), max_running=10)
-    (seen,) = candidates([silent], exclude=NOBODY, now=NOW, stale_after_s=10)
-    assert (seen.load is not None) == known
-    assert seen.queue_length == (5 if known else 0)
+    table = table_of([Replica("a", load(running=5, age_s=age_s), max_running=10)])
+    seen = candidates(table)
+    assert seen.known.tolist() == [known]
+    assert seen.queue_length.tolist() == [5 if known else 0]
+    assert (table.replica(0).load is not None) == known
 
 
 def test_a_pinned_request_goes_to_its_replica_or_nowhere() -> None:
     fleet = [replica("a"), replica("b", running=9)]
     for pin, exclude, allowed in (("b", NOBODY, ["b"]), ("b", {"b"}, []), ("c", NOBODY, [])):
-        seen = candidates(
-            fleet, exclude=frozenset(exclude), pinned_to=pin, now=NOW, stale_after_s=10
-        )
-        assert [one.id for one in seen] == allowed
+        table = table_of(fleet)
+        seen = table.candidates(exclude=frozenset(exclude), pinned_to=pin, now=NOW)
+        assert [table.ids[row] for row in seen.rows] == allowed
 
 
 def test_a_replica_that_went_silent_takes_nothing_while_another_has_room() -> None:
-    silent = Replica("a", load(age_s=60), max_running=10)
-    fleet = candidates([silent, replica("b", running=9)], exclude=NOBODY, now=NOW, stale_after_s=10)
-    assert load_aware.pick(fleet, load_limit=LIMIT) == Decision("b", "least_loaded")
+    table = table_of([Replica("a", load(age_s=60), max_running=10), replica("b", running=9)])
+    seen = candidates(table)
+    choice = LOAD_AWARE(seen)
+    assert (table.ids[seen.rows[choice.place]], choice.reason) == ("b", "least_loaded")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +213,7 @@ def test_a_queue_is_the_report_carried_forward_by_what_happened_here(
         assigned=Assigned(now),
         assigned_when_measured=Assigned(then),
     )
-    assert seen.queue_length == expected
+    assert candidates(table_of([seen])).queue_length.tolist() == [expected]
 
 
 @pytest.mark.parametrize(
@@ -229,15 +236,18 @@ def test_kv_cache_usage_is_carried_forward_alike(
         assigned=Assigned(0, now),
         assigned_when_measured=Assigned(0, then),
     )
-    assert seen.utilisation == pytest.approx(expected)
+    here = candidates(table_of([seen])).utilisation[0]
+    assert here - seen.queue_length == pytest.approx(expected)
 
 
 @given(fleets)
 def test_utilisation_stays_within_two_while_nothing_waits_for_a_place(fleet: list[Replica]) -> None:
-    for seen in fleet:
-        assert seen.utilisation >= 0
-        if seen.queue_length <= seen.max_running:
-            assert seen.utilisation <= 2
+    table = table_of(fleet)
+    seen = candidates(table)
+    for row, utilisation in enumerate(seen.utilisation):
+        assert utilisation >= 0
+        if seen.queue_length[row] <= table.replica(row).max_running:
+            assert utilisation <= 2
 
 
 @given(st.integers(1, 6), st.integers(1, 5), st.integers(0, 99))
@@ -246,21 +256,25 @@ def test_round_robin_gives_each_replica_the_same_number_of_turns(
 ) -> None:
     fleet = [Replica(str(i)) for i in range(replicas)]
     turns = range(start, start + replicas * rounds)
-    taken = Counter(round_robin.pick(fleet, turn=turn).replica_id for turn in turns)
+    taken = Counter(
+        picked(fleet, partial(round_robin.pick, turn=turn)).replica_id for turn in turns
+    )
     assert taken == {r.id: rounds for r in fleet}
 
 
 def test_round_robin_keeps_its_order_when_the_replicas_come_in_another() -> None:
     fleet = [Replica("a"), Replica("b"), Replica("c")]
     for turn in range(6):
-        expected = round_robin.pick(fleet, turn=turn)
-        assert round_robin.pick(fleet[::-1], turn=turn) == expected
+        expected = picked(fleet, partial(round_robin.pick, turn=turn))
+        assert picked(fleet[::-1], partial(round_robin.pick, turn=turn)) == expected
 
 
 def test_power_of_two_never_takes_the_longest_queue_and_sometimes_each_other() -> None:
     fleet = [replica("a", running=1), replica("b", running=2), replica("c", running=3)]
     rng = random.Random(0)
-    taken = Counter(power_of_two.pick(fleet, rng=rng).replica_id for _ in range(600))
+    taken = Counter(
+        picked(fleet, partial(power_of_two.pick, rng=rng)).replica_id for _ in range(600)
+    )
     assert taken["c"] == 0
     assert 340 < taken["a"] < 460  # two of the three pairs have a in them
 
@@ -268,5 +282,7 @@ def test_power_of_two_never_takes_the_longest_queue_and_sometimes_each_other() -
 def test_power_of_two_breaks_ties_by_chance() -> None:
     fleet = [replica("a"), replica("b")]
     rng = random.Random(0)
-    taken = Counter(power_of_two.pick(fleet, rng=rng).replica_id for _ in range(600))
+    taken = Counter(
+        picked(fleet, partial(power_of_two.pick, rng=rng)).replica_id for _ in range(600)
+    )
     assert 240 < taken["a"] < 360

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.routers.base import Decision, Replica
+from loomserve.routers.base import Decision
 from loomserve.routers.in_flight import Assigned
 from loomserve.routers.policies import load_aware, prefix_aware
-from tests.unit.routers.policies.fleets import LIMIT, fleets, load, raised, replica
+from tests.unit.routers.policies.fleets import LIMIT, fleets, load, picked, raised, replica
+from tests.unit.routers.reference import ReplicaSeen as Replica
 
+LOAD_AWARE = partial(load_aware.pick, load_limit=LIMIT)
 BLOCKS = 10
 PROMPT = 100  # of 1,000 tokens of KV cache: computing all of it costs 0.4
 
 
 def pick(fleet: list[Replica], matched: dict[str, int], prompt: int = PROMPT) -> Decision:
-    return prefix_aware.pick(
-        fleet, matched=matched, blocks=BLOCKS, prompt_tokens=prompt, load_limit=LIMIT
+    column = np.array([matched.get(id_, 0) for id_ in sorted(one.id for one in fleet)])
+    return picked(
+        fleet,
+        partial(
+            prefix_aware.pick,
+            matched=column if matched else None,
+            blocks=BLOCKS,
+            prompt_tokens=prompt,
+            load_limit=LIMIT,
+        ),
     )
 
 
@@ -110,9 +122,9 @@ def test_a_long_prefix_outweighs_a_load_that_a_short_one_does_not() -> None:
 
 @given(fleets, st.integers(0, 5_000))
 def test_without_a_match_load_alone_decides(fleet: list[Replica], prompt: int) -> None:
-    assert pick(fleet, {}, prompt) == load_aware.pick(fleet, load_limit=LIMIT)
+    assert pick(fleet, {}, prompt) == picked(fleet, LOAD_AWARE)
     everywhere = {one.id: 3 for one in fleet}
-    assert pick(fleet, everywhere, prompt) == load_aware.pick(fleet, load_limit=LIMIT)
+    assert pick(fleet, everywhere, prompt) == picked(fleet, LOAD_AWARE)
 
 
 @given(fleets, st.integers(0, 5_000), st.data())
