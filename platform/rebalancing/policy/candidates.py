@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.rebalancing.policy.actions import (
@@ -29,7 +29,13 @@ from loomserve.platform.state.roles import Role
 
 
 def candidates(
-    start: Snapshot, snapshot: Snapshot, source: str, target: str, options: Rebalancing
+    start: Snapshot,
+    snapshot: Snapshot,
+    source: str,
+    target: str,
+    options: Rebalancing,
+    *,
+    all_moves: bool = True,
 ) -> Iterator[Action]:
     """All actions that take work from ``source`` to ``target``, whether allowed or not.
 
@@ -39,15 +45,44 @@ def candidates(
         source: The hot device.
         target: The cold device.
         options: Limits.
+        all_moves: Whether moves are among them that cannot be, as they would leave their node.
     """
+    moves = all_moves or snapshot.device(source).node == snapshot.device(target).node
     for hot in snapshot.on(source):
         for cold in snapshot.on(target):
-            for move in _moves(snapshot, hot, cold):
+            for move in _moves(snapshot, hot, cold) if moves else ():
                 yield _sized(start, snapshot, source, target, move, options)
             if hot.model == cold.model:
                 yield _gone_on(snapshot, hot, cold, options)
     yield from _roles(snapshot, source, target)
     yield from _replicas(snapshot, source, target)
+
+
+def reachable(
+    snapshot: Snapshot, sources: Iterable[str], targets: Collection[str]
+) -> dict[str, list[str]]:
+    """Of each source, the targets to which anything can be taken from it at all.
+
+    Moves stay on a node; all else needs a replica of one model on both, or starts one.
+    """
+    of_node: dict[str, list[str]] = {}
+    of_model: dict[str, list[str]] = {}
+    for target in targets:
+        of_node.setdefault(snapshot.device(target).node, []).append(target)
+        for model in {each.model for each in snapshot.on(target)}:
+            of_model.setdefault(model, []).append(target)
+    wanted = set(targets)
+
+    def of(source: str) -> list[str]:
+        found = dict.fromkeys(of_node.get(snapshot.device(source).node, ()))
+        for engine in snapshot.on(source):
+            found |= dict.fromkeys(of_model.get(engine.model, ()))
+            if snapshot.model(engine.model).replica is not None:
+                new = snapshot.next_device(engine.model)
+                found |= dict.fromkeys([new] if new in wanted else [])
+        return list(found)
+
+    return {source: of(source) for source in sources}
 
 
 def _moves(snapshot: Snapshot, hot: EngineSnapshot, cold: EngineSnapshot) -> Iterator[Move]:
@@ -74,8 +109,7 @@ def _sized(
     if whole_only or unable(now, most, options):
         return most
     after = apply(now, most)
-    loads, later = utilisations(now), utilisations(after)
-    mean = sum(loads.values()) / len(loads)
+    loads, later, mean = utilisations(now), utilisations(after), now.mean_load
     grown = compute_share(after, target) - compute_share(now, target)
     free = 1 - compute_share(now, target)
     if not most.back:
@@ -106,8 +140,7 @@ def _gone_on(
     one = MoveRequests(engine=hot.id, to=cold.id, requests=1)
     if unable(now, one, options):
         return one
-    loads = utilisations(now)
-    mean = sum(loads.values()) / len(loads)
+    mean = now.mean_load
     room = now.idle_kv(cold) - options.headroom * cold.kv_bytes
 
     def fits(requests: int) -> bool:

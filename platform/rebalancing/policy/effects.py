@@ -5,6 +5,7 @@ This is arithmetic only; :mod:`.limits` says whether the action is allowed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from loomserve.platform.rebalancing.policy.actions import (
@@ -16,9 +17,9 @@ from loomserve.platform.rebalancing.policy.actions import (
     SetRole,
 )
 from loomserve.platform.rebalancing.policy.snapshot import (
-    DeviceSnapshot,
     EngineSnapshot,
     LoanSnapshot,
+    ModelSnapshot,
     MoveKind,
     Snapshot,
 )
@@ -38,11 +39,10 @@ def apply(snapshot: Snapshot, action: Action) -> Snapshot:
         case MoveRequests():
             return _gone_on(snapshot, action)
         case SetRole():
-            changed = [
-                replace(each, role=action.role) if each.id == action.engine else each
-                for each in snapshot.engines
-            ]
-            return _spread(snapshot, snapshot.engine(action.engine).model, changed)
+            engine = replace(snapshot.engine(action.engine), role=action.role)
+            old = snapshot.of(engine.model)
+            new = [engine if each.id == engine.id else each for each in old]
+            return snapshot.changed(_spread(snapshot, old, new))
         case AddReplica():
             return _added(snapshot, action)
         case RemoveReplica():
@@ -61,8 +61,9 @@ def whole(engine: EngineSnapshot, kind: MoveKind) -> int:
 def loan_between(
     snapshot: Snapshot, kind: MoveKind, engine: str, lender: str
 ) -> LoanSnapshot | None:
-    wanted = (kind, engine, lender)
-    return next((x for x in snapshot.loans if (x.kind, x.engine, x.lender) == wanted), None)
+    return next(
+        (x for x in snapshot.loans_of(engine) if (x.kind, x.lender) == (kind, lender)), None
+    )
 
 
 def _moved(snapshot: Snapshot, move: Move) -> Snapshot:
@@ -102,7 +103,7 @@ def _moved(snapshot: Snapshot, move: Move) -> Snapshot:
         layers=engine.layers - move.amount * layers,
         heads=engine.heads - move.amount * (move.kind is MoveKind.HEADS),
     )
-    return _with(snapshot, home, before, loan, lender.device, weights_bytes)
+    return snapshot.changed([home], (before, loan), (lender.device, weights_bytes))
 
 
 def _moved_back(snapshot: Snapshot, move: Move) -> Snapshot:
@@ -132,7 +133,7 @@ def _moved_back(snapshot: Snapshot, move: Move) -> Snapshot:
         layers=engine.layers + move.amount * (move.kind is MoveKind.LAYERS),
         heads=engine.heads + move.amount * (move.kind is MoveKind.HEADS),
     )
-    return _with(snapshot, home, before, loan, lender.device, -weights_bytes)
+    return snapshot.changed([home], (before, loan), (lender.device, -weights_bytes))
 
 
 def moved_kv(engine: EngineSnapshot, requests: int) -> int:
@@ -170,8 +171,7 @@ def _gone_on(snapshot: Snapshot, action: MoveRequests) -> Snapshot:
         kv_used_bytes=there.kv_used_bytes + kv_bytes,
         queue=there.queue + action.requests,
     )
-    changed = {left.id: left, joined.id: joined}
-    return replace(snapshot, engines=tuple(changed.get(each.id, each) for each in snapshot.engines))
+    return snapshot.changed([left, joined])
 
 
 def _still_borrowed(engine: EngineSnapshot, move: Move) -> tuple[tuple[str, int], ...]:
@@ -185,23 +185,6 @@ def _still_borrowed(engine: EngineSnapshot, move: Move) -> tuple[tuple[str, int]
             return ()
 
 
-def _with(
-    snapshot: Snapshot,
-    home: EngineSnapshot,
-    before: LoanSnapshot,
-    loan: LoanSnapshot,
-    device: str,
-    allocated: int,
-) -> Snapshot:
-    loans = [each for each in snapshot.loans if each is not before]
-    return replace(
-        snapshot,
-        engines=tuple(home if each.id == home.id else each for each in snapshot.engines),
-        loans=(*loans, loan) if loan.amount > 0 else tuple(loans),
-        devices=_allocated(snapshot, device, allocated),
-    )
-
-
 def _added(snapshot: Snapshot, action: AddReplica) -> Snapshot:
     model = snapshot.model(action.model)
     if model.replica is None:
@@ -212,65 +195,76 @@ def _added(snapshot: Snapshot, action: AddReplica) -> Snapshot:
         device=action.device,
         measured_at_s=snapshot.at_s,
     )
-    after = _counted(snapshot, model.name, 1)
-    after = replace(after, devices=_allocated(after, action.device, model.replica_bytes))
-    return _spread(after, model.name, [*snapshot.engines, replica])
+    device = snapshot.device(action.device)
+    taken = replace(device, allocated_bytes=device.allocated_bytes + model.replica_bytes)
+    old = snapshot.of(model.name)
+    spread = {each.id: each for each in _spread(snapshot, old, [*old, replica])}
+    return replace(
+        snapshot,
+        models=_counted(snapshot, model, 1),
+        devices=tuple(taken if each is device else each for each in snapshot.devices),
+        engines=tuple(spread.get(each.id, each) for each in (*snapshot.engines, replica)),
+    )
 
 
 def _removed(snapshot: Snapshot, action: RemoveReplica) -> Snapshot:
     engine = snapshot.engine(action.engine)
     model = snapshot.model(engine.model)
-    after = _counted(snapshot, model.name, -1)
-    after = replace(after, devices=_allocated(after, engine.device, -model.replica_bytes))
-    return _spread(after, model.name, [each for each in snapshot.engines if each.id != engine.id])
-
-
-def _counted(snapshot: Snapshot, model: str, more: int) -> Snapshot:
-    models = (
-        replace(each, replicas=each.replicas + more) if each.name == model else each
-        for each in snapshot.models
-    )
-    return replace(snapshot, models=tuple(models))
-
-
-def _allocated(snapshot: Snapshot, device: str, size: int) -> tuple[DeviceSnapshot, ...]:
-    return tuple(
-        replace(each, allocated_bytes=each.allocated_bytes + size) if each.name == device else each
-        for each in snapshot.devices
+    device = snapshot.device(engine.device)
+    freed = replace(device, allocated_bytes=device.allocated_bytes - model.replica_bytes)
+    old = snapshot.of(model.name)
+    left = [each for each in old if each is not engine]
+    spread = {each.id: each for each in _spread(snapshot, old, left)}
+    return replace(
+        snapshot,
+        models=_counted(snapshot, model, -1),
+        devices=tuple(freed if each is device else each for each in snapshot.devices),
+        engines=tuple(spread.get(each.id, each) for each in snapshot.engines if each is not engine),
     )
 
 
-def _spread(snapshot: Snapshot, model: str, engines: list[EngineSnapshot]) -> Snapshot:
-    """Spread the model's work over ``engines``, so that each device is busy with it for as long.
+def _counted(snapshot: Snapshot, model: ModelSnapshot, more: int) -> tuple[ModelSnapshot, ...]:
+    counted = replace(model, replicas=model.replicas + more)
+    return tuple(counted if each is model else each for each in snapshot.models)
+
+
+def _spread(
+    snapshot: Snapshot, old: Sequence[EngineSnapshot], new: Sequence[EngineSnapshot]
+) -> list[EngineSnapshot]:
+    """All engines of a model with its work spread, so that each device is busy for as long.
 
     That is what a load-aware router comes to among replicas that are alone on their devices.
     Where the replicas of a role are missing, the others do its work.
     """
-    old = snapshot.of(model)
-    new = [each for each in engines if each.model == model]
     speeds = {each.id: _speed(snapshot, each) for each in (*old, *new)}
-    prefilling = [each.id for each in new if each.role is not Role.DECODE] or list(speeds)
-    decoding = [each.id for each in new if each.role is not Role.PREFILL] or list(speeds)
+    prefilling = {each.id for each in new if each.role is not Role.DECODE} or set(speeds)
+    decoding = {each.id for each in new if each.role is not Role.PREFILL} or set(speeds)
     prefill_speed = sum(speeds[each.id] for each in new if each.id in prefilling)
     decode_speed = sum(speeds[each.id] for each in new if each.id in decoding)
+    prefill, attention, linear = (
+        sum(getattr(each, work) * speeds[each.id] for each in old)
+        for work in ("prefill", "attention", "linear")
+    )
+    kv_used_bytes, kv_growth, queue = (
+        sum(getattr(each, figure) for each in old)
+        for figure in ("kv_used_bytes", "kv_growth", "queue")
+    )
 
     def spread(engine: EngineSnapshot) -> EngineSnapshot:
-        if engine.model != model:
-            return engine
         prefills = (engine.id in prefilling) / prefill_speed
         decodes = (engine.id in decoding) / decode_speed
         share = decodes * speeds[engine.id]
         return replace(
             engine,
-            prefill=prefills * sum(each.prefill * speeds[each.id] for each in old),
-            attention=decodes * sum(each.attention * speeds[each.id] for each in old),
-            linear=decodes * sum(each.linear * speeds[each.id] for each in old),
-            kv_used_bytes=int(share * sum(each.kv_used_bytes for each in old)),
-            kv_growth=share * sum(each.kv_growth for each in old),
-            queue=round(share * sum(each.queue for each in old)),
+            prefill=prefills * prefill,
+            attention=decodes * attention,
+            linear=decodes * linear,
+            kv_used_bytes=int(share * kv_used_bytes),
+            kv_growth=share * kv_growth,
+            queue=round(share * queue),
         )
 
-    return replace(snapshot, engines=tuple(spread(each) for each in engines))
+    return [spread(engine) for engine in new]
 
 
 def _speed(snapshot: Snapshot, engine: EngineSnapshot) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,6 +23,7 @@ from loomserve.platform.rebalancing.policy.forecast import (
     tpot_ratio,
 )
 from loomserve.platform.rebalancing.policy.snapshot import (
+    DeviceSnapshot,
     EngineSnapshot,
     LoanSnapshot,
     MoveKind,
@@ -160,16 +161,24 @@ def exceeded(
 ) -> Refusal | None:
     """The first limit that an action breaks or, where it was broken before, makes worse.
 
+    Only devices whose figures differ, and engines there or in a loan with one there, can break any.
+
     Args:
         start: The snapshot before the plan; times per output token are compared with its own.
         before: The snapshot before the action.
         after: The snapshot after it, by :func:`.effects.apply`.
         options: Limits.
     """
+    touched = after.touched_since(before)
+    devices: Sequence[DeviceSnapshot] = after.devices
+    engines: Sequence[EngineSnapshot] = after.engines
+    if touched is not None:
+        devices = after.devices_in_order(touched)
+        engines = _concerned(before, after, touched)
     return (
-        _device_exceeded(before, after, options)
-        or _engine_exceeded(before, after, options)
-        or _tpot_exceeded(start, before, after, options)
+        _device_exceeded(before, after, devices, options)
+        or _engine_exceeded(before, after, engines, options)
+        or _tpot_exceeded(start, before, after, engines, options)
     )
 
 
@@ -212,8 +221,23 @@ def halted(action: Action) -> frozenset[str]:
     return engines_of(action) if isinstance(action, Move) else frozenset()
 
 
-def _device_exceeded(before: Snapshot, after: Snapshot, options: Rebalancing) -> Refusal | None:
-    for device in after.devices:
+def _concerned(before: Snapshot, after: Snapshot, touched: Iterable[str]) -> list[EngineSnapshot]:
+    """Engines on the devices, and those that borrow from them or lend to them, in their order."""
+    there = {engine.id for device in touched for engine in after.on(device)}
+    others = {
+        end
+        for snapshot in (before, after)
+        for id_ in there
+        for loan in (*snapshot.loans_at(id_), *snapshot.loans_of(id_))
+        for end in (loan.engine, loan.lender)
+    }
+    return after.engines_in_order(there | others)
+
+
+def _device_exceeded(
+    before: Snapshot, after: Snapshot, devices: Iterable[DeviceSnapshot], options: Rebalancing
+) -> Refusal | None:
+    for device in devices:
         most = device.memory_bytes * (1 - options.headroom)
         grown = device.allocated_bytes > before.device(device.name).allocated_bytes
         if grown and device.allocated_bytes > most:
@@ -224,10 +248,11 @@ def _device_exceeded(before: Snapshot, after: Snapshot, options: Rebalancing) ->
     return None
 
 
-def _engine_exceeded(before: Snapshot, after: Snapshot, options: Rebalancing) -> Refusal | None:
-    known = {engine.id: engine for engine in before.engines}
-    for engine in after.engines:
-        was = known.get(engine.id)
+def _engine_exceeded(
+    before: Snapshot, after: Snapshot, engines: Iterable[EngineSnapshot], options: Rebalancing
+) -> Refusal | None:
+    for engine in engines:
+        was = before.engine(engine.id) if before.has(engine.id) else None
         idle = after.idle_kv(engine)
         less = was is None or idle < before.idle_kv(was)
         if less and idle < options.headroom * engine.kv_bytes:
@@ -248,11 +273,14 @@ def _engine_exceeded(before: Snapshot, after: Snapshot, options: Rebalancing) ->
 
 
 def _tpot_exceeded(
-    start: Snapshot, before: Snapshot, after: Snapshot, options: Rebalancing
+    start: Snapshot,
+    before: Snapshot,
+    after: Snapshot,
+    engines: Iterable[EngineSnapshot],
+    options: Rebalancing,
 ) -> Refusal | None:
-    known = {engine.id for engine in start.engines}
-    for engine in after.engines:
-        if engine.id not in known:
+    for engine in engines:
+        if not start.has(engine.id):
             continue
         ratio = tpot_ratio(start, after, engine.id)
         if ratio > options.tpot_budget and ratio > tpot_ratio(start, before, engine.id):

@@ -22,8 +22,11 @@ Where this departs from the paper:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from heapq import heapify, heappop
+from operator import mul
 
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.rebalancing.policy.actions import (
@@ -35,7 +38,7 @@ from loomserve.platform.rebalancing.policy.actions import (
     SetRole,
     kind_of,
 )
-from loomserve.platform.rebalancing.policy.candidates import candidates
+from loomserve.platform.rebalancing.policy.candidates import candidates, reachable
 from loomserve.platform.rebalancing.policy.correction import Corrections
 from loomserve.platform.rebalancing.policy.effects import apply
 from loomserve.platform.rebalancing.policy.forecast import Forecast, forecast
@@ -51,6 +54,18 @@ from loomserve.platform.rebalancing.policy.limits import (
 from loomserve.platform.rebalancing.policy.snapshot import Flaw, Snapshot, flaws, utilisations
 
 _ROUNDING = 1e-9
+
+LISTED_PAIRS = 1024
+"""Of so many pairs of a hot and a cold device, all are looked at, and each refusal is listed.
+
+Of more, pairs between which nothing can pass are left out, and the search ends with the last action
+that a plan may have: the plan is the same, and nobody reads a million refusals. The two limits
+below hold then, too; docs/rebalancing.md says what they lose.
+"""
+MOST_TARGETS = 4
+"""A hot device is passed over for one action once something failed with so many targets."""
+MOST_WORK = 4_000
+"""Devices whose figures are computed anew for one action, over all candidates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +98,7 @@ class Proposal:
     """
     Attributes:
         chosen: Actions to be carried out one after the other.
-        rejected: The last refusal of each candidate that was not chosen.
+        rejected: The last refusal of each candidate that was looked at and not chosen.
         flaws: Flaws of the snapshot; if there are any, nothing was even considered.
         after: The snapshot as it will be after the chosen actions.
     """
@@ -120,33 +135,58 @@ class _Search:
         self._start, self._heat = start, heat
         self._corrections, self._options = corrections, options
         self.now = start
+        self._hot, self._cold = (
+            [device.name for device in start.devices if _level(heat, device.name) is level]
+            for level in (Level.HOT, Level.COLD)
+        )
+        self._lists_all = len(self._hot) * len(self._cold) <= LISTED_PAIRS
+        self._failed: Counter[str] = Counter()
+        self._work = 0
         self._touched: set[tuple[str, ...]] = set()
+        self._identities: set[tuple[object, ...]] = set()
         self.chosen: list[Chosen] = []
         self.rejected: dict[tuple[object, ...], Rejected] = {}
 
     def run(self) -> None:
-        while any(self._improve(source, target) for source, target in self._pairs()):
-            pass
+        while any(self._improve(*pair) for pair in self._pairs() if self._is_worth(pair[0])):
+            self._failed.clear()
+            self._work = 0
+
+    def _is_worth(self, source: str) -> bool:
+        """Whether to look at one more pair, with this hot device."""
+        return self._lists_all or (
+            len(self.chosen) < self._options.most_actions
+            and self._failed[source] < MOST_TARGETS
+            and self._work < MOST_WORK
+        )
 
     def _pairs(self) -> Iterator[tuple[str, str]]:
         """Hot and cold devices whose gap is to be narrowed, the widest first (lines 4 to 7)."""
         loads = utilisations(self.now)
         least, most = min(loads.values()), max(loads.values())
         falling = self._options.falling
-
-        def of(level: Level) -> list[str]:
-            return [name for name in loads if self._heat.get(name, Heat()).level is level]
-
-        hot = [name for name in of(Level.HOT) if loads[name] - least > falling]
-        cold = [name for name in of(Level.COLD) if most - loads[name] > falling]
-        pairs = [(source, target) for source in hot for target in cold]
-        pairs.sort(key=lambda pair: (loads[pair[1]] - loads[pair[0]], pair))
-        yield from (pair for pair in pairs if loads[pair[0]] - loads[pair[1]] > falling)
+        hot = [name for name in self._hot if loads[name] - least > falling]
+        cold = [name for name in self._cold if most - loads[name] > falling]
+        targets = dict.fromkeys(hot, cold) if self._lists_all else reachable(self.now, hot, cold)
+        pairs = [
+            (loads[target] - loads[source], source, target)
+            for source in hot
+            for target in targets[source]
+            if loads[source] - loads[target] > falling
+        ]
+        # Mostly the first few are looked at.
+        heapify(pairs)
+        while pairs:
+            _, source, target = heappop(pairs)
+            yield source, target
 
     def _improve(self, source: str, target: str) -> bool:
         """Take the cheapest action that passes, if any does (lines 8 to 14)."""
         passed: list[tuple[float, float, int, Chosen, Snapshot]] = []
-        all_ = candidates(self._start, self.now, source, target, self._options)
+        all_ = candidates(
+            self._start, self.now, source, target, self._options, all_moves=self._lists_all
+        )
+        work = self._work
         for place, action in enumerate(all_):
             assessed = self._assess(action, source, target)
             if isinstance(assessed, Refusal):
@@ -156,18 +196,20 @@ class _Search:
                 predicted = chosen.forecast
                 passed.append((predicted.cost_s, -predicted.gain, place, chosen, after))
         if not passed:
+            self._failed[source] += self._work > work
             return False
         *_, cheapest, after = min(passed, key=lambda each: each[:3])
         self._touched.add(_touches(self.now, cheapest.action))
+        self._identities.add(_identity(cheapest.action))
         self.now = after
         self.chosen.append(cheapest)
         self.rejected.pop(_identity(cheapest.action), None)
         return True
 
     def _reject(self, action: Action, source: str, target: str, refusal: Refusal) -> None:
-        if any(_identity(each.action) == _identity(action) for each in self.chosen):
-            return
-        self.rejected[_identity(action)] = Rejected(action, source, target, refusal)
+        identity = _identity(action)
+        if identity not in self._identities:
+            self.rejected[identity] = Rejected(action, source, target, refusal)
 
     def _assess(
         self, action: Action, source: str, target: str
@@ -176,6 +218,7 @@ class _Search:
         if refusal is not None:
             return refusal
         after = apply(self.now, action)
+        self._work += len(after.touched_since(self.now) or after.devices)
         raw = forecast(self.now, after, action, source, target)
         predicted = self._corrections.of(kind_of(action), source, target)(raw)
         refusal = (
@@ -186,8 +229,8 @@ class _Search:
         return refusal or (Chosen(action, source, target, raw, predicted), after)
 
     def _before(self, action: Action) -> Refusal | None:
-        started = {each.id for each in self._start.engines}
-        if _touches(self.now, action) in self._touched or not engines_of(action) <= started:
+        started = all(self._start.has(engine) for engine in engines_of(action))
+        if _touches(self.now, action) in self._touched or not started:
             return Refusal(Reason.ALREADY_PLANNED, "an action before it changes the same")
         if len(self.chosen) >= self._options.most_actions:
             return Refusal(Reason.PLAN_FULL, f"{len(self.chosen)} actions already")
@@ -211,8 +254,12 @@ class _Search:
         return None
 
 
+def _level(heat: Mapping[str, Heat], device: str) -> Level:
+    return heat[device].level if device in heat else Level.EVEN
+
+
 def _squares(loads: Mapping[str, float]) -> float:
-    return sum(load * load for load in loads.values())
+    return sum(map(mul, loads.values(), loads.values()), 0.0)
 
 
 def _touches(snapshot: Snapshot, action: Action) -> tuple[str, ...]:
@@ -230,4 +277,14 @@ def _touches(snapshot: Snapshot, action: Action) -> tuple[str, ...]:
 
 def _identity(action: Action) -> tuple[object, ...]:
     """What tells one candidate from another, whatever its amount."""
-    return tuple(sorted(action.model_dump(exclude={"amount", "requests"}).items()))
+    match action:
+        case Move():
+            return ("move", action.kind, action.engine, action.lender, action.back)
+        case MoveRequests():
+            return ("requests", action.engine, action.to)
+        case SetRole():
+            return ("role", action.engine, action.role)
+        case AddReplica():
+            return ("add", action.model, action.device)
+        case RemoveReplica():
+            return ("remove", action.engine)

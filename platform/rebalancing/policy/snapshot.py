@@ -8,16 +8,15 @@ maximum).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TypeVar
+from functools import cached_property
 
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.lending.policy.layout import Layout, abreast, stacked
+from loomserve.platform.rebalancing.policy.lookup import Lookup
 from loomserve.platform.state.roles import Role
-
-_T = TypeVar("_T")
 
 
 class MoveKind(StrEnum):
@@ -179,12 +178,15 @@ class Link:
     measured_at_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Snapshot:
     """All that rebalancing is decided on, at one time; names and ids are unique.
 
     Methods raise LookupError for a name that is not in it. ``at_s`` and every ``measured_at_s``
     are of one clock.
+
+    Planning asks thousands of snapshots that differ in two engines. So :meth:`changed` makes them:
+    they share what is found where, and the loads of devices that did not change.
     """
 
     at_s: float
@@ -196,33 +198,106 @@ class Snapshot:
     changed_at_s: float = float("-inf")
     """Time when the last action ended."""
 
+    @cached_property
+    def _lookup(self) -> Lookup:
+        return Lookup.made(self)
+
+    @cached_property
+    def _origin(self) -> tuple[Snapshot, frozenset[str]] | None:
+        """The snapshot that this one was changed from, and the devices whose figures differ."""
+        return None
+
+    @cached_property
+    def loads(self) -> Mapping[str, float]:
+        """U of each device (eq. 4-28)."""
+        if self._origin is None:
+            return {device.name: self._load(device.name) for device in self.devices}
+        before, touched = self._origin
+        return {**before.loads, **{name: self._load(name) for name in touched}}
+
+    @cached_property
+    def mean_load(self) -> float:
+        return sum(self.loads.values()) / len(self.loads)
+
+    def touched_since(self, before: Snapshot) -> frozenset[str] | None:
+        """The devices whose figures may differ from those before; None: any may."""
+        if self._origin is None or self._origin[0] is not before:
+            return None
+        return self._origin[1]
+
+    def changed(
+        self,
+        engines: Iterable[EngineSnapshot] = (),
+        loan: tuple[LoanSnapshot, LoanSnapshot] | None = None,
+        allocated: tuple[str, int] | None = None,
+    ) -> Snapshot:
+        """The same with other figures of some engines.
+
+        Args:
+            engines: as they are then, on the same devices.
+            loan: what a loan was, and is then; without an amount it is none.
+            allocated: a device, and bytes by which its allocated memory grows.
+        """
+        lookup, loans, devices = self._lookup, self.loans, self.devices
+        touched = set[str]()
+        changed = list(self.engines)
+        for engine in engines:
+            changed[lookup.engines[engine.id]] = engine
+            touched.add(engine.device)
+        if loan is not None:
+            before, after = loan
+            loans = tuple(each for each in loans if each is not before)
+            loans = (*loans, after) if after.amount > 0 else loans
+            lookup = lookup.with_loan(before, after if after.amount > 0 else None)
+            touched |= {self.engine(after.engine).device, self.engine(after.lender).device}
+        if allocated is not None:
+            name, size = allocated
+            device = self.device(name)
+            more = replace(device, allocated_bytes=device.allocated_bytes + size)
+            place = lookup.devices[name]
+            devices = (*devices[:place], more, *devices[place + 1 :])
+            touched.add(name)
+        snapshot = replace(self, engines=tuple(changed), loans=loans, devices=devices)
+        vars(snapshot).update(_lookup=lookup, _origin=(self, frozenset(touched)))
+        return snapshot
+
     def device(self, name: str) -> DeviceSnapshot:
-        return _one((each for each in self.devices if each.name == name), "device", name)
+        return self.devices[_place(self._lookup.devices, "device", name)]
+
+    def has(self, engine: str) -> bool:
+        return engine in self._lookup.engines
+
+    def devices_in_order(self, names: Iterable[str]) -> list[DeviceSnapshot]:
+        """Devices by their names, in the order in which they stand here."""
+        places = self._lookup.devices
+        return [self.devices[place] for place in sorted(places[name] for name in names)]
+
+    def engines_in_order(self, ids: Iterable[str]) -> list[EngineSnapshot]:
+        places = self._lookup.engines
+        return [self.engines[place] for place in sorted(places[id_] for id_ in ids)]
 
     def engine(self, id_: str) -> EngineSnapshot:
-        return _one((each for each in self.engines if each.id == id_), "engine", id_)
+        return self.engines[_place(self._lookup.engines, "engine", id_)]
 
     def model(self, name: str) -> ModelSnapshot:
-        return _one((each for each in self.models if each.name == name), "model", name)
+        return self.models[_place(self._lookup.models, "model", name)]
 
     def link(self, source: str, target: str) -> Link | None:
-        return next(
-            (each for each in self.links if (each.source, each.target) == (source, target)), None
-        )
+        return self._lookup.links.get((source, target))
 
     def on(self, device: str) -> list[EngineSnapshot]:
-        return [each for each in self.engines if each.device == device]
+        return [self.engines[place] for place in self._lookup.on.get(device, ())]
 
     def of(self, model: str) -> list[EngineSnapshot]:
-        return [each for each in self.engines if each.model == model]
+        return [self.engines[place] for place in self._lookup.of.get(model, ())]
 
-    def loans_at(self, lender: str) -> list[LoanSnapshot]:
+    def loans_at(self, lender: str) -> Sequence[LoanSnapshot]:
         """Loans with which others borrow from the engine."""
-        return [each for each in self.loans if each.lender == lender]
+        return self._lookup.loans_at.get(lender, ())
 
-    def loans_of(self, engine: str) -> list[LoanSnapshot]:
+    def loans_of(self, engine: str) -> Sequence[LoanSnapshot]:
         """Loans with which the engine borrows."""
-        return [each for each in self.loans if each.engine == engine]
+        return self._lookup.loans_of.get(engine, ())
 
     def next_device(self, model: str) -> str | None:
         """The device where one more replica would start: the first free one of the model's."""
@@ -273,11 +348,15 @@ class Snapshot:
         """Bytes of weights that left the device, and so are KV memory."""
         return sum(loan.weights_bytes for loan in self.loans_of(engine.id))
 
+    def _load(self, device: str) -> float:
+        return compute_share(self, device) + memory_share(self, device)
 
-def _one(found: Iterator[_T], what: str, name: str) -> _T:
-    for each in found:
-        return each
-    raise LookupError(f"there is no {what} {name!r} in the snapshot")
+
+def _place(places: Mapping[str, int], what: str, name: str) -> int:
+    place = places.get(name)
+    if place is None:
+        raise LookupError(f"there is no {what} {name!r} in the snapshot")
+    return place
 
 
 def shard_room(
@@ -308,7 +387,7 @@ def memory_share(snapshot: Snapshot, device: str) -> float:
     return (there.allocated_bytes - idle) / there.memory_bytes
 
 
-def utilisations(snapshot: Snapshot) -> dict[str, float]:
+def utilisations(snapshot: Snapshot) -> Mapping[str, float]:
     """U of each device (eq. 4-28).
 
     A sum: a device with all of its compute and half of its memory in use equals one with the
@@ -316,10 +395,7 @@ def utilisations(snapshot: Snapshot) -> dict[str, float]:
     devices at 95 % compute and 35 % memory beside decode devices at the opposite (figure 4-2 b),
     counts as balanced by its formula.
     """
-    return {
-        device.name: compute_share(snapshot, device.name) + memory_share(snapshot, device.name)
-        for device in snapshot.devices
-    }
+    return snapshot.loads
 
 
 class Unfit(StrEnum):
