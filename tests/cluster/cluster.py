@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import psutil
+import pytest
 import yaml
 
 from loomserve.platform.access.keys import new_key
@@ -28,10 +29,13 @@ STOP_S = 90.0
 _COMMAND = str(Path(sys.executable).parent / "loomserve")
 
 
-def until(holds: Callable[[], object], timeout_s: float, what: str = "") -> None:
+def until(
+    holds: Callable[[], object], timeout_s: float, why_not: Callable[[], str] = lambda: ""
+) -> None:
     deadline = time.monotonic() + timeout_s
     while not holds():
-        assert time.monotonic() < deadline, f"not within {timeout_s:.0f} s: {what}"
+        if time.monotonic() > deadline:
+            pytest.fail(f"not within {timeout_s:.0f} s\n{why_not()}")
         time.sleep(0.5)
 
 
@@ -66,7 +70,17 @@ class RunningNode:
     def until_up(self) -> None:
         """Wait until it has joined once more."""
         self.starts += 1
-        until(lambda: self.said.count(" is up at ") >= self.starts, NODE_UP_S, self.said[-2000:])
+        until(
+            lambda: self.said.count(" is up at ") >= self.starts,
+            NODE_UP_S,
+            lambda: self.said[-2000:],
+        )
+
+    def ray_logs(self) -> str:
+        """The ends of what Ray and Serve wrote on the node."""
+        logs = f"{self.machine.temporary}/loomserve-*/run-*/ray/session_latest/logs"
+        script = f"tail -n 15 {logs}/serve/*.log {logs}/worker-*.err {logs}/raylet.out 2>&1"
+        return f"--- {self.machine.name}\n" + self.machine.output("sh", "-c", script + " || true")
 
     def end(self) -> None:
         if self.supervisor is not None:
@@ -116,8 +130,11 @@ class Cluster:
             assert process.poll() is None, self.log.read_text()[-3000:]
             return "ready at" in self.log.read_text()
 
-        until(ready, READY_S)
+        until(ready, READY_S, lambda: f"{self.log.read_text()}\n{self.ray_logs()}")
         return platform
+
+    def ray_logs(self) -> str:
+        return "\n".join(node.ray_logs() for node in self.nodes if node.machine.is_on)
 
     def end_serve(self) -> int:
         """Ctrl-C; returns the command's status."""

@@ -59,7 +59,7 @@ class Node:
         """
         self.name, self.address = name, address
         self._hub = hub
-        self._temporary = temporary
+        self.temporary = temporary
         self._link = f"{name}-{hub}"[-15:]
         self._outer: subprocess.Popen[bytes] | None = None
 
@@ -71,7 +71,7 @@ class Node:
                 f"hostname {self.name}",
                 "mount --make-rprivate /",
                 f"mount -t tmpfs -o size={_SHARED_MEMORY} tmpfs /dev/shm",
-                f"mount -t tmpfs -o size={_TEMPORARY},mode=700 tmpfs {self._temporary}",
+                f"mount -t tmpfs -o size={_TEMPORARY},mode=700 tmpfs {self.temporary}",
                 # Of this network namespace, not of the machine's.
                 "mount -t sysfs sysfs /sys",
             ]
@@ -123,7 +123,7 @@ class Node:
         with log.open("ab") as out:
             return subprocess.Popen(
                 self._entering(command),
-                env={**os.environ, "TMPDIR": str(self._temporary), **(environment or {})},
+                env={**os.environ, "TMPDIR": str(self.temporary), **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=out,

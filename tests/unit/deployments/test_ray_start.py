@@ -1,0 +1,106 @@
+"""Which Ray a platform runs on, and what is said where a cluster cannot be joined."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loomserve.deployments import node_checks, ray_start
+from loomserve.deployments.ray_start import JoinedRay, OwnRay, platform_ray
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.config import Config, parse
+from loomserve.platform.nodes.resources import offered
+
+CONFIG = """\
+cluster:
+  address: 10.0.0.1:6379
+  join_timeout_s: 0.1
+devices:
+  - {name: a, cores: [0], node: n1}
+  - {name: b, cores: [0, 5], node: n2}
+models:
+  - {name: m, source: demo, devices: [a]}
+  - {name: o, source: nowhere, devices: [b]}
+"""
+
+
+def of_cluster(text: str = CONFIG) -> Config:
+    return parse(text)
+
+
+def no_say(_: str) -> None: ...
+
+
+def test_without_a_cluster_ray_is_of_this_machine(tmp_path: Path) -> None:
+    alone = parse("devices: [{name: a, cores: [0]}]\nmodels: []")
+    assert isinstance(platform_ray(alone, tmp_path, (), no_say), OwnRay)
+
+
+def test_the_tokens_file_is_beside_the_configuration(tmp_path: Path) -> None:
+    config = of_cluster(CONFIG.replace("  join", "  token_file: mine\n  join"))
+    joined = platform_ray(config, tmp_path, (), no_say)
+    assert isinstance(joined, JoinedRay)
+    with pytest.raises(StartError, match=str(tmp_path / "mine")):
+        joined.start()
+
+
+def test_an_address_is_asked_for_where_none_is_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    config = of_cluster(CONFIG.replace("  address: 10.0.0.1:6379\n", ""))
+    with pytest.raises(StartError, match=r"cluster\.address is missing"):
+        platform_ray(config, tmp_path, (), no_say).start()
+
+
+def test_a_node_that_does_not_come_is_named_with_its_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_start, "_nodes_up", lambda: {"n1", "other"})
+    said: list[str] = []
+    joined = JoinedRay(of_cluster(), tmp_path / "token", said.append)
+    with pytest.raises(StartError, match=r"devices\[1\]\.node: .* no node 'n2'; it has n1, other"):
+        joined._await_nodes()
+    assert said == ["waiting for nodes: n2"]
+
+
+def nodes(**resources: dict[str, int]) -> list[dict[str, Any]]:
+    return [{"Alive": True, "NodeID": name, "Resources": each} for name, each in resources.items()]
+
+
+def test_a_core_that_a_node_lacks_is_named_with_its_field(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = nodes(
+        n1=offered("n1", range(8), (), state=True), n2=offered("n2", range(2), (), state=False)
+    )
+    monkeypatch.setattr(node_checks.ray, "nodes", lambda: there)
+    with pytest.raises(StartError, match=r"devices\[1\]\.cores: node 'n2' has no core 5"):
+        node_checks._check_devices(of_cluster())
+    there[1]["Resources"] = offered("n2", range(6), (), state=False)
+    node_checks._check_devices(of_cluster())
+    there[1]["Alive"] = False
+    with pytest.raises(StartError, match="has no core 0, 5"):
+        node_checks._check_devices(of_cluster())
+
+
+def test_weights_that_a_node_lacks_are_named_with_their_field(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_checks, "verify", no_say)
+    monkeypatch.setattr(node_checks, "check_compiler", lambda _: None)
+    monkeypatch.setattr(node_checks.os, "sched_getaffinity", lambda _: {0, 5})
+    with pytest.raises(StartError, match=r"^models\[1\]\.source: "):
+        node_checks._checked(
+            of_cluster(CONFIG.replace("source: nowhere", "source: ./nowhere")), "n2", tmp_path
+        )
+
+
+def test_a_core_that_processes_of_a_node_may_not_use_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_checks, "verify", no_say)
+    monkeypatch.setattr(node_checks, "check_compiler", lambda _: None)
+    monkeypatch.setattr(node_checks.os, "sched_getaffinity", lambda _: {0})
+    with pytest.raises(StartError, match="device 'b' names core 5"):
+        node_checks._checked(of_cluster(), "n2", tmp_path)
