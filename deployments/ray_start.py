@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import subprocess
 import threading
 import time
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
+from filelock import FileLock, Timeout
 
 from loomserve.platform.base.errors import StartError
+from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config import Config
 from loomserve.platform.fleet.messages import is_ours
 from loomserve.platform.nodes.resources import STATE, name_in, offered_by_devices
@@ -39,6 +42,8 @@ _OWN_ADDRESS = "127.0.0.1"
 _LOOK_S = 0.5
 # A raylet that has just joined is not known to all parts of Ray at once.
 _OWN_NODE_TIMEOUT_S = 20.0
+# A command that was told to end may still be ending.
+_COMMAND_TIMEOUT_S = 5.0
 
 
 class PlatformRay(Protocol):
@@ -139,7 +144,8 @@ class JoinedRay:
         self._config, self._say = config, say
         self._cluster = config.cluster
         self._token_file = token_file
-        self._began_serve = False
+        self._lock: FileLock | None = None
+        self._began_serve = self._has_room = False
 
     def start(self) -> None:
         address = self._cluster.address or os.environ.get("RAY_ADDRESS")
@@ -148,6 +154,7 @@ class JoinedRay:
                 "cluster.address is missing: give HOST:PORT of the head, or set RAY_ADDRESS"
             )
         read_token(self._token_file)
+        self._lock = _only_command(address)
         os.environ.update(driver_environment(str(self._token_file)))
         os.environ.pop("RAY_AUTH_TOKEN", None)
         ray = _quiet_ray()
@@ -170,10 +177,13 @@ class JoinedRay:
         if not self._began_serve and any(map(is_ours, serve.status().applications)):
             self._say("ending the platform that an earlier loomserve serve left in the cluster")
             _delete_ours()
+        self._has_room = True
 
     def delete_platform(self) -> None:
         from ray import serve
 
+        if not self._has_room:
+            return  # nothing there is of this command
         _delete_ours()
         if self._began_serve and not serve.status().applications:
             serve.shutdown()
@@ -239,6 +249,25 @@ def platform_ray(
         return OwnRay(config, keep)
     given = config.cluster.token_file
     return JoinedRay(config, token_path(base / given if given else None), say)
+
+
+def _only_command(address: str) -> FileLock:
+    """A lock that this process holds until its end: on a cluster there is one platform.
+
+    Raises:
+        StartError: another process has it.
+    """
+    path = cache_folder() / f"serve-{re.sub(r'[^A-Za-z0-9.]', '-', address)}.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, mode=0o600, fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=_COMMAND_TIMEOUT_S)
+    except Timeout:
+        raise StartError(
+            f"another loomserve serve runs on the cluster at {address}: end it first, or have its "
+            "admin API load and unload models"
+        ) from None
+    return lock
 
 
 def _serve_runs() -> bool:

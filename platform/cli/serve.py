@@ -71,18 +71,9 @@ def check_machine(config: Config, base: Path) -> None:
     """
     verify("vllm")
     verify("ray")
-    server = config.server
-    try:
-        listen(server.host, server.port).close()
-    except OSError as error:
-        raise StartError(
-            f"cannot listen on {server.host}:{server.port} ({error.strerror}): stop what uses it, "
-            "or set server.port"
-        ) from None
-    _check_batch_folder(config, base)
-    _check_plans_folder(config, base)
     if config.cluster is not None:
-        return  # its nodes are checked by themselves
+        return  # its nodes are checked by themselves, once it is joined
+    check_what_one_has(config, base)
     there = os.cpu_count() or 1
     for device in config.devices:
         for core in device.cores:
@@ -93,6 +84,24 @@ def check_machine(config: Config, base: Path) -> None:
                 )
     _check_shared_memory(config)
     check_compiler(config.models)
+
+
+def check_what_one_has(config: Config, base: Path) -> None:
+    """Check what only one platform at a time can have: its port, its folders.
+
+    Raises:
+        StartError: another has it.
+    """
+    server = config.server
+    try:
+        listen(server.host, server.port).close()
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {server.host}:{server.port} ({error.strerror}): stop what uses it, "
+            "or set server.port"
+        ) from None
+    _check_batch_folder(config, base)
+    _check_plans_folder(config, base)
 
 
 def _check_shared_memory(config: Config) -> None:
@@ -221,6 +230,8 @@ class Platform:
         from loomserve.deployments.apps import run_platform
 
         self._ray.make_room()
+        if self._config.cluster is not None:
+            check_what_one_has(self._config, self._base)
         if self._store_options is not None:
             self._store = start_store(self._store_options)
         serve.start(proxy_location="Disabled")

@@ -66,6 +66,26 @@ def test_a_node_that_does_not_come_is_named_with_its_field(
     assert said == ["waiting for nodes: n2"]
 
 
+def test_a_cluster_has_one_serve_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path))
+    monkeypatch.setattr(ray_start, "_COMMAND_TIMEOUT_S", 0.05)
+    first = ray_start._only_command("10.0.0.1:6379")
+    with pytest.raises(StartError, match="another loomserve serve runs on the cluster"):
+        ray_start._only_command("10.0.0.1:6379")
+    ray_start._only_command("10.0.0.2:6379").release()
+    first.release()
+    ray_start._only_command("10.0.0.1:6379").release()
+
+
+def test_what_this_command_did_not_deploy_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deleted: list[str] = []
+    monkeypatch.setattr(ray_start, "_delete_ours", lambda: deleted.append("ours"))
+    JoinedRay(of_cluster(), tmp_path / "token", no_say).delete_platform()
+    assert deleted == []
+
+
 def nodes(**resources: dict[str, int]) -> list[dict[str, Any]]:
     return [{"Alive": True, "NodeID": name, "Resources": each} for name, each in resources.items()]
 
