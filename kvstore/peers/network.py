@@ -146,8 +146,9 @@ class PeerNetwork:
         except PeerRefusedError:
             self.failures["refused"] += 1
         else:
-            self.failures["missing"] += not blocks
-            if blocks and not request.wait_s:
+            if not blocks:
+                self.failures["missing"] += 1
+            elif not request.wait_s:
                 self.link(node).learn(blocks * request.slot_bytes, time.monotonic() - begin)
 
     def spoiled(self, node: str, namespace: bytes, keys: bytes) -> None:

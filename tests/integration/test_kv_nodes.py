@@ -150,37 +150,37 @@ def _forgotten(nodes: Nodes) -> None:
 
 
 def test_a_prompt_that_one_node_computed_is_loaded_on_the_other(nodes: Nodes) -> None:
-    text = prompt(1, 200)
+    text = prompt(1, 800)
     first = nodes.first.answer([text])[0]
     assert first.cached == 0
-    nodes.known(6)
+    nodes.known(24)
     before = nodes.usage()
     there = nodes.second.answer([text])[0]
-    assert (there.cached, there.tokens) == (192, first.tokens)
-    assert nodes.usage().fetched_blocks - before.fetched_blocks == 6
+    assert (there.cached, there.tokens) == (768, first.tokens)
+    assert nodes.usage().fetched_blocks - before.fetched_blocks == 24
     nodes.second.forget()
     again = nodes.second.answer([text])[0]
-    assert (again.cached, again.tokens) == (192, first.tokens)
-    assert nodes.usage().fetched_blocks - before.fetched_blocks == 6, "it is a block of its own now"
+    assert (again.cached, again.tokens) == (768, first.tokens)
+    assert nodes.usage().fetched_blocks - before.fetched_blocks == 24, "they are its own by now"
 
 
 def test_what_is_computed_on_top_of_it_goes_back(nodes: Nodes) -> None:
-    text = prompt(2, 130)
-    longer = text + prompt(3, 100)
+    text = prompt(2, 400)
+    longer = text + prompt(3, 500)
     nodes.first.answer([text])
-    nodes.known(4)
+    nodes.known(12)
     whole = nodes.second.answer([longer])[0]
-    assert whole.cached == 128
+    assert whole.cached == 384
     nodes.first.forget()
     hits = nodes.second.usage().models[0].hit_blocks
-    within(5, lambda: nodes.second.usage().models[0].blocks_in_memory == 7)
-    time.sleep(0.1)  # until it is announced
+    within(5, lambda: nodes.second.usage().models[0].blocks_in_memory == 28)
+    time.sleep(0.5)  # until it is announced
     back = nodes.first.answer([longer])[0]
-    assert (back.cached, back.tokens) == (224, whole.tokens)
+    assert (back.cached, back.tokens) == (896, whole.tokens)
     assert nodes.second.usage().models[0].hit_blocks == hits, "a peer's fetch is no engine's hit"
 
 
-@pytest.mark.parametrize("tokens", [200, 192, 33])
+@pytest.mark.parametrize("tokens", [800, 768, 420])
 def test_a_prompt_is_handed_over_to_another_node_to_its_last_token(
     nodes: Nodes, tokens: int
 ) -> None:
@@ -195,15 +195,15 @@ def test_a_prompt_is_handed_over_to_another_node_to_its_last_token(
 
 
 def test_a_block_that_was_damaged_at_its_holder_is_computed_again(nodes: Nodes) -> None:
-    text = prompt(40, 200)
+    text = prompt(40, 800)
     first = nodes.first.answer([text])[0]
-    nodes.known(6)
+    nodes.known(24)
     arena = Arena.attach(nodes.first.options.arena)
     everything = arena.view(0, arena.capacity_bytes)
     everything[2**16 :: 4096] ^= np.uint8(255)
     there = nodes.second.answer([text])[0]
     assert there.tokens == first.tokens
-    assert there.cached < 192
+    assert there.cached < 768
     assert nodes.usage().failed_fetches["corrupt"] > 0
     within(5, lambda: nodes.first.usage().corrupt_blocks > 0)
     everything[2**16 :: 4096] ^= np.uint8(255)
