@@ -29,6 +29,8 @@ from loomserve.kvstore.transport.protocol import (
 )
 
 _MOST_SPACES = 1024
+_SHUNNED_S = 2.0
+"""A peer that was lost in a fetch is asked for nothing more for so long."""
 
 
 class Located(NamedTuple):
@@ -59,6 +61,8 @@ class PeerNetwork:
         self._followers: dict[str, Follower] = {}
         self._links: dict[str, LinkRate] = {}
         self._spaces: dict[bytes, AnnouncedSpace] = {}
+        # Until when, by node.
+        self._shunned: dict[str, float] = {}
 
     def serve(self, host: str, open_source: OpenSource) -> None:
         """Let peers fetch, and hear what this node announces.
@@ -82,6 +86,7 @@ class PeerNetwork:
             gone = [one for node, one in known.items() if wanted.get(node) != one.member]
             for follower in gone:
                 del self._followers[follower.member.node]
+                self._shunned.pop(follower.member.node, None)
         for follower in gone:
             follower.stop()
             self._transport.forget(follower.member.address)
@@ -135,13 +140,15 @@ class PeerNetwork:
         begin = time.monotonic()
         with self._lock:
             follower = self._followers.get(node)
-        if follower is None:
+        if follower is None or begin < self._shunned.get(node, 0.0):
             self.failures["gone"] += 1
             return
         try:
             blocks = self._transport.fetch(follower.member.address, request, into, arrived)
         except PeerGoneError:
             self.failures["gone"] += 1
+            # Those that wait for a thread must not each find out for themselves.
+            self._shunned[node] = time.monotonic() + _SHUNNED_S
             self.directory.drop(node)
         except PeerRefusedError:
             self.failures["refused"] += 1

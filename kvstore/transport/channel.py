@@ -8,7 +8,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 
-from loomserve.kvstore.transport.protocol import PeerAddress, PeerGoneError
+from loomserve.kvstore.transport.protocol import PeerAddress, PeerGoneError, PeerSilentError
 
 SILENT_S = 2.0
 """A peer that acknowledges or sends nothing for so long, while it should, counts as gone."""
@@ -119,7 +119,7 @@ def _moved(call: Callable[[list[memoryview]], int], left: list[memoryview], dead
     try:
         return call(left[: -_VIEWS_A_CALL - 1 : -1])
     except BlockingIOError as error:
-        raise PeerGoneError(f"nothing moved for {SILENT_S:.0f} s") from error
+        raise PeerSilentError(f"nothing moved for {SILENT_S:.0f} s") from error
     except OSError as error:
         raise PeerGoneError(str(error)) from error
 

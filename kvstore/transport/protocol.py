@@ -99,6 +99,10 @@ class PeerGoneError(Exception):
     """A peer does not answer, answers nonsense, or does not know the run's token."""
 
 
+class PeerSilentError(PeerGoneError):
+    """A peer says nothing for so long that it counts as gone."""
+
+
 class PeerRefusedError(Exception):
     """A peer answered that it does not carry out the request."""
 

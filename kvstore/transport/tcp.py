@@ -26,6 +26,7 @@ from loomserve.kvstore.transport.protocol import (
     PeerGoneError,
     PeerRefusedError,
     PeerRequest,
+    PeerSilentError,
     Spoiled,
     Subscribe,
 )
@@ -123,10 +124,14 @@ class TcpTransport:
     def _ask(
         self, peer: PeerAddress, request: PeerRequest, deadline: float
     ) -> tuple[Channel, PeerAnswer]:
-        # One that was kept may have ended meanwhile, without a word about the peer's health.
         while (kept := self._kept(peer)) is not None:
-            with contextlib.suppress(PeerGoneError):
+            try:
                 return kept, self._exchange(kept, request, deadline)
+            except PeerSilentError:
+                raise
+            except PeerGoneError:
+                # It ended while it was kept, which says nothing about the peer's health.
+                continue
         channel = self._connect(peer)
         return channel, self._exchange(channel, request, deadline)
 
