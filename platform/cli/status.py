@@ -17,10 +17,12 @@ from rich.text import Text
 from loomserve.platform.base.errors import LoomserveError
 from loomserve.platform.cli.admin_token import on_this_machine, token_for
 from loomserve.platform.cli.tables import display, new_table, stacked
+from loomserve.platform.config import LOCAL_NODE
 from loomserve.platform.state import (
     LoanState,
     ModelState,
     ModelStatus,
+    NodeStatus,
     PlatformState,
     ReplicaLoad,
     ReplicaState,
@@ -39,6 +41,12 @@ _STYLES = {
     ModelStatus.DEGRADED: "yellow",
     ModelStatus.UNLOADING: "yellow",
     ModelStatus.FAILED: "red",
+}
+_NODE_STYLES = {
+    NodeStatus.UP: "green",
+    NodeStatus.DRAINING: "yellow",
+    NodeStatus.DRAINED: "yellow",
+    NodeStatus.DOWN: "red",
 }
 
 
@@ -187,6 +195,7 @@ def render(state: PlatformState) -> RenderableType:
         *_messages(state.models),
         *_scheduling(state.models),
         *_loans(state.models),
+        *_nodes(state),
         _devices(state),
         Text(
             f"loomserve {versions.loomserve}, vLLM {versions.vllm}, Ray {versions.ray}, "
@@ -329,12 +338,30 @@ def _shard(shard: ShardState) -> str:
     return f"layers {shard.layers[0]} to {shard.layers[1] - 1} {shard.phase}"
 
 
+def _nodes(state: PlatformState) -> list[Table]:
+    """A line for each node of a cluster."""
+    if not _is_cluster(state):
+        return []
+    table = new_table("node", "status", numbers=("gateways", "replicas"), title="Nodes")
+    for node in state.nodes:
+        status = Text(node.status, _NODE_STYLES[node.status])
+        table.add_row(Text(node.name), status, Text(str(node.gateways)), Text(str(node.replicas)))
+    return [table]
+
+
 def _devices(state: PlatformState) -> Table:
-    table = new_table("device", "kind", "place", "models", title="Devices")
+    on_nodes = _is_cluster(state)
+    columns = ["device", *(["node"] if on_nodes else []), "kind", "place", "models"]
+    table = new_table(*columns, title="Devices")
     for device in state.devices:
-        cells = (device.name, device.kind, device.place, ", ".join(device.models) or "-")
+        node = [device.node] if on_nodes else []
+        cells = (device.name, *node, device.kind, device.place, ", ".join(device.models) or "-")
         table.add_row(*map(Text, cells))
     return table
+
+
+def _is_cluster(state: PlatformState) -> bool:
+    return any(device.node != LOCAL_NODE for device in state.devices)
 
 
 def duration(seconds: float) -> str:

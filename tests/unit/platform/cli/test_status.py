@@ -23,6 +23,8 @@ from loomserve.platform.state import (
     LoanState,
     ModelState,
     ModelStatus,
+    NodeState,
+    NodeStatus,
     PlatformState,
     ReplicaLoad,
     ReplicaState,
@@ -187,6 +189,22 @@ def test_devices_versions_and_uptime_are_shown() -> None:
     text = printed(STATE)
     assert row(text, "core0", "cpu", "core 0", "chat")
     assert "loomserve 1.2.3, vLLM 4.5.6, Ray 7.8.9, Python 3.11.0, up 1 h 2 min" in text
+
+
+def test_nodes_show_where_there_is_a_cluster() -> None:
+    assert "Nodes" not in printed(STATE)
+    devices = tuple(
+        DeviceState(name=name, kind="cpu", node=node, place="cores 0")
+        for name, node in (("d0", "one"), ("d1", "two"))
+    )
+    nodes = (
+        NodeState(name="one", status=NodeStatus.UP, gateways=1, replicas=2),
+        NodeState(name="two", status=NodeStatus.DRAINING, gateways=1, replicas=0),
+    )
+    text = printed(STATE.model_copy(update={"devices": devices, "nodes": nodes}))
+    assert row(text, "one", "up", "1", "2")
+    assert row(text, "two", "draining", "1", "0")
+    assert row(text, "d1", "two", "cpu", "cores 0", "-")
 
 
 def test_a_replica_without_a_report_shows_dashes() -> None:
