@@ -31,6 +31,7 @@ class NodeKeeper:
         models: ModelLifecycle,
         apps: ServeApps,
         publish: Callable[[], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Args:
@@ -39,10 +40,11 @@ class NodeKeeper:
             models: have their replicas on them.
             apps: carries it out.
             publish: tells gateways.
+            clock: seconds of the fleet's clock.
         """
         self._config, self._fleet = config, fleet
         self._models, self._apps = models, apps
-        self._publish = publish
+        self._publish, self._clock = publish, clock
         self._gateways: int | None = None
         self._left_to_ray: set[str] = set()
 
@@ -60,7 +62,7 @@ class NodeKeeper:
         await self._publish()
         if self._config.has_gateways_on_each_node:
             await self._set_gateways(max(1, len(nodes.usable)))
-        now = time.monotonic()
+        now = self._clock()
         self._left_to_ray &= nodes.drained.keys()
         for name, since in nodes.drained.items():
             if name in up and name not in self._left_to_ray and self._may_leave(name, since, now):

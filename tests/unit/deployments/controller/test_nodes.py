@@ -1,0 +1,138 @@
+"""What the controller has Serve and Ray do as nodes come, go and are drained."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from loomserve.deployments.controller.nodes import NodeKeeper
+from loomserve.deployments.ray_node import LivingNode
+from loomserve.platform.config import Config
+from loomserve.platform.fleet.fleet import Fleet
+from tests.unit.platform.fleet.heartbeats import report
+from tests.unit.platform.fleet.test_nodes import MODEL
+
+
+class Apps:
+    def __init__(self) -> None:
+        self.up = {"a": LivingNode("ray-a", has_state=True), "b": LivingNode("ray-b", False)}
+        self.gateways: list[int] = []
+        self.drained: list[str] = []
+        self.fails = False
+
+    async def nodes(self) -> dict[str, LivingNode]:
+        return self.up
+
+    async def scale_gateways(self, gateways: int) -> None:
+        if self.fails:
+            raise RuntimeError("Serve is away")
+        self.gateways.append(gateways)
+
+    async def drain_node(self, ray_id: str, deadline_s: float) -> None:
+        self.drained.append(ray_id)
+
+
+class Models:
+    def __init__(self) -> None:
+        self.told: list[tuple[frozenset[str], frozenset[str]]] = []
+
+    def set_nodes(self, up: frozenset[str], drained: frozenset[str]) -> None:
+        self.told.append((up, drained))
+
+
+class Scene:
+    def __init__(self, gateways: str = "each_node") -> None:
+        self.config = Config(
+            cluster={"address": "a:1", "gateways": gateways},
+            devices=[
+                {"name": "a0", "cores": (0,), "node": "a"},
+                {"name": "b0", "cores": (0,), "node": "b"},
+            ],
+            models=[MODEL],
+            server={"front_ends": 2, "drain_timeout_s": 30},
+        )
+        self.fleet = Fleet(self.config.devices, drain_timeout_s=30)
+        self.fleet.registry.add(MODEL, 2)
+        self.apps, self.models, self.published = Apps(), Models(), 0
+        self.now = 100.0
+        fakes: Any = (self.models, self.apps)
+        self.keeper = NodeKeeper(
+            self.config, self.fleet, *fakes, self._publish, clock=lambda: self.now
+        )
+
+    async def _publish(self) -> None:
+        self.published += 1
+
+    def follow(self, to: float | None = None) -> None:
+        self.now = self.now if to is None else to
+        asyncio.run(self.keeper.follow())
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+def test_each_node_that_is_up_has_its_gateways(scene: Scene) -> None:
+    scene.follow()
+    scene.follow()
+    assert scene.apps.gateways == [4]
+    assert scene.fleet.nodes.up == {"a", "b"}
+    assert scene.fleet.nodes.state_node == "a"
+    del scene.apps.up["b"]
+    scene.follow()
+    assert scene.apps.gateways == [4, 2]
+    assert scene.models.told[-1] == (frozenset("a"), frozenset())
+
+
+def test_a_number_that_serve_did_not_take_is_told_again(scene: Scene) -> None:
+    scene.apps.fails = True
+    with pytest.raises(RuntimeError):
+        scene.follow()
+    scene.apps.fails = False
+    scene.follow()
+    assert scene.apps.gateways == [4]
+
+
+def test_gateways_of_one_node_stay_as_they_are() -> None:
+    scene = Scene("one_node")
+    scene.follow()
+    assert scene.apps.gateways == []
+    assert scene.published == 1
+
+
+def test_ray_leaves_a_drained_node_last_and_once(scene: Scene) -> None:
+    scene.follow()
+    scene.fleet.report(report("m-a0", "a0", model=MODEL), scene.now)
+    scene.fleet.report(report("m-b0", "b0", model=MODEL), scene.now)
+    scene.fleet.nodes.drain("b", scene.now)
+    scene.follow()
+    assert scene.models.told[-1] == (frozenset("ab"), frozenset("b"))
+    assert scene.apps.gateways == [4, 2]
+    # Its replica reports no more; and gateways' balancers have had time to ask.
+    scene.follow(112)
+    assert scene.apps.drained == ["ray-b"]
+    scene.follow(120)
+    assert scene.apps.drained == ["ray-b"]
+    # Drained another time, as another of Ray's nodes.
+    scene.fleet.nodes.undrain("b")
+    scene.apps.up["b"] = LivingNode("ray-b2", has_state=False)
+    scene.follow(121)
+    scene.fleet.report(report("m-a0", "a0", model=MODEL), scene.now)
+    scene.fleet.nodes.drain("b", scene.now)
+    scene.follow(140)
+    assert scene.apps.drained == ["ray-b", "ray-b2"]
+
+
+def test_a_node_that_does_not_get_empty_is_left_after_its_time(scene: Scene) -> None:
+    scene.follow()
+    scene.fleet.nodes.drain("b", scene.now)
+    for now in (109, 118, 127):
+        scene.fleet.report(report("m-b0", "b0", model=MODEL), now)
+        scene.follow(now)
+    assert scene.apps.drained == []
+    scene.fleet.report(report("m-b0", "b0", model=MODEL), 131)
+    scene.follow(131)
+    assert scene.apps.drained == ["ray-b"]
