@@ -113,6 +113,9 @@ class TokenMeter:
         if rate is None:
             return []
         left, full_in_s = tokens_left(rate, self._of(key), self._clock())
+        limit = tokens_limit(key)
+        if self._allowances is not None and limit is not None:
+            left = min(left, max(0, int(self._allowances.room(limit))))
         return [
             (b"x-ratelimit-limit-tokens", b"%d" % rate),
             (b"x-ratelimit-remaining-tokens", b"%d" % left),

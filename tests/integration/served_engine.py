@@ -24,6 +24,7 @@ from loomserve.platform.engine.core.messages import EngineStart
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
+from loomserve.platform.state.told_load import ToldLoad, load_of
 
 T = TypeVar("T")
 
@@ -137,6 +138,8 @@ class BareFrontEnd:
         self.streams: dict[str, Stream] = {}
         self.ready: list[Any] = []
         self.beats: list[list[int]] = []
+        self.loads: list[tuple[float, ToldLoad]] = []
+        """With when each came, in monotonic seconds."""
         self.dead = False
         self.preempted_hits = self.stored_hits = 0
         self._hello_at = 0.0
@@ -209,6 +212,11 @@ class BareFrontEnd:
         elif frames == [DEAD]:
             self.dead = True
         else:
+            if (load := load_of(frames[0])) is not None:
+                self.loads.append((time.monotonic(), load))
+                frames = frames[1:]
+            if not frames:
+                return
             outputs = self._decoder.decode(frames)
             for output in outputs.outputs:
                 self.streams[output.request_id].take(output)

@@ -63,6 +63,31 @@ def test_two_front_ends_get_each_their_own(served_engine: ServedEngine) -> None:
         pump_until(lambda: one.beats[-1][0] >= steps + 4, one)
 
 
+def test_each_hears_of_the_others_requests_within_a_step(served_engine: ServedEngine) -> None:
+    with connected(served_engine.address) as busy, connected(served_engine.address) as idle:
+        names = [endless(busy) for _ in range(3)]
+        pump_until(lambda: all(busy.streams[name].tokens for name in names), busy, idle)
+        heard_at, load = next(each for each in idle.loads if each[1].running == 3)
+        first = next(at for at, each in busy.loads if each.running == 3)
+        # Nobody asked for it, and a poll would be a second away.
+        assert heard_at - first < 0.5
+        assert load.counted == 0
+        last = busy.loads[-1][1]
+        assert (last.counted, last.running + last.waiting) == (3, 3)
+        assert 0 < last.kv_usage < 1
+        # One of its own: the load that comes with its first token has counted it.
+        own = endless(idle)
+        pump_until(lambda: bool(idle.streams[own].tokens), busy, idle)
+        last = idle.loads[-1][1]
+        assert (last.counted, last.running + last.waiting) == (1, 4)
+        # What ends without an output is told, too.
+        busy.abort(*names)
+        pump_until(lambda: idle.loads[-1][1].running == 1, busy, idle)
+        idle.abort(own)
+        pump_until(lambda: idle.loads[-1][1].running + idle.loads[-1][1].waiting == 0, busy, idle)
+        assert idle.loads[-1][1].kv_usage == 0
+
+
 def test_a_silent_front_ends_requests_end_and_the_others_go_on(served_engine: ServedEngine) -> None:
     with connected(served_engine.address) as silent, connected(served_engine.address) as other:
         for _ in range(2):

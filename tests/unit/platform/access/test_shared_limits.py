@@ -136,12 +136,15 @@ def test_tokens_of_a_minute_hold_over_both(nodes: Nodes) -> None:
             if nodes.leaves_tokens(number, key):
                 used += 50
                 nodes.tokens[number].charge(key, 10, 40)
+    headers = dict(nodes.tokens[0].headers(key))
+    assert int(headers[b"x-ratelimit-remaining-tokens"]) <= 100
     # 100 at once, and what the last answers took too much.
     assert 500 <= used <= 600 + 100 + 2 * 50
     # An answer that was longer than all that was left is waited off on both.
     nodes.tokens[0].charge(key, 1000, 1000)
     nodes.exchange(2)
     assert not nodes.leaves_tokens(1, key)
+    assert dict(nodes.tokens[1].headers(key))[b"x-ratelimit-remaining-tokens"] == b"0"
     nodes.exchange(100)
     assert not nodes.leaves_tokens(1, key)
     nodes.exchange(120)
