@@ -51,8 +51,8 @@ from loomserve.kvstore.server.protocol import (
     Reserve,
     Reserved,
     StoreUsage,
+    decode_slots,
 )
-from loomserve.kvstore.server.slots import decode_slots
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import BlockLayout, layer_digest, seed
 

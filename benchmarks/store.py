@@ -47,9 +47,9 @@ from loomserve.kvstore.server.protocol import (
     Release,
     Reserve,
     Reserved,
+    decode_slots,
 )
 from loomserve.kvstore.server.server import StoreServer
-from loomserve.kvstore.server.slots import decode_slots
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import BlockHeader, BlockLayout
 from loomserve.kvstore.storage.ssd import SsdTier

@@ -17,8 +17,7 @@ from loomserve.kvstore.engine.request_keys import (
 from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import LEASE_S, LONGEST_COMMIT_S, SwapLedger
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
-from loomserve.kvstore.server.protocol import Done, Found, Lookup, Release
-from loomserve.kvstore.server.slots import decode_slots
+from loomserve.kvstore.server.protocol import Done, Found, Lookup, Release, decode_slots
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request

@@ -34,8 +34,8 @@ from loomserve.kvstore.server.protocol import (
     Release,
     Reserve,
     Reserved,
+    decode_slots,
 )
-from loomserve.kvstore.server.slots import decode_slots
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import PAGE, BlockLayout, layer_digest, seed
 

@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
-from loomserve.kvstore.server.protocol import Corrupt, Done, Found, Lookup, Release
-from loomserve.kvstore.server.slots import decode_slots
+from loomserve.kvstore.server.protocol import Corrupt, Done, Found, Lookup, Release, decode_slots
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.transport.protocol import (
     FETCH_S,

@@ -6,9 +6,12 @@ is one message however long its prompt is. ``slots`` is an array of little-endia
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from typing import Annotated
 
 import msgspec
+import numpy as np
 from msgspec import Meta
 
 PROMPT_CHAIN = "loomserve_prompt_chain"
@@ -262,3 +265,14 @@ Request = (
     | Inspect
 )
 Reply = Found | Reserved | Holders | Done | Refused | StoreUsage
+
+_SLOT = np.dtype("<i8")
+
+
+def encode_slots(slots: Sequence[int] | array[int]) -> bytes:
+    return np.asarray(slots, _SLOT).tobytes()
+
+
+def decode_slots(data: bytes) -> list[int]:
+    slots: list[int] = np.frombuffer(data, _SLOT).tolist()
+    return slots

@@ -7,7 +7,6 @@ to and from SSD run in threads, and :meth:`BlockStore.tick` takes in what they f
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
@@ -42,13 +41,14 @@ from loomserve.kvstore.server.protocol import (
     Reserve,
     Reserved,
     StoreUsage,
+    encode_slots,
 )
 from loomserve.kvstore.server.rebuild import rebuild
-from loomserve.kvstore.server.slots import encode_slots
+from loomserve.kvstore.server.removal import BlockRemoval
 from loomserve.kvstore.server.spaces import Space, Spaces
 from loomserve.kvstore.server.writers import Writers
 from loomserve.kvstore.storage.arena import ArenaOwner
-from loomserve.kvstore.storage.checksum import BlockLayout, seed
+from loomserve.kvstore.storage.checksum import BlockLayout
 from loomserve.kvstore.storage.ssd import SsdTier
 
 
@@ -94,15 +94,15 @@ class BlockStore:
         if network is not None:
             self._fetches = Fetches(network, arena, self._spaces, self._allocator, fetchers)
         self._operators = OperatorCalls(index, self._spaces, arena, network)
-        self._corrupt_blocks = 0
+        self._removal = BlockRemoval(index, arena, self._spaces, self._leases)
         self._answers: dict[type[Any], Callable[[Any, float], Reply]] = {
             Lookup: self._lookup,
             Reserve: self._reserve,
             Commit: self._commit,
-            Outdated: self._forget_outdated,
+            Outdated: lambda request, now: self._removal.outdated(request),
             Abandon: self._abandon,
             Release: self._release,
-            Corrupt: self._forget_corrupt,
+            Corrupt: self._removal.corrupt,
             Pin: lambda request, now: self._operators.pin(request),
             Flush: lambda request, now: self._operators.flush(request),
             Locate: lambda request, now: self._operators.locate(request),
@@ -240,23 +240,13 @@ class BlockStore:
         namespace, keys, blocks = reservation.namespace, reservation.keys, len(reservation.slots)
         if len(request.outdated) == KEY_BYTES:
             # First, for the new blocks continue a run only where nothing follows it.
-            self._remove_last(namespace, first_keys(keys, reservation.first) + request.outdated)
+            self._removal.last(namespace, first_keys(keys, reservation.first) + request.outdated)
         self._allocator.fill(reservation, blocks, now, request.recompute_s)
         # If a block before them was found corrupt meanwhile, the new blocks are gone too.
         there = self._index.match(namespace, keys).in_memory
         if request.keep_s and there:
             self._leases.give(namespace, keys, there, 0, now, request.keep_s)
         return Done(blocks)
-
-    def _forget_outdated(self, request: Outdated, now: float) -> Reply:
-        if not request.keys or request.namespace not in self._spaces:
-            return Done()
-        return Done(self._remove_last(request.namespace, request.keys))
-
-    def _remove_last(self, namespace: bytes, keys: bytes) -> int:
-        freed = self._index.remove(namespace, keys, len(keys) // KEY_BYTES - 1)
-        self.arena.free(freed.slots)
-        return len(freed.slots)
 
     def _abandon(self, request: Abandon, now: float) -> Reply:
         reservation = self._writers.end(request.writer)
@@ -267,33 +257,6 @@ class BlockStore:
     def _release(self, request: Release, now: float) -> Reply:
         self._leases.release(request.leases)
         return Done(len(request.leases))
-
-    def _forget_corrupt(self, request: Corrupt, now: float) -> Reply:
-        namespace, keys = request.namespace, request.keys
-        blocks = len(keys) // KEY_BYTES
-        if not blocks or namespace not in self._spaces:
-            return Done()
-        slot = self._slot_of(namespace, keys, now)
-        layout = self._spaces[namespace].layout
-        # A reader that outlived its lease has read another block's bytes. This block may be whole,
-        # or only on SSD, and is checked when it comes back.
-        if slot is None or layout.check(
-            self.arena.view(slot, layout.slot_bytes), seed(namespace, keys[-KEY_BYTES:])
-        ):
-            return Done()
-        # A leased slot stays allocated, and after a crash its header would bring the block back.
-        self.arena.retract(slot)
-        self._corrupt_blocks += 1
-        return Done(self._remove_last(namespace, keys))
-
-    def _slot_of(self, namespace: bytes, keys: bytes, now: float) -> int | None:
-        """Slot of the last block of ``keys``; None if it is not in memory."""
-        blocks = len(keys) // KEY_BYTES
-        lease = self._leases.give(namespace, keys, blocks, blocks - 1, now, math.inf)
-        if lease is None:
-            return None
-        self._leases.release([lease.id])
-        return lease.slots[0]
 
     def _announced_spaces(self) -> list[AnnouncedSpace]:
         return [_announced(namespace, space) for namespace, space in self._spaces.items()]
@@ -309,7 +272,7 @@ class BlockStore:
             ssd_used_bytes=self._ssd.used_bytes if self._ssd else 0,
             leases=self._operators.leases(),
             writers=len(self._writers),
-            corrupt_blocks=self._corrupt_blocks + corrupt_on_ssd,
+            corrupt_blocks=self._removal.corrupt_blocks + corrupt_on_ssd,
             models=self._operators.models(),
             network=self._fetches.usage() if self._fetches else None,
         )

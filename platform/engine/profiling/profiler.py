@@ -21,9 +21,8 @@ from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.opening import open_store
 from loomserve.kvstore.server.options import StoreOptions
-from loomserve.kvstore.server.protocol import Done, Flush, Found, Lookup, Release
+from loomserve.kvstore.server.protocol import Done, Flush, Found, Lookup, Release, decode_slots
 from loomserve.kvstore.server.server import StoreServer
-from loomserve.kvstore.server.slots import decode_slots
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import BlockLayout
 from loomserve.platform.base.errors import StartError

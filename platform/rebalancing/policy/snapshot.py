@@ -15,7 +15,7 @@ from functools import cached_property
 
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.lending.policy.layout import Layout, abreast, stacked
-from loomserve.platform.rebalancing.policy.lookup import Lookup
+from loomserve.platform.rebalancing.policy.places import SnapshotPlaces
 from loomserve.platform.state.roles import Role
 
 
@@ -199,8 +199,14 @@ class Snapshot:
     """Time when the last action ended."""
 
     @cached_property
-    def _lookup(self) -> Lookup:
-        return Lookup.made(self)
+    def _places(self) -> SnapshotPlaces[Link, LoanSnapshot]:
+        return SnapshotPlaces.made(
+            (each.name for each in self.devices),
+            (each.name for each in self.models),
+            self.engines,
+            self.links,
+            self.loans,
+        )
 
     @cached_property
     def _origin(self) -> tuple[Snapshot, frozenset[str]] | None:
@@ -238,66 +244,66 @@ class Snapshot:
             loan: what a loan was, and is then; without an amount it is none.
             allocated: a device, and bytes by which its allocated memory grows.
         """
-        lookup, loans, devices = self._lookup, self.loans, self.devices
+        found, loans, devices = self._places, self.loans, self.devices
         touched = set[str]()
         changed = list(self.engines)
         for engine in engines:
-            changed[lookup.engines[engine.id]] = engine
+            changed[found.engines[engine.id]] = engine
             touched.add(engine.device)
         if loan is not None:
             before, after = loan
             loans = tuple(each for each in loans if each is not before)
             loans = (*loans, after) if after.amount > 0 else loans
-            lookup = lookup.with_loan(before, after if after.amount > 0 else None)
+            found = found.with_loan(before, after if after.amount > 0 else None)
             touched |= {self.engine(after.engine).device, self.engine(after.lender).device}
         if allocated is not None:
             name, size = allocated
             device = self.device(name)
             more = replace(device, allocated_bytes=device.allocated_bytes + size)
-            place = lookup.devices[name]
+            place = found.devices[name]
             devices = (*devices[:place], more, *devices[place + 1 :])
             touched.add(name)
         snapshot = replace(self, engines=tuple(changed), loans=loans, devices=devices)
-        vars(snapshot).update(_lookup=lookup, _origin=(self, frozenset(touched)))
+        vars(snapshot).update(_places=found, _origin=(self, frozenset(touched)))
         return snapshot
 
     def device(self, name: str) -> DeviceSnapshot:
-        return self.devices[_place(self._lookup.devices, "device", name)]
+        return self.devices[_place(self._places.devices, "device", name)]
 
     def has(self, engine: str) -> bool:
-        return engine in self._lookup.engines
+        return engine in self._places.engines
 
     def devices_in_order(self, names: Iterable[str]) -> list[DeviceSnapshot]:
         """Devices by their names, in the order in which they stand here."""
-        places = self._lookup.devices
+        places = self._places.devices
         return [self.devices[place] for place in sorted(places[name] for name in names)]
 
     def engines_in_order(self, ids: Iterable[str]) -> list[EngineSnapshot]:
-        places = self._lookup.engines
+        places = self._places.engines
         return [self.engines[place] for place in sorted(places[id_] for id_ in ids)]
 
     def engine(self, id_: str) -> EngineSnapshot:
-        return self.engines[_place(self._lookup.engines, "engine", id_)]
+        return self.engines[_place(self._places.engines, "engine", id_)]
 
     def model(self, name: str) -> ModelSnapshot:
-        return self.models[_place(self._lookup.models, "model", name)]
+        return self.models[_place(self._places.models, "model", name)]
 
     def link(self, source: str, target: str) -> Link | None:
-        return self._lookup.links.get((source, target))
+        return self._places.links.get((source, target))
 
     def on(self, device: str) -> list[EngineSnapshot]:
-        return [self.engines[place] for place in self._lookup.on.get(device, ())]
+        return [self.engines[place] for place in self._places.on.get(device, ())]
 
     def of(self, model: str) -> list[EngineSnapshot]:
-        return [self.engines[place] for place in self._lookup.of.get(model, ())]
+        return [self.engines[place] for place in self._places.of.get(model, ())]
 
     def loans_at(self, lender: str) -> Sequence[LoanSnapshot]:
         """Loans with which others borrow from the engine."""
-        return self._lookup.loans_at.get(lender, ())
+        return self._places.loans_at.get(lender, ())
 
     def loans_of(self, engine: str) -> Sequence[LoanSnapshot]:
         """Loans with which the engine borrows."""
-        return self._lookup.loans_of.get(engine, ())
+        return self._places.loans_of.get(engine, ())
 
     def next_device(self, model: str) -> str | None:
         """The device where one more replica would start: the first free one of the model's."""

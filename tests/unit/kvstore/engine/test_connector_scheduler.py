@@ -25,8 +25,8 @@ from loomserve.kvstore.server.protocol import (
     Lookup,
     Outdated,
     Release,
+    encode_slots,
 )
-from loomserve.kvstore.server.slots import encode_slots
 
 SIZE = 4
 RANKS = [b"rank 0", b"rank 1"]

@@ -30,9 +30,9 @@ from loomserve.kvstore.server.protocol import (
     Reserve,
     Reserved,
     StoreUsage,
+    decode_slots,
 )
 from loomserve.kvstore.server.server import StoreServer
-from loomserve.kvstore.server.slots import decode_slots
 from loomserve.kvstore.server.store import BlockStore
 from loomserve.kvstore.storage.arena import Arena, ArenaOwner
 from loomserve.kvstore.storage.checksum import BlockLayout

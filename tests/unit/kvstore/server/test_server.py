@@ -36,9 +36,9 @@ from loomserve.kvstore.server.protocol import (
     Reserve,
     Reserved,
     StoreUsage,
+    decode_slots,
 )
 from loomserve.kvstore.server.server import StoreServer
-from loomserve.kvstore.server.slots import decode_slots
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import BlockLayout, seed
 from tests.unit.kvstore.sealing import seal_layer

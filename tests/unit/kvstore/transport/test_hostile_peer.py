@@ -16,8 +16,7 @@ import psutil
 import pytest
 
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.kvstore.server.protocol import Reserve, Reserved
-from loomserve.kvstore.server.slots import decode_slots
+from loomserve.kvstore.server.protocol import Reserve, Reserved, decode_slots
 from loomserve.kvstore.storage.checksum import BlockLayout, seed
 from loomserve.kvstore.transport.channel import Channel
 from loomserve.kvstore.transport.hello import HELLO_S, MAGIC, greet

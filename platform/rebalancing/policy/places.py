@@ -4,18 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-if TYPE_CHECKING:
-    from loomserve.platform.rebalancing.policy.snapshot import Link, LoanSnapshot, Snapshot
+
+class _Engine(Protocol):
+    @property
+    def id(self) -> str: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def model(self) -> str: ...
+
+
+class _Link(Protocol):
+    @property
+    def source(self) -> str: ...
+    @property
+    def target(self) -> str: ...
+
+
+class _Loan(Protocol):
+    @property
+    def engine(self) -> str: ...
+    @property
+    def lender(self) -> str: ...
+
 
 _T = TypeVar("_T")
-Places = tuple[int, ...]
-Loans = tuple["LoanSnapshot", ...]
+_LinkT = TypeVar("_LinkT", bound=_Link)
+_LoanT = TypeVar("_LoanT", bound=_Loan)
 
 
 @dataclass(frozen=True, slots=True)
-class Lookup:
+class SnapshotPlaces(Generic[_LinkT, _LoanT]):
     """Places in a snapshot's tuples; of several of one name, the first.
 
     Attributes:
@@ -32,27 +53,34 @@ class Lookup:
     devices: dict[str, int]
     models: dict[str, int]
     engines: dict[str, int]
-    on: dict[str, Places]
-    of: dict[str, Places]
-    links: dict[tuple[str, str], Link]
-    loans_at: dict[str, Loans]
-    loans_of: dict[str, Loans]
+    on: dict[str, tuple[int, ...]]
+    of: dict[str, tuple[int, ...]]
+    links: dict[tuple[str, str], _LinkT]
+    loans_at: dict[str, tuple[_LoanT, ...]]
+    loans_of: dict[str, tuple[_LoanT, ...]]
 
     @classmethod
-    def made(cls, snapshot: Snapshot) -> Lookup:
-        engines = snapshot.engines
+    def made(
+        cls,
+        devices: Iterable[str],
+        models: Iterable[str],
+        engines: Sequence[_Engine],
+        links: Sequence[_LinkT],
+        loans: Sequence[_LoanT],
+    ) -> SnapshotPlaces[_LinkT, _LoanT]:
+        """``devices`` and ``models`` are names."""
         return cls(
-            devices=_first(each.name for each in snapshot.devices),
-            models=_first(each.name for each in snapshot.models),
+            devices=_first(devices),
+            models=_first(models),
             engines=_first(each.id for each in engines),
             on=_grouped(range(len(engines)), lambda place: engines[place].device),
             of=_grouped(range(len(engines)), lambda place: engines[place].model),
-            links={(link.source, link.target): link for link in reversed(snapshot.links)},
-            loans_at=_grouped(snapshot.loans, lambda loan: loan.lender),
-            loans_of=_grouped(snapshot.loans, lambda loan: loan.engine),
+            links={(link.source, link.target): link for link in reversed(links)},
+            loans_at=_grouped(loans, lambda loan: loan.lender),
+            loans_of=_grouped(loans, lambda loan: loan.engine),
         )
 
-    def with_loan(self, before: LoanSnapshot, after: LoanSnapshot | None) -> Lookup:
+    def with_loan(self, before: _LoanT, after: _LoanT | None) -> SnapshotPlaces[_LinkT, _LoanT]:
         """With a loan behind all others, in the place of one that may not have been there."""
         loans_at, loans_of = dict(self.loans_at), dict(self.loans_of)
         for loans, key in ((loans_at, before.lender), (loans_of, before.engine)):
