@@ -24,7 +24,7 @@ from tests.cluster.cluster import MODEL, PORT, Cluster, cluster, until
 from tests.cluster.nodes import Node, network
 from tests.e2e.conftest import Platform
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
 
 REQUESTS, TOKENS = 11, 80
 BACK_S = 300.0
@@ -218,7 +218,6 @@ def answers_zmq(host: str, port: int) -> bool:
         return bool(asking.poll(500))
 
 
-@pytest.mark.slow
 def test_a_node_without_power_costs_no_stream_and_no_request_and_comes_back(
     platform: Platform, two_nodes: Cluster, asked: list[Asked], expected: list[Answer]
 ) -> None:
@@ -238,7 +237,6 @@ def test_a_node_without_power_costs_no_stream_and_no_request_and_comes_back(
         assert differences(expected, Running(platform, asked).answers()) == {}
 
 
-@pytest.mark.slow
 def test_a_node_that_was_cut_off_joins_again_by_itself(
     platform: Platform, two_nodes: Cluster, asked: list[Asked], expected: list[Answer]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder, UtilityResult
 
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, READY
 from loomserve.platform.engine.core.departures import asking
+from loomserve.platform.engine.core.network_sockets import NetworkSockets
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.state.told_load import ToldLoad
@@ -62,9 +64,12 @@ class PeerEngine:
     """With its outputs."""
     kv_transfer: dict[str, Any] | None = None
     """What its connector tells with a request's last output."""
+    network: NetworkSockets | None = None
+    """It listens at a node's address, too."""
 
     def __post_init__(self) -> None:
         self.address = EngineAddress.in_folder(self.folder)
+        self._bound = ExitStack()
         self._known: dict[bytes, bytes] = {}
         self._decoder = MsgpackDecoder(EngineCoreRequest)
         self._other = MsgpackDecoder()
@@ -73,24 +78,36 @@ class PeerEngine:
         self.arrived = asyncio.Event()
 
     def start(self) -> PeerEngine:
-        context = zmq.asyncio.Context.instance()
-        self._input, self._output = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)
-        for socket, address in (
-            (self._input, self.address.input),
-            (self._output, self.address.output),
-        ):
-            socket.set(zmq.ROUTER_HANDOVER, 1)
-            socket.bind(address)
+        self._input, self._output = (
+            self._socket(name, address)
+            for name, address in (("input", self.address.input), ("output", self.address.output))
+        )
+        if self.network is not None:
+            self.address = self.address.with_network(self.network.address)
         self._tasks = [asyncio.create_task(each) for each in (self._hear(), self._take())]
         return self
+
+    def _socket(self, name: str, address: str) -> zmq.asyncio.Socket:
+        if self.network is None:
+            context = zmq.asyncio.Context.instance()
+        else:
+            # Who asks for keys does so for all sockets of a context.
+            context = zmq.asyncio.Context()
+            self._bound.callback(context.destroy, linger=0)
+        socket = context.socket(zmq.ROUTER)
+        self._bound.callback(socket.close, linger=0)
+        socket.set(zmq.ROUTER_HANDOVER, 1)
+        socket.bind(address)
+        if self.network is not None:
+            self._bound.enter_context(self.network.bound(name, context, socket))
+        return socket
 
     def end(self) -> None:
         """As when its process is killed."""
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
-        for socket in (self._input, self._output):
-            socket.close(linger=0)
+        self._bound.close()
         self.address.remove()
 
     async def _hear(self) -> None:

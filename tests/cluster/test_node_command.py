@@ -1,0 +1,59 @@
+"""``loomserve node`` on two machines, with Ray and without a platform."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from tests.cluster.cluster import Cluster, RunningNode, cluster, until
+from tests.cluster.nodes import Node
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+END_S = 60.0
+
+
+@pytest.fixture
+def two_nodes(
+    nodes: tuple[Node, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cluster]:
+    with cluster(nodes, tmp_path_factory.mktemp("cluster")) as running:
+        yield running
+
+
+def called(node: RunningNode, part: str) -> list[psutil.Process]:
+    """The node's processes whose command has this part."""
+    found = []
+    for process in node.machine.processes():
+        with contextlib.suppress(psutil.Error):
+            if part in " ".join(process.cmdline()):
+                found.append(process)
+    return found
+
+
+def test_a_raylet_that_ends_is_started_again_and_what_it_had_ends(two_nodes: Cluster) -> None:
+    head, worker = two_nodes.nodes
+    before = worker.machine.processes()
+    (raylet,) = called(worker, "raylet/raylet")
+    raylet.kill()
+    worker.until_up()
+    kept = {process.pid for process in called(worker, "loomserve node")}
+    left = [one for one in before if one.pid not in kept and one.is_running()]
+    until(lambda: not any(one.is_running() for one in left), END_S)
+    assert len(called(worker, "raylet/raylet")) == 1
+    assert head.said.count(" is up at ") == 1, "the other node takes no notice"
+
+
+def test_nothing_is_left_of_a_node_that_is_stopped_or_whose_supervisor_is_killed(
+    two_nodes: Cluster,
+) -> None:
+    head, worker = two_nodes.nodes
+    worker.end()
+    assert worker.machine.processes() == []
+    assert "is stopped" in worker.said
+    for supervisor in called(head, "loomserve node"):
+        supervisor.kill()
+    until(lambda: head.machine.processes() == [], END_S)
