@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -111,11 +112,19 @@ class Cluster:
     def log(self) -> Path:
         return self.folder / "serve.log"
 
-    def serve(self, config: dict[str, Any]) -> Platform:
+    def write(self, config: dict[str, Any]) -> None:
+        """What :meth:`serve` is to serve."""
+        self._config_path.write_text(yaml.safe_dump(config, sort_keys=False))
+
+    @property
+    def _config_path(self) -> Path:
+        return self.folder / "config.yaml"
+
+    def serve(self) -> Platform:
         """Run ``loomserve serve`` on the head, and wait until all replicas are there."""
-        path = self.folder / "config.yaml"
-        path.write_text(yaml.safe_dump(config, sort_keys=False))
-        process = self.head.machine.start([_COMMAND, "serve", str(path)], self.log)
+        self.log.unlink(missing_ok=True)
+        command = [_COMMAND, "serve", str(self._config_path)]
+        process = self.head.machine.start(command, self.log)
         self._served.append(process)
         platform = Platform(
             url=self.url,
@@ -141,6 +150,16 @@ class Cluster:
         process = self._served.pop()
         process.send_signal(signal.SIGINT)
         return process.wait(STOP_S)
+
+    def kill_serve(self) -> None:
+        """End the command at once; what it has deployed is not told."""
+        process = self._served.pop()
+        process.kill()
+        for one in self.head.machine.processes():
+            with contextlib.suppress(psutil.Error):
+                if str(self._config_path) in one.cmdline():
+                    one.kill()
+        process.wait(STOP_S)
 
     def config(self) -> dict[str, Any]:
         """One model with a replica on a core of each node."""

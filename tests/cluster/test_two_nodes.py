@@ -72,7 +72,8 @@ def two_nodes(
 
 @pytest.fixture(scope="module")
 def platform(two_nodes: Cluster) -> Platform:
-    return two_nodes.serve(two_nodes.config())
+    two_nodes.write(two_nodes.config())
+    return two_nodes.serve()
 
 
 def replicas(platform: Platform) -> dict[str, dict[str, Any]]:
@@ -263,6 +264,19 @@ def _title(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline())
     return ""
+
+
+def test_a_platform_outlives_its_serve_command_until_the_next_takes_its_place(
+    platform: Platform, two_nodes: Cluster, asked: list[Asked], expected: list[Answer]
+) -> None:
+    until(lambda: whole(platform), BACK_S, two_nodes.ray_logs)
+    before = {replica["id"] for replica in replicas(platform).values()}
+    two_nodes.kill_serve()
+    assert differences(expected, Running(platform, asked).answers()) == {}
+    again = two_nodes.serve()
+    assert "an earlier loomserve serve" in two_nodes.log.read_text()
+    assert not before & {replica["id"] for replica in replicas(again).values()}
+    assert differences(expected, Running(again, asked).answers()) == {}
 
 
 def test_the_end_of_serve_ends_what_it_deployed_and_leaves_the_nodes(

@@ -85,23 +85,24 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeServe:
     monkeypatch.setattr(module, "ServeApps", lambda: fake)
     monkeypatch.setattr(module, "wishes_folder", lambda _: tmp_path)
     monkeypatch.setattr(module, "_TICK_S", 0.02)
+    monkeypatch.setattr(module, "_NODES_PERIOD_S", 0.02)
     for name in ("_POLL_S", "_UNLOAD_KNOWN_S", "_FIRST_RETRY_S", "_LAST_RETRY_S"):
         monkeypatch.setattr(lifecycle, name, 0.01)
     return fake
 
 
 @asynccontextmanager
-async def controlled(*, first: bool = False) -> AsyncIterator[Controller]:
+async def controlled(*, first: bool = False, config: Config = CONFIG) -> AsyncIterator[Controller]:
     """One controller, which dies at the end of the block without a word."""
     made = Controller.__new__(Controller)
     store = {"folder": "/nowhere", "arena": "/nowhere/arena", "memory": 1}
-    replicas = {model.name: 1 for model in CONFIG.models}
-    await Controller.__init__(made, CONFIG.model_dump(mode="json"), replicas, "t", "/", store)
+    replicas = {model.name: 1 for model in config.models}
+    await Controller.__init__(made, config.model_dump(mode="json"), replicas, "t", "/", store)
     try:
         if first:
             await made.load_configured()
             apps: Any = made._models._apps
-            await until(lambda: all(apps.devices(model.name) for model in CONFIG.models))
+            await until(lambda: all(apps.devices(model.name) for model in config.models))
         yield made
     finally:
         for task in [*made._tasks, *made._models._tasks]:
@@ -208,6 +209,37 @@ def test_a_scale_during_which_the_controller_dies_is_carried_out_by_the_next(
         serve.hangs = False
         async with controlled():
             await until(lambda: len(serve.devices(COLD.name)) == 2)
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_whose_node_is_down_starts_elsewhere_if_a_device_is_free(
+    serve: FakeServe,
+) -> None:
+    config = Config(
+        cluster={},
+        devices=[
+            {"name": "a0", "cores": (0,), "node": "a"},
+            {"name": "b0", "cores": (0,), "node": "b"},
+        ],
+        models=[COLD.model_copy(update={"devices": ("a0", "b0")})],
+    )
+
+    async def scenario() -> None:
+        serve.up = {"a", "b"}
+        async with controlled(first=True, config=config) as one:
+            assert serve.devices(COLD.name) == ["a0"]
+            serve.failing = [RuntimeError("busy")]
+            serve.up = {"b"}
+            await until(lambda: serve.devices(COLD.name) == ["b0"])
+            serve.up = {"a", "b"}
+            await told(one.scale(COLD.name, 2))
+            await until(lambda: serve.devices(COLD.name) == ["a0", "b0"])
+            # There is no other: they come back with their nodes.
+            serve.up = {"b"}
+            await asyncio.sleep(0.2)
+            assert serve.devices(COLD.name) == ["a0", "b0"]
+            await one.check_health()
 
     asyncio.run(scenario())
 
