@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +17,7 @@ import pytest
 import yaml
 
 from loomserve.platform.access.keys import new_key
-from tests.cluster.nodes import Node
+from tests.cluster.nodes import Command, Node
 from tests.e2e.conftest import ENGINE, Platform
 
 MODEL = "smollm2-135m"
@@ -50,7 +48,7 @@ class RunningNode:
     """HOST:PORT."""
     is_head: bool = False
     starts: int = 0
-    supervisor: subprocess.Popen[bytes] | None = None
+    supervisor: Command | None = None
 
     @property
     def log(self) -> Path:
@@ -98,7 +96,7 @@ class Cluster:
     folder: Path
     key: str = ""
     admin_token: str = ""
-    _served: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _served: list[Command] = field(default_factory=list)
 
     @property
     def head(self) -> RunningNode:
@@ -154,11 +152,7 @@ class Cluster:
     def kill_serve(self) -> None:
         """End the command at once; what it has deployed is not told."""
         process = self._served.pop()
-        process.kill()
-        for one in self.head.machine.processes():
-            with contextlib.suppress(psutil.Error):
-                if str(self._config_path) in one.cmdline():
-                    one.kill()
+        process.send_signal(signal.SIGKILL)
         process.wait(STOP_S)
 
     def config(self) -> dict[str, Any]:

@@ -46,6 +46,35 @@ def why_not() -> str | None:
     return None if tried.returncode == 0 else f"namespaces are not allowed: {tried.stderr.strip()}"
 
 
+class Command:
+    """A command that was started on a node."""
+
+    def __init__(self, entering: subprocess.Popen[bytes]) -> None:
+        """``entering`` is nsenter, which waits for the command, and passes no signal on."""
+        self._entering = entering
+
+    @property
+    def pid(self) -> int:
+        """As the machine counts."""
+        deadline = time.monotonic() + _BOOT_TIMEOUT_S
+        while not (inside := psutil.Process(self._entering.pid).children()):
+            assert time.monotonic() < deadline, "it has not begun"
+            time.sleep(0.02)
+        return inside[0].pid
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def poll(self) -> int | None:
+        """Its status, if it has ended."""
+        return self._entering.poll()
+
+    def wait(self, timeout_s: float) -> int:
+        """Its status, once it has ended."""
+        return self._entering.wait(timeout_s)
+
+
 class Node:
     """A machine of its own, as far as its processes can tell."""
 
@@ -115,18 +144,17 @@ class Node:
         command: Sequence[str],
         log: Path,
         environment: Mapping[str, str] | None = None,
-    ) -> subprocess.Popen[bytes]:
-        """Run a command on the node; what it says is appended to ``log``.
-
-        Signals to the result reach the command itself.
-        """
+    ) -> Command:
+        """Run a command on the node; what it says is appended to ``log``."""
         with log.open("ab") as out:
-            return subprocess.Popen(
-                self._entering(command),
-                env={**os.environ, "TMPDIR": str(self.temporary), **(environment or {})},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
+            return Command(
+                subprocess.Popen(
+                    self._entering(command),
+                    env={**os.environ, "TMPDIR": str(self.temporary), **(environment or {})},
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=out,
+                )
             )
 
     def output(self, *command: str, timeout_s: float = 60) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -67,6 +68,20 @@ def test_each_has_its_own_name_address_shared_memory_and_processes(
     pids = two.output("sh", "-c", "ls -d /proc/[0-9]*").split()
     assert "/proc/1" in pids
     assert len(pids) < 6
+
+
+def test_a_command_gets_signals_and_tells_its_status(
+    nodes: tuple[Node, ...], tmp_path: Path
+) -> None:
+    kind = "import signal, sys, time\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(7))\n"
+    log = tmp_path / "log"
+    command = nodes[0].start(
+        [sys.executable, "-c", kind + "print('up', flush=True)\ntime.sleep(1000)"], log
+    )
+    until(lambda: log.exists() and "up" in log.read_text())
+    assert command.poll() is None
+    command.send_signal(signal.SIGTERM)
+    assert command.wait(10) == 7
 
 
 def test_whoever_ends_is_reaped(nodes: tuple[Node, ...]) -> None:
