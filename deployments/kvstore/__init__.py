@@ -1,1 +1,1 @@
-"""Start, stop and administration of the KV store's actor."""
+"""Start, stop and administration of the KV stores' actors."""

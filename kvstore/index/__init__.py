@@ -1,1 +1,1 @@
-"""Index of the blocks in a store, and the order in which they are evicted. Pure."""
+"""Index of a store's blocks, their order of eviction, and what other nodes have. Pure."""

@@ -14,14 +14,14 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence, Set
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import NamedTuple
 
 from loomserve.kvstore.index.demotion import Demotion, demotions
 from loomserve.kvstore.index.eviction import Policy, Refetch, eviction_order
 from loomserve.kvstore.index.holds import Lease, LeaseTable, PinTable
 from loomserve.kvstore.index.insertion import InitialUse, insert_in_memory, insert_on_ssd
-from loomserve.kvstore.index.journal import Change, Journal
+from loomserve.kvstore.index.journal import Journal, Run
 from loomserve.kvstore.index.radix import (
     KEY_BYTES,
     NOWHERE,
@@ -291,9 +291,9 @@ class Index:
                 freed.add(tree.cut(node, 0))
         return freed
 
-    def contents(self) -> Iterator[Change]:
-        """Where all blocks are, ancestors first; the index must not change meanwhile."""
-        return chain.from_iterable(known.tree.contents() for known in self._namespaces.values())
+    def contents(self) -> list[Run]:
+        """All blocks, ancestors first: a copy, which does not change with the index."""
+        return [run for known in self._namespaces.values() for run in known.tree.contents()]
 
     def stats(self, namespace: bytes) -> Stats:
         known = self._namespaces[namespace]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -20,6 +21,20 @@ class Change(NamedTuple):
     namespace: bytes
     tier: Tier
     keys: bytes
+
+
+Run = tuple[bytes, bytes, int]
+"""Namespace and keys of blocks that follow each other, and so many bytes of the keys: those of
+blocks in memory, which come first. The others are on SSD only."""
+
+
+def as_changes(runs: Iterable[Run]) -> Iterator[Change]:
+    """What brings blocks to where they are, for whoever knows of none."""
+    for namespace, keys, in_memory in runs:
+        if in_memory:
+            yield Change(namespace, Tier.MEMORY, keys[:in_memory])
+        if in_memory < len(keys):
+            yield Change(namespace, Tier.SSD, keys[in_memory:])
 
 
 class Journal(Protocol):

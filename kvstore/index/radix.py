@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from loomserve.kvstore.index.journal import Change, Journal, Tier
+from loomserve.kvstore.index.journal import Journal, Run
 
 KEY_BYTES = 16
 NOWHERE = -1
@@ -122,14 +122,17 @@ class RadixTree:
         for child in self.root.children.values():
             yield from child.subtree()
 
-    def contents(self) -> Iterator[Change]:
-        """Where all blocks are, ancestors first."""
-        for node in self.nodes():
-            in_memory = len(node.slots) * KEY_BYTES
-            if in_memory:
-                yield Change(self.namespace, Tier.MEMORY, node.keys[:in_memory])
-            if in_memory < len(node.keys):
-                yield Change(self.namespace, Tier.SSD, node.keys[in_memory:])
+    def contents(self) -> list[Run]:
+        """All blocks, ancestors first."""
+        runs: list[Run] = []
+        stack = list(self.root.children.values())
+        # As little as can be for each node: nobody is served meanwhile.
+        while stack:
+            node = stack.pop()
+            runs.append((self.namespace, node.keys, len(node.slots) * KEY_BYTES))
+            if node.children:
+                stack.extend(node.children.values())
+        return runs
 
     def walk(self, keys: bytes) -> list[RadixNode]:
         """Path of the longest prefix of ``keys`` in the tree; splits its last node at its end."""

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from loomserve.kvstore.index.journal import Change
+from loomserve.kvstore.index.journal import Change, Run, as_changes
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.peers.messages import AnnouncedSpace, Announcement, Contents
 
@@ -25,7 +25,7 @@ _MOST_CONTENTS_BYTES = 2**25
 class Announcer:
     """Numbers what changes, and keeps the last messages for all that follow.
 
-    The store's thread calls ``note``, ``tick`` and ``due``; each connection's thread waits in
+    The store's thread calls ``note``, ``tick`` and ``provide``; each connection's thread waits in
     ``frames_after`` (:class:`EventFeed`).
     """
 
@@ -33,12 +33,15 @@ class Announcer:
         self.node = node
         self.epoch = 1 + secrets.randbits(62)
         self._condition = threading.Condition()
+        self._encoding = threading.Lock()
         self._seq = 0
         # Numbers and encoded messages.
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
         self._contents: tuple[int, bytes] | None = None
         self._contents_wanted = False
+        # What they are to be made of, by the first thread that wants them.
+        self._runs: tuple[int, list[Run], list[AnnouncedSpace]] | None = None
         self._changes: list[Change] = []
         self._spaces: list[AnnouncedSpace] = []
         self._announced_at = 0.0
@@ -65,36 +68,28 @@ class Announcer:
             self._announced_at = now
             self._announce()
 
-    def provide(self, contents: Iterable[Change], spaces: Iterable[AnnouncedSpace]) -> None:
+    def provide(self, runs: list[Run], spaces: Iterable[AnnouncedSpace]) -> None:
         """Tell those that wait for it what there is; all that was noted is a part of it."""
         self._announce()
-        changes: list[Change] = []
-        room = _MOST_CONTENTS_BYTES
-        for change in contents:
-            if len(change.keys) > room:
-                changes.append(change._replace(keys=change.keys[: room // KEY_BYTES * KEY_BYTES]))
-                break
-            changes.append(change)
-            room -= len(change.keys)
-        message = Contents(self.node, self.epoch, self._seq, changes, list(spaces))
-        frame = self._encode(message)
         with self._condition:
-            self._contents = self._seq, frame
+            self._runs = self._seq, runs, list(spaces)
             self._contents_wanted = False
             self._condition.notify_all()
 
     def frames_after(self, epoch: int, seq: int, wait_s: float) -> tuple[list[bytes], int, int]:
         """See :class:`EventFeed`."""
         until = time.monotonic() + wait_s
-        with self._condition:
-            while True:
+        while True:
+            self._encode_contents()
+            with self._condition:
                 frames, at = self._frames(epoch, seq)
                 left_s = until - time.monotonic()
                 if frames:
                     return frames, self.epoch, at
                 if left_s <= 0:
                     return [], epoch, seq
-                self._condition.wait(left_s)
+                if self._runs is None:
+                    self._condition.wait(left_s)
 
     def _frames(self, epoch: int, seq: int) -> tuple[list[bytes], int]:
         """What follows, and the number of its last message; none, and contents may be wanted."""
@@ -106,6 +101,34 @@ class Announcer:
             return [frame], at
         self._contents_wanted = True
         return [], seq
+
+    def _encode_contents(self) -> None:
+        """Make a message of the contents, while others that want them wait, but not the store."""
+        with self._encoding:
+            runs = self._runs
+            if runs is None:
+                return
+            contents = self._encoded(*runs)
+            with self._condition:
+                self._contents = contents
+                if self._runs is runs:
+                    self._runs = None
+                self._condition.notify_all()
+
+    def _encoded(
+        self, seq: int, runs: list[Run], spaces: list[AnnouncedSpace]
+    ) -> tuple[int, bytes]:
+        """All contents, up to a bound, as a message."""
+        changes: list[Change] = []
+        room = _MOST_CONTENTS_BYTES
+        for change in as_changes(runs):
+            if len(change.keys) > room:
+                changes.append(change._replace(keys=change.keys[: room // KEY_BYTES * KEY_BYTES]))
+                break
+            changes.append(change)
+            room -= len(change.keys)
+        encoder = msgspec.msgpack.Encoder()
+        return seq, encoder.encode(Contents(self.node, self.epoch, seq, changes, spaces))
 
     def _goes_on_from(self, seq: int) -> bool:
         """Whether all messages after this one are kept."""

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_stat
 from loomserve.kvstore.index.directory import Directory, Holding
 from loomserve.kvstore.index.eviction import lru
 from loomserve.kvstore.index.index import Index
-from loomserve.kvstore.index.journal import Change, ChangeList, Tier
+from loomserve.kvstore.index.journal import Change, ChangeList, Tier, as_changes
 from loomserve.kvstore.index.radix import KEY_BYTES
 from tests.unit.kvstore.index.test_index import NAMESPACES, ONE, chain, chain_of, contents, key
 
@@ -157,7 +157,7 @@ class DirectoryAgainstNodes(RuleBasedStateMachine):
         node = self.nodes[name]
         node.announce()
         self.directory.begin(name, node.epoch, node.seq)
-        self.directory.add(name, node.index.contents())
+        self.directory.add(name, as_changes(node.index.contents()))
 
     @rule(name=st.sampled_from(NODES))
     def restart(self, name: str) -> None:

@@ -338,7 +338,7 @@ def test_a_peer_that_ends_or_hangs_in_the_middle_of_a_fetch(
     try:
         with node(tmp_path, "n2", "127.0.0.2", memory=2**28) as second:
             second.network.set_members([member])
-            within(5, lambda: second.knows(keys[-1]) == 200)
+            within(10, lambda: all(second.knows(one) == 200 for one in keys))
             assert second.ask(keys[0]).remote == 200
             second.wait_for(keys[0], 200)
             for one in keys[1:-1]:
