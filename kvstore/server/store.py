@@ -7,17 +7,17 @@ to and from SSD run in threads, and :meth:`BlockStore.tick` takes in what they f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
-from loomserve.kvstore.index.index import Index, Match
+from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.radix import KEY_BYTES, first_keys
 from loomserve.kvstore.peers.messages import AnnouncedSpace
 from loomserve.kvstore.peers.network import PeerNetwork
 from loomserve.kvstore.server.allocator import Allocator
-from loomserve.kvstore.server.copies.fetches import NOTHING_COMES, Coming, Fetches
+from loomserve.kvstore.server.copies.fetches import NOTHING_COMES, Fetches
 from loomserve.kvstore.server.copies.promotions import Promotions
 from loomserve.kvstore.server.copies.write_behind import WriteBehind
 from loomserve.kvstore.server.leases import Leases
@@ -138,7 +138,7 @@ class BlockStore:
             self._write_behind.tick(now)
         if self._network is not None and self._fetches is not None:
             self._fetches.take_in(now)
-            self._network.tick(now, self._index, self._announced_spaces())
+            self._network.tick(now, self._index, _announced(self._spaces.items()))
 
     @property
     def busy(self) -> bool:
@@ -183,7 +183,9 @@ class BlockStore:
         if request.promote and self._promotions and match.resident > match.in_memory:
             resident = keys[: match.resident * KEY_BYTES]
             ready_s = self._promotions.begin(namespace, resident, now)
-        coming = self._begin_fetch(request, match, now)
+        coming = NOTHING_COMES
+        if self._fetches is not None and match.resident == match.in_memory:
+            coming = self._fetches.follow_up(request, match.in_memory, now)
         return Found(
             in_memory=match.in_memory,
             resident=match.resident,
@@ -199,21 +201,6 @@ class BlockStore:
             return self._fetches.knows(namespace)
         return namespace in self._spaces
 
-    def _begin_fetch(self, request: Lookup, match: Match, now: float) -> Coming:
-        """Fetch what follows what is in memory; what is on SSD comes first."""
-        missing = match.in_memory * KEY_BYTES < len(request.keys)
-        on_ssd = match.resident > match.in_memory
-        if self._fetches is None or not (request.promote and request.block_s and missing) or on_ssd:
-            return NOTHING_COMES
-        return self._fetches.begin(
-            request.namespace,
-            request.keys,
-            match.in_memory,
-            request.block_s,
-            request.holder,
-            now,
-        )
-
     def _reserve(self, request: Reserve, now: float) -> Reply:
         namespace, keys = request.namespace, request.keys
         layout = BlockLayout(request.layers, request.layer_bytes)
@@ -222,7 +209,7 @@ class BlockStore:
         if problem is not None:
             return Refused(problem)
         if new and self._network is not None:
-            self._network.announcer.note([], [_announced(namespace, self._spaces[namespace])])
+            self._network.announcer.note([], _announced([(namespace, self._spaces[namespace])]))
         in_memory = self._index.match(namespace, keys).in_memory
         first = self._writers.first_unwritten(namespace, keys, in_memory)
         reservation = self._allocator.reserve(
@@ -258,9 +245,6 @@ class BlockStore:
         self._leases.release(request.leases)
         return Done(len(request.leases))
 
-    def _announced_spaces(self) -> list[AnnouncedSpace]:
-        return [_announced(namespace, space) for namespace, space in self._spaces.items()]
-
     # Operators
 
     def _inspect(self, request: Inspect, now: float) -> Reply:
@@ -278,5 +262,6 @@ class BlockStore:
         )
 
 
-def _announced(namespace: bytes, space: Space) -> AnnouncedSpace:
-    return AnnouncedSpace(namespace, space.model, space.layout.layers, space.layout.layer_bytes)
+def _announced(spaces: Iterable[tuple[bytes, Space]]) -> Iterator[AnnouncedSpace]:
+    for namespace, space in spaces:
+        yield AnnouncedSpace(namespace, space.model, space.layout.layers, space.layout.layer_bytes)

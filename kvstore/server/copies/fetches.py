@@ -10,7 +10,7 @@ from loomserve.kvstore.index.radix import KEY_BYTES, key_at
 from loomserve.kvstore.index.sources import Offer, best_offer
 from loomserve.kvstore.peers.network import PeerNetwork
 from loomserve.kvstore.server.allocator import Allocator, Reservation
-from loomserve.kvstore.server.protocol import LinkUsage, NetworkUsage
+from loomserve.kvstore.server.protocol import LinkUsage, Lookup, NetworkUsage
 from loomserve.kvstore.server.spaces import Space, Spaces
 from loomserve.kvstore.storage.arena import ArenaOwner
 from loomserve.kvstore.storage.checksum import BlockLayout, seed
@@ -107,35 +107,30 @@ class Fetches:
         layout = BlockLayout(space.layers, space.layer_bytes)
         return self._spaces.declare(namespace, Space(space.model, layout)) is None
 
-    def begin(
-        self, namespace: bytes, keys: bytes, have: int, block_s: float, holder: str, now: float
-    ) -> Coming:
-        """Begin to fetch what of a chain is not among the first ``have`` blocks, all in memory.
+    def follow_up(self, request: Lookup, have: int, now: float) -> Coming:
+        """Fetch what of a chain is not among the first ``have`` blocks, which are in memory.
 
-        Args:
-            namespace: of the blocks.
-            keys: the chain.
-            have: blocks.
-            block_s: seconds that the engine would compute a block for.
-            holder: the node that hands the whole chain over; else an empty name.
-            now: of the store's clock.
+        Nothing comes where the engine does not say how long it would compute a block for.
         """
+        if not (request.promote and request.block_s) or have * KEY_BYTES >= len(request.keys):
+            return NOTHING_COMES
+        namespace, keys = request.namespace, request.keys
         start = (namespace, key_at(keys, have))
         fetch = self._fetches.get(start)
         if fetch is None:
             if now < self._left_alone.get(start, 0.0):
                 return NOTHING_COMES
-            offer = self._offer(namespace, keys, have, block_s, holder)
+            offer = self._offer(request, have)
             if offer is None:
                 return NOTHING_COMES
-            wait_s = _HANDED_OVER_WAIT_S if holder else 0.0
-            if not holder and offer.in_memory < offer.blocks:
+            wait_s = _HANDED_OVER_WAIT_S if request.holder else 0.0
+            if not request.holder and offer.in_memory < offer.blocks:
                 wait_s = LONGEST_WAIT_S
             reservation = self._allocator.reserve(namespace, keys, have, have, offer.blocks, now)
             if reservation is None:
                 return NOTHING_COMES
             done = self._fetchers.submit(self._fetch, offer.node, reservation, wait_s)
-            fetch = _Fetch(reservation, block_s, now + offer.ready_s, done)
+            fetch = _Fetch(reservation, request.block_s, now + offer.ready_s, done)
             self._fetches[start] = fetch
         # What takes longer than predicted is expected to take a little longer still.
         return Coming(len(fetch.reservation.slots), max(fetch.ready_at - now, 1e-3))
@@ -173,15 +168,14 @@ class Fetches:
         """Wait for the fetches that have begun; the network has ended by then."""
         self._fetchers.shutdown(cancel_futures=True)
 
-    def _offer(
-        self, namespace: bytes, keys: bytes, have: int, block_s: float, holder: str
-    ) -> Offer | None:
-        slot_bytes = self._spaces.slot_bytes(namespace)
+    def _offer(self, request: Lookup, have: int) -> Offer | None:
+        slot_bytes = self._spaces.slot_bytes(request.namespace)
+        holder, block_s = request.holder, request.block_s
         if not holder:
-            holdings = self._network.directory.holdings(namespace, keys)
+            holdings = self._network.directory.holdings(request.namespace, request.keys)
             return best_offer(holdings, have, slot_bytes, self._network.link, block_s)
         # It has what it hands over, whether or not its announcement has come yet.
-        blocks = len(keys) // KEY_BYTES - have
+        blocks = len(request.keys) // KEY_BYTES - have
         ready_s = self._network.link(holder).seconds(blocks * slot_bytes)
         return Offer(holder, blocks, blocks, ready_s) if ready_s < blocks * block_s else None
 
