@@ -10,8 +10,7 @@ from ray.serve.handle import DeploymentHandle
 
 from loomserve.deployments.batch.lane import BatchLaneDeployment
 from loomserve.deployments.controller.controller import Controller
-from loomserve.deployments.engine.environment import GATEWAY_ENVIRONMENT
-from loomserve.deployments.gateway.gateway import Gateway
+from loomserve.deployments.gateway_apps import build_gateway_app
 from loomserve.deployments.serve_logging import QUIET
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.batch.folder import batch_folder
@@ -22,8 +21,6 @@ from loomserve.platform.fleet.messages import (
     CONTROLLER_APP,
     CONTROLLER_DEPLOYMENT,
     GATEWAY_APP,
-    GATEWAY_DEPLOYMENT,
-    KvAccess,
     OfflineSpec,
 )
 from loomserve.platform.models import catalog
@@ -37,24 +34,18 @@ def run_platform(
     base: str,
     store: StoreOptions | None,
 ) -> DeploymentHandle:
-    """Hand all applications to Serve and return the controller's handle; engines start later."""
+    """Hand all applications to Serve and return the controller's handle.
+
+    Engines, and in a cluster the gateways of other nodes, start later.
+    """
     targets = [
         (CONTROLLER_APP, _controller_app(config, replicas, internal_token, base, store)),
-        (GATEWAY_APP, _gateway_app(config, internal_token, store)),
+        (GATEWAY_APP, build_gateway_app(config, internal_token, store, None)),
     ]
     if config.batch is not None:
         targets.append((BATCH_APP, _batch_app(config, internal_token, base)))
     serve.run_many(
-        [
-            serve.RunTarget(
-                app,
-                name=name,
-                route_prefix=None,
-                # The controller sets the number of gateways, as nodes come and go.
-                external_scaler_enabled=(config.has_gateways_on_each_node and name == GATEWAY_APP),
-            )
-            for name, app in targets
-        ],
+        [serve.RunTarget(app, name=name, route_prefix=None) for name, app in targets],
         wait_for_ingress_deployment_creation=False,
         wait_for_applications_running=True,
     )
@@ -85,37 +76,6 @@ def _controller_app(
         internal_token,
         base,
         store.model_dump(mode="json") if store else None,
-    )
-
-
-def _gateway_app(config: Config, internal_token: str, store: StoreOptions | None) -> Any:
-    deployment = serve.deployment(
-        Gateway,
-        name=GATEWAY_DEPLOYMENT,
-        # Those of one node; the controller starts the others', where there are to be some.
-        num_replicas=config.server.front_ends,
-        max_replicas_per_node=(
-            config.server.front_ends if config.has_gateways_on_each_node else None
-        ),
-        # Requests do not pass through Serve; of batches the lane sends only so many lines.
-        max_ongoing_requests=1_000_000,
-        health_check_period_s=2,
-        graceful_shutdown_timeout_s=config.server.drain_timeout_s + 15,
-        ray_actor_options={
-            "num_cpus": 0,
-            "resources": {} if config.has_gateways_on_each_node else on_state(),
-            "runtime_env": {"env_vars": GATEWAY_ENVIRONMENT},
-        },
-        logging_config=QUIET,
-    )
-    access = KvAccess(address=store.address) if store else None
-    return deployment.bind(
-        config.server.model_dump(mode="json"),
-        internal_token,
-        access.model_dump(mode="json") if access else None,
-        config.isolates_tenants,
-        config.batch.model_dump(mode="json") if config.batch else None,
-        config.has_gateways_on_each_node,
     )
 
 

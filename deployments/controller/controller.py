@@ -77,7 +77,7 @@ class Controller:
         self._limits = LimitBank(self._started_at)
         self._fleet = Fleet(checked.devices, checked.server.drain_timeout_s)
         options = StoreOptions.model_validate(store) if store else None
-        apps = ServeApps()
+        apps = ServeApps(checked, internal_token, options)
         self._models = ModelLifecycle(
             checked, base, internal_token, options, self._fleet, apps, self._save
         )

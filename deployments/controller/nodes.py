@@ -11,6 +11,7 @@ from loomserve.deployments.controller.serve_apps import ServeApps
 from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config
 from loomserve.platform.fleet.fleet import Fleet
+from loomserve.platform.fleet.messages import nodes_with_gateways
 
 _log = logging.getLogger("ray.serve")
 
@@ -45,7 +46,6 @@ class NodeKeeper:
         self._config, self._fleet = config, fleet
         self._models, self._apps = models, apps
         self._publish, self._clock = publish, clock
-        self._gateways: int | None = None
         self._left_to_ray: set[str] = set()
 
     async def run(self) -> None:
@@ -61,12 +61,14 @@ class NodeKeeper:
         self._models.set_nodes(nodes.up, frozenset(nodes.drained))
         await self._publish()
         if self._config.has_gateways_on_each_node:
-            await self._set_gateways(max(1, len(nodes.usable)))
+            await self._start_gateways()
         now = self._clock()
         self._left_to_ray &= nodes.drained.keys()
         for name, since in nodes.drained.items():
             if name in up and name not in self._left_to_ray and self._may_leave(name, since, now):
                 self._left_to_ray.add(name)
+                if name in nodes_with_gateways(await self._apps.statuses()):
+                    await self._apps.end_gateway(name)
                 await self._apps.drain_node(up[name].ray_id, _RAY_DEADLINE_S)
 
     def _may_leave(self, name: str, since: float, now: float) -> bool:
@@ -75,8 +77,9 @@ class NodeKeeper:
         late = now - since > self._config.server.drain_timeout_s
         return late or self._fleet.nodes.is_empty(name, now)
 
-    async def _set_gateways(self, nodes: int) -> None:
-        wanted = nodes * self._config.server.front_ends
-        if wanted != self._gateways:
-            await self._apps.scale_gateways(wanted)
-            self._gateways = wanted
+    async def _start_gateways(self) -> None:
+        """Where none are. Those of a node that is down come back with it."""
+        nodes = self._fleet.nodes
+        there = nodes_with_gateways(await self._apps.statuses())
+        for name in sorted(nodes.usable - there - {nodes.state_node}):
+            await self._apps.start_gateway(name)

@@ -8,23 +8,22 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve._private.common import DeploymentID
-from ray.serve.context import _get_global_client
 
 from loomserve.deployments.engine.deploy import deploy_model
+from loomserve.deployments.gateway_apps import start_gateway
 from loomserve.deployments.ray_node import LivingNode, drain_node, living_nodes
-from loomserve.platform.fleet.messages import (
-    GATEWAY_APP,
-    GATEWAY_DEPLOYMENT,
-    EngineSpec,
-    replica_app,
-)
+from loomserve.kvstore.server.options import StoreOptions
+from loomserve.platform.config import Config
+from loomserve.platform.fleet.messages import EngineSpec, gateway_app, replica_app
 
 
 class ServeApps:
     """The applications, each named after its model and its device."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config, internal_token: str, store: StoreOptions | None) -> None:
+        """All of it is what gateways are started with."""
+        kept = store.model_dump(mode="json") if store is not None else None
+        self._gateways = config.model_dump(mode="json"), internal_token, kept
         self._deploying: dict[str, Any] = {}
 
     async def deploy(self, spec: EngineSpec, devices: Sequence[str], base: str) -> str | None:
@@ -70,12 +69,10 @@ class ServeApps:
         """Have Ray leave a node, as :func:`drain_node` does."""
         await asyncio.to_thread(drain_node, ray_id, deadline_s)
 
-    async def scale_gateways(self, gateways: int) -> None:
-        """Change the number of gateways, of which no node has more than it may.
+    async def start_gateway(self, node: str) -> None:
+        """Have Serve start a node's gateways."""
+        await start_gateway.remote(*self._gateways, node)
 
-        Raises:
-            Exception: Serve did not do it.
-        """
-        await _get_global_client()._controller.update_deployment_replicas.remote(
-            DeploymentID(name=GATEWAY_DEPLOYMENT, app_name=GATEWAY_APP), gateways
-        )
+    async def end_gateway(self, node: str) -> None:
+        """Have Serve end a node's gateways, once their requests have ended."""
+        await asyncio.to_thread(serve.delete, gateway_app(node), _blocking=False)

@@ -100,7 +100,11 @@ class MetricsPage:
         for refresh in self._own_sources:
             await refresh()
         label = self._others.label if self._others is not None else {}
-        parts: list[Part] = [(labels | label, page) for labels, page, _ in self._of_replicas()]
+        parts: list[Part] = []
+        for labels, page, _ in self._of_replicas():
+            # The node of what is of a replica is the replica's.
+            others = {name: value for name, value in label.items() if name not in labels}
+            parts.append((labels | others, page))
         if self._own is not None:
             parts.insert(0, (label, generate_latest(self._own).decode()))
         return parts

@@ -1194,27 +1194,6 @@ TABLE: tuple[Hook, ...] = (
         "deployments/ray_node.py",
     ),
     Hook(
-        "ray.serve._private.common",
-        ("DeploymentID",),
-        HookKind.READ,
-        "Names a deployment to Serve's controller.",
-        "deployments/controller/serve_apps.py",
-    ),
-    Hook(
-        "ray.serve.context",
-        ("_get_global_client",),
-        HookKind.READ,
-        "Sets the number of gateways without starting those anew that run.",
-        "deployments/controller/serve_apps.py",
-    ),
-    Hook(
-        "ray.serve._private.controller:ServeController",
-        ("update_deployment_replicas",),
-        HookKind.READ,
-        "The same.",
-        "deployments/controller/serve_apps.py",
-    ),
-    Hook(
         "ray.scripts.scripts",
         ("drain_node(address, node_id, reason, reason_message, deadline_remaining_seconds)",),
         HookKind.READ,

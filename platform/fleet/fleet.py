@@ -57,7 +57,8 @@ class Fleet:
         """
         self.registry = Registry()
         self.loans = FleetLoans(self.registry)
-        self.nodes = FleetNodes(self.registry, {each.name: each.on for each in devices})
+        on = {each.name: each.on for each in devices}
+        self.nodes = FleetNodes(self.registry, on, up=frozenset(on.values()))
         self.views = FleetViews(self.registry, devices)
         self.orders: dict[str, MoveOrder] = {}
         self._drain_timeout_s = drain_timeout_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -66,9 +66,21 @@ def replica_app(model: str, device: str) -> str:
     return f"{model_app(model)}{_ON}{device}"
 
 
+def gateway_app(node: str) -> str:
+    """The Serve application of a node's gateways, but of the one that has ``GATEWAY_APP``."""
+    return f"{GATEWAY_APP}{_ON}{node}"
+
+
+def nodes_with_gateways(apps: Iterable[str]) -> frozenset[str]:
+    """The nodes that have one of these Serve applications."""
+    beginning = GATEWAY_APP + _ON
+    return frozenset(app.removeprefix(beginning) for app in apps if app.startswith(beginning))
+
+
 def is_ours(app: str) -> bool:
     """Whether a Serve application is the platform's."""
-    return app in (GATEWAY_APP, CONTROLLER_APP, BATCH_APP) or app.startswith(MODEL_APP_PREFIX)
+    once = (GATEWAY_APP, CONTROLLER_APP, BATCH_APP)
+    return app in once or app.startswith((MODEL_APP_PREFIX, GATEWAY_APP + _ON))
 
 
 def devices_with_replicas(model: str, apps: Mapping[str, Any]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class FleetNodes:
     registry: Registry
     on: Mapping[str, str]
     """The node of each device."""
-    up: frozenset[str] = frozenset({LOCAL_NODE})
+    up: frozenset[str]
     """Nodes that are up, whether or not they are drained."""
     drained: dict[str, float] = field(default_factory=dict)
     """Nodes that operators drain, and since when."""

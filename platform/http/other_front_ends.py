@@ -19,7 +19,7 @@ from loomserve.platform.http.protocol import INTERNAL, bounded_protocol
 from loomserve.platform.http.server import HttpServer
 from loomserve.platform.run.folder import own_run
 from loomserve.platform.run.node_gate import NodeGate
-from loomserve.platform.run.sockets import listen_in_place
+from loomserve.platform.run.sockets import listen_in_place, listen_locally
 
 _FOLDER = "front-ends"
 _PATH = "/metrics"
@@ -85,8 +85,13 @@ class OtherFrontEnds:
     @property
     def label(self) -> dict[str, str]:
         """What tells this one's metrics from those of others; none if there is no other."""
-        own = _label(self._place.place) if self._place is not None else {}
-        return own if self._node_name is None else own | {"node": self._node_name}
+        if self._node_name is not None:
+            return _label_on(self._node_name, self._number)
+        return _label(self._number) if self._place is not None else {}
+
+    @property
+    def _number(self) -> int:
+        return self._place.place if self._place is not None else 0
 
     async def listen(self, parts: Callable[[], Awaitable[Sequence[Part]]]) -> None:
         """Show ``parts``, this one's own metrics, to others."""
@@ -96,8 +101,9 @@ class OtherFrontEnds:
         async def show(_: Request) -> Response:
             return Response(msgspec.json.encode(await parts()))
 
-        place = self._place.place if self._place is not None else 0
-        sock, address = listen_in_place(_name(place), self._node)
+        # On another node a socket of the same name is another one's.
+        bind = listen_in_place if self._node_name is None else listen_locally
+        sock, address = bind(_name(self._number), self._node)
         app = GuardedApp(Starlette(routes=[Route(_PATH, show)]), self._token)
         self._http = HttpServer(app, sock, protocol=bounded_protocol(INTERNAL))
         await self._http.start()
@@ -108,7 +114,7 @@ class OtherFrontEnds:
         """The metrics of all others that run."""
         if self._node_name is not None:
             asked = [
-                (_label(_place_in(address)) | {"node": node}, address)
+                (_label_on(node, _number_in(address)), address)
                 for address, node in self.elsewhere.items()
             ]
         elif self._place is not None:
@@ -139,8 +145,13 @@ def _name(place: int) -> str:
     return f"front-end-{place}"
 
 
-def _place_in(address: str) -> int:
-    return int(address.partition(".")[0].rpartition("-")[2])
+def _number_in(address: str) -> int:
+    """The number of a front end whose socket is of its own name: ``front-end-2-1f00ba42.NODE``."""
+    return int(address.partition(".")[0].split("-")[2])
+
+
+def _label_on(node: str, number: int) -> dict[str, str]:
+    return {"front_end": f"{node}/{number}", "node": node}
 
 
 def _label(place: int) -> dict[str, str]:

@@ -82,7 +82,7 @@ class FakeServe:
 def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeServe:
     fake = FakeServe()
     monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(module, "ServeApps", lambda: fake)
+    monkeypatch.setattr(module, "ServeApps", lambda *_: fake)
     monkeypatch.setattr(module, "wishes_folder", lambda _: tmp_path)
     monkeypatch.setattr(module, "_TICK_S", 0.02)
     monkeypatch.setattr(module, "_NODES_PERIOD_S", 0.02)

@@ -11,6 +11,7 @@ from loomserve.deployments.controller.nodes import NodeKeeper
 from loomserve.deployments.ray_node import LivingNode
 from loomserve.platform.config import Config
 from loomserve.platform.fleet.fleet import Fleet
+from loomserve.platform.fleet.messages import GATEWAY_APP, gateway_app
 from tests.unit.platform.fleet.heartbeats import report
 from tests.unit.platform.fleet.test_nodes import MODEL
 
@@ -18,17 +19,24 @@ from tests.unit.platform.fleet.test_nodes import MODEL
 class Apps:
     def __init__(self) -> None:
         self.up = {"a": LivingNode("ray-a", has_state=True), "b": LivingNode("ray-b", False)}
-        self.gateways: list[int] = []
+        self.gateways: set[str] = set()
         self.drained: list[str] = []
         self.fails = False
 
     async def nodes(self) -> dict[str, LivingNode]:
         return self.up
 
-    async def scale_gateways(self, gateways: int) -> None:
+    async def statuses(self) -> dict[str, Any]:
+        return dict.fromkeys([GATEWAY_APP, *map(gateway_app, self.gateways)])
+
+    async def start_gateway(self, node: str) -> None:
         if self.fails:
             raise RuntimeError("Serve is away")
-        self.gateways.append(gateways)
+        assert node not in self.gateways
+        self.gateways.add(node)
+
+    async def end_gateway(self, node: str) -> None:
+        self.gateways.remove(node)
 
     async def drain_node(self, ray_id: str, deadline_s: float) -> None:
         self.drained.append(ray_id)
@@ -78,28 +86,33 @@ def scene() -> Scene:
 def test_each_node_that_is_up_has_its_gateways(scene: Scene) -> None:
     scene.follow()
     scene.follow()
-    assert scene.apps.gateways == [4]
+    # The node with the state has had its own from the start.
+    assert scene.apps.gateways == {"b"}
     assert scene.fleet.nodes.up == {"a", "b"}
     assert scene.fleet.nodes.state_node == "a"
+    scene.apps.up["c"] = LivingNode("ray-c", has_state=False)
+    scene.follow()
+    assert scene.apps.gateways == {"b", "c"}
     del scene.apps.up["b"]
     scene.follow()
-    assert scene.apps.gateways == [4, 2]
-    assert scene.models.told[-1] == (frozenset("a"), frozenset())
+    # They come back with their node.
+    assert scene.apps.gateways == {"b", "c"}
+    assert scene.models.told[-1] == (frozenset("ac"), frozenset())
 
 
-def test_a_number_that_serve_did_not_take_is_told_again(scene: Scene) -> None:
+def test_what_serve_did_not_start_is_started_later(scene: Scene) -> None:
     scene.apps.fails = True
     with pytest.raises(RuntimeError):
         scene.follow()
     scene.apps.fails = False
     scene.follow()
-    assert scene.apps.gateways == [4]
+    assert scene.apps.gateways == {"b"}
 
 
 def test_gateways_of_one_node_stay_as_they_are() -> None:
     scene = Scene("one_node")
     scene.follow()
-    assert scene.apps.gateways == []
+    assert scene.apps.gateways == set()
     assert scene.published == 1
 
 
@@ -110,16 +123,18 @@ def test_ray_leaves_a_drained_node_last_and_once(scene: Scene) -> None:
     scene.fleet.nodes.drain("b", scene.now)
     scene.follow()
     assert scene.models.told[-1] == (frozenset("ab"), frozenset("b"))
-    assert scene.apps.gateways == [4, 2]
+    assert scene.apps.gateways == {"b"}
     # Its replica reports no more; and gateways' balancers have had time to ask.
     scene.follow(112)
     assert scene.apps.drained == ["ray-b"]
+    assert scene.apps.gateways == set()
     scene.follow(120)
     assert scene.apps.drained == ["ray-b"]
     # Drained another time, as another of Ray's nodes.
     scene.fleet.nodes.undrain("b")
     scene.apps.up["b"] = LivingNode("ray-b2", has_state=False)
     scene.follow(121)
+    assert scene.apps.gateways == {"b"}
     scene.fleet.report(report("m-a0", "a0", model=MODEL), scene.now)
     scene.fleet.nodes.drain("b", scene.now)
     scene.follow(140)

@@ -147,14 +147,60 @@ async def test_any_front_end_shows_those_of_all(
         assert not [one for one in await _lines(page) if 'front_end="2"' in one]
 
 
+async def test_gateways_of_two_nodes_show_what_both_count_and_each_engine_once() -> None:
+    on_two = ROUTE.replicas[0].model_copy(update={"node": "two"})
+    route = ROUTE.model_copy(update={"replicas": (on_two,)})
+    labels = 'model="chat",replica="there",device="d",node="two"'
+    async with AsyncExitStack() as stack:
+        session = await stack.enter_async_context(
+            aiohttp.ClientSession(connector=PlatformConnector())
+        )
+        nodes = ("one", "two")
+        pages = [
+            await _front_end(number, session, stack, node=node)
+            for number, node in enumerate(nodes, start=1)
+        ]
+        addresses = {others.address: node for (_, others), node in zip(pages, nodes, strict=True)}
+        assert len(addresses) == 2, "sockets of two nodes may have no name in common"
+        for page, _ in pages:
+            page._routes = [route]  # type: ignore[assignment]
+        for page, others in pages:
+            others.elsewhere = {a: n for a, n in addresses.items() if a != others.address}
+            shown = await _lines(page)
+            assert {one for one in shown if one.startswith("asked_total")} == {
+                'asked_total{front_end="one/0",node="one"} 1.0',
+                'asked_total{front_end="two/0",node="two"} 2.0',
+            }
+            assert {one for one in shown if one.startswith("tokens_total")} == {
+                f'tokens_total{{{labels},front_end="one/0"}} 10.0',
+                f'tokens_total{{{labels},front_end="two/0"}} 20.0',
+            }
+            running = [one for one in shown if one.startswith("running")]
+            assert running == [f"running{{{labels}}} 5.0"]
+        page, others = pages[0]
+        await pages[1][1].close()
+        down = 'loomserve_scrape_up{front_end="two/0",node="two"} 0'
+        assert down in await _lines(page)
+
+
 _SERVER = Server(front_ends=2)
 
 
 async def _front_end(
-    number: int, session: aiohttp.ClientSession, stack: AsyncExitStack
+    number: int,
+    session: aiohttp.ClientSession,
+    stack: AsyncExitStack,
+    *,
+    node: str | None = None,
 ) -> tuple[MetricsPage, OtherFrontEnds]:
     """One that has counted something, and listens on its own socket."""
-    others = OtherFrontEnds(take_place(_SERVER), "token", "127.0.0.1", partial(_get, session))
+    others = OtherFrontEnds(
+        take_place(_SERVER) if node is None else None,
+        "token",
+        "127.0.0.1",
+        partial(_get, session),
+        node_name=node,
+    )
     stack.push_async_callback(others.close)
     platform, own, engine = (CollectorRegistry() for _ in range(3))
     Gauge("blocks", "Of the store.", registry=platform).set(7)

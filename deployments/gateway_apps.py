@@ -1,0 +1,71 @@
+"""The gateways' Serve applications: one where the controller is, and in a cluster one a node.
+
+Serve cannot be told which replica of an application is to end, and of a node that is drained it is
+that node's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray import serve
+
+from loomserve.deployments.engine.environment import GATEWAY_ENVIRONMENT
+from loomserve.deployments.gateway.gateway import Gateway
+from loomserve.deployments.serve_logging import QUIET
+from loomserve.kvstore.server.options import StoreOptions
+from loomserve.platform.config import Config
+from loomserve.platform.fleet.messages import GATEWAY_DEPLOYMENT, KvAccess, gateway_app
+from loomserve.platform.nodes.resources import on_node, on_state
+
+
+def build_gateway_app(
+    config: Config, internal_token: str, store: StoreOptions | None, node: str | None
+) -> Any:
+    """The gateways of one node.
+
+    Args:
+        config: the platform's.
+        internal_token: what its processes ask each other for.
+        store: the KV store, if there is one.
+        node: its name; None: the one that has what there is but once.
+    """
+    deployment = serve.deployment(
+        Gateway,
+        name=GATEWAY_DEPLOYMENT,
+        num_replicas=config.server.front_ends,
+        # Requests do not pass through Serve; of batches the lane sends only so many lines.
+        max_ongoing_requests=1_000_000,
+        health_check_period_s=2,
+        graceful_shutdown_timeout_s=config.server.drain_timeout_s + 15,
+        ray_actor_options={
+            "num_cpus": 0,
+            "resources": on_state() if node is None else on_node(node),
+            "runtime_env": {"env_vars": GATEWAY_ENVIRONMENT},
+        },
+        logging_config=QUIET,
+    )
+    access = KvAccess(address=store.address) if store else None
+    return deployment.bind(
+        config.server.model_dump(mode="json"),
+        internal_token,
+        access.model_dump(mode="json") if access else None,
+        config.isolates_tenants,
+        config.batch.model_dump(mode="json") if config.batch else None,
+        config.has_gateways_on_each_node,
+    )
+
+
+@ray.remote(num_cpus=0, max_retries=0, resources=on_state())  # type: ignore[untyped-decorator]
+def start_gateway(
+    config: dict[str, Any], internal_token: str, store: dict[str, Any] | None, node: str
+) -> None:
+    """Hand a node's gateways to Serve, which starts them in the background."""
+    options = StoreOptions.model_validate(store) if store else None
+    app = build_gateway_app(Config.model_validate(config), internal_token, options, node)
+    serve.run_many(
+        [serve.RunTarget(app, name=gateway_app(node), route_prefix=None)],
+        wait_for_ingress_deployment_creation=False,
+        wait_for_applications_running=False,
+    )
