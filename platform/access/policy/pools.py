@@ -184,10 +184,6 @@ class Pool:
     def _forget(self, now: float) -> None:
         for name, each in list(self._members.items()):
             if now - each.seen_at > GONE_S:
-                # It may have used it all.
-                if self._limit.kind is LimitKind.DAY:
-                    each.used += max(0.0, each.in_hand)
-                    each.in_hand = 0.0
-                else:
-                    self._left -= max(0.0, each.in_hand)
-                    del self._members[name]
+                # It may have used all that it had of a rate; its node tells what it has of a day.
+                self._left -= max(0.0, each.in_hand)
+                self.leave(name)
