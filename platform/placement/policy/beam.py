@@ -94,7 +94,7 @@ def _whole(kinds: Kinds, caps: Caps, most_stages: int) -> Iterator[_Whole]:
             return
         yield from _ended(kinds, caps, partial)
         if stages + 1 < most_stages:
-            partial = _pruned(kinds, _grown(kinds, caps, partial))
+            partial = _grown(kinds, caps, partial)
 
 
 def _started(kinds: Kinds, caps: Caps) -> _Partial:
@@ -136,39 +136,48 @@ def _ended(kinds: Kinds, caps: Caps, partial: _Partial) -> list[_Whole]:
 
 
 def _grown(kinds: Kinds, caps: Caps, partial: _Partial) -> _Partial:
+    """The best partial pipelines of one stage more; only these are made."""
     none = np.zeros(len(kinds.members))
     rows, following, placed, latency = _next(kinds, caps.middle, partial, none)
+    kept = _distinct(partial.used, rows, following, placed, latency)
+    rows, following, placed, latency = rows[kept], following[kept], placed[kept], latency[kept]
+    left = np.maximum(0, kinds.demand.layers - placed)
+    fastest = _fastest_left(kinds, partial.used, rows, following)
+    expected = latency + np.where(left > 0, left * fastest, 0.0)
+    by_layers = np.lexsort((latency, -placed))[: WIDTH // 2]
+    by_latency = np.argsort(expected, kind="stable")[: WIDTH // 2]
+    best = np.union1d(by_layers, by_latency)
+    rows, following = rows[best], following[best]
     used = partial.used[rows]
     used[np.arange(len(rows)), following] += 1
     return _Partial(
         order=np.column_stack([partial.order[rows], following]),
         used=used,
-        placed=placed,
-        latency=latency,
+        placed=placed[best],
+        latency=latency[best],
     )
 
 
-def _pruned(kinds: Kinds, partial: _Partial) -> _Partial:
-    partial = _distinct(partial)
-    fastest = np.where(partial.used < kinds.counts, kinds.layer_s, np.inf).min(axis=1)
-    left = np.maximum(0, kinds.demand.layers - partial.placed)
-    expected = partial.latency + np.where(left > 0, left * fastest, 0.0)
-    by_layers = np.lexsort((partial.latency, -partial.placed))[: WIDTH // 2]
-    by_latency = np.argsort(expected, kind="stable")[: WIDTH // 2]
-    return _rows(partial, np.union1d(by_layers, by_latency))
+def _fastest_left(kinds: Kinds, used: Ints, rows: Ints, following: Ints) -> Floats:
+    """Seconds of a layer on the fastest device that is left once the next one is used."""
+    left = np.where(used < kinds.counts, kinds.layer_s, np.inf)
+    every = np.arange(len(used))
+    first = left.argmin(axis=1)
+    without = left.copy()
+    without[every, first] = np.inf
+    is_last = used[every, first] + 1 == kinds.counts[first]
+    takes_it = is_last[rows] & (first[rows] == following)
+    fastest: Floats = np.where(takes_it, without.min(axis=1)[rows], left[every, first][rows])
+    return fastest
 
 
-def _distinct(partial: _Partial) -> _Partial:
-    """Keep, of those on the same devices with the same last one, the one with the most layers."""
-    order = np.lexsort((partial.latency, -partial.placed))
+def _distinct(used: Ints, rows: Ints, following: Ints, placed: Ints, latency: Floats) -> Ints:
+    """Of those on the same devices with the same last one, the one with the most layers."""
+    order = np.lexsort((latency, -placed))
     # Equal sums of random weights mean equal counts, but for a chance of about one in 2⁶⁴.
-    weights = np.random.default_rng(0).integers(2**62, size=partial.used.shape[1] + 1)
-    keys = partial.used[order] @ weights[1:] + partial.order[order, -1] * weights[0]
+    weights = np.random.default_rng(0).integers(2**62, size=used.shape[1] + 1)
+    devices = (used @ weights[1:])[rows] + weights[1:][following]
+    keys = (devices + following * weights[0])[order]
     _, first = np.unique(keys, return_index=True)
-    return _rows(partial, order[first])
-
-
-def _rows(partial: _Partial, rows: Ints) -> _Partial:
-    return _Partial(
-        partial.order[rows], partial.used[rows], partial.placed[rows], partial.latency[rows]
-    )
+    kept: Ints = order[first]
+    return kept

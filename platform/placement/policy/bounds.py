@@ -12,6 +12,7 @@ from loomserve.platform.placement.policy.kinds import Kinds
 
 def least_period_s(kinds: Kinds, most_stages: int) -> float:
     """Lower bound of the period with at most ``most_stages`` stages; infinite: none fits."""
+    kinds = kinds.by_best_link
     candidates = kinds.bounds()
     low, high = 0, len(candidates)
     while low < high:
@@ -37,7 +38,7 @@ def _room(kinds: Kinds, bound: float, most_stages: int) -> int:
 
 def least_latency_s(kinds: Kinds) -> float:
     """Lower bound of the latency: the fastest devices hold all they can, over the best links."""
-    caps = kinds.caps(np.inf)
+    caps = kinds.by_best_link.caps(np.inf)
     ends = kinds.first_s.min() + kinds.last_s.min() + kinds.stage_s.min()
     left, seconds = kinds.demand.layers, float(ends)
     # A stage with neither embeddings nor head holds the most.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -61,15 +63,23 @@ class DeviceProfile(_Node):
     devices: tuple[MeasuredDevice, ...] = Field(min_length=1)
     links: tuple[MeasuredLink, ...] = ()
 
+    @cached_property
+    def _devices(self) -> dict[str, MeasuredDevice]:
+        return {device.name: device for device in reversed(self.devices)}
+
+    @cached_property
+    def _links(self) -> dict[tuple[str, str], MeasuredLink]:
+        return {(link.source, link.target): link for link in reversed(self.links)}
+
     def device(self, name: str) -> MeasuredDevice:
         """The measured device of this name.
 
         Raises:
             ConfigError: it was not measured.
         """
-        for device in self.devices:
-            if device.name == name:
-                return device
+        device = self._devices.get(name)
+        if device is not None:
+            return device
         raise ConfigError(
             f"device {name!r} is not in the profile ({', '.join(d.name for d in self.devices)}): "
             "run loomserve profile devices again"
@@ -81,9 +91,9 @@ class DeviceProfile(_Node):
         Raises:
             ConfigError: the link was not measured.
         """
-        for link in self.links:
-            if (link.source, link.target) == (source, target):
-                return link.latency_s + nbytes / link.bytes_per_s
+        link = self._links.get((source, target))
+        if link is not None:
+            return link.latency_s + nbytes / link.bytes_per_s
         raise ConfigError(
             f"the link from {source!r} to {target!r} is not in the profile: "
             "run loomserve profile devices again"

@@ -42,6 +42,7 @@ from loomserve.platform.placement.policy.graph import (
     period_s,
 )
 from loomserve.platform.placement.policy.kinds import Kinds
+from loomserve.platform.placement.policy.shortlist import in_whole, largest, part, shortlist
 
 Mode = Literal["he", "lr", "balanced"]
 MODES: tuple[Mode, ...] = get_args(Mode)
@@ -51,6 +52,8 @@ SLACK = 0.02
 
 _MOST_WORK = 3e8
 """Additions of the dynamic programme, which take a second or two."""
+MOST_KINDS = 160
+"""Of more kinds of devices, the search is among a shortlist of so many."""
 _SAME = {exact: 1e-9, beam: 1e-3}
 """Periods that differ by no more than this share count as equal."""
 
@@ -82,6 +85,22 @@ def place(demand: Demand, graph: Graph, mode: Mode) -> Placement:
         DoesNotFitError: the devices' memory does not hold the model.
     """
     kinds = Kinds.of(demand, graph)
+    if len(kinds.members) <= MOST_KINDS:
+        return _placed(kinds, mode)
+    bound = bounds.least_period_s(kinds, kinds.most_stages)
+    for nodes in (shortlist(kinds, bound, MOST_KINDS), largest(kinds)):
+        try:
+            found = _placed(Kinds.of(demand, part(graph, nodes)), mode)
+        except DoesNotFitError:
+            continue
+        pipeline = in_whole(found.pipeline, nodes)
+        most_stages = len(pipeline) if mode == "he" else kinds.most_stages
+        least_period = bounds.least_period_s(kinds, most_stages)
+        return _placement(kinds, mode, pipeline, least_period, is_exact=False)
+    raise DoesNotFitError
+
+
+def _placed(kinds: Kinds, mode: Mode) -> Placement:
     search: ModuleType = exact if _work(kinds) <= _MOST_WORK else beam
     fewest = search.fewest_stages(kinds, np.inf)
     if fewest is None:
@@ -94,13 +113,20 @@ def place(demand: Demand, graph: Graph, mode: Mode) -> Placement:
         bound *= 1 + (SLACK if mode == "balanced" else 0.0)
     pipeline = search.quickest(kinds, bound, most_stages)
     assert pipeline is not None, "a bound that was kept can be kept again"
+    return _placement(kinds, mode, pipeline, least_period, is_exact=search is exact)
+
+
+def _placement(
+    kinds: Kinds, mode: Mode, pipeline: Pipeline, least_period: float, *, is_exact: bool
+) -> Placement:
+    demand, graph = kinds.demand, kinds.graph
     return Placement(
         mode=mode,
         pipeline=pipeline,
         busy_s=tuple(busy_s(demand, graph, pipeline)),
         period_s=period_s(demand, graph, pipeline),
         latency_s=latency_s(demand, graph, pipeline),
-        exact=search is exact,
+        exact=is_exact,
         least_period_s=least_period,
         least_latency_s=bounds.least_latency_s(kinds),
     )

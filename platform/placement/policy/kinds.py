@@ -8,7 +8,7 @@ states and not 2⁶⁴. If all devices differ, each kind is one device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -45,14 +45,18 @@ class Kinds:
     @classmethod
     def of(cls, demand: Demand, graph: Graph) -> Kinds:
         links = np.array(graph.links).reshape(len(graph.nodes), len(graph.nodes))
-        members: list[list[int]] = []
-        for node in range(len(graph.nodes)):
-            for kind in members:
-                if all(_exchangeable(graph, links, node, other) for other in kind):
+        alike: dict[tuple[float, ...], list[list[int]]] = {}
+        for node, each in enumerate(graph.nodes):
+            figures = (each.memory, each.layer_s, each.stage_s, each.first_s, each.last_s)
+            kinds = alike.setdefault(figures, [])
+            for kind in kinds:
+                # Whoever can be exchanged for one of a kind can be for all.
+                if _exchangeable(links, node, kind[0]):
                     kind.append(node)
                     break
             else:
-                members.append([node])
+                kinds.append([node])
+        members = sorted(kind for kinds in alike.values() for kind in kinds)
         return cls(demand, graph, tuple(map(tuple, members)))
 
     @cached_property
@@ -90,6 +94,13 @@ class Kinds:
         for place, kind in enumerate(self.members):
             between[place, place] = links[kind[0], kind[1]] if len(kind) > 1 else np.inf
         return between
+
+    @cached_property
+    def by_best_link(self) -> Kinds:
+        """The same, but that each kind has its best incoming link from all: a single row."""
+        found = replace(self)
+        vars(found)["links"] = self.links.min(axis=0, keepdims=True)
+        return found
 
     @cached_property
     def states(self) -> int:
@@ -140,13 +151,9 @@ class Kinds:
         )
 
 
-def _exchangeable(graph: Graph, links: Floats, a: int, b: int) -> bool:
-    one, other = graph.nodes[a], graph.nodes[b]
-    figures = ("memory", "layer_s", "stage_s", "first_s", "last_s")
-    if any(getattr(one, name) != getattr(other, name) for name in figures):
-        return False
-    swapped = np.arange(len(links))
-    swapped[[a, b]] = b, a
-    there = links[np.ix_(swapped, swapped)] == links
-    np.fill_diagonal(there, True)
-    return bool(there.all())
+def _exchangeable(links: Floats, a: int, b: int) -> bool:
+    """Whether both have the same links to and from all others, and between them."""
+    differ = links[a] != links[b]
+    differ |= links[:, a] != links[:, b]
+    differ[[a, b]] = False
+    return not differ.any() and bool(links[a, b] == links[b, a])
