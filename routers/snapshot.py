@@ -30,10 +30,6 @@ class RoutingStats(BaseModel):
         description="The moment at which it is told, by the monotonic clock of its other times.",
     )
 
-    def told(self, at: float) -> Self:
-        """The same, told again at this moment of the clock of its times."""
-        return self.model_copy(update={"told_at": at})
-
     def received(self, at: float) -> Self:
         """The same by the receiver's monotonic clock, which showed ``at`` when it was told."""
         load, later_s = self.load, at - self.told_at

@@ -60,10 +60,12 @@ class GatewayExecutor:
             _log.warning("the controller does not say what engines have free: %r", error)
             return None
         self._asked_s = now
+        # It errs by half of the way there and back at most.
+        told_at = (now + time.monotonic()) / 2
         self._models = {
             name: ServedModel(
                 model.max_model_len,
-                {replica.id: replica.stats for replica in model.replicas},
+                {replica.id: replica.stats.received(told_at) for replica in model.replicas},
                 model.predictor,
             )
             for name, model in answer.models.items()

@@ -63,7 +63,7 @@ class ServedModel:
     """A model of the platform; the lane admits each line to an engine that has room.
 
     Attributes:
-        engines: Loads of the engines that take requests, by id.
+        engines: Loads of the engines that take requests, by id; times are of this process's clock.
         predictor: Name of the predictor of its answers' lengths, if it has one.
     """
 

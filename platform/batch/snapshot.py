@@ -21,7 +21,7 @@ def engines(
     Args:
         known: Last heartbeats by id. Engines that only prefill count if there is no other.
         running: Lines with engines of any model, and lines that ended a moment ago.
-        now: monotonic seconds, as in load reports.
+        now: monotonic seconds of this process, as are the times of the heartbeats.
     """
     decoding = {name: stats for name, stats in known.items() if stats.role is not Role.PREFILL}
     lines = list(running)

@@ -64,7 +64,11 @@ class Fleet:
         self._drain_timeout_s = drain_timeout_s
 
     def report(self, heartbeat: Heartbeat, now: float) -> DesiredState:
-        """Take in a replica's heartbeat, and say what the replica shall be."""
+        """Take in a replica's heartbeat, and say what the replica shall be.
+
+        Its times are of the replica's clock; all that is kept is of the caller's.
+        """
+        heartbeat = heartbeat.received(now)
         if heartbeat.model.name not in self.registry:
             # Its model has just been unloaded.
             return DesiredState(draining=True, stop_timeout_s=0.0, role=heartbeat.stats.role)

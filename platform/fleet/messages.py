@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -172,6 +172,18 @@ class Heartbeat(_Message):
     def loans(self) -> tuple[LoanState, ...]:
         """Loans that the replica has borrowed."""
         return self.borrowing.loans if self.borrowing else ()
+
+    def received(self, at: float) -> Self:
+        """The same by the receiver's monotonic clock, which shows ``at``."""
+        stats, footprint, later_s = self.stats, self.footprint, at - self.stats.told_at
+        if footprint is not None:
+            footprint = footprint.model_copy(
+                update={
+                    "memory_measured_at": footprint.memory_measured_at + later_s,
+                    "ready_at": footprint.ready_at + later_s,
+                }
+            )
+        return self.model_copy(update={"stats": stats.received(at), "footprint": footprint})
 
 
 class LiveReplica(_Message):

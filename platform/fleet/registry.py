@@ -268,7 +268,11 @@ class Registry:
                 id=replica.id,
                 address=replica.heartbeat.address,
                 stats=replica.heartbeat.stats.model_copy(
-                    update={"role": record.role(replica.heartbeat), "draining": replica.stops}
+                    update={
+                        "role": record.role(replica.heartbeat),
+                        "draining": replica.stops,
+                        "told_at": now,
+                    }
                 ),
             )
             for replica in self.live(name, now)

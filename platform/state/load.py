@@ -53,9 +53,11 @@ class FootprintState(StateModel):
     memory_bytes: int | None = Field(
         description="Its processes' own memory, KV included; None on a GPU, where nobody measures."
     )
-    memory_measured_at: float = Field(description="Monotonic seconds of the machine.")
+    memory_measured_at: float = Field(description="Monotonic seconds of whoever holds this.")
     start_s: float = Field(description="Seconds from the start of the replica until it served.")
-    ready_at: float = Field(description="When it served, in monotonic seconds of the machine.")
+    ready_at: float = Field(
+        description="When it served, in monotonic seconds of whoever holds this."
+    )
 
 
 class ReplicaLoad(StateModel):
@@ -78,5 +80,5 @@ class ReplicaLoad(StateModel):
     )
     work: WorkState | None = Field(None, description="None for an engine that counts none.")
     measured_at: float = Field(
-        description="When it was measured, in monotonic seconds of the machine."
+        description="When it was measured, in monotonic seconds of whoever holds this."
     )

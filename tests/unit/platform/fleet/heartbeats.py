@@ -35,8 +35,8 @@ def report(replica: str = "r0", device: str = "core0", **changes: object) -> Hea
         "front_end": FRONT_END,
     }  # fmt: skip
     stats = {"load": load, "max_running": 8, "kv_capacity_tokens": 64, "draining": False,
-             "role": Role.UNIFIED}  # fmt: skip
-    stats |= {name: changes.pop(name) for name in ("draining", "role") if name in changes}
+             "role": Role.UNIFIED, "told_at": 0.0}  # fmt: skip
+    stats |= {name: changes.pop(name) for name in (*stats, "load") if name in changes}
     return Heartbeat(**{**values, **changes}, stats=RoutingStats(**stats))
 
 

@@ -64,7 +64,7 @@ def runner(tmp_path: Path) -> RebalancingRunner:
                 made_up.load(now - ago, 100 - ago),
                 made_up.footprint(memory_measured_at=now),
             )
-            fleet.report(said, now)
+            fleet.report(made_up.told(said, now), now)
             runner.observe(said)
     asyncio.run(runner._rebalancer.tick())
     return runner

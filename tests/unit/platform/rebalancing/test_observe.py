@@ -81,6 +81,11 @@ def with_(of: Heartbeat, measured: ReplicaLoad, made: FootprintState | None) -> 
     return of.model_copy(update={"stats": stats, "footprint": made})
 
 
+def told(of: Heartbeat, at_s: float) -> Heartbeat:
+    """Told at this time of its own clock, which the controller's shows, too."""
+    return of.model_copy(update={"stats": of.stats.model_copy(update={"told_at": at_s})})
+
+
 def seen(
     *reports: Heartbeat,
     profile: DeviceProfile | None = PROFILED,
@@ -97,7 +102,7 @@ def seen(
     for step in (0.0, seconds):
         for each in reports:
             measured = with_(each, load(NOW - seconds + step, step, **changes), made or footprint())
-            fleet.report(measured, step)
+            fleet.report(told(measured, step), step)
             sums = sums_of(measured)
             assert sums is not None
             rates.take(each.replica_id, *sums)
@@ -208,7 +213,7 @@ def test_of_a_models_replicas_one_is_the_newest_and_one_more_would_be_without_wo
         for ready, each in ((1.0, old), (2.0, report("r1", "core1"))):
             made = footprint(ready_at=ready)
             given = with_(each, load(NOW - 10 + at_s, at_s), made)
-            fleet.report(given, at_s)
+            fleet.report(told(given, at_s), at_s)
             rates.take(given.replica_id, *(sums_of(given) or (0, {})))
     fleet.registry.set_target("org/m", 2)
     whole = snapshot(
