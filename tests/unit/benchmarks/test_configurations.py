@@ -1,0 +1,52 @@
+"""Configurations that benchmarks write are such as the platform takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from benchmarks import batch_kill, continuation_platform, popularity, prefix
+from benchmarks.engine import BLOCK_TOKENS, block_bytes
+from loomserve.platform import config
+
+PORT = 18_999
+
+
+@pytest.mark.parametrize("kind", ["lending", "unified", "separated"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_both_models_of_a_fleet_can_hold_a_request(kind: str, dtype: str) -> None:
+    fleet = config.parse(yaml.safe_dump(popularity.config(kind, "demo", PORT, dtype)))
+    assert {model.name: model.replicas for model in fleet.models} == dict.fromkeys(
+        (popularity.NORTH, popularity.SOUTH), 1 if kind == "lending" else 2
+    )
+    assert all(
+        model.kv_cache_memory >= block_bytes(dtype) * popularity.CONTEXT // BLOCK_TOKENS
+        for model in fleet.models
+    )
+
+
+def test_only_one_arm_of_the_shared_prefixes_has_a_store(tmp_path: Path) -> None:
+    routers = {"store": {"policy": "load_aware"}, **prefix.OTHERS}
+    for name, router in routers.items():
+        prefix.arm(name, "demo", router, PORT, tmp_path)
+    arms = {name: config.parse((tmp_path / f"{name}.yaml").read_text()) for name in routers}
+    assert [name for name, arm in arms.items() if arm.kvstore] == ["store"]
+    assert {name: arm.models[0].router.policy for name, arm in arms.items()} == {
+        name: router["policy"] for name, router in routers.items()
+    }
+
+
+def test_the_batch_lane_that_is_killed_has_a_folder(tmp_path: Path) -> None:
+    served = config.parse(batch_kill.configuration(tmp_path, PORT).read_text())
+    assert served.batch is not None
+    assert served.server.port == PORT
+
+
+@pytest.mark.parametrize("batched_tokens", [None, 512])
+def test_each_engine_that_is_disturbed_can_hold_all_that_run(batched_tokens: int | None) -> None:
+    written = continuation_platform.configuration(PORT, 2048, 8 * 2048, batched_tokens)
+    served = config.parse(yaml.safe_dump(written))
+    assert served.models[0].replicas == 2
+    assert served.models[0].kv_cache_memory == served.kvstore.memory >= 256 * 2**20
