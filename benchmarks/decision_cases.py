@@ -1,0 +1,283 @@
+"""What ``benchmarks/decisions.py`` times: one case a process, of whatever tree is imported."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+from loomserve.deployments.gateway.replica_choice import ReplicaChoice
+from loomserve.platform.config import Router
+from loomserve.platform.config.rebalancing import Rebalancing
+from loomserve.platform.config.router import RoutingPolicy
+from loomserve.platform.front_end.routing import RoutingRequest
+from loomserve.platform.placement.policy.graph import Demand, DeviceNode, Graph
+from loomserve.platform.placement.policy.helr import MODES, place
+from loomserve.platform.rebalancing.policy.correction import Corrections
+from loomserve.platform.rebalancing.policy.heat import classify
+from loomserve.platform.rebalancing.policy.planner import propose
+from loomserve.platform.rebalancing.policy.snapshot import (
+    DeviceSnapshot,
+    EngineSnapshot,
+    Link,
+    ModelSnapshot,
+    MoveKind,
+    Snapshot,
+    utilisations,
+)
+from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.state import ReplicaLoad
+from loomserve.platform.state.roles import Role
+from loomserve.routers.block_keys import BLOCK_TOKENS
+from loomserve.routers.in_flight import InFlight
+from loomserve.routers.policies import load_aware
+from loomserve.routers.snapshot import RoutingStats
+
+try:
+    from loomserve.routers.table import ReplicaTable
+except ModuleNotFoundError:  # a tree that looks at each replica for each decision
+    ReplicaTable = None  # type: ignore[assignment,misc]
+
+GIB, MIB = 2**30, 2**20
+LIMIT, STALE_S = 1.6, 10.0
+PROMPTS, SHARED_BLOCKS, BLOCKS = 64, 8, 16
+"""Prompts are of 16 blocks, of which the first eight are one of 64 beginnings."""
+OPEN_PER_REPLICA = 4
+WARM_UP = 400
+
+
+class Fleet:
+    """Replicas that report once a second while a thousand requests a second are routed.
+
+    One of a hundred drains, and one request of ten has failed on a replica.
+    """
+
+    def __init__(self, replicas: int, policy: RoutingPolicy) -> None:
+        self._rng = random.Random(0)
+        self.ids = [f"{number:04x}-replica" for number in range(replicas)]
+        self.ledger = InFlight()
+        self.loads: dict[str, RoutingStats | None] = dict.fromkeys(self.ids)
+        kept: Any = self.loads
+        if ReplicaTable is not None:
+            kept = self.table = ReplicaTable(self.ledger, stale_after_s=STALE_S)
+            self.table.set_replicas(self.ids)
+        metrics = GatewayMetrics(CollectorRegistry())
+        metrics.set_models({"m": self.ids})
+        self.choice = ReplicaChoice("m", Router(policy=policy), self.ledger, metrics, kept)
+        for id_ in self.ids:
+            self._report(id_)
+        self._open: deque[tuple[RoutingRequest, str]] = deque()
+        self._due = 0.0
+
+    def report_those_due(self) -> None:
+        self._due += len(self.ids) / 1_000
+        while self._due >= 1:
+            self._due -= 1
+            self._report(self._rng.choice(self.ids))
+
+    def request(self) -> RoutingRequest:
+        rng = self._rng
+        prompt = rng.randrange(PROMPTS)
+        tokens = [*range(prompt, prompt + SHARED_BLOCKS * BLOCK_TOKENS)]
+        tokens += [rng.randrange(50_000)] * ((BLOCKS - SHARED_BLOCKS) * BLOCK_TOKENS)
+        candidates = frozenset(self.ids)
+        if rng.random() < 0.1:
+            candidates -= {rng.choice(self.ids)}
+        return RoutingRequest("id", "id", tokens, 256, candidates)
+
+    def decide(self, request: RoutingRequest) -> float:
+        """Seconds of a decision; the request stays until so many others have come."""
+        begin = time.perf_counter()
+        chosen = self.choice.choose(request)
+        took_s = time.perf_counter() - begin
+        assert chosen is not None
+        self._open.append((request, chosen))
+        if len(self._open) > OPEN_PER_REPLICA * len(self.ids):
+            self.choice.left(*self._open.popleft())
+        return took_s
+
+    def _report(self, id_: str) -> None:
+        rng, number = self._rng, self.ids.index(id_)
+        load = ReplicaLoad(
+            running=rng.randrange(64),
+            waiting=0,
+            kv_cache_usage=rng.random(),
+            step_time_s=0.02,
+            measured_at=time.monotonic(),
+        )
+        stats = RoutingStats(
+            load=load,
+            max_running=64,
+            kv_capacity_tokens=200_000,
+            draining=number % 100 == 99,
+            role=Role.UNIFIED,
+        )
+        if ReplicaTable is None:
+            self.loads[id_] = stats
+        else:
+            self.table.report(id_, stats)
+
+
+def decisions(replicas: int, policy: RoutingPolicy, most: int, most_s: float) -> list[float]:
+    """Microseconds of decisions, from a request with its tokens to its booking."""
+    fleet = Fleet(replicas, policy)
+    took, end = [], time.monotonic() + most_s
+    for number in range(most + WARM_UP):
+        fleet.report_those_due()
+        took.append(1e6 * fleet.decide(fleet.request()))
+        if number > 2 * WARM_UP and time.monotonic() > end:
+            break
+    return took[WARM_UP:]
+
+
+def picks(replicas: int, most: int) -> list[float]:
+    """Microseconds in which load_aware filters and picks."""
+    fleet = Fleet(replicas, "load_aware")
+    pick = _pick_of(fleet)
+    took = []
+    for _ in range(most):
+        begin = time.perf_counter()
+        pick()
+        took.append(1e6 * (time.perf_counter() - begin))
+    return took
+
+
+def _pick_of(fleet: Fleet) -> Callable[[], object]:
+    rule: Any = partial(load_aware.pick, load_limit=LIMIT)
+    if ReplicaTable is not None:
+        table = fleet.table
+        return lambda: rule(table.candidates(exclude=frozenset(), now=time.monotonic()))
+    decision: Any = import_module("loomserve.routers.decision")
+    snapshot: Any = import_module("loomserve.routers.snapshot")
+    replicas = [snapshot.snapshot(id_, fleet.loads[id_], fleet.ledger) for id_ in fleet.ids]
+    filtered = partial(decision.candidates, replicas, exclude=frozenset(), stale_after_s=STALE_S)
+    return lambda: rule(filtered(now=time.monotonic()))
+
+
+def fleet_of_devices(devices: int, a_node: int) -> Snapshot:
+    """A device has an engine of a model of its own, with any load; links are within a node."""
+    rng = random.Random(0)
+    names = [f"d{at}" for at in range(devices)]
+    engines = []
+    for name in names:
+        compute, used = rng.uniform(0.02, 1.2), rng.uniform(0, 0.85)
+        engines.append(
+            EngineSnapshot(
+                id=f"m-{name}",
+                model=f"m-{name}",
+                device=name,
+                prefill=0.2 * compute,
+                attention=0.5 * compute,
+                linear=0.3 * compute,
+                kv_bytes=GIB,
+                kv_used_bytes=int(used * GIB),
+                kv_growth=2.0 * MIB,
+                lend_bytes=GIB,
+                borrow_bytes=GIB,
+                layers=30,
+                layer_bytes=8 * MIB,
+                heads=4,
+                tpot_s=0.05,
+                sync_s=0.002,
+                movable=frozenset(MoveKind),
+                measured_at_s=0.0,
+            )
+        )
+    return Snapshot(
+        at_s=0.0,
+        devices=tuple(
+            DeviceSnapshot(
+                name=name,
+                node=f"n{at // a_node}",
+                memory_bytes=4 * GIB,
+                allocated_bytes=2 * GIB,
+                measured_at_s=0.0,
+            )
+            for at, name in enumerate(names)
+        ),
+        models=tuple(
+            ModelSnapshot(name=each.model, devices=(), replicas=1, replica_bytes=GIB)
+            for each in engines
+        ),
+        engines=tuple(engines),
+        links=tuple(
+            Link(source=a, target=b, bytes_per_s=2e9, latency_s=1e-5, measured_at_s=0.0)
+            for node in range(0, devices, a_node)
+            for a in names[node : node + a_node]
+            for b in names[node : node + a_node]
+            if a != b
+        ),
+    )
+
+
+def proposing(devices: int, a_node: int, least_gain: float) -> dict[str, Any]:
+    """Seconds of a plan, and the plan as a digest; with a gain of 2 nothing passes."""
+    options = Rebalancing(confirm_periods=1, settle_s=0.0, least_gain=least_gain)
+    snapshot = fleet_of_devices(devices, a_node)
+    begin = time.perf_counter()
+    heat = classify({}, utilisations(snapshot), options)
+    proposal = propose(snapshot, heat, Corrections(), options)
+    took_s = time.perf_counter() - begin
+    chosen = [each.action.model_dump(mode="json") for each in proposal.chosen]
+    return {"s": took_s, "actions": len(chosen), "digest": _digest(chosen)}
+
+
+def graph(devices: int, *, alike: bool) -> Graph:
+    """Machines of eight; ``alike``: the devices of a machine are, else no two are of one speed."""
+    rng = random.Random(0)
+    types = ((40e9, 1e-3), (24e9, 2e-3), (80e9, 0.6e-3), (16e9, 3e-3))
+    nodes = []
+    for at in range(devices):
+        memory, layer_s = types[at // 8 % len(types)]
+        off = 1.0 if alike else rng.uniform(0.97, 1.03)
+        nodes.append(DeviceNode(f"d{at}", memory, layer_s * off, 1e-4, 1e-4, 5e-4))
+    return Graph(
+        tuple(nodes),
+        tuple(
+            tuple(0.0 if a == b else 2e-5 if a // 8 == b // 8 else 2e-4 for b in range(devices))
+            for a in range(devices)
+        ),
+    )
+
+
+def placing(devices: int, alike: bool) -> dict[str, Any]:
+    """Seconds until 80 layers of 140 GB are placed, by mode, and the maps as a digest."""
+    demand = Demand(80, 140e9 / 80, stage_bytes=5e8, first_bytes=1e9, last_bytes=1e9)
+    over = graph(devices, alike=alike)
+    took, maps = {}, []
+    for mode in MODES:
+        begin = time.perf_counter()
+        placement = place(demand, over, mode)
+        took[mode] = time.perf_counter() - begin
+        maps.append([(stage.node, stage.layers) for stage in placement.pipeline])
+    return {"s": took, "digest": _digest(maps)}
+
+
+def _digest(value: object) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+
+
+CASES: dict[str, Callable[..., Any]] = {
+    "decisions": decisions,
+    "picks": picks,
+    "propose": proposing,
+    "helr": placing,
+}
+
+
+def main() -> None:
+    name, given = sys.argv[1], json.loads(sys.argv[2])
+    print(json.dumps(CASES[name](**given)))
+
+
+if __name__ == "__main__":
+    main()
