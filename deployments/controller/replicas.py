@@ -13,6 +13,8 @@ from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import EngineSpec, devices_with_replicas
 from loomserve.platform.fleet.places import places
 
+_DELETING = "DELETING"
+
 
 class ModelReplicas:
     """Compares what Serve has of a model with what is wished, and has it do what is missing."""
@@ -61,6 +63,11 @@ class ModelReplicas:
                 return  # it was unloaded meanwhile
             model = self._fleet.registry.record(name).model
             there = devices_with_replicas(name, await self._apps.statuses())
+            leaving = {device for device, app in there.items() if app.status == _DELETING}
+            if leaving:
+                # An earlier controller has begun it; until it is done none can come there.
+                await self._apps.delete(name, leaving)
+                there = {device: app for device, app in there.items() if device not in leaving}
             wanted = self._wanted(model, target, there)
             missing = tuple(device for device in wanted if device not in there)
             if missing:

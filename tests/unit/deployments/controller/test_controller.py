@@ -42,6 +42,7 @@ class FakeServe:
 
     def __init__(self) -> None:
         self.apps: set[str] = set()
+        self.deleting: set[str] = set()
         self.up: set[str] = {LOCAL_NODE}
         self.failing: list[Exception] = []
         self.hangs = False
@@ -60,7 +61,9 @@ class FakeServe:
 
     async def deploy(self, spec: EngineSpec, devices: Sequence[str], base: str) -> str | None:
         await self._answer()
-        self.apps.update(replica_app(spec.model.name, device) for device in devices)
+        new = {replica_app(spec.model.name, device) for device in devices}
+        assert not new & self.deleting, "Serve would delete them all the same"
+        self.apps |= new
         return None
 
     def stop_deploying(self, name: str) -> None:
@@ -69,10 +72,15 @@ class FakeServe:
     async def delete(self, name: str, devices: Collection[str]) -> None:
         self.deletes += 1
         await self._answer()
-        self.apps.difference_update(replica_app(name, device) for device in devices)
+        gone = {replica_app(name, device) for device in devices}
+        self.apps -= gone
+        self.deleting -= gone
 
     async def statuses(self) -> Mapping[str, Any]:
-        return {app: SimpleNamespace(status="RUNNING") for app in self.apps}
+        return {
+            app: SimpleNamespace(status="DELETING" if app in self.deleting else "RUNNING")
+            for app in self.apps
+        }
 
     async def nodes(self) -> Collection[str]:
         return self.up
@@ -256,6 +264,21 @@ def served_since(ready_at: float) -> FootprintState:
         start_s=1,
         ready_at=ready_at,
     )
+
+
+def test_a_replica_that_is_being_ended_as_a_controller_dies_is_started_again(
+    serve: FakeServe,
+) -> None:
+    async def scenario() -> None:
+        async with controlled(first=True) as one:
+            await told(one.scale(COLD.name, 2))
+            await until(lambda: len(serve.devices(COLD.name)) == 2)
+        serve.deleting.add(replica_app(COLD.name, "core1"))
+        async with controlled():
+            await until(lambda: not serve.deleting)
+            await until(lambda: len(serve.devices(COLD.name)) == 2)
+
+    asyncio.run(scenario())
 
 
 def test_the_newest_replica_ends_where_there_are_too_many(serve: FakeServe) -> None:
