@@ -14,11 +14,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from loomserve.kvstore.peers.members import Member
 from loomserve.kvstore.server.actor import ACTOR_NAME, NodeStoreActor
 from loomserve.kvstore.server.options import StorePlan
+from loomserve.platform.base.errors import StartError
 
 _log = logging.getLogger("ray.serve")
 
 _NAMESPACE = "loomserve"
 _ANSWER_S = 5.0
+_RETRY_S = 0.5
 FOLLOW_PERIOD_S = 1.0
 """Seconds between looks at which nodes there are."""
 
@@ -114,6 +116,33 @@ class NodeStores:
             if self._problems.get(node) != problem:
                 self._problems[node] = problem
                 _log.error("the KV store of node %s cannot start: %s", node, problem)
+
+
+def start_node_stores(plan: StorePlan, token: str, timeout_s: float = 60.0) -> None:
+    """Start a store on each node that is up, before engines are, which map its memory.
+
+    Raises:
+        StartError: one cannot start, or not in time; the message says on which node.
+    """
+
+    async def start() -> None:
+        stores = NodeStores(plan, token)
+        async with asyncio.timeout(timeout_s):
+            await stores.follow()
+            while len(await stores.members()) < len(living_places()):
+                if problems := await stores.problems():
+                    node, problem = next(iter(problems.items()))
+                    raise StartError(f"the KV store of node {node} cannot start: {problem}")
+                await asyncio.sleep(_RETRY_S)
+            # Each knows all others from the beginning.
+            await stores.follow()
+
+    try:
+        asyncio.run(start())
+    except TimeoutError:
+        raise StartError(
+            f"the KV stores of all nodes were not there after {timeout_s:.0f} s"
+        ) from None
 
 
 async def stop_node_stores(timeout_s: float) -> None:

@@ -93,6 +93,16 @@ class StorePlan(BaseModel):
         )
 
 
+def on_this_node(kv_transfer_config: dict[str, Any], node: str) -> dict[str, Any]:
+    """An engine's ``kv_transfer_config`` that another node made, as it is on this one.
+
+    Arena and socket have the same paths for the same user and port; digests are the node's own.
+    """
+    extra = kv_transfer_config["kv_connector_extra_config"]
+    own = {"node": node, "digests": str(cache_folder() / "digests")}
+    return {**kv_transfer_config, "kv_connector_extra_config": {**extra, **own}}
+
+
 def arena_path(port: int) -> Path:
     """Path of the arena in shared memory, in a folder of the user and the platform on ``port``."""
     return Path(f"/dev/shm/loomserve-{os.getuid()}/{port}/arena")

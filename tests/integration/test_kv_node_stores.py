@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,10 @@ import psutil
 import pytest
 
 from loomserve.kvstore.peers.members import Member
+from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.options import StorePlan, arena_path
+from loomserve.kvstore.server.protocol import Inspect, StoreUsage
+from loomserve.platform.base.errors import StartError
 from tests.e2e.conftest import free_port
 
 pytestmark = pytest.mark.timeout(240)
@@ -40,6 +44,11 @@ def plan() -> StorePlan:
     return StorePlan(port=free_port(), memory=64 * 2**20)
 
 
+def usage_of(address: str) -> StoreUsage:
+    with closing(StoreClient(address, timeout_ms=5000)) as client:
+        return client.ask(Inspect(), StoreUsage)
+
+
 async def within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> None:
     until = time.monotonic() + seconds
     while not await holds():
@@ -63,6 +72,10 @@ def test_each_node_gets_a_store_that_outlives_who_started_it(ray_: Any) -> None:
         await stores.follow()
         (member,) = await stores.members()
         assert (member.node, member.address.host) == (node, "127.0.0.1")
+        options = asked.here(node)
+        usage = await asyncio.to_thread(usage_of, options.address)
+        assert usage.network is not None
+        assert (usage.network.node, usage.network.peers) == (node, [])
         assert await stores.problems() == {}
         # A controller that was started anew finds it.
         again = NodeStores(asked, "token")
@@ -90,8 +103,8 @@ def test_each_node_gets_a_store_that_outlives_who_started_it(ray_: Any) -> None:
 
 def test_a_store_that_cannot_start_says_why(ray_: Any, tmp_path: Path) -> None:
     from loomserve.deployments.kvstore.node_stores import (
-        NodeStores,
         living_places,
+        start_node_stores,
         stop_node_stores,
     )
 
@@ -100,12 +113,18 @@ def test_a_store_that_cannot_start_says_why(ray_: Any, tmp_path: Path) -> None:
     asked = plan().model_copy(update={"ssd": 2**30, "ssd_folder": tmp_path / "foreign"})
     (node,) = living_places()
 
-    async def play() -> None:
-        stores = NodeStores(asked, "token")
-        await stores.follow()
-        said = await stores.problems()
-        assert "holds something else than KV blocks" in said[node]
-        assert list(await stores.members()) == []
-        await stop_node_stores(10.0)
+    try:
+        with pytest.raises(StartError, match=f"node {node} cannot start: .* something else than"):
+            start_node_stores(asked, "token")
+    finally:
+        asyncio.run(stop_node_stores(10.0))
 
-    asyncio.run(play())
+
+def test_stores_are_there_before_engines_are(ray_: Any) -> None:
+    from loomserve.deployments.kvstore.node_stores import start_node_stores, stop_node_stores
+
+    asked = plan()
+    start_node_stores(asked, "token")
+    assert usage_of(asked.here().address).capacity_bytes == 64 * 2**20
+    asyncio.run(stop_node_stores(30.0))
+    assert not arena_path(asked.port).exists()
