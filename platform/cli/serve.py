@@ -37,8 +37,8 @@ from loomserve.platform.cli.own_server import (
 from loomserve.platform.config import Config
 from loomserve.platform.devices.compiler import check_compiler
 from loomserve.platform.devices.memory import (
-    NODE_BYTES,
     NodeMemory,
+    node_bytes,
     plan_on_nodes,
     plan_replicas,
     platform_bytes,
@@ -197,7 +197,8 @@ def _plan_on_nodes(config: Config, base: Path, say: Say) -> dict[str, int]:
     store = config.kvstore.memory if config.kvstore else 0
     # What there is but once runs where the command does.
     once = platform_bytes(config.server.front_ends) + check_offline_models(config, base, say)
-    taken = {name: once if name == own_node() else NODE_BYTES for name in reports}
+    elsewhere = node_bytes(config.server.front_ends if config.has_gateways_on_each_node else 0)
+    taken = {name: once if name == own_node() else elsewhere for name in reports}
     return plan_on_nodes(
         config.models,
         {model: size for report in reports.values() for model, size in report.weights.items()},

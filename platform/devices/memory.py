@@ -19,7 +19,7 @@ OFFLINE_BYTES = 1.0 * 2**30
 PLATFORM_BYTES = 2 * 2**30
 # Ray's own processes on a node that has nothing but engines.
 NODE_BYTES = 0.5 * 2**30
-# Each further process that takes requests.
+# Each process that takes requests, beside the first on the node with the controller.
 FRONT_END_BYTES = 0.75 * 2**30
 
 
@@ -68,6 +68,11 @@ def plan_replicas(
 def platform_bytes(front_ends: int) -> float:
     """Memory of Ray, of what there is but once, and of so many front ends."""
     return PLATFORM_BYTES + (front_ends - 1) * FRONT_END_BYTES
+
+
+def node_bytes(front_ends: int) -> float:
+    """Memory of Ray on any other node, and of so many front ends."""
+    return NODE_BYTES + front_ends * FRONT_END_BYTES
 
 
 @dataclass(frozen=True)
