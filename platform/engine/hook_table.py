@@ -701,6 +701,13 @@ TABLE: tuple[Hook, ...] = (
         "platform/front_end/engine/open_requests.py",
     ),
     Hook(
+        "vllm.v1.engine:EngineCoreRequest",
+        ("arrival_time", "sampling_params"),
+        HookKind.WRITE,
+        "On its way to an engine, a request has ages in the place of times.",
+        "platform/engine/resumption/travelling_times.py",
+    ),
+    Hook(
         "vllm.v1.engine:EngineCoreOutput",
         (
             "request_id",

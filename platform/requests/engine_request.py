@@ -235,7 +235,7 @@ class EngineRequest:
         stays as it is.
 
         Args:
-            deadline: when the client wants the whole answer, Unix seconds.
+            deadline: when the client wants the whole answer, monotonic seconds.
             expected: predicted length of the answer.
             background: serve it after all requests that are not in the background.
         """

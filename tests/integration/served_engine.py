@@ -22,6 +22,7 @@ from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.host import EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
 from loomserve.platform.engine.resumption.tokens import RESUMED
+from loomserve.platform.engine.resumption.travelling_times import by_age
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from loomserve.platform.state.told_load import ToldLoad, load_of
@@ -187,7 +188,7 @@ class BareFrontEnd:
             client_index=7,
         )
         self.streams[name] = Stream()
-        frames = [EngineCoreRequestType.ADD.value, *self._encoder.encode(request)]
+        frames = [EngineCoreRequestType.ADD.value, *self._encoder.encode(by_age(request))]
         self.input.send_multipart(frames, copy=False)
         return name
 

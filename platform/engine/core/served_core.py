@@ -32,6 +32,7 @@ from loomserve.platform.engine.core.output_sender import FrontEndLimits, OutputS
 from loomserve.platform.engine.core.request_receiver import RequestReceiver, input_router
 from loomserve.platform.engine.core.waking_queue import WakingQueue
 from loomserve.platform.engine.resumption.tokens import check_resumed
+from loomserve.platform.engine.resumption.travelling_times import by_own_clocks
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.scheduling.policy.leaving import leaving
 from loomserve.platform.state.told_load import LoadBook
@@ -217,7 +218,8 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
     def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Request, int]:
         # What raises here is answered to the request; in the scheduler it would end the engine.
         check_resumed(request, self.vllm_config.model_config)
-        made: tuple[Request, int] = super().preprocess_add_request(request)
+        timed = by_own_clocks(request)
+        made: tuple[Request, int] = super().preprocess_add_request(timed)
         return made
 
     def add_request(self, request: Request, request_wave: int = 0) -> None:

@@ -15,6 +15,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.disaggregation.engine.handoff import take_holder
 from loomserve.platform.disaggregation.policy.prompts import PromptPlace
+from loomserve.platform.engine.resumption.travelling_times import by_age
 from loomserve.platform.front_end.engine.handoffs import Handoffs, only_first
 from loomserve.platform.front_end.engine.lost_requests import (
     LostRequestError,
@@ -158,7 +159,7 @@ class RequestBook:
         """More of the input of a streamed request, or its end."""
         one.request = request
         replica = self._replicas.get(one.replica_id or "")
-        if replica is None or not replica.add(one, self._encoder.encode(request)):
+        if replica is None or not replica.add(one, self._encoder.encode(by_age(request))):
             self._fail(one, Fate.END_TOO_OFTEN)
 
     def _decide(self, one: OpenRequest, lost: Loss | None) -> None:
@@ -234,7 +235,7 @@ class RequestBook:
 
     def _send(self, one: OpenRequest, chosen: ChosenReplica) -> bool:
         replica = self._replicas[chosen.replica_id]
-        if not replica.add(one, self._encoder.encode(one.to_send())):
+        if not replica.add(one, self._encoder.encode(by_age(one.to_send()))):
             self._left(chosen.routing, replica.id)
             return False
         one.replica_id, one.routing, one.waiting_since = replica.id, chosen.routing, None

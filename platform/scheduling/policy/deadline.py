@@ -9,7 +9,8 @@ from typing import Any
 DEADLINE = "loomserve_deadline"
 """Key of the deadline in vLLM's ``vllm_xargs`` and ``SamplingParams.extra_args``.
 
-It is in seconds of CLOCK_MONOTONIC, which is one for all processes of a machine and takes no steps.
+It is in monotonic seconds of the machine that has the request, a clock that takes no steps; on its
+way to an engine a request has the seconds that are left.
 """
 
 
