@@ -29,7 +29,7 @@ class TwoGateways:
     def __init__(self, running: Cluster) -> None:
         config = running.config()
         config["cluster"]["gateways"] = "each_node"
-        config["server"]["host"] = "0.0.0.0"
+        config["server"] |= {"host": "0.0.0.0", "drain_timeout_s": 60}
         self.limited, limited = new_key()
         self.narrow, narrow = new_key()
         config["server"]["api_keys"] += [
@@ -164,7 +164,7 @@ def test_a_node_that_is_drained_is_left_and_its_gateway_says_so(two: TwoGateways
         for thread in threads:
             thread.join(180)
         assert texts == dict.fromkeys(range(4), whole)
-        until(lambda: two.node_states()["two"]["status"] == "drained", 60)
+        until(lambda: two.node_states()["two"]["status"] == "drained", 120)
         print(f"drained after {time.monotonic() - began:.0f} s")
         assert text(completion(one, 7, TOKENS)) == whole
         assert admin.request("DELETE", "/admin/v1/nodes/two/drain").status_code == 200
