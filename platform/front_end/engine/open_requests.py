@@ -185,7 +185,7 @@ class OpenRequest:
         if lost is Loss.MOVED and self.replica_id is not None:
             # Only where that evens out loads: it is well where it is.
             usable &= {self.wanted_at or ""}
-        return usable - {self.replica_id or ""}
+        return usable if self.replica_id is None else usable - {self.replica_id}
 
     def take(self, output: EngineCoreOutput, now: float) -> float | None:
         """Note an engine's output, and make it one of the whole request.

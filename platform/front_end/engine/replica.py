@@ -77,7 +77,15 @@ class ConnectedReplica:
 
     def usable(self, now: float, bounds: ContinuationBounds) -> bool:
         """Whether it may get requests."""
-        return self.facts is not None and self.loss(now, bounds) is None
+        if self.facts is None:
+            return False
+        # Each choice of a replica asks all of them, and nearly all are well.
+        is_well = (
+            not self.draining
+            and now - self._heard_at <= bounds.silence_s
+            and now - self._stepped_at <= bounds.hang_s
+        )
+        return is_well or self.loss(now, bounds) is None
 
     def loss(self, now: float, bounds: ContinuationBounds) -> Loss | None:
         """Why its requests have to leave it, if they have to."""
