@@ -247,13 +247,20 @@ def directory_run(lookups: int) -> dict[str, float]:
     chains = [
         chain(source, DIRECTORY_CHAIN) for _ in range(DIRECTORY_BLOCKS // DIRECTORY_CHAIN // 3)
     ]
-    contents: list[list[Change]] = [[] for _ in range(DIRECTORY_NODES)]
-    while sum(len(change.keys) for of in contents for change in of) < DIRECTORY_BLOCKS * KEY_BYTES:
+    # By node, how many blocks it has of which chain.
+    held: list[dict[int, int]] = [{} for _ in range(DIRECTORY_NODES)]
+    missing = DIRECTORY_BLOCKS
+    while missing > 0:
+        of, at = source.choice(held), source.randrange(len(chains))
         blocks = source.randint(1, DIRECTORY_CHAIN)
-        keys = source.choice(chains)[: blocks * KEY_BYTES]
-        contents[source.randrange(DIRECTORY_NODES)].append(Change(SPACE, Tier.MEMORY, keys))
-    for number, changes in enumerate(contents):
-        directory.take_contents(f"n{number}", 1, 0, changes)
+        missing -= max(0, blocks - of.get(at, 0))
+        of[at] = max(blocks, of.get(at, 0))
+    for number, of in enumerate(held):
+        contents = [
+            Change(SPACE, Tier.MEMORY, chains[at][: blocks * KEY_BYTES])
+            for at, blocks in of.items()
+        ]
+        directory.take_contents(f"n{number}", 1, 0, contents)
     took_us = []
     begin = time.perf_counter()
     for _ in range(lookups):
