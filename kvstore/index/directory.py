@@ -58,7 +58,7 @@ class Directory:
     def heard(self, node: str) -> tuple[int, int]:
         """Epoch and number of the last message that was taken in; zeros: none was."""
         known = self._nodes.get(node)
-        return (known.epoch, known.seq) if known else (0, 0)
+        return (known.epoch, known.seq) if known is not None else (0, 0)
 
     def begin(self, node: str, epoch: int, seq: int) -> None:
         """All contents of a node follow, as of its message ``seq``: what was known is forgotten."""
@@ -127,7 +127,7 @@ class Directory:
         known = self._nodes.get(node)
         return {
             (namespace, key): tier
-            for namespace, blocks in (known.blocks if known else {}).items()
+            for namespace, blocks in (known.blocks if known is not None else {}).items()
             for key, tier in blocks.items()
         }
 

@@ -235,6 +235,14 @@ def test_only_the_next_message_is_taken_in(epoch: int, seq: int, taken: bool, ga
     assert directory.apply("m", 1, 1, []) is False, "of a node that was never heard"
 
 
+def test_a_node_that_has_nothing_was_heard_all_the_same() -> None:
+    directory = Directory(10)
+    directory.begin("n", 7, 3)
+    assert directory.heard("n") == (7, 3)
+    assert directory.apply("n", 7, 4, [])
+    assert directory.heard("n") == (7, 4)
+
+
 def test_it_is_bounded_and_takes_more_when_there_is_room() -> None:
     directory = Directory(5)
     directory.begin("n", 1, 0)
