@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 
+# A request is booked so long before it is sent, at most.
+_BOOKED_BEFORE_S = 0.005
+
 
 class SendTimes:
     """When a front end sent requests to an engine, as far as that has not counted them.
 
     Requests arrive in the order in which they were sent. So of an engine that has counted ``n`` the
-    load holds what was booked here until the ``n``-th was sent, and nothing later. All times are of
-    the front end's own clock.
+    load holds what was booked here until the one after the ``n``-th was, and nothing later. All
+    times are of the front end's own clock.
     """
 
     def __init__(self) -> None:
@@ -26,7 +29,10 @@ class SendTimes:
         """Until when what was booked is in a load that comes ``now`` and counts so many."""
         while self._uncounted and self._sent - len(self._uncounted) < requests:
             self._counted_at = self._uncounted.popleft()
-        return self._counted_at if self._uncounted else now
+        if not self._uncounted:
+            return now
+        # As late as can be: a load of long ago counts for nothing.
+        return max(self._counted_at, self._uncounted[0] - _BOOKED_BEFORE_S)
 
     def begin_anew(self) -> None:
         """The engine counts from the beginning."""
