@@ -20,7 +20,7 @@ from loomserve.platform.fleet.admin import (
     build_nodes_router,
     build_replicas_router,
 )
-from loomserve.platform.http.ingress import exception_handlers, respond
+from loomserve.platform.http.ingress import exception_handlers
 from loomserve.platform.lending.admin import build_lending_router
 from loomserve.platform.rebalancing.admin import build_plans_router
 
@@ -47,7 +47,9 @@ def build_admin_api(controller: DeploymentHandle, *others: APIRouter) -> FastAPI
                 "the controller is restarting; requests are still served, try again shortly",
                 retry_after_s=5,
             ) from None
-        return respond(reply)
+        if reply.error is not None:
+            raise reply.error
+        return reply.value
 
     for build in (
         build_models_router,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -16,7 +17,8 @@ from starlette.types import Receive
 from loomserve.deployments.gateway.admin import build_admin_api
 from loomserve.deployments.kvstore.admin import build_kv_router
 from loomserve.platform.access.keys import hash_key
-from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.base.errors import Conflict, Unavailable
+from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.admin import build_batch_router
 from loomserve.platform.config import Server
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
@@ -39,19 +41,30 @@ async def _pin(path: str, body: Any, tenant: str | None, receive: Receive) -> tu
     raise AssertionError("nothing is pinned here")
 
 
-class Away:
+async def _refuse(*_: Any) -> Reply[Any]:
+    return Reply(error=Conflict("the controller refuses this"))
+
+
+class Controller:
     """Takes the place of the controller's handle."""
 
+    def __init__(self, remote: Callable[..., Awaitable[Any]]) -> None:
+        self._remote = remote
+
     def __getattr__(self, method: str) -> Any:
-        return type("Method", (), {"remote": staticmethod(_away)})
+        return type("Method", (), {"remote": staticmethod(self._remote)})
+
+
+def built(remote: Callable[..., Awaitable[Any]]) -> FastAPI:
+    controller: Any = Controller(remote)
+    return build_admin_api(
+        controller, build_kv_router(None, tuple, _pin), build_batch_router(_away)
+    )
 
 
 @pytest.fixture(scope="module", name="api")
 def admin_api() -> FastAPI:
-    controller: Any = Away()
-    return build_admin_api(
-        controller, build_kv_router(None, tuple, _pin), build_batch_router(_away)
-    )
+    return built(_away)
 
 
 def statuses(api: FastAPI, server: dict[str, Any], headers: dict[str, str]) -> dict[str, int]:
@@ -96,6 +109,12 @@ def test_no_route_answers_without_the_token(
 @pytest.mark.parametrize("server", SERVERS.values(), ids=SERVERS)
 def test_with_the_token_each_route_answers(api: FastAPI, server: dict[str, Any]) -> None:
     assert not {401, 403} & set(statuses(api, server, TOKEN).values())
+
+
+def test_what_the_controller_refuses_is_answered_as_it_says() -> None:
+    found = statuses(built(_refuse), {}, TOKEN)
+    assert list(found.values()).count(409) > 13
+    assert 500 not in found.values()
 
 
 def test_the_description_says_how_to_give_the_token(api: FastAPI) -> None:
