@@ -174,6 +174,8 @@ def test_another_engine_goes_on_after_a_prompt_without_computing_any_of_it(
     assert rest.tokens == whole[1:]
     # A prompt of less than a block is not worth it.
     assert rest.cached == (tokens if tokens > BLOCK_TOKENS else 0)
+    # Who went on has left the end of its answer in the place of the prompt's.
+    engine.answer([text], tokens=1, kv_transfer={HANDS_OVER: True})
     engine.forget()
     # Where it draws the first token itself, it computes the prompt's last.
     again = engine.answer([text], tokens=12, kv_transfer=handed_over)[0]

@@ -65,13 +65,13 @@ def test_each_node_gets_a_store_that_outlives_who_started_it(ray_: Any) -> None:
     )
 
     asked = plan()
-    (node,) = living_places()
+    ((node, place),) = living_places().items()
 
     async def play() -> None:
         stores = NodeStores(asked, "token")
         await stores.follow()
         (member,) = await stores.members()
-        assert (member.node, member.address.host) == (node, "127.0.0.1")
+        assert (member.node, member.address.host) == (node, place.host)
         options = asked.here(node)
         usage = await asyncio.to_thread(usage_of, options.address)
         assert usage.network is not None

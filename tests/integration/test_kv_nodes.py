@@ -153,7 +153,7 @@ def test_a_prompt_that_one_node_computed_is_loaded_on_the_other(nodes: Nodes) ->
     text = prompt(1, 800)
     first = nodes.first.answer([text])[0]
     assert first.cached == 0
-    nodes.known(24)
+    nodes.known(25)
     before = nodes.usage()
     there = nodes.second.answer([text])[0]
     assert (there.cached, there.tokens) == (768, first.tokens)
@@ -197,7 +197,7 @@ def test_a_prompt_is_handed_over_to_another_node_to_its_last_token(
 def test_a_block_that_was_damaged_at_its_holder_is_computed_again(nodes: Nodes) -> None:
     text = prompt(40, 800)
     first = nodes.first.answer([text])[0]
-    nodes.known(24)
+    nodes.known(25)
     arena = Arena.attach(nodes.first.options.arena)
     everything = arena.view(0, arena.capacity_bytes)
     everything[2**16 :: 4096] ^= np.uint8(255)
