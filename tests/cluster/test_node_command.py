@@ -40,9 +40,15 @@ def test_a_raylet_that_ends_is_started_again_and_what_it_had_ends(two_nodes: Clu
     (raylet,) = called(worker, "raylet/raylet")
     raylet.kill()
     worker.until_up()
-    kept = {process.pid for process in called(worker, "loomserve node")}
+    # The command itself, and what watches over its folder.
+    own = (*called(worker, "loomserve node"), *called(worker, "loomserve.platform.run.guard"))
+    kept = {process.pid for process in own}
     left = [one for one in before if one.pid not in kept and one.is_running()]
-    until(lambda: not any(one.is_running() for one in left), END_S)
+    until(
+        lambda: not any(one.is_running() for one in left),
+        END_S,
+        lambda: str([one.cmdline() for one in left if one.is_running()]),
+    )
     assert len(called(worker, "raylet/raylet")) == 1
     assert head.said.count(" is up at ") == 1, "the other node takes no notice"
 

@@ -15,6 +15,7 @@ import pytest
 
 from loomserve.deployments.controller import controller as module
 from loomserve.deployments.controller import models as lifecycle
+from loomserve.deployments.controller import nodes as node_keeper
 from loomserve.deployments.controller.controller import Controller
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.base.reply import Reply
@@ -93,7 +94,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeServe:
     monkeypatch.setattr(module, "ServeApps", lambda *_: fake)
     monkeypatch.setattr(module, "wishes_folder", lambda _: tmp_path)
     monkeypatch.setattr(module, "_TICK_S", 0.02)
-    monkeypatch.setattr(module, "_NODES_PERIOD_S", 0.02)
+    monkeypatch.setattr(node_keeper, "_PERIOD_S", 0.02)
     for name in ("_POLL_S", "_UNLOAD_KNOWN_S", "_FIRST_RETRY_S", "_LAST_RETRY_S"):
         monkeypatch.setattr(lifecycle, name, 0.01)
     return fake
