@@ -17,6 +17,7 @@ from loomserve.deployments.controller import controller as module
 from loomserve.deployments.controller import models as lifecycle
 from loomserve.deployments.controller import nodes as node_keeper
 from loomserve.deployments.controller.controller import Controller
+from loomserve.deployments.ray_node import LivingNode
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.config import LOCAL_NODE, Config, Model
@@ -83,8 +84,8 @@ class FakeServe:
             for app in self.apps
         }
 
-    async def nodes(self) -> Collection[str]:
-        return self.up
+    async def nodes(self) -> dict[str, LivingNode]:
+        return {name: LivingNode(name, has_state=False) for name in self.up}
 
 
 @pytest.fixture
