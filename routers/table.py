@@ -165,10 +165,14 @@ class ReplicaTable:
         if before is None or (before.draining, before.role) != (stats.draining, stats.role):
             self._note_roles()
 
+    def stats(self, replica_id: str) -> RoutingStats | None:
+        """The replica's last report; None: it has sent none."""
+        place = self._row_of.get(replica_id)
+        return None if place is None else self._rows[place].stats
+
     def role(self, replica_id: str) -> Role | None:
         """What the replica said last that it is; None: it has sent no report."""
-        place = self._row_of.get(replica_id)
-        stats = None if place is None else self._rows[place].stats
+        stats = self.stats(replica_id)
         return None if stats is None else stats.role
 
     def replica(self, row: int) -> Replica:

@@ -47,9 +47,7 @@ def build_admin_api(controller: DeploymentHandle, *others: APIRouter) -> FastAPI
                 "the controller is restarting; requests are still served, try again shortly",
                 retry_after_s=5,
             ) from None
-        if reply.error is not None:
-            raise reply.error
-        return reply.value
+        return reply.get()
 
     for build in (
         build_models_router,

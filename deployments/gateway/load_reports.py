@@ -33,7 +33,6 @@ class LoadReports:
         self._get = get
         self._table = table
         self._asking: dict[str, tuple[str, asyncio.Task[None]]] = {}
-        self._last: dict[str, RoutingStats] = {}
         self._told: dict[str, _Told] = {}
 
     def set_replicas(self, addresses: Mapping[str, str]) -> None:
@@ -42,7 +41,6 @@ class LoadReports:
             if addresses.get(replica_id) != address:
                 task.cancel()
                 del self._asking[replica_id]
-                self._last.pop(replica_id, None)
                 self._told.pop(replica_id, None)
         # One that listens elsewhere has been started anew.
         self._table.set_replicas(self._asking)
@@ -59,8 +57,8 @@ class LoadReports:
         """
         if replica_id in self._asking:
             self._told[replica_id] = told = _Told(time.monotonic(), load, counted_until)
-            if (report := self._last.get(replica_id)) is not None:
-                self._report(replica_id, told.in_report(report))
+            if (report := self._table.stats(replica_id)) is not None:
+                self._table.report(replica_id, told.in_report(report))
 
     def close(self) -> None:
         self.set_replicas({})
@@ -74,7 +72,7 @@ class LoadReports:
             report = RoutingStats.model_validate_json(answer).received(told_at)
             told = self._told.get(replica_id)
             newer = told is not None and told.at >= asked_at
-            self._report(replica_id, told.in_report(report) if told and newer else report)
+            self._table.report(replica_id, told.in_report(report) if told and newer else report)
 
         await every(
             _PERIOD_S,
@@ -83,10 +81,6 @@ class LoadReports:
             failed=lambda _: None,
             errors=(aiohttp.ClientError, OSError, TimeoutError, ValueError),
         )
-
-    def _report(self, replica_id: str, report: RoutingStats) -> None:
-        self._last[replica_id] = report
-        self._table.report(replica_id, report)
 
 
 class _Told(NamedTuple):

@@ -16,7 +16,10 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 Ask = Callable[..., Awaitable[Any]]
-"""Calls an actor's method, by its name: the reply's value, or an HTTP response with its error."""
+"""Calls an actor's method, by its name.
+
+Gives the reply's value; its error is raised, or is an HTTP response in the value's place.
+"""
 
 
 @dataclass(frozen=True)
