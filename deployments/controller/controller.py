@@ -81,7 +81,9 @@ class Controller:
         self._models = ModelLifecycle(
             checked, base, internal_token, options, self._fleet, apps, self._save
         )
-        self._nodes = NodeKeeper(checked, self._fleet, self._models, apps, self._publish)
+        self._nodes = NodeKeeper(
+            checked, self._fleet, self._models, apps, self._limits, self._publish
+        )
         # The next platform begins with the configuration again.
         self._store = await asyncio.to_thread(WishStore, wishes_folder(internal_token))
         self._saving, self._unsaved = asyncio.Lock(), False

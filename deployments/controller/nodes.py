@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from loomserve.deployments.controller.models import ModelLifecycle
 from loomserve.deployments.controller.serve_apps import ServeApps
+from loomserve.platform.access.policy.bank import LimitBank
 from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config
 from loomserve.platform.fleet.fleet import Fleet
@@ -31,6 +32,7 @@ class NodeKeeper:
         fleet: Fleet,
         models: ModelLifecycle,
         apps: ServeApps,
+        limits: LimitBank,
         publish: Callable[[], Awaitable[None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -40,12 +42,13 @@ class NodeKeeper:
             fleet: knows the nodes.
             models: have their replicas on them.
             apps: carries it out.
+            limits: takes back what nodes had that are gone.
             publish: tells gateways.
             clock: seconds of the fleet's clock.
         """
         self._config, self._fleet = config, fleet
         self._models, self._apps = models, apps
-        self._publish, self._clock = publish, clock
+        self._limits, self._publish, self._clock = limits, publish, clock
         self._left_to_ray: set[str] = set()
 
     async def run(self) -> None:
@@ -57,6 +60,7 @@ class NodeKeeper:
         nodes = self._fleet.nodes
         up = await self._apps.nodes()
         nodes.up = frozenset(up)
+        self._limits.keep_nodes(nodes.up)
         nodes.state_node = next((name for name, node in up.items() if node.has_state), "")
         self._models.set_nodes(nodes.up, frozenset(nodes.drained))
         await self._publish()

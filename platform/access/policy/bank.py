@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from loomserve.platform.access.policy.pools import EXCHANGE_S, GONE_S, LimitKind, Pool, Slice, Use
@@ -57,6 +58,12 @@ class LimitBank:
         for place in self._in.pop(gateway, frozenset()):
             self._leave(gateway, place)
         self._seen.pop(gateway, None)
+
+    def keep_nodes(self, up: Collection[str]) -> None:
+        """Take back what nodes that are not up have in hand of a day's tokens."""
+        for (_, kind), pool in self._pools.items():
+            if kind is LimitKind.DAY:
+                pool.keep(up)
 
     def _exchanged(self, report: LimitReport, use: Use, now: float) -> Slice:
         place = _place(use)

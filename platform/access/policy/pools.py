@@ -8,6 +8,7 @@ be used twice until the next.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -18,7 +19,7 @@ EXCHANGE_S = 1.0
 SILENT_S = 2.5
 """Without an answer for so long, a gateway goes on with its part of the rate."""
 GONE_S = 10.0
-"""Who has said nothing for so long has nothing in hand any more."""
+"""Who has said nothing for so long has nothing in hand any more, but of a day's tokens."""
 # So long a pool that knows of nobody gives nothing: others may have all of it in hand.
 _LEARNS_S = 3.0
 _TURN_S = 2.0
@@ -148,7 +149,13 @@ class Pool:
         if self._limit.kind is not LimitKind.DAY:
             self._members.pop(member, None)
         elif member in self._members:
-            self._members[member].in_hand = 0.0
+            one = self._members[member]
+            one.in_hand = one.wanted = 0.0
+
+    def keep(self, members: Collection[str]) -> None:
+        """Take back what others have in hand: they are gone for certain."""
+        for name in self._members.keys() - set(members):
+            self.leave(name)
 
     def is_over(self, now: float) -> bool:
         """Whether nothing has to be remembered of it."""
@@ -183,7 +190,9 @@ class Pool:
 
     def _forget(self, now: float) -> None:
         for name, each in list(self._members.items()):
-            if now - each.seen_at > GONE_S:
-                # It may have used all that it had of a rate; its node tells what it has of a day.
+            # One that is cut off goes on with a day's tokens, which do not come back: they are its
+            # own for as long as its node may be up.
+            if now - each.seen_at > GONE_S and self._limit.kind is not LimitKind.DAY:
+                # It may have used all that it had of a rate.
                 self._left -= max(0.0, each.in_hand)
                 self.leave(name)

@@ -9,6 +9,8 @@ import pytest
 
 from loomserve.deployments.controller.nodes import NodeKeeper
 from loomserve.deployments.ray_node import LivingNode
+from loomserve.platform.access.policy.bank import LimitBank, LimitReport
+from loomserve.platform.access.policy.pools import Limit, LimitKind, Use
 from loomserve.platform.config import Config
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import GATEWAY_APP, gateway_app
@@ -65,9 +67,10 @@ class Scene:
         self.fleet.registry.add(MODEL, 2)
         self.apps, self.models, self.published = Apps(), Models(), 0
         self.now = 100.0
+        self.limits = LimitBank(0.0)
         fakes: Any = (self.models, self.apps)
         self.keeper = NodeKeeper(
-            self.config, self.fleet, *fakes, self._publish, clock=lambda: self.now
+            self.config, self.fleet, *fakes, self.limits, self._publish, clock=lambda: self.now
         )
 
     async def _publish(self) -> None:
@@ -76,6 +79,12 @@ class Scene:
     def follow(self, to: float | None = None) -> None:
         self.now = self.now if to is None else to
         asyncio.run(self.keeper.follow())
+
+
+def asks_for_a_day(limits: LimitBank, node: str, now: float) -> float:
+    """The tokens that a node's gateway gets of a day's thousand."""
+    use = Use(Limit("key 1", LimitKind.DAY, 1000), used=0, in_hand=0, wanted=1000)
+    return limits.exchange(LimitReport(node, node, (use,)), now).slices[0].more
 
 
 @pytest.fixture
@@ -98,6 +107,16 @@ def test_each_node_that_is_up_has_its_gateways(scene: Scene) -> None:
     # They come back with their node.
     assert scene.apps.gateways == {"b", "c"}
     assert scene.models.told[-1] == (frozenset("ac"), frozenset())
+
+
+def test_a_days_tokens_of_a_node_are_others_once_ray_says_that_it_is_gone(scene: Scene) -> None:
+    assert asks_for_a_day(scene.limits, "b", 100.0) == 1000
+    scene.follow()
+    # It may be cut off, and go on.
+    assert asks_for_a_day(scene.limits, "a", 200.0) == 0
+    del scene.apps.up["b"]
+    scene.follow()
+    assert asks_for_a_day(scene.limits, "a", 201.0) == 1000
 
 
 def test_what_serve_did_not_start_is_started_later(scene: Scene) -> None:

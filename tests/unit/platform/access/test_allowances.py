@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from loomserve.platform.access.allowances import Allowances
@@ -219,6 +219,7 @@ def test_seats_of_a_gateway_that_died_come_back() -> None:
 
 
 @given(st.integers(1, 5), st.integers(0, 2**16))
+@example(3, 534)
 @settings(max_examples=40)
 def test_a_days_tokens_end_once_and_for_all(gateways: int, seed: int) -> None:
     world = World(gateways, seed)
