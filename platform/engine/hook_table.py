@@ -260,14 +260,14 @@ TABLE: tuple[Hook, ...] = (
     ),
     Hook(
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner",
-        ("_sample", "_bookkeeping_sync", "input_batch", "discard_request_mask"),
+        ("__init__", "_sample", "_bookkeeping_sync", "_update_states", "input_batch", "requests"),
         HookKind.SUBCLASS,
-        "Takes back seeded draws of unfinished prompts, which vLLM cannot do on a CPU.",
+        "Takes back seeded draws of tokens that do not count, which vLLM cannot do on a CPU.",
         "platform/engine/seeds.py",
     ),
     Hook(
         "vllm.v1.worker.gpu_input_batch:InputBatch",
-        ("generators", "num_reqs", "swap_states(i1, i2)", "block_table"),
+        ("generators", "req_ids", "num_reqs", "swap_states(i1, i2)", "block_table"),
         HookKind.WRITE,
         "Generators of seeded requests; rows in order of their partitions.",
         "platform/engine/seeds.py",

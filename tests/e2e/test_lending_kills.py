@@ -23,6 +23,7 @@ from tests.e2e.test_lending import (
     HOT_MODEL,
     LENDER,
     carry_out,
+    get,
     loans,
     parts,
     plan_status,
@@ -112,6 +113,7 @@ def test_an_engine_is_killed_while_requests_are_with_a_lender(
     # Of a lender that ends, its borrowers' requests stay where they are.
     assert (moved > 0) == (killed is borrowing)
     wait_for(lambda: whole_without(lending, victim), BACK_S)
+    wait_for(lambda: any(loan["usable_blocks"] for loan in loans(lending)), 120)
     with running(lending, asked) as load:
         wait_for(lambda: lent_requests(lending), 60)
     assert differences(expected, load.answers) == {}
@@ -121,6 +123,7 @@ def test_an_engine_is_killed_while_requests_are_with_a_lender(
 def away(lending: Platform) -> Iterator[Platform]:
     """With one head of each layer at the lender."""
     wait_for(lambda: any(loan["usable_blocks"] for loan in loans(lending)), 120)
+    wait_for(lambda: not get(lending, "rebalancing")["flaws"], 120)
     plan = carry_out(lending, heads_move(lending))
     wait_for(lambda: parts(lending) == ["away"], 60)
     # One plan at a time, and this one is measured yet.

@@ -117,17 +117,24 @@ def prompts(seed: int, number: int, longest: int = 150) -> list[list[int]]:
     ]
 
 
-def answers(engine: Any, asked: Sequence[list[int]], tokens: int = 40) -> list[list[int]]:
-    return [list(output.outputs[0].token_ids) for output in outputs(engine, asked, tokens)]
+def answers(
+    engine: Any, asked: Sequence[list[int]], tokens: int = 40, seed: int | None = None
+) -> list[list[int]]:
+    """Greedy ones, or with a seed sampled ones."""
+    return [list(one.outputs[0].token_ids) for one in outputs(engine, asked, tokens, seed)]
 
 
-def outputs(engine: Any, asked: Sequence[list[int]], tokens: int) -> list[Any]:
+def outputs(
+    engine: Any, asked: Sequence[list[int]], tokens: int, seed: int | None = None
+) -> list[Any]:
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
 
-    greedy = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+    params = SamplingParams(
+        temperature=0 if seed is None else 1, seed=seed, max_tokens=tokens, ignore_eos=True
+    )
     found: list[Any] = engine.generate(
-        [TokensPrompt(prompt_token_ids=prompt) for prompt in asked], greedy, use_tqdm=False
+        [TokensPrompt(prompt_token_ids=prompt) for prompt in asked], params, use_tqdm=False
     )
     return found
 

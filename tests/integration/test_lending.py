@@ -141,20 +141,22 @@ def test_a_lender_that_needs_its_memory_gets_it_back_and_nothing_is_lost(
             assert one["blocks"] == one["most_blocks"]
 
 
+@pytest.mark.parametrize("seed", [None, 7])
 def test_a_stalled_lender_is_given_up_and_its_requests_are_computed_elsewhere(
-    pair: Pair, alone: list[list[int]]
+    pair: Pair, alone: list[list[int]], seed: int | None
 ) -> None:
+    expected = alone if seed is None else answers(pair.hot, prompts(1, 16), seed=seed)
     worker = pair.cold.collective_rpc("process_id")[0]
     before = pair.call(pair.hot, "loan_state")["broken"].get("TIMED_OUT", 0)
     with pair.loan() as stats:
         pair.place("ratio", 1.0)
         with ThreadPoolExecutor() as threads:
-            begun = threads.submit(answers, pair.hot, prompts(1, 16))
+            begun = threads.submit(answers, pair.hot, prompts(1, 16), seed=seed)
             while not stats().tasks:
                 time.sleep(0.01)
             os.kill(worker, signal.SIGSTOP)
             try:
-                assert begun.result() == alone
+                assert begun.result() == expected
             finally:
                 os.kill(worker, signal.SIGCONT)
         assert pair.loans() == []
