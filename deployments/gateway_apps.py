@@ -46,7 +46,8 @@ def build_gateway_app(
         },
         logging_config=QUIET,
     )
-    access = KvAccess(address=store.address) if store else None
+    several = config.cluster is not None
+    access = KvAccess(address=store.address, each_node=several) if store else None
     return deployment.bind(
         config.server.model_dump(mode="json"),
         internal_token,

@@ -13,9 +13,11 @@ import psutil
 import ray
 
 from loomserve.deployments.ray_node import node_address
+from loomserve.kvstore.server.options import left_behind
 from loomserve.platform.base.errors import LoomserveError, StartError
 from loomserve.platform.config import Config, Device, Model
 from loomserve.platform.devices.compiler import check_compiler
+from loomserve.platform.devices.memory import check_shared_memory
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.models import catalog
 from loomserve.platform.nodes.resources import on_devices, on_node
@@ -113,14 +115,14 @@ def _check_node(config: str, name: str, base: str) -> NodeReport | str:
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
 def _look_at_listening(server_port: int) -> NodeReport | str:
     try:
-        engines = [one for one in processes_of(own_run()) if _is_engine(one)]
-        check_listening(engines, server_port, node_address())
+        ours = [one for one in processes_of(own_run()) if _is_ours(one)]
+        check_listening(ours, server_port, node_address())
     except StartError as error:
         return str(error)
     return NodeReport(memory=0)
 
 
-def _is_engine(process: psutil.Process) -> bool:
+def _is_ours(process: psutil.Process) -> bool:
     """Ray's own processes, which ask for the cluster's token, listen on all addresses."""
     with contextlib.suppress(psutil.Error):  # it has just ended
         return any(part.startswith("VLLM::") for part in process.cmdline())
@@ -141,7 +143,12 @@ def _checked(config: Config, name: str, base: Path) -> NodeReport:
         except LoomserveError as error:
             raise StartError(f"models[{index}].source: {error}") from None
         weights[model.name] = catalog.weight_bytes(path) if isinstance(path, Path) else 0
-    return NodeReport(psutil.virtual_memory().available, weights)
+    available = psutil.virtual_memory().available
+    if config.kvstore is not None:
+        left = left_behind(config.server.port)
+        check_shared_memory(config.kvstore.memory, left)
+        available += left
+    return NodeReport(available, weights)
 
 
 def _models_on(config: Config, devices: set[str]) -> Iterator[tuple[int, Model]]:

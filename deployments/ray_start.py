@@ -5,6 +5,7 @@ Ray reads its environment when it is imported, so that it is imported within fun
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import re
@@ -44,6 +45,8 @@ _LOOK_S = 0.5
 _OWN_NODE_TIMEOUT_S = 20.0
 # A command that was told to end may still be ending.
 _COMMAND_TIMEOUT_S = 5.0
+# Stores first write what is on its way to SSD.
+_STORES_TIMEOUT_S = 30.0
 
 
 class PlatformRay(Protocol):
@@ -177,6 +180,7 @@ class JoinedRay:
         if not self._began_serve and any(map(is_ours, serve.status().applications)):
             self._say("ending the platform that an earlier loomserve serve left in the cluster")
             _delete_ours()
+        _stop_stores()
         self._has_room = True
 
     def delete_platform(self) -> None:
@@ -185,6 +189,7 @@ class JoinedRay:
         if not self._has_room:
             return  # nothing there is of this command
         _delete_ours()
+        _stop_stores()
         if self._began_serve and not serve.status().applications:
             serve.shutdown()
 
@@ -286,6 +291,12 @@ def _delete_ours() -> None:
     ours = [name for name in serve.status().applications if is_ours(name)]
     with ThreadPoolExecutor(max(1, len(ours))) as deleting:
         list(deleting.map(serve.delete, ours))
+
+
+def _stop_stores() -> None:
+    from loomserve.deployments.kvstore.node_stores import stop_node_stores
+
+    asyncio.run(stop_node_stores(_STORES_TIMEOUT_S))
 
 
 def _nodes_up() -> set[str]:

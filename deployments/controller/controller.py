@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
@@ -21,6 +21,8 @@ import ray
 from loomserve.deployments.controller.models import ModelLifecycle
 from loomserve.deployments.controller.nodes import NodeKeeper
 from loomserve.deployments.controller.serve_apps import ServeApps
+from loomserve.deployments.kvstore.kv_store import store_plan
+from loomserve.deployments.kvstore.node_stores import NodeStores
 from loomserve.deployments.ray_node import keep_calls_on_node, wishes_folder
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.access.policy.bank import LimitBank
@@ -104,10 +106,20 @@ class Controller:
                 # Plans change what is wished, too.
                 every(_TICK_S, self._save),
                 every(_SERVE_STATUS_PERIOD_S, follow, delay_s=_SERVE_STATUS_PERIOD_S),
-                *([self._nodes.run()] if checked.cluster is not None else []),
+                *(self._follow_nodes(checked, Path(base), internal_token)),
                 self._rebalancing.run(),
             )
         ]
+
+    def _follow_nodes(
+        self, config: Config, base: Path, internal_token: str
+    ) -> list[Coroutine[Any, Any, None]]:
+        """What goes on in a cluster alone."""
+        if config.cluster is None:
+            return []
+        plan = store_plan(config, base)
+        stores = [NodeStores(plan, internal_token).run()] if plan is not None else []
+        return [self._nodes.run(), *stores]
 
     async def check_health(self) -> None:
         if self._models.failure is not None or any(task.done() for task in self._tasks):

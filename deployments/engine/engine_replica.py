@@ -21,6 +21,7 @@ from starlette.routing import Route
 from loomserve.deployments.engine.claiming import claim_device, stages_of, weights_here
 from loomserve.deployments.engine.heartbeat import HeartbeatSender
 from loomserve.deployments.ray_node import keep_calls_on_node, node_address
+from loomserve.kvstore.server.options import on_this_node
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.base.periodic import every
 from loomserve.platform.devices.claims import DeviceClaim
@@ -99,6 +100,9 @@ class EngineReplica:
         ]
 
     async def _started(self, options: dict[str, Any]) -> EngineHost:
+        store = self._spec.kv_transfer_config
+        if store is not None and (node := self._claim.device.node):
+            options = {**options, "kv_transfer_config": on_this_node(store, node)}
         start = EngineStart(
             options={
                 **options,

@@ -39,6 +39,7 @@ from loomserve.deployments.gateway.metrics_page import (
 )
 from loomserve.deployments.gateway.routes import ModelRoutes
 from loomserve.deployments.kvstore.admin import build_kv_router
+from loomserve.deployments.kvstore.stores import stores_of
 from loomserve.deployments.ray_node import keep_calls_on_node, node_address, own_node
 from loomserve.platform.access.allowances import Allowances
 from loomserve.platform.access.live_keys import LiveKeys
@@ -206,7 +207,7 @@ class Gateway:
         registry = CollectorRegistry()
         sources = [rebalancing_source(registry, self._controller)]
         if self._kv is not None:
-            sources.append(kv_source(registry, self._kv))
+            sources.append(kv_source(registry, stores_of(self._kv)))
         if with_batches:
             sources.append(batch_source(registry, self._batches))
         return MetricsPage(

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from loomserve.deployments.batch.proxy import BatchProxy
 from loomserve.deployments.gateway.answering import Answering
 from loomserve.deployments.gateway.routes import ModelRoutes
-from loomserve.deployments.kvstore.kv_store import read_usage
+from loomserve.deployments.kvstore.stores import Stores, read_usages
 from loomserve.kvstore.metrics import KvStoreMetrics
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.metrics import KeyMetrics
@@ -24,7 +24,7 @@ from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.metrics import BatchMetrics
 from loomserve.platform.config import LOCAL_NODE
-from loomserve.platform.fleet.messages import KvAccess, ReplicaRoute
+from loomserve.platform.fleet.messages import ReplicaRoute
 from loomserve.platform.http.exposition import merge, split_gauges
 from loomserve.platform.http.other_front_ends import OtherFrontEnds, Part
 from loomserve.platform.rebalancing.metrics import RebalancingMetrics
@@ -142,14 +142,14 @@ def keys_source(metrics: KeyMetrics, keys: LiveKeys) -> Refresh:
     return refresh
 
 
-def kv_source(registry: CollectorRegistry, access: KvAccess) -> Refresh:
+def kv_source(registry: CollectorRegistry, stores: Stores) -> Refresh:
     metrics = KvStoreMetrics(registry)
 
     async def refresh() -> None:
         try:
-            metrics.set_state(await read_usage(access.address))
+            metrics.set_states(await read_usages(stores))
         except Unavailable:
-            metrics.set_state(None)
+            metrics.set_states({})
 
     return refresh
 

@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.types import Receive
 
-from loomserve.deployments.kvstore import kv_store
+from loomserve.deployments.kvstore.stores import Stores, flush, pin, read_usage, stores_of
 from loomserve.kvstore.server.protocol import PROMPT_CHAIN
 from loomserve.platform.base.errors import BadRequest, NotFound, Unavailable, UnknownModel
 from loomserve.platform.fleet.messages import KvAccess
@@ -62,40 +62,40 @@ def build_kv_router(
     """Routes under ``/kv``; without a store they answer that there is none.
 
     Args:
-        access: the store.
+        access: the store, or those of all nodes.
         tenants: the API keys whose blocks are kept apart at present; none: all share.
         complete: has an engine compute a text.
     """
     router = APIRouter(prefix="/kv", tags=["KV store"])
 
-    def store() -> KvAccess:
+    def stores() -> Stores:
         if access is None:
             raise NotFound("there is no KV store: add a kvstore section to the configuration")
-        return access
+        return stores_of(access)
 
     @router.get("")
     async def usage() -> KvState:
         """What the KV store holds, and how each model used it since the store started."""
-        return await kv_store.read_usage(store().address)
+        return await read_usage(stores())
 
     @router.post("/flush")
-    async def flush(request: FlushRequest) -> Flushed:
+    async def flush_model(request: FlushRequest) -> Flushed:
         """Forget the blocks that no request reads at this moment and nobody pinned."""
-        address = store().address
+        asked = stores()
         if request.model is not None:
-            known = [model.model for model in (await kv_store.read_usage(address)).models]
+            known = [model.model for model in (await read_usage(asked)).models]
             if request.model not in known:
                 raise UnknownModel(
                     f"the KV store holds nothing of {request.model!r}; it knows: "
                     f"{', '.join(known) or 'no model yet'}",
                     param="model",
                 )
-        return Flushed(blocks=await kv_store.flush(address, request.model or ""))
+        return Flushed(blocks=await flush(asked, request.model or ""))
 
     @router.post("/pin")
-    async def pin(request: PinRequest, http: Request) -> Pinned:
+    async def pin_text(request: PinRequest, http: Request) -> Pinned:
         """Keep the blocks of a text in the store, or let them go. An engine computes it once."""
-        address, isolated = store().address, tenants()
+        asked, isolated = stores(), tenants()
         if isolated and request.api_key not in isolated:
             raise BadRequest(
                 "tenants are isolated, so say whose blocks: api_key is one of "
@@ -107,7 +107,7 @@ def build_kv_router(
         if status >= 400:
             raise BadRequest(answer["error"]["message"], param=answer["error"].get("param"))
         chain = (answer.get("kv_transfer_params") or {}).get(PROMPT_CHAIN)
-        blocks = await _pin(address, chain, request.pinned) if chain else 0
+        blocks = await _pin(asked, chain, request.pinned) if chain else 0
         return Pinned(prompt_tokens=answer["usage"]["prompt_tokens"], blocks=blocks)
 
     return router
@@ -121,10 +121,10 @@ def _one_token(request: PinRequest) -> tuple[str, dict[str, Any]]:
     return path, body
 
 
-async def _pin(address: str, chain: dict[str, Any], pinned: bool) -> int:
+async def _pin(stores: Stores, chain: dict[str, Any], pinned: bool) -> int:
     """Pin or unpin a chain as an engine reported it; returns how many blocks that concerned."""
     names, keys = map(bytes.fromhex, chain["namespaces"]), bytes.fromhex(chain["keys"])
     try:
-        return await kv_store.pin(address, list(names), keys, pinned=pinned)
+        return await pin(stores, list(names), keys, pinned=pinned)
     except Unavailable:
         return 0  # what a store that is away held is gone

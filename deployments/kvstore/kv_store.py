@@ -1,33 +1,20 @@
-"""Starts and stops the KV store's actor, and asks the store on behalf of the admin API."""
+"""Starts and stops the actor of the only KV store."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
-
-from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.actor import ACTOR_NAME, StoreActor
-from loomserve.kvstore.server.client import StoreAwayError, StoreClient
 from loomserve.kvstore.server.options import StoreOptions, StorePlan
-from loomserve.kvstore.server.protocol import Done, Flush, Inspect, Pin, Request, StoreUsage
-from loomserve.platform.base.errors import StartError, Unavailable
+from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Config
-from loomserve.platform.state import KvState
 
 _NAMESPACE = "loomserve"
 _START_TIMEOUT_S = 60.0
 # The store first writes what is on its way to SSD.
 _STOP_TIMEOUT_S = 30.0
-_ANSWER_TIMEOUT_MS = 1000
-# An engine commits what it saved a moment after it has answered.
-_PIN_ATTEMPTS, _PIN_WAIT_S = 20, 0.01
-
-R = TypeVar("R")
 
 
 def store_plan(config: Config, base: Path) -> StorePlan | None:
@@ -83,55 +70,3 @@ def stop_store(actor: Any) -> None:
 
     with contextlib.suppress(ray.exceptions.RayError):
         ray.get(actor.stop.remote(), timeout=_STOP_TIMEOUT_S)
-
-
-async def read_usage(address: str) -> KvState:
-    """Read the contents and use of the store at ``address``.
-
-    Raises:
-        Unavailable: it does not answer.
-    """
-    usage = await _ask(address, Inspect(), StoreUsage)
-    return KvState.model_validate(msgspec.to_builtins(usage))
-
-
-async def flush(address: str, model: str) -> int:
-    """Forget the blocks of a model, or of all (empty name); returns how many were in memory.
-
-    Raises:
-        Unavailable: the store does not answer.
-    """
-    return (await _ask(address, Flush(model), Done)).blocks
-
-
-async def pin(address: str, namespaces: Sequence[bytes], keys: bytes, *, pinned: bool) -> int:
-    """Pin or unpin a chain in each of its ranks' namespaces; how many blocks of it are in memory.
-
-    Blocks that an engine has just computed are awaited for a moment.
-
-    Raises:
-        Unavailable: the store does not answer.
-    """
-    wanted = len(keys) // KEY_BYTES
-    for _ in range(_PIN_ATTEMPTS):
-        done = [(await _ask(address, Pin(name, keys, pinned), Done)).blocks for name in namespaces]
-        if min(done) == wanted:
-            break
-        await asyncio.sleep(_PIN_WAIT_S)
-    return min(done)
-
-
-async def _ask(address: str, request: Request, expected: type[R]) -> R:
-    # A client belongs to one thread, and a pool runs each call in any of its threads.
-    def blocking() -> R:
-        with contextlib.closing(StoreClient(address, _ANSWER_TIMEOUT_MS)) as client:
-            return client.ask(request, expected)
-
-    try:
-        return await asyncio.to_thread(blocking)
-    except StoreAwayError as error:
-        raise Unavailable(
-            f"{error}; requests are served without it, try again shortly",
-            reason="kv_store_away",
-            retry_after_s=5,
-        ) from None

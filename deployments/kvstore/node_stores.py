@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Collection, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -14,36 +14,40 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from loomserve.kvstore.peers.members import Member
 from loomserve.kvstore.server.actor import ACTOR_NAME, NodeStoreActor
 from loomserve.kvstore.server.options import StorePlan
+from loomserve.kvstore.server.protocol import Request
 from loomserve.platform.base.errors import StartError
+from loomserve.platform.base.periodic import every
+from loomserve.platform.nodes.resources import name_in
 
 _log = logging.getLogger("ray.serve")
 
 _NAMESPACE = "loomserve"
 _ANSWER_S = 5.0
 _RETRY_S = 0.5
-FOLLOW_PERIOD_S = 1.0
-"""Seconds between looks at which nodes there are."""
+_FOLLOW_PERIOD_S = 1.0
+
+R = TypeVar("R")
 
 
 class NodePlace(NamedTuple):
-    """A node as Ray knows it, and the address at which other nodes reach it."""
+    """A node's name, and the address at which other nodes reach it."""
 
-    ray_id: str
+    name: str
     host: str
 
 
 def living_places() -> dict[str, NodePlace]:
-    """The nodes that are up, each under the name of its store."""
+    """The platform's nodes that are up, by Ray's own ids of them: others each time they join."""
     return {
-        node["NodeID"]: NodePlace(node["NodeID"], node["NodeManagerAddress"])
+        node["NodeID"]: NodePlace(name, node["NodeManagerAddress"])
         for node in ray.nodes()
-        if node["Alive"]
+        if node["Alive"] and (name := name_in(node["Resources"])) is not None
     }
 
 
-def store_actor_name(node: str) -> str:
+def store_actor_name(ray_id: str) -> str:
     """Name of the actor of a node's store."""
-    return f"{ACTOR_NAME}-{node}"
+    return f"{ACTOR_NAME}-{ray_id}"
 
 
 class NodeStores:
@@ -57,9 +61,18 @@ class NodeStores:
         """``token`` is what the stores of the run know, and nobody else."""
         self._plan = plan
         self._token = token
+        # All by Ray's ids of the nodes.
+        self._names: dict[str, str] = {}
         self._actors: dict[str, Any] = {}
         self._members: dict[str, Member] = {}
         self._problems: dict[str, str] = {}
+
+    async def run(self) -> NoReturn:
+        """Follow the nodes until the task is cancelled."""
+        # Ray's own head may be away; the stores that there are then stay.
+        await every(
+            _FOLLOW_PERIOD_S, self.follow, failed=lambda error: _log.warning("stores: %r", error)
+        )
 
     async def follow(self) -> None:
         """Start stores that are missing, let those of lost nodes go, and make all known to all.
@@ -72,16 +85,19 @@ class NodeStores:
             # With its node, it would wait for ever to be started there again.
             ray.kill(self._actors.pop(node))
             self._members.pop(node, None)
+        self._names = {node: place.name for node, place in places.items()}
         for node, place in places.items():
             if node not in self._actors:
                 self._actors[node] = self._start(node, place)
         await self._acquaint()
 
     async def problems(self) -> Mapping[str, str]:
-        """Why stores could not start, by node."""
+        """Why stores could not start, by the names of their nodes."""
         asked = {node: actor.problem.remote() for node, actor in self._actors.items()}
         said = await _gather(asked)
-        return {node: problem for node, problem in said.items() if problem is not None}
+        return {
+            self._names[ray_id]: problem for ray_id, problem in said.items() if problem is not None
+        }
 
     async def members(self) -> Collection[Member]:
         """The stores that answer, and those that were too busy to answer in time."""
@@ -93,18 +109,18 @@ class NodeStores:
                 self._members[node] = member
         return list(self._members.values())
 
-    def _start(self, node: str, place: NodePlace) -> Any:
+    def _start(self, ray_id: str, place: NodePlace) -> Any:
         options = {
-            "name": store_actor_name(node),
+            "name": store_actor_name(ray_id),
             "namespace": _NAMESPACE,
             "lifetime": "detached",
             "get_if_exists": True,
             "num_cpus": 0,
             "max_restarts": -1,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(place.ray_id, soft=False),
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(ray_id, soft=False),
         }
         made = ray.remote(NodeStoreActor).options(**options)
-        return made.remote(self._plan.model_dump(mode="json"), node, place.host, self._token)
+        return made.remote(self._plan.model_dump(mode="json"), place.name, place.host, self._token)
 
     async def _acquaint(self) -> None:
         """Tell each store of all that answer; one that does not is asked again the next time."""
@@ -147,16 +163,28 @@ def start_node_stores(plan: StorePlan, token: str, timeout_s: float = 60.0) -> N
 
 async def stop_node_stores(timeout_s: float) -> None:
     """Stop the stores of all nodes, which frees their memory; blocks on SSD stay."""
-    names = await asyncio.to_thread(ray.util.list_named_actors, all_namespaces=True)
-    prefix = store_actor_name("")
-    actors = {}
-    for named in names:
-        if named["namespace"] == _NAMESPACE and named["name"].startswith(prefix):
-            with contextlib.suppress(ValueError):  # it has just ended
-                actors[named["name"]] = ray.get_actor(named["name"], _NAMESPACE)
+    actors = await asyncio.to_thread(_store_actors)
     await _gather({name: actor.stop.remote() for name, actor in actors.items()}, timeout_s)
     for actor in actors.values():
         ray.kill(actor)
+
+
+async def ask_stores(request: Request, expected: type[R]) -> dict[str, R]:
+    """The answers of nodes' stores, by the nodes' names; those that do not answer are missing."""
+    actors = await asyncio.to_thread(_store_actors)
+    answers = await _gather({name: actor.ask.remote(request) for name, actor in actors.items()})
+    told = filter(None, answers.values())
+    return {node: answer for node, answer in told if isinstance(answer, expected)}
+
+
+def _store_actors() -> dict[str, Any]:
+    """The actors of all nodes' stores, by their names."""
+    actors, prefix = {}, store_actor_name("")
+    for named in ray.util.list_named_actors(all_namespaces=True):
+        if named["namespace"] == _NAMESPACE and named["name"].startswith(prefix):
+            with contextlib.suppress(ValueError):  # it has just ended
+                actors[named["name"]] = ray.get_actor(named["name"], _NAMESPACE)
+    return actors
 
 
 async def _gather(

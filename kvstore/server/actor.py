@@ -12,13 +12,16 @@ from typing import Any
 
 from loomserve.kvstore.peers.members import Member
 from loomserve.kvstore.peers.network import PeerNetwork
+from loomserve.kvstore.server.client import StoreAwayError, StoreClient
 from loomserve.kvstore.server.opening import start_server
 from loomserve.kvstore.server.options import StoreOptions, StorePlan
+from loomserve.kvstore.server.protocol import Request
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.base.errors import StartError
 
 ACTOR_NAME = "loomserve-kvstore"
 _WATCH_S = 1.0
+_ANSWER_TIMEOUT_MS = 1000
 _RETRY_S = 5.0
 """Seconds between attempts of a store that cannot start."""
 
@@ -92,6 +95,15 @@ class NodeStoreActor(StoreActor):
         """
         options = StorePlan.model_validate(plan).here(node, host)
         super().__init__(options.model_dump(mode="json"), token)
+        self._node = node
+        self._client = StoreClient(options.address, _ANSWER_TIMEOUT_MS)
+
+    def ask(self, request: Request) -> tuple[str, Any] | None:
+        """The node's name and its store's answer, for who is elsewhere; None: it is away."""
+        try:
+            return self._node, self._client.ask(request, object)
+        except StoreAwayError:
+            return None
 
 
 def _make_private(folder: Path) -> None:

@@ -106,3 +106,9 @@ def on_this_node(kv_transfer_config: dict[str, Any], node: str) -> dict[str, Any
 def arena_path(port: int) -> Path:
     """Path of the arena in shared memory, in a folder of the user and the platform on ``port``."""
     return Path(f"/dev/shm/loomserve-{os.getuid()}/{port}/arena")
+
+
+def left_behind(port: int) -> int:
+    """Bytes that the store of a platform on ``port`` left when it was killed; the next has them."""
+    arena = arena_path(port)
+    return arena.stat().st_size if arena.exists() else 0

@@ -57,8 +57,7 @@ def render(state: KvState) -> RenderableType:
         models.add_row(Text(model.model), *_figures(model))
     note = f"{state.leases} leases, {state.writers} writers, {state.corrupt_blocks} corrupt blocks"
     tables = [tiers, models]
-    if state.network is not None:
-        tables.append(_peers(state.network))
+    tables += [_peers(one.network) for one in (state, *state.nodes.values()) if one.network]
     return stacked(*tables, Text(note, style="dim"))
 
 

@@ -19,9 +19,9 @@ from typing import Any
 
 import psutil
 
-from loomserve.deployments.kvstore.kv_store import start_store, stop_store, store_options
+from loomserve.deployments.kvstore.kv_store import start_store, stop_store, store_plan
 from loomserve.deployments.ray_start import platform_ray
-from loomserve.kvstore.server.options import arena_path
+from loomserve.kvstore.server.options import StoreOptions, arena_path, left_behind
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.folder import BatchFolder, batch_folder
@@ -38,6 +38,7 @@ from loomserve.platform.config import Config
 from loomserve.platform.devices.compiler import check_compiler
 from loomserve.platform.devices.memory import (
     NodeMemory,
+    check_shared_memory,
     node_bytes,
     plan_on_nodes,
     plan_replicas,
@@ -82,7 +83,8 @@ def check_machine(config: Config, base: Path) -> None:
                     f"device {device.name!r} names core {core}, but this machine has cores 0 to "
                     f"{there - 1}"
                 )
-    _check_shared_memory(config)
+    if config.kvstore is not None:
+        check_shared_memory(config.kvstore.memory, left_behind(config.server.port))
     check_compiler(config.models)
 
 
@@ -102,18 +104,6 @@ def check_what_one_has(config: Config, base: Path) -> None:
         ) from None
     _check_batch_folder(config, base)
     _check_plans_folder(config, base)
-
-
-def _check_shared_memory(config: Config) -> None:
-    if config.kvstore is None:
-        return
-    free = psutil.disk_usage("/dev/shm").free + _left_behind(config)
-    if config.kvstore.memory > free:
-        raise StartError(
-            f"kvstore.memory asks for {config.kvstore.memory / 2**20:.0f} MiB and /dev/shm has "
-            f"{free / 2**20:.0f} MiB free: lower it, or make /dev/shm larger (docker run "
-            "--shm-size, or mount -o remount,size=8G /dev/shm)"
-        )
 
 
 def _check_batch_folder(config: Config, base: Path) -> None:
@@ -144,14 +134,6 @@ def _check_plans_folder(config: Config, base: Path) -> None:
     store.release()
 
 
-def _left_behind(config: Config) -> int:
-    """Bytes of shared memory that a killed platform's store left, which our store takes over."""
-    if config.kvstore is None:
-        return 0
-    arena = arena_path(config.server.port)
-    return arena.stat().st_size if arena.exists() else 0
-
-
 def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
     """Fetch and check every model, and plan how many replicas of each to start.
 
@@ -169,14 +151,15 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
         if model.pipeline is not None:
             stages = ", ".join(f"{device} {n}" for device, n in stages_of(model, base))
             say(f"{model.name} is a pipeline; layers: {stages}")
+    store = config.kvstore.memory if config.kvstore else 0
     if config.cluster is not None:
         replicas = _plan_on_nodes(config, base, say)
     else:
         replicas = plan_replicas(
             config.models,
             weights,
-            psutil.virtual_memory().available + _left_behind(config),
-            config.kvstore.memory if config.kvstore else 0,
+            psutil.virtual_memory().available + (left_behind(config.server.port) if store else 0),
+            store,
             check_offline_models(config, base, say),
             config.server.front_ends,
         )
@@ -216,7 +199,7 @@ class Platform:
     def __init__(self, config: Config, base: Path, say: Say) -> None:
         self._config = config
         self._base = base
-        self._store_options = store_options(config, base)
+        self._store_plan = store_plan(config, base)
         self._store: Any = None
         self._ray = platform_ray(config, base, [arena_path(config.server.port)], say)
 
@@ -233,16 +216,25 @@ class Platform:
         self._ray.make_room()
         if self._config.cluster is not None:
             check_what_one_has(self._config, self._base)
-        if self._store_options is not None:
-            self._store = start_store(self._store_options)
+        internal_token = secrets.token_urlsafe(32)
+        store_options = self._start_stores(internal_token)
         serve.start(proxy_location="Disabled")
         self._controller = run_platform(
-            self._config,
-            replicas,
-            secrets.token_urlsafe(32),
-            str(self._base.resolve()),
-            self._store_options,
+            self._config, replicas, internal_token, str(self._base.resolve()), store_options
         )
+
+    def _start_stores(self, internal_token: str) -> StoreOptions | None:
+        """Returns the options of the store here, which are those of the others but for its node."""
+        plan = self._store_plan
+        if plan is None:
+            return None
+        if self._config.cluster is not None:
+            from loomserve.deployments.kvstore.node_stores import start_node_stores
+
+            start_node_stores(plan, internal_token)
+        else:
+            self._store = start_store(plan.here())
+        return plan.here()
 
     def state(self) -> PlatformState:
         reply: Reply[PlatformState] = self._controller.state.remote().result(timeout_s=10)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import psutil
+
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import LOCAL_NODE, Model, OfflineModel
 
@@ -136,3 +138,22 @@ def _too_little(node: str, memory: NodeMemory, bytes_left: float) -> StartError:
         f"memory{where} and {memory.available_bytes / 2**30:.1f} GiB is available: lower "
         f"{to_lower} or replicas, or serve fewer models"
     )
+
+
+def check_shared_memory(kvstore_bytes: int, left_behind: int) -> None:
+    """Check that this machine has the shared memory of a KV store.
+
+    Args:
+        kvstore_bytes: what it is to have.
+        left_behind: bytes that an earlier one left there, which it takes over.
+
+    Raises:
+        StartError: there is less; says how to make room.
+    """
+    free = psutil.disk_usage("/dev/shm").free + left_behind
+    if kvstore_bytes > free:
+        raise StartError(
+            f"kvstore.memory asks for {kvstore_bytes / 2**20:.0f} MiB and /dev/shm has "
+            f"{free / 2**20:.0f} MiB free: lower it, or make /dev/shm larger (docker run "
+            "--shm-size, or mount -o remount,size=8G /dev/shm)"
+        )

@@ -256,6 +256,7 @@ class KvAccess(_Message):
     """The KV store, for gateways."""
 
     address: str = Field(description="Its socket, as ZMQ writes it.")
+    each_node: bool = Field(False, description="Whether each node has one, at this address there.")
 
 
 class LineRequest(_Message):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from pydantic import Field
 
 from loomserve.platform.state.base import StateModel
@@ -55,3 +57,35 @@ class KvState(StateModel):
     corrupt_blocks: int = Field(description="Blocks whose checksum failed.")
     models: tuple[KvModelState, ...]
     network: KvNetworkState | None = Field(None, description="None: it is the only store.")
+    nodes: dict[str, KvState] = Field(
+        default_factory=dict,
+        description="Of several nodes: the store of each, of which all else is the sum.",
+    )
+
+
+def together(states: Mapping[str, KvState]) -> KvState:
+    """The stores of several nodes as one, by the nodes' names; the only one is that itself."""
+    if states.keys() == {""}:
+        return states[""]
+    all_ = states.values()
+    models = [model for state in all_ for model in state.models]
+    return KvState(
+        capacity_bytes=sum(state.capacity_bytes for state in all_),
+        used_bytes=sum(state.used_bytes for state in all_),
+        ssd_capacity_bytes=sum(state.ssd_capacity_bytes for state in all_),
+        ssd_used_bytes=sum(state.ssd_used_bytes for state in all_),
+        leases=sum(state.leases for state in all_),
+        writers=sum(state.writers for state in all_),
+        corrupt_blocks=sum(state.corrupt_blocks for state in all_),
+        models=tuple(
+            _summed([each for each in models if each.model == name])
+            for name in sorted({each.model for each in models})
+        ),
+        nodes=dict(sorted(states.items())),
+    )
+
+
+def _summed(states: list[KvModelState]) -> KvModelState:
+    counted = KvModelState.model_fields.keys() - {"model"}
+    sums = {field: sum(getattr(state, field) for state in states) for field in counted}
+    return KvModelState(model=states[0].model, **sums)

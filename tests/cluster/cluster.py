@@ -174,7 +174,11 @@ class Cluster:
                     "devices": [f"core{at}" for at in range(len(names))],
                     "replicas": len(names),
                     "kv_cache_memory": "256MiB",
-                    "engine": ENGINE,
+                    "engine": {
+                        **ENGINE,
+                        "enable_auto_tool_choice": True,
+                        "tool_call_parser": "hermes",
+                    },
                 }
             ],
             "server": {

@@ -19,6 +19,7 @@ from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.options import StorePlan, arena_path
 from loomserve.kvstore.server.protocol import Inspect, StoreUsage
 from loomserve.platform.base.errors import StartError
+from loomserve.platform.nodes.resources import offered
 from tests.e2e.conftest import free_port
 
 pytestmark = pytest.mark.timeout(240)
@@ -31,6 +32,7 @@ def _ray() -> Iterator[Any]:
     ray.init(
         address="local",
         num_cpus=4,
+        resources=offered("one", (), (), state=True),
         include_dashboard=False,
         log_to_driver=False,
         object_store_memory=100 * 2**20,
@@ -59,13 +61,16 @@ async def within(seconds: float, holds: Callable[[], Awaitable[bool]]) -> None:
 def test_each_node_gets_a_store_that_outlives_who_started_it(ray_: Any) -> None:
     from loomserve.deployments.kvstore.node_stores import (
         NodeStores,
+        ask_stores,
         living_places,
         stop_node_stores,
         store_actor_name,
     )
 
     asked = plan()
-    ((node, place),) = living_places().items()
+    ((ray_id, place),) = living_places().items()
+    node = "one"
+    assert place.name == node
 
     async def play() -> None:
         stores = NodeStores(asked, "token")
@@ -76,12 +81,13 @@ def test_each_node_gets_a_store_that_outlives_who_started_it(ray_: Any) -> None:
         usage = await asyncio.to_thread(usage_of, options.address)
         assert usage.network is not None
         assert (usage.network.node, usage.network.peers) == (node, [])
+        assert await ask_stores(Inspect(), StoreUsage) == {node: usage}
         assert await stores.problems() == {}
         # A controller that was started anew finds it.
         again = NodeStores(asked, "token")
         await again.follow()
         assert list(await again.members()) == [member]
-        actor = ray_.get_actor(store_actor_name(node), "loomserve")
+        actor = ray_.get_actor(store_actor_name(ray_id), "loomserve")
         pid = ray_.get(actor.__ray_call__.remote(lambda self: os.getpid()))
         os.kill(pid, signal.SIGKILL)
 
@@ -102,19 +108,14 @@ def test_each_node_gets_a_store_that_outlives_who_started_it(ray_: Any) -> None:
 
 
 def test_a_store_that_cannot_start_says_why(ray_: Any, tmp_path: Path) -> None:
-    from loomserve.deployments.kvstore.node_stores import (
-        living_places,
-        start_node_stores,
-        stop_node_stores,
-    )
+    from loomserve.deployments.kvstore.node_stores import start_node_stores, stop_node_stores
 
     (tmp_path / "foreign").mkdir(mode=0o700)
     (tmp_path / "foreign" / "file").touch()
     asked = plan().model_copy(update={"ssd": 2**30, "ssd_folder": tmp_path / "foreign"})
-    (node,) = living_places()
 
     try:
-        with pytest.raises(StartError, match=f"node {node} cannot start: .* something else than"):
+        with pytest.raises(StartError, match=r"node one cannot start: .* something else than"):
             start_node_stores(asked, "token")
     finally:
         asyncio.run(stop_node_stores(10.0))

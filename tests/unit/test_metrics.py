@@ -295,10 +295,21 @@ def test_the_kv_stores_figures_are_shown_while_it_answers(
     registry: CollectorRegistry, name: str, labels: dict[str, str], expected: int
 ) -> None:
     metrics = KvStoreMetrics(registry)
-    metrics.set_state(KV_STATE)
+    metrics.set_states({labels.get("node", ""): KV_STATE})
     assert value(registry, name, labels) == expected
-    metrics.set_state(None)
+    metrics.set_states({})
     assert value(registry, name, labels) == (0 if name == "loomserve_kv_up" else None)
+
+
+def test_the_kv_stores_of_several_nodes_are_told_apart(registry: CollectorRegistry) -> None:
+    metrics = KvStoreMetrics(registry)
+    more = KV_STATE.model_copy(update={"corrupt_blocks": 5, "models": ()})
+    metrics.set_states({"n1": KV_STATE, "n2": more})
+    assert value(registry, "loomserve_kv_corrupt_blocks_total", {"node": "n1"}) == 3
+    assert value(registry, "loomserve_kv_corrupt_blocks_total", {"node": "n2"}) == 5
+    hits = "loomserve_kv_hit_blocks_total"
+    assert value(registry, hits, {"node": "n1", "model": "chat"}) == 6
+    assert value(registry, hits, {"node": "n2", "model": "chat"}) is None
 
 
 @pytest.mark.parametrize(
@@ -367,7 +378,7 @@ def test_the_catalog_lists_every_metric_with_its_labels(
     keys = KeyMetrics(registry)
     keys.used("alice", 1, 2)
     keys.set_file(up=True)
-    KvStoreMetrics(registry).set_state(KV_STATE)
+    KvStoreMetrics(registry).set_states({"": KV_STATE})
     BatchMetrics(registry).set_state(BATCH_STATE)
     RebalancingMetrics(registry).set_state(REBALANCING_STATE)
     continuation = ContinuationMetrics(registry).of("chat")
