@@ -5,13 +5,40 @@ from __future__ import annotations
 import itertools
 import random
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from loomserve.platform.config.router import RoutingPolicy
-from loomserve.routers.base import Candidates, Choice, Decision, Replica
+from loomserve.routers.base import Candidates, Choice, Decision, Floats, Replica
 from loomserve.routers.block_keys import BLOCK_TOKENS
 from loomserve.routers.policies import load_aware, power_of_two, prefix_aware, round_robin
+from loomserve.routers.policies.kv_travel import KvLink, KvLinks, tokens_to_compute
 from loomserve.routers.table import ReplicaTable
 from loomserve.routers.ticket import RoutingTicket
+
+
+@dataclass(frozen=True)
+class NodesKv:
+    """What moving a model's KV between nodes takes.
+
+    Attributes:
+        token_bytes: KV of a token.
+        links: To a node, from a node.
+    """
+
+    token_bytes: float
+    links: Mapping[tuple[str, str], KvLink]
+
+
+class _Links(NamedTuple):
+    """The links between the table's nodes, and what they were made of."""
+
+    of: NodesKv
+    nodes: tuple[str, ...]
+    between: KvLinks
 
 
 class ReplicaChooser:
@@ -39,6 +66,9 @@ class ReplicaChooser:
         # Processes start at different turns, or they would all favour the same replica.
         self._turns = itertools.count(self._rng.randrange(2**16))
         self._ids_with_prefixes: frozenset[str] = frozenset()
+        self.kv: NodesKv | None = None
+        """What is known of KV between nodes; set by the caller. None: nothing is fetched."""
+        self._links: _Links | None = None
 
     def decide(self, ticket: RoutingTicket) -> Decision | None:
         """Choose a replica for a request, and book it there.
@@ -73,16 +103,34 @@ class ReplicaChooser:
             case "power_of_two":
                 return power_of_two.pick(candidates, rng=self._rng)
             case "prefix_aware":
-                matched = ticket.ledger.prefixes(self._model).match(
-                    ticket.block_keys, self._table.ids
-                )
                 return prefix_aware.pick(
                     candidates,
-                    matched=None if matched is None else matched[candidates.rows],
-                    blocks=len(ticket.block_keys),
+                    missing=self._missing(candidates, ticket),
                     prompt_tokens=ticket.prompt_tokens,
                     load_limit=self._load_limit,
                 )
+
+    def _missing(self, candidates: Candidates, ticket: RoutingTicket) -> Floats | None:
+        keys, tokens = ticket.block_keys, ticket.prompt_tokens
+        matched = ticket.ledger.prefixes(self._model).match(keys, self._table.ids)
+        if matched is None:
+            return None
+        share = matched[candidates.rows] / max(1, len(keys))
+        if self.kv is None or len(self._table.nodes) < 2:
+            return (1 - share) * tokens
+        links = self._links
+        if links is None or links.of is not self.kv or links.nodes is not self._table.nodes:
+            between = KvLinks.between(self._table.nodes, self.kv.links)
+            self._links = links = _Links(self.kv, self._table.nodes, between)
+        nodes, s_per_token = self._table.places(candidates.rows)
+        return tokens_to_compute(
+            (share * tokens).astype(np.int64),
+            nodes,
+            tokens,
+            s_per_token=s_per_token,
+            token_bytes=self.kv.token_bytes,
+            links=links.between,
+        )
 
     def _note_prefix(self, ticket: RoutingTicket, chosen: Replica) -> None:
         capacity = chosen.kv_capacity_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -67,6 +67,10 @@ class _Columns:
     queue_length: Ints
     known: Bools
     kv_capacity_tokens: Ints
+    node: Ints
+    """Place among the nodes."""
+    prefill_token_s: Floats
+    """Seconds of a prompt's token; 0 until it has said."""
     measured_at: Floats
     willing: Bools
     """Not draining."""
@@ -84,6 +88,8 @@ class _Columns:
             queue_length=np.zeros(size, np.int64),
             known=np.zeros(size, np.bool_),
             kv_capacity_tokens=np.zeros(size, np.int64),
+            node=np.zeros(size, np.int64),
+            prefill_token_s=np.zeros(size),
             measured_at=np.full(size, np.inf),
             willing=np.ones(size, np.bool_),
             answering=np.ones(size, np.bool_),
@@ -126,6 +132,8 @@ class ReplicaTable:
         """Of all replicas, by row."""
         self.known_ids: frozenset[str] = frozenset()
         """The same, as a set."""
+        self.nodes: tuple[str, ...] = ()
+        """The nodes that have any; none are named where there is but one."""
         self._ledger = ledger
         self._stale_after_s = stale_after_s
         self._rows: list[_Row] = []
@@ -135,8 +143,11 @@ class ReplicaTable:
         # No load was measured earlier.
         self._oldest = np.inf
 
-    def set_replicas(self, ids: Iterable[str]) -> None:
-        """Set which replicas there are; reports of those that stay are kept."""
+    def set_replicas(self, ids: Iterable[str], nodes: Mapping[str, str] | None = None) -> None:
+        """Set which replicas there are; reports of those that stay are kept.
+
+        ``nodes``: where each is; None: all on one.
+        """
         wanted = frozenset(ids)
         if wanted == self.known_ids:
             return
@@ -149,9 +160,17 @@ class ReplicaTable:
         self._rows = [there[id_] for id_ in self.ids]
         self._row_of = {id_: place for place, id_ in enumerate(self.ids)}
         self._columns = _Columns.of(len(self.ids))
+        if nodes is not None:
+            self.nodes = tuple(sorted({nodes[id_] for id_ in self.ids}))
+            at = {name: place for place, name in enumerate(self.nodes)}
+            self._columns.node[:] = [at[nodes[id_]] for id_ in self.ids]
         for place in range(len(self.ids)):
             self._write_report(place)
         self._note_roles()
+
+    def places(self, rows: Ints) -> tuple[Ints, Floats]:
+        """Of rows: the places of their nodes, and the seconds in which they compute a token."""
+        return self._columns.node[rows], self._columns.prefill_token_s[rows]
 
     def report(self, replica_id: str, stats: RoutingStats) -> None:
         """Take in a report by this process's clock; one of a replica that is gone is ignored."""
@@ -226,6 +245,8 @@ class ReplicaTable:
         columns.known[place] = load is not None
         columns.measured_at[place] = np.inf if load is None else load.measured_at
         columns.kv_capacity_tokens[place] = row.kv_capacity_tokens or 0
+        if load is not None and load.pace is not None:
+            columns.prefill_token_s[place] = load.pace.prefill_token_s
         if row.stats is not None:
             columns.willing[place] = not row.stats.draining
             columns.answering[place] = not (row.stats.draining or row.stats.role is Role.PREFILL)

@@ -18,6 +18,7 @@ from starlette.types import Receive, Send
 from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
 from loomserve.deployments.gateway.front_end_answer import answer
 from loomserve.deployments.gateway.internal_client import InternalClient
+from loomserve.deployments.gateway.kv_links import Links
 from loomserve.deployments.gateway.model_front_end import ModelFrontEnd
 from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.platform.base.errors import Unavailable
@@ -89,6 +90,10 @@ class ModelFrontEnds:
                     bounds=self._bounds,
                 )
             self._models[name].apply(route)
+
+    def set_links(self, links: Links) -> None:
+        for model in self._models.values():
+            model.set_links(links)
 
     def is_set_up(self, model: str) -> bool:
         """Whether requests of the model do not wait for its front end."""

@@ -28,6 +28,7 @@ from loomserve.deployments.batch.proxy import BATCHES, FILES, BatchProxy
 from loomserve.deployments.gateway.admin import build_admin_api
 from loomserve.deployments.gateway.answering import Answering, ForwardRequest
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
+from loomserve.deployments.gateway.kv_links import follow_links
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.deployments.gateway.metrics_page import (
     MetricsPage,
@@ -159,6 +160,9 @@ class Gateway:
         if allowances is not None:
             keep = allowances.keep(self._report)
             self._keeping.append(asyncio.create_task(keep))
+        if self._kv is not None and self._kv.each_node:
+            follow = follow_links(stores_of(self._kv), self._forwarder.set_links)
+            self._keeping.append(asyncio.create_task(follow))
         await self._http.start()
 
     async def check_health(self) -> None:

@@ -35,16 +35,23 @@ class LoadReports:
         self._asking: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._told: dict[str, _Told] = {}
 
-    def set_replicas(self, addresses: Mapping[str, str]) -> None:
-        """``addresses``: where each replica listens, by its id."""
+    def set_replicas(
+        self, addresses: Mapping[str, str], nodes: Mapping[str, str] | None = None
+    ) -> None:
+        """Set which replicas there are.
+
+        Args:
+            addresses: where each listens, by its id.
+            nodes: where each is; None: all on one.
+        """
         for replica_id, (address, task) in list(self._asking.items()):
             if addresses.get(replica_id) != address:
                 task.cancel()
                 del self._asking[replica_id]
                 self._told.pop(replica_id, None)
         # One that listens elsewhere has been started anew.
-        self._table.set_replicas(self._asking)
-        self._table.set_replicas(addresses)
+        self._table.set_replicas(self._asking, nodes and {id_: nodes[id_] for id_ in self._asking})
+        self._table.set_replicas(addresses, nodes)
         for replica_id, address in addresses.items():
             if replica_id not in self._asking:
                 task = asyncio.create_task(self._follow(replica_id, address))

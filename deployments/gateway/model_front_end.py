@@ -7,9 +7,11 @@ import logging
 
 from starlette.types import Receive, Scope, Send
 
+from loomserve.deployments.gateway.kv_links import Links
 from loomserve.deployments.gateway.load_reports import Get, LoadReports
 from loomserve.deployments.gateway.replica_choice import ReplicaChoice
 from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.config import LOCAL_NODE
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.serving import ModelServing
@@ -20,6 +22,7 @@ from loomserve.platform.requests.engine_request import FORWARDED, engine_path
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.state.roles import Role
 from loomserve.routers.in_flight import InFlight
+from loomserve.routers.policy_choice import NodesKv
 from loomserve.routers.table import ReplicaTable
 
 _log = logging.getLogger("ray.serve")
@@ -63,13 +66,13 @@ class ModelFrontEnd:
         self._table = ReplicaTable(ledger, stale_after_s=route.router.stale_after_s)
         self._loads = LoadReports(get, self._table)
         handoffs = Handoffs(self._role_of, self.spec.local_prompt_tokens)
-        choice = ReplicaChoice(route.name, route.router, ledger, metrics, self._table)
+        self._choice = ReplicaChoice(route.name, route.router, ledger, metrics, self._table)
         self._serving = ModelServing(
             route.name,
             {**self.spec.engine_options, "model": self.spec.path},
-            choice.choose,
+            self._choice.choose,
             continuation,
-            left=choice.left,
+            left=self._choice.left,
             loaded=self._loads.told,
             bounds=bounds,
             handoffs=handoffs,
@@ -81,7 +84,10 @@ class ModelFrontEnd:
     def apply(self, route: ModelRoute) -> None:
         """Take over which replicas there are, and which are drained."""
         self._route = route
-        self._loads.set_replicas({each.id: each.address for each in route.replicas})
+        nodes = {each.id: each.node for each in route.replicas}
+        several = set(nodes.values()) - {LOCAL_NODE}
+        addresses = {each.id: each.address for each in route.replicas}
+        self._loads.set_replicas(addresses, nodes if several else None)
         if self._set_up.done():
             self._connect()
 
@@ -95,6 +101,12 @@ class ModelFrontEnd:
             names = {engine_path(path): path for path in FORWARDED}
             self._app = MissingEndpoints(await self._serving.server(), names)
         await self._app(scope, receive, send)
+
+    def set_links(self, links: Links) -> None:
+        """Set what fetches of KV between nodes take."""
+        route = self._route
+        if route.kvstore and route.kv_token_bytes:
+            self._choice.set_kv(NodesKv(route.kv_token_bytes, links))
 
     @property
     def is_set_up(self) -> bool:

@@ -14,7 +14,7 @@ from loomserve.platform.http.engine_errors import no_replica
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.routers.block_keys import token_keys
 from loomserve.routers.in_flight import InFlight
-from loomserve.routers.policy_choice import ReplicaChooser
+from loomserve.routers.policy_choice import NodesKv, ReplicaChooser
 from loomserve.routers.table import ReplicaTable
 from loomserve.routers.ticket import RoutingTicket
 
@@ -66,6 +66,10 @@ class ReplicaChoice:
         self._metrics = metrics
         self._table = table
         self._booked: dict[RoutingRequest, ExitStack] = {}
+
+    def set_kv(self, kv: NodesKv) -> None:
+        """Set what moving KV between nodes takes."""
+        self._chooser.kv = kv
 
     def choose(self, routing: RoutingRequest) -> str | None:
         """The replica that a request is booked on until :meth:`left`; None: it waits.

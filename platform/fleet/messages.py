@@ -290,6 +290,7 @@ class ModelRoute(_Message):
     max_concurrent_requests: int
     max_model_len: int | None
     kvstore: bool = Field(description="Whether its blocks go to the KV store, if there is one.")
+    kv_token_bytes: float = Field(0.0, description="KV of a token; 0: no replica has said.")
     predictor: str | None = Field(None, description="What predicts its answers' lengths, if any.")
     router: Router = Field(default_factory=Router)
     front_end: FrontEndSpec | None = Field(None, description="None: no replica has reported.")

@@ -1,14 +1,19 @@
-"""When a prompt could be answered where, if its KV may be fetched from where it is.
+"""What of a prompt is to be computed where, if its KV may be fetched from where it is.
 
-For a node and what it has of a prompt: the rest is computed there; or the node that has most sends
-what it has more, and what nobody has is computed. The less of the two counts.
+Each node has a KV store, and so has what any of its replicas was sent. Of a prompt, a node computes
+what it does not have; or the node that has most sends what it has more, and what nobody has is
+computed. The less of the two counts, as tokens that the replica could compute in that time, so that
+:mod:`.prefix_aware` weighs them against loads.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+
+from loomserve.routers.base import Floats, Ints
 
 
 @dataclass(frozen=True)
@@ -20,67 +25,61 @@ class KvLink:
 
 
 @dataclass(frozen=True)
-class PromptKv:
-    """What nodes have of one prompt's KV.
+class KvLinks:
+    """All links between some nodes, by the places of the nodes: ``[to, from]``.
 
-    Attributes:
-        prompt_tokens: Of the whole prompt.
-        token_bytes: KV of a token.
-        held: Tokens of the longest prefix that a node has, by node; a node that is not named has
-            none.
-        links: To a node, from a node.
+    A link that nobody has measured takes for ever.
     """
 
-    prompt_tokens: int
-    token_bytes: float
-    held: Mapping[str, int]
-    links: Mapping[tuple[str, str], KvLink]
+    setup_s: Floats
+    s_per_byte: Floats
+
+    @classmethod
+    def between(cls, nodes: Sequence[str], measured: Mapping[tuple[str, str], KvLink]) -> KvLinks:
+        """``measured``: to a node, from a node."""
+        setup_s = np.full((len(nodes), len(nodes)), np.inf)
+        s_per_byte = np.full((len(nodes), len(nodes)), np.inf)
+        place = {name: at for at, name in enumerate(nodes)}
+        for (to, of), link in measured.items():
+            if to in place and of in place:
+                setup_s[place[to], place[of]] = link.setup_s
+                s_per_byte[place[to], place[of]] = 1 / link.bytes_per_s
+        return cls(setup_s, s_per_byte)
 
 
-@dataclass(frozen=True)
-class KvSource:
-    """Seconds until a prompt is computed on a node, and the node that sends some of it, if any."""
-
-    seconds: float
-    fetched_from: str | None
-
-
-def prompt_time(kv: PromptKv, node: str, s_per_token: float) -> KvSource:
-    """The quickest way to have a prompt's KV on a node that computes a token in so many seconds.
-
-    Ties go to computing, then to the node that has more, then to the first by name.
-    """
-    here = min(kv.held.get(node, 0), kv.prompt_tokens)
-    best = KvSource((kv.prompt_tokens - here) * s_per_token, None)
-    for holder in sorted(kv.held, key=lambda name: (-kv.held[name], name)):
-        link = kv.links.get((node, holder))
-        there = min(kv.held[holder], kv.prompt_tokens)
-        if holder == node or link is None or there <= here:
-            continue
-        fetched_s = link.setup_s + (there - here) * kv.token_bytes / link.bytes_per_s
-        seconds = fetched_s + (kv.prompt_tokens - there) * s_per_token
-        if seconds < best.seconds:
-            best = KvSource(seconds, holder)
-    return best
-
-
-def first_token_time(
-    kv: PromptKv, node: str, s_per_token: float, wait_s: float, queue_s: float
-) -> KvSource:
-    """Predicted seconds to a first token of a replica on a node.
+def tokens_to_compute(
+    has: Ints,
+    nodes: Ints,
+    prompt_tokens: int,
+    *,
+    s_per_token: Floats,
+    token_bytes: float,
+    links: KvLinks,
+) -> Floats:
+    """What each candidate would compute of a prompt, or fetch in the time of so many tokens.
 
     Args:
-        kv: what nodes have of the prompt.
-        node: the replica's.
-        s_per_token: seconds in which it computes a token of a prompt.
-        wait_s: until it takes the request up.
-        queue_s: of prompts that this process has sent it since it told its load; less than 0: none.
+        has: tokens at the prompt's beginning that each candidate was sent.
+        nodes: the place of each candidate's node.
+        prompt_tokens: of the whole prompt.
+        s_per_token: seconds in which each computes a token of a prompt; 0: not known yet, so that
+            nothing is fetched.
+        token_bytes: KV of a token.
+        links: between the nodes.
     """
-    prompt = prompt_time(kv, node, s_per_token)
-    return KvSource(wait_s + max(queue_s, 0.0) + prompt.seconds, prompt.fetched_from)
-
-
-def near_best(times: Mapping[str, float], within: float = 0.1) -> list[str]:
-    """Of replicas' times, those within a share of the least, between which load decides."""
-    least = min(times.values(), default=math.inf)
-    return [replica for replica, seconds in times.items() if seconds <= least * (1 + within)]
+    held = np.zeros(len(links.setup_s), np.int64)
+    np.maximum.at(held, nodes, np.minimum(has, prompt_tokens))
+    most = int(held.max())
+    own = held[nodes]
+    computed = (prompt_tokens - own).astype(np.float64)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        # Of those that have as much, the one that sends it soonest.
+        holders = np.flatnonzero(held == most)
+        fetch_s = np.min(
+            links.setup_s[:, holders]
+            + (most - held)[:, None] * token_bytes * links.s_per_byte[:, holders],
+            axis=1,
+        )[nodes]
+        fetched = fetch_s / s_per_token + (prompt_tokens - most)
+    fetches = (own < most) & np.isfinite(fetched)
+    return np.where(fetches, np.minimum(computed, fetched), computed)

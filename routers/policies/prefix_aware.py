@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from loomserve.routers.base import Candidates, Choice, Ints, least
+from loomserve.routers.base import Candidates, Choice, Floats, least
 from loomserve.routers.policies import load_aware
 
 PREFILL_WEIGHT = 4.0
@@ -19,8 +19,7 @@ prompt takes an engine several times as long as another answer in its batch.
 def pick(
     candidates: Candidates,
     *,
-    matched: Ints | None,
-    blocks: int,
+    missing: Floats | None,
     prompt_tokens: int,
     load_limit: float,
 ) -> Choice:
@@ -37,24 +36,24 @@ def pick(
     There is no limit of load: what a prefix saves counts the more where all are full. A replica of
     unknown load is not compared while any is known.
 
-    Which blocks the KV store of the node has is no matter: any replica of the node can load them.
+    Which blocks the KV store of the only node has is no matter: any replica can load them. Of
+    several nodes, those that have less of the prompt may fetch it (:mod:`.kv_travel`).
 
     Args:
-        matched: blocks at the prompt's beginning that each candidate was sent; None: nobody any.
-        blocks: blocks of the prompt.
+        missing: tokens of the prompt that each candidate would compute; None: nobody was sent any.
+        prompt_tokens: all of them.
         load_limit: as :func:`.load_aware.pick` has it.
     """
 
-    if matched is None:
+    if missing is None:
         return load_aware.pick(candidates, load_limit=load_limit)
     # Of unknown capacity, as if the prompt filled it.
     capacity = candidates.kv_capacity_tokens
     capacity = np.where(capacity > 0, capacity, max(1, prompt_tokens))
-    missing = 1 - matched / max(1, blocks)
-    cost = candidates.utilisation + PREFILL_WEIGHT * missing * prompt_tokens / capacity
+    cost = candidates.utilisation + PREFILL_WEIGHT * missing / capacity
     if not candidates.known.all() and candidates.known.any():
         cost[~candidates.known] = np.inf
     place = least(cost, candidates.utilisation, candidates.queue_length)
-    if matched[place] > matched.min():
+    if missing[place] < missing.max():
         return Choice(place, "prefix")
     return load_aware.pick(candidates, load_limit=load_limit)

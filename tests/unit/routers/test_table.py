@@ -116,19 +116,20 @@ def test_ten_thousand_decisions_are_those_of_the_rules(most: int) -> None:
         ids = sorted(scene.stats)
         exclude = rng.choice([NOBODY, frozenset(rng.sample(ids, len(ids) // 2)), frozenset("x")])
         pinned_to = rng.choice([None] * 9 + ids[:1])
-        limit, prompt, blocks = rng.choice([0.5, 1.6]), rng.choice([0, 300, 1_500]), 8
+        limit, prompt, blocks = rng.choice([0.5, 1.6]), rng.choice([1, 300, 1_500]), 8
         matched = {id_: rng.choice([0, 0, 5, 8]) for id_ in ids} if case % 3 else {}
         seen = scene.seen(exclude, pinned_to)
         column = np.array([matched.get(each.id, 0) for each in seen])
-        of_prefixes = {"blocks": blocks, "prompt_tokens": prompt, "load_limit": limit}
+        missing = (1 - column / blocks) * prompt if matched else None
+        of_prefixes = {"prompt_tokens": prompt, "load_limit": limit}
         for by_rule, pick in (
             (
                 partial(reference.load_aware, load_limit=limit),
                 partial(load_aware.pick, load_limit=limit),
             ),
             (
-                partial(reference.prefix_aware, matched=matched, **of_prefixes),
-                partial(prefix_aware.pick, matched=column if matched else None, **of_prefixes),
+                partial(reference.prefix_aware, matched=matched, blocks=blocks, **of_prefixes),
+                partial(prefix_aware.pick, missing=missing, **of_prefixes),
             ),
             (
                 partial(reference.round_robin, turn=case),

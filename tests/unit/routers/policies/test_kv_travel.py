@@ -2,50 +2,79 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loomserve.routers.policies.kv_travel import (
-    KvLink,
-    KvSource,
-    PromptKv,
-    first_token_time,
-    near_best,
-    prompt_time,
-)
+from loomserve.routers.policies.kv_travel import KvLink, KvLinks, tokens_to_compute
 
 FAST, SLOW = KvLink(0.001, 1e9), KvLink(0.001, 1e6)
+NODES = ("a", "b", "c")
+PROMPT = 1000
 SMALL_MODEL, LARGE_MODEL = (23e3, 1 / 700), (128 * 1024, 1 / 20_000)
 """Bytes and seconds a token: 135M parameters on a core, 8B on a GPU."""
 
 
-def kv(held: dict[str, int], link: KvLink = FAST, token_bytes: float = 1000.0) -> PromptKv:
-    nodes = ("a", "b", "c")
-    links = {(to, of): link for to in nodes for of in nodes if to != of}
-    return PromptKv(1000, token_bytes, held, links)
+def missing(
+    has: list[tuple[str, int]],
+    links: dict[tuple[str, str], KvLink],
+    *,
+    token_bytes: float = 1000.0,
+    s_per_token: float = 0.001,
+) -> list[float]:
+    """Of replicas, each on its node with so many tokens."""
+    found = tokens_to_compute(
+        np.array([tokens for _, tokens in has]),
+        np.array([NODES.index(node) for node, _ in has]),
+        PROMPT,
+        s_per_token=np.full(len(has), s_per_token),
+        token_bytes=token_bytes,
+        links=KvLinks.between(NODES, links),
+    )
+    return list(map(float, found))
+
+
+def all_alike(link: KvLink) -> dict[tuple[str, str], KvLink]:
+    return {(to, of): link for to in NODES for of in NODES if to != of}
 
 
 @pytest.mark.parametrize(
-    ("held", "node", "link", "expected"),
+    ("has", "link", "expected"),
     [
-        ({}, "a", FAST, KvSource(1.0, None)),
-        ({"a": 600}, "a", FAST, KvSource(0.4, None)),
-        ({"b": 600}, "a", FAST, KvSource(0.4016, "b")),
-        ({"a": 600, "b": 600}, "a", FAST, KvSource(0.4, None)),
-        ({"a": 200, "b": 600}, "a", FAST, KvSource(0.4014, "b")),
-        ({"b": 600, "c": 900}, "a", FAST, KvSource(0.1019, "c")),
-        ({"b": 2000}, "a", FAST, KvSource(0.002, "b")),
-        ({"b": 600}, "a", SLOW, KvSource(1.0, None)),
-        ({"b": 600}, "elsewhere", FAST, KvSource(1.0, None)),
+        ([("a", 0), ("b", 0)], FAST, [1000, 1000]),
+        ([("a", 600), ("b", 0)], FAST, [400, 401.6]),
+        ([("a", 600), ("b", 600)], FAST, [400, 400]),
+        ([("a", 200), ("b", 600)], FAST, [401.4, 400]),
+        ([("b", 600), ("c", 900), ("a", 0)], FAST, [101.3, 100, 101.9]),
+        ([("b", 2000), ("a", 0)], FAST, [0, 2]),
+        ([("a", 0), ("b", 600)], SLOW, [1000, 400]),
+        ([("a", 0), ("a", 600), ("b", 0)], SLOW, [400, 400, 1000]),
     ],
-)
-def test_the_quickest_way_to_a_prompts_kv(
-    held: dict[str, int], node: str, link: KvLink, expected: KvSource
+    ids=[
+        "nobody has any", "it is fetched", "both have it", "what is missing is fetched",
+        "who has most sends it", "no more than the prompt", "a slow link",
+        "a node's store is shared",
+    ],
+)  # fmt: skip
+def test_what_a_prompt_takes(
+    has: list[tuple[str, int]], link: KvLink, expected: list[float]
 ) -> None:
-    found = prompt_time(kv(held, link), node, 0.001)
-    assert found.seconds == pytest.approx(expected.seconds)
-    assert found.fetched_from == expected.fetched_from
+    assert missing(has, all_alike(link)) == pytest.approx(expected)
+
+
+def test_of_two_that_have_as_much_the_better_link_sends() -> None:
+    links = {("a", "b"): SLOW, ("a", "c"): FAST}
+    assert missing([("a", 0), ("b", 600), ("c", 600)], links)[0] == pytest.approx(401.6)
+
+
+def test_over_a_link_that_nobody_has_measured_nothing_is_fetched() -> None:
+    assert missing([("a", 0), ("b", 600)], {}) == [1000, 400]
+
+
+def test_before_a_replica_has_said_how_fast_it_is_nothing_is_fetched() -> None:
+    found = missing([("a", 0), ("b", 600)], all_alike(FAST), s_per_token=0.0)
+    assert found == [1000, 400]
 
 
 @pytest.mark.parametrize(
@@ -61,29 +90,32 @@ def test_whether_a_fetch_pays_is_a_matter_of_model_and_link(
     model: tuple[float, float], bytes_per_s: float, fetches: bool
 ) -> None:
     token_bytes, s_per_token = model
-    asked = kv({"b": 1000}, KvLink(0.0, bytes_per_s), token_bytes)
-    assert (prompt_time(asked, "a", s_per_token).fetched_from == "b") is fetches
-
-
-def test_waiting_counts_and_a_queue_that_is_done_does_not() -> None:
-    asked = kv({"b": 600})
-    assert first_token_time(asked, "a", 0.001, 0.5, 0.2) == KvSource(pytest.approx(1.1016), "b")
-    assert first_token_time(asked, "a", 0.001, 0.5, -0.2).seconds == pytest.approx(0.9016)
-
-
-def test_those_within_a_tenth_of_the_best_are_equal() -> None:
-    assert near_best({"a": 1.0, "b": 1.09, "c": 1.2}) == ["a", "b"]
-    assert near_best({}) == []
+    found = missing(
+        [("a", 0), ("b", 1000)],
+        all_alike(KvLink(0.0, bytes_per_s)),
+        token_bytes=token_bytes,
+        s_per_token=s_per_token,
+    )
+    assert (found[0] < PROMPT) is fetches
 
 
 @given(
-    held=st.dictionaries(st.sampled_from("abc"), st.integers(0, 1500)),
+    has=st.lists(st.tuples(st.sampled_from(NODES), st.integers(0, 1500)), min_size=1, max_size=8),
     rate=st.floats(1e3, 1e12),
+    setup_s=st.floats(0, 1),
     s_per_token=st.floats(1e-6, 1),
 )
-def test_it_is_never_slower_than_computing_and_never_negative(
-    held: dict[str, int], rate: float, s_per_token: float
+def test_it_is_the_least_of_computing_and_fetching_from_who_has_most(
+    has: list[tuple[str, int]], rate: float, setup_s: float, s_per_token: float
 ) -> None:
-    found = prompt_time(kv(held, KvLink(0.001, rate)), "a", s_per_token)
-    assert 0 <= found.seconds <= (1000 - min(held.get("a", 0), 1000)) * s_per_token
-    assert found.fetched_from != "a"
+    found = missing(has, all_alike(KvLink(setup_s, rate)), s_per_token=s_per_token)
+    held = dict.fromkeys(NODES, 0)
+    for node, tokens in has:
+        held[node] = max(held[node], min(tokens, PROMPT))
+    most = max(held.values())
+    for (node, _), tokens in zip(has, found, strict=True):
+        ways = [PROMPT - held[node]]
+        if held[node] < most:
+            fetch_s = setup_s + (most - held[node]) * 1000.0 / rate
+            ways.append(fetch_s / s_per_token + PROMPT - most)
+        assert tokens == pytest.approx(min(ways))

@@ -28,8 +28,7 @@ def pick(fleet: list[Replica], matched: dict[str, int], prompt: int = PROMPT) ->
         fleet,
         partial(
             prefix_aware.pick,
-            matched=column if matched else None,
-            blocks=BLOCKS,
+            missing=(1 - column / BLOCKS) * prompt if matched else None,
             prompt_tokens=prompt,
             load_limit=LIMIT,
         ),
