@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from loomserve.platform.fleet.messages import (
     CONTROLLER_DEPLOYMENT,
     GATEWAY_APP,
     GATEWAY_DEPLOYMENT,
+    LanePlace,
     OfflineSpec,
 )
 from loomserve.platform.http.protocol import INTERNAL, bounded_protocol
@@ -87,9 +89,9 @@ class BatchLaneDeployment:
             for queue in self._queues:
                 group.create_task(queue.run())
 
-    async def address(self) -> str:
-        """Address of its API, another after each start."""
-        return self._gate.address
+    async def place(self) -> LanePlace:
+        """Where its API is, elsewhere after each start."""
+        return LanePlace(self._gate.address, time.monotonic())
 
     @replies
     async def state(self) -> BatchLaneState:

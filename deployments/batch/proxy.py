@@ -28,7 +28,7 @@ from loomserve.platform.base.errors import (
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.http import identity
 from loomserve.platform.config import ApiKey
-from loomserve.platform.fleet.messages import OWNER_HEADER
+from loomserve.platform.fleet.messages import OWNER_HEADER, LanePlace
 from loomserve.platform.http.client_gone import ClientGoneError, while_connected
 
 FILES = "/v1/files"
@@ -63,6 +63,8 @@ class BatchProxy:
         self._max_bytes = max_file_bytes + _FORM_BYTES
         self._idle_timeout_s = idle_timeout_s
         self._address: str | None = None
+        self._lane_ahead_s = 0.0
+        """What the clock of the lane's node shows more than this one's."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """
@@ -131,11 +133,15 @@ class BatchProxy:
     async def _where(self) -> str:
         if self._address is None:
             assert self._lane is not None
+            asked_s = time.monotonic()
             try:
                 async with asyncio.timeout(_LANE_TIMEOUT_S):
-                    self._address = str(await self._lane.address.remote())
+                    place: LanePlace = await self._lane.place.remote()
             except (RayError, RayServeException, TimeoutError):
                 raise _away() from None
+            self._address = place.address
+            # It errs by half of the way there and back at most.
+            self._lane_ahead_s = place.now_s - (asked_s + time.monotonic()) / 2
         return self._address
 
     def _headers(self, scope: Scope, target: str) -> list[tuple[str, str]]:
@@ -146,7 +152,7 @@ class BatchProxy:
             key.name if key else "",
             scope["method"],
             target,
-            time.monotonic(),
+            time.monotonic() + self._lane_ahead_s,
         )
         return [*passed, (OWNER_HEADER, owner)]
 

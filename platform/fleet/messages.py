@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -257,6 +257,14 @@ class KvAccess(_Message):
 
     address: str = Field(description="Its socket, as ZMQ writes it.")
     each_node: bool = Field(False, description="Whether each node has one, at this address there.")
+
+
+class LanePlace(NamedTuple):
+    """Where the batch lane's API is, for gateways."""
+
+    address: str
+    now_s: float
+    """What the monotonic clock of its node shows as it says so."""
 
 
 class LineRequest(_Message):

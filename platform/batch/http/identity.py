@@ -25,7 +25,7 @@ def sign(token: str, owner: str, method: str, target: str, now_s: float) -> str:
         owner: name of the request's API key, or nothing.
         method: as in the request's line.
         target: path and query, as in the request's line.
-        now_s: seconds of the machine's monotonic clock.
+        now_s: seconds of the monotonic clock of the lane's node.
     """
     signed_ms = str(int(now_s * 1000))
     name = base64.urlsafe_b64encode(owner.encode()).decode()

@@ -19,10 +19,14 @@ from loomserve.deployments.batch.proxy import BatchProxy
 from loomserve.platform.base.errors import BodyTooLarge, NotFound, RequestTimeout, Unavailable
 from loomserve.platform.batch.http import identity
 from loomserve.platform.config import ApiKey
-from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, OWNER_HEADER
+from loomserve.platform.fleet.messages import INTERNAL_TOKEN_HEADER, OWNER_HEADER, LanePlace
 
 KEY = ApiKey(name="alice", hash="sha256:" + "0" * 64)
 FORM_BYTES = 2**16
+
+
+AHEAD_S = 1e6
+"""The lane is on a node that has been up for longer."""
 
 
 class Lane:
@@ -39,7 +43,7 @@ class Lane:
         self.asked += 1
         if self._address is None:
             raise RayError("it is dead")
-        return self._address
+        return LanePlace(self._address, time.monotonic() + AHEAD_S)
 
 
 async def echo(request: web.Request) -> web.Response:
@@ -53,7 +57,7 @@ async def echo(request: web.Request) -> web.Response:
                 request.headers[OWNER_HEADER],
                 request.method,
                 request.raw_path,
-                time.monotonic(),
+                time.monotonic() + AHEAD_S,
             ),
             "token": request.headers.get(INTERNAL_TOKEN_HEADER),
             "secret": request.headers.get("authorization"),
