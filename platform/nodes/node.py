@@ -131,9 +131,13 @@ class SupervisedNode:
             node.wait()
 
     def _environment(self, run: RunFolder) -> dict[str, str]:
-        environment = node_environment(run)
-        if self._options.state is not None:
-            environment[STATE_VARIABLE] = str(self._options.state)
+        environment, state = node_environment(run), self._options.state
+        if state is not None:
+            environment[STATE_VARIABLE] = str(state)
+            if self._options.is_head:
+                # What Ray knows of the cluster outlives the head, and is there when it comes back.
+                environment["RAY_gcs_storage"] = "rocksdb"
+                environment["RAY_gcs_storage_path"] = str(state / "ray")
         return environment
 
     def _wait(self, seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import httpx
@@ -16,6 +18,8 @@ import psutil
 import pytest
 import yaml
 
+from benchmarks.continuation import Load
+from benchmarks.continuation_requests import Answer, Asked
 from loomserve.platform.access.keys import new_key
 from tests.cluster.nodes import Command, Node
 from tests.e2e.conftest import ENGINE, Platform
@@ -218,3 +222,23 @@ def answers(url: str) -> bool:
         return httpx.get(f"{url}/ready", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
+
+
+class Running:
+    """Requests as they run."""
+
+    def __init__(self, url: str, key: str, asked: list[Asked]) -> None:
+        self.load = Load()
+        work = self.load.run(url, asked, key)
+        self._thread = Thread(target=lambda: asyncio.run(work))
+        self._thread.start()
+
+    def reach(self, tokens: int) -> None:
+        until(lambda: self.load.half_have(tokens) or self.load.ended.is_set(), 120)
+        assert not self.load.ended.is_set()
+
+    def answers(self) -> list[Answer]:
+        self._thread.join(300)
+        assert self.load.ended.is_set()
+        assert [one.lost for one in self.load.answers if one.lost] == []
+        return self.load.answers

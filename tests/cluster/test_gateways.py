@@ -12,8 +12,10 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.continuation import differences
+from benchmarks.continuation_requests import mixture
 from loomserve.platform.access.keys import new_key
-from tests.cluster.cluster import MODEL, PORT, Cluster, answers, cluster, until
+from tests.cluster.cluster import MODEL, PORT, Cluster, Running, answers, cluster, until
 from tests.cluster.nodes import network
 from tests.e2e.conftest import Platform
 from tests.e2e.test_two_front_ends import samples
@@ -38,7 +40,8 @@ class TwoGateways:
         ]
         self.nodes = running.nodes
         self.urls = [f"http://{node.machine.address}:{PORT}" for node in running.nodes]
-        self.platform: Platform = running.serve(config)
+        running.write(config)
+        self.platform: Platform = running.serve()
         until(lambda: all(map(answers, self.urls)), UP_S, "a node has no gateway")
 
     def http(self, node: int, token: str | None = None) -> httpx.Client:
@@ -168,3 +171,27 @@ def test_a_node_that_is_drained_is_left_and_its_gateway_says_so(two: TwoGateways
         print(f"drained after {time.monotonic() - began:.0f} s")
         assert text(completion(one, 7, TOKENS)) == whole
         assert admin.request("DELETE", "/admin/v1/nodes/two/drain").status_code == 200
+
+
+def test_without_its_head_the_other_node_answers_until_the_head_is_back(two: TwoGateways) -> None:
+    until(lambda: {each["replicas"] for each in two.node_states().values()} == {1}, UP_S)
+    asked = list(mixture(MODEL, 8, TOKENS, 0, 1))
+    expected = Running(two.urls[1], two.platform.key, asked).answers()
+    running = Running(two.urls[1], two.platform.key, asked)
+    running.reach(10)
+    head = two.nodes[0]
+    head.machine.cut_power()
+    cut_at = time.monotonic()
+    assert differences(expected, running.answers()) == {}
+    # Those that begin while there is no head.
+    assert differences(expected, Running(two.urls[1], two.platform.key, asked).answers()) == {}
+    head.machine.boot()
+    head.start()
+    up_s = time.monotonic() - cut_at
+    until(lambda: answers(two.urls[0]), UP_S, head.ray_logs)
+    until(lambda: {each["replicas"] for each in two.node_states().values()} == {1}, UP_S)
+    print(
+        f"the head was back after {up_s:.0f} s, all replicas after {time.monotonic() - cut_at:.0f}"
+    )
+    for url in two.urls:
+        assert differences(expected, Running(url, two.platform.key, asked).answers()) == {}

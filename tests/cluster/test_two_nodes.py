@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import socket
 import ssl
 import sys
 import time
 from collections.abc import Iterator
-from threading import Thread
 from typing import Any
 
 import httpx
@@ -17,10 +15,10 @@ import psutil
 import pytest
 import zmq
 
-from benchmarks.continuation import Load, differences
+from benchmarks.continuation import differences
 from benchmarks.continuation_requests import Answer, Asked, mixture
 from loomserve.platform.engine.core.addresses import HELLO
-from tests.cluster.cluster import MODEL, PORT, Cluster, cluster, until
+from tests.cluster.cluster import MODEL, PORT, Cluster, Running, cluster, until
 from tests.cluster.nodes import Node, network
 from tests.e2e.conftest import Platform
 
@@ -89,26 +87,6 @@ def whole(platform: Platform) -> bool:
     return False
 
 
-class Running:
-    """Requests as they run."""
-
-    def __init__(self, platform: Platform, asked: list[Asked]) -> None:
-        self.load = Load()
-        work = self.load.run(platform.url, asked, platform.key)
-        self._thread = Thread(target=lambda: asyncio.run(work))
-        self._thread.start()
-
-    def reach(self, tokens: int) -> None:
-        until(lambda: self.load.half_have(tokens) or self.load.ended.is_set(), 120)
-        assert not self.load.ended.is_set()
-
-    def answers(self) -> list[Answer]:
-        self._thread.join(300)
-        assert self.load.ended.is_set()
-        assert [one.lost for one in self.load.answers if one.lost] == []
-        return self.load.answers
-
-
 @pytest.fixture(scope="module")
 def asked() -> list[Asked]:
     return list(mixture(MODEL, REQUESTS, TOKENS, 0, 1))
@@ -128,7 +106,7 @@ def drained(platform: Platform, device: str) -> Iterator[None]:
 def expected(platform: Platform, asked: list[Asked]) -> list[Answer]:
     """From the engine on the gateway's own node, over Unix sockets."""
     with drained(platform, "core1"):
-        return Running(platform, asked).answers()
+        return Running(platform.url, platform.key, asked).answers()
 
 
 def test_each_node_has_the_replica_of_its_device(platform: Platform, two_nodes: Cluster) -> None:
@@ -145,13 +123,13 @@ def test_an_engine_on_another_node_gives_the_same_tokens(
     platform: Platform, asked: list[Asked], expected: list[Answer]
 ) -> None:
     with drained(platform, "core0"):
-        assert differences(expected, Running(platform, asked).answers()) == {}
+        assert differences(expected, Running(platform.url, platform.key, asked).answers()) == {}
 
 
 def test_both_nodes_get_requests_and_tell_their_loads(
     platform: Platform, asked: list[Asked], expected: list[Answer]
 ) -> None:
-    running = Running(platform, asked)
+    running = Running(platform.url, platform.key, asked)
     most = {"core0": 0, "core1": 0}
     while not running.load.ended.is_set():
         for device, replica in replicas(platform).items():
@@ -224,18 +202,18 @@ def test_a_node_without_power_costs_no_stream_and_no_request_and_comes_back(
 ) -> None:
     until(lambda: whole(platform), BACK_S, two_nodes.ray_logs)
     lost = two_nodes.nodes[1]
-    running = Running(platform, asked)
+    running = Running(platform.url, platform.key, asked)
     running.reach(10)
     assert replicas(platform)["core1"]["in_flight"] > 0
     lost.machine.cut_power()
     assert differences(expected, running.answers()) == {}
     # Those that begin while the node is away.
-    assert differences(expected, Running(platform, asked).answers()) == {}
+    assert differences(expected, Running(platform.url, platform.key, asked).answers()) == {}
     lost.machine.boot()
     lost.start()
     until(lambda: whole(platform), BACK_S, two_nodes.ray_logs)
     with drained(platform, "core0"):
-        assert differences(expected, Running(platform, asked).answers()) == {}
+        assert differences(expected, Running(platform.url, platform.key, asked).answers()) == {}
 
 
 def test_a_node_that_was_cut_off_joins_again_by_itself(
@@ -244,7 +222,7 @@ def test_a_node_that_was_cut_off_joins_again_by_itself(
     until(lambda: whole(platform), BACK_S, two_nodes.ray_logs)
     apart = two_nodes.nodes[1]
     before = apart.machine.processes()
-    running = Running(platform, asked)
+    running = Running(platform.url, platform.key, asked)
     running.reach(10)
     apart.machine.partition()
     assert differences(expected, running.answers()) == {}
@@ -257,7 +235,7 @@ def test_a_node_that_was_cut_off_joins_again_by_itself(
     assert engines == [], "they would serve for a cluster that has given them up"
     until(lambda: whole(platform), BACK_S, two_nodes.ray_logs)
     with drained(platform, "core0"):
-        assert differences(expected, Running(platform, asked).answers()) == {}
+        assert differences(expected, Running(platform.url, platform.key, asked).answers()) == {}
 
 
 def _title(process: psutil.Process) -> str:
@@ -272,11 +250,11 @@ def test_a_platform_outlives_its_serve_command_until_the_next_takes_its_place(
     until(lambda: whole(platform), BACK_S, two_nodes.ray_logs)
     before = {replica["id"] for replica in replicas(platform).values()}
     two_nodes.kill_serve()
-    assert differences(expected, Running(platform, asked).answers()) == {}
+    assert differences(expected, Running(platform.url, platform.key, asked).answers()) == {}
     again = two_nodes.serve()
     assert "an earlier loomserve serve" in two_nodes.log.read_text()
     assert not before & {replica["id"] for replica in replicas(again).values()}
-    assert differences(expected, Running(again, asked).answers()) == {}
+    assert differences(expected, Running(again.url, again.key, asked).answers()) == {}
 
 
 def test_the_end_of_serve_ends_what_it_deployed_and_leaves_the_nodes(
