@@ -6,7 +6,7 @@ import asyncio
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -159,10 +159,10 @@ class Cluster:
         process.send_signal(signal.SIGKILL)
         process.wait(STOP_S)
 
-    def config(self) -> dict[str, Any]:
-        """One model with a replica on a core of each node."""
+    def config(self, engines_on: Sequence[str] = ()) -> dict[str, Any]:
+        """One model with a replica on a core of each node, or of these alone."""
         (self.key, digest), (self.admin_token, admin) = new_key(), new_key()
-        names = [node.machine.name for node in self.nodes]
+        names = engines_on or [node.machine.name for node in self.nodes]
         return {
             "cluster": {
                 "address": f"{self.head.machine.address}:{RAY_PORT}",

@@ -50,9 +50,10 @@ class Platform:
     def admin(self) -> httpx.Client:
         return self.http(self.admin_token)
 
-    def state(self) -> dict[str, object]:
+    def state(self) -> dict[str, Any]:
         with self.admin() as admin:
-            return admin.get("/admin/v1/state").raise_for_status().json()
+            found: dict[str, Any] = admin.get("/admin/v1/state").raise_for_status().json()
+        return found
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that carry the labels."""
