@@ -46,7 +46,8 @@ class Model(Section):
     name: ModelName = Field(description="The name clients ask for.")
     source: str = Field(
         min_length=1,
-        description="demo (the packaged SmolLM2-135M-Instruct), demo:NAME, a folder, or a hub id.",
+        description="demo (the packaged SmolLM2-135M-Instruct), demo:NAME, a folder, a remote one "
+        "(such as s3://BUCKET/MODEL, fetched on first use), or a hub id.",
     )
     revision: Revision | None = Field(
         None,

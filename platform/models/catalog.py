@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.models import demo
+from loomserve.platform.models.remote import fetch, is_remote
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZER_FILES = (
@@ -34,8 +35,8 @@ def resolve(
     """Find the weights of a configured model; a hub id is returned as it is.
 
     Args:
-        source: ``demo`` or ``demo:NAME`` (fetched on first use), a folder relative to ``base``, or
-            a model's id on the hub.
+        source: ``demo`` or ``demo:NAME`` (fetched on first use), a folder relative to ``base``, a
+            remote folder (likewise), or a model's id on the hub.
         progress: Called with a line of text for each slow step, and for a hub id without revision.
         revision: which of a hub id's commits.
 
@@ -56,13 +57,17 @@ def resolve(
             f"source {source!r} has no revisions, which only hub ids have: leave revision out"
         )
     kind, _, name = source.partition(":")
-    if kind == "demo":
-        folder = demo.fetch(name or demo.DEFAULT, progress)
+    if kind == "demo" or is_remote(source):
+        fetched = (
+            fetch(source, progress)
+            if is_remote(source)
+            else demo.fetch(name or demo.DEFAULT, progress)
+        )
         try:
-            check_folder(folder)
+            check_folder(fetched)
         except ConfigError as error:
-            raise ConfigError(f"{error}; delete {folder} to have it made again") from None
-        return folder
+            raise ConfigError(f"{error}; delete {fetched} to have it made again") from None
+        return fetched
     folder = (base / Path(source).expanduser()).absolute()
     if folder.exists():
         check_folder(folder)
@@ -71,7 +76,7 @@ def resolve(
         raise ConfigError(f"source {source!r}: there is no folder {folder}; correct the path")
     raise ConfigError(
         f"source {source!r} is neither a folder nor a hub id (ORG/NAME); "
-        f"write demo, demo:NAME, a folder's path, or ORG/NAME"
+        f"write demo, demo:NAME, a folder's path, a remote one (s3://...), or ORG/NAME"
     )
 
 

