@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from loomserve.deployments.peer_weights import fetch_from_peers
 from loomserve.deployments.ray_node import session_folder
 from loomserve.platform.devices.claims import (
     DeviceClaim,
@@ -44,6 +45,7 @@ def weights_here(spec: EngineSpec) -> str:
     if not Path(spec.path).is_absolute() or Path(spec.path).exists():
         return spec.path
     model = spec.model
+    fetch_from_peers(model.source)
     return str(catalog.resolve(model.source, Path(spec.base), revision=model.revision))
 
 

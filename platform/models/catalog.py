@@ -11,8 +11,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.models import demo
-from loomserve.platform.models.remote import fetch, is_remote
+from loomserve.platform.models import demo, remote
+from loomserve.platform.models.remote import is_remote
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _TOKENIZER_FILES = (
@@ -56,12 +56,11 @@ def resolve(
         raise ConfigError(
             f"source {source!r} has no revisions, which only hub ids have: leave revision out"
         )
-    kind, _, name = source.partition(":")
-    if kind == "demo" or is_remote(source):
+    if copy_of(source) is not None:
         fetched = (
-            fetch(source, progress)
+            remote.fetch(source, progress)
             if is_remote(source)
-            else demo.fetch(name or demo.DEFAULT, progress)
+            else demo.fetch(source.partition(":")[2] or demo.DEFAULT, progress)
         )
         try:
             check_folder(fetched)
@@ -78,6 +77,14 @@ def resolve(
         f"source {source!r} is neither a folder nor a hub id (ORG/NAME); "
         f"write demo, demo:NAME, a folder's path, a remote one (s3://...), or ORG/NAME"
     )
+
+
+def copy_of(source: str) -> Path | None:
+    """Where this machine keeps its copy of what is fetched on first use; None: it is not."""
+    kind, _, name = source.partition(":")
+    if is_remote(source):
+        return remote.folder_of(source)
+    return demo.folder_of(name or demo.DEFAULT) if kind == "demo" else None
 
 
 def _is_hub_id(source: str, base: Path) -> bool:

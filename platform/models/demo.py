@@ -211,6 +211,11 @@ DEMO_MODELS = {
 }
 
 
+def folder_of(name: str) -> Path:
+    """Where a demo model is on this machine, once it has been made."""
+    return cache_folder() / "models" / name
+
+
 def fetch(name: str, progress: Callable[[str], None]) -> Path:
     """The folder of a demo model, made on first use.
 
@@ -224,7 +229,7 @@ def fetch(name: str, progress: Callable[[str], None]) -> Path:
     demo = DEMO_MODELS.get(name)
     if demo is None:
         raise ConfigError(f"there is no demo model {name!r}; choose {' or '.join(DEMO_MODELS)}")
-    folder = cache_folder() / "models" / name
+    folder = folder_of(name)
     try:
         made_once(folder, lambda partial: _made(name, demo, partial, progress))
     except OSError as error:
