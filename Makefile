@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-continue bench-decisions check-batch check-day hashes sbom clean
+.PHONY: help install serve test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-continue bench-decisions check-batch check-day hashes sbom clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,9 @@ bench-store: install ## measure the KV store against memory and disk
 
 bench-nodes: install ## measure what clients see when a node of a cluster loses its power
 	@$(PYTHON) -m benchmarks.nodes
+
+bench-prefix-nodes: install ## simulate the prefix hits of several nodes' KV stores (TRACE=...)
+	@$(PYTHON) -m benchmarks.prefix_nodes --trace "$(TRACE)"
 
 bench-nodes-kv: install ## measure what blocks of another node take
 	@$(PYTHON) -m benchmarks.nodes_kv

@@ -26,10 +26,12 @@ class NodesKv:
 
     Attributes:
         token_bytes: KV of a token.
+        store_bytes: What the store of a node keeps.
         links: To a node, from a node.
     """
 
     token_bytes: float
+    store_bytes: float
     links: Mapping[tuple[str, str], KvLink]
 
 
@@ -134,6 +136,9 @@ class ReplicaChooser:
 
     def _note_prefix(self, ticket: RoutingTicket, chosen: Replica) -> None:
         capacity = chosen.kv_capacity_tokens
+        if capacity is not None and self.kv is not None:
+            # What its engine has forgotten, its node's store still has.
+            capacity += int(self.kv.store_bytes / self.kv.token_bytes)
         index = ticket.ledger.prefixes(self._model)
         if self._ids_with_prefixes is not self._table.known_ids:
             self._ids_with_prefixes = self._table.known_ids

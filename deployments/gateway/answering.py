@@ -10,7 +10,7 @@ from typing import Protocol
 import aiohttp
 from starlette.types import Message, Receive, Send
 
-from loomserve.deployments.gateway.kv_links import Links
+from loomserve.deployments.gateway.store_readings import StoreReadings
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.routers.in_flight import InFlight
@@ -87,8 +87,8 @@ class Answering(Protocol):
     def set_models(self, routes: Collection[ModelRoute]) -> None:
         """Set which models and replicas there are; ``routes`` has all models."""
 
-    def set_links(self, links: Links) -> None:
-        """Set what fetches of KV between nodes take."""
+    def set_stores(self, stores: StoreReadings) -> None:
+        """Set what the KV stores of several nodes keep, and what fetches take."""
 
     def is_set_up(self, model: str) -> bool:
         """Whether requests of the model do not wait for its front end."""

@@ -18,9 +18,9 @@ from starlette.types import Receive, Send
 from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
 from loomserve.deployments.gateway.front_end_answer import answer
 from loomserve.deployments.gateway.internal_client import InternalClient
-from loomserve.deployments.gateway.kv_links import Links
 from loomserve.deployments.gateway.model_front_end import ModelFrontEnd
 from loomserve.deployments.gateway.replica_choice import AnswerContext
+from loomserve.deployments.gateway.store_readings import StoreReadings
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.heap import settle_heap
 from loomserve.platform.engine.hooks import verify
@@ -91,9 +91,9 @@ class ModelFrontEnds:
                 )
             self._models[name].apply(route)
 
-    def set_links(self, links: Links) -> None:
+    def set_stores(self, stores: StoreReadings) -> None:
         for model in self._models.values():
-            model.set_links(links)
+            model.set_stores(stores)
 
     def is_set_up(self, model: str) -> bool:
         """Whether requests of the model do not wait for its front end."""

@@ -28,7 +28,6 @@ from loomserve.deployments.batch.proxy import BATCHES, FILES, BatchProxy
 from loomserve.deployments.gateway.admin import build_admin_api
 from loomserve.deployments.gateway.answering import Answering, ForwardRequest
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
-from loomserve.deployments.gateway.kv_links import follow_links
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.deployments.gateway.metrics_page import (
     MetricsPage,
@@ -39,6 +38,7 @@ from loomserve.deployments.gateway.metrics_page import (
     routing_source,
 )
 from loomserve.deployments.gateway.routes import ModelRoutes
+from loomserve.deployments.gateway.store_readings import follow_stores
 from loomserve.deployments.kvstore.admin import build_kv_router
 from loomserve.deployments.kvstore.stores import stores_of
 from loomserve.deployments.ray_node import keep_calls_on_node, node_address, own_node
@@ -161,7 +161,7 @@ class Gateway:
             keep = allowances.keep(self._report)
             self._keeping.append(asyncio.create_task(keep))
         if self._kv is not None and self._kv.each_node:
-            follow = follow_links(stores_of(self._kv), self._forwarder.set_links)
+            follow = follow_stores(stores_of(self._kv), self._forwarder.set_stores)
             self._keeping.append(asyncio.create_task(follow))
         await self._http.start()
 

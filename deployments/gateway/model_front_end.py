@@ -7,9 +7,9 @@ import logging
 
 from starlette.types import Receive, Scope, Send
 
-from loomserve.deployments.gateway.kv_links import Links
 from loomserve.deployments.gateway.load_reports import Get, LoadReports
 from loomserve.deployments.gateway.replica_choice import ReplicaChoice
+from loomserve.deployments.gateway.store_readings import StoreReadings
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.config import LOCAL_NODE
 from loomserve.platform.fleet.messages import ModelRoute
@@ -102,11 +102,11 @@ class ModelFrontEnd:
             self._app = MissingEndpoints(await self._serving.server(), names)
         await self._app(scope, receive, send)
 
-    def set_links(self, links: Links) -> None:
-        """Set what fetches of KV between nodes take."""
+    def set_stores(self, stores: StoreReadings) -> None:
+        """Set what the KV stores of several nodes keep, and what fetches take."""
         route = self._route
         if route.kvstore and route.kv_token_bytes:
-            self._choice.set_kv(NodesKv(route.kv_token_bytes, links))
+            self._choice.set_kv(NodesKv(route.kv_token_bytes, stores.store_bytes, stores.links))
 
     @property
     def is_set_up(self) -> bool:

@@ -38,7 +38,7 @@ class TwoGateways:
             {"name": "limited", "hash": limited, "requests_per_minute": RATE},
             {"name": "narrow", "hash": narrow, "max_concurrent": WIDTH},
         ]
-        self.nodes = running.nodes
+        self.cluster, self.nodes = running, running.nodes
         self.urls = [f"http://{node.machine.address}:{PORT}" for node in running.nodes]
         running.write(config)
         self.platform: Platform = running.serve()
@@ -47,6 +47,9 @@ class TwoGateways:
     def http(self, node: int, token: str | None = None) -> httpx.Client:
         headers = {"Authorization": f"Bearer {token or self.platform.key}"}
         return httpx.Client(base_url=self.urls[node], headers=headers, timeout=180)
+
+    def whole(self) -> bool:
+        return {each["replicas"] for each in self.node_states().values()} == {1}
 
     def node_states(self) -> dict[str, dict[str, Any]]:
         with self.platform.admin() as admin:
@@ -102,7 +105,7 @@ def test_either_shows_the_metrics_of_both_and_each_engine_once(two: TwoGateways)
         answered = [
             label
             for label in samples(page, "loomserve_requests_total")
-            if 'endpoint="/v1/completions",status="200"' in label
+            if 'endpoint="/v1/completions"' in label and 'status="200"' in label
         ]
         assert sorted(label.partition('node="')[2].partition('"')[0] for label in answered) == [
             "one", "two",
@@ -174,7 +177,7 @@ def test_a_node_that_is_drained_is_left_and_its_gateway_says_so(two: TwoGateways
 
 
 def test_without_its_head_the_other_node_answers_until_the_head_is_back(two: TwoGateways) -> None:
-    until(lambda: {each["replicas"] for each in two.node_states().values()} == {1}, UP_S)
+    until(two.whole, UP_S, lambda: f"{two.node_states()}\n{two.cluster.ray_logs()}")
     asked = list(mixture(MODEL, 8, TOKENS, 0, 1))
     expected = Running(two.urls[1], two.platform.key, asked).answers()
     running = Running(two.urls[1], two.platform.key, asked)
@@ -189,7 +192,7 @@ def test_without_its_head_the_other_node_answers_until_the_head_is_back(two: Two
     head.start()
     up_s = time.monotonic() - cut_at
     until(lambda: answers(two.urls[0]), UP_S, head.ray_logs)
-    until(lambda: {each["replicas"] for each in two.node_states().values()} == {1}, UP_S)
+    until(two.whole, UP_S, lambda: f"{two.node_states()}\n{two.cluster.ray_logs()}")
     print(
         f"the head was back after {up_s:.0f} s, all replicas after {time.monotonic() - cut_at:.0f}"
     )

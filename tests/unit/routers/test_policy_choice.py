@@ -10,11 +10,12 @@ from typing import get_args
 import pytest
 
 from loomserve.platform.config.router import RoutingPolicy
-from loomserve.platform.state import ReplicaLoad
+from loomserve.platform.state import Pace, ReplicaLoad
 from loomserve.platform.state.roles import Role
 from loomserve.routers.block_keys import BLOCK_TOKENS, token_keys
 from loomserve.routers.in_flight import NOTHING, Assigned, InFlight
-from loomserve.routers.policy_choice import ReplicaChooser
+from loomserve.routers.policies.kv_travel import KvLink
+from loomserve.routers.policy_choice import NodesKv, ReplicaChooser
 from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.table import ReplicaTable
 from loomserve.routers.ticket import RoutingTicket
@@ -199,3 +200,52 @@ def test_a_prompt_is_hashed_once() -> None:
         for _ in range(3):
             chooser(table).decide(ticket)
     assert hashed == [1]
+
+
+def on_two_nodes(bytes_per_s: float, *, capacity: int = 10_000) -> Sender:
+    """Replicas a and b on nodes x and y, with stores of ten stories; tokens take a ms each."""
+    sender = Sender()
+    sender.table.set_replicas("ab", {"a": "x", "b": "y"})
+    paced(sender, a=0, b=0, capacity=capacity)
+    link = KvLink(0.0, bytes_per_s)
+    sender.chooser.kv = NodesKv(1.0, 10.0 * len(STORY), {("x", "y"): link, ("y", "x"): link})
+    return sender
+
+
+def paced(sender: Sender, *, capacity: int = 10_000, **running: int) -> None:
+    """Report so many requests on each, of a busy engine."""
+    for id_, requests in running.items():
+        report = stats(running=requests, capacity=capacity)
+        assert report.load is not None
+        pace = Pace(prefill_token_s=0.001, output_token_s=0.01, request_s=1.0)
+        load = report.load.model_copy(update={"pace": pace})
+        sender.table.report(id_, report.model_copy(update={"load": load}))
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "expected"), [(1e6, "b"), (1e3, "a")], ids=["a fast link", "a slow link"]
+)
+def test_a_prompt_goes_to_a_less_loaded_node_if_its_kv_comes_along(
+    bytes_per_s: float, expected: str
+) -> None:
+    sender = on_two_nodes(bytes_per_s)
+    assert sender.send(STORY, pinned_to="a") == "a"
+    # Computing all of it would cost 0.26 of a replica.
+    paced(sender, a=2)
+    assert sender.send(STORY) == expected
+
+
+def test_what_an_engine_has_forgotten_its_nodes_store_still_has() -> None:
+    prompts = [[number, *STORY] for number in range(8)]
+    sender = on_two_nodes(1e3, capacity=2 * len(STORY))
+    for prompt in prompts:
+        assert sender.send(prompt, pinned_to="b") == "b"
+    paced(sender, b=1, capacity=2 * len(STORY))
+    assert sender.send(prompts[0]) == "b"
+    other = Sender()
+    other.table.set_replicas("ab")
+    paced(other, a=0, b=0, capacity=2 * len(STORY))
+    for prompt in prompts:
+        other.send(prompt, pinned_to="b")
+    paced(other, b=1, capacity=2 * len(STORY))
+    assert other.send(prompts[0]) == "a"
