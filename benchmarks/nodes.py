@@ -69,7 +69,7 @@ class Traffic:
 
     def __post_init__(self) -> None:
         self._ended = Event()
-        self._thread = Thread(target=lambda: asyncio.run(self._run()))
+        self._thread = Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._thread.start()
 
     def end(self) -> list[Answer]:

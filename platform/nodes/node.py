@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -178,7 +180,29 @@ def start_command(options: NodeOptions, temporary: Path) -> list[str]:
         f"--temp-dir={temporary}",
         *("--disable-usage-stats", "--log-color=false"),
         *ports,
+        *_ports_of_agents(),
     ]
+
+
+def _ports_of_agents() -> list[str]:
+    """Ports for Ray's agents on a node.
+
+    A raylet waits 15 s for those that its agents choose themselves, and ends: on a busy machine
+    they take longer to begin.
+    """
+    names = (
+        "dashboard-agent-grpc",
+        "dashboard-agent-listen",
+        "metrics-export",
+        "runtime-env-agent",
+    )
+    with contextlib.ExitStack() as open_until_all_are_chosen:
+        ports = []
+        for _ in names:
+            chosen = open_until_all_are_chosen.enter_context(socket.socket())
+            chosen.bind(("", 0))
+            ports.append(chosen.getsockname()[1])
+    return [f"--{name}-port={port}" for name, port in zip(names, ports, strict=True)]
 
 
 def _gpus() -> range:

@@ -100,6 +100,9 @@ def test_ray_is_told_where_the_head_is_and_what_the_node_offers() -> None:
     assert "loomserve_core:n1:0" in (option(command, "--resources") or "")
     assert "--head" not in command
     assert "loomserve_state" not in (option(command, "--resources") or "")
+    agents = [int(each.partition("=")[2]) for each in command if "agent" in each]
+    assert len(set(agents)) == 3
+    assert min(agents) > 1024
 
 
 def test_the_head_listens_where_it_is_told_and_may_keep_the_state() -> None:
