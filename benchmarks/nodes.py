@@ -14,6 +14,9 @@ requests that got no token (``failed_requests``), streams that ended early (``lo
 whole answers other than undisturbed ones (``wrong_answers``). ``pause_s`` is the longest time that
 a stream stood still, ``back_after_s`` is from the node's start until its engine and gateway answer.
 
+The nodes share this machine's cores, and Ray's raylet ends if its agents take more than 15 s to
+start: requests come so seldom that a node can.
+
 What gateways carry and what decisions and fetches take have commands of their own: front_end,
 decisions and nodes_kv. The last line of the output is one JSON object. Run it as
 ``python -m benchmarks.nodes`` or ``make bench-nodes``.
@@ -203,7 +206,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=2, help="cuts of each kind")
     parser.add_argument("--away-s", type=float, default=33.0, help="how long a node is away")
-    parser.add_argument("--every-s", type=float, default=1.0, help="seconds between two requests")
+    parser.add_argument("--every-s", type=float, default=4.0, help="seconds between two requests")
     options = parser.parse_args()
     if (problem := why_not()) is not None:
         parser.error(problem)

@@ -28,7 +28,7 @@ _LONE_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 
 # Of a node that is kept: a busy machine takes longer than Ray would wait.
 _NODE_ENVIRONMENT = {
-    "RAY_raylet_start_wait_time_s": "240",
+    "RAY_raylet_start_wait_time_s": "90",
     "RAY_agent_register_timeout_ms": "200000",
     # Nodes and what runs on them wait so long for a head that is away.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
