@@ -49,7 +49,7 @@ from loomserve.platform.rebalancing.plans.reports import (
 )
 from loomserve.platform.rebalancing.policy.actions import Action
 from loomserve.platform.rebalancing.runner import RebalancingRunner
-from loomserve.platform.state import LendingState, PlatformState, SoftwareVersions
+from loomserve.platform.state import LendingState, ModelStatus, PlatformState, SoftwareVersions
 from loomserve.platform.state.roles import Role
 
 _log = logging.getLogger("ray.serve")
@@ -57,6 +57,10 @@ _log = logging.getLogger("ray.serve")
 _TICK_S = 0.5
 _SERVE_STATUS_PERIOD_S = 3.0
 _WATCH_TIMEOUT_S = 25.0
+# After a controller's end its replicas find the next one; after a node's end that takes longest.
+_LEARNS_S = 20.0
+_UNKNOWN_VERSION = 0
+_UNSETTLED = {ModelStatus.LOADING, ModelStatus.DEGRADED}
 
 T = TypeVar("T")
 
@@ -90,12 +94,15 @@ class Controller:
         self._store = await asyncio.to_thread(WishStore, wishes_folder(internal_token))
         self._saving, self._unsaved = asyncio.Lock(), False
         self._fleet.restore(self._store.wishes or Wishes())
+        # One that follows another knows of no replica before it has heard of it.
+        self._learns_until = self._started_at
         if self._store.wishes is not None:
             self._models.resume()
+            self._learns_until += _LEARNS_S
         self._rebalancing = RebalancingRunner(
             checked, Path(base), self._fleet, self._models.set_role, self._models.scale
         )
-        self._routes = Routes(version=0, models=())
+        self._routes = Routes(version=_UNKNOWN_VERSION, models=())
         self._changed = asyncio.Condition()
         follow = self._models.note_failures
         self._tasks = [
@@ -139,7 +146,9 @@ class Controller:
         async with self._changed:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(
-                    self._changed.wait_for(lambda: self._routes.version != version),
+                    self._changed.wait_for(
+                        lambda: self._routes.version not in {_UNKNOWN_VERSION, version}
+                    ),
                     _WATCH_TIMEOUT_S,
                 )
         return self._routes
@@ -284,7 +293,12 @@ class Controller:
                 self._unsaved = False
 
     async def _publish(self) -> None:
-        models = self._fleet.views.routes(time.monotonic())
+        now = time.monotonic()
+        models = self._fleet.views.routes(now)
+        if now < self._learns_until and any(each.status in _UNSETTLED for each in models):
+            # Gateways go on with the last controller's routes: what they are not told, they leave.
+            return
+        self._learns_until = now
         drained = tuple(sorted(self._fleet.nodes.drained))
         if (models, drained) != (self._routes.models, self._routes.drained_nodes):
             async with self._changed:

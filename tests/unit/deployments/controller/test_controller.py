@@ -426,3 +426,34 @@ def test_an_unload_deadline_survives(serve: FakeServe) -> None:
             assert 400 < before - time.monotonic() <= 500
 
     asyncio.run(scenario())
+
+
+def test_gateways_are_told_nothing_before_a_new_controller_knows_the_replicas(
+    serve: FakeServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = (report("h0", model=HOT), report("c0", "core1", model=COLD))
+
+    async def replicas(controller: Controller) -> set[str]:
+        async with asyncio.timeout(PATIENCE_S):
+            routes = await controller.watch(-1)
+        return {each.id for route in routes.models for each in route.replicas}
+
+    async def scenario() -> None:
+        async with controlled(first=True) as one:
+            # There was none before it that gateways could go on with.
+            assert await replicas(one) == set()
+            await heard(one, *reports)
+        async with controlled() as other:
+            asked = asyncio.create_task(replicas(other))
+            await heard(other, reports[0])
+            await asyncio.sleep(0.2)
+            assert not asked.done()
+            await heard(other, reports[1])
+            assert await asked == {"h0", "c0"}
+        monkeypatch.setattr(module, "_LEARNS_S", 0.3)
+        async with controlled() as third:
+            await heard(third, reports[0])
+            # The other is gone, it seems.
+            assert await replicas(third) == {"h0"}
+
+    asyncio.run(scenario())
