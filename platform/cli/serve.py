@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import secrets
 import signal
 import ssl
+import sys
 import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -286,8 +286,7 @@ class Platform:
 
     def stop(self) -> None:
         """Let running requests finish, then end every process that the platform has."""
-        # While actors end, Ray prints that they ended.
-        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        with _silence():
             try:
                 self._ray.delete_platform()
                 if self._store is not None:
@@ -298,6 +297,26 @@ class Platform:
     def kill(self) -> None:
         """End at once what this command has started."""
         self._ray.kill()
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Let nobody see what Ray prints as actors end, some of which goes past Python's streams."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    streams = (1, 2)
+    kept = [os.dup(stream) for stream in streams]
+    with open(os.devnull, "wb") as nothing:
+        for stream in streams:
+            os.dup2(nothing.fileno(), stream)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for stream, before in zip(streams, kept, strict=True):
+            os.dup2(before, stream)
+            os.close(before)
 
 
 def run(config: Config, base: Path, say: Say) -> None:
