@@ -420,6 +420,8 @@ def test_a_killed_stores_successor_has_all_that_was_committed_and_nothing_else(
     with pytest.raises(StoreAwayError):
         save_more(engine, committed)
     killer.join()
+    # What it has asked for last, the successor would get.
+    engine.client.close()
     server = started(options)
     after = Engine.of(options)
     assert [after.read(keys) for keys in committed] == [
