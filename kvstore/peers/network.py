@@ -6,9 +6,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
 
-from loomserve.kvstore.index.directory import Holding
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.journal import ChangeList
 from loomserve.kvstore.index.sources import LinkRate
@@ -31,13 +29,6 @@ from loomserve.kvstore.transport.protocol import (
 _MOST_SPACES = 1024
 _SHUNNED_S = 2.0
 """A peer that was lost in a fetch is asked for nothing more for so long."""
-
-
-class Located(NamedTuple):
-    """What one node has of a chain, and what it takes to fetch from it."""
-
-    holding: Holding
-    link: LinkRate
 
 
 class PeerNetwork:
@@ -114,13 +105,6 @@ class PeerNetwork:
     def space(self, namespace: bytes) -> AnnouncedSpace | None:
         """A namespace as a peer announced it."""
         return self._spaces.get(namespace)
-
-    def located(self, namespace: bytes, keys: bytes) -> list[Located]:
-        """Which nodes have how much of a chain."""
-        return [
-            Located(holding, self.link(holding.node))
-            for holding in self.directory.holdings(namespace, keys)
-        ]
 
     def refetch_s(self, namespace: bytes, key: bytes, block_bytes: int) -> float | None:
         """Predicted seconds to fetch a block that has left this node; None: no other has it."""

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.kvstore.peers.network import PeerNetwork
 from loomserve.kvstore.server.protocol import (
     Done,
     Flush,
-    Held,
-    Holders,
-    Locate,
     ModelUsage,
     Pin,
     Refused,
@@ -25,11 +21,8 @@ _MOST_PINS = 4096
 class OperatorCalls:
     """Pinned chains, and the figures of each model."""
 
-    def __init__(
-        self, index: Index, spaces: Spaces, arena: ArenaOwner, network: PeerNetwork | None
-    ) -> None:
+    def __init__(self, index: Index, spaces: Spaces, arena: ArenaOwner) -> None:
         self._index = index
-        self._network = network
         self._spaces = spaces
         self._arena = arena
         self._pins: dict[tuple[bytes, bytes], bytes] = {}
@@ -60,22 +53,6 @@ class OperatorCalls:
                 blocks += len(freed.slots)
                 self._arena.free(freed.slots)
         return Done(blocks)
-
-    def locate(self, request: Locate) -> Reply:
-        """Say which nodes have how much of a chain."""
-        namespace, keys, network = request.namespace, request.keys, self._network
-        own, block_bytes = Held(network.node if network is not None else "", 0, 0), 0
-        if namespace in self._spaces:
-            match = self._index.match(namespace, keys)
-            own = Held(own.node, match.resident, match.in_memory)
-            block_bytes = self._spaces[namespace].layout.block_bytes
-        elif network is not None and (space := network.space(namespace)) is not None:
-            block_bytes = space.layers * space.layer_bytes
-        others = network.located(namespace, keys) if network is not None else []
-        return Holders(
-            [own, *(Held(*one.holding, one.link.setup_s, one.link.bytes_per_s) for one in others)],
-            block_bytes,
-        )
 
     def leases(self) -> int:
         """Leases that have not ended."""

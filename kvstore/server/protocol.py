@@ -160,37 +160,6 @@ class Inspect(msgspec.Struct, tag=True, frozen=True):
     """Asks what the store holds."""
 
 
-class Locate(msgspec.Struct, tag=True, frozen=True):
-    """Asks which nodes have how much of a chain; counts no use, and fetches nothing."""
-
-    namespace: Namespace
-    keys: bytes
-
-
-class Held(msgspec.Struct, frozen=True):
-    """What a node has of a chain: prefix lengths in blocks, ``resident`` with SSD.
-
-    ``setup_s`` and ``bytes_per_s`` are what fetches from it to the store's own node take, as
-    measured; zeros for that node itself.
-    """
-
-    node: str
-    resident: int
-    in_memory: int
-    setup_s: float = 0.0
-    bytes_per_s: float = 0.0
-
-
-class Holders(msgspec.Struct, tag=True, frozen=True):
-    """Answer to :class:`Locate`: the store's own node first, then those that have something.
-
-    ``block_bytes`` is 0 where the namespace is not known.
-    """
-
-    nodes: list[Held]
-    block_bytes: int
-
-
 class Done(msgspec.Struct, tag=True, frozen=True):
     """The request was carried out, on ``blocks`` blocks."""
 
@@ -251,20 +220,8 @@ class StoreUsage(msgspec.Struct, tag=True, frozen=True):
     network: NetworkUsage | None = None
 
 
-Request = (
-    Lookup
-    | Reserve
-    | Commit
-    | Abandon
-    | Outdated
-    | Release
-    | Corrupt
-    | Pin
-    | Flush
-    | Locate
-    | Inspect
-)
-Reply = Found | Reserved | Holders | Done | Refused | StoreUsage
+Request = Lookup | Reserve | Commit | Abandon | Outdated | Release | Corrupt | Pin | Flush | Inspect
+Reply = Found | Reserved | Done | Refused | StoreUsage
 
 _SLOT = np.dtype("<i8")
 

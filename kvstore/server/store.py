@@ -30,7 +30,6 @@ from loomserve.kvstore.server.protocol import (
     Flush,
     Found,
     Inspect,
-    Locate,
     Lookup,
     Outdated,
     Pin,
@@ -93,7 +92,7 @@ class BlockStore:
         self._fetches: Fetches | None = None
         if network is not None:
             self._fetches = Fetches(network, arena, self._spaces, self._allocator, fetchers)
-        self._operators = OperatorCalls(index, self._spaces, arena, network)
+        self._operators = OperatorCalls(index, self._spaces, arena)
         self._removal = BlockRemoval(index, arena, self._spaces, self._leases)
         self._answers: dict[type[Any], Callable[[Any, float], Reply]] = {
             Lookup: self._lookup,
@@ -105,7 +104,6 @@ class BlockStore:
             Corrupt: self._removal.corrupt,
             Pin: lambda request, now: self._operators.pin(request),
             Flush: lambda request, now: self._operators.flush(request),
-            Locate: lambda request, now: self._operators.locate(request),
             Inspect: self._inspect,
         }
 

@@ -23,9 +23,6 @@ from loomserve.kvstore.server.protocol import (
     Abandon,
     Flush,
     Found,
-    Held,
-    Holders,
-    Locate,
     Lookup,
     NetworkUsage,
     Release,
@@ -142,28 +139,6 @@ def test_a_block_of_one_node_is_found_on_the_other_and_comes_with_its_bytes(
     (link,) = usage.peers
     assert (link.node, link.fetches) == ("n1", 1)
     assert second.engine.usage().models[0].model == "model"
-
-
-def test_a_router_is_told_which_nodes_have_what_and_what_fetching_it_takes(
-    pair: tuple[Node, Node],
-) -> None:
-    first, second = pair
-    keys = chain("located", 9)
-    first.engine.save(keys)
-    within(5, lambda: second.knows(keys) == 9)
-    asked = second.engine.client.ask
-    said = asked(Locate(SPACE, keys), Holders)
-    assert said.block_bytes == LAYOUT.block_bytes
-    own, other = said.nodes
-    assert own == Held("n2", 0, 0)
-    assert (other.node, other.resident, other.in_memory) == ("n1", 9, 9)
-    assert other.bytes_per_s > 0
-    assert second.usage().fetched_blocks == 0
-    second.wait_for(keys, 9)
-    within(5, lambda: first.knows(keys) == 9)
-    own, _ = asked(Locate(SPACE, keys), Holders).nodes
-    assert own == Held("n2", 9, 9)
-    assert asked(Locate(b"x" * 16, keys), Holders) == Holders([Held("n2", 0, 0)], 0)
 
 
 def test_what_is_there_of_a_chain_is_not_fetched_again(pair: tuple[Node, Node]) -> None:
