@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sqlite3
 import time
-from collections.abc import Awaitable, Coroutine
+from collections.abc import Awaitable
 from importlib import metadata
 from pathlib import Path
 from platform import python_version
@@ -87,8 +87,10 @@ class Controller:
         self._models = ModelLifecycle(
             checked, base, internal_token, options, self._fleet, apps, self._save
         )
+        plan = store_plan(checked, Path(base)) if checked.cluster is not None else None
+        self._stores = NodeStores(plan, internal_token) if plan is not None else None
         self._nodes = NodeKeeper(
-            checked, self._fleet, self._models, apps, self._limits, self._publish
+            *(checked, self._fleet, self._models, apps, self._limits, self._stores, self._publish)
         )
         # The next platform begins with the configuration again.
         self._store = await asyncio.to_thread(WishStore, wishes_folder(internal_token))
@@ -113,20 +115,11 @@ class Controller:
                 # Plans change what is wished, too.
                 every(_TICK_S, self._save),
                 every(_SERVE_STATUS_PERIOD_S, follow, delay_s=_SERVE_STATUS_PERIOD_S),
-                *(self._follow_nodes(checked, Path(base), internal_token)),
+                *([self._nodes.run()] if checked.cluster is not None else []),
+                *([self._stores.run()] if self._stores is not None else []),
                 self._rebalancing.run(),
             )
         ]
-
-    def _follow_nodes(
-        self, config: Config, base: Path, internal_token: str
-    ) -> list[Coroutine[Any, Any, None]]:
-        """What goes on in a cluster alone."""
-        if config.cluster is None:
-            return []
-        plan = store_plan(config, base)
-        stores = [NodeStores(plan, internal_token).run()] if plan is not None else []
-        return [self._nodes.run(), *stores]
 
     async def check_health(self) -> None:
         if self._models.failure is not None or any(task.done() for task in self._tasks):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 
 from loomserve.deployments.controller.models import ModelLifecycle
 from loomserve.deployments.controller.serve_apps import ServeApps
+from loomserve.deployments.kvstore.node_stores import NodeStores
 from loomserve.platform.access.policy.bank import LimitBank
 from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config
@@ -33,6 +34,7 @@ class NodeKeeper:
         models: ModelLifecycle,
         apps: ServeApps,
         limits: LimitBank,
+        stores: NodeStores | None,
         publish: Callable[[], Awaitable[None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -43,13 +45,16 @@ class NodeKeeper:
             models: have their replicas on them.
             apps: carries it out.
             limits: takes back what nodes had that are gone.
+            stores: keep KV blocks; None: there are none.
             publish: tells gateways.
             clock: seconds of the fleet's clock.
         """
         self._config, self._fleet = config, fleet
         self._models, self._apps = models, apps
         self._limits, self._publish, self._clock = limits, publish, clock
+        self._stores = stores
         self._left_to_ray: set[str] = set()
+        self._taken_over: set[str] = set()
 
     async def run(self) -> None:
         # Ray's own head may be away; what was known of nodes then holds.
@@ -68,12 +73,22 @@ class NodeKeeper:
             await self._start_gateways()
         now = self._clock()
         self._left_to_ray &= nodes.drained.keys()
+        await self._take_over(nodes.drained.keys() & up.keys())
         for name, since in nodes.drained.items():
             if name in up and name not in self._left_to_ray and self._may_leave(name, since, now):
                 self._left_to_ray.add(name)
                 if name in nodes_with_gateways(await self._apps.statuses()):
                     await self._apps.end_gateway(name)
                 await self._apps.drain_node(up[name].ray_id, _RAY_DEADLINE_S)
+
+    async def _take_over(self, leaving: Collection[str]) -> None:
+        """Have other nodes' KV stores keep what those have that leave, once."""
+        self._taken_over &= set(leaving)
+        for name in sorted(set(leaving) - self._taken_over):
+            self._taken_over.add(name)
+            if self._stores is not None:
+                blocks = await self._stores.take_over(name)
+                _log.info("other nodes have %d KV blocks of node %s", blocks, name)
 
     def _may_leave(self, name: str, since: float, now: float) -> bool:
         if now - since < _LEAST_DRAIN_S:

@@ -5,16 +5,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Awaitable, Collection, Mapping
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.peers.members import Member
 from loomserve.kvstore.server.actor import ACTOR_NAME, NodeStoreActor
 from loomserve.kvstore.server.options import StorePlan
-from loomserve.kvstore.server.protocol import Request
+from loomserve.kvstore.server.protocol import (
+    Found,
+    HotChain,
+    HotChains,
+    Hottest,
+    Inspect,
+    Lookup,
+    Request,
+    StoreUsage,
+)
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.periodic import every
 from loomserve.platform.nodes.resources import name_in
@@ -25,6 +36,8 @@ _NAMESPACE = "loomserve"
 _ANSWER_S = 5.0
 _RETRY_S = 0.5
 _FOLLOW_PERIOD_S = 1.0
+_TAKE_OVER_S = 10.0
+_COMPUTED_NEVER_S = 1000.0
 
 R = TypeVar("R")
 
@@ -90,6 +103,42 @@ class NodeStores:
             if node not in self._actors:
                 self._actors[node] = self._start(node, place)
         await self._acquaint()
+
+    async def take_over(self, name: str) -> int:
+        """Have other nodes fetch what one that is to leave has used last, as they have room for it.
+
+        Returns:
+            Blocks that they have of it, or are fetching. It takes 10 s at most.
+        """
+        leaving = next((each for each, known in self._names.items() if known == name), None)
+        usages = {each: await self._ask(each, Inspect(), StoreUsage) for each in self._actors}
+        room = {
+            each: usage.capacity_bytes - usage.used_bytes
+            for each, usage in usages.items()
+            if usage is not None and each != leaving
+        }
+        if leaving is None or not room:
+            return 0
+        told = await self._ask(leaving, Hottest(sum(room.values())), HotChains)
+        blocks, takers, until = 0, dict[bytes, str](), time.monotonic() + _TAKE_OVER_S
+        for chain in told.chains if told is not None else ():
+            if time.monotonic() > until:
+                break
+            # Chains that begin alike stay together.
+            first = chain.keys[:KEY_BYTES]
+            taker = takers.setdefault(first, max(room, key=lambda each: room[each]))
+            found = await self._ask(taker, _whatever_it_takes(chain), Found)
+            if found is not None:
+                blocks += found.in_memory + found.remote
+                room[taker] -= found.remote * chain.block_bytes
+                await asyncio.sleep(min(found.ready_s, max(0.0, until - time.monotonic())))
+        return blocks
+
+    async def _ask(self, ray_id: str, request: Request, expected: type[R]) -> R | None:
+        """A store's answer; None: it is away."""
+        answers = await _gather({ray_id: self._actors[ray_id].ask.remote(request)})
+        answered = answers.get(ray_id)
+        return answered[1] if answered and isinstance(answered[1], expected) else None
 
     async def problems(self) -> Mapping[str, str]:
         """Why stores could not start, by the names of their nodes."""
@@ -185,6 +234,13 @@ def _store_actors() -> dict[str, Any]:
             with contextlib.suppress(ValueError):  # it has just ended
                 actors[named["name"]] = ray.get_actor(named["name"], _NAMESPACE)
     return actors
+
+
+def _whatever_it_takes(chain: HotChain) -> Lookup:
+    """A lookup for which everything is fetched that another node has."""
+    return Lookup(
+        chain.namespace, chain.keys, 0, lease_s=0.1, promote=False, block_s=_COMPUTED_NEVER_S
+    )
 
 
 async def _gather(

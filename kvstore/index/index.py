@@ -246,7 +246,7 @@ class Index:
             What became free, as :meth:`evict` does; None if every group has a slot that is leased,
             pinned or none of the index's.
         """
-        slots = group_to_reclaim(self._trees(within=None), groups)
+        slots = group_to_reclaim(self.trees(), groups)
         if slots is None:
             return None
         freed = Freed([], [])
@@ -313,9 +313,9 @@ class Index:
     def _order(
         self, within: Set[bytes] | None, now: float
     ) -> Iterator[tuple[float, RadixTree, RadixNode]]:
-        return eviction_order(self._trees(within), self._policy, now, self._refetch)
+        return eviction_order(self.trees(within), self._policy, now, self._refetch)
 
-    def _trees(self, within: Set[bytes] | None) -> list[RadixTree]:
+    def trees(self, within: Set[bytes] | None = None) -> list[RadixTree]:
         chosen = self._namespaces if within is None else within
         return [self._namespaces[namespace].tree for namespace in chosen]
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from loomserve.kvstore.index.hottest import hottest_chains
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.protocol import (
     Done,
     Flush,
+    HotChain,
+    HotChains,
+    Hottest,
     ModelUsage,
     Pin,
     Refused,
@@ -53,6 +57,15 @@ class OperatorCalls:
                 blocks += len(freed.slots)
                 self._arena.free(freed.slots)
         return Done(blocks)
+
+    def hottest(self, request: Hottest) -> Reply:
+        """Say which chains were used last."""
+        return HotChains(
+            [
+                HotChain(namespace, keys, self._spaces[namespace].layout.block_bytes)
+                for namespace, keys in hottest_chains(self._index.trees(), request.most_bytes)
+            ]
+        )
 
     def leases(self) -> int:
         """Leases that have not ended."""

@@ -156,6 +156,24 @@ class Flush(msgspec.Struct, tag=True, frozen=True):
     model: ModelName
 
 
+class Hottest(msgspec.Struct, tag=True, frozen=True):
+    """Asks for the chains in memory that were used last, of so many bytes together."""
+
+    most_bytes: Count
+
+
+class HotChain(msgspec.Struct, frozen=True):
+    namespace: Namespace
+    keys: bytes
+    block_bytes: int
+
+
+class HotChains(msgspec.Struct, tag=True, frozen=True):
+    """Answer to :class:`Hottest`, the chain that was used last first."""
+
+    chains: list[HotChain]
+
+
 class Inspect(msgspec.Struct, tag=True, frozen=True):
     """Asks what the store holds."""
 
@@ -220,8 +238,20 @@ class StoreUsage(msgspec.Struct, tag=True, frozen=True):
     network: NetworkUsage | None = None
 
 
-Request = Lookup | Reserve | Commit | Abandon | Outdated | Release | Corrupt | Pin | Flush | Inspect
-Reply = Found | Reserved | Done | Refused | StoreUsage
+Request = (
+    Lookup
+    | Reserve
+    | Commit
+    | Abandon
+    | Outdated
+    | Release
+    | Corrupt
+    | Pin
+    | Flush
+    | Hottest
+    | Inspect
+)
+Reply = Found | Reserved | HotChains | Done | Refused | StoreUsage
 
 _SLOT = np.dtype("<i8")
 

@@ -29,6 +29,7 @@ from loomserve.kvstore.server.protocol import (
     Done,
     Flush,
     Found,
+    Hottest,
     Inspect,
     Lookup,
     Outdated,
@@ -104,6 +105,7 @@ class BlockStore:
             Corrupt: self._removal.corrupt,
             Pin: lambda request, now: self._operators.pin(request),
             Flush: lambda request, now: self._operators.flush(request),
+            Hottest: lambda request, now: self._operators.hottest(request),
             Inspect: self._inspect,
         }
 

@@ -52,6 +52,15 @@ class Models:
         self.told.append((up, drained))
 
 
+class Stores:
+    def __init__(self) -> None:
+        self.taken_over: list[str] = []
+
+    async def take_over(self, name: str) -> int:
+        self.taken_over.append(name)
+        return 1
+
+
 class Scene:
     def __init__(self, gateways: str = "each_node") -> None:
         self.config = Config(
@@ -68,10 +77,9 @@ class Scene:
         self.apps, self.models, self.published = Apps(), Models(), 0
         self.now = 100.0
         self.limits = LimitBank(0.0)
-        fakes: Any = (self.models, self.apps)
-        self.keeper = NodeKeeper(
-            self.config, self.fleet, *fakes, self.limits, self._publish, clock=lambda: self.now
-        )
+        self.stores = Stores()
+        fakes: Any = (self.models, self.apps, self.limits, self.stores, self._publish)
+        self.keeper = NodeKeeper(self.config, self.fleet, *fakes, clock=lambda: self.now)
 
     async def _publish(self) -> None:
         self.published += 1
@@ -141,6 +149,8 @@ def test_ray_leaves_a_drained_node_last_and_once(scene: Scene) -> None:
     scene.fleet.report(report("m-b0", "b0", model=MODEL), scene.now)
     scene.fleet.nodes.drain("b", scene.now)
     scene.follow()
+    scene.follow()
+    assert scene.stores.taken_over == ["b"]
     assert scene.models.told[-1] == (frozenset("ab"), frozenset("b"))
     assert scene.apps.gateways == {"b"}
     # Its replica reports no more; and gateways' balancers have had time to ask.
@@ -158,6 +168,7 @@ def test_ray_leaves_a_drained_node_last_and_once(scene: Scene) -> None:
     scene.fleet.nodes.drain("b", scene.now)
     scene.follow(140)
     assert scene.apps.drained == ["ray-b", "ray-b2"]
+    assert scene.stores.taken_over == ["b", "b"]
 
 
 def test_a_node_that_does_not_get_empty_is_left_after_its_time(scene: Scene) -> None:

@@ -18,6 +18,7 @@ from hypothesis.stateful import (
 )
 
 from loomserve.kvstore.index.eviction import cost, lru
+from loomserve.kvstore.index.hottest import hottest_chains
 from loomserve.kvstore.index.index import Index, Match, Stats
 from loomserve.kvstore.index.radix import KEY_BYTES, NOWHERE, Freed
 
@@ -590,3 +591,29 @@ def test_what_cannot_be_meant_is_refused(index: Index) -> None:
         index.lease(ONE, chain("a"), blocks=1, skip=1, now=0.0, ttl=1.0)
     with pytest.raises(ValueError, match="cannot pin 0 blocks"):
         index.pin(ONE, chain("a"), blocks=0)
+
+
+def test_the_hottest_chains_are_whole_and_told_once_the_last_used_first(index: Index) -> None:
+    index.add_namespace(OTHER, block_bytes=200)
+
+    def hottest(most_bytes: int) -> list[tuple[bytes, bytes]]:
+        return hottest_chains(index.trees(), most_bytes)
+
+    for now, tokens in enumerate(("abcd", "abxy", "pq")):
+        index.insert(ONE, chain(tokens), 0, range(10 * now, 10 * now + len(tokens)), now, 1.0)
+    index.insert(OTHER, chain("zz"), 0, [100, 101], 3.0, 1.0)
+    index.lookup(ONE, chain("abcd"), 4.0)
+    everything = [
+        (ONE, chain("abcd")), (OTHER, chain("zz")), (ONE, chain("pq")), (ONE, chain("abxy")),
+    ]  # fmt: skip
+    assert hottest(2000) == everything
+    assert hottest(4 * 100) == everything[:1]
+    assert hottest(4 * 100 + 2 * 200) == everything[:2]
+    assert hottest(0) == []
+    # Of what is partly on SSD, that which is in memory.
+    index.insert_ssd(ONE, chain("pq"), 0, [1, 2], 5.0, 1.0)
+    index.lookup(ONE, chain("abxy"), 6.0)
+    index.lookup(ONE, chain("abcd"), 6.0)
+    index.lookup(OTHER, chain("zz"), 6.0)
+    index.evict(1, 7.0)
+    assert (ONE, chain("p")) in hottest(2000)

@@ -23,6 +23,8 @@ from loomserve.kvstore.server.protocol import (
     Abandon,
     Flush,
     Found,
+    HotChains,
+    Hottest,
     Lookup,
     NetworkUsage,
     Release,
@@ -139,6 +141,25 @@ def test_a_block_of_one_node_is_found_on_the_other_and_comes_with_its_bytes(
     (link,) = usage.peers
     assert (link.node, link.fetches) == ("n1", 1)
     assert second.engine.usage().models[0].model == "model"
+
+
+def test_what_a_node_that_leaves_has_used_last_is_fetched_by_another(
+    pair: tuple[Node, Node],
+) -> None:
+    first, second = pair
+    chains = [chain(f"hot {number}", 4) for number in range(5)]
+    for keys in chains:
+        first.engine.save(keys)
+    first.ask(chains[1], block_s=0.0)
+    told = first.engine.client.ask(Hottest(8 * LAYOUT.block_bytes), HotChains).chains
+    assert len(told) == 2
+    assert told[0].keys == chains[1]
+    assert {each.block_bytes for each in told} == {LAYOUT.block_bytes}
+    for each in told:
+        within(5, lambda keys=each.keys: second.knows(keys) == 4)
+        assert second.ask(each.keys, block_s=1000.0).remote == 4
+        second.wait_for(each.keys, 4)
+    assert second.usage().fetched_blocks == 8
 
 
 def test_what_is_there_of_a_chain_is_not_fetched_again(pair: tuple[Node, Node]) -> None:
