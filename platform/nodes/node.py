@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.nodes.reaping import adopt_orphans, reap_orphans
 from loomserve.platform.nodes.resources import offered
@@ -118,9 +120,14 @@ class SupervisedNode:
             run.release()
 
     def _attend(self, node: subprocess.Popen[bytes], own: set[int], log: Path) -> None:
-        told = False
+        told, raylet = False, None
         while node.poll() is None and not self._stopped.is_set():
             reap_orphans(own)
+            # Ray's command goes on without its raylet, when that was told to leave the cluster, and
+            # waits for one that has ended as it started.
+            raylet = raylet or _raylet_of(node.pid)
+            if raylet is not None and _has_ended(raylet):
+                break
             if not told and _STARTED in log.read_text(errors="replace"):
                 told = True
                 self._say(f"node {self._options.name} is up at {self._options.ip}")
@@ -146,6 +153,20 @@ class SupervisedNode:
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline and not self._stopped.wait(_LOOK_S):
             reap_orphans(set())
+
+
+def _raylet_of(pid: int) -> psutil.Process | None:
+    with contextlib.suppress(psutil.Error):
+        return next((one for one in psutil.Process(pid).children() if one.name() == "raylet"), None)
+    return None
+
+
+def _has_ended(process: psutil.Process) -> bool:
+    """Also if whoever started it has not noticed."""
+    try:
+        return bool(process.status() == psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return True
 
 
 def start_command(options: NodeOptions, temporary: Path) -> list[str]:

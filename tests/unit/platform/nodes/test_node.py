@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -33,6 +36,8 @@ if os.fork() == 0:
         os._exit(0)
     os._exit(0)
 left = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+raylet = subprocess.Popen([folder / "raylet", "1000"])
+(folder / "raylet.pid").write_text(str(raylet.pid))
 starts = folder / "starts"
 starts.write_text(starts.read_text() + f"{left.pid} {os.environ['LOOMSERVE_RUN']}\\\\n")
 print("Ray runtime started", flush=True)
@@ -62,6 +67,7 @@ def until(holds: Callable[[], object]) -> None:
 def test_a_node_is_started_again_and_nothing_is_left_of_it(tmp_path: Path) -> None:
     starts, log = tmp_path / "starts", tmp_path / "log"
     starts.touch()
+    shutil.copy(shutil.which("sleep") or "", tmp_path / "raylet")
     with log.open("w") as out:
         keeper = subprocess.Popen(
             [sys.executable, "-c", KEEPER, str(tmp_path)], stdin=subprocess.PIPE, stdout=out
@@ -74,6 +80,9 @@ def test_a_node_is_started_again_and_nothing_is_left_of_it(tmp_path: Path) -> No
         assert one != other, "each start is a run of its own"
         assert not psutil.pid_exists(int(first)), "what the first start left has ended"
         assert psutil.pid_exists(int(second))
+        # One that was told to leave ends in good order, which Ray's command takes no notice of.
+        os.kill(int((tmp_path / "raylet.pid").read_text()), signal.SIGTERM)
+        until(lambda: log.read_text().count("node n1 is up at 10.0.0.2") == 3)
     finally:
         keeper.communicate(timeout=60)
     assert keeper.returncode == 0
