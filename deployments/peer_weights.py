@@ -28,8 +28,11 @@ def fetch_from_peers(source: str) -> None:
 
     Whoever asks for it next finds it here, or fetches it from its origin.
     """
-    folder, own = copy_of(source), own_node()
-    if folder is None or folder.exists() or own is None:
+    folder = copy_of(source)
+    if folder is None or folder.exists() or not ray.is_initialized():
+        return
+    own = own_node()
+    if own is None:
         return
     for peer in _nodes_that_have(source, own):
         try:

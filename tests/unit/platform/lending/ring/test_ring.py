@@ -653,7 +653,8 @@ def test_all_that_happens_is_counted(tmp_path: Path, implementation: None) -> No
     took, stats = time.monotonic_ns() - begin, pair.ring.stats()
     assert (stats.tasks, stats.polled, stats.idled) == (2, 2, 0)
     assert 0 < stats.wait_max_ns < stats.wait_ns
-    assert stats.post_ns + stats.wait_ns + stats.service_ns + stats.pickup_ns < took
+    # A task is waiting to be picked up while it is still being posted.
+    assert max(stats.post_ns, stats.pickup_ns) + stats.wait_ns + stats.service_ns < took
     assert min(stats[1:4]) > 0
     assert min(stats[6:]) > 0
     for side in (ControlLine.BORROWER, ControlLine.LENDER):
