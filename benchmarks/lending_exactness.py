@@ -182,7 +182,14 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=501)
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
-    publish("lending_exactness", measure(parser.parse_args()), RESULTS)
+    args = parser.parse_args()
+    result = measure(args)
+    if result["lenders_killed"] < args.kills:
+        parser.error(
+            f"only {result['lenders_killed']} of {args.kills} lenders were killed before all was "
+            "answered: ask for more requests, or fewer kills"
+        )
+    publish("lending_exactness", result, RESULTS)
 
 
 if __name__ == "__main__":
