@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from loomserve.kvstore.server.options import arena_path
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.run.folder import RUN_VARIABLE
 from loomserve.platform.run.shared_memory import SHARED_MEMORY
@@ -58,11 +59,15 @@ def run_folder(platform: Platform) -> Path:
     return Path(folder)
 
 
-def shared_memory() -> set[Path]:
+def shared_memory(platform: Platform) -> set[Path]:
+    """Without what stores of other platforms may have left, which are of other ports."""
+    store = arena_path(int(platform.url.rpartition(":")[2])).parent
+    others = {path for path in store.parent.iterdir() if path != store}
     return {
         path
         for path in SHARED_MEMORY.rglob("*")
-        if path.name.startswith(("psm_", "loomserve-")) or "loomserve-" in path.parts[3]
+        if (path.name.startswith(("psm_", "loomserve-")) or "loomserve-" in path.parts[3])
+        and not others.intersection((path, *path.parents))
     }
 
 
@@ -90,13 +95,15 @@ def test_what_the_platform_makes_is_for_its_user_alone(platform: Platform) -> No
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     files = [path for path in folder.rglob("*") if path.is_file() or path.is_socket()]
     assert len(files) > 20, "nothing was looked at"
-    open_to_others = [path for path in (*files, *shared_memory()) if path.lstat().st_mode & 0o077]
+    open_to_others = [
+        path for path in (*files, *shared_memory(platform)) if path.lstat().st_mode & 0o077
+    ]
     assert open_to_others == []
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_another_user_opens_nothing_and_connects_to_nothing(platform: Platform) -> None:
-    found = [*run_folder(platform).rglob("*"), *shared_memory()]
+    found = [*run_folder(platform).rglob("*"), *shared_memory(platform)]
     tried = subprocess.run(
         [sys.executable, "-c", TRY_ALL],
         input="\n".join(str(path) for path in found),

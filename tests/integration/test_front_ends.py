@@ -66,7 +66,13 @@ def test_two_front_ends_get_each_their_own(served_engine: ServedEngine) -> None:
 def test_each_hears_of_the_others_requests_within_a_step(served_engine: ServedEngine) -> None:
     with connected(served_engine.address) as busy, connected(served_engine.address) as idle:
         names = [endless(busy) for _ in range(3)]
-        pump_until(lambda: all(busy.streams[name].tokens for name in names), busy, idle)
+        pump_until(
+            lambda: (
+                all(busy.streams[name].tokens for name in names)
+                and all(any(load.running == 3 for _, load in each.loads) for each in (busy, idle))
+            ),
+            *(busy, idle),
+        )
         heard_at, load = next(each for each in idle.loads if each[1].running == 3)
         first = next(at for at, each in busy.loads if each.running == 3)
         # Nobody asked for it, and a poll would be a second away.
