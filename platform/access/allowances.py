@@ -162,7 +162,8 @@ class Allowances:
             account = self._accounts.get((use.limit.name, use.limit.kind))
             if account is None:
                 continue
-            account.told, account.filled_at = told, now
+            if told.known or account.told is not None:
+                account.told, account.filled_at = told, now
             account.in_hand += told.more
             if use.limit.kind.comes_back:
                 account.used -= use.used

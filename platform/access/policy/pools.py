@@ -26,6 +26,8 @@ _TURN_S = 2.0
 # A demand that has fallen so far, by half each second, is none.
 _FORGOTTEN = 0.01
 _DAY_S = 86_400.0
+# Of seats that nobody asks for, a part is kept for a gateway of which nothing has been heard.
+_NEWCOMER = {"": 0.0}
 
 
 class LimitKind(StrEnum):
@@ -80,6 +82,8 @@ class Slice:
     """Units that come into its hand each second while nobody answers."""
     left: float
     """Units that nobody has used."""
+    known: bool = True
+    """False: it is not known yet who has what, and all go on as they did."""
 
 
 @dataclass(slots=True)
@@ -127,7 +131,7 @@ class Pool:
         due = mine.per_s * (now - before.seen_at) if before is not None else 0.0
         mine.per_s = self._part_of_rate(member, others)
         if now < self._gives_from:
-            return Slice(0.0, mine.per_s, left)
+            return Slice(0.0, mine.per_s, left, known=False)
         free = left - sum(each.may_use(now) for each in others)
         if self._limit.kind is LimitKind.RUNNING:
             # One that has too many gives them back as they become free.
@@ -178,6 +182,7 @@ class Pool:
 
     def _seats(self, member: str, now: float) -> int:
         demands = {name: each.used + each.wanted for name, each in self._members.items()}
+        demands |= _NEWCOMER
         return whole_slices(demands, int(self._limit.most), int(now / _TURN_S))[member]
 
     def _part_of_rate(self, member: str, others: list[_Member]) -> float:

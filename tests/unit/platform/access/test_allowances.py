@@ -166,27 +166,40 @@ def test_a_key_that_rested_may_burst_at_any_gateway() -> None:
     assert sum(world.run(2.5, [40.0, 0, 0])) >= 0.8 * REQUESTS.most
 
 
+@dataclass
 class Seats(World):
     """Requests that run for a while."""
 
-    running: list[list[float]]
+    limit: Limit = SEATS
+    running: list[list[float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.running = [[] for _ in self.here]
         self.most_running = 0
 
-    def play(self, seconds: float, rates: Sequence[float], lasts_s: float = 1.5) -> list[int]:
+    def play(
+        self,
+        seconds: float,
+        rates: Sequence[float],
+        lasts_s: float = 1.5,
+        refused: list[float] | None = None,
+    ) -> list[int]:
+        """Answers that each gateway gives; ``refused`` gets when it refused one."""
         got = [0] * self.gateways
         for _ in range(round(seconds / STEP_S)):
             self.step()
             for number, rate in enumerate(rates):
                 for until in [each for each in self.running[number] if each <= self.now]:
                     self.running[number].remove(until)
-                    self.here[number].end(SEATS, 1)
-                if self.random.random() < rate * STEP_S and self.ask(number, SEATS):
+                    self.here[number].end(self.limit, 1)
+                if self.random.random() >= rate * STEP_S:
+                    continue
+                if self.ask(number, self.limit):
                     got[number] += 1
                     self.running[number].append(self.now + lasts_s)
+                elif refused is not None:
+                    refused.append(self.now)
             self.most_running = max(self.most_running, sum(map(len, self.running)))
         return got
 
@@ -257,3 +270,23 @@ def test_the_wait_is_that_of_its_part_of_the_rate() -> None:
     assert 0.1 <= wait <= 1.0
     gateway.use(REQUESTS, 10)
     assert gateway.refused(REQUESTS, 1) == pytest.approx(10 / (RATE / 2), rel=0.5)
+
+
+ROOMY = Limit("model", LimitKind.RUNNING, most=512)
+
+
+@given(st.integers(0, 2**16))
+@settings(max_examples=40)
+def test_a_limit_that_is_far_off_refuses_nobody_whoever_comes_anew(seed: int) -> None:
+    world = Seats(3, seed, limit=ROOMY)
+    refused: list[float] = []
+    quietly = [0.0, 0.125, 0.125]
+    world.play(40, quietly, 3.0, refused)
+    # The controller's node is away, with its gateway, and comes back.
+    world.cut_off = {0, 1, 2}
+    world.play(33, quietly, 3.0, refused)
+    world.restart_controller()
+    world.here[0] = Allowances("node 0", lambda: world.now)
+    world.cut_off = set()
+    world.play(20, [0.125] * 3, 3.0, refused)
+    assert refused == []
