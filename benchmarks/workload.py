@@ -76,7 +76,7 @@ def mooncake(
     Raises:
         ValueError: the trace has too few conversations of at least two turns.
     """
-    rows = list(_rows(path))
+    rows = list(trace_rows(path))
     common = {
         block
         for block, count in Counter(row["hash_ids"][0] for row in rows).items()
@@ -107,7 +107,7 @@ def mooncake(
     ]
 
 
-def _rows(path: Path) -> Iterator[dict[str, Any]]:
+def trace_rows(path: Path) -> Iterator[dict[str, Any]]:
     with gzip.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             if line.strip():

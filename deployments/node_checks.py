@@ -37,12 +37,10 @@ class NodeReport:
     Attributes:
         memory: Bytes that are free for engines.
         weights: Bytes of the weights of each model that may run there.
-        said: What it took time for.
     """
 
     memory: int
     weights: dict[str, int] = field(default_factory=dict)
-    said: tuple[str, ...] = ()
 
 
 def check_nodes(config: Config, base: Path, say: Callable[[str], None]) -> dict[str, NodeReport]:
@@ -52,7 +50,6 @@ def check_nodes(config: Config, base: Path, say: Callable[[str], None]) -> dict[
         StartError: a node cannot do what the configuration asks of it; names node and field.
     """
     _check_devices(config)
-    _fetch_once(config, base, say)
     say(f"checking nodes {', '.join(config.nodes)}")
     asked = {
         name: _check_node.options(resources=on_node(name)).remote(
@@ -75,33 +72,6 @@ def check_nodes_listening(config: Config) -> None:
     }
     for name, work in asked.items():
         _answer(name, work, _LOOK_TIMEOUT_S)
-
-
-def _fetch_once(config: Config, base: Path, say: Callable[[str], None]) -> None:
-    """Have one node fetch what is fetched on first use; the others copy it from there."""
-    first = {
-        model.source: config.device(model.devices[0]).on
-        for model in config.models
-        if catalog.copy_of(model.source) is not None
-    }
-    work = {
-        source: _fetch.options(resources=on_node(node)).remote(source, str(base.resolve()))
-        for source, node in first.items()
-    }
-    for source, fetched in work.items():
-        for line in _answer(first[source], fetched, _CHECK_TIMEOUT_S).said:
-            say(f"node {first[source]}: {line}")
-
-
-@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
-def _fetch(source: str, base: str) -> NodeReport | str:
-    said: list[str] = []
-    try:
-        fetch_from_peers(source)
-        catalog.resolve(source, Path(base), said.append)
-    except LoomserveError as error:
-        return str(error)
-    return NodeReport(memory=0, said=tuple(said))
 
 
 def _check_devices(config: Config) -> None:
@@ -170,6 +140,7 @@ def _checked(config: Config, name: str, base: Path) -> NodeReport:
     weights = {}
     for index, model in models.items():
         try:
+            # The command has it on its own node by now.
             fetch_from_peers(model.source)
             path = catalog.resolve(model.source, base, revision=model.revision)
         except LoomserveError as error:

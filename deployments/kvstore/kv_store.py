@@ -33,12 +33,6 @@ def store_plan(config: Config, base: Path) -> StorePlan | None:
     )
 
 
-def store_options(config: Config, base: Path) -> StoreOptions | None:
-    """Options of the one store that a configuration in folder ``base`` asks for; None: no store."""
-    plan = store_plan(config, base)
-    return plan.here() if plan is not None else None
-
-
 def start_store(options: StoreOptions) -> Any:
     """Start the store's actor, which Ray restarts when it dies, and return its handle.
 

@@ -110,35 +110,28 @@ class NodeStores:
         Returns:
             Blocks that they have of it, or are fetching. It takes 10 s at most.
         """
-        leaving = next((each for each, known in self._names.items() if known == name), None)
-        usages = {each: await self._ask(each, Inspect(), StoreUsage) for each in self._actors}
+        actors = {self._names[ray_id]: actor for ray_id, actor in self._actors.items()}
         room = {
-            each: usage.capacity_bytes - usage.used_bytes
-            for each, usage in usages.items()
-            if usage is not None and each != leaving
+            node: usage.capacity_bytes - usage.used_bytes
+            for node, usage in (await _ask(actors, Inspect(), StoreUsage)).items()
+            if node != name
         }
-        if leaving is None or not room:
+        if name not in actors or not room:
             return 0
-        told = await self._ask(leaving, Hottest(sum(room.values())), HotChains)
+        told = await _ask({name: actors[name]}, Hottest(sum(room.values())), HotChains)
         blocks, takers, until = 0, dict[bytes, str](), time.monotonic() + _TAKE_OVER_S
-        for chain in told.chains if told is not None else ():
+        for chain in told[name].chains if told else ():
             if time.monotonic() > until:
                 break
             # Chains that begin alike stay together.
             first = chain.keys[:KEY_BYTES]
-            taker = takers.setdefault(first, max(room, key=lambda each: room[each]))
-            found = await self._ask(taker, _whatever_it_takes(chain), Found)
-            if found is not None:
+            taker = takers.setdefault(first, max(room, key=lambda node: room[node]))
+            answers = await _ask({taker: actors[taker]}, _whatever_it_takes(chain), Found)
+            if (found := answers.get(taker)) is not None:
                 blocks += found.in_memory + found.remote
                 room[taker] -= found.remote * chain.block_bytes
                 await asyncio.sleep(min(found.ready_s, max(0.0, until - time.monotonic())))
         return blocks
-
-    async def _ask(self, ray_id: str, request: Request, expected: type[R]) -> R | None:
-        """A store's answer; None: it is away."""
-        answers = await _gather({ray_id: self._actors[ray_id].ask.remote(request)})
-        answered = answers.get(ray_id)
-        return answered[1] if answered and isinstance(answered[1], expected) else None
 
     async def problems(self) -> Mapping[str, str]:
         """Why stores could not start, by the names of their nodes."""
@@ -220,7 +213,11 @@ async def stop_node_stores(timeout_s: float) -> None:
 
 async def ask_stores(request: Request, expected: type[R]) -> dict[str, R]:
     """The answers of nodes' stores, by the nodes' names; those that do not answer are missing."""
-    actors = await asyncio.to_thread(_store_actors)
+    return await _ask(await asyncio.to_thread(_store_actors), request, expected)
+
+
+async def _ask(actors: Mapping[str, Any], request: Request, expected: type[R]) -> dict[str, R]:
+    """Likewise, of these actors."""
     answers = await _gather({name: actor.ask.remote(request) for name, actor in actors.items()})
     told = filter(None, answers.values())
     return {node: answer for node, answer in told if isinstance(answer, expected)}

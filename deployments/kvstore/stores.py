@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from loomserve.deployments.kvstore.node_stores import ask_stores
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
 from loomserve.kvstore.server.protocol import Done, Flush, Inspect, Pin, Request, StoreUsage
@@ -53,12 +54,10 @@ class OneStore:
             raise _away(str(error)) from None
 
 
-class NodesStores:
+class AllStores:
     """The stores of all nodes, asked by their actors."""
 
     async def ask(self, request: Request, expected: type[R]) -> Mapping[str, R]:
-        from loomserve.deployments.kvstore.node_stores import ask_stores
-
         answers = await ask_stores(request, expected)
         if not answers:
             raise _away("no node's KV store answers")
@@ -67,7 +66,7 @@ class NodesStores:
 
 def stores_of(access: KvAccess) -> Stores:
     """All that there are."""
-    return NodesStores() if access.each_node else OneStore(access.address)
+    return AllStores() if access.each_node else OneStore(access.address)
 
 
 async def read_usages(stores: Stores) -> dict[str, KvState]:

@@ -316,6 +316,7 @@ class Index:
         return eviction_order(self.trees(within), self._policy, now, self._refetch)
 
     def trees(self, within: Set[bytes] | None = None) -> list[RadixTree]:
+        """The trees of these namespaces, or of all."""
         chosen = self._namespaces if within is None else within
         return [self._namespaces[namespace].tree for namespace in chosen]
 

@@ -38,7 +38,14 @@ class FleetViews:
             max_concurrent_requests=model.max_concurrent_requests,
             max_model_len=self.registry.max_model_len(model.name, now),
             kvstore=model.kvstore,
-            kv_token_bytes=max(map(_token_bytes, reachable), default=0.0),
+            kv_token_bytes=max(
+                (
+                    each.heartbeat.footprint.token_bytes
+                    for each in reachable
+                    if each.heartbeat.footprint
+                ),
+                default=0.0,
+            ),
             predictor=model.lengths.predictor if model.lengths else None,
             router=model.router,
             front_end=next((each.heartbeat.front_end for each in reachable), None),
@@ -143,8 +150,3 @@ def _replica_route(replica: ReplicaRecord, node: str) -> ReplicaRoute:
         node=node,
         draining=replica.stops,
     )
-
-
-def _token_bytes(replica: ReplicaRecord) -> float:
-    footprint = replica.heartbeat.footprint if replica.heartbeat is not None else None
-    return footprint.block_bytes / footprint.block_tokens if footprint is not None else 0.0

@@ -177,7 +177,6 @@ def _engines(
     asked = (load.running + load.waiting) / load.running if load.running else 1.0
     kv_bytes, kv_used = _kv(each)
     lending = report.model.lending
-    token_bytes = facts.block_bytes / facts.block_tokens
     heads_away, layers_away = _away(report)
     engine = EngineSnapshot(
         id=report.replica_id,
@@ -192,8 +191,8 @@ def _engines(
         max_running=report.stats.max_running,
         kv_bytes=kv_bytes,
         kv_used_bytes=kv_used,
-        kv_growth=rates["tokens"] * token_bytes,
-        recompute_s=load.pace.prefill_token_s / token_bytes if load.pace else None,
+        kv_growth=rates["tokens"] * facts.token_bytes,
+        recompute_s=load.pace.prefill_token_s / facts.token_bytes if load.pace else None,
         stores_kv=load.scheduling is not None,
         draining=each.record.draining,
         lend_bytes=(lending.lend_memory or 0) if lending else 0,

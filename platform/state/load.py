@@ -59,6 +59,11 @@ class FootprintState(StateModel):
         description="When it served, in monotonic seconds of whoever holds this."
     )
 
+    @property
+    def token_bytes(self) -> float:
+        """Bytes of a token's KV, all layers."""
+        return self.block_bytes / self.block_tokens
+
 
 class ReplicaLoad(StateModel):
     """Load of an engine."""

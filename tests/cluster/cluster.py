@@ -22,7 +22,7 @@ from benchmarks.continuation import Load
 from benchmarks.continuation_requests import Answer, Asked
 from loomserve.platform.access.keys import new_key
 from tests.cluster.nodes import Command, Node
-from tests.e2e.conftest import ENGINE, Platform
+from tests.e2e.conftest import ENGINE, TOOLS, Platform
 
 MODEL = "smollm2-135m"
 PORT, RAY_PORT = 8000, 6379
@@ -178,11 +178,7 @@ class Cluster:
                     "devices": [f"core{at}" for at in range(len(names))],
                     "replicas": len(names),
                     "kv_cache_memory": "256MiB",
-                    "engine": {
-                        **ENGINE,
-                        "enable_auto_tool_choice": True,
-                        "tool_call_parser": "hermes",
-                    },
+                    "engine": {**ENGINE, **TOOLS},
                 }
             ],
             "server": {

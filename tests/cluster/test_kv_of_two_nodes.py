@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -13,8 +12,7 @@ import httpx
 import pytest
 
 from loomserve.kvstore.server.actor import NodeStoreActor
-from tests.cluster.cluster import MODEL, Cluster, cluster, until
-from tests.cluster.nodes import Node, network
+from tests.cluster.cluster import MODEL, Cluster, until
 from tests.cluster.test_two_nodes import drained, replicas, whole
 from tests.e2e.conftest import Platform
 
@@ -26,25 +24,11 @@ BACK_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def machines() -> Iterator[tuple[Node, ...]]:
-    with network("one", "two") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def two_stores(
-    machines: tuple[Node, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
-    with cluster(machines, tmp_path_factory.mktemp("kv")) as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def platform(two_stores: Cluster) -> Platform:
-    config = two_stores.config()
+def platform(two_nodes: Cluster) -> Platform:
+    config = two_nodes.config()
     config["kvstore"] = {"memory": "256MiB", "isolate_tenants": False}
-    two_stores.write(config)
-    return two_stores.serve()
+    two_nodes.write(config)
+    return two_nodes.serve()
 
 
 def stores(platform: Platform) -> dict[str, Any]:
@@ -149,27 +133,27 @@ def test_prompts_computed_on_one_node_are_answered_on_another_alike(platform: Pl
 
 
 def test_the_store_of_a_node_that_comes_back_is_known_again(
-    platform: Platform, two_stores: Cluster
+    platform: Platform, two_nodes: Cluster
 ) -> None:
-    lost = two_stores.nodes[1]
+    lost = two_nodes.nodes[1]
     text = prompt(2, words=400)
     with drained(platform, "core1"):
         expected = ask(platform, text)
     lost.machine.cut_power()
-    until(lambda: stores(platform).keys() == {"one"}, 60, two_stores.ray_logs)
+    until(lambda: stores(platform).keys() == {"one"}, 60, two_nodes.ray_logs)
     assert ask(platform, text) == expected
     lost.machine.boot()
     lost.start()
-    until(lambda: whole(platform), BACK_S, two_stores.ray_logs)
-    until(lambda: acquainted(platform), 60, two_stores.ray_logs)
+    until(lambda: whole(platform), BACK_S, two_nodes.ray_logs)
+    until(lambda: acquainted(platform), 60, two_nodes.ray_logs)
     with drained(platform, "core0"):
         assert ask(platform, text)[0] == expected[0]
     assert stores(platform)["two"]["network"]["fetched_blocks"] > 0
 
 
-def test_the_stores_end_with_the_platform(platform: Platform, two_stores: Cluster) -> None:
-    assert two_stores.end_serve() == 0, two_stores.log.read_text()[-2000:]
-    for node in two_stores.nodes:
+def test_the_stores_end_with_the_platform(platform: Platform, two_nodes: Cluster) -> None:
+    assert two_nodes.end_serve() == 0, two_nodes.log.read_text()[-2000:]
+    for node in two_nodes.nodes:
         titles = [" ".join(one.cmdline()) for one in node.machine.processes()]
         assert not [title for title in titles if NodeStoreActor.__name__ in title]
         assert node.machine.output("sh", "-c", "ls /dev/shm/loomserve-0 2>/dev/null || true") == ""

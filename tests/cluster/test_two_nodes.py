@@ -18,8 +18,8 @@ import zmq
 from benchmarks.continuation import differences
 from benchmarks.continuation_requests import Answer, Asked, mixture
 from loomserve.platform.engine.core.addresses import HELLO
-from tests.cluster.cluster import MODEL, PORT, Cluster, Running, cluster, until
-from tests.cluster.nodes import Node, network
+from tests.cluster.cluster import MODEL, PORT, Cluster, Running, until
+from tests.cluster.nodes import Node
 from tests.e2e.conftest import Platform
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -53,20 +53,6 @@ try:
 except Exception as error:
     print("refused:", error)
 """
-
-
-@pytest.fixture(scope="module")
-def machines() -> Iterator[tuple[Node, ...]]:
-    with network("one", "two") as running:
-        yield running
-
-
-@pytest.fixture(scope="module")
-def two_nodes(
-    machines: tuple[Node, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
-    with cluster(machines, tmp_path_factory.mktemp("cluster")) as running:
-        yield running
 
 
 @pytest.fixture(scope="module")

@@ -82,6 +82,7 @@ ENGINE = {
     "dtype": "float32",
     "enable_prompt_tokens_details": True,
 }
+TOOLS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 COLD_MODEL = {
     "name": COLD,
     "source": "demo",
@@ -105,7 +106,7 @@ def platform_config(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
                 "devices": ["core0", "core1"],
                 "replicas": 2,
                 "kv_cache_memory": "256MiB",
-                "engine": {**ENGINE, "enable_auto_tool_choice": True, "tool_call_parser": "hermes"},
+                "engine": {**ENGINE, **TOOLS},
             },
             COLD_MODEL,
         ],

@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.continuation import differences
 from benchmarks.continuation_requests import Answer, Asked, mixture, with_stop_strings
-from tests.e2e.conftest import ENGINE, Platform
+from tests.e2e.conftest import ENGINE, TOOLS, Platform
 from tests.e2e.test_admin import model_state, wait_for
 from tests.e2e.test_continuation import BACK_S, CONTINUED, REQUESTS, answers, reach, running
 from tests.e2e.test_failures import engine_process
@@ -41,7 +41,7 @@ TWO_BORROWERS = {
     "replicas": 2,
     "kv_cache_memory": "128MiB",
     "kvstore": True,
-    "engine": {**ENGINE, "enable_auto_tool_choice": True, "tool_call_parser": "hermes"},
+    "engine": {**ENGINE, **TOOLS},
     # Half of all requests start with the lender, however much memory there is.
     "lending": {**HOT_MODEL["lending"], "placement": "ratio", "lent_share": 0.5},
 }

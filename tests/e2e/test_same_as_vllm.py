@@ -19,7 +19,7 @@ import pytest
 from benchmarks.servers import Server
 from loomserve.platform.models import catalog
 from loomserve.platform.requests.engine_request import FORWARDED, engine_path
-from tests.e2e.conftest import ENGINE, HOT, Platform, free_port
+from tests.e2e.conftest import ENGINE, HOT, TOOLS, Platform, free_port
 from tests.e2e.same_answers import Answer, assert_same
 from tests.e2e.same_requests import CASES, Case
 
@@ -28,7 +28,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 START_TIMEOUT_S = 300
 ANSWER_TIMEOUT_S = 120
 CORE = "0"
-TOOLS = {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
 KV_CACHE_BYTES = 256 * 2**20
 
 

@@ -19,27 +19,16 @@ from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.options import StorePlan, arena_path
 from loomserve.kvstore.server.protocol import Inspect, StoreUsage
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.nodes.resources import offered
 from tests.e2e.conftest import free_port
+from tests.integration.ray_node import ray_node
 
 pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module", name="ray_")
 def _ray() -> Iterator[Any]:
-    import ray
-
-    ray.init(
-        address="local",
-        num_cpus=4,
-        resources=offered("one", (), (), state=True),
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=100 * 2**20,
-        _node_ip_address="127.0.0.1",
-    )
-    yield ray
-    ray.shutdown()
+    with ray_node("one") as running:
+        yield running
 
 
 def plan() -> StorePlan:

@@ -11,7 +11,7 @@ import pytest
 
 from loomserve.platform.models.catalog import copy_of
 from loomserve.platform.models.once import made_once
-from loomserve.platform.nodes.resources import offered
+from tests.integration.ray_node import ray_node
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -21,8 +21,6 @@ SOURCE = "s3://bucket/llama"
 @pytest.fixture(scope="module", name="peer")
 def _peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, bytes]]:
     """What the node has, whose processes have the environment that Ray was started with."""
-    import ray
-
     files = {
         "config.json": json.dumps({"architectures": ["LlamaForCausalLM"]}).encode(),
         "empty.txt": b"",
@@ -35,17 +33,8 @@ def _peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, bytes]
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
-        ray.init(
-            address="local",
-            num_cpus=4,
-            resources=offered("one", (), (), state=True),
-            include_dashboard=False,
-            log_to_driver=False,
-            object_store_memory=100 * 2**20,
-            _node_ip_address="127.0.0.1",
-        )
-    yield files
-    ray.shutdown()
+        with ray_node("one"):
+            yield files
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 from starlette.types import Receive
 
 from loomserve.deployments.kvstore.admin import build_kv_router
-from loomserve.deployments.kvstore.kv_store import store_options
+from loomserve.deployments.kvstore.kv_store import store_plan
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.actor import StoreActor
 from loomserve.kvstore.server.client import StoreClient
@@ -271,8 +271,9 @@ def test_a_store_is_planned_as_configured_and_its_socket_has_a_short_name(
         "  - {name: b, source: demo, devices: [c]}\n"
         f"kvstore: {section}\n"
     )
-    options = store_options(config, tmp_path)
-    assert options is not None
+    plan = store_plan(config, tmp_path)
+    assert plan is not None
+    options = plan.here()
     assert options.quotas == {"a": 10 * 2**20}
     assert len(options.address) < 100
     places = {"HOME": str(tmp_path / "home"), "BASE": str(tmp_path)}
