@@ -16,6 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 
 from loomserve.deployments.gateway.replica_choice import ReplicaChoice
+from loomserve.platform.base.heap import settle_heap
 from loomserve.platform.config import Router
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.config.router import RoutingPolicy
@@ -130,6 +131,7 @@ class Fleet:
 def decisions(replicas: int, policy: RoutingPolicy, most: int, most_s: float) -> list[float]:
     """Microseconds of decisions, from a request with its tokens to its booking."""
     fleet = Fleet(replicas, policy)
+    settle_heap()  # as in a front end
     took, end = [], time.monotonic() + most_s
     for number in range(most + WARM_UP):
         fleet.report_those_due()

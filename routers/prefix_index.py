@@ -64,20 +64,19 @@ class PrefixIndex:
             levels = list(self._levels(keys))
             if not levels:
                 return None
-            size = len(self._slots) + len(self._free)
-            # Behind the slots, a place for those that were sent nothing.
-            matched, seen = np.zeros(size + 1, np.int64), 0
+            slots = self._slots_of(replica_ids)
+            matched, seen = np.zeros(len(self._slots) + len(self._free), np.int64), 0
             for blocks, holders in levels:
-                _write(matched[:size], holders & ~seen, blocks)
+                _write(matched, holders & ~seen, blocks)
                 seen = holders
-            return matched[self._slots_of(replica_ids, size)]
+            return matched[slots]
 
     def retain(self, replica_ids: Collection[str]) -> None:
         """Forget all replicas but these."""
         with self._lock:
-            for gone in self._sent.keys() - set(replica_ids):
+            for gone in self._slots.keys() - set(replica_ids):
                 slot = self._slots.pop(gone)
-                for key in self._sent.pop(gone):
+                for key in self._sent.pop(gone, ()):
                     self._forget(key, 1 << slot)
                 self._free.append(slot)
                 self._ordered = (), np.zeros(0, np.int64)
@@ -91,9 +90,15 @@ class PrefixIndex:
         known = self._sent.get(replica_id)
         if known is None:
             known = self._sent[replica_id] = OrderedDict()
-            self._slots[replica_id] = self._free.pop() if self._free else len(self._slots)
-            self._ordered = (), np.zeros(0, np.int64)
+            self._slot_of(replica_id)
         return known
+
+    def _slot_of(self, replica_id: str) -> int:
+        slot = self._slots.get(replica_id)
+        if slot is None:
+            slot = self._free.pop() if self._free else len(self._slots)
+            self._slots[replica_id] = slot
+        return slot
 
     def _forget(self, key: bytes, bit: int) -> None:
         holders = self._holders[key] & ~bit
@@ -114,10 +119,11 @@ class PrefixIndex:
             yield blocks, bits
             blocks = _last(blocks - 1, _differs(holders, keys, bits))
 
-    def _slots_of(self, replica_ids: tuple[str, ...], size: int) -> Ints:
+    def _slots_of(self, replica_ids: tuple[str, ...]) -> Ints:
+        """The slots of replicas; those that were sent nothing get theirs, too."""
         ordered, slots = self._ordered
         if ordered is not replica_ids:
-            slots = np.array([self._slots.get(id_, size) for id_ in replica_ids], np.int64)
+            slots = np.array([self._slot_of(id_) for id_ in replica_ids], np.int64)
             self._ordered = replica_ids, slots
         return slots
 
