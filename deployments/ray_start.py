@@ -23,6 +23,7 @@ from filelock import FileLock, Timeout
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config import Config
+from loomserve.platform.engine.core.process import start_fork_server
 from loomserve.platform.fleet.messages import is_ours
 from loomserve.platform.nodes.resources import STATE, name_in, offered_by_devices
 from loomserve.platform.nodes.token import read_token, token_path
@@ -85,12 +86,15 @@ class OwnRay:
         self._config, self._keep = config, list(keep)
         self._run: RunFolder | None = None
         self._guard: subprocess.Popen[bytes] | None = None
+        self._forks: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
 
     def start(self) -> None:
         self._run = run = RunFolder.create()
         set_environment(run)
         self._guard = start_guard(run, self._keep)
+        # It imports what engines need while Ray starts.
+        self._forks = start_fork_server(run, os.environ)
         ray = _quiet_ray()
         try:
             ray.init(
@@ -127,6 +131,8 @@ class OwnRay:
         import ray
 
         guard = self._guard.pid if self._guard else None
+        if self._forks is not None:
+            self._forks.terminate()
         mine = [one for one in psutil.Process().children(recursive=True) if one.pid != guard]
         ray.shutdown()
         psutil.wait_procs(mine, timeout=5)

@@ -8,10 +8,10 @@ from typing import Any
 from ray import serve
 
 from loomserve.deployments.engine.engine_replica import EngineReplica
-from loomserve.deployments.engine.environment import VLLM_ENVIRONMENT
 from loomserve.deployments.serve_logging import QUIET
 from loomserve.platform.config import LOCAL_PROMPT_TOKENS
-from loomserve.platform.engine.options import of_engine
+from loomserve.platform.engine.environment import VLLM_ENVIRONMENT
+from loomserve.platform.engine.option_names import of_engine
 from loomserve.platform.engine.precision import cpu_dtype
 from loomserve.platform.fleet.messages import (
     ENGINE_DEPLOYMENT,

@@ -1,6 +1,6 @@
 """Puts a model's applications on Serve, in a worker process of its own.
 
-Building a model's deployment imports vLLM, which takes seconds and hundreds of megabytes that
+Building a model's deployment imports torch, which takes seconds and hundreds of megabytes that
 neither the command line nor the controller should keep.
 """
 
@@ -29,10 +29,10 @@ def deploy_model(spec: EngineSpec, devices: Sequence[str], base: str) -> str | N
         None, or what is wrong with the model in one sentence.
     """
     from loomserve.deployments.engine.app import build_replica_app, run_replicas
-    from loomserve.platform.engine import options
+    from loomserve.platform.engine.option_names import check
 
     try:
-        options.check(spec.model.name, spec.model.engine)
+        check(spec.model.name, spec.model.engine)
         resolved = _resolved(spec, Path(base))
         run_replicas(resolved, {device: build_replica_app(resolved, device) for device in devices})
     except LoomserveError as error:

@@ -56,7 +56,7 @@ def serve(path: ConfigPath = Path("examples/laptop.yaml")) -> None:
 @config_app.command("check")
 def config_check(path: ConfigPath) -> None:
     """Say whether a configuration is right; exit with 2 if it is not."""
-    from loomserve.platform.engine import options
+    from loomserve.platform.engine.option_names import check
     from loomserve.platform.lengths.stored import check_predictor
     from loomserve.platform.models import catalog
 
@@ -64,7 +64,7 @@ def config_check(path: ConfigPath) -> None:
     read_keys(with_absolute_path(checked.server, path.parent))
     for model in checked.models:
         check_predictor(model)
-        options.check(model.name, model.engine)
+        check(model.name, model.engine)
         if not model.source.startswith("demo"):  # checking must not download
             catalog.resolve(model.source, path.parent, _say, revision=model.revision)
     _say(f"{path}: {len(checked.models)} models on {len(checked.devices)} devices; all is well")

@@ -17,6 +17,7 @@ from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.config.base import Name
 from loomserve.platform.config.cluster import ClusterAddress
+from loomserve.platform.engine.core.process import start_fork_server
 from loomserve.platform.nodes.node import NodeOptions, SupervisedNode, make_state_folder
 from loomserve.platform.nodes.token import read_or_make_token, read_token, token_path
 
@@ -55,7 +56,7 @@ def node(
     """Run a node of a cluster until Ctrl-C; Ray is started again whenever it ends."""
     os.umask(0o077)
     options = _options(head, address, name, ip, state, token_file, ports)
-    _keep(SupervisedNode(options, print_line), options)
+    _keep(SupervisedNode(options, print_line, start_fork_server), options)
 
 
 def print_line(text: str) -> None:

@@ -47,6 +47,15 @@ class ClassSource:
     def has(self, member: str) -> bool:
         return any(member in _members(one.node) for one in self.line())
 
+    def fields(self) -> Iterator[str]:
+        """Names of a dataclass's fields."""
+        for one in self.line():
+            for node in one.node.body:
+                match node:
+                    case ast.AnnAssign(target=ast.Name(id=name)):
+                        if not ast.unparse(node.annotation).startswith("ClassVar"):
+                            yield name
+
     def parameters(self, method: str) -> list[str]:
         """Names of a method's parameters, bound; empty for what is no method."""
         for one in self.line():

@@ -30,6 +30,8 @@ from loomserve.platform.run.ray_environment import (
 )
 
 Say = Callable[[str], None]
+Beside = Callable[[RunFolder, dict[str, str]], "subprocess.Popen[bytes]"]
+"""Starts a process in a run, with an environment; it ends with the run."""
 
 STATE_VARIABLE = "LOOMSERVE_STATE"
 """Of processes on the node that keeps what there is but once: its folder for that."""
@@ -69,8 +71,9 @@ class NodeOptions:
 class SupervisedNode:
     """Keeps a node until it is stopped, with a longer pause each time that it fails early."""
 
-    def __init__(self, options: NodeOptions, say: Say) -> None:
-        self._options, self._say = options, say
+    def __init__(self, options: NodeOptions, say: Say, beside: Beside) -> None:
+        """``beside`` runs beside Ray, which goes on without it."""
+        self._options, self._say, self._beside = options, say, beside
         self._stopped = threading.Event()
 
     def stop(self) -> None:
@@ -97,11 +100,13 @@ class SupervisedNode:
         remove_leftovers()
         run = RunFolder.create(self._options.token)
         log = run.path / "ray-start.log"
+        environment = self._environment(run)
         try:
+            beside = self._beside(run, environment)
             with log.open("wb") as out:
                 node = subprocess.Popen(
                     start_command(self._options, run.ray),
-                    env=self._environment(run),
+                    env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=out,
@@ -110,7 +115,7 @@ class SupervisedNode:
                 )
             # Should this process be killed, the node's processes end nevertheless.
             guard = start_guard(run, ())
-            self._attend(node, {node.pid, guard.pid}, log)
+            self._attend(node, {node.pid, guard.pid, beside.pid}, log)
             return _last_lines(log)
         finally:
             # Replicas that live on without their raylet would serve for a cluster that has given

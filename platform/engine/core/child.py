@@ -1,6 +1,6 @@
 """The main module of an engine's process: ``python -m …child CONTROL_SOCKET PARENT``.
 
-It is started by :class:`loomserve.platform.engine.core.host.EngineHost`.
+It is started by :mod:`loomserve.platform.engine.core.process`, if it is not forked.
 """
 
 from __future__ import annotations
@@ -22,9 +22,12 @@ if TYPE_CHECKING:
 _logger = logging.getLogger(__name__)
 
 
-def main(descriptor: int, parent: int) -> None:
-    """Make the engine that the replica asks for, and run it until its end."""
-    end_with(parent)
+def main(descriptor: int) -> None:
+    """Make the engine that the replica asks for, and run it until its end.
+
+    Args:
+        descriptor: of this process's end of the channel to its replica.
+    """
     # A terminal sends it to all processes; the replica decides when its engine ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     link = ControlLink(socket.socket(fileno=descriptor))
@@ -78,4 +81,5 @@ def _run(core: ServedEngineCore) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    end_with(int(sys.argv[2]))
+    main(int(sys.argv[1]))

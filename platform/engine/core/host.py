@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from itertools import count
@@ -30,10 +26,10 @@ from loomserve.platform.engine.core.messages import (
     EngineFacts,
     EngineStart,
 )
+from loomserve.platform.engine.core.process import EngineProcess, start_process
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.state import ReplicaLoad
 
-_CHILD = "loomserve.platform.engine.core.child"
 _LOOK_S = 0.02
 # A call's answer is refused beyond it; the engine's are some kilobytes.
 _LONGEST_FRAME = 64 * 2**20
@@ -47,7 +43,7 @@ class EngineHost:
     """One engine's process. All of it is used in the event loop that started it, whose thread must
     live as long as the engine is to."""
 
-    def __init__(self, process: subprocess.Popen[bytes], address: EngineAddress) -> None:
+    def __init__(self, process: EngineProcess, address: EngineAddress) -> None:
         self.address = address
         self.facts: EngineFacts
         """Once it is ready."""
@@ -71,7 +67,7 @@ class EngineHost:
         Raises:
             StartError: it cannot start, or takes too long.
         """
-        ours, process = _spawned(environment)
+        ours, process = await start_process(environment, timeout_s)
         host = cls(process, start.address)
         reader, host._writer = await asyncio.open_connection(sock=ours)
         host._reading = asyncio.create_task(host._read(reader))
@@ -217,19 +213,6 @@ class EngineHost:
         if code < 0:
             return f"its process was ended by {signal.Signals(-code).name}"
         return f"its process ended with status {code}; its log says why"
-
-
-def _spawned(environment: Mapping[str, str]) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """A child of this thread that waits to be told what to do, and the channel to it."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        process = subprocess.Popen(
-            [sys.executable, "-m", _CHILD, str(theirs.fileno()), str(os.getpid())],
-            env={**os.environ, **environment},
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-        )
-    return ours, process
 
 
 def _first_line(error: Exception) -> str:

@@ -21,7 +21,7 @@ OPTIONS = NodeOptions(
 )
 # Ray's part is a process that leaves an orphan and a child of its own, and ends when told to.
 KEEPER = """
-import json, os, sys, threading, time
+import json, os, subprocess, sys, threading, time
 from pathlib import Path
 from loomserve.platform.nodes import node
 from tests.unit.platform.nodes.test_node import OPTIONS
@@ -48,7 +48,8 @@ print("the raylet is gone", flush=True)
 sys.exit(1)
 '''
 node.start_command = lambda options, temporary: [sys.executable, "-c", PART, str(folder)]
-kept = node.SupervisedNode(OPTIONS, lambda line: print(line, flush=True))
+beside = lambda run, environment: subprocess.Popen(["sleep", "1000"], env=environment)
+kept = node.SupervisedNode(OPTIONS, lambda line: print(line, flush=True), beside)
 threading.Thread(target=lambda: (sys.stdin.read(), kept.stop())).start()
 kept.run()
 print("zombies", sum(one.status() == "zombie" for one in __import__("psutil").process_iter()

@@ -39,6 +39,10 @@ class FakeCore:
                 raise ValueError("refused")
             case "odd":
                 raise LookupError("odd")
+            case "environment":
+                return [os.environ.get(args[0])]
+            case "say":
+                print(*args, flush=True)
             case "exit":
                 os._exit(args[0])
             case "sleep":

@@ -5,7 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +17,35 @@ import psutil
 import pytest
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.engine.core import host as host_module
+from loomserve.platform.engine.core import process
 from loomserve.platform.engine.core.host import EngineEnded, EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
 from loomserve.platform.run.engine_address import EngineAddress
+from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder
 
 
 @pytest.fixture(autouse=True)
 def _child(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_module, "_CHILD", "tests.unit.platform.engine.core.fake_engine")
+    monkeypatch.setattr(process, "_CHILD", "tests.unit.platform.engine.core.fake_engine")
+
+
+@pytest.fixture(autouse=True, params=["spawned", "forked"])
+def fork_server(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[subprocess.Popen[bytes] | None]:
+    """All of it holds of an engine that a fork server has forked, and of one that is spawned."""
+    monkeypatch.delenv(RUN_VARIABLE, raising=False)
+    if request.param == "spawned":
+        yield None
+        return
+    # Paths of sockets must be short.
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunFolder(Path(folder))
+        run.sockets.mkdir()
+        monkeypatch.setenv(RUN_VARIABLE, folder)
+        with process.start_fork_server(run, os.environ, ["json.tool"]) as server:
+            yield server
+            server.kill()
 
 
 def start(folder: Path, mode: str, timeout_s: float = 30) -> Any:
@@ -31,8 +55,13 @@ def start(folder: Path, mode: str, timeout_s: float = 30) -> Any:
 
 def engines() -> list[int]:
     """Processes of engines that this test has left; other tests' helpers may run beside it."""
-    children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if host_module._CHILD in command_line(child)]
+    own = psutil.Process()
+    return [
+        child.pid
+        for child in own.children(recursive=True)
+        if process._CHILD in (words := command_line(child))
+        and not (process._FORK_SERVER in words and child.ppid() == own.pid)
+    ]
 
 
 def command_line(process: psutil.Process) -> list[str]:
@@ -52,8 +81,7 @@ def test_an_engine_is_called_and_stopped(tmp_path: Path) -> None:
         assert engine.alive
         assert engine.facts.max_model_len == 8
         assert engine.facts.pid == engine.pid
-        environment = psutil.Process(engine.pid).environ()
-        assert environment["LOOMSERVE_TEST"] == "lives"
+        assert await call(engine, "environment", "LOOMSERVE_TEST") == ["lives"]
         assert await call(engine, "echo", 1, "b", {"c": [2]}) == [[1, "b", {"c": [2]}]]
         with pytest.raises(ValueError, match=r"^refused$"):
             await call(engine, "refuse")
@@ -138,3 +166,58 @@ def test_an_engine_ends_with_its_replica(tmp_path: Path) -> None:
         await engine.stop(5)
 
     asyncio.run(run())
+
+
+def test_an_engine_writes_where_its_replica_does(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def run() -> None:
+        engine = await start(tmp_path, "lives")
+        await call(engine, "say", "here")
+        await engine.stop(5)
+
+    asyncio.run(run())
+    assert capfd.readouterr().out == "here\n"
+
+
+@pytest.mark.parametrize("fork_server", ["forked"], indirect=True)
+def test_a_forked_engine_outlives_its_fork_server_and_the_next_is_spawned(
+    tmp_path: Path, fork_server: subprocess.Popen[bytes]
+) -> None:
+    async def run() -> None:
+        first = await start(tmp_path, "lives")
+        assert psutil.Process(first.pid).ppid() == fork_server.pid
+        fork_server.kill()
+        fork_server.wait()
+        assert await call(first, "echo", 1) == [[1]]
+        second = await start(tmp_path, "lives")
+        assert psutil.Process(second.pid).ppid() == os.getpid()
+        for engine in (first, second):
+            await engine.stop(5)
+            assert not engine.alive
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("fork_server", ["forked"], indirect=True)
+def test_a_forked_engine_that_does_not_look_ends_with_its_replica_nevertheless(
+    tmp_path: Path, fork_server: subprocess.Popen[bytes]
+) -> None:
+    script = """
+import asyncio, os, signal, sys
+from pathlib import Path
+from loomserve.platform.engine.core.process import start_process
+
+async def main():
+    _, started = await start_process({}, 30)
+    os.kill(started.pid, signal.SIGSTOP)
+    print(started.pid, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+    said = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, check=False)
+    deadline = time.monotonic() + 5
+    while psutil.pid_exists(int(said.stdout)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not psutil.pid_exists(int(said.stdout))
