@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
 
 from loomserve.deployments.batch.lane import BatchLaneDeployment
 from loomserve.deployments.controller.controller import Controller
 from loomserve.deployments.gateway_apps import build_gateway_app
 from loomserve.deployments.serve_logging import QUIET
 from loomserve.kvstore.server.options import StoreOptions
+from loomserve.platform.base.errors import StartError
 from loomserve.platform.batch.folder import batch_folder
 from loomserve.platform.config import Config
 from loomserve.platform.fleet.messages import (
@@ -26,6 +30,8 @@ from loomserve.platform.fleet.messages import (
 from loomserve.platform.models import catalog
 from loomserve.platform.nodes.resources import on_devices, on_state
 
+_POLL_S = 0.2
+
 
 def run_platform(
     config: Config,
@@ -34,9 +40,12 @@ def run_platform(
     base: str,
     store: StoreOptions | None,
 ) -> DeploymentHandle:
-    """Hand all applications to Serve and return the controller's handle.
+    """Hand all applications to Serve and return the controller's handle, once they run.
 
-    Engines, and in a cluster the gateways of other nodes, start later.
+    Engines start meanwhile, and in a cluster the gateways of other nodes later.
+
+    Raises:
+        StartError: one of them does not start.
     """
     targets = [
         (CONTROLLER_APP, _controller_app(config, replicas, internal_token, base, store)),
@@ -47,11 +56,29 @@ def run_platform(
     serve.run_many(
         [serve.RunTarget(app, name=name, route_prefix=None) for name, app in targets],
         wait_for_ingress_deployment_creation=False,
-        wait_for_applications_running=True,
+        wait_for_applications_running=False,
     )
+    _await_running([CONTROLLER_APP])
     controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
+    # A gateway imports vLLM first, for as long as an engine takes to start.
     controller.load_configured.remote().result(timeout_s=60)
+    _await_running([name for name, _ in targets])
     return controller
+
+
+def _await_running(names: Collection[str]) -> None:
+    """
+    Raises:
+        StartError: an application does not start.
+    """
+    while True:
+        found = serve.status().applications
+        for name in names:
+            if found[name].status is ApplicationStatus.DEPLOY_FAILED:
+                raise StartError(f"{name} does not start: {found[name].message}")
+        if all(found[name].status is ApplicationStatus.RUNNING for name in names):
+            return
+        time.sleep(_POLL_S)
 
 
 def _controller_app(

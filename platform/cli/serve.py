@@ -208,11 +208,12 @@ class Platform:
         self._ray.start()
 
     def start(self, replicas: dict[str, int]) -> None:
-        """Start everything in the background; engines take some 30 s."""
+        """Start everything; engines start in the background."""
         from ray import serve
 
         from loomserve.deployments.apps import run_platform
 
+        self._began = time.monotonic()
         self._ray.make_room()
         if self._config.cluster is not None:
             check_what_one_has(self._config, self._base)
@@ -246,18 +247,18 @@ class Platform:
         Raises:
             StartError: a model failed, they took too long, or a process listens to other machines.
         """
-        started, told = time.monotonic(), dict[str, int]()
+        told = dict[str, int]()
         while True:
             models = self._models_if_told()
             for model in models or ():
-                _tell(model, told, time.monotonic() - started, say)
+                _tell(model, told, time.monotonic() - self._began, say)
                 if model.status is ModelStatus.FAILED:
                     raise StartError(f"model {model.name!r} did not start: {model.message}")
             ready = models is not None and all(m.status is ModelStatus.READY for m in models)
             if ready and self._answers():
                 self._ray.check_listening()
                 return
-            if time.monotonic() - started > _START_TIMEOUT_S:
+            if time.monotonic() - self._began > _START_TIMEOUT_S:
                 raise StartError(f"not ready after {_START_TIMEOUT_S:.0f} s; see {self.log_folder}")
             time.sleep(_POLL_S)
 
@@ -342,12 +343,12 @@ def run(config: Config, base: Path, say: Say) -> None:
         platform.join()
         if config.cluster is not None:
             replicas = plan(config, base, say)
-        platform.start(replicas)
-        _catch_signals(stopped, platform)  # Ray has put its own handlers there
         for model in config.models:
             used = len(model.devices) if model.pipeline else replicas[model.name]
             where = ", ".join(model.devices[:used])
             say(f"loading {model.name} on {where}")
+        platform.start(replicas)
+        _catch_signals(stopped, platform)  # Ray has put its own handlers there
         _until_ready_or(stopped, platform, say)
         if not stopped.is_set():
             _greet(config, say)

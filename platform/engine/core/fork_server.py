@@ -136,6 +136,9 @@ def _import_all(modules: Iterable[str]) -> dict[str, str]:
     before = dict(os.environ)
     for module in modules:
         importlib.import_module(module)
+    if "vllm" in sys.modules:
+        # In a child, whose environment is another, no title could be set for the first time.
+        sys.modules["vllm.utils.system_utils"].set_process_title("ForkServer")
     gc.collect()
     gc.freeze()
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
@@ -153,7 +156,7 @@ def main(listener: int, child: str, modules: Iterable[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_by_imports = _import_all([child, *modules])
     control = ForkServer(socket.socket(fileno=listener), set_by_imports).serve()
-    sys.modules[child].main(control)  # type: ignore[attr-defined]
+    sys.modules[child].main(control)
 
 
 if __name__ == "__main__":

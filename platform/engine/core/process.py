@@ -25,6 +25,7 @@ _logger = logging.getLogger(__name__)
 _CHILD = "loomserve.platform.engine.core.child"
 _FORK_SERVER = "loomserve.platform.engine.core.fork_server"
 _SOCKET = "fork-server"
+_LOG = "fork-server.log"
 _BACKLOG = 128
 _STDOUT, _STDERR = 1, 2
 _STATUS_TIMEOUT_S = 1.0
@@ -145,7 +146,8 @@ def start_fork_server(
         environment: that of the run's processes.
         preloaded: the modules that its children have.
     """
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+    log = (run.path / _LOG).open("wb")
+    with log, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(_address(run))
         listener.listen(_BACKLOG)
         return subprocess.Popen(
@@ -153,6 +155,8 @@ def start_fork_server(
             env={**environment, **VLLM_ENVIRONMENT},
             pass_fds=[listener.fileno()],
             stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
         )
 
 
