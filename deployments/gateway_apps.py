@@ -15,7 +15,7 @@ from loomserve.deployments.gateway.gateway import Gateway
 from loomserve.deployments.serve_logging import QUIET
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.config import Config
-from loomserve.platform.engine.environment import GATEWAY_ENVIRONMENT
+from loomserve.platform.engine.process.environment import GATEWAY_ENVIRONMENT
 from loomserve.platform.fleet.messages import GATEWAY_DEPLOYMENT, KvAccess, gateway_app
 from loomserve.platform.nodes.resources import on_node, on_state
 

@@ -23,7 +23,7 @@ from filelock import FileLock, Timeout
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config import Config
-from loomserve.platform.engine.core.process import start_fork_server
+from loomserve.platform.engine.process.engine_process import start_fork_server
 from loomserve.platform.fleet.messages import is_ours
 from loomserve.platform.nodes.resources import STATE, name_in, offered_by_devices
 from loomserve.platform.nodes.token import read_token, token_path

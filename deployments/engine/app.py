@@ -10,9 +10,9 @@ from ray import serve
 from loomserve.deployments.engine.engine_replica import EngineReplica
 from loomserve.deployments.serve_logging import QUIET
 from loomserve.platform.config import LOCAL_PROMPT_TOKENS
-from loomserve.platform.engine.environment import VLLM_ENVIRONMENT
-from loomserve.platform.engine.option_names import of_engine
+from loomserve.platform.engine.options.names import of_engine
 from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.engine.process.environment import VLLM_ENVIRONMENT
 from loomserve.platform.fleet.messages import (
     ENGINE_DEPLOYMENT,
     EngineSpec,

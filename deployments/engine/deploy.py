@@ -29,7 +29,7 @@ def deploy_model(spec: EngineSpec, devices: Sequence[str], base: str) -> str | N
         None, or what is wrong with the model in one sentence.
     """
     from loomserve.deployments.engine.app import build_replica_app, run_replicas
-    from loomserve.platform.engine.option_names import check
+    from loomserve.platform.engine.options.names import check
 
     try:
         check(spec.model.name, spec.model.engine)

@@ -56,7 +56,7 @@ def serve(path: ConfigPath = Path("examples/laptop.yaml")) -> None:
 @config_app.command("check")
 def config_check(path: ConfigPath) -> None:
     """Say whether a configuration is right; exit with 2 if it is not."""
-    from loomserve.platform.engine.option_names import check
+    from loomserve.platform.engine.options.names import check
     from loomserve.platform.lengths.stored import check_predictor
     from loomserve.platform.models import catalog
 

@@ -17,7 +17,7 @@ from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.config.base import Name
 from loomserve.platform.config.cluster import ClusterAddress
-from loomserve.platform.engine.core.process import start_fork_server
+from loomserve.platform.engine.process.engine_process import start_fork_server
 from loomserve.platform.nodes.node import NodeOptions, SupervisedNode, make_state_folder
 from loomserve.platform.nodes.token import read_or_make_token, read_token, token_path
 

@@ -522,14 +522,14 @@ TABLE: tuple[Hook, ...] = (
         ("AsyncEngineArgs",),
         HookKind.READ,
         "Engine options are checked against the installed version's.",
-        "platform/engine/option_names.py",
+        "platform/engine/options/names.py",
     ),
     Hook(
         "vllm.entrypoints.launchers.cli_args",
         ("FrontendArgs",),
         HookKind.READ,
         "The same of its HTTP server's options.",
-        "platform/engine/option_names.py",
+        "platform/engine/options/names.py",
     ),
     Hook(
         "vllm.v1.worker.cpu_worker:CPUWorker",

@@ -1,6 +1,6 @@
 """The main module of an engine's process: ``python -m …child CONTROL_SOCKET PARENT``.
 
-It is started by :mod:`loomserve.platform.engine.core.process`, if it is not forked.
+It is started by :mod:`loomserve.platform.engine.process.engine_process`, if it is not forked.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _made(start: EngineStart) -> ServedEngineCore:
     from loomserve.platform.engine.core.served_core import ServedEngineCore
     from loomserve.platform.engine.executor import executor_class, one_process_executor
     from loomserve.platform.engine.hooks import verify
-    from loomserve.platform.engine.options import structured
+    from loomserve.platform.engine.options.structured import structured
 
     verify("vllm")
     # As vLLM's own EngineCore begins; workers of several processes get the model's configuration.

@@ -26,7 +26,7 @@ from loomserve.platform.engine.core.messages import (
     EngineFacts,
     EngineStart,
 )
-from loomserve.platform.engine.core.process import EngineProcess, start_process
+from loomserve.platform.engine.process.engine_process import EngineProcess, start_process
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.state import ReplicaLoad
 

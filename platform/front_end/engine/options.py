@@ -13,7 +13,7 @@ from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.usage.usage_lib import UsageContext
 
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.engine.options import structured
+from loomserve.platform.engine.options.structured import structured
 
 
 def server_options(name: str, options: Mapping[str, Any]) -> tuple[Namespace, VllmConfig]:

@@ -416,7 +416,9 @@ def test_a_controller_that_hung_cannot_overwrite_the_wishes_of_the_next(serve: F
 
 def test_an_unload_deadline_survives(serve: FakeServe) -> None:
     async def scenario() -> None:
+        busy = report("c0", model=COLD, in_flight=1)
         async with controlled(first=True) as one:
+            await heard(one, busy)
             await told(one.unload(COLD.name, 500))
             before = one._fleet.registry.record(COLD.name).unload_deadline
         async with controlled() as other:

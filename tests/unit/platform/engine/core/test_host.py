@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.engine.core import process
 from loomserve.platform.engine.core.host import EngineEnded, EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
+from loomserve.platform.engine.process import engine_process as process
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder
 
@@ -206,7 +206,7 @@ def test_a_forked_engine_that_does_not_look_ends_with_its_replica_nevertheless(
     script = """
 import asyncio, os, signal, sys
 from pathlib import Path
-from loomserve.platform.engine.core.process import start_process
+from loomserve.platform.engine.process.engine_process import start_process
 
 async def main():
     _, started = await start_process({}, 30)

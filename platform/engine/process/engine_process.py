@@ -16,14 +16,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from loomserve.platform.engine.core.fork_server import LONGEST_MESSAGE
-from loomserve.platform.engine.environment import VLLM_ENVIRONMENT
+from loomserve.platform.engine.process.environment import VLLM_ENVIRONMENT
+from loomserve.platform.engine.process.fork_server import LONGEST_MESSAGE
 from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder
 
 _logger = logging.getLogger(__name__)
 
 _CHILD = "loomserve.platform.engine.core.child"
-_FORK_SERVER = "loomserve.platform.engine.core.fork_server"
+_FORK_SERVER = "loomserve.platform.engine.process.fork_server"
 _SOCKET = "fork-server"
 _LOG = "fork-server.log"
 _BACKLOG = 128

@@ -1,0 +1,1 @@
+"""Options of vLLM: which there are, and what it makes of them."""

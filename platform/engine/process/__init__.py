@@ -1,0 +1,1 @@
+"""Processes of engines: how they come to be."""
