@@ -168,5 +168,4 @@ class DisturbedPlatform:
 
 def engine_process(replica: dict[str, Any]) -> psutil.Process:
     """The process that computes for a replica."""
-    children = psutil.Process(replica["pid"]).children(recursive=True)
-    return next(child for child in children if "EngineCore" in " ".join(child.cmdline()))
+    return psutil.Process(replica["engine_pid"])

@@ -172,11 +172,10 @@ class Day:
         self.fleet.wait(lambda: self.fleet.get("rebalancing")["mode"] == "auto", 120, "it is back")
 
     def kill_lender(self) -> None:
-        pid = self.fleet.replica(SOUTH)["pid"]
-        for process in psutil.Process(pid).children(recursive=True):
-            process.kill()
+        pid = self.fleet.replica(SOUTH)["engine_pid"]
+        psutil.Process(pid).kill()
         self.fleet.wait(
-            lambda: self.fleet.replica(SOUTH)["pid"] != pid, 240, "there is another replica"
+            lambda: self.fleet.replica(SOUTH)["engine_pid"] != pid, 240, "there is another replica"
         )
         self.fleet.wait_ready(240)
         self.fleet.mode("auto")

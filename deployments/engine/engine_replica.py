@@ -148,6 +148,7 @@ class EngineReplica:
                 blocks=facts.blocks,
                 block_tokens=facts.block_tokens,
             ),
+            engine_pid=self._engine.pid,
             start_s=time.monotonic() - began,
             on_cpu=claim.device.kind == "cpu",
         )
@@ -178,6 +179,7 @@ class EngineReplica:
             stages=stages_of(self._spec),
             address=self._gate.address,
             pid=os.getpid(),
+            engine_pid=self._engine.pid,
             max_model_len=self._engine.facts.max_model_len,
             in_flight=_open_requests(self._load),
             stats=self._stats(),

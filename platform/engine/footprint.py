@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -19,36 +20,48 @@ _PERIOD_S = 8.0
 
 
 class Footprint:
-    """The last measurement of this process and its children."""
+    """The last measurement of a replica's process and its engine's."""
 
-    def __init__(self, facts: dict[str, int], *, start_s: float, on_cpu: bool) -> None:
+    def __init__(
+        self, facts: dict[str, int], *, engine_pid: int, start_s: float, on_cpu: bool
+    ) -> None:
         """
         Args:
             facts: the fields of :class:`FootprintState` that never change.
+            engine_pid: the engine's process; this one is the replica's.
             start_s: how long the replica took to start.
             on_cpu: whether its device's memory is that of processes.
         """
         self.state: FootprintState | None = None
         self._facts: dict[str, Any] = {**facts, "start_s": start_s, "ready_at": time.monotonic()}
+        self._engine_pid = engine_pid
         self._on_cpu = on_cpu
 
     async def keep(self) -> None:
         """Measure for ever."""
         while True:
-            size = await asyncio.to_thread(own_bytes, psutil.Process()) if self._on_cpu else None
+            size = await asyncio.to_thread(self._own_bytes) if self._on_cpu else None
             self.state = FootprintState(
                 **self._facts, memory_bytes=size, memory_measured_at=time.monotonic()
             )
             await asyncio.sleep(_PERIOD_S)
 
+    def _own_bytes(self) -> int:
+        """What the processes have for themselves; shared memory has another owner."""
+        total = 0
+        for one in self._processes():
+            with contextlib.suppress(psutil.Error):  # it has just ended
+                total += one.memory_full_info().uss
+        return total
 
-def own_bytes(process: psutil.Process) -> int:
-    """What the process and its children have for themselves; shared memory has another owner."""
-    total = 0
-    for one in (process, *process.children(recursive=True)):
-        with contextlib.suppress(psutil.Error):  # it has just ended
-            total += one.memory_full_info().uss
-    return total
+    def _processes(self) -> set[psutil.Process]:
+        """The replica's and the engine's, with their children; one that was forked is no child."""
+        found: set[psutil.Process] = set()
+        for pid in (os.getpid(), self._engine_pid):
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                found |= {process, *process.children(recursive=True)}
+        return found
 
 
 def constants(

@@ -158,6 +158,7 @@ class Heartbeat(_Message):
     stages: tuple[StageState, ...] = Field((), description="Of a pipeline, all stages; else none.")
     address: str
     pid: int
+    engine_pid: int
     max_model_len: int
     in_flight: int
     stats: RoutingStats

@@ -94,6 +94,7 @@ class FleetViews:
                     stages=each.heartbeat.stages,
                     address=each.heartbeat.address,
                     pid=each.heartbeat.pid,
+                    engine_pid=each.heartbeat.engine_pid,
                     draining=each.stops,
                     role=record.role(each.heartbeat),
                     in_flight=each.heartbeat.in_flight,

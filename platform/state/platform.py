@@ -53,7 +53,8 @@ class ReplicaState(StateModel):
         (), description="Stages of a pipeline, in the order of layers; else none."
     )
     address: str = Field(description="Its socket's name and its node's address: NAME.NODE.")
-    pid: int = Field(description="Process of the replica; its engine is a child.")
+    pid: int = Field(description="Process of the replica.")
+    engine_pid: int = Field(description="Process of its engine, which computes.")
     draining: bool = Field(description="True: it finishes its requests and takes no new ones.")
     role: Role = Field(description="unified, prefill or decode.")
     in_flight: int = Field(description="Requests that gateways have open on it.")

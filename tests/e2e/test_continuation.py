@@ -81,7 +81,7 @@ def busiest(platform: Platform) -> dict[str, Any]:
 
 def kill_engine(platform: Platform) -> str:
     victim = busiest(platform)
-    engine_process(platform, victim).kill()
+    engine_process(victim).kill()
     return str(victim["id"])
 
 
@@ -128,7 +128,7 @@ def test_an_engine_is_stopped_for_a_while_and_goes_on(
     with running(platform, asked) as load:
         reach(load, 20)
         stopped = busiest(platform)
-        engine = engine_process(platform, stopped)
+        engine = engine_process(stopped)
         engine.suspend()
         try:
             time.sleep(STOPPED_S)
@@ -197,6 +197,6 @@ def test_both_engines_are_killed_in_turn(platform: Platform) -> None:
         wait_for(lambda: back_without(platform, first), BACK_S)
         assert not load.ended.is_set(), "they ended before the engine was back"
         (second,) = (one for one in model_state(platform, HOT)["replicas"] if one["in_flight"])
-        engine_process(platform, second).kill()
+        engine_process(second).kill()
     assert differences(undisturbed, load.answers) == {}
     wait_for(lambda: back_without(platform, second["id"]), BACK_S)

@@ -76,7 +76,7 @@ def test_an_engine_is_killed(
     wait_for(lambda: hands_over(separated), 60)
     before = separated.metric(CONTINUED, model=HOT, reason="gone")
     victim = next(one for one in model_state(separated, HOT)["replicas"] if one["role"] == role)
-    engine = engine_process(separated, victim)
+    engine = engine_process(victim)
     with running(separated, asked) as load:
         if when == "while prompts are computed":
             wait_for(lambda: has_prompts(separated), 10)

@@ -188,8 +188,7 @@ def test_a_lender_that_is_killed_costs_no_answer_and_lends_again(
     before = broken(lending)
     (replica,) = model_state(lending, LENDER)["replicas"]
     with streaming(lending) as answers:
-        for process in psutil.Process(replica["pid"]).children(recursive=True):
-            process.kill()
+        psutil.Process(replica["engine_pid"]).kill()
         assert answers() == alone
     wait_for(lambda: broken(lending) == before + 1, 10)
     wait_for(lambda: status(lending, LENDER) == "ready", 240)
@@ -207,8 +206,7 @@ def test_a_borrower_that_is_killed_gives_back_what_it_had_and_borrows_again(
         for prompt in PROMPTS:
             pool.submit(answer, lending, prompt)
         wait_for(lambda: any(loan["requests"] for loan in loans(lending)), 60)
-        for process in psutil.Process(before["pid"]).children(recursive=True):
-            process.kill()
+        psutil.Process(before["engine_pid"]).kill()
         wait_for(lambda: name not in {lent["name"] for lent in lending_state(lending)["lent"]}, 60)
     wait_for(lambda: replica_id(lending, BORROWER) not in {None, before["id"]}, 240)
     wait_for(lambda: status(lending, BORROWER) == "ready", 240)

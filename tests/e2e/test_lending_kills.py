@@ -107,7 +107,7 @@ def test_an_engine_is_killed_while_requests_are_with_a_lender(
         wait_for(lambda: lent_requests(lending), 20)
         assert not load.ended.is_set(), "they ended before the kill"
         victim = killed(lending)
-        engine_process(lending, victim).kill()
+        engine_process(victim).kill()
     assert differences(expected, load.answers) == {}
     moved = lending.metric(CONTINUED, model=BORROWER, reason="gone") - before
     # Of a lender that ends, its borrowers' requests stay where they are.
@@ -143,7 +143,7 @@ def test_an_engine_is_killed_while_a_head_is_away(
         reach(load, 20)
         assert parts(away) == ["away"]
         victim = killed(away)
-        engine_process(away, victim).kill()
+        engine_process(victim).kill()
     assert differences(expected, load.answers) == {}
     wait_for(lambda: whole_without(away, victim), BACK_S)
     if killed is borrowing:

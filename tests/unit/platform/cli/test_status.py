@@ -39,7 +39,7 @@ LOAD = ReplicaLoad(
     running=7, waiting=3, kv_cache_usage=0.4567, step_time_s=0.01234, measured_at=1.7e9
 )
 REPLICA = ReplicaState(
-    id="r1", device="core0", address="engine-r1.127.0.0.1", pid=1, draining=False,
+    id="r1", device="core0", address="engine-r1.127.0.0.1", pid=1, engine_pid=2, draining=False,
     role=Role.UNIFIED, in_flight=11, load=LOAD,
 )  # fmt: skip
 MODEL = ModelState(

@@ -30,7 +30,7 @@ def report(replica: str = "r0", device: str = "core0", **changes: object) -> Hea
     load = ReplicaLoad(running=0, waiting=0, kv_cache_usage=0, step_time_s=0, measured_at=0)
     values = {
         "model": MODEL, "replica_id": replica, "device": device, "address": "engine-1.127.0.0.1",
-        "pid": 1, "max_model_len": 64, "in_flight": 0,
+        "pid": 1, "engine_pid": 2, "max_model_len": 64, "in_flight": 0,
         "engine": EngineAddress(f"ipc://{replica}.in", f"ipc://{replica}.out"),
         "front_end": FRONT_END,
     }  # fmt: skip
