@@ -27,7 +27,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from loomserve.platform.front_end.engine.serving import ModelServing
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
-from loomserve.platform.front_end.routing import RoutingRequest, routing_context
+from loomserve.platform.front_end.routing import RoutingContext, RoutingRequest, routing_context
 from loomserve.platform.models import catalog
 from tests.integration.served_engine import ServedEngine, engine_start, environment
 
@@ -123,7 +123,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @dataclass(eq=False)
-class Streamed:
+class Streamed(RoutingContext):
     """What came of one request, and when."""
 
     status: int = 0
