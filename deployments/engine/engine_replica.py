@@ -112,8 +112,10 @@ class EngineReplica:
             address=EngineAddress.in_folder(own_run().sockets),
             host=None if is_loopback(node_address()) else node_address(),
         )
-        # What binds it to its device is in this process's own environment.
-        return await EngineHost.start(start, {}, _START_TIMEOUT_S)
+        # What binds it to its device is in this process's own environment. Whether CUDA bears that
+        # its process was forked after the imports has not been tried.
+        fork = self._claim.device.kind == "cpu"
+        return await EngineHost.start(start, {}, _START_TIMEOUT_S, fork=fork)
 
     async def _call_loans(self, name: str, /, *given: Any) -> Any:
         (answer,) = await self._engine.collective_rpc(

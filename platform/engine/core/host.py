@@ -55,7 +55,12 @@ class EngineHost:
 
     @classmethod
     async def start(
-        cls, start: EngineStart, environment: Mapping[str, str], timeout_s: float
+        cls,
+        start: EngineStart,
+        environment: Mapping[str, str],
+        timeout_s: float,
+        *,
+        fork: bool = True,
     ) -> EngineHost:
         """Start an engine, and wait until it is ready.
 
@@ -63,11 +68,12 @@ class EngineHost:
             start: how to make it.
             environment: what its process has beyond this process's own.
             timeout_s: for all of it.
+            fork: whether its process may be forked.
 
         Raises:
             StartError: it cannot start, or takes too long.
         """
-        ours, process = await start_process(environment, timeout_s)
+        ours, process = await start_process(environment, timeout_s, fork=fork)
         host = cls(process, start.address)
         reader, host._writer = await asyncio.open_connection(sock=ours)
         host._reading = asyncio.create_task(host._read(reader))

@@ -90,21 +90,26 @@ class ForkedProcess:
 
 
 async def start_process(
-    environment: Mapping[str, str], timeout_s: float
+    environment: Mapping[str, str], timeout_s: float, *, fork: bool = True
 ) -> tuple[socket.socket, EngineProcess]:
     """A process that waits to be told what engine to make, and the channel to it.
 
-    It is forked, if this run has a fork server, else spawned. It ends with this process; a spawned
-    one ends with this thread.
+    It is forked, if it may be and this run has a fork server, else spawned. It ends with this
+    process; a spawned one ends with this thread.
 
     Args:
         environment: what it has beyond this process's own.
         timeout_s: how long a fork server may take to import what it has to.
+        fork: whether it may be forked.
     """
     ours, theirs = socket.socketpair()
     with theirs:
         environment = {**os.environ, **environment}
-        forked = await asyncio.to_thread(_forked, theirs.fileno(), environment, timeout_s)
+        forked = (
+            await asyncio.to_thread(_forked, theirs.fileno(), environment, timeout_s)
+            if fork
+            else None
+        )
         return ours, forked or _spawned(theirs.fileno(), environment)
 
 
