@@ -5,7 +5,8 @@ under vLLM's own names in ``models[].engine``. ``load`` is the only way in, and 
 field and the line of the file.
 """
 
-from loomserve.platform.config.base import Bytes, parse_bytes
+from loomserve.platform.config.aliases import Alias, check_alias
+from loomserve.platform.config.base import Bytes, FieldError, parse_bytes
 from loomserve.platform.config.batch import Batch, OfflineModel
 from loomserve.platform.config.cluster import Cluster
 from loomserve.platform.config.devices import LOCAL_NODE, Device
@@ -27,12 +28,14 @@ from loomserve.platform.config.tls import Tls
 __all__ = [
     "LOCAL_NODE",
     "LOCAL_PROMPT_TOKENS",
+    "Alias",
     "ApiKey",
     "Batch",
     "Bytes",
     "Cluster",
     "Config",
     "Device",
+    "FieldError",
     "KvStore",
     "Lending",
     "Lengths",
@@ -45,6 +48,7 @@ __all__ = [
     "Scheduling",
     "Server",
     "Tls",
+    "check_alias",
     "load",
     "load_keys",
     "parse",

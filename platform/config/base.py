@@ -45,7 +45,8 @@ def parse_bytes(value: object) -> int:
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Revision = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,199}$")]
-ModelName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,126}$")]
+MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,126}$"
+ModelName = Annotated[str, Field(pattern=MODEL_NAME)]
 
 
 class Section(BaseModel):

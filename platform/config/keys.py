@@ -26,7 +26,7 @@ class ApiKey(Section):
         description='From then on the key is refused, such as "2027-01-31T00:00:00Z", in quotes.',
     )
     models: tuple[ModelName, ...] = Field(
-        (), description="The models this key may use; none named means all."
+        (), description="The models and aliases this key may use; none named means all."
     )
     requests_per_minute: Annotated[int, Field(ge=1)] | None = Field(
         None, description="Requests over this rate, of any method, are answered 429."

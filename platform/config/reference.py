@@ -21,6 +21,8 @@ _WORDS: dict[object, str] = {
     AwareDatetime: "date and time with its zone",
     types.NoneType: "null",
 }
+# By what stands for each of several sections in the names of their fields.
+_KINDS = {"": "mapping", "[]": "list", ".NAME": "mapping of mappings"}
 _WIDTH = 100
 
 
@@ -32,23 +34,25 @@ def describe() -> str:
 def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
     for name, field in section.model_fields.items():
         path = f"{prefix}{name}"
-        inner, many = _inner_section(field)
-        kind = ("list" if many else "mapping") if inner else _type(field.annotation, field.metadata)
+        inner, each = _inner_section(field)
+        kind = _KINDS[each] if inner else _type(field.annotation, field.metadata)
         yield f"{path}: {kind}, {_default(field)}"
         yield textwrap.fill(
             field.description or "", _WIDTH, initial_indent="    ", subsequent_indent="    "
         )
         if inner:
-            yield from _section(inner, f"{path}[]." if many else f"{path}.")
+            yield from _section(inner, f"{path}{each}.")
 
 
-def _inner_section(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
-    """The section that a field holds, if any, and whether it holds a list of them."""
-    many = get_origin(field.annotation) is tuple
-    arguments = get_args(field.annotation)
-    optional = types.NoneType in arguments
-    inner = arguments[0] if many or optional else field.annotation
-    return (inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None), many
+def _inner_section(field: FieldInfo) -> tuple[type[BaseModel] | None, str]:
+    """The section that a field holds, if any, and what stands for each of several."""
+    origin, arguments = get_origin(field.annotation), get_args(field.annotation)
+    each = "[]" if origin is tuple else ".NAME" if origin is dict else ""
+    if origin is dict:
+        inner = arguments[1]
+    else:
+        inner = arguments[0] if each or types.NoneType in arguments else field.annotation
+    return (inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None), each
 
 
 def _type(annotation: Any, metadata: list[Any]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field, model_validator
 
 from loomserve.platform.base.loopback import is_loopback
+from loomserve.platform.config.aliases import Alias, check_alias
 from loomserve.platform.config.base import FieldError, Section
 from loomserve.platform.config.batch import Batch, OfflineModel
 from loomserve.platform.config.cluster import Cluster
@@ -27,6 +28,11 @@ class Config(Section):
         None, description="Engines run on several nodes; without it all is on this machine."
     )
     models: tuple[Model, ...] = Field(description="What is served from the start.")
+    aliases: dict[str, Alias] = Field(
+        default_factory=dict,
+        description="Names that stand for models: NAME: MODEL, NAME: {MODEL: WEIGHT, ...}, or the "
+        "fields below.",
+    )
     kvstore: KvStore | None = Field(
         None, description="The store of KV blocks; without it engines forget theirs when full."
     )
@@ -109,6 +115,7 @@ class Config(Section):
         for index, model in enumerate(self.models):
             self._check_model_devices(index, model)
         self._check_offline_models()
+        self._check_aliases()
         self._check_predictors()
         self._check_nodes()
         owner: dict[tuple[str, str, int], str] = {}
@@ -196,6 +203,15 @@ class Config(Section):
                     f"under devices ({there or 'there is none'})",
                     *(*place, "device"),
                 )
+
+    def _check_aliases(self) -> None:
+        models = [model.name for model in self.models]
+        offline = [model.name for model in self.offline_models]
+        for name, alias in self.aliases.items():
+            try:
+                check_alias(name, alias, models=models, batch_only=offline, aliases=self.aliases)
+            except FieldError as error:
+                raise FieldError(str(error), "aliases", name, *error.field) from None
 
     def _check_predictors(self) -> None:
         predictors: dict[str, str] = {}
