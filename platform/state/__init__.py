@@ -20,6 +20,7 @@ from loomserve.platform.state.load import (
     WorkState,
 )
 from loomserve.platform.state.platform import (
+    AliasState,
     DeviceState,
     ModelState,
     ModelStatus,
@@ -32,6 +33,7 @@ from loomserve.platform.state.platform import (
 )
 
 __all__ = [
+    "AliasState",
     "BatchLaneState",
     "BatchState",
     "BorrowingState",

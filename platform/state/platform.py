@@ -85,6 +85,16 @@ class DeviceState(StateModel):
     models: tuple[str, ...] = Field((), description="Models with a replica on it.")
 
 
+class AliasState(StateModel):
+    """A name that stands for models."""
+
+    name: str
+    models: dict[str, int] = Field(description="Weight of each.")
+    sticky: str | None = Field(
+        description="What keeps its model: key or user; null: each request is by itself."
+    )
+
+
 class SoftwareVersions(StateModel):
     """Versions that the controller runs on."""
 
@@ -102,3 +112,4 @@ class PlatformState(StateModel):
     nodes: tuple[NodeState, ...] = ()
     devices: tuple[DeviceState, ...]
     models: tuple[ModelState, ...]
+    aliases: tuple[AliasState, ...] = ()

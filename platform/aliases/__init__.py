@@ -1,0 +1,1 @@
+"""Aliases: names that stand for several models by weight, changed while they serve."""

@@ -1,0 +1,1 @@
+"""Which model of an alias a request gets. Pure."""

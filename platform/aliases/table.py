@@ -1,0 +1,110 @@
+"""The aliases that there are: those of the configuration, as operators have changed them since."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+
+from loomserve.platform.base.errors import BadRequest, Conflict, NotFound
+from loomserve.platform.config import Alias, Config, FieldError, check_alias
+from loomserve.platform.state import AliasState
+
+
+class AliasTable:
+    """All aliases, by name."""
+
+    def __init__(
+        self,
+        configured: Mapping[str, Alias],
+        *,
+        models: Collection[str] = (),
+        batch_only: Collection[str] = (),
+    ) -> None:
+        """
+        Args:
+            configured: aliases of the configuration.
+            models: names of its models, which no alias may have, loaded or not.
+            batch_only: names of its offline models.
+        """
+        self._aliases = dict(configured)
+        self._configured = frozenset(models)
+        self._batch_only = frozenset(batch_only)
+
+    @classmethod
+    def of(cls, config: Config) -> AliasTable:
+        """Those of a configuration."""
+        return cls(
+            config.aliases,
+            models=[model.name for model in config.models],
+            batch_only=[model.name for model in config.offline_models],
+        )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._aliases
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._aliases)
+
+    @property
+    def all(self) -> dict[str, Alias]:
+        """Sorted by their names."""
+        return dict(sorted(self._aliases.items()))
+
+    @property
+    def states(self) -> tuple[AliasState, ...]:
+        """As operators see them."""
+        return tuple(
+            AliasState(name=name, models=alias.models, sticky=alias.sticky)
+            for name, alias in self.all.items()
+        )
+
+    def put(self, name: str, alias: Alias, loaded: Collection[str]) -> None:
+        """Make an alias, or have one stand for something else.
+
+        Args:
+            name: its name.
+            alias: what it stands for from now on.
+            loaded: names of the models that there are.
+
+        Raises:
+            Conflict: a model has the name.
+            BadRequest: the name is none, or something that it stands for is no model.
+        """
+        if name in {*self._configured, *self._batch_only, *loaded}:
+            raise Conflict(
+                f"a model is named {name!r} already; give the alias another name", param="name"
+            )
+        kept = self._aliases[name].models if name in self._aliases else ()
+        # What it has stood for may be unloaded just now, and come back.
+        models = {*loaded, *self._configured, *kept}
+        try:
+            check_alias(
+                name, alias, models=models, batch_only=self._batch_only, aliases={*self, name}
+            )
+        except FieldError as error:
+            raise BadRequest(str(error), param=".".join(map(str, error.field)) or "name") from None
+        self._aliases[name] = alias
+
+    def delete(self, name: str) -> None:
+        """
+        Raises:
+            NotFound: there is no such alias.
+        """
+        if name not in self._aliases:
+            known = ", ".join(sorted(self._aliases)) or "none"
+            raise NotFound(f"there is no alias {name!r}; the aliases are: {known}", param="name")
+        del self._aliases[name]
+
+    def check_model_name(self, name: str) -> None:
+        """
+        Raises:
+            Conflict: a model is to have the name of an alias.
+        """
+        if name in self._aliases:
+            raise Conflict(
+                f"{name!r} is an alias; delete it first, or give the model another name",
+                param="name",
+            )
+
+    def restore(self, aliases: Mapping[str, Alias]) -> None:
+        """Take over what an earlier controller had."""
+        self._aliases = dict(aliases)
