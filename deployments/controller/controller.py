@@ -26,9 +26,10 @@ from loomserve.deployments.kvstore.node_stores import NodeStores
 from loomserve.deployments.ray_node import keep_calls_on_node, wishes_folder
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.access.policy.bank import LimitBank
+from loomserve.platform.aliases.table import AliasTable
 from loomserve.platform.base.periodic import every
 from loomserve.platform.base.reply import replies
-from loomserve.platform.config import Config, Model
+from loomserve.platform.config import Alias, Config, Model
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import (
     DesiredState,
@@ -81,7 +82,8 @@ class Controller:
         self._replicas = replicas
         self._started_at = time.monotonic()
         self._limits = LimitBank(self._started_at)
-        self._fleet = Fleet(checked.devices, checked.server.drain_timeout_s)
+        timeout_s = checked.server.drain_timeout_s
+        self._fleet = Fleet(checked.devices, timeout_s, AliasTable.of(checked))
         options = StoreOptions.model_validate(store) if store else None
         apps = ServeApps(checked, internal_token, options)
         self._models = ModelLifecycle(
@@ -190,9 +192,7 @@ class Controller:
     @replies
     async def drain(self, replica_id: str, draining: bool) -> PlatformState:
         self._fleet.registry.set_draining(replica_id, draining)
-        await self._save()
-        await self._publish()
-        return self._state()
+        return await self._told()
 
     @replies
     async def drain_node(self, name: str, drains: bool) -> PlatformState:
@@ -200,14 +200,17 @@ class Controller:
             self._fleet.nodes.drain(name, time.monotonic())
         else:
             self._fleet.nodes.undrain(name)
-        await self._save()
-        await self._publish()
-        return self._state()
+        return await self._told()
 
     @replies
     async def set_role(self, replica_id: str, role: Role) -> PlatformState:
         await self._published(self._models.set_role(replica_id, role))
         return self._state()
+
+    @replies
+    async def set_alias(self, name: str, alias: Alias | None) -> PlatformState:
+        self._fleet.set_alias(name, alias)
+        return await self._told()
 
     # What the admin API calls: loans
 
@@ -272,6 +275,12 @@ class Controller:
         await self._publish()
         return result
 
+    async def _told(self) -> PlatformState:
+        """The state, once what was changed is kept and gateways are told of it."""
+        await self._save()
+        await self._publish()
+        return self._state()
+
     async def _save(self) -> None:
         """Keep what operators wish, for the controller after this one."""
         async with self._saving:
@@ -292,28 +301,37 @@ class Controller:
             # Gateways go on with the last controller's routes: what they are not told, they leave.
             return
         self._learns_until = now
-        drained = tuple(sorted(self._fleet.nodes.drained))
-        if (models, drained) != (self._routes.models, self._routes.drained_nodes):
+        routes = Routes(
+            version=self._routes.version,
+            models=models,
+            # Of no use without models, for which gateways wait.
+            aliases=self._fleet.aliases.all if models else {},
+            drained_nodes=tuple(sorted(self._fleet.nodes.drained)),
+        )
+        if routes != self._routes:
             async with self._changed:
-                self._routes = Routes(
-                    version=time.monotonic_ns(), models=models, drained_nodes=drained
-                )
+                self._routes = routes.model_copy(update={"version": time.monotonic_ns()})
                 self._changed.notify_all()
 
     def _state(self) -> PlatformState:
-        now = time.monotonic()
-        return PlatformState(
-            versions=SoftwareVersions(
-                loomserve=metadata.version("loomserve"),
-                vllm=_vllm_version(),
-                ray=ray.__version__,
-                python=python_version(),
-            ),
-            uptime_s=now - self._started_at,
-            nodes=self._fleet.nodes.state(now),
-            devices=self._fleet.views.used_devices(now),
-            models=self._fleet.views.models(now),
-        )
+        return _platform_state(self._fleet, self._started_at)
+
+
+def _platform_state(fleet: Fleet, started_at: float) -> PlatformState:
+    now = time.monotonic()
+    return PlatformState(
+        versions=SoftwareVersions(
+            loomserve=metadata.version("loomserve"),
+            vllm=_vllm_version(),
+            ray=ray.__version__,
+            python=python_version(),
+        ),
+        uptime_s=now - started_at,
+        nodes=fleet.nodes.state(now),
+        devices=fleet.views.used_devices(now),
+        models=fleet.views.models(now),
+        aliases=fleet.aliases.states,
+    )
 
 
 def _vllm_version() -> str:

@@ -112,12 +112,13 @@ class ModelLifecycle:
 
         Raises:
             BadRequest: the configuration would be wrong with it.
-            Conflict: a model of that name is there.
+            Conflict: a model or an alias of that name is there.
         """
+        self._fleet.aliases.check_model_name(model.name)
         # The same checks as for the file: devices known, one kind, names apart, lenders there.
-        models = (model, *self._lenders_for(model))
+        changed = {"models": (model, *self._lenders_for(model)), "aliases": {}}
         try:
-            Config.model_validate(self._config.model_copy(update={"models": models}).model_dump())
+            Config.model_validate(self._config.model_copy(update=changed).model_dump())
             await asyncio.to_thread(check_predictor, model)
         except (ValueError, ConfigError) as error:
             raise BadRequest(str(error)) from None

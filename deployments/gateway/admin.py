@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from loomserve.platform.aliases.admin import build_aliases_router
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.fleet.admin import (
@@ -52,6 +53,7 @@ def build_admin_api(controller: DeploymentHandle, *others: APIRouter) -> FastAPI
     for build in (
         build_models_router,
         build_replicas_router,
+        build_aliases_router,
         build_nodes_router,
         build_lending_router,
         build_plans_router,

@@ -80,7 +80,8 @@ class ClientEndpoint:
         request.check_sequences(self._max_sequences)
         check_media(request.fields, self._media_hosts)
         key: ApiKey | None = state.get("api_key")
-        route = self._routes.find(request.fields.get("model"), key)
+        route = self._routes.choose(request.fields, key)
+        request = request.for_model(route.name)
         request.check_texts(route.max_model_len)
         sequences = request.sequences
         most = route.max_concurrent_requests

@@ -122,6 +122,7 @@ class Gateway:
             self._forwarder.is_set_up,
             [one.name for one in options.offline_models] if options else (),
             with_keys=self._server.asks_for_keys,
+            chosen=self._metrics.alias_chosen,
         )
         self._isolates_tenants = isolates_tenants
         self._sequences = ModelMeter(place, allowances)
@@ -299,7 +300,7 @@ class Gateway:
         _log.warning("the controller does not answer: %r", error)
 
     def _apply(self, routes: Routes) -> int:
-        self._routes.apply(routes.models)
+        self._routes.apply(routes.models, routes.aliases)
         self._routes.drained = self._node in routes.drained_nodes
         self._forwarder.set_models(routes.models)
         self._metrics.set_models(

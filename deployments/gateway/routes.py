@@ -2,24 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+import json
+import random
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from loomserve.platform.access.key_models import check_model, may_use
+from loomserve.platform.access.key_models import check_model, may_use, usable_models
+from loomserve.platform.aliases.policy.choice import by_client, by_number, present
 from loomserve.platform.base.errors import BadRequest, Unavailable, UnknownModel
-from loomserve.platform.config import ApiKey
+from loomserve.platform.config import Alias, ApiKey
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.fleet.registry import unknown_model_message
 from loomserve.platform.state import ModelStatus
 
+# By which OpenAI's clients tell their end users apart, the newer one first.
+_USERS = ("safety_identifier", "user")
 _SERVING = frozenset({ModelStatus.READY, ModelStatus.DEGRADED})
 
 
+def _uncounted(_: str, __: str) -> None:
+    pass
+
+
 class ModelRoutes:
-    """Routing table of the gateway: each model's route; and its endpoints.
+    """Routing table of the gateway: each model's route, and aliases; and its endpoints.
 
     A client learns the names of those models only that its key may use.
     """
@@ -30,26 +39,88 @@ class ModelRoutes:
         batch_only: Collection[str] = (),
         *,
         with_keys: bool = False,
+        chosen: Callable[[str, str], None] = _uncounted,
+        number: Callable[[], float] = random.random,
     ) -> None:
         """
         Args:
             is_set_up: whether this gateway has a model's front end.
             batch_only: models that no gateway serves, only the batch lane.
             with_keys: who has no API key may use no model.
+            chosen: is told of each request for an alias, and of its model.
+            number: a random number from 0 up to but not 1.
         """
         self._is_set_up = is_set_up
         self._batch_only = batch_only
         self._with_keys = with_keys
+        self._chosen = chosen
+        self._number = number
         self._routes: dict[str, ModelRoute] = {}
+        self._aliases: dict[str, Alias] = {}
         self.drained = False
         """Whether the node is to get no more clients."""
 
     def __iter__(self) -> Iterator[ModelRoute]:
         return iter(self._routes.values())
 
-    def apply(self, routes: Collection[ModelRoute]) -> None:
-        """Replace the table; ``routes`` has all models."""
+    def apply(
+        self, routes: Collection[ModelRoute], aliases: Mapping[str, Alias] | None = None
+    ) -> None:
+        """Replace the table; ``routes`` has all models, and ``aliases`` all aliases."""
         self._routes = {route.name: route for route in routes}
+        self._aliases = {n: a for n, a in (aliases or {}).items() if n not in self._routes}
+
+    def choose(
+        self, fields: Mapping[str, Any], key: ApiKey | None, preferred: str | None = None
+    ) -> ModelRoute:
+        """The route of the model that a request names, or of one that its alias stands for.
+
+        Args:
+            fields: the request's.
+            key: whose it is.
+            preferred: the model that the alias shall mean if it may; None: its weights say.
+
+        Raises what :meth:`find` raises.
+        """
+        name = fields.get("model")
+        if not isinstance(name, str) or name not in self._aliases:
+            return self.find(name, key)
+        usable = self._usable(name, key)
+        there = present(usable, (self._is_ready, self._has_replicas, self._is_loaded))
+        if not there:
+            raise Unavailable(
+                f"no model of {name!r} is loaded; try again shortly",
+                reason="model_not_ready",
+                retry_after_s=5,
+            )
+        if preferred in there:
+            model = preferred
+        elif (client := _client(self._aliases[name], key, fields)) is not None:
+            model = by_client(there, name, client)
+        else:
+            model = by_number(there, self._number())
+        self._chosen(name, model)
+        return self._answering(model)
+
+    def _usable(self, name: str, key: ApiKey | None) -> dict[str, int]:
+        """
+        Raises:
+            Forbidden: the key may use neither the alias nor any of its models.
+        """
+        usable = usable_models(key, name, self._aliases[name])
+        if not any(usable.values()):
+            check_model(key, name)
+        return usable
+
+    def _is_loaded(self, model: str) -> bool:
+        route = self._routes.get(model)
+        return route is not None and route.status is not ModelStatus.UNLOADING
+
+    def _has_replicas(self, model: str) -> bool:
+        return self._is_loaded(model) and bool(self._routes[model].replicas)
+
+    def _is_ready(self, model: str) -> bool:
+        return self._has_replicas(model) and self._is_set_up(model)
 
     def find(self, model: object, key: ApiKey | None) -> ModelRoute:
         """The route of the model that a request with this key names.
@@ -64,8 +135,12 @@ class ModelRoutes:
         if model is None and len(names) == 1:
             model = names[0]
         if not isinstance(model, str) or not model:
-            raise BadRequest(f"say which model, one of: {', '.join(names)}", param="model")
-        route = self._known(model, key)
+            known = ", ".join([*names, *self._alias_cards(key)])
+            raise BadRequest(f"say which model, one of: {known}", param="model")
+        return self._answering(self._known(model, key).name)
+
+    def _answering(self, model: str) -> ModelRoute:
+        route = self._routes[model]
         if route.status is ModelStatus.UNLOADING:
             raise UnknownModel(f"The model {model!r} is being unloaded.", param="model")
         if not route.replicas:
@@ -91,7 +166,8 @@ class ModelRoutes:
                 "/v1/batches.",
                 param="model",
             )
-        raise UnknownModel(unknown_model_message(model, self._names(key)), param="model")
+        known = [*self._names(key), *self._alias_cards(key)]
+        raise UnknownModel(unknown_model_message(model, known), param="model")
 
     async def list_models(self, request: Request) -> Response:
         key = _key(request)
@@ -100,10 +176,30 @@ class ModelRoutes:
             for route in self
             if route.status is not ModelStatus.UNLOADING and may_use(key, route.name)
         ]
-        return JSONResponse({"object": "list", "data": [_card(route) for route in allowed]})
+        cards = [*map(_card, allowed), *self._alias_cards(key).values()]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def retrieve_model(self, request: Request) -> Response:
-        return JSONResponse(_card(self._known(request.path_params["model"], _key(request))))
+        name, key = request.path_params["model"], _key(request)
+        if (card := self._alias_cards(key).get(name)) is not None:
+            return JSONResponse(card)
+        return JSONResponse(_card(self._known(name, key)))
+
+    def _alias_cards(self, key: ApiKey | None) -> dict[str, dict[str, Any]]:
+        """Those that a key may use, with the models that it gets of them."""
+        usable = {name: usable_models(key, name, alias) for name, alias in self._aliases.items()}
+        return {
+            name: {
+                "id": name,
+                "object": "model",
+                "created": 0,
+                "owned_by": "loomserve",
+                "models": models,
+                "sticky": self._aliases[name].sticky,
+            }
+            for name, models in usable.items()
+            if any(models.values())
+        }
 
     async def ready(self, request: Request) -> Response:
         ready = (
@@ -121,6 +217,19 @@ class ModelRoutes:
             status_code=200 if ready else 503,
             headers={} if ready else {"Retry-After": "5"},
         )
+
+
+def _client(alias: Alias, key: ApiKey | None, fields: Mapping[str, Any]) -> str | None:
+    """Whose requests get one model of the alias; None: each request is by itself."""
+    if alias.sticky is None:
+        return None
+    tenant = key.name if key is not None else None
+    if alias.sticky == "user":
+        users = (fields.get(field) for field in _USERS)
+        user = next((user for user in users if isinstance(user, str) and user), None)
+        if user is not None:
+            return json.dumps([tenant, user])
+    return tenant
 
 
 def _key(request: Request) -> ApiKey | None:

@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 from loomserve.platform.base.errors import Forbidden
-from loomserve.platform.config import ApiKey
+from loomserve.platform.config import Alias, ApiKey
 
 
 def may_use(key: ApiKey | None, model: str) -> bool:
     """Whether a key may use a model; None: no key is needed."""
     return key is None or not key.models or model in key.models
+
+
+def usable_models(key: ApiKey | None, name: str, alias: Alias) -> dict[str, int]:
+    """The models of an alias that a key's requests for it may go to, with their weights.
+
+    A key that names the alias may use whatever it stands for. Any other gets of it what it may use
+    anyway: what an alias is changed to gives no key a model that its operator did not.
+    """
+    if may_use(key, name):
+        return dict(alias.models)
+    return {model: weight for model, weight in alias.models.items() if may_use(key, model)}
 
 
 def check_model(key: ApiKey | None, model: str) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from loomserve.platform.config import Device
+from loomserve.platform.aliases.table import AliasTable
+from loomserve.platform.config import Alias, Device
 from loomserve.platform.fleet.loans import FleetLoans
 from loomserve.platform.fleet.messages import DesiredState, Heartbeat, LenderReplica, MoveOrder
 from loomserve.platform.fleet.nodes import FleetNodes
@@ -45,17 +46,25 @@ class Fleet:
         registry: Models and replicas.
         loans: Who lends to whom.
         nodes: Where it runs.
+        aliases: Names that stand for models.
         views: What others see of all.
         orders: What replicas shall have go on elsewhere, by their ids.
     """
 
-    def __init__(self, devices: Sequence[Device], drain_timeout_s: float) -> None:
+    def __init__(
+        self,
+        devices: Sequence[Device],
+        drain_timeout_s: float,
+        aliases: AliasTable | None = None,
+    ) -> None:
         """
         Args:
             devices: all that models may use.
             drain_timeout_s: how long a replica that is stopped waits for its requests.
+            aliases: those of the configuration; None: it has none.
         """
         self.registry = Registry()
+        self.aliases = aliases or AliasTable({})
         self.loans = FleetLoans(self.registry)
         on = {each.name: each.on for each in devices}
         self.nodes = FleetNodes(self.registry, on, up=frozenset(on.values()))
@@ -92,6 +101,17 @@ class Fleet:
             loans=self.loans.borrowed_from(replica, now),
         )
 
+    def set_alias(self, name: str, alias: Alias | None) -> None:
+        """Change what an alias stands for; None: it is deleted.
+
+        Raises:
+            RequestError: it cannot be, as of :class:`AliasTable`.
+        """
+        if alias is None:
+            self.aliases.delete(name)
+        else:
+            self.aliases.put(name, alias, [model.name for model in self.registry.models])
+
     def wishes(self) -> Wishes:
         """What operators wish, and plans in their place."""
         return Wishes(
@@ -100,12 +120,15 @@ class Fleet:
             drained_nodes=tuple(sorted(self.nodes.drained)),
             pairs_off=tuple(sorted(self.loans.desired.pairs_off)),
             draining_loans=tuple(sorted(self.loans.desired.draining)),
+            aliases=self.aliases.all,
         )
 
     def restore(self, wishes: Wishes) -> None:
         """Take over what was wished of an earlier controller of this run."""
         self.registry.restore(wishes.models, wishes.drained)
         self.nodes.restore(wishes.drained_nodes)
+        if wishes.aliases is not None:
+            self.aliases.restore(wishes.aliases)
         self.loans.desired.pairs_off |= set(wishes.pairs_off)
         self.loans.desired.draining |= set(wishes.draining_loans)
 

@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from loomserve.platform.config import (
     LOCAL_NODE,
     LOCAL_PROMPT_TOKENS,
+    Alias,
     Device,
     Model,
     OfflineModel,
@@ -275,6 +276,9 @@ class LineRequest(_Message):
     path: str
     body: dict[str, Any]
     request_id: str
+    model: str | None = Field(
+        None, description="Which of its alias's models the lane has chosen; else its own."
+    )
     engine: str | None = Field(description="The replica that has room for it, if any is known.")
     timeout_s: float = Field(description="Most seconds that an engine may have it.")
 
@@ -307,10 +311,11 @@ class ModelRoute(_Message):
 
 
 class Routes(_Message):
-    """All models; the version grows with each change of any of them."""
+    """All models and aliases; the version grows with each change of any of them."""
 
     version: int
     models: tuple[ModelRoute, ...]
+    aliases: dict[str, Alias] = Field(default_factory=dict)
     drained_nodes: tuple[str, ...] = Field(
         (), description="Nodes whose gateways are to get no more clients."
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from loomserve.platform.config import Model
+from loomserve.platform.config import Alias, Model
 from loomserve.platform.state.roles import Role
 
 
@@ -31,5 +31,8 @@ class Wishes(_Wish):
     drained_nodes: tuple[str, ...] = Field((), description="Nodes that are to have nothing.")
     pairs_off: tuple[tuple[str, str], ...] = Field(
         (), description="Borrower and lender, where the first may not borrow from the second."
+    )
+    aliases: dict[str, Alias] | None = Field(
+        None, description="All that there are; None: those of the configuration."
     )
     draining_loans: tuple[str, ...] = Field((), description="Names of loans that are to end.")

@@ -30,6 +30,8 @@ _KNOWN = (
     "max_completion_tokens",
     "max_output_tokens",
     "cache_salt",
+    "safety_identifier",
+    "user",
     "vllm_xargs",
     "kv_transfer_params",
     "response_format",

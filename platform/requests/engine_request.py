@@ -203,6 +203,11 @@ class EngineRequest:
                 param=max(found, key=lambda name: found[name]),
             )
 
+    def for_model(self, model: str) -> EngineRequest:
+        """The request to a model, which may name it by an alias."""
+        named = self.fields.get("model")
+        return self if named is None or named == model else self._with({"model": model})
+
     def isolated(self, tenant: str) -> EngineRequest:
         """The request with a ``cache_salt`` (vLLM's field) that no other tenant's can have.
 

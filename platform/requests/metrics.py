@@ -50,6 +50,12 @@ class GatewayMetrics:
             ["model", "policy", "reason"],
             registry=registry,
         )
+        self._alias_requests = Counter(
+            "loomserve_alias_requests",
+            "Requests for an alias, by the model that each was given.",
+            ["alias", "model"],
+            registry=registry,
+        )
         self._counted_decisions: dict[tuple[str, str, str], int] = {}
         self._families = _ModelFamilies(registry)
         self._unknown = _ModelMetrics(self._families, UNKNOWN_MODEL)
@@ -77,6 +83,10 @@ class GatewayMetrics:
     def rejected(self, reason: str) -> None:
         """Count an error that the platform answered; ``reason`` is the error's ``code``."""
         self._rejected.labels(reason).inc()
+
+    def alias_chosen(self, alias: str, model: str) -> None:
+        """Count a request for an alias, with the model that it is given."""
+        self._alias_requests.labels(alias, model).inc()
 
     def finished(
         self, model: str, endpoint: str, status: int, duration_s: float, slo_ms: float | None

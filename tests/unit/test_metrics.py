@@ -133,6 +133,7 @@ def use_everything(metrics: GatewayMetrics) -> None:
     metrics.length_predicted("chat", "made")
     metrics.length_observed("chat", 1.0)
     metrics.refused_late("chat")
+    metrics.alias_chosen("canary", "chat")
 
 
 @pytest.mark.parametrize(
@@ -154,6 +155,7 @@ def use_everything(metrics: GatewayMetrics) -> None:
         ("loomserve_length_observed_total", {"model": "chat"}),
         ("loomserve_length_error_tokens_total", {"model": "chat"}),
         ("loomserve_refused_late_total", {"model": "chat"}),
+        ("loomserve_alias_requests_total", {"alias": "canary", "model": "chat"}),
     ],
 )
 def test_each_event_is_counted_once_under_its_labels(

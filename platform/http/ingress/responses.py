@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NoReturn, TypeVar, cast
 
 from fastapi.exceptions import RequestValidationError
@@ -26,6 +26,7 @@ from loomserve.platform.base.errors import (
     Unavailable,
 )
 from loomserve.platform.base.reply import Reply
+from loomserve.platform.config import FieldError
 
 T = TypeVar("T")
 
@@ -110,9 +111,15 @@ def _from_http(request: Request, error: HTTPException) -> RequestError:
 def _from_validation(error: RequestValidationError) -> BadRequest:
     problems = error.errors()
     # The first part of a place says where the value came from: body, query, path or header.
-    places = [".".join(str(part) for part in problem["loc"][1:]) for problem in problems]
+    places = [_place(problem) for problem in problems]
+    messages = [str(problem["msg"]).removeprefix("Value error, ") for problem in problems]
     message = "; ".join(
-        f"{place}: {problem['msg']}" if place else str(problem["msg"])
-        for place, problem in zip(places, problems, strict=True)
+        f"{place}: {text}" if place else text for place, text in zip(places, messages, strict=True)
     )
     return BadRequest(message, param=places[0] or None)
+
+
+def _place(problem: Mapping[str, Any]) -> str:
+    cause = problem.get("ctx", {}).get("error")
+    within = cause.field if isinstance(cause, FieldError) else ()
+    return ".".join(str(part) for part in (*problem["loc"][1:], *within))

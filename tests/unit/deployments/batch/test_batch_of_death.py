@@ -127,7 +127,7 @@ class Platform:
     def _lost(self, request: ForwardRequest, why: Fate) -> Answer:
         return lost_request(why, "m", request.request_id).error
 
-    def find(self, model: object, key: object) -> ModelRoute:
+    def choose(self, fields: object, key: object, preferred: str | None) -> ModelRoute:
         return ROUTE
 
     async def models(self) -> Mapping[str, ServedModel]:

@@ -149,3 +149,39 @@ def test_a_model_with_options_that_name_code_comes_no_further(
     assert answer.status_code == status
     if status == 400:
         assert answer.json()["error"]["param"] == f"engine.{option}"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "says"),
+    [
+        ('"a"', 503, None, ""),
+        ('{"a": 95, "b": 5}', 503, None, ""),
+        ('{"models": {"a": 95, "b": 5}, "sticky": "key"}', 503, None, ""),
+        ('{"a": 95, "b": "5"}', 400, "b", "b: a weight must be a whole number"),
+        ('{"models": {"a": -1}}', 400, "models.a", "models.a: a weight must be from 0"),
+        ('{"a": 0}', 400, None, "no model has a weight above 0"),
+        ('{"models": {"a": 1}, "sticky": "me"}', 400, "sticky", "sticky: "),
+        ("[]", 400, None, ""),
+        ("{", 400, None, ""),
+        ("", 400, None, ""),
+    ],
+)
+def test_an_alias_is_written_as_in_the_configuration(
+    api: FastAPI, body: str, status: int, param: str | None, says: str
+) -> None:
+    app = Starlette(routes=[Mount("/admin/v1", api)], exception_handlers=exception_handlers)
+    checked = Server.model_validate({"admin_token_hash": hash_key("token")})
+    asgi = ingress_middleware(app, checked, rejected=lambda _: None)
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(asgi)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            headers = {**TOKEN, "Content-Type": "application/json"}
+            return await client.put("/admin/v1/aliases/org/chat", content=body, headers=headers)
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == status
+    error = answer.json()["error"]
+    assert error["message"].startswith(says)
+    if says:
+        assert error["param"] == param

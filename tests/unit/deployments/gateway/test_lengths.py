@@ -78,7 +78,7 @@ def asked(
         max_concurrent_requests=2, max_model_len=10, kvstore=False, predictor=predictor,
         replicas=(replica_route("r1"),),
     )  # fmt: skip
-    routes: Any = SimpleNamespace(find=lambda model, key: route)
+    routes: Any = SimpleNamespace(choose=lambda fields, key, preferred=None: route)
     lengths: Any = Lengths(predicts=predicts)
     engines = AnsweringEngines(in_pieces)
     registry = CollectorRegistry()

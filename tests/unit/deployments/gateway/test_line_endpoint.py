@@ -40,8 +40,10 @@ ROUTE = ModelRoute(
 class Models:
     """The routes, of one model that keys may ask for."""
 
-    def find(self, model: object, key: ApiKey | None) -> ModelRoute:
-        if key is not None and model != "m":
+    def choose(
+        self, fields: dict[str, Any], key: ApiKey | None, preferred: str | None
+    ) -> ModelRoute:
+        if key is not None and fields["model"] != "m":
             raise Forbidden("not yours")
         return ROUTE
 

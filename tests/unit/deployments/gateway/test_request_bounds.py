@@ -66,7 +66,7 @@ def platform(
     behave: Behave = good, counts: Counts | None = None
 ) -> tuple[ASGIApp, AnsweringEngines]:
     engines = AnsweringEngines(behave)
-    routes: Any = SimpleNamespace(find=lambda name, key: ROUTE)
+    routes: Any = SimpleNamespace(choose=lambda fields, key: ROUTE)
     lengths: Any = NoLengths()
     registry = CollectorRegistry()
     clients = ClientEndpoint(

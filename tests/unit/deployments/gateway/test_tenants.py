@@ -41,7 +41,7 @@ class Gateway:
         route = SimpleNamespace(
             name="m", predictor=None, max_concurrent_requests=9, max_model_len=None
         )
-        routes: Any = SimpleNamespace(find=lambda model, key: route)
+        routes: Any = SimpleNamespace(choose=lambda fields, key, preferred=None: route)
         lengths: Any = SimpleNamespace(predict=self._predict)
         server = Server(api_keys=(ALICE, BOB))
         self.clients = ClientEndpoint(

@@ -75,7 +75,7 @@ class Gateway:
         route = SimpleNamespace(
             name="m", predictor=None, max_concurrent_requests=9, max_model_len=None
         )
-        routes: Any = SimpleNamespace(find=lambda model, key: route)
+        routes: Any = SimpleNamespace(choose=lambda fields, key, preferred=None: route)
         lengths: Any = SimpleNamespace(predict=_nothing)
         self.engine = Engine(self)
         self.endpoint = ClientEndpoint(
