@@ -6,7 +6,6 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Mapping
 
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
@@ -18,7 +17,14 @@ from loomserve.platform.base.errors import (
     TooManyRequests,
     Unavailable,
 )
-from loomserve.platform.batch.executor import LineAnswer, LineCall, LineOutcome, ServedModel
+from loomserve.platform.batch.executor import (
+    AliasedModels,
+    KnownModels,
+    LineAnswer,
+    LineCall,
+    LineOutcome,
+    ServedModel,
+)
 from loomserve.platform.fleet.messages import LineRequest, ServedEngines
 
 _log = logging.getLogger("ray.serve")
@@ -46,10 +52,10 @@ class GatewayExecutor:
         self._gateway = gateway
         self._controller = controller
         self._line_timeout_s = line_timeout_s
-        self._models: Mapping[str, ServedModel] = {}
+        self._models: KnownModels = {}
         self._asked_s = float("-inf")
 
-    async def models(self) -> Mapping[str, ServedModel] | None:
+    async def models(self) -> KnownModels | None:
         now = time.monotonic()
         if now - self._asked_s < _FRESH_S:
             return self._models
@@ -62,7 +68,7 @@ class GatewayExecutor:
         self._asked_s = now
         # It errs by half of the way there and back at most.
         told_at = (now + time.monotonic()) / 2
-        self._models = {
+        served = {
             name: ServedModel(
                 model.max_model_len,
                 {replica.id: replica.stats.received(told_at) for replica in model.replicas},
@@ -70,6 +76,8 @@ class GatewayExecutor:
             )
             for name, model in answer.models.items()
         }
+        aliases = {name: AliasedModels(alias.models) for name, alias in answer.aliases.items()}
+        self._models = {**aliases, **served}
         return self._models
 
     async def execute(self, call: LineCall) -> LineAnswer:
@@ -78,6 +86,7 @@ class GatewayExecutor:
             path=call.path,
             body=dict(call.body),
             request_id=call.request_id,
+            model=call.model,
             engine=call.engine,
             timeout_s=self._line_timeout_s,
         )

@@ -6,7 +6,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from itertools import islice
 
-from loomserve.platform.batch.executor import QueuedModel, ServedModel
+from loomserve.platform.aliases.policy.choice import present
+from loomserve.platform.batch.executor import (
+    AliasedModels,
+    KnownModels,
+    Models,
+    QueuedModel,
+    ServedModel,
+)
 from loomserve.platform.batch.live import LiveBatch, RunningLine
 from loomserve.platform.batch.policy.admission import LineQueue, LineStart, admit, in_turn
 from loomserve.platform.batch.policy.fairness import TokenCounters
@@ -29,6 +36,7 @@ class Dispatcher:
         self._counters = TokenCounters()
         self._just_ended: list[RunningLine] = []
         self._known_models: set[str] = set()
+        self._aliases: dict[str, dict[str, int]] = {}
 
     def join(self, batch: LiveBatch) -> None:
         """Add a batch; its counters start at the least that another batch or key has had."""
@@ -39,6 +47,7 @@ class Dispatcher:
             self._counters.join(_owner(record), owners)
         self._counters.join(record.id, [o.id for o in others if o.owner == record.owner])
         self.live[record.id] = batch
+        batch.assign(self._aliases)
 
     def leave(self, batch_id: str) -> LiveBatch | None:
         """Remove a batch, if it is here."""
@@ -54,6 +63,24 @@ class Dispatcher:
         self._counters.add(_owner(batch.record), tokens)
         self._counters.add(batch.record.id, tokens)
 
+    def resolve(self, known: KnownModels) -> Models:
+        """Have lines that name an alias wait for one of its models; returns the models alone."""
+        models: dict[str, ServedModel | QueuedModel] = {}
+        aliases: dict[str, Mapping[str, int]] = {}
+        for name, one in known.items():
+            if isinstance(one, AliasedModels):
+                aliases[name] = one.weights
+            else:
+                models[name] = one
+        answering = {n for n, m in models.items() if not isinstance(m, ServedModel) or m.engines}
+        standings = (answering.__contains__, models.__contains__, lambda _: True)
+        meant = {name: present(weights, standings) for name, weights in aliases.items()}
+        if meant != self._aliases:
+            self._aliases = meant
+            for batch in self.live.values():
+                batch.assign(meant)
+        return models
+
     def wanted(self, now: float) -> list[str]:
         """Models that lines wait for, after delayed lines have come back."""
         for batch in self.live.values():
@@ -64,9 +91,7 @@ class Dispatcher:
         """Batches with lines that wait for a model."""
         return [batch for batch in self.live.values() if model in batch.models]
 
-    def starts(
-        self, models: Mapping[str, ServedModel | QueuedModel], now: float, load_now: float
-    ) -> Iterator[Started]:
+    def starts(self, models: Models, now: float, load_now: float) -> Iterator[Started]:
         """Take lines from their batches' queues, to be sent to their engines at once."""
         self._known_models |= models.keys()
         taken = Counter(run.line.model for run in self._running())

@@ -16,6 +16,7 @@ class LineCall:
 
     Attributes:
         owner: Name of the API key that it is computed for; empty: no key is needed.
+        model: Name of the model that takes it.
         engine: Id of the engine that takes it; None: the platform knows no such model.
         expected_tokens: Returns the predicted tokens of one answer, which change as lines finish.
         attempts: How often engines have failed on it.
@@ -25,6 +26,7 @@ class LineCall:
     path: str
     body: Mapping[str, object]
     request_id: str
+    model: str
     engine: str | None
     expected_tokens: Callable[[], float]
     attempts: int
@@ -88,11 +90,22 @@ class QueuedModel:
     predictor: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class AliasedModels:
+    """What an alias stands for: each line that names it is one of its models' by weight."""
+
+    weights: Mapping[str, int]
+
+
+Models = Mapping[str, ServedModel | QueuedModel]
+KnownModels = Mapping[str, ServedModel | QueuedModel | AliasedModels]
+
+
 class LineExecutor(Protocol):
     """Computes lines of batches."""
 
-    async def models(self) -> Mapping[str, ServedModel | QueuedModel] | None:
-        """The models, ready or not, by name; None while they are not known."""
+    async def models(self) -> KnownModels | None:
+        """Models, ready or not, and aliases, by name; None while they are not known."""
         ...
 
     async def execute(self, call: LineCall) -> LineAnswer:

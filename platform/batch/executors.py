@@ -9,12 +9,11 @@ from loomserve.platform.access.key_models import check_model
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import Forbidden, Unavailable
 from loomserve.platform.batch.executor import (
+    KnownModels,
     LineAnswer,
     LineCall,
     LineExecutor,
     LineOutcome,
-    QueuedModel,
-    ServedModel,
 )
 from loomserve.platform.batch.offline.queue import OfflineQueue, refused
 
@@ -32,7 +31,7 @@ class CombinedExecutor:
         self._offline = offline
         self._keys = keys
 
-    async def models(self) -> Mapping[str, ServedModel | QueuedModel] | None:
+    async def models(self) -> KnownModels | None:
         served = await self._engines.models()
         if served is None:
             return None

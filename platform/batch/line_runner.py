@@ -112,13 +112,13 @@ class LineRunner:
         except TimeoutError:
             pass
         self._wake.clear()
-        wanted = self._dispatcher.wanted(self._clock())
-        if not wanted or self._answers:
+        if self._answers or not self._dispatcher.wanted(self._clock()):
             return
-        models = await self._executor.models()
-        if models is None:
+        known = await self._executor.models()
+        if known is None:
             return
-        for model in wanted:
+        models = self._dispatcher.resolve(known)
+        for model in self._dispatcher.wanted(self._clock()):
             served = models.get(model)
             if served is not None and served.predictor is not None:
                 for batch in self._dispatcher.waiting_for(model):
@@ -206,6 +206,7 @@ class LineRunner:
             path=record.endpoint,
             body=body,
             request_id=request_id,
+            model=line.model,
             engine=running.engine,
             expected_tokens=lambda: batch.length(line).tokens,
             attempts=line.attempts,

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from bisect import insort
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 
+from loomserve.platform.aliases.policy.choice import by_client
 from loomserve.platform.batch.policy.admission import BatchCandidate, LineQueue, LineWork
 from loomserve.platform.batch.policy.breaker import CircuitBreaker
 from loomserve.platform.batch.policy.fairness import TokenCounters
@@ -61,6 +62,7 @@ class LiveBatch:
         self.eta_s: float | None = None
         self._lengths = LineLengths()
         self._longest: dict[str, int] = {}
+        self._aliases: Mapping[str, Mapping[str, int]] = {}
         self._waiting: dict[str, list[BatchLine]] = {}
         self._delayed: list[tuple[float, BatchLine]] = []
         self._pace = BatchPace(now)
@@ -84,6 +86,27 @@ class LiveBatch:
         """Lines that wait for a model, in the order in which they start."""
         return list(self._waiting.get(model, ()))
 
+    def assign(self, aliases: Mapping[str, Mapping[str, int]]) -> None:
+        """Have each line that names an alias wait for one of its models by weight.
+
+        A line keeps its model as long as the weights, by alias, stay as they are.
+        """
+        self._aliases = aliases
+        lines = [self._assigned(line) for queue in self._waiting.values() for line in queue]
+        self._delayed = [(until, self._assigned(line)) for until, line in self._delayed]
+        self._waiting = {}
+        for line in lines:
+            self._waiting.setdefault(line.model, []).append(line)
+        self.sort()
+
+    def _assigned(self, line: BatchLine) -> BatchLine:
+        name = line.alias or line.model
+        if weights := self._aliases.get(name):
+            model = by_client(weights, name, f"{self.record.id} {line.number}")
+            return replace(line, model=model, alias=name)
+        # The gateway answers that an alias is gone.
+        return replace(line, model=name, alias="") if line.alias else line
+
     def set_estimates(self, found: Mapping[int, LineLength]) -> None:
         """Use predictions from lines' texts, by line number; :meth:`sort` orders lines by them."""
         self._lengths.set_estimates(found)
@@ -104,7 +127,7 @@ class LiveBatch:
         due = [line for until, line in self._delayed if until <= now]
         self._delayed = [(until, line) for until, line in self._delayed if until > now]
         for line in due:
-            insort(self._waiting[line.model], line, key=self._rank)
+            insort(self._waiting.setdefault(line.model, []), line, key=self._rank)
 
     def queue(self, model: str, most: int, counters: TokenCounters) -> LineQueue:
         """The batch's next lines for a model, for the policy."""
@@ -140,7 +163,8 @@ class LiveBatch:
     def put_off(self, running: RunningLine, line: BatchLine, until: float) -> None:
         """Let a line, which may have one failed attempt more, wait again after a delay."""
         del self.running[running.line.number]
-        self._delayed.append((until, line))
+        # What its alias means may have changed meanwhile.
+        self._delayed.append((until, self._assigned(line)))
 
     def finished(self, running: RunningLine, prompt_tokens: int, tokens: float, now: float) -> None:
         """Note that a line has its answer, of so many tokens a sequence on average."""

@@ -68,7 +68,7 @@ class Fleet:
         self.loans = FleetLoans(self.registry)
         on = {each.name: each.on for each in devices}
         self.nodes = FleetNodes(self.registry, on, up=frozenset(on.values()))
-        self.views = FleetViews(self.registry, devices)
+        self.views = FleetViews(self.registry, devices, self.aliases)
         self.orders: dict[str, MoveOrder] = {}
         self._drain_timeout_s = drain_timeout_s
 

@@ -214,9 +214,10 @@ class ModelEngines(_Message):
 
 
 class ServedEngines(_Message):
-    """All models, ready or not, for the batch lane."""
+    """All models, ready or not, and aliases, for the batch lane."""
 
     models: dict[str, ModelEngines]
+    aliases: dict[str, Alias] = Field(default_factory=dict)
 
 
 class LenderReplica(_Message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from loomserve.platform.aliases.table import AliasTable
 from loomserve.platform.config import LOCAL_NODE, Device
 from loomserve.platform.devices.claims import place
 from loomserve.platform.fleet.messages import (
@@ -23,6 +24,7 @@ class FleetViews:
 
     registry: Registry
     devices: Sequence[Device]
+    aliases: AliasTable
 
     def routes(self, now: float) -> tuple[ModelRoute, ...]:
         """For gateways."""
@@ -60,7 +62,8 @@ class FleetViews:
         return ServedEngines(
             models={
                 record.model.name: self._engines(record, now) for record in self.registry.records
-            }
+            },
+            aliases=self.aliases.all,
         )
 
     def _engines(self, record: ModelRecord, now: float) -> ModelEngines:

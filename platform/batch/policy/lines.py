@@ -27,6 +27,7 @@ class BatchLine:
         max_tokens: Most tokens of one answer; None: the model's own bound.
         sequences: Answers that the engine computes at once for it.
         attempts: How often engines have failed on it.
+        alias: The alias that it names, one of whose models ``model`` is; empty: it names that.
     """
 
     number: int
@@ -37,6 +38,7 @@ class BatchLine:
     max_tokens: int | None
     sequences: int
     attempts: int = 0
+    alias: str = ""
 
 
 @dataclass

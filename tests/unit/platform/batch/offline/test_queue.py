@@ -36,6 +36,7 @@ def call(name: str, expected: float = 10, attempts: int = 0, **body: Any) -> Lin
         path="/v1/completions",
         body={"model": "m", "prompt": name, **body},
         request_id=name,
+        model="m",
         engine="offline:m",
         expected_tokens=lambda: expected,
         attempts=attempts,
@@ -373,7 +374,9 @@ def test_a_offline_models_lines_need_a_key_that_may_use_it_and_others_go_to_engi
         return ApiKey(name=name, hash=digest, models=models)
 
     def of(owner: str, model: str = "m") -> LineCall:
-        return LineCall(owner, "/v1/completions", {"model": model}, owner, None, lambda: 5, 0)
+        return LineCall(
+            owner, "/v1/completions", {"model": model}, owner, model, None, lambda: 5, 0
+        )
 
     async def scenario() -> None:
         world = World()
