@@ -188,11 +188,12 @@ def carry_out(
 
 
 def render(state: PlatformState) -> RenderableType:
-    """The state as tables: models with a line a replica, scheduling, loans, devices, versions."""
+    """The state as tables: models with a line a replica, aliases, scheduling, loans, devices."""
     versions = state.versions
     return stacked(
         _models(state.models),
         *_messages(state.models),
+        *_aliases(state),
         *_scheduling(state.models),
         *_loans(state.models),
         *_nodes(state),
@@ -239,6 +240,31 @@ def _messages(models: tuple[ModelState, ...]) -> Iterator[Text]:
     for model in models:
         if model.message:
             yield Text(f"{model.name}: {model.message}", _STYLES[model.status])
+
+
+def _aliases(state: PlatformState) -> list[Table]:
+    """A line for each model of each alias; no table if there is none."""
+    statuses = {model.name: model.status for model in state.models}
+    table = new_table(
+        "alias", "model", "status", "sticky", numbers=("weight", "share %"), title="Aliases",
+        whole=2,
+    )  # fmt: skip
+    for alias in state.aliases:
+        total = sum(alias.models.values())
+        lead = [alias.name, alias.sticky or "-"]
+        for model, weight in alias.models.items():
+            status = statuses.get(model)
+            table.add_row(
+                Text(lead[0]),
+                Text(model),
+                Text(status or "not loaded", _STYLES[status] if status else "yellow"),
+                Text(lead[1]),
+                Text(str(weight)),
+                Text(f"{100 * weight / total:.1f}" if total else "-"),
+            )
+            lead = ["", ""]
+        table.add_section()
+    return [table] if table.rows else []
 
 
 def _replica(replica: ReplicaState) -> list[Text]:

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from loomserve.platform.cli.status import loan_table, render, status
 from loomserve.platform.cli.tables import display
 from loomserve.platform.state import (
+    AliasState,
     BorrowingState,
     DeviceState,
     LoanState,
@@ -174,6 +175,18 @@ def test_a_part_that_is_with_a_lender_is_named(part: dict[str, Any], shown: str)
         service_share=0.2, shard=away,
     )  # fmt: skip
     assert row(shown_tables.printed(loan_table([loan])), "20.0", shown)
+
+
+def test_aliases_show_who_gets_which_share_and_whether_it_is_there() -> None:
+    aliases = (
+        AliasState(name="canary", models={"chat": 95, "gone": 5}, sticky="key"),
+        AliasState(name="small", models={"chat": 1}, sticky=None),
+    )
+    text = printed(STATE.model_copy(update={"aliases": aliases}))
+    assert row(text, "canary", "chat", "ready", "key", "95", "95.0")
+    assert row(text, "gone", "not loaded", "5", "5.0")
+    assert row(text, "small", "chat", "ready", "-", "1", "100.0")
+    assert "Aliases" not in printed(STATE)
 
 
 def test_a_role_shows_beside_the_device() -> None:
