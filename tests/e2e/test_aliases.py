@@ -125,8 +125,8 @@ def test_a_change_holds_for_new_requests_and_cuts_no_stream(platform: Platform) 
         assert put(platform, {HOT: 0, COLD: 1}).json()["models"] == {HOT: 0, COLD: 1}
         wait_for(lambda: answering(platform) == COLD, NOTICED_S)
         noticed_s = time.monotonic() - changed
-        assert {answering(platform) for _ in range(10)} == {COLD}
         running = sum(not stream.done() for stream in streams)
+        assert {answering(platform) for _ in range(10)} == {COLD}
         assert [stream.result(120) for stream in streams] == [undisturbed] * len(streams)
     assert running, f"all streams had ended before anything changed, after {noticed_s:.1f} s"
 
