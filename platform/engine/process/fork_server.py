@@ -97,27 +97,43 @@ class ForkServer:
         self._control = control
 
     def _attend(self, connection: socket.socket, pid: int) -> None:
-        descriptor = os.pidfd_open(pid)
-
-        def replica_is_gone() -> None:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)  # it has not been waited for, so the id is its own
-            self._selector.unregister(connection)
-
-        def child_has_ended() -> None:
-            _, status = os.waitpid(pid, 0)
-            with suppress(OSError):  # the replica has ended, too
-                connection.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
-            self._selector.unregister(descriptor)
-            with suppress(KeyError):
-                self._selector.unregister(connection)
-            os.close(descriptor)
-            connection.close()
-
-        self._selector.register(connection, selectors.EVENT_READ, replica_is_gone)
-        self._selector.register(descriptor, selectors.EVENT_READ, child_has_ended)
+        child = _Child(self._selector, connection, pid)
+        self._selector.register(connection, selectors.EVENT_READ, child.replica_is_gone)
+        self._selector.register(child.descriptor, selectors.EVENT_READ, child.has_ended)
         with suppress(OSError):  # then the connection ends, which is seen next
-            socket.send_fds(connection, [json.dumps(pid).encode()], [descriptor])
+            socket.send_fds(connection, [json.dumps(pid).encode()], [child.descriptor])
+
+
+class _Child:
+    """A forked process, and the connection of the replica that asked for it."""
+
+    def __init__(
+        self, selector: selectors.BaseSelector, connection: socket.socket, pid: int
+    ) -> None:
+        self.descriptor = os.pidfd_open(pid)
+        self._selector = selector
+        self._connection = connection
+        self._pid = pid
+        self._is_left = self._is_over = False
+
+    def replica_is_gone(self) -> None:
+        if self._is_over:
+            return  # both ended at once
+        self._is_left = True
+        self._selector.unregister(self._connection)
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self.descriptor, signal.SIGKILL)
+
+    def has_ended(self) -> None:
+        self._is_over = True
+        _, status = os.waitpid(self._pid, 0)
+        with suppress(OSError):  # the replica has ended, too
+            self._connection.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
+        self._selector.unregister(self.descriptor)
+        if not self._is_left:
+            self._selector.unregister(self._connection)
+        os.close(self.descriptor)
+        self._connection.close()
 
 
 def _follow_environment() -> None:

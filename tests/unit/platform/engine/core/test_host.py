@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -221,3 +222,23 @@ asyncio.run(main())
     while psutil.pid_exists(int(said.stdout)) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not psutil.pid_exists(int(said.stdout))
+
+
+@pytest.mark.parametrize("fork_server", ["forked"], indirect=True)
+def test_a_fork_server_bears_that_engines_and_replicas_end_at_once(
+    tmp_path: Path, fork_server: subprocess.Popen[bytes]
+) -> None:
+    async def run() -> None:
+        for _ in range(5):
+            engine = await start(tmp_path, "lives")
+            # It sees both ends in one look when it goes on.
+            os.kill(fork_server.pid, signal.SIGSTOP)
+            os.kill(engine.pid, signal.SIGKILL)
+            engine._process._connection.shutdown(socket.SHUT_RDWR)
+            os.kill(fork_server.pid, signal.SIGCONT)
+            await engine.stop(5)
+        again = await start(tmp_path, "lives")
+        assert psutil.Process(again.pid).ppid() == fork_server.pid
+        await again.stop(5)
+
+    asyncio.run(run())
