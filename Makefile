@@ -19,7 +19,7 @@ serve: install ## serve CONFIG (default examples/laptop.yaml) until Ctrl-C
 
 test: install ## run the tests, but for those that take minutes each
 	@$(PYTHON) -m pytest -m "not slow" -n auto tests/unit
-	@$(PYTHON) -m pytest -m "not slow" tests/integration tests/e2e tests/cluster
+	@$(PYTHON) -m pytest -m "not slow" --durations=30 tests/integration tests/e2e tests/cluster
 
 test-all: install ## run all tests, some 90 minutes on two cores
 	@$(PYTHON) -m pytest -n auto tests/unit
