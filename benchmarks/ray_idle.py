@@ -17,13 +17,10 @@ from pathlib import Path
 import psutil
 
 from benchmarks.report import machine, publish
+from loomserve.deployments.ray_start import init_own_ray
 from loomserve.platform.run.folder import RunFolder
 from loomserve.platform.run.leftovers import end_run
-from loomserve.platform.run.ray_environment import (
-    LOGICAL_CPUS,
-    OBJECT_STORE_BYTES,
-    set_environment,
-)
+from loomserve.platform.run.ray_environment import set_environment
 
 RESULTS = Path(__file__).parent / "results"
 _SETTLE_S = 15.0
@@ -32,20 +29,10 @@ _SETTLE_S = 15.0
 def start(run: RunFolder, replicas: int) -> None:
     """Ray Serve as the platform has it, with replicas that do nothing."""
     set_environment(run)
+    init_own_ray(run, {})
     # Ray reads its environment when it is imported.
-    import ray
     from ray import serve
 
-    ray.init(
-        address="local",
-        num_cpus=LOGICAL_CPUS,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="ERROR",
-        object_store_memory=OBJECT_STORE_BYTES,
-        _node_ip_address="127.0.0.1",
-        _temp_dir=str(run.ray),
-    )
     serve.start(proxy_location="Disabled")
 
     class Nothing:

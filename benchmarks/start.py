@@ -2,7 +2,7 @@
 
 Two models with an engine each on a core, from the command to the first answer of both: Loomserve,
 and beside it in turn two of vLLM's own servers. Then an engine of Loomserve's is killed, and the
-time is taken until its model answers again. The first run of an arm fills caches and is not told.
+time is taken until its model has another. The first run of an arm fills caches and is not told.
 
 The last line of the output is one JSON object, also written to ``benchmarks/results``.
 """
@@ -56,7 +56,7 @@ def started(arm: Arm, models: Sequence[tuple[str, int]], timeout_s: float) -> fl
 
 
 def back(model: str, port: int) -> float:
-    """Seconds after which a model whose engine is killed has another one that answers.
+    """Seconds after which a model whose engine is killed has another one.
 
     Raises:
         TimeoutError: it has none in two minutes.

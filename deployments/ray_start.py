@@ -12,7 +12,7 @@ import re
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
@@ -95,19 +95,8 @@ class OwnRay:
         self._guard = start_guard(run, self._keep)
         # It imports what engines need while Ray starts.
         self._forks = start_fork_server(run, os.environ)
-        ray = _quiet_ray()
         try:
-            ray.init(
-                address="local",
-                num_cpus=LOGICAL_CPUS,
-                resources=offered_by_devices(self._config.devices),
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-                object_store_memory=OBJECT_STORE_BYTES,
-                _node_ip_address=_OWN_ADDRESS,
-                _temp_dir=str(run.ray),
-            )
+            init_own_ray(run, offered_by_devices(self._config.devices))
         except Exception as error:  # Ray has no class of its own for that
             raise StartError(
                 f"Ray did not start: {error} If the machine is busy, try again when it is less so."
@@ -143,6 +132,21 @@ class OwnRay:
         self._ended.set()
         if self._run is not None:
             end_run(self._run, children=psutil.Process().children(recursive=True))
+
+
+def init_own_ray(run: RunFolder, resources: Mapping[str, float]) -> None:
+    """Start a Ray of this machine alone in a run whose environment is set, and join it."""
+    _quiet_ray().init(
+        address="local",
+        num_cpus=LOGICAL_CPUS,
+        resources=dict(resources),
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="ERROR",
+        object_store_memory=OBJECT_STORE_BYTES,
+        _node_ip_address=_OWN_ADDRESS,
+        _temp_dir=str(run.ray),
+    )
 
 
 class JoinedRay:

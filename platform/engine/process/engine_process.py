@@ -13,12 +13,11 @@ import subprocess
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Protocol
 
 from loomserve.platform.engine.process.environment import VLLM_ENVIRONMENT
 from loomserve.platform.engine.process.fork_server import LONGEST_MESSAGE
-from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder
+from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder, own_run
 
 _logger = logging.getLogger(__name__)
 
@@ -104,24 +103,19 @@ async def start_process(
     """
     ours, theirs = socket.socketpair()
     with theirs:
-        environment = {**os.environ, **environment}
-        forked = (
-            await asyncio.to_thread(_forked, theirs.fileno(), environment, timeout_s)
-            if fork
-            else None
-        )
-        return ours, forked or _spawned(theirs.fileno(), environment)
+        whole = {**os.environ, **environment}
+        forked = None
+        if fork and RUN_VARIABLE in os.environ:
+            forked = await asyncio.to_thread(_forked, theirs.fileno(), whole, timeout_s)
+        return ours, forked or _spawned(theirs.fileno(), whole)
 
 
-def _forked(control: int, environment: Mapping[str, str], timeout_s: float) -> ForkedProcess | None:
-    run = os.environ.get(RUN_VARIABLE)
+def _forked(control: int, environment: dict[str, str], timeout_s: float) -> ForkedProcess | None:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
-        if run is None:
-            raise FileNotFoundError
         connection.settimeout(timeout_s)
-        connection.connect(_address(RunFolder(Path(run))))
-        message = json.dumps(dict(environment)).encode()
+        connection.connect(_address(own_run()))
+        message = json.dumps(environment).encode()
         socket.send_fds(connection, [message], [control, _STDOUT, _STDERR])
         said, (descriptor,), _, _ = socket.recv_fds(connection, LONGEST_MESSAGE, 1)
         return ForkedProcess(connection, int(json.loads(said)), descriptor)
@@ -132,10 +126,10 @@ def _forked(control: int, environment: Mapping[str, str], timeout_s: float) -> F
         return None
 
 
-def _spawned(control: int, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _spawned(control: int, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-m", _CHILD, str(control), str(os.getpid())],
-        env=dict(environment),
+        env=environment,
         pass_fds=[control],
         stdin=subprocess.DEVNULL,
     )

@@ -49,12 +49,11 @@ class ForkServer:
 
     def serve(self) -> int:
         """Fork children for ever; returns in each child, with its control socket's descriptor."""
-        while self._control is None:
+        while True:
             for key, _ in self._selector.select():
                 key.data()
                 if self._control is not None:
-                    break
-        return self._control
+                    return self._control
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()

@@ -112,36 +112,29 @@ def test_an_attempt_after_a_failure_is_the_same_models(tmp_path: Path) -> None:
     assert all(len(each) == 1 for each in models.values())
 
 
-def test_a_change_moves_lines_that_wait(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        engines = Several(a=1)
-        bench = Bench(tmp_path / "b", engines, concurrency=4)
-        batch_id = bench.submit(aliased(LINES))
-        async with bench.running():
-            await until(lambda: len(engines.asked) > 20)
-            engines.weights = {"a": 0, "b": 1}
-            batch = await bench.ended(batch_id)
-        assert batch.completed == LINES
-        assert engines.split["b"] > LINES / 2
-        switched = [model for model, _, _ in engines.asked].index("b")
-        assert {model for model, _, _ in engines.asked[switched:]} == {"b"}
+async def changed(folder: Path, weights: dict[str, int] | None) -> tuple[Several, Any]:
+    """Engines whose alias changes while lines that name it wait, and the batch at its end."""
+    engines = Several(a=1)
+    bench = Bench(folder / "b", engines, concurrency=4)
+    batch_id = bench.submit(aliased(LINES))
+    async with bench.running():
+        await until(lambda: len(engines.asked) > 20)
+        engines.weights = weights
+        return engines, await bench.ended(batch_id)
 
-    asyncio.run(scenario())
+
+def test_a_change_moves_lines_that_wait(tmp_path: Path) -> None:
+    engines, batch = asyncio.run(changed(tmp_path, {"a": 0, "b": 1}))
+    assert batch.completed == LINES
+    assert engines.split["b"] > LINES / 2
+    switched = [model for model, _, _ in engines.asked].index("b")
+    assert {model for model, _, _ in engines.asked[switched:]} == {"b"}
 
 
 def test_lines_of_an_alias_that_is_gone_are_answered_by_the_gateway(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        engines = Several(a=1)
-        bench = Bench(tmp_path / "b", engines, concurrency=4)
-        batch_id = bench.submit(aliased(LINES))
-        async with bench.running():
-            await until(lambda: len(engines.asked) > 20)
-            engines.weights = None
-            await bench.ended(batch_id)
-        # It knows the name no more than the lane does.
-        assert engines.asked[-1] == ("chat", None, "chat")
-
-    asyncio.run(scenario())
+    engines, _ = asyncio.run(changed(tmp_path, None))
+    # It knows the name no more than the lane does.
+    assert engines.asked[-1] == ("chat", None, "chat")
 
 
 def test_lines_wait_while_all_models_of_their_alias_are_away(tmp_path: Path) -> None:
