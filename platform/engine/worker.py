@@ -10,6 +10,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 from loomserve.platform.engine.pipeline_stage import StageModelRunner
+from loomserve.platform.engine.sleeping.memory import give_back_freed, give_back_pages
 from loomserve.platform.run.fate import end_with_parent
 
 
@@ -30,3 +31,11 @@ class NonSpinningWorker(CPUWorker):  # type: ignore[misc]
         if type(self.model_runner) is CPUModelRunner:
             # It holds nothing yet.
             self.model_runner = self.runner_class(self.vllm_config, torch.device("cpu"))
+
+    def sleep(self, level: int = 1) -> None:
+        """Give KV memory back, whatever the level: weights are this process's own copy."""
+        give_back_pages(self.model_runner.kv_caches)
+        give_back_freed()
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Pages come back by themselves, with the first write to each."""

@@ -84,6 +84,9 @@ class ReplicaLoad(StateModel):
         None, description="None for an engine without the KV store."
     )
     work: WorkState | None = Field(None, description="None for an engine that counts none.")
+    asleep: bool = Field(False, description="Whether it has given its memory back.")
+    requests: int = Field(0, description="Requests that it has taken since it started.")
+    idle_s: float = Field(0.0, description="Seconds for which it has had no request.")
     measured_at: float = Field(
         description="When it was measured, in monotonic seconds of whoever holds this."
     )

@@ -22,9 +22,11 @@ from loomserve.platform.engine.core.messages import (
     MOVE,
     MOVED,
     RPC,
+    SLEEP,
     START,
     STATS,
     STOP,
+    WAKE,
     EngineFacts,
     EngineStart,
 )
@@ -49,6 +51,10 @@ class ControlledCore(Protocol):
     def move_requests(self, to: str, most: int) -> int: ...
 
     def moved(self) -> tuple[int, int]: ...
+
+    def fall_asleep(self, level: int) -> None: ...
+
+    def wake(self) -> None: ...
 
     def stop(self) -> None: ...
 
@@ -163,6 +169,10 @@ class _ReplicaWatch:
             answer(call_id, core.moved)
         elif method == MOVE:
             core.between_steps(lambda: answer(call_id, core.move_requests, *args))
+        elif method == SLEEP:
+            core.between_steps(lambda: answer(call_id, core.fall_asleep, *args))
+        elif method == WAKE:
+            core.between_steps(lambda: answer(call_id, core.wake))
         elif method == STOP:
             core.stop()
             answer(call_id, lambda: None)

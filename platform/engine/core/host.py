@@ -20,9 +20,11 @@ from loomserve.platform.engine.core.messages import (
     MOVE,
     MOVED,
     RPC,
+    SLEEP,
     START,
     STATS,
     STOP,
+    WAKE,
     EngineFacts,
     EngineStart,
 )
@@ -107,8 +109,8 @@ class EngineHost:
         """Call the engine: ``collective_rpc`` with a name, or another method of ``messages``.
 
         Args:
-            method: answered at once, but for ``collective_rpc`` and ``move_requests``, which wait
-                for a step's end.
+            method: answered at once, but for ``collective_rpc``, ``move_requests``, ``sleep`` and
+                ``wake_up``, which wait for a step's end.
             args: what can be said in JSON, as is the answer.
             timeout_s: for the answer.
 
@@ -154,6 +156,22 @@ class EngineHost:
             if not undecided or time.monotonic() > deadline:
                 return int(left)
             await asyncio.sleep(_LOOK_S)
+
+    async def sleep(self, level: int, *, timeout_s: float) -> None:
+        """Have the engine give memory back, until :meth:`wake` or its next request.
+
+        Args:
+            level: vLLM's, of a GPU: with 2 the weights are dropped, too.
+            timeout_s: for it.
+
+        Raises:
+            ValueError: it has requests, or lends.
+        """
+        await self.call(SLEEP, level, timeout_s=timeout_s)
+
+    async def wake(self, *, timeout_s: float) -> None:
+        """Have the engine take its memory again."""
+        await self.call(WAKE, timeout_s=timeout_s)
 
     async def stats(self, timeout_s: float) -> ReplicaLoad:
         """The engine's load as of its last step, even while a step takes long."""

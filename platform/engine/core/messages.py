@@ -21,6 +21,7 @@ START, FACTS, STATS, METRICS, RPC, STOP = (
     *("start", "facts", "stats", "metrics", "collective_rpc", "stop"),
 )
 MOVE, MOVED = "move_requests", "moved"
+SLEEP, WAKE = "sleep", "wake_up"
 
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error

@@ -43,7 +43,11 @@ class CoreMeter:
     def __init__(self) -> None:
         self._load, self._turnaround = LoadMeter(), Turnaround()
         self._metrics = ScheduledRequestMetrics()
+        self.asleep = False
+        """Whether the engine sleeps."""
         self._stays: dict[str, _Stay] = {}
+        self._arrived = 0
+        self._idle_since: float | None = time.monotonic()
         self._lock = threading.Lock()
 
     def arrived(self, request: Request, now: float) -> None:
@@ -52,6 +56,8 @@ class CoreMeter:
             self._turnaround.arrived(request.request_id, now)
             resumed = request.num_tokens if request.num_output_tokens else 0
             self._stays[request.request_id] = _Stay(now, resumed)
+            self._arrived += 1
+            self._idle_since = None
 
     def left(self, request_ids: Iterable[str]) -> None:
         """Nobody waits for these any more."""
@@ -59,6 +65,7 @@ class CoreMeter:
             for request_id in request_ids:
                 self._turnaround.left(request_id)
                 self._stays.pop(request_id, None)
+            self._note_idle(time.monotonic())
 
     def step(self, outputs: Mapping[int, EngineCoreOutputs], now: float) -> None:
         """A step's outputs, by front end."""
@@ -70,10 +77,22 @@ class CoreMeter:
             for of_one in outputs.values():
                 if of_one.scheduler_stats is not None:
                     self._ended(of_one.scheduler_stats, tokens, now)
+            self._note_idle(now)
 
     def read(self) -> ReplicaLoad:
         with self._lock:
-            return self._load.read(self._turnaround)
+            since = self._idle_since
+            return self._load.read(self._turnaround).model_copy(
+                update={
+                    "asleep": self.asleep,
+                    "requests": self._arrived,
+                    "idle_s": 0.0 if since is None else max(0.0, time.monotonic() - since),
+                }
+            )
+
+    def _note_idle(self, now: float) -> None:
+        if self._idle_since is None and not self._stays:
+            self._idle_since = now
 
     def page(self) -> str:
         """The engine's metrics that its front ends cannot know, as Prometheus reads them."""

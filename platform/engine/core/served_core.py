@@ -33,6 +33,7 @@ from loomserve.platform.engine.core.request_receiver import RequestReceiver, inp
 from loomserve.platform.engine.core.waking_queue import WakingQueue
 from loomserve.platform.engine.resumption.tokens import check_resumed
 from loomserve.platform.engine.resumption.travelling_times import by_own_clocks
+from loomserve.platform.engine.sleeping.sleep import EngineSleep
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.scheduling.policy.leaving import leaving
 from loomserve.platform.state.told_load import LoadBook
@@ -62,6 +63,7 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         self.steps = 0
         self.meter, self.loads = CoreMeter(), LoadBook()
         self._departures = Departures()
+        self._sleep = EngineSleep(self)
         self._address, self._limits = address, limits
         self._front_ends = FrontEnds(limits.silence_s)
         self._ready: bytes
@@ -193,6 +195,22 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         """Of the last :meth:`move_requests`: how many have left, and how many are undecided."""
         return self._departures.read(self.scheduler.requests)
 
+    # Sleep
+
+    def fall_asleep(self, level: int) -> None:
+        """Give memory back, between two steps.
+
+        Raises:
+            ValueError: requests are open, or blocks are lent.
+        """
+        self._sleep.fall_asleep(level)
+        self.meter.asleep = True
+
+    def wake(self) -> None:
+        """Take memory again, between two steps."""
+        self._sleep.wake()
+        self.meter.asleep = False
+
     # Between steps
 
     def between_steps(self, work: Callable[[], None]) -> None:
@@ -223,6 +241,9 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         return made
 
     def add_request(self, request: Request, request_wave: int = 0) -> None:
+        if self.meter.asleep:
+            # It left its front end before that could know; whoever put the engine to sleep sees it.
+            self.wake()
         super().add_request(request, request_wave)
         self.meter.arrived(request, time.monotonic())
         self.loads.took(request.client_index)

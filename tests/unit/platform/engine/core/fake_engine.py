@@ -26,13 +26,15 @@ class Meter:
 
 class FakeCore:
     meter = Meter()
-    asked = looks = 0
+    asked = looks = level = 0
 
     def between_steps(self, work: Callable[[], None]) -> None:
         work()
 
     def collective_rpc(self, method: str, timeout: float | None, args: tuple[Any, ...]) -> Any:
         match method:
+            case "level":
+                return [self.level]
             case "echo":
                 return [list(args)]
             case "refuse":
@@ -64,6 +66,14 @@ class FakeCore:
         self.looks += 1
         left = min(self.looks, self.asked, 3)
         return left, self.asked - left
+
+    def fall_asleep(self, level: int) -> None:
+        if self.asked:
+            raise ValueError("it has requests")
+        self.level = level
+
+    def wake(self) -> None:
+        self.level = 0
 
     def stop(self) -> None:
         time.sleep(0.1)

@@ -242,3 +242,18 @@ def test_a_fork_server_bears_that_engines_and_replicas_end_at_once(
         await again.stop(5)
 
     asyncio.run(run())
+
+
+def test_an_engine_is_put_to_sleep_and_woken_unless_it_refuses(tmp_path: Path) -> None:
+    async def run() -> None:
+        engine = await start(tmp_path, "lives")
+        await engine.sleep(2, timeout_s=5)
+        assert await call(engine, "level") == [2]
+        await engine.wake(timeout_s=5)
+        assert await call(engine, "level") == [0]
+        await engine.call("move_requests", "other", 3, timeout_s=5)
+        with pytest.raises(ValueError, match="it has requests"):
+            await engine.sleep(1, timeout_s=5)
+        await engine.stop(5)
+
+    asyncio.run(run())

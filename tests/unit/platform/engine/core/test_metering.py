@@ -203,3 +203,21 @@ def test_whoever_has_no_output_waits_as_long_as_the_engine_says_that_some_do() -
     meter.left(["first"])
     assert meter.read().oldest_waiting_s == 0
     assert metric(meter, "oldest_waiting_seconds") == 0
+
+
+def test_it_tells_how_long_it_has_had_no_request_and_how_many_it_has_had() -> None:
+    meter = CoreMeter()
+    time.sleep(0.02)
+    assert meter.read().idle_s >= 0.02
+    meter.arrived(request("a"), time.monotonic())
+    meter.arrived(request("b"), time.monotonic())
+    assert (meter.read().idle_s, meter.read().requests) == (0.0, 2)
+    meter.left(["a"])
+    assert meter.read().idle_s == 0.0
+    finished = EngineCoreOutput("b", [1], finish_reason=FinishReason.STOP)
+    meter.step({0: EngineCoreOutputs(outputs=[finished])}, time.monotonic())
+    time.sleep(0.02)
+    assert 0.02 <= meter.read().idle_s < 10
+    assert not meter.read().asleep
+    meter.asleep = True
+    assert meter.read().asleep

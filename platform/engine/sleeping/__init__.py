@@ -1,0 +1,1 @@
+"""What an engine gives back while it sleeps, and how it wakes."""

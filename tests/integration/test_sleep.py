@@ -1,0 +1,154 @@
+"""A real engine sleeps: its KV memory goes back, and its answers are as before when it wakes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator, Sequence
+
+import psutil
+import pytest
+
+from tests.integration.lending_pair import Pair
+from tests.integration.lending_pair import answers as pair_answers
+from tests.integration.lending_pair import prompts as pair_prompts
+from tests.integration.served_engine import (
+    BareFrontEnd,
+    ServedEngine,
+    answers,
+    connected,
+    pump_until,
+)
+
+pytestmark = pytest.mark.engine
+
+MIB = 2**20
+# Of the engine's 96 MiB; a prompt's token takes 46 KB.
+USED = 64 * MIB
+CALL_S = 30.0
+
+
+@pytest.fixture(name="front_end")
+def _front_end(served_engine: ServedEngine) -> Iterator[BareFrontEnd]:
+    with connected(served_engine.address) as front_end:
+        yield front_end
+
+
+@pytest.fixture(autouse=True)
+def _awake(served_engine: ServedEngine) -> Iterator[None]:
+    yield
+    served_engine.run(served_engine.host.wake(timeout_s=CALL_S))
+
+
+def prompts(seed: int, count: int = 8, length: int = 250) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(1000, 20000) for _ in range(length)] for _ in range(count)]
+
+
+def told(
+    front_end: BareFrontEnd, asked: Sequence[Sequence[int]], tokens: int = 8
+) -> list[list[int]]:
+    names = [front_end.add(prompt, max_tokens=tokens, ignore_eos=True) for prompt in asked]
+    return [stream.tokens for stream in answers(front_end, names)]
+
+
+def sleep(engine: ServedEngine) -> None:
+    """As soon as it has seen the last request off."""
+    deadline = time.monotonic() + 5
+    while True:
+        try:
+            return engine.run(engine.host.sleep(1, timeout_s=CALL_S))
+        except ValueError:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def own_bytes(pid: int) -> int:
+    return int(psutil.Process(pid).memory_full_info().pss)
+
+
+def asleep(engine: ServedEngine) -> bool:
+    return engine.run(engine.host.stats(CALL_S)).asleep
+
+
+def test_kv_memory_goes_back_and_answers_are_the_same_afterwards(
+    served_engine: ServedEngine, front_end: BareFrontEnd
+) -> None:
+    asked = prompts(1)
+    before = told(front_end, asked)
+    pid = served_engine.host.facts.pid
+    used = own_bytes(pid)
+    sleep(served_engine)
+    assert asleep(served_engine)
+    assert used - own_bytes(pid) > USED
+    served_engine.run(served_engine.host.wake(timeout_s=CALL_S))
+    assert not asleep(served_engine)
+    assert own_bytes(pid) < used - USED, "pages come back with what is written to them"
+    assert told(front_end, asked) == before
+    assert served_engine.host.alive
+
+
+def test_it_wakes_with_a_request_that_comes_meanwhile(
+    served_engine: ServedEngine, front_end: BareFrontEnd
+) -> None:
+    asked = prompts(2, count=2)
+    before = told(front_end, asked)
+    sleep(served_engine)
+    assert told(front_end, asked) == before
+    assert not asleep(served_engine)
+
+
+def test_it_does_not_sleep_while_it_has_requests(
+    served_engine: ServedEngine, front_end: BareFrontEnd
+) -> None:
+    name = front_end.add(prompts(3)[0], max_tokens=100, ignore_eos=True)
+    pump_until(lambda: bool(front_end.streams[name].tokens), front_end)
+    asked = asyncio.run_coroutine_threadsafe(
+        served_engine.host.sleep(1, timeout_s=CALL_S), served_engine.loop
+    )
+    # A front end that says nothing for a while is let go.
+    pump_until(asked.done, front_end)
+    with pytest.raises(ValueError, match="it has requests"):
+        asked.result()
+    (stream,) = answers(front_end, [name])
+    assert len(stream.tokens) == 100
+    assert not asleep(served_engine)
+
+
+def test_front_ends_stay_connected_and_hear_beats_while_it_sleeps(
+    served_engine: ServedEngine, front_end: BareFrontEnd
+) -> None:
+    sleep(served_engine)
+    heard = len(front_end.beats)
+    pump_until(lambda: len(front_end.beats) >= heard + 4, front_end, within_s=10)
+    assert len(front_end.ready) == 1
+    assert not front_end.dead
+    assert asleep(served_engine)
+
+
+def test_sleeping_and_waking_take_milliseconds(served_engine: ServedEngine) -> None:
+    for _ in range(3):
+        began = time.monotonic()
+        sleep(served_engine)
+        served_engine.run(served_engine.host.wake(timeout_s=CALL_S))
+        assert time.monotonic() - began < 2
+
+
+@pytest.mark.parametrize("side", ["hot", "cold"])
+def test_memory_of_a_borrower_and_a_lender_goes_back_and_loans_work_afterwards(
+    pair: Pair, side: str
+) -> None:
+    asked = pair_prompts(81, 6, 60)
+    engine = getattr(pair, side)
+    expected = pair_answers(pair.hot, asked)
+    assert pair_answers(engine, asked) == expected
+    (pid,) = engine.collective_rpc("process_id")
+    used = own_bytes(pid)
+    assert engine.reset_prefix_cache()
+    engine.collective_rpc("sleep", args=(1,))
+    assert own_bytes(pid) < used
+    assert pair_answers(engine, asked) == expected
+    with pair.loan() as stats:
+        assert pair_answers(pair.hot, asked) == expected
+        assert stats().tasks > 0
