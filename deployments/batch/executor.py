@@ -73,6 +73,7 @@ class GatewayExecutor:
                 model.max_model_len,
                 {replica.id: replica.stats.received(told_at) for replica in model.replicas},
                 model.predictor,
+                model.on_demand,
             )
             for name, model in answer.models.items()
         }

@@ -101,6 +101,9 @@ class Dispatcher:
             served = models.get(model)
             if isinstance(served, QueuedModel):
                 yield from self._to_queue(model, served, served.places - taken[model], load_now)
+            elif served is not None and served.on_demand and not served.engines:
+                # One has the model come; there is room for others once its engine says so.
+                yield from self._unplaced(model, min(free, 1 - taken[model]), load_now)
             elif free > 0:
                 started = list(self._to_engines(model, served, free, load_now))
                 free -= len(started)
@@ -124,6 +127,11 @@ class Dispatcher:
                 yield self._start(model, start, load_now)
         elif model not in self._known_models:
             # The gateway answers each line that there is no such model; a known one may come back.
+            yield from self._unplaced(model, most, load_now)
+
+    def _unplaced(self, model: str, most: int, load_now: float) -> Iterator[Started]:
+        """Lines of one batch that a gateway finds an engine for."""
+        if most > 0:
             batch = self.waiting_for(model)[0]
             for line in batch.queue(model, most, self._counters).lines:
                 yield batch, batch.start(model, line.number, None, load_now)

@@ -67,11 +67,13 @@ class ServedModel:
     Attributes:
         engines: Loads of the engines that take requests, by id; times are of this process's clock.
         predictor: Name of the predictor of its answers' lengths, if it has one.
+        on_demand: Whether it comes with a line, where it has no engine.
     """
 
     max_model_len: int | None
     engines: Mapping[str, RoutingStats]
     predictor: str | None = None
+    on_demand: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,11 +34,13 @@ from loomserve.platform.cli.own_server import (
     warnings,
     with_absolute_files,
 )
-from loomserve.platform.config import Config
+from loomserve.platform.config import Config, Model
 from loomserve.platform.devices.compiler import check_compiler
 from loomserve.platform.devices.memory import (
     NodeMemory,
+    check_budgets,
     check_shared_memory,
+    least_replicas,
     node_bytes,
     plan_on_nodes,
     plan_replicas,
@@ -152,24 +154,31 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
             stages = ", ".join(f"{device} {n}" for device, n in stages_of(model, base))
             say(f"{model.name} is a pipeline; layers: {stages}")
     store = config.kvstore.memory if config.kvstore else 0
+    present = _present(config)
     if config.cluster is not None:
         replicas = _plan_on_nodes(config, base, say)
     else:
         replicas = plan_replicas(
-            config.models,
+            present,
             weights,
             psutil.virtual_memory().available + (left_behind(config.server.port) if store else 0),
             store,
             check_offline_models(config, base, say),
             config.server.front_ends,
         )
-    for model in config.models:
+    check_budgets(present, weights, replicas, config.devices)
+    for model in present:
         if model.replicas == "auto" and replicas[model.name] < model.most_replicas:
             say(
                 f"memory allows {replicas[model.name]} of {model.most_replicas} replicas of "
                 f"{model.name}"
             )
-    return replicas
+    return {model.name: least_replicas(model) for model in config.models} | replicas
+
+
+def _present(config: Config) -> list[Model]:
+    """Models that are there from the start; for others there is room once they are asked for."""
+    return [model for model in config.models if model.start == "now"]
 
 
 def _plan_on_nodes(config: Config, base: Path, say: Say) -> dict[str, int]:
@@ -183,7 +192,7 @@ def _plan_on_nodes(config: Config, base: Path, say: Say) -> dict[str, int]:
     elsewhere = node_bytes(config.server.front_ends if config.has_gateways_on_each_node else 0)
     taken = {name: once if name == own_node() else elsewhere for name in reports}
     return plan_on_nodes(
-        config.models,
+        _present(config),
         {model: size for report in reports.values() for model, size in report.weights.items()},
         {device.name: device.on for device in config.devices},
         {
@@ -191,6 +200,10 @@ def _plan_on_nodes(config: Config, base: Path, say: Say) -> dict[str, int]:
             for name, report in reports.items()
         },
     )
+
+
+_UP = frozenset({ModelStatus.READY, ModelStatus.ASLEEP, ModelStatus.UNLOADED})
+"""What models are when nothing is to be waited for."""
 
 
 class Platform:
@@ -254,7 +267,7 @@ class Platform:
                 _tell(model, told, time.monotonic() - self._began, say)
                 if model.status is ModelStatus.FAILED:
                     raise StartError(f"model {model.name!r} did not start: {model.message}")
-            ready = models is not None and all(m.status is ModelStatus.READY for m in models)
+            ready = models is not None and all(m.status in _UP for m in models)
             if ready and self._answers():
                 self._ray.check_listening()
                 return
@@ -343,7 +356,7 @@ def run(config: Config, base: Path, say: Say) -> None:
         platform.join()
         if config.cluster is not None:
             replicas = plan(config, base, say)
-        for model in config.models:
+        for model in _present(config):
             used = len(model.devices) if model.pipeline else replicas[model.name]
             where = ", ".join(model.devices[:used])
             say(f"loading {model.name} on {where}")

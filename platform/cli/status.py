@@ -39,6 +39,9 @@ _STYLES = {
     ModelStatus.LOADING: "yellow",
     ModelStatus.READY: "green",
     ModelStatus.DEGRADED: "yellow",
+    ModelStatus.ASLEEP: "blue",
+    ModelStatus.WAKING: "yellow",
+    ModelStatus.UNLOADED: "bright_black",
     ModelStatus.UNLOADING: "yellow",
     ModelStatus.FAILED: "red",
 }
@@ -281,6 +284,7 @@ def _replica(replica: ReplicaState) -> list[Text]:
     )
     notes = [] if replica.role is Role.UNIFIED else [str(replica.role)]
     notes += ["draining"] if replica.draining else []
+    notes += ["asleep"] if replica.asleep else []
     stages = [f"{stage.device}:{stage.layers}" for stage in replica.stages]
     where = " → ".join(stages) or replica.device
     device = f"{where} ({', '.join(notes)})" if notes else where

@@ -10,6 +10,7 @@ from loomserve.platform.config.base import Bytes, FieldError, parse_bytes
 from loomserve.platform.config.batch import Batch, OfflineModel
 from loomserve.platform.config.cluster import Cluster
 from loomserve.platform.config.devices import LOCAL_NODE, Device
+from loomserve.platform.config.elastic import Elastic, Idle
 from loomserve.platform.config.keys import ApiKey
 from loomserve.platform.config.kvstore import KvStore
 from loomserve.platform.config.lending import Lending
@@ -35,7 +36,9 @@ __all__ = [
     "Cluster",
     "Config",
     "Device",
+    "Elastic",
     "FieldError",
+    "Idle",
     "KvStore",
     "Lending",
     "Lengths",

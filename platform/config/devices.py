@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from loomserve.platform.config.base import FieldError, Name, Section
+from loomserve.platform.config.base import Bytes, FieldError, Name, Section
 
 LOCAL_NODE = "local"
 """The one node of a platform that is no cluster."""
@@ -26,6 +26,12 @@ class Device(Section):
     )
     gpu: Annotated[int, Field(ge=0)] | None = Field(
         None, description="The GPU's number on its node, as nvidia-smi counts."
+    )
+
+    memory: Bytes | None = Field(
+        None,
+        description="Memory that all models on it may take together, such as 8GiB: for one that is "
+        "asked for others are put away; null: no bound.",
     )
 
     @property

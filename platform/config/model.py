@@ -14,6 +14,7 @@ from loomserve.platform.config.base import (
     Revision,
     Section,
 )
+from loomserve.platform.config.elastic import Idle
 from loomserve.platform.config.lending import Lending
 from loomserve.platform.config.lengths import Lengths
 from loomserve.platform.config.pipeline import Pipeline
@@ -90,6 +91,17 @@ class Model(Section):
     )
     lending: Lending | None = Field(
         None, description="Lend KV memory and attention, or borrow them; null: neither."
+    )
+    start: Literal["now", "on_demand"] = Field(
+        "now", description="now: with the platform; on_demand: with the first request for it."
+    )
+    idle: Idle | None = Field(
+        None,
+        description="What becomes of it without requests; null: it stays, but for on_demand, where "
+        "the fields' defaults hold.",
+    )
+    pinned: bool = Field(
+        False, description="Once it is ready it stays, whoever needs its memory; idle has no say."
     )
     engine: dict[str, Any] = Field(
         default_factory=dict,
@@ -170,6 +182,22 @@ class Model(Section):
             if option in self.engine:
                 raise FieldError("is set through 'pipeline'", "engine", option)
         return self
+
+    @model_validator(mode="after")
+    def _pinned_or_idle(self) -> Model:
+        if self.pinned and self.idle is not None:
+            raise FieldError(
+                f"model {self.name!r} is pinned, so it is never put away: leave one of them out",
+                "idle",
+            )
+        return self
+
+    @property
+    def idle_rules(self) -> Idle | None:
+        """What holds of it without requests; None: it stays."""
+        if self.pinned:
+            return None
+        return self.idle or (Idle() if self.start == "on_demand" else None)
 
     @model_validator(mode="after")
     def _engine_can_lend(self) -> Model:

@@ -10,6 +10,7 @@ from loomserve.platform.config.base import FieldError, Section
 from loomserve.platform.config.batch import Batch, OfflineModel
 from loomserve.platform.config.cluster import Cluster
 from loomserve.platform.config.devices import Device
+from loomserve.platform.config.elastic import Elastic
 from loomserve.platform.config.kvstore import KvStore
 from loomserve.platform.config.model import Model
 from loomserve.platform.config.rebalancing import Rebalancing
@@ -40,6 +41,9 @@ class Config(Section):
         None, description="The batch lane; without it there are no files and no batches."
     )
     server: Server = Field(default_factory=Server, description="The HTTP server.")
+    elastic: Elastic = Field(
+        default_factory=Elastic, description="How models come and go with their requests."
+    )
     rebalancing: Rebalancing = Field(
         default_factory=Rebalancing, description="What moves from hot devices to cold ones."
     )
@@ -248,12 +252,22 @@ class Config(Section):
                 f"model {model.name!r} mixes CPU and GPU devices; use one kind",
                 *("models", index, "devices"),
             )
+        self._check_model_memory(index, model)
         if model.lending is not None and kinds[model.devices[0]] == "cuda":
             raise FieldError(
                 f"model {model.name!r} runs on GPUs, and lending works on CPU devices only, "
                 "not yet on GPUs: leave it out",
                 *("models", index, "lending"),
             )
+
+    def _check_model_memory(self, index: int, model: Model) -> None:
+        for device in (self.device(name) for name in model.devices):
+            if device.memory is not None and model.kv_cache_memory >= device.memory:
+                raise FieldError(
+                    f"model {model.name!r} alone would take all of device {device.name!r}'s "
+                    f"memory ({device.memory} bytes): lower it, or raise the device's memory",
+                    *("models", index, "kv_cache_memory"),
+                )
 
     def device(self, name: str) -> Device:
         return next(device for device in self.devices if device.name == name)

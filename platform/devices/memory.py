@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.config import LOCAL_NODE, Model, OfflineModel
+from loomserve.platform.config import LOCAL_NODE, Device, Model, OfflineModel
 
 # An idle CPU engine of a tiny model and its replica take about this without weights and KV;
 # measured as proportional set size, rounded up.
@@ -128,6 +128,42 @@ def plan_on_nodes(
                 wanted[model.name] += 1
                 left[node_of[model.devices[have]]] -= cost[model.name]
     return wanted
+
+
+def check_budgets(
+    models: Sequence[Model],
+    weight_bytes: Mapping[str, int],
+    replicas: Mapping[str, int],
+    devices: Sequence[Device],
+) -> None:
+    """Check that models that start with the platform fit into what devices may give them.
+
+    Args:
+        models: Those that start with it.
+        replicas: How many of each.
+
+    Raises:
+        StartError: they do not on a device.
+    """
+    for device in devices:
+        there = [
+            model
+            for model in models
+            if device.name
+            in model.devices[: len(model.devices) if model.pipeline else replicas[model.name]]
+        ]
+        needed = sum(_share_of_device(model, weight_bytes[model.name]) for model in there)
+        if device.memory is not None and needed > device.memory:
+            names = ", ".join(model.name for model in there)
+            raise StartError(
+                f"device {device.name!r} may give models {device.memory / 2**30:.1f} GiB "
+                f"(devices.memory), and {names} need about {needed / 2**30:.1f} GiB: raise it, or "
+                "set start: on_demand for some"
+            )
+
+
+def _share_of_device(model: Model, weight_bytes: int) -> float:
+    return replica_bytes(model, weight_bytes) / (len(model.devices) if model.pipeline else 1)
 
 
 def _too_little(node: str, memory: NodeMemory, bytes_left: float) -> StartError:

@@ -11,7 +11,7 @@ from loomserve.platform.base.errors import UnknownModel
 from loomserve.platform.base.reply import Ask
 from loomserve.platform.config import Model
 from loomserve.platform.fleet.file_only import check_given_over_http
-from loomserve.platform.state import ModelState, NodeState, PlatformState
+from loomserve.platform.state import ModelState, NodeState, PlatformState, Presence
 from loomserve.platform.state.roles import Role
 
 
@@ -67,6 +67,21 @@ def build_models_router(ask: Ask) -> APIRouter:
     ) -> Any:
         """Unload a model once its running requests have ended or the time is up."""
         return await ask("unload", name, timeout_s)
+
+    @router.post("/models/{name:path}/sleep", response_model=PlatformState)
+    async def sleep(name: str) -> Any:
+        """Have a model without requests give its KV memory back, until the next request."""
+        return await ask("set_presence", name, Presence.ASLEEP)
+
+    @router.post("/models/{name:path}/wake", status_code=202, response_model=PlatformState)
+    async def wake(name: str) -> Any:
+        """Have a model come that sleeps or has no engine, as a request for it does."""
+        return await ask("set_presence", name, Presence.READY)
+
+    @router.post("/models/{name:path}/unload", response_model=PlatformState)
+    async def put_away(name: str) -> Any:
+        """End the engines of a model without requests; its name stays, and a request loads it."""
+        return await ask("set_presence", name, Presence.UNLOADED)
 
     @router.put("/models/{name:path}/replicas", status_code=202, response_model=PlatformState)
     async def scale(name: str, request: ScaleRequest) -> Any:

@@ -13,6 +13,7 @@ from loomserve.platform.fleet.nodes import FleetNodes
 from loomserve.platform.fleet.registry import Registry, ReplicaRecord
 from loomserve.platform.fleet.views import FleetViews
 from loomserve.platform.fleet.wishes import Wishes
+from loomserve.platform.state import Presence
 from loomserve.platform.state.roles import Role
 
 
@@ -89,7 +90,9 @@ class Fleet:
         record = self.registry.record(replica.model.name)
         deadline = record.unload_deadline
         return DesiredState(
-            draining=replica.draining or deadline is not None,
+            draining=(
+                replica.draining or deadline is not None or record.presence is Presence.UNLOADED
+            ),
             stop_timeout_s=self._drain_timeout_s if deadline is None else max(0.0, deadline - now),
             role=record.role(replica.heartbeat),
             lenders=tuple(self.loans.lenders(replica, now)),

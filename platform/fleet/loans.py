@@ -16,6 +16,7 @@ from loomserve.platform.state import (
     LendingPairState,
     LendingState,
     LoanState,
+    Presence,
 )
 from loomserve.platform.state.lending_options import ShardSpec
 
@@ -163,6 +164,8 @@ class FleetLoans:
         """One replica of each lender's model: that on the desired device, that of the present
         loan, or the one with the fewest loans."""
         mine = {loan.lender_replica for loan in borrower.heartbeat.loans}
+        if self.registry.record(borrower.model.name).presence is not Presence.READY:
+            return
         asked = Counter(loan.lender_replica for loan in self._loans(now))
         place = place_of(borrower.heartbeat)
         for lender in lenders_of(borrower.model, self.registry.models):
@@ -231,5 +234,10 @@ class FleetLoans:
             lender.node == borrower.node
             and lender.device != borrower.device
             and not lender.stops
-            and self.registry.record(lender.model.name).unload_deadline is None
+            and not lender.asleep
+            and self._stays(lender.model.name)
         )
+
+    def _stays(self, model: str) -> bool:
+        record = self.registry.record(model)
+        return record.unload_deadline is None and record.presence is Presence.READY

@@ -47,6 +47,8 @@ BATCH_DEPLOYMENT = "BatchLane"
 LOANS_PATH = "/loomserve/loans"
 # Where gateways ask for a replica's load, on its own socket.
 LOAD_PATH = "/loomserve/load"
+# Where the controller has a replica's engine sleep or wake, on its own socket.
+AWAKE_PATH = "/loomserve/awake"
 
 # Gateways and replicas show it to engines, whose ports any local user can reach.
 INTERNAL_TOKEN_HEADER = "x-loomserve-internal"
@@ -134,6 +136,12 @@ class FrontEndSpec(_Message):
     )
 
 
+class AwakeOrder(_Message):
+    """Whether a replica's engine is to be awake, to which the replica answers once it is so."""
+
+    awake: bool
+
+
 class MoveOrder(_Message):
     """Requests of a replica that shall go on with another one of its model."""
 
@@ -211,6 +219,7 @@ class ModelEngines(_Message):
     max_model_len: int | None
     predictor: str | None = Field(description="What predicts its answers' lengths, if any.")
     replicas: tuple[LiveReplica, ...]
+    on_demand: bool = Field(False, description="Whether a request has it come.")
 
 
 class ServedEngines(_Message):
@@ -300,6 +309,10 @@ class ModelRoute(_Message):
 
     name: str
     status: ModelStatus
+    on_demand: bool = Field(
+        False, description="Whether requests wait for it where it is not ready, and have it come."
+    )
+    problem: str = Field("", description="Why it is not ready, if it failed.")
     policy: str
     max_concurrent_requests: int
     max_model_len: int | None

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from loomserve.platform.base.errors import Conflict, NotFound, UnknownModel
 from loomserve.platform.config import Model
-from loomserve.platform.fleet.messages import Heartbeat, LiveReplica, model_app
+from loomserve.platform.fleet.messages import FrontEndSpec, Heartbeat, LiveReplica, model_app
 from loomserve.platform.fleet.wishes import ModelWish
 from loomserve.platform.run.sockets import node_of
+from loomserve.platform.state import Presence
 from loomserve.platform.state.roles import Role
+from loomserve.routers.snapshot import RoutingStats
 
 # Four heartbeats missed in a row: the replica is gone or hangs, and must not count as an answer.
 # Less would take one for gone whose machine is merely busy, as while three engines start there.
@@ -31,6 +33,25 @@ class ModelRecord:
     """Why its application cannot start."""
     roles: dict[str, Role] = field(default_factory=dict)
     """By device, where an operator has changed it."""
+    presence: Presence = Presence.READY
+    since: float = 0.0
+    """When it was first to be there as ``presence`` says."""
+    why: str = ""
+    """Why it is to be so, for a person."""
+    was_away: bool = False
+    """Whether it has slept, or had no engine."""
+    front_end: FrontEndSpec | None = None
+    """As its last replica said."""
+
+    @property
+    def on_demand(self) -> bool:
+        """Whether requests wait for it where it is not ready, and have it come."""
+        return self.was_away or self.model.start == "on_demand"
+
+    @property
+    def replicas(self) -> int:
+        """How many there are to be."""
+        return 0 if self.presence is Presence.UNLOADED else self.target_replicas
 
     def role(self, heartbeat: Heartbeat) -> Role:
         """The role that a replica has, or is given in answer to its next heartbeat."""
@@ -66,6 +87,24 @@ class ReplicaRecord:
     def node(self) -> str:
         return node_of(self.heartbeat.address)
 
+    @property
+    def asleep(self) -> bool:
+        load = self.heartbeat.stats.load
+        return load is not None and load.asleep
+
+    def note_asleep(self, asleep: bool) -> None:
+        """Note whether it sleeps, which its next heartbeat will say."""
+        stats = self.heartbeat.stats
+        if stats.load is not None:
+            load = stats.load.model_copy(update={"asleep": asleep})
+            self.note_stats(stats.model_copy(update={"load": load}))
+
+    def note_stats(self, stats: RoutingStats) -> None:
+        """Note what it has to do, which its next heartbeat will say."""
+        load = stats.load
+        update = {"in_flight": load.running + load.waiting} if load is not None else {}
+        self.heartbeat = self.heartbeat.model_copy(update={"stats": stats, **update})
+
 
 @dataclass
 class Registry:
@@ -88,7 +127,7 @@ class Registry:
     def records(self) -> Iterable[ModelRecord]:
         return self._models.values()
 
-    def add(self, model: Model, target_replicas: int) -> None:
+    def add(self, model: Model, target_replicas: int, presence: Presence = Presence.READY) -> None:
         """
         Raises:
             Conflict: a model of that name (or of the same application name) is there.
@@ -96,7 +135,9 @@ class Registry:
         for name in self._models:
             if model_app(name) == model_app(model.name):
                 raise Conflict(f"model {name!r} is already loaded; unload it first", param="name")
-        self._models[model.name] = ModelRecord(model, target_replicas)
+        self._models[model.name] = ModelRecord(
+            model, target_replicas, presence=presence, was_away=presence is not Presence.READY
+        )
 
     def wishes(self) -> tuple[ModelWish, ...]:
         """What operators wish of the models."""
@@ -105,6 +146,7 @@ class Registry:
                 model=record.model,
                 replicas=record.target_replicas,
                 unload_by=record.unload_deadline,
+                presence=record.presence,
                 roles=dict(record.roles),
             )
             for record in self._models.values()
@@ -118,7 +160,7 @@ class Registry:
     def restore(self, models: Iterable[ModelWish], drained: Iterable[str]) -> None:
         """Take over what operators wished of an earlier controller."""
         for wish in models:
-            self.add(wish.model, wish.replicas)
+            self.add(wish.model, wish.replicas, wish.presence)
             record = self._models[wish.model.name]
             record.unload_deadline, record.roles = wish.unload_by, dict(wish.roles)
         self._drained.update(drained)
@@ -129,6 +171,10 @@ class Registry:
     def remove(self, name: str) -> None:
         """Forget a model and its replicas."""
         self._models.pop(name, None)
+        self.forget_replicas(name)
+
+    def forget_replicas(self, name: str) -> None:
+        """Forget the replicas of a model, which have ended, before their silence tells it."""
         self._replicas = {id_: r for id_, r in self._replicas.items() if r.model.name != name}
 
     def record(self, name: str) -> ModelRecord:
@@ -172,7 +218,19 @@ class Registry:
             for id_, each in (self._replicas | {replica.id: replica}).items()
             if now - each.seen_at < SILENCE_ENDS_S
         }
+        self.record(replica.model.name).front_end = heartbeat.front_end
         return replica
+
+    def set_presence(self, name: str, presence: Presence, now: float, why: str) -> None:
+        """Set what a model is to be, from now on, and why.
+
+        Raises:
+            UnknownModel: there is no such model.
+        """
+        record = self.record(name)
+        if record.presence is not presence:
+            record.presence, record.since, record.why = presence, now, why
+            record.was_away |= presence is not Presence.READY
 
     def set_drained_devices(self, devices: frozenset[str]) -> None:
         """Drain the replicas of these devices, and no others but those that are drained singly."""
@@ -234,7 +292,7 @@ class Registry:
     def targets(self) -> dict[str, int]:
         """How many replicas there shall be of each model that is not being unloaded."""
         return {
-            name: record.target_replicas
+            name: record.replicas
             for name, record in self._models.items()
             if record.unload_deadline is None
         }

@@ -15,7 +15,13 @@ from loomserve.platform.fleet.messages import (
     ServedEngines,
 )
 from loomserve.platform.fleet.registry import ModelRecord, Registry, ReplicaRecord
-from loomserve.platform.state import DeviceState, ModelState, ModelStatus, ReplicaState
+from loomserve.platform.state import (
+    DeviceState,
+    ModelState,
+    ModelStatus,
+    Presence,
+    ReplicaState,
+)
 
 
 @dataclass(frozen=True)
@@ -33,9 +39,12 @@ class FleetViews:
     def _route(self, record: ModelRecord, now: float) -> ModelRoute:
         model = record.model
         reachable = self.registry.reachable(model.name, now)
+        status, message = self._status(record, now)
         return ModelRoute(
             name=model.name,
-            status=self._status(record, now)[0],
+            status=status,
+            on_demand=record.on_demand,
+            problem=message if status is ModelStatus.FAILED else "",
             policy=model.router.policy,
             max_concurrent_requests=model.max_concurrent_requests,
             max_model_len=self.registry.max_model_len(model.name, now),
@@ -50,7 +59,11 @@ class FleetViews:
             ),
             predictor=model.lengths.predictor if model.lengths else None,
             router=model.router,
-            front_end=next((each.heartbeat.front_end for each in reachable), None),
+            front_end=next(
+                (each.heartbeat.front_end for each in reachable),
+                # What takes seconds to set up stays for the engine that comes next.
+                record.front_end if record.on_demand else None,
+            ),
             replicas=tuple(_replica_route(each, self._on(each.device)) for each in reachable),
         )
 
@@ -72,6 +85,7 @@ class FleetViews:
             max_model_len=self.registry.max_model_len(model.name, now),
             predictor=model.lengths.predictor if model.lengths else None,
             replicas=() if record.unload_deadline else self.registry.live_replicas(model.name, now),
+            on_demand=record.on_demand and record.unload_deadline is None,
         )
 
     def models(self, now: float) -> tuple[ModelState, ...]:
@@ -99,6 +113,7 @@ class FleetViews:
                     pid=each.heartbeat.pid,
                     engine_pid=each.heartbeat.engine_pid,
                     draining=each.stops,
+                    asleep=each.asleep,
                     role=record.role(each.heartbeat),
                     in_flight=each.heartbeat.in_flight,
                     load=each.heartbeat.stats.load,
@@ -127,13 +142,20 @@ class FleetViews:
 
     def _status(self, record: ModelRecord, now: float) -> tuple[ModelStatus, str]:
         """With the reason, for a person."""
-        live = len(self.registry.live(record.model.name, now))
+        live = self.registry.live(record.model.name, now)
+        awake = sum(not each.asleep for each in live)
         if record.unload_deadline is not None:
             return ModelStatus.UNLOADING, "finishes its running requests"
-        if live >= record.target_replicas:
+        if record.presence is Presence.UNLOADED and record.failure is None:
+            return ModelStatus.UNLOADED, _until_asked("a request loads it", record)
+        if record.presence is Presence.ASLEEP and live:
+            return ModelStatus.ASLEEP, _until_asked("a request wakes it", record)
+        if awake >= record.target_replicas:
             return ModelStatus.READY, ""
+        if awake:
+            return ModelStatus.DEGRADED, f"{awake} of {record.target_replicas} replicas answer"
         if live:
-            return ModelStatus.DEGRADED, f"{live} of {record.target_replicas} replicas answer"
+            return ModelStatus.WAKING, "its engine takes its memory again"
         if record.failure is not None:
             return ModelStatus.FAILED, record.failure
         if silent := self.registry.reachable(record.model.name, now):
@@ -143,6 +165,10 @@ class FleetViews:
                 "anew; requests wait for them"
             )
         return ModelStatus.LOADING, "its engine is starting"
+
+
+def _until_asked(how: str, record: ModelRecord) -> str:
+    return f"{record.why}; {how}" if record.why else how
 
 
 def _replica_route(replica: ReplicaRecord, node: str) -> ReplicaRoute:

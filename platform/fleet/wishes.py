@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from loomserve.platform.config import Alias, Model
+from loomserve.platform.state import Presence
 from loomserve.platform.state.roles import Role
 
 
@@ -20,6 +21,7 @@ class ModelWish(_Wish):
     unload_by: float | None = Field(
         None, description="It is being unloaded, by then, in monotonic seconds; None: it stays."
     )
+    presence: Presence = Field(Presence.READY, description="Whether it sleeps, or has no engine.")
     roles: dict[str, Role] = Field(description="By device, where an operator has changed it.")
 
 

@@ -16,8 +16,19 @@ class ModelStatus(StrEnum):
     LOADING = "loading"
     READY = "ready"
     DEGRADED = "degraded"  # it answers, with fewer replicas than asked for
-    UNLOADING = "unloading"
+    ASLEEP = "asleep"  # its engines run, and have given memory back
+    WAKING = "waking"  # they take it again
+    UNLOADED = "unloaded"  # it is known, and has no engine
+    UNLOADING = "unloading"  # it will not be known any more
     FAILED = "failed"
+
+
+class Presence(StrEnum):
+    """What a model is to be, by its requests, its idle rules or an operator."""
+
+    READY = "ready"
+    ASLEEP = "asleep"
+    UNLOADED = "unloaded"
 
 
 class NodeStatus(StrEnum):
@@ -56,6 +67,7 @@ class ReplicaState(StateModel):
     pid: int = Field(description="Process of the replica.")
     engine_pid: int = Field(description="Process of its engine, which computes.")
     draining: bool = Field(description="True: it finishes its requests and takes no new ones.")
+    asleep: bool = Field(False, description="True: its engine has given memory back.")
     role: Role = Field(description="unified, prefill or decode.")
     in_flight: int = Field(description="Requests that gateways have open on it.")
     load: ReplicaLoad | None = Field(description="None until the engine has measured.")

@@ -477,3 +477,40 @@ def test_a_models_predictor_is_asked_once_for_each_batch(tmp_path: Path) -> None
         assert sorted(asked) == sorted((batch_id, "m", "of-m") for batch_id in batches)
 
     asyncio.run(scenario())
+
+
+def test_one_line_has_a_model_come_and_the_others_follow_once_it_is_there(tmp_path: Path) -> None:
+    class Comes(Engines):
+        """Its model has no engine before it is asked for, and is refused at first."""
+
+        refused = 0
+        came = False
+
+        async def models(self) -> Any:
+            served = await super().models()
+            assert served is not None
+            if self.came:
+                return served
+            return {"m": ServedModel(None, {}, on_demand=True)}
+
+        async def execute(self, call: LineCall) -> LineAnswer:
+            if self.came:
+                return await super().execute(call)
+            assert call.engine is None
+            self.now += 1
+            assert self.now == 1
+            await asyncio.sleep(0.05)
+            self.now -= 1
+            self.refused += 1
+            self.came = self.refused == 3
+            return good(call) if self.came else LineAnswer(LineOutcome.AWAY, 503, b"{}")
+
+    async def scenario() -> None:
+        engines = Comes()
+        bench = Bench(tmp_path / "b", engines)
+        batch_id = bench.submit(requests(12))
+        async with bench.running():
+            batch = await bench.ended(batch_id)
+        assert (batch.completed, batch.failed, engines.refused) == (12, 0, 3)
+
+    asyncio.run(scenario())

@@ -74,5 +74,6 @@ def test_the_defaults_of_sizes_are_exact() -> None:
     defaults = dict(re.findall(r"(\w+): size such as \S+, default (\S+)", describe()))
     assert defaults
     for node, name in FIELDS:
-        if name in defaults:
+        # Another section's field of that name may have no default.
+        if name in defaults and node.model_fields[name].default is not None:
             assert parse_bytes(defaults[name]) == node.model_fields[name].default

@@ -7,12 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.config import Model, OfflineModel, Roles
+from loomserve.platform.config import Device, Model, OfflineModel, Pipeline, Roles
 from loomserve.platform.devices.memory import (
     FRONT_END_BYTES,
     NODE_BYTES,
     PLATFORM_BYTES,
     NodeMemory,
+    check_budgets,
     offline_bytes,
     plan_on_nodes,
     plan_replicas,
@@ -131,3 +132,17 @@ def test_the_node_that_lacks_memory_is_named() -> None:
         plan_on_nodes([both], {"a": 0}, NODES, on_two_nodes(100, 1))
     with pytest.raises(StartError, match=r"on node 'one' and 1\.0 GiB .*lower kv_cache_memory or"):
         plan_on_nodes([both], {"a": 0}, NODES, on_two_nodes(1, 100))
+
+
+def test_what_starts_with_the_platform_fits_into_its_devices() -> None:
+    models = [model("a", devices=1), model("b")]
+    cost = replica_bytes(models[0], 0)
+    weights, one_each = {"a": 0, "b": 0}, {"a": 1, "b": 1}
+    tight = [Device(name=f"d{core}", cores=(core,), memory=int(2 * cost)) for core in (0, 1)]
+    check_budgets(models, weights, one_each, tight)
+    check_budgets(models, weights, {"a": 1, "b": 2}, tight)
+    small = [Device(name="d0", cores=(0,), memory=int(2 * cost) - 1)]
+    with pytest.raises(StartError, match=r"device 'd0' may give .*devices\.memory.* a, b need"):
+        check_budgets(models, weights, one_each, small)
+    pipeline = model("p").model_copy(update={"pipeline": Pipeline()})
+    check_budgets([pipeline], {"p": 0}, {"p": 1}, small)

@@ -8,6 +8,7 @@ from loomserve.platform.base.errors import NotFound
 from loomserve.platform.config import Device, Lending
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.registry import HEARTBEAT_EXPIRES_S
+from loomserve.platform.state import Presence
 from tests.unit.platform.fleet.heartbeats import (
     COLD,
     DEVICES,
@@ -194,3 +195,18 @@ def test_an_operator_that_lets_a_pair_borrow_lifts_the_limits_of_plans() -> None
     some.loans.set_pair("org/hot/org/cold", True)
     (pair,) = some.loans.state(1).pairs
     assert (pair.limits, pair.problem) == ({}, None)
+
+
+def test_nobody_borrows_from_one_that_is_to_sleep_and_who_sleeps_borrows_nothing() -> None:
+    some = lending_fleet()
+    assert lenders(some, 1) == ["c1"]
+    some.registry.set_presence(COLD.name, Presence.ASLEEP, 1, "")
+    assert lenders(some, 1) == []
+    assert some.report(borrowing(loan("c1")), 1).drain_loans == ("loan-1",)
+    some.registry.set_presence(COLD.name, Presence.READY, 2, "")
+    assert lenders(some, 2) == ["c1"]
+    some.registry.replica("c1").note_asleep(True)
+    assert lenders(some, 2) == []
+    some.registry.replica("c1").note_asleep(False)
+    some.registry.set_presence(HOT.name, Presence.ASLEEP, 3, "")
+    assert lenders(some, 3) == []

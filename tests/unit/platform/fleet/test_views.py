@@ -6,6 +6,8 @@ from loomserve.platform.config import Lengths
 from loomserve.platform.fleet.registry import HEARTBEAT_EXPIRES_S, SILENCE_ENDS_S
 from loomserve.platform.state import (
     ModelStatus,
+    Presence,
+    ReplicaLoad,
     StageState,
 )
 from tests.unit.platform.fleet.heartbeats import FRONT_END, HOT, fleet, report, status
@@ -85,3 +87,38 @@ def test_gateways_hear_where_engines_are_and_which_of_them_requests_have_to_leav
     assert route.front_end == FRONT_END
     assert [(each.id, each.draining) for each in route.replicas] == [("r0", False), ("r1", True)]
     assert route.replicas[1].engine == report("r1").engine
+
+
+def test_a_model_sleeps_wakes_has_no_engine_and_is_loaded_again() -> None:
+    some = fleet(target=1)
+    some.report(report(), 0)
+    assert not some.views.routes(0)[0].on_demand
+    some.registry.set_presence("org/m", Presence.ASLEEP, 1, "idle for 9 s")
+    assert some.views.models(1)[0].message == "idle for 9 s; a request wakes it"
+    some.registry.replica("r0").note_asleep(True)
+    assert (status(some, 1), some.views.routes(1)[0].on_demand) == (ModelStatus.ASLEEP, True)
+    assert some.views.models(1)[0].replicas[0].asleep
+    some.registry.set_presence("org/m", Presence.READY, 2, "it is asked for")
+    assert status(some, 2) is ModelStatus.WAKING
+    load = ReplicaLoad(running=0, waiting=0, kv_cache_usage=0, step_time_s=0, measured_at=0)
+    some.report(report(load=load), 3)
+    assert status(some, 3) is ModelStatus.READY
+    some.registry.set_presence("org/m", Presence.UNLOADED, 4, "")
+    assert status(some, 4) is ModelStatus.UNLOADED
+    assert some.registry.targets() == {"org/m": 0}
+    assert some.report(report(), 5).draining
+    gone = 5 + SILENCE_ENDS_S
+    # What takes long to set up stays for the engine that comes next.
+    assert some.views.routes(gone)[0].front_end == FRONT_END
+    assert some.views.engines(gone).models["org/m"].on_demand
+    some.registry.set_presence("org/m", Presence.READY, gone, "")
+    assert status(some, gone) is ModelStatus.LOADING
+
+
+def test_what_is_asleep_is_so_for_the_next_controller() -> None:
+    some, other = fleet(), fleet()
+    other.registry.remove("org/m")
+    some.registry.set_presence("org/m", Presence.ASLEEP, 1, "")
+    other.restore(some.wishes())
+    assert other.registry.record("org/m").presence is Presence.ASLEEP
+    assert other.registry.record("org/m").on_demand
