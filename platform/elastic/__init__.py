@@ -1,0 +1,1 @@
+"""Models that come and go with their requests: they sleep, wake, are unloaded and loaded."""

@@ -1,0 +1,1 @@
+"""Which models sleep, are unloaded, or come, and for whom. Pure."""

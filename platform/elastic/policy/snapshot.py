@@ -1,0 +1,130 @@
+"""What the coming and going of models is decided on, and the decisions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from loomserve.platform.state import Presence
+
+
+@dataclass(frozen=True)
+class ElasticModel:
+    """A model as the policy sees it; seconds are ages, bytes those of one device.
+
+    Attributes:
+        presence: What it is to be.
+        settled: Whether it is that already.
+        since_s: For how long it has been, or is to be, so.
+        idle_s: For how long it has had no request; 0: it has some.
+        returns_s: Mean time between its uses; None: unknown.
+        devices: Where its replicas are, or come.
+        held_bytes: What it takes now, and until it is settled.
+        ready_bytes: What it takes when it is ready.
+        asleep_bytes: What it takes when it sleeps.
+        wake_s: How long it takes to come back from sleep.
+        load_s: How long it takes to be loaded.
+        can_sleep: Whether its engines can give memory back.
+        pinned: Whether nobody may put it away.
+        sleep_after_s: It sleeps after so long without requests; None: it does not.
+        unload_after_s: Its engines end after so long without requests; None: they do not.
+    """
+
+    name: str
+    presence: Presence
+    settled: bool
+    since_s: float
+    idle_s: float
+    devices: tuple[str, ...]
+    held_bytes: float
+    ready_bytes: float
+    asleep_bytes: float
+    wake_s: float
+    load_s: float
+    returns_s: float | None = None
+    can_sleep: bool = True
+    pinned: bool = False
+    sleep_after_s: float | None = None
+    unload_after_s: float | None = None
+
+    @property
+    def away_s(self) -> float:
+        """How long it will presumably not be asked for.
+
+        One that has been idle for longer than usual stays so for about as long again.
+        """
+        return max(self.idle_s, self.returns_s or 0.0)
+
+    def bytes_as(self, presence: Presence) -> float:
+        """What it takes once it is so."""
+        match presence:
+            case Presence.READY:
+                return self.ready_bytes
+            case Presence.ASLEEP:
+                return self.asleep_bytes
+            case _:
+                return 0.0
+
+
+@dataclass(frozen=True)
+class ModelDemand:
+    """Requests that wait for a model.
+
+    Attributes:
+        waited_s: For how long the first of them has.
+    """
+
+    model: str
+    waited_s: float
+
+
+@dataclass(frozen=True)
+class ElasticSnapshot:
+    """
+    Attributes:
+        models: All that are not being removed.
+        demands: In the order in which they came; one a model.
+        budgets: Bytes that models may take together, by device; others have no bound.
+    """
+
+    models: Sequence[ElasticModel]
+    demands: Sequence[ModelDemand]
+    budgets: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class ElasticRules:
+    """
+    Attributes:
+        residence_s: A model that has come is not put away for another before.
+        patience_s: How long a request may wait for its model.
+    """
+
+    residence_s: float
+    patience_s: float
+
+
+@dataclass(frozen=True)
+class PresenceChange:
+    """A model that is to be ``presence`` from now on."""
+
+    model: str
+    presence: Presence
+    why: str
+
+
+@dataclass(frozen=True)
+class NoRoom:
+    """A demand that is refused."""
+
+    model: str
+    why: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True)
+class ElasticDecision:
+    """Demands that are neither met by a change nor refused go on waiting."""
+
+    changes: tuple[PresenceChange, ...] = ()
+    refused: tuple[NoRoom, ...] = ()

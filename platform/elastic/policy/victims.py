@@ -1,0 +1,90 @@
+"""Who makes room: idle models whose absence costs least for what they free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from loomserve.platform.elastic.policy.snapshot import ElasticModel
+from loomserve.platform.state import Presence
+
+_LEAST_AWAY_S = 1.0
+
+
+def chosen_victims(
+    candidates: Sequence[ElasticModel], missing: Mapping[str, float]
+) -> dict[str, Presence] | None:
+    """What becomes of which models, so that so much is free.
+
+    The loss of putting one away is the time that it takes to come back, over the time until it is
+    presumably asked for again. The least loss for a byte goes first, and who turns out not to be
+    needed stays.
+
+    Args:
+        candidates: Those that may be put away.
+        missing: Bytes by device.
+
+    Returns:
+        By name; None: they do not have so much.
+    """
+    by_name = {each.name: each for each in candidates}
+    chosen: dict[str, Presence] = {}
+    while left := _left(missing, by_name, chosen):
+        options = [
+            (_loss(model, presence) / gain, model.name, presence)
+            for model, presence in _options(candidates, chosen)
+            if (gain := _gain(model, presence, chosen, left)) > 0
+        ]
+        if not options:
+            return None
+        _, name, presence = min(options)
+        chosen[name] = presence
+    for name in list(chosen):
+        fewer = {other: presence for other, presence in chosen.items() if other != name}
+        if not _left(missing, by_name, fewer):
+            chosen = fewer
+    return chosen
+
+
+def _options(
+    candidates: Sequence[ElasticModel], chosen: Mapping[str, Presence]
+) -> Iterator[tuple[ElasticModel, Presence]]:
+    for model in candidates:
+        present = chosen.get(model.name, model.presence)
+        if present is Presence.READY and model.can_sleep:
+            yield model, Presence.ASLEEP
+        if present is not Presence.UNLOADED:
+            yield model, Presence.UNLOADED
+
+
+def _loss(model: ElasticModel, presence: Presence) -> float:
+    back_s = model.wake_s if presence is Presence.ASLEEP else model.load_s
+    return back_s / max(_LEAST_AWAY_S, model.away_s)
+
+
+def _freed(model: ElasticModel, presence: Presence) -> float:
+    return max(0.0, model.held_bytes - model.bytes_as(presence))
+
+
+def _gain(
+    model: ElasticModel,
+    presence: Presence,
+    chosen: Mapping[str, Presence],
+    left: Mapping[str, float],
+) -> float:
+    before = _freed(model, chosen[model.name]) if model.name in chosen else 0.0
+    more = _freed(model, presence) - before
+    return sum(min(more, left[device]) for device in model.devices if device in left)
+
+
+def _left(
+    missing: Mapping[str, float],
+    by_name: Mapping[str, ElasticModel],
+    chosen: Mapping[str, Presence],
+) -> dict[str, float]:
+    """What is missing still, by device."""
+    left = dict(missing)
+    for name, presence in chosen.items():
+        for device in by_name[name].devices:
+            if device in left:
+                left[device] -= _freed(by_name[name], presence)
+    return {device: size for device, size in left.items() if size > 0}

@@ -1,0 +1,122 @@
+"""Who comes, who goes for whom, and who is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from loomserve.platform.elastic.policy.decide import decide
+from loomserve.platform.elastic.policy.snapshot import ElasticModel, ElasticSnapshot, ModelDemand
+from loomserve.platform.state import Presence
+from tests.unit.platform.elastic.policy.models import RULES, changes, decided, model
+
+READY, ASLEEP, UNLOADED = Presence.READY, Presence.ASLEEP, Presence.UNLOADED
+
+
+@pytest.mark.parametrize("presence", [ASLEEP, UNLOADED])
+def test_a_model_with_room_comes_at_once(presence: Presence) -> None:
+    assert changes(decided([model("a"), model("b", presence)], "b")) == {"b": READY}
+
+
+def test_without_a_budget_there_is_always_room() -> None:
+    models = [model("a"), model("b", UNLOADED, ready=2.0**60)]
+    snapshot = ElasticSnapshot(models, [ModelDemand("b", 0)], {})
+    assert changes(decide(snapshot, RULES)) == {"b": READY}
+
+
+def test_an_idle_model_sleeps_for_another_which_comes_once_it_does() -> None:
+    first = [model("a"), model("b"), model("c", UNLOADED)]
+    assert changes(decided(first, "c")) in ({"a": ASLEEP}, {"b": ASLEEP})
+    falling = [
+        model("a", ASLEEP, settled=False, held_bytes=4.0), model("b"), model("c", UNLOADED)
+    ]  # fmt: skip
+    assert changes(decided(falling, "c")) == {}
+    fallen = [model("a", ASLEEP), model("b"), model("c", UNLOADED)]
+    assert changes(decided(fallen, "c")) == {"c": READY}
+
+
+def test_where_sleep_does_not_free_enough_engines_end() -> None:
+    models = [model("a", asleep=3.0), model("b", UNLOADED, ready=8.0)]
+    assert changes(decided(models, "b")) == {"a": UNLOADED}
+
+
+def test_a_model_that_cannot_sleep_is_unloaded() -> None:
+    models = [model("a", can_sleep=False), model("b", UNLOADED, ready=8.0)]
+    assert changes(decided(models, "b")) == {"a": UNLOADED}
+
+
+@pytest.mark.parametrize(
+    "stays",
+    [{"idle_s": 0.0}, {"pinned": True}, {"settled": False}],
+    ids=lambda each: next(iter(each)),
+)
+def test_one_with_requests_or_pinned_or_on_its_way_stays(stays: dict[str, object]) -> None:
+    decision = decided([model("a", **stays), model("b", UNLOADED, ready=8.0)], "b")
+    assert changes(decision) == {}
+    (refused,) = decision.refused
+    assert refused.model == "b"
+    assert "a have requests" in refused.why
+
+
+def test_what_never_fits_is_refused_and_puts_nobody_away() -> None:
+    decision = decided([model("a"), model("b", UNLOADED, ready=11.0)], "b")
+    assert changes(decision) == {}
+    assert "device d may give models" in decision.refused[0].why
+
+
+def test_a_demand_waits_for_one_that_came_a_moment_ago_and_then_has_its_place() -> None:
+    b = model("b", UNLOADED, ready=8.0)
+    young = decided([model("a", since_s=5.0), b], "b")
+    assert (changes(young), young.refused) == ({}, ())
+    assert changes(decided([model("a", since_s=20.0), b], "b")) == {"a": ASLEEP}
+
+
+def test_a_demand_that_would_wait_too_long_is_refused_with_the_time() -> None:
+    decision = decided(
+        [model("a", since_s=5.0), model("b", UNLOADED, ready=8.0)], "b", waited_s=50.0
+    )
+    assert [(each.model, each.retry_after_s) for each in decision.refused] == [("b", 15.0)]
+
+
+def test_a_later_demand_does_not_take_what_an_earlier_one_waits_for() -> None:
+    models = [
+        model("a", ASLEEP, settled=False, held_bytes=8.0, ready=8.0),
+        model("big", UNLOADED, ready=8.0),
+        model("small", UNLOADED, ready=2.0),
+    ]
+    # There is room for the small one now, but then none for the big one.
+    assert changes(decided(models, "big", "small")) == {}
+    assert changes(decided(models, "small", "big")) == {"small": READY}
+
+
+def test_nobody_who_is_asked_for_goes_for_another() -> None:
+    models = [model("a", ASLEEP, asleep=4.0, ready=8.0), model("b", UNLOADED, ready=8.0)]
+    decision = decided(models, "b", "a")
+    assert changes(decision) == {"a": READY}
+    assert [each.model for each in decision.refused] == ["b"]
+
+
+def test_idle_models_sleep_and_then_end() -> None:
+    rules = {"sleep_after_s": 30.0, "unload_after_s": 60.0}
+    assert changes(decided([model("a", idle_s=29.0, **rules)])) == {}
+    assert changes(decided([model("a", idle_s=30.0, **rules)])) == {"a": ASLEEP}
+    assert changes(decided([model("a", ASLEEP, idle_s=59.0, **rules)])) == {}
+    assert changes(decided([model("a", ASLEEP, idle_s=60.0, **rules)])) == {"a": UNLOADED}
+    assert changes(decided([model("a", idle_s=60.0, can_sleep=False, **rules)])) == {"a": UNLOADED}
+
+
+def test_one_that_an_operator_woke_stays_for_as_long_as_after_a_request() -> None:
+    woken = model("a", idle_s=1000.0, since_s=10.0, sleep_after_s=30.0)
+    assert changes(decided([woken])) == {}
+
+
+def test_pinned_models_are_never_idle_and_models_without_rules_stay() -> None:
+    tired = {"idle_s": 9e9, "since_s": 9e9}
+    models: list[ElasticModel] = [
+        model("a", pinned=True, sleep_after_s=1.0, **tired), model("b", **tired)
+    ]  # fmt: skip
+    assert changes(decided(models)) == {}
+
+
+def test_a_demand_for_an_unknown_or_ready_model_changes_nothing() -> None:
+    decision = decided([model("a")], "gone", "a")
+    assert (changes(decision), decision.refused) == ({}, ())
