@@ -196,7 +196,7 @@ async def serve(given: dict[str, Any]) -> None:
     from loomserve.deployments.gateway.front_ends import ModelFrontEnds
     from loomserve.platform.access.metrics import KeyMetrics
     from loomserve.platform.access.token_meter import TokenMeter
-    from loomserve.platform.config import Server
+    from loomserve.platform.config import Elastic, Server
     from loomserve.platform.fleet.messages import FrontEndSpec, ModelRoute, ReplicaRoute
     from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
     from loomserve.platform.http.protocol import Bounds, bounded_protocol
@@ -206,9 +206,17 @@ async def serve(given: dict[str, Any]) -> None:
     from loomserve.platform.run.engine_address import EngineAddress
     from loomserve.platform.state import ModelStatus
 
+    async def never_asked(model: str) -> None:
+        raise AssertionError("the model is ready")
+
     registry = CollectorRegistry()
     metrics = GatewayMetrics(registry)
-    front_ends = ModelFrontEnds("token", metrics, registry, idle_timeout_s=60)
+    front_ends = ModelFrontEnds(
+        *("token", metrics, registry),
+        idle_timeout_s=60,
+        ask_for=never_asked,
+        elastic=Elastic(),
+    )
     route = ModelRoute(
         name=MODEL,
         status=ModelStatus.READY,

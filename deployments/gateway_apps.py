@@ -55,6 +55,7 @@ def build_gateway_app(
         config.isolates_tenants,
         config.batch.model_dump(mode="json") if config.batch else None,
         config.has_gateways_on_each_node,
+        config.elastic.model_dump(mode="json"),
     )
 
 

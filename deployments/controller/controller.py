@@ -20,6 +20,10 @@ import ray
 
 from loomserve.deployments.controller.models import ModelLifecycle
 from loomserve.deployments.controller.nodes import NodeKeeper
+from loomserve.deployments.controller.presence import ModelPresence
+from loomserve.deployments.controller.presence_mover import PresenceMover
+from loomserve.deployments.controller.published_routes import PublishedRoutes
+from loomserve.deployments.controller.replica_calls import ReplicaCalls
 from loomserve.deployments.controller.serve_apps import ServeApps
 from loomserve.deployments.kvstore.kv_store import store_plan
 from loomserve.deployments.kvstore.node_stores import NodeStores
@@ -50,17 +54,20 @@ from loomserve.platform.rebalancing.plans.reports import (
 )
 from loomserve.platform.rebalancing.policy.actions import Action
 from loomserve.platform.rebalancing.runner import RebalancingRunner
-from loomserve.platform.state import LendingState, ModelStatus, PlatformState, SoftwareVersions
+from loomserve.platform.state import (
+    LendingState,
+    ModelStatus,
+    PlatformState,
+    Presence,
+    SoftwareVersions,
+)
 from loomserve.platform.state.roles import Role
 
 _log = logging.getLogger("ray.serve")
 
 _TICK_S = 0.5
-_SERVE_STATUS_PERIOD_S = 3.0
-_WATCH_TIMEOUT_S = 25.0
 # After a controller's end its replicas find the next one; after a node's end that takes longest.
 _LEARNS_S = 20.0
-_UNKNOWN_VERSION = 0
 _UNSETTLED = {ModelStatus.LOADING, ModelStatus.DEGRADED}
 
 T = TypeVar("T")
@@ -89,6 +96,9 @@ class Controller:
         self._models = ModelLifecycle(
             checked, base, internal_token, options, self._fleet, apps, self._save
         )
+        calls = ReplicaCalls(internal_token)
+        mover = PresenceMover(self._fleet, self._models, calls, self._publish)
+        self._presence = ModelPresence(checked, Path(base), self._fleet, mover)
         plan = store_plan(checked, Path(base)) if checked.cluster is not None else None
         self._stores = NodeStores(plan, internal_token) if plan is not None else None
         self._nodes = NodeKeeper(
@@ -106,9 +116,7 @@ class Controller:
         self._rebalancing = RebalancingRunner(
             checked, Path(base), self._fleet, self._models.set_role, self._models.scale
         )
-        self._routes = Routes(version=_UNKNOWN_VERSION, models=())
-        self._changed = asyncio.Condition()
-        follow = self._models.note_failures
+        self._routes = PublishedRoutes()
         self._tasks = [
             asyncio.create_task(work)
             for work in (
@@ -116,10 +124,11 @@ class Controller:
                 every(_TICK_S, self._publish),
                 # Plans change what is wished, too.
                 every(_TICK_S, self._save),
-                every(_SERVE_STATUS_PERIOD_S, follow, delay_s=_SERVE_STATUS_PERIOD_S),
+                self._models.follow_failures(),
                 *([self._nodes.run()] if checked.cluster is not None else []),
                 *([self._stores.run()] if self._stores is not None else []),
                 self._rebalancing.run(),
+                self._presence.run(),
             )
         ]
 
@@ -138,19 +147,16 @@ class Controller:
 
     async def watch(self, version: int) -> Routes:
         """The routes, as soon as they differ from ``version``; at the latest after 25 s."""
-        async with self._changed:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(
-                    self._changed.wait_for(
-                        lambda: self._routes.version not in {_UNKNOWN_VERSION, version}
-                    ),
-                    _WATCH_TIMEOUT_S,
-                )
-        return self._routes
+        return await self._routes.watch(version)
 
     async def engines(self) -> ServedEngines:
         """All models, each with the last heartbeats of its live replicas."""
         return self._fleet.views.engines(time.monotonic())
+
+    @replies
+    async def want(self, name: str) -> None:
+        """Requests wait for a model; refused at once where there is no room for it."""
+        await self._presence.want(name)
 
     async def report_gateway(self, heartbeat: GatewayHeartbeat) -> GatewayOrders:
         """Take in a gateway's heartbeat; returns what it may use, and who else there is."""
@@ -182,6 +188,11 @@ class Controller:
     @replies
     async def unload(self, name: str, timeout_s: float | None) -> PlatformState:
         await self._published(self._models.unload(name, timeout_s))
+        return self._state()
+
+    @replies
+    async def set_presence(self, name: str, presence: Presence) -> PlatformState:
+        await self._published(self._presence.set(name, presence))
         return self._state()
 
     @replies
@@ -302,16 +313,13 @@ class Controller:
             return
         self._learns_until = now
         routes = Routes(
-            version=self._routes.version,
+            version=self._routes.current.version,
             models=models,
             # Of no use without models, for which gateways wait.
             aliases=self._fleet.aliases.all if models else {},
             drained_nodes=tuple(sorted(self._fleet.nodes.drained)),
         )
-        if routes != self._routes:
-            async with self._changed:
-                self._routes = routes.model_copy(update={"version": time.monotonic_ns()})
-                self._changed.notify_all()
+        await self._routes.publish(routes)
 
     def _state(self) -> PlatformState:
         return _platform_state(self._fleet, self._started_at)

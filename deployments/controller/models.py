@@ -14,6 +14,7 @@ from loomserve.deployments.controller.replicas import ModelReplicas
 from loomserve.deployments.controller.serve_apps import ServeApps
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.base.errors import BadRequest, ConfigError, Conflict
+from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config, Model
 from loomserve.platform.devices.memory import least_replicas
 from loomserve.platform.fleet.fleet import Fleet
@@ -25,12 +26,13 @@ from loomserve.platform.fleet.messages import (
 )
 from loomserve.platform.lengths.stored import check_predictor
 from loomserve.platform.scheduling.options import scheduler_options
-from loomserve.platform.state import ModelState
+from loomserve.platform.state import ModelState, Presence
 from loomserve.platform.state.roles import Role
 
 _log = logging.getLogger("ray.serve")
 
 _POLL_S = 0.5
+_SERVE_STATUS_PERIOD_S = 3.0
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 15.0
 # Replicas learn of it with their next heartbeat; before that, a request may still start.
 _UNLOAD_KNOWN_S = 3.0
@@ -74,7 +76,7 @@ class ModelLifecycle:
     def load_configured(self, replicas: dict[str, int]) -> None:
         """Load the models of the configuration, each with so many replicas."""
         for model in self._config.models:
-            self._fleet.registry.add(model, replicas[model.name])
+            self._fleet.registry.add(model, replicas[model.name], _first(model))
         self._spawn(self._deploy_all(self._config.models))
 
     def resume(self) -> None:
@@ -104,8 +106,7 @@ class ModelLifecycle:
                 self._settle(model.name)
 
     def _settle(self, name: str) -> None:
-        work = partial(self._replicas.settle, name)
-        self._spawn(self._until_done(f"placing the replicas of {name}", work))
+        self._spawn(self.place(name))
 
     async def load(self, model: Model) -> None:
         """Load a model, which serves later.
@@ -129,8 +130,13 @@ class ModelLifecycle:
                 "configuration and start again",
                 param="kvstore_quota",
             )
-        self._fleet.registry.add(model, least_replicas(model))
+        self._fleet.registry.add(model, least_replicas(model), _first(model))
         self._spawn(self._deploy(model))
+
+    async def place(self, name: str) -> None:
+        """Have Serve start and end a model's replicas until there are as many as there shall be."""
+        work = partial(self._replicas.settle, name)
+        await self._until_done(f"placing the replicas of {name}", work)
 
     async def unload(self, name: str, timeout_s: float | None) -> None:
         """Unload a model once its requests have ended, at the latest after ``timeout_s``.
@@ -202,6 +208,10 @@ class ModelLifecycle:
             )
         self._fleet.registry.set_role(replica_id, role)
 
+    async def follow_failures(self) -> None:
+        """Ask Serve every few seconds, until cancelled."""
+        await every(_SERVE_STATUS_PERIOD_S, self.note_failures, delay_s=_SERVE_STATUS_PERIOD_S)
+
     async def note_failures(self) -> None:
         """Ask Serve why models have no replicas."""
         unready = [m for m in self._fleet.views.models(time.monotonic()) if not m.replicas]
@@ -213,7 +223,9 @@ class ModelLifecycle:
         statuses = await self._apps.statuses()
         for model in unready:
             for app in devices_with_replicas(model.name, statuses).values():
-                if app.status in {"DEPLOY_FAILED", "UNHEALTHY"}:
+                # What is unhealthy Serve starts anew, for which requests wait that can.
+                waited_for = self._fleet.registry.record(model.name).on_demand
+                if app.status == "DEPLOY_FAILED" or (app.status == "UNHEALTHY" and not waited_for):
                     self._fleet.registry.set_failure(model.name, _reason(app))
 
     async def _deploy(self, model: Model) -> None:
@@ -269,6 +281,11 @@ class ModelLifecycle:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("work on models has ended with an error", exc_info=error)
             self.failure = error
+
+
+def _first(model: Model) -> Presence:
+    """What a model is before anybody has asked for it."""
+    return Presence.UNLOADED if model.start == "on_demand" else Presence.READY
 
 
 def _reason(app: Any) -> str:

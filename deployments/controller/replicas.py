@@ -89,6 +89,8 @@ class ModelReplicas:
             await self._apps.delete(name, there)
 
     def _wanted(self, model: Model, target: int, there: Mapping[str, Any]) -> tuple[str, ...]:
+        if not target:
+            return ()
         if model.pipeline is not None:
             # Its first device stands for all.
             return model.devices[:1]

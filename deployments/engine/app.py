@@ -9,7 +9,7 @@ from ray import serve
 
 from loomserve.deployments.engine.engine_replica import EngineReplica
 from loomserve.deployments.serve_logging import QUIET
-from loomserve.platform.config import LOCAL_PROMPT_TOKENS
+from loomserve.platform.config import LOCAL_PROMPT_TOKENS, Model
 from loomserve.platform.engine.options.names import of_engine
 from loomserve.platform.engine.precision import cpu_dtype
 from loomserve.platform.engine.process.environment import VLLM_ENVIRONMENT
@@ -88,8 +88,12 @@ def _cpu_options() -> dict[str, str]:
     }
 
 
-def _cuda_options() -> dict[str, str]:
-    return {"worker_cls": "loomserve.platform.engine.resumption.gpu_worker.ResumingGpuWorker"}
+def _cuda_options(model: Model) -> dict[str, Any]:
+    return {
+        "worker_cls": "loomserve.platform.engine.resumption.gpu_worker.ResumingGpuWorker",
+        # vLLM then allocates what can be given back; others need not.
+        **({"enable_sleep_mode": True} if model.idle_rules is not None else {}),
+    }
 
 
 def _lending_options() -> dict[str, Any]:
@@ -111,7 +115,7 @@ def _engine_options(spec: EngineSpec) -> dict[str, Any]:
     return {
         "kv_cache_memory_bytes": _kv_bytes_of_a_worker(spec),
         "pipeline_parallel_size": max(1, len(spec.stage_layers)),
-        **(_cpu_options() if spec.devices[0].kind == "cpu" else _cuda_options()),
+        **(_cpu_options() if spec.devices[0].kind == "cpu" else _cuda_options(spec.model)),
         "scheduler_cls": "loomserve.platform.engine.scheduler.make_scheduler",
         **({"revision": spec.model.revision} if spec.model.revision else {}),
         "allowed_media_domains": [*spec.media_hosts] or [_NO_HOST],

@@ -15,13 +15,14 @@ from prometheus_client import generate_latest
 from ray import serve
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from loomserve.deployments.engine.claiming import claim_device, stages_of, weights_here
 from loomserve.deployments.engine.heartbeat import HeartbeatSender
 from loomserve.deployments.ray_node import keep_calls_on_node, node_address
 from loomserve.kvstore.server.options import on_this_node
+from loomserve.platform.base.errors import Conflict
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.base.periodic import every
 from loomserve.platform.devices.claims import DeviceClaim
@@ -30,7 +31,9 @@ from loomserve.platform.engine.core.messages import EngineStart
 from loomserve.platform.engine.core.move_orders import MoveOrders
 from loomserve.platform.engine.footprint import Footprint, constants
 from loomserve.platform.fleet.messages import (
+    AWAKE_PATH,
     LOAD_PATH,
+    AwakeOrder,
     DesiredState,
     EngineSpec,
     FrontEndSpec,
@@ -53,6 +56,10 @@ _STATS_PERIOD_S = 1.0
 _STATS_TIMEOUT_S = 5.0
 # A step may take long, and loans are looked after between two.
 _LOANS_TIMEOUT_S = 60.0
+# On a GPU weights may have to come back from the host's memory.
+_AWAKE_TIMEOUT_S = 60.0
+# vLLM's: weights stay at hand.
+_SLEEP_LEVEL = 1
 _EMPTY_POLL_S = 0.25
 _STOP_TIMEOUT_S = 5.0
 
@@ -128,6 +135,7 @@ class EngineReplica:
             routes=[
                 Route(LOAD_PATH, self._show_load),
                 Route("/metrics", self._show_metrics),
+                Route(AWAKE_PATH, self._set_awake, methods=["PUT"]),
                 *self._loans.routes,
             ]
         )
@@ -169,6 +177,19 @@ class EngineReplica:
     async def _show_metrics(self, request: Request) -> Response:
         page = await self._engine.metrics(_STATS_TIMEOUT_S) + generate_latest().decode()
         return PlainTextResponse(page)
+
+    async def _set_awake(self, request: Request) -> Response:
+        order = AwakeOrder.model_validate_json(await request.body())
+        try:
+            if order.awake:
+                await self._engine.wake(timeout_s=_AWAKE_TIMEOUT_S)
+            else:
+                await self._engine.sleep(_SLEEP_LEVEL, timeout_s=_AWAKE_TIMEOUT_S)
+        except ValueError as error:
+            refused = Conflict(f"the engine does not sleep: {error}")
+            return JSONResponse(refused.body(), status_code=refused.status)
+        await self._read_load()
+        return JSONResponse({"asleep": self._load.asleep})
 
     async def _read_load(self) -> None:
         self._load = await self._engine.stats(_STATS_TIMEOUT_S)

@@ -16,6 +16,7 @@ from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.config import ApiKey
 from loomserve.platform.fleet.messages import ModelRoute
+from loomserve.platform.http.held_answer import COMMENT
 from loomserve.platform.lengths.service import LengthPredictions, counts_once
 from loomserve.platform.requests.answer_length import AnswerLength
 from loomserve.platform.requests.answer_tokens import (
@@ -146,6 +147,8 @@ class _WatchedAnswer:
         self._hidden: HiddenUsage | None = None
         self._headers: list[tuple[bytes, bytes]] = []
         self._began = False
+        self._waits = False
+        """Whether nothing but comments has come."""
         self._complete = False
 
     def counted(
@@ -170,7 +173,7 @@ class _WatchedAnswer:
     def tokens(self) -> Tokens | None:
         """Tokens of prompt and answer; None: unknown, not counted, or the answer is an error."""
         refused = not self._began and self.status != _CLIENT_CLOSED_REQUEST
-        if self._usage is None or refused:
+        if self._usage is None or refused or self._waits:
             return None
         return self._usage.tokens(complete=self._complete)
 
@@ -182,6 +185,11 @@ class _WatchedAnswer:
                 message = {**message, "headers": [*message["headers"], *self._headers]}
         else:
             piece: bytes = message.get("body", b"")
+            # It comes by itself, before the answer, and is no token.
+            self._waits = piece is COMMENT
+            if self._waits:
+                await self._send(message)
+                return
             self._complete = not message.get("more_body", False)
             if self.length is not None:
                 self.length.feed(piece)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection, Coroutine
+from collections.abc import AsyncIterator, Collection, Coroutine
+from contextlib import asynccontextmanager
 from typing import Any
 
 import aiohttp
@@ -23,13 +24,17 @@ from loomserve.deployments.gateway.replica_choice import AnswerContext
 from loomserve.deployments.gateway.store_readings import StoreReadings
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.heap import settle_heap
+from loomserve.platform.config import Elastic
+from loomserve.platform.elastic.metrics import WaitingMetrics
+from loomserve.platform.elastic.waiting_room import AskFor, WaitingRoom
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.front_end.engine.serving import settle_environment
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.front_end.routing import routing_context
-from loomserve.platform.http.client_gone import ClientGoneError
+from loomserve.platform.http.client_gone import ClientGoneError, while_connected
+from loomserve.platform.http.held_answer import HeldAnswer
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.routers.in_flight import InFlight
 
@@ -46,13 +51,17 @@ class ModelFrontEnds:
         registry: CollectorRegistry,
         *,
         idle_timeout_s: float,
+        ask_for: AskFor,
+        elastic: Elastic,
     ) -> None:
         """
         Args:
             internal_token: what replicas' sockets ask for.
             metrics: count requests.
-            registry: gets the metrics of requests that went on elsewhere.
+            registry: gets the metrics of requests that went on elsewhere, or waited for a model.
             idle_timeout_s: an answer that has begun ends after so long without a byte.
+            ask_for: has the controller make a model ready.
+            elastic: how requests wait for it.
         """
         verify("vllm")
         settle_environment()
@@ -65,6 +74,8 @@ class ModelFrontEnds:
             hang_s=min(ContinuationBounds.hang_s, idle_timeout_s / 2),
             begun_timeout_s=idle_timeout_s,
         )
+        self._comment_s = elastic.comment_s
+        self._room = WaitingRoom(ask_for, elastic, WaitingMetrics(registry))
         self._client = InternalClient(internal_token)
         self._models: dict[str, ModelFrontEnd] = {}
         self._closing: set[asyncio.Task[None]] = set()
@@ -90,6 +101,7 @@ class ModelFrontEnds:
                     bounds=self._bounds,
                 )
             self._models[name].apply(route)
+        self._room.apply(routes)
 
     def set_stores(self, stores: StoreReadings) -> None:
         for model in self._models.values():
@@ -114,6 +126,27 @@ class ModelFrontEnds:
             EngineGone: engines ended with it, or its answer stood still.
             InternalError: the front end or an engine failed on it.
         """
+        if not self._room.waits_for(request.model):
+            await self._answer(request, receive, send)
+            return
+        try:
+            async with self._held(request, send) as held:
+                await while_connected(self._room.until_ready(request.model), receive)
+                await self._answer(request, receive, held)
+        except ClientGoneError:
+            self._metrics.client_disconnected(request.model)
+
+    @asynccontextmanager
+    async def _held(self, request: ForwardRequest, send: Send) -> AsyncIterator[Send]:
+        """What a request that waits for its model is answered by: a stream gets comments."""
+        if not request.content.fields.get("stream"):
+            yield send
+            return
+        held = HeldAnswer(send)
+        async with held.comments(self._comment_s):
+            yield held.send
+
+    async def _answer(self, request: ForwardRequest, receive: Receive, send: Send) -> None:
         front_end = self._models.get(request.model)
         if front_end is None:
             raise Unavailable(
@@ -142,6 +175,7 @@ class ModelFrontEnds:
         return collected.status, bytes(collected.body)
 
     async def close(self) -> None:
+        await self._room.close()
         self.set_models(())
         await asyncio.gather(*self._closing)
         await self._client.close()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from ray import serve
+from ray.serve.handle import DeploymentHandle
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -52,8 +53,10 @@ from loomserve.platform.access.shared_counts import LOOK_S, OnlyOne
 from loomserve.platform.access.token_meter import SAVE_S, TokenMeter, usage_path
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.base.periodic import every
+from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.admin import build_batch_router
-from loomserve.platform.config import Batch, Server
+from loomserve.platform.config import Batch, Elastic, Server
+from loomserve.platform.elastic.waiting_room import AskFor
 from loomserve.platform.fleet.messages import (
     BATCH_APP,
     BATCH_DEPLOYMENT,
@@ -96,6 +99,7 @@ class Gateway:
         isolates_tenants: bool,
         batch: dict[str, Any] | None,
         several_nodes: bool = False,
+        elastic: dict[str, Any] | None = None,
     ) -> None:
         keep_calls_on_node()
         self._server = Server.model_validate(server)
@@ -112,11 +116,15 @@ class Gateway:
         )
         self._requests = RequestMeter(place, allowances=allowances)
         self._lengths = LengthPredictions(self._metrics)
-        self._forwarder = await _answering(self._server, internal_token, self._metrics, registry)
+        self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
+        self._forwarder = await _answering(
+            *(self._server, internal_token, self._metrics, registry),
+            ask_for=_asking(self._controller),
+            elastic=Elastic.model_validate(elastic or {}),
+        )
         self._others = OtherFrontEnds(
             place, internal_token, node_address(), self._forwarder.get, node_name=self._node
         )
-        self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
         options = Batch.model_validate(batch) if batch else None
         self._routes = ModelRoutes(
             self._forwarder.is_set_up,
@@ -335,12 +343,32 @@ async def _health(request: Request) -> Response:
     return JSONResponse({"status": "alive"})
 
 
+def _asking(controller: DeploymentHandle) -> AskFor:
+    """Has the controller make a model ready; raises its refusal."""
+
+    async def ask_for(model: str) -> None:
+        async with asyncio.timeout(_REPORT_TIMEOUT_S):
+            reply: Reply[None] = await controller.want.remote(model)
+        reply.get()
+
+    return ask_for
+
+
 async def _answering(
-    server: Server, internal_token: str, metrics: GatewayMetrics, registry: CollectorRegistry
+    server: Server,
+    internal_token: str,
+    metrics: GatewayMetrics,
+    registry: CollectorRegistry,
+    *,
+    ask_for: AskFor,
+    elastic: Elastic,
 ) -> Answering:
     front_ends = await asyncio.to_thread(_import_front_ends)
     return front_ends(
-        internal_token, metrics, registry, idle_timeout_s=server.stream_idle_timeout_s
+        *(internal_token, metrics, registry),
+        idle_timeout_s=server.stream_idle_timeout_s,
+        ask_for=ask_for,
+        elastic=elastic,
     )
 
 

@@ -129,7 +129,7 @@ class ModelRoutes:
             BadRequest: no model is named, and there are several.
             UnknownModel: there is no model of this name.
             Forbidden: the key is for other models.
-            Unavailable: no replica of the model is ready.
+            Unavailable: no replica of the model is ready, and requests do not wait for it.
         """
         names = self._names(key)
         if model is None and len(names) == 1:
@@ -143,7 +143,7 @@ class ModelRoutes:
         route = self._routes[model]
         if route.status is ModelStatus.UNLOADING:
             raise UnknownModel(f"The model {model!r} is being unloaded.", param="model")
-        if not route.replicas:
+        if not route.replicas and not route.on_demand:
             raise Unavailable(
                 f"model {model!r} is {route.status}; try again shortly",
                 reason="model_not_ready",
@@ -201,11 +201,16 @@ class ModelRoutes:
             if any(models.values())
         }
 
+    def _takes_requests(self, route: ModelRoute) -> bool:
+        # For one that comes and goes they wait.
+        is_set_up = route.status in _SERVING and self._is_set_up(route.name)
+        return route.on_demand or is_set_up
+
     async def ready(self, request: Request) -> Response:
         ready = (
             not self.drained
             and bool(self._routes)
-            and all(route.status in _SERVING and self._is_set_up(route.name) for route in self)
+            and all(self._takes_requests(route) for route in self)
         )
         key = _key(request)
         shown = self._names(key) if key is not None or not self._with_keys else ()

@@ -25,6 +25,7 @@ from loomserve.kvstore.metrics import KvStoreMetrics
 from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.batch.metrics import BatchMetrics
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
+from loomserve.platform.elastic.metrics import WaitingMetrics
 from loomserve.platform.front_end.metrics import ContinuationMetrics
 from loomserve.platform.http.exposition import merge, split_gauges
 from loomserve.platform.lending import metrics as lending
@@ -48,6 +49,7 @@ from loomserve.platform.state import (
     KvNetworkState,
     KvPeerState,
     KvState,
+    ModelStatus,
     OfflineModelState,
 )
 
@@ -383,6 +385,9 @@ def test_the_catalog_lists_every_metric_with_its_labels(
     KvStoreMetrics(registry).set_states({"": KV_STATE})
     BatchMetrics(registry).set_state(BATCH_STATE)
     RebalancingMetrics(registry).set_state(REBALANCING_STATE)
+    waiting = WaitingMetrics(registry)
+    waiting.set_states({"chat": ModelStatus.ASLEEP})
+    waiting.waited("chat", "ready", 0.3)
     continuation = ContinuationMetrics(registry).of("chat")
     continuation.continued("gone")
     continuation.paused(0.1)

@@ -9,17 +9,14 @@ import pytest
 
 from loomserve.platform.base.errors import BadRequest, Conflict
 from loomserve.platform.config import Alias
-from tests.unit.deployments.controller.test_controller import (
+from tests.unit.deployments.controller.controllers import (
     CONFIG,
-    EXTRA,
     FakeServe,
     controlled,
-    serve,
     told,
 )
+from tests.unit.deployments.controller.test_controller import EXTRA
 from tests.unit.platform.fleet.heartbeats import COLD, HOT
-
-__all__ = ["serve"]
 
 
 def test_aliases_are_told_to_gateways_at_once_and_outlive_controllers(serve: FakeServe) -> None:

@@ -5,140 +5,31 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from loomserve.deployments.controller import controller as module
-from loomserve.deployments.controller import models as lifecycle
-from loomserve.deployments.controller import nodes as node_keeper
 from loomserve.deployments.controller.controller import Controller
-from loomserve.deployments.ray_node import LivingNode
 from loomserve.platform.base.errors import Conflict
-from loomserve.platform.base.reply import Reply
-from loomserve.platform.config import LOCAL_NODE, Config, Model
+from loomserve.platform.config import Config, Model
 from loomserve.platform.fleet.messages import (
-    EngineSpec,
-    Heartbeat,
-    devices_with_replicas,
     replica_app,
 )
 from loomserve.platform.fleet.wish_store import WishesTakenOverError
 from loomserve.platform.state import FootprintState, ModelStatus
+from tests.unit.deployments.controller.controllers import (
+    PATIENCE_S,
+    FakeServe,
+    controlled,
+    heard,
+    states,
+    told,
+    until,
+)
 from tests.unit.platform.fleet.heartbeats import COLD, HOT, borrowing, report
 
-CONFIG = Config(
-    devices=[{"name": "core0", "cores": (0,)}, {"name": "core1", "cores": (1,)}],
-    models=[HOT.model_copy(update={"source": "demo"}), COLD],
-)
 EXTRA = Model(name="org/extra", source="demo", devices=("core0", "core1"))
-PATIENCE_S = 10.0
-
-
-class FakeServe:
-    """Applications that outlive controllers, as Serve's do; calls fail as often as told."""
-
-    def __init__(self) -> None:
-        self.apps: set[str] = set()
-        self.deleting: set[str] = set()
-        self.up: set[str] = {LOCAL_NODE}
-        self.failing: list[Exception] = []
-        self.hangs = False
-        self.cancelled: list[str] = []
-        self.deletes = 0
-
-    def devices(self, model: str) -> list[str]:
-        return sorted(devices_with_replicas(model, dict.fromkeys(self.apps)))
-
-    async def _answer(self) -> None:
-        await asyncio.sleep(0)
-        if self.hangs:
-            await asyncio.sleep(3600)
-        if self.failing:
-            raise self.failing.pop(0)
-
-    async def deploy(self, spec: EngineSpec, devices: Sequence[str], base: str) -> str | None:
-        await self._answer()
-        new = {replica_app(spec.model.name, device) for device in devices}
-        assert not new & self.deleting, "Serve would delete them all the same"
-        self.apps |= new
-        return None
-
-    def stop_deploying(self, name: str) -> None:
-        self.cancelled.append(name)
-
-    async def delete(self, name: str, devices: Collection[str]) -> None:
-        self.deletes += 1
-        await self._answer()
-        gone = {replica_app(name, device) for device in devices}
-        self.apps -= gone
-        self.deleting -= gone
-
-    async def statuses(self) -> Mapping[str, Any]:
-        return {
-            app: SimpleNamespace(status="DELETING" if app in self.deleting else "RUNNING")
-            for app in self.apps
-        }
-
-    async def nodes(self) -> dict[str, LivingNode]:
-        return {name: LivingNode(name, has_state=False) for name in self.up}
-
-
-@pytest.fixture
-def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeServe:
-    fake = FakeServe()
-    monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(module, "ServeApps", lambda *_: fake)
-    monkeypatch.setattr(module, "wishes_folder", lambda _: tmp_path)
-    monkeypatch.setattr(module, "_TICK_S", 0.02)
-    monkeypatch.setattr(node_keeper, "_PERIOD_S", 0.02)
-    for name in ("_POLL_S", "_UNLOAD_KNOWN_S", "_FIRST_RETRY_S", "_LAST_RETRY_S"):
-        monkeypatch.setattr(lifecycle, name, 0.01)
-    return fake
-
-
-@asynccontextmanager
-async def controlled(*, first: bool = False, config: Config = CONFIG) -> AsyncIterator[Controller]:
-    """One controller, which dies at the end of the block without a word."""
-    made = Controller.__new__(Controller)
-    store = {"folder": "/nowhere", "arena": "/nowhere/arena", "memory": 1}
-    replicas = {model.name: 1 for model in config.models}
-    await Controller.__init__(made, config.model_dump(mode="json"), replicas, "t", "/", store)
-    try:
-        if first:
-            await made.load_configured()
-            apps: Any = made._models._apps
-            await until(lambda: all(apps.devices(model.name) for model in config.models))
-        yield made
-    finally:
-        for task in [*made._tasks, *made._models._tasks]:
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
-        await made._rebalancing._rebalancer.close()
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
-
-
-async def told(answer: Awaitable[Reply[Any]]) -> Any:
-    return (await answer).get()
-
-
-async def heard(controller: Controller, *reports: Heartbeat) -> None:
-    for each in reports:
-        await controller.report(each)
-
-
-def states(controller: Controller) -> dict[str, ModelStatus]:
-    return {model.name: model.status for model in controller._state().models}
 
 
 def test_an_unload_goes_on_with_the_next_controller(serve: FakeServe) -> None:

@@ -9,12 +9,13 @@ from loomserve.platform.config import Device, Model
 from loomserve.platform.fleet.messages import EngineSpec
 from loomserve.platform.scheduling.options import SchedulerOptions
 
+CORE, GPU = Device(name="d", cores=(0,)), Device(name="d", kind="cuda", gpu=0)
 
-@pytest.mark.parametrize("revision", [None, "0123abcd"])
-def test_an_engine_fetches_the_configured_revision(revision: str | None) -> None:
-    spec = EngineSpec(
-        model=Model(name="m", source="org/m", revision=revision, devices=("core0",)),
-        devices=(Device(name="core0", kind="cpu", cores=(0,)),),
+
+def spec_of(model: Model, device: Device) -> EngineSpec:
+    return EngineSpec(
+        model=model,
+        devices=(device,),
         path="org/m",
         internal_token="t",
         drain_timeout_s=1,
@@ -22,4 +23,22 @@ def test_an_engine_fetches_the_configured_revision(revision: str | None) -> None
         lending=None,
         scheduling=SchedulerOptions(),
     )
+
+
+@pytest.mark.parametrize("revision", [None, "0123abcd"])
+def test_an_engine_fetches_the_configured_revision(revision: str | None) -> None:
+    spec = spec_of(Model(name="m", source="org/m", revision=revision, devices=("d",)), CORE)
     assert _engine_options(spec).get("revision") == revision
+
+
+@pytest.mark.parametrize(
+    ("device", "start", "can_sleep"),
+    [(GPU, "now", None), (GPU, "on_demand", True), (CORE, "on_demand", None)],
+)
+def test_a_gpus_engine_can_sleep_if_its_model_comes_and_goes(
+    device: Device, start: str, can_sleep: bool | None
+) -> None:
+    model = Model.model_validate(
+        {"name": "m", "source": "org/m", "devices": ("d",), "start": start}
+    )
+    assert _engine_options(spec_of(model, device)).get("enable_sleep_mode") is can_sleep

@@ -156,3 +156,15 @@ def test_readiness_waits_until_this_gateway_has_the_front_end_of_every_model() -
     # A model that comes later has to be set up, too.
     routes.apply([route("chat"), route("code"), route("more")])
     assert response(routes.ready, None).status_code == 503
+
+
+def test_requests_go_to_a_model_that_comes_when_it_is_asked_for() -> None:
+    models = ModelRoutes(lambda _: False)
+    asleep = route("chat", ModelStatus.UNLOADED, replicas=0)
+    models.apply([asleep])
+    with pytest.raises(Unavailable):
+        models.find("chat", None)
+    models.apply([asleep.model_copy(update={"on_demand": True})])
+    assert models.find("chat", None).name == "chat"
+    assert asked(models.list_models, None)["data"][0]["status"] == "unloaded"
+    assert response(models.ready, None).status_code == 200

@@ -18,6 +18,7 @@ from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.base.errors import TooManyRequests, Unavailable
 from loomserve.platform.config import ApiKey
+from loomserve.platform.http.held_answer import COMMENT
 from loomserve.platform.requests.metrics import GatewayMetrics
 from tests.unit.deployments.gateway.engines import AnsweringEngines
 
@@ -43,6 +44,11 @@ class Engine(AnsweringEngines):
         if body.get("user") == "refused":
             raise Unavailable("no replica")
         await send({"type": "http.response.start", "status": 200, "headers": []})
+        if "waits" in (user := str(body.get("user"))):
+            for _ in range(3):
+                await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+            if user == "waits in vain":
+                raise Unavailable("no room")
         self.computed += PROMPT
         options = body.get("stream_options", {})
         for done in range(1, body["max_tokens"] + 1):
@@ -143,6 +149,15 @@ def test_what_no_engine_takes_costs_nothing(gateway: Gateway) -> None:
     with pytest.raises(Unavailable):
         asyncio.run(gateway.ask(LIMITED, user="refused"))
     assert gateway.charged(LIMITED) == 0
+
+
+def test_comments_of_a_stream_that_waits_cost_nothing(gateway: Gateway) -> None:
+    answer = asyncio.run(gateway.ask(LIMITED, user="waits"))
+    assert bytes(answer.body).startswith(3 * COMMENT)
+    assert gateway.charged(LIMITED) == PROMPT + 5
+    with pytest.raises(Unavailable):
+        asyncio.run(gateway.ask(LIMITED, user="waits in vain"))
+    assert gateway.charged(LIMITED) == PROMPT + 5
 
 
 def test_over_ten_minutes_the_limit_holds_with_streams_that_are_cut_off(gateway: Gateway) -> None:

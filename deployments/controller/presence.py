@@ -1,0 +1,233 @@
+"""Has models come and go: what is asked for is made ready, what is idle sleeps or ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from loomserve.deployments.controller.presence_mover import PresenceMover
+from loomserve.platform.base.errors import (
+    Conflict,
+    LoomserveError,
+    Unavailable,
+    UnknownModel,
+)
+from loomserve.platform.base.periodic import every
+from loomserve.platform.config import Config, Model
+from loomserve.platform.elastic.observe import ElasticObserver, is_settled
+from loomserve.platform.elastic.policy.decide import decide
+from loomserve.platform.elastic.policy.snapshot import (
+    ElasticDecision,
+    ElasticRules,
+    NoRoom,
+)
+from loomserve.platform.fleet.fleet import Fleet
+from loomserve.platform.fleet.registry import ModelRecord
+from loomserve.platform.models import catalog
+from loomserve.platform.state import Presence
+
+_log = logging.getLogger("ray.serve")
+
+_TICK_S = 0.5
+# A gateway whose requests wait for a model says so every two seconds.
+_DEMAND_EXPIRES_S = 6.0
+# Replicas that are there are told again, and Serve is asked for those that are not.
+_RETRY_S, _PLACE_AGAIN_S = 1.0, 10.0
+# A model that could not be loaded is tried again with the first request after so long.
+_FAILED_S = 15.0
+
+
+class ModelPresence:
+    """Carries out which models are ready, asleep or unloaded, for requests and for operators."""
+
+    def __init__(
+        self,
+        config: Config,
+        base: Path,
+        fleet: Fleet,
+        mover: PresenceMover,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """
+        Args:
+            config: the platform's.
+            base: folder to which sources are relative.
+            fleet: knows what models are.
+            mover: makes them what they are to be.
+            clock: seconds of the fleet's clock.
+        """
+        self._base, self._fleet, self._mover, self._clock = base, fleet, mover, clock
+        options = config.elastic
+        self._rules = ElasticRules(options.residence_s, options.wait_timeout_s)
+        budgets = {each.name: float(each.memory) for each in config.devices if each.memory}
+        self._observer = ElasticObserver(fleet, budgets, mover.wake_s)
+        self._sizes_matter = bool(budgets)
+        self._demands: dict[str, float] = {}
+        self._asked_at: dict[str, float] = {}
+        self._failed_at: dict[str, float] = {}
+        self._tried_at: dict[str, float] = {}
+
+    async def run(self) -> None:
+        """Look at all models until cancelled."""
+        try:
+            await every(_TICK_S, self._look, failed=_say)
+        finally:
+            await self._mover.close()
+
+    # What gateways and operators ask for
+
+    async def want(self, name: str) -> None:
+        """Requests wait for a model: have it come, or say why it does not.
+
+        Raises:
+            UnknownModel: there is no such model, or it is being unloaded.
+            Unavailable: there is no room for it, or it cannot be loaded.
+        """
+        record = self._record(name)
+        await self._learn_size(record.model)
+        now = self._clock()
+        if record.failure is not None and not self._fleet.registry.live(name, now):
+            self._check_failure(record, now)
+        if self._demanded(name) is None:
+            return
+        # Who has requests may have had its last one since its heartbeat.
+        await self._mover.ask_for_loads()
+        refused = self._demanded(name)
+        if refused is not None:
+            raise Unavailable(
+                f"there is no room for model {name!r} now: {refused.why}",
+                reason="no_room",
+                retry_after_s=refused.retry_after_s,
+            )
+
+    def _demanded(self, name: str) -> NoRoom | None:
+        """Decide with a demand for this model; its refusal, if it is refused."""
+        now = self._clock()
+        self._demands.setdefault(name, now)
+        self._asked_at[name] = now
+        decision = self._decide(now)
+        return next((each for each in decision.refused if each.model == name), None)
+
+    async def set(self, name: str, presence: Presence) -> None:
+        """Have a model be ready, asleep or unloaded, as an operator wishes.
+
+        Raises:
+            UnknownModel: there is no such model, or it is being unloaded.
+            Unavailable: there is no room for it.
+            Conflict: it has requests, or no engine that could sleep.
+        """
+        record = self._record(name)
+        if presence is Presence.READY:
+            await self.want(name)
+            return
+        if presence is Presence.ASLEEP and record.presence is Presence.UNLOADED:
+            raise Conflict(f"model {name!r} has no engine that could sleep: wake it first")
+        self._demands.pop(name, None)
+        if record.presence is not presence:
+            await self._mover.change(name, presence, "an operator put it away")
+
+    def _record(self, name: str) -> ModelRecord:
+        record = self._fleet.registry.record(name)
+        if record.unload_deadline is not None:
+            raise UnknownModel(f"The model {name!r} is being unloaded.", param="model")
+        return record
+
+    def _check_failure(self, record: ModelRecord, now: float) -> None:
+        """Let a model that failed be tried again, but not at once."""
+        name = record.model.name
+        if now - self._failed_at.setdefault(name, now) < _FAILED_S:
+            raise Unavailable(
+                f"model {name!r} could not be loaded: {record.failure}",
+                reason="model_failed",
+                retry_after_s=_FAILED_S,
+            )
+        del self._failed_at[name]
+        self._fleet.registry.set_failure(name, None)
+
+    async def _learn_size(self, model: Model) -> None:
+        if self._sizes_matter and not self._observer.sizes.knows(model.name):
+            size = await asyncio.to_thread(_weight_bytes, model, self._base)
+            self._observer.sizes.set_weights(model.name, size)
+
+    # What is decided
+
+    async def _look(self) -> None:
+        for model in self._fleet.registry.models:
+            await self._learn_size(model)
+        now = self._clock()
+        for name, asked_at in list(self._asked_at.items()):
+            if now - asked_at > _DEMAND_EXPIRES_S or name not in self._fleet.registry:
+                self._demands.pop(name, None)
+                del self._asked_at[name]
+        self._give_up_failed(now)
+        self._decide(now)
+        self._reconcile(now)
+
+    def _decide(self, now: float) -> ElasticDecision:
+        for name in list(self._demands):
+            if name not in self._fleet.registry or self._is_ready(name, now):
+                del self._demands[name]
+        snapshot = self._observer.snapshot(now, self._demands, self._mover.moving)
+        decision = decide(snapshot, self._rules)
+        for refused in decision.refused:
+            self._demands.pop(refused.model, None)
+        for change in decision.changes:
+            self._mover.begin(change.model, change.presence, change.why)
+        return decision
+
+    def _give_up_failed(self, now: float) -> None:
+        """Free what was kept for models that could not be loaded."""
+        for record in self._fleet.registry.records:
+            name = record.model.name
+            failed = record.failure is not None and record.presence is Presence.READY
+            if failed and record.on_demand and not self._fleet.registry.live(name, now):
+                self._failed_at[name] = now
+                self._mover.begin(name, Presence.UNLOADED, "it could not be loaded")
+
+    def _is_ready(self, name: str, now: float) -> bool:
+        record = self._fleet.registry.record(name)
+        live = self._fleet.registry.live(name, now)
+        return (
+            record.presence is Presence.READY
+            and name not in self._mover.moving
+            and is_settled(record, live)
+        )
+
+    def _reconcile(self, now: float) -> None:
+        """What replicas are not, although they are to be, is done anew: one was started again, a
+        call was lost, or an engine was woken by a request."""
+        for record in self._fleet.registry.records:
+            name, live = record.model.name, self._fleet.registry.live(record.model.name, now)
+            if name in self._mover.moving or record.unload_deadline is not None:
+                continue
+            if is_settled(record, live):
+                self._tried_at.pop(name, None)
+            elif self._is_due(record, bool(live), now):
+                self._tried_at[name] = now
+                self._mover.begin(name, record.presence, record.why)
+
+    def _is_due(self, record: ModelRecord, has_replicas: bool, now: float) -> bool:
+        """Whether it is time to try again; Serve starts by itself what merely has ended."""
+        if record.presence is Presence.ASLEEP and not has_replicas:
+            return False
+        comes = record.presence is Presence.READY
+        if comes and not (record.on_demand and record.failure is None):
+            return False
+        pause_s = _RETRY_S if has_replicas else _PLACE_AGAIN_S
+        return now - self._tried_at.get(record.model.name, record.since) >= pause_s
+
+
+def _say(error: Exception) -> None:
+    _log.error("models could not be looked at", exc_info=error)
+
+
+def _weight_bytes(model: Model, base: Path) -> int:
+    """Bytes of a model's weights; 0 where that cannot be told."""
+    try:
+        path = catalog.resolve(model.source, base, revision=model.revision)
+        return catalog.weight_bytes(path) if isinstance(path, Path) else 0
+    except (LoomserveError, OSError):
+        return 0

@@ -1,0 +1,74 @@
+"""The controller's calls to replicas, on their own sockets."""
+
+from __future__ import annotations
+
+import aiohttp
+
+from loomserve.deployments.gateway.internal_client import InternalClient
+from loomserve.platform.base.errors import Conflict
+from loomserve.platform.fleet.messages import (
+    AWAKE_PATH,
+    INTERNAL_TOKEN_HEADER,
+    LOAD_PATH,
+    AwakeOrder,
+)
+from loomserve.routers.snapshot import RoutingStats
+
+_TIMEOUT_S = 60.0
+_LOAD_TIMEOUT_S = 1.0
+_REFUSED = 409
+
+
+class ReplicaUnreachableError(Exception):
+    """A replica does not answer: it ends, or starts anew."""
+
+
+class ReplicaCalls:
+    """Has replicas' engines sleep and wake."""
+
+    def __init__(self, internal_token: str) -> None:
+        self._token = internal_token
+        self._made: InternalClient | None = None
+
+    @property
+    def _client(self) -> InternalClient:
+        if self._made is None:
+            self._made = InternalClient(self._token)
+        return self._made
+
+    async def set_awake(self, address: str, awake: bool) -> None:
+        """Have a replica's engine wake or sleep; returns once it has.
+
+        Raises:
+            Conflict: it has requests, or cannot sleep.
+            ReplicaUnreachableError: nobody answers.
+        """
+        try:
+            async with self._client.session.put(
+                f"http://{address}{AWAKE_PATH}",
+                data=AwakeOrder(awake=awake).model_dump_json(),
+                headers={INTERNAL_TOKEN_HEADER: self._token},
+                timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
+            ) as response:
+                if response.status == _REFUSED:
+                    raise Conflict(str((await response.json())["error"]["message"]))
+                if response.status >= 400:
+                    raise ReplicaUnreachableError(f"it answered {response.status}")
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ReplicaUnreachableError(repr(error)) from None
+
+    async def stats(self, address: str) -> RoutingStats:
+        """What a replica has to do at this moment, by its own clock.
+
+        Raises:
+            ReplicaUnreachableError: nobody answers.
+        """
+        try:
+            told = await self._client.get(address, LOAD_PATH, _LOAD_TIMEOUT_S)
+            return RoutingStats.model_validate_json(told)
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            raise ReplicaUnreachableError(repr(error)) from None
+
+    async def close(self) -> None:
+        if self._made is not None:
+            await self._made.close()

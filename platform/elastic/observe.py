@@ -1,0 +1,129 @@
+"""Makes the snapshot that the coming and going of models is decided on."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from loomserve.platform.elastic.policy.returns import ReturnTimes
+from loomserve.platform.elastic.policy.snapshot import ElasticModel, ElasticSnapshot, ModelDemand
+from loomserve.platform.elastic.sizes import ModelSizes
+from loomserve.platform.fleet.fleet import Fleet
+from loomserve.platform.fleet.registry import ModelRecord, ReplicaRecord
+from loomserve.platform.state import Presence
+
+# Until a model has been seen to come.
+_WAKE_S, _LOAD_S = 0.5, 30.0
+
+
+class ElasticObserver:
+    """Follows models' uses, sizes and times to come; times are of the fleet's clock."""
+
+    def __init__(
+        self, fleet: Fleet, budgets: Mapping[str, float], wake_s: Mapping[str, float]
+    ) -> None:
+        """
+        Args:
+            fleet: of which it is.
+            budgets: bytes that models may take together, by device.
+            wake_s: how long models took to come back from sleep, kept current by others.
+        """
+        self.sizes, self.returns = ModelSizes(), ReturnTimes()
+        self._fleet, self._budgets, self._wake_s = fleet, budgets, wake_s
+        self._load_s: dict[str, float] = {}
+        self._counted: dict[str, int] = {}
+
+    def snapshot(
+        self, now: float, demands: Mapping[str, float], moving: Collection[str]
+    ) -> ElasticSnapshot:
+        """
+        Args:
+            now: by the fleet's clock.
+            demands: when each was first made, by model, in order.
+            moving: models that are on their way to what they are to be.
+        """
+        models = [
+            self._model(record, now, record.model.name in moving)
+            for record in self._fleet.registry.records
+            if record.unload_deadline is None
+        ]
+        asked = [ModelDemand(name, now - at) for name, at in demands.items()]
+        return ElasticSnapshot(models, asked, self._budgets)
+
+    def _model(self, record: ModelRecord, now: float, moving: bool) -> ElasticModel:
+        model, name = record.model, record.model.name
+        live = self._fleet.registry.live(name, now)
+        self._observe(record, live, now)
+        rules = model.idle_rules
+        ready, asleep = self.sizes.ready(model), self.sizes.asleep(model)
+        settled = not moving and is_settled(record, live)
+        holds = {Presence.READY: ready, Presence.ASLEEP: asleep}.get(record.presence, 0.0)
+        if not settled and live:
+            # Until it has gone; what has not been heard of is as large as it can be.
+            holds = asleep if all(each.asleep for each in live) else ready
+            holds = ready if record.presence is Presence.READY else holds
+        lends = any(each.heartbeat.lent for each in live)
+        return ElasticModel(
+            name=name,
+            presence=record.presence,
+            settled=settled,
+            since_s=now - record.since,
+            idle_s=_idle_s(live, now),
+            returns_s=self.returns.mean_s(name),
+            devices=_devices(record, live),
+            held_bytes=holds,
+            ready_bytes=ready,
+            asleep_bytes=asleep,
+            wake_s=self._wake_s.get(name, _WAKE_S),
+            load_s=self._load_s.get(name, _LOAD_S),
+            pinned=model.pinned,
+            # What it lends is of use to another; it goes only if its memory is needed.
+            sleep_after_s=rules.sleep_after_s if rules and not lends else None,
+            unload_after_s=rules.unload_after_s if rules and not lends else None,
+        )
+
+    def _observe(self, record: ModelRecord, live: list[ReplicaRecord], now: float) -> None:
+        name = record.model.name
+        self.sizes.observe(record, live)
+        for each in live:
+            footprint, load = each.heartbeat.footprint, each.heartbeat.stats.load
+            if footprint is not None:
+                self._load_s[name] = footprint.start_s
+            if load is not None:
+                self.returns.used(name, load.requests - self._counted.get(each.id, 0), now)
+                self._counted[each.id] = load.requests
+
+
+def is_settled(record: ModelRecord, live: Collection[ReplicaRecord]) -> bool:
+    """Whether a model is what it is to be, as far as its replicas say."""
+    match record.presence:
+        case Presence.UNLOADED:
+            return not live
+        case Presence.ASLEEP:
+            return bool(live) and all(each.asleep for each in live)
+        case _:
+            awake = sum(not each.asleep for each in live)
+            return awake >= record.target_replicas
+
+
+def _idle_s(live: Collection[ReplicaRecord], now: float) -> float:
+    """How long none of them has had a request; 0: some have, or that is unknown."""
+    shortest = float("inf")
+    for each in live:
+        load = each.heartbeat.stats.load
+        if load is None or each.heartbeat.in_flight or not load.idle_s:
+            return 0.0
+        shortest = min(shortest, load.idle_s + now - load.measured_at)
+    return shortest if live else 0.0
+
+
+def _devices(record: ModelRecord, live: Collection[ReplicaRecord]) -> tuple[str, ...]:
+    """Where it is, or where it comes."""
+    used = {
+        device
+        for each in live
+        for device in [stage.device for stage in each.heartbeat.stages] or [each.device]
+    }
+    if used:
+        return tuple(sorted(used))
+    model = record.model
+    return model.devices if model.pipeline else model.devices[: record.target_replicas]

@@ -1,0 +1,46 @@
+"""What a model takes of a device's memory: estimated, until it has been measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from loomserve.platform.config import Model
+from loomserve.platform.devices.memory import replica_bytes
+from loomserve.platform.fleet.registry import ModelRecord, ReplicaRecord
+
+# So long after a model is to sleep, it does.
+_FALLEN_S = 3.0
+
+
+class ModelSizes:
+    """Sizes of models' replicas, in bytes of one device each."""
+
+    def __init__(self) -> None:
+        self._weights: dict[str, int] = {}
+        self._asleep: dict[str, float] = {}
+
+    def set_weights(self, model: str, size: int) -> None:
+        """Set the bytes of a model's weights on disk."""
+        self._weights[model] = size
+
+    def knows(self, model: str) -> bool:
+        return model in self._weights
+
+    def observe(self, record: ModelRecord, replicas: Iterable[ReplicaRecord]) -> None:
+        """Take in what replicas that sleep were measured to have."""
+        for each in replicas:
+            footprint = each.heartbeat.footprint
+            if footprint is None or footprint.memory_bytes is None or not each.asleep:
+                continue
+            # It is measured every few seconds, and may have been just before.
+            if footprint.memory_measured_at > record.since + _FALLEN_S:
+                self._asleep[record.model.name] = float(footprint.memory_bytes)
+
+    def asleep(self, model: Model) -> float:
+        """What a replica that sleeps keeps."""
+        estimate = replica_bytes(model, self._weights.get(model.name, 0)) - model.kv_cache_memory
+        return min(estimate, self._asleep.get(model.name, estimate))
+
+    def ready(self, model: Model) -> float:
+        """What a replica takes at most."""
+        return self.asleep(model) + model.kv_cache_memory

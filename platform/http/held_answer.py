@@ -1,0 +1,69 @@
+"""A stream whose client hears comments until there is an answer, so that no proxy cuts it.
+
+Server-sent events have comments, which clients pass over. With the first of them the answer has
+begun, with status 200: what ends in an error from there on is told by an event.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+from starlette.types import Message, Send
+
+COMMENT = b": waiting\n\n"
+
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+]
+
+
+class HeldAnswer:
+    """A ``send`` of a stream that may have to wait."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._sending = asyncio.Lock()
+        self._began = False
+        """Whether comments have been sent."""
+        self._answered = False
+        self._error = False
+
+    @asynccontextmanager
+    async def comments(self, period_s: float) -> AsyncIterator[None]:
+        """Send comments, one a period, until the answer's first message or the end."""
+        task = asyncio.create_task(self._comment(period_s))
+        try:
+            yield
+        finally:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+    async def _comment(self, period_s: float) -> None:
+        while True:
+            await asyncio.sleep(period_s)
+            async with self._sending:
+                if self._answered:
+                    return
+                if not self._began:
+                    self._began = True
+                    start = {"type": "http.response.start", "status": 200, "headers": _HEADERS}
+                    await self._send(start)
+                await self._send({"type": "http.response.body", "body": COMMENT, "more_body": True})
+
+    async def send(self, message: Message) -> None:
+        """Pass the answer on; its head has gone out already if there were comments."""
+        async with self._sending:
+            self._answered = True
+            if not self._began:
+                await self._send(message)
+            elif message["type"] == "http.response.start":
+                self._error = message["status"] >= 400
+            elif self._error:
+                event = b"data: " + message.get("body", b"") + b"\n\n"
+                await self._send({**message, "body": event})
+            else:
+                await self._send(message)

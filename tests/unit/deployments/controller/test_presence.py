@@ -1,0 +1,328 @@
+"""Models that come and go: what the controller does for requests, for operators and by itself."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from loomserve.deployments.controller import controller as module
+from loomserve.deployments.controller import presence, presence_mover
+from loomserve.deployments.controller.controller import Controller
+from loomserve.deployments.controller.replica_calls import ReplicaUnreachableError
+from loomserve.platform.base.errors import Conflict, Unavailable, UnknownModel
+from loomserve.platform.config import Config, Idle, Model
+from loomserve.platform.fleet.messages import Heartbeat
+from loomserve.platform.state import ModelStatus, Presence, ReplicaLoad
+from loomserve.routers.snapshot import RoutingStats
+from tests.unit.deployments.controller.controllers import (
+    FakeServe,
+    controlled,
+    heard,
+    states,
+    told,
+    until,
+)
+from tests.unit.platform.fleet.heartbeats import report
+
+GIB = 2**30
+HERE = Model(name="here", source="demo", devices=("core0",))
+AWAY = HERE.model_copy(update={"name": "away", "start": "on_demand"})
+# One that is ready and one that sleeps fit, and no two that are ready.
+CONFIG = Config(
+    devices=[{"name": "core0", "cores": (0,), "memory": int(3.2 * GIB)}],
+    models=[HERE, AWAY],
+    elastic={"residence_s": 0},
+)
+
+
+class FakeCalls:
+    """Replicas' engines: whether each sleeps, and what they are told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, bool]] = []
+        self.failing: list[Exception] = []
+        self.loads: dict[str, RoutingStats] = {}
+        self.holds = asyncio.Event()
+        self.holds.set()
+
+    async def set_awake(self, address: str, awake: bool) -> None:
+        self.told.append((address.partition(".")[0], awake))
+        await self.holds.wait()
+        if self.failing:
+            raise self.failing.pop(0)
+
+    async def stats(self, address: str) -> RoutingStats:
+        stats = self.loads.get(address.partition(".")[0])
+        if stats is None:
+            raise ReplicaUnreachableError("nobody")
+        return stats
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def calls(serve: FakeServe, monkeypatch: pytest.MonkeyPatch) -> FakeCalls:
+    fake = FakeCalls()
+    monkeypatch.setattr(module, "ReplicaCalls", lambda _: fake)
+    monkeypatch.setattr(presence, "_TICK_S", 0.02)
+    monkeypatch.setattr(presence, "_RETRY_S", 0.02)
+    monkeypatch.setattr(presence, "_PLACE_AGAIN_S", 0.05)
+    monkeypatch.setattr(presence, "_weight_bytes", lambda *_: 0)
+    monkeypatch.setattr(presence_mover, "_GATEWAYS_KNOW_S", 0.0)
+    return fake
+
+
+def alive(
+    model: Model, *, idle_s: float = 50.0, asleep: bool = False, in_flight: int = 0, **load: Any
+) -> Heartbeat:
+    """A replica of the model, on core0."""
+    values = {"running": 0, "waiting": 0, "kv_cache_usage": 0, "step_time_s": 0, "measured_at": 0}
+    return report(
+        f"{model.name}-0",
+        model=model,
+        address=f"{model.name}.127.0.0.1",
+        in_flight=in_flight,
+        load=ReplicaLoad(**{**values, **load}, idle_s=idle_s, asleep=asleep),
+    )
+
+
+@asynccontextmanager
+async def running(config: Config = CONFIG, *, first: bool = True) -> AsyncIterator[Controller]:
+    """A controller whose first model is ready."""
+    async with controlled(config=config) as one:
+        if first:
+            await one.load_configured()
+            await heard(one, alive(HERE))
+        yield one
+
+
+async def wanted(controller: Controller, name: str) -> None:
+    (await controller.want(name)).get()
+
+
+def test_a_model_on_demand_is_started_with_its_first_request(
+    serve: FakeServe,
+    calls: FakeCalls,
+) -> None:
+    async def scenario() -> None:
+        async with running() as one:
+            assert states(one) == {"here": ModelStatus.READY, "away": ModelStatus.UNLOADED}
+            (_, route) = one._routes.current.models
+            assert (route.on_demand, route.replicas) == (True, ())
+            await asyncio.sleep(0.1)
+            assert serve.devices("away") == []
+            await told(one.unload("here", 0))
+            await wanted(one, "away")
+            await until(lambda: serve.devices("away"))
+            assert states(one)["away"] is ModelStatus.LOADING
+            await heard(one, alive(AWAY))
+            assert states(one)["away"] is ModelStatus.READY
+
+    asyncio.run(scenario())
+
+
+def test_the_idle_one_sleeps_first_and_wakes_when_it_is_asked_for(
+    serve: FakeServe,
+    calls: FakeCalls,
+) -> None:
+    async def scenario() -> None:
+        async with running() as one:
+            await wanted(one, "away")
+            await until(lambda: states(one)["here"] is ModelStatus.ASLEEP)
+            await until(lambda: serve.devices("away"))
+            assert calls.told == [("here", False)]
+            await heard(one, alive(AWAY), alive(HERE, asleep=True))
+            assert states(one) == {"here": ModelStatus.ASLEEP, "away": ModelStatus.READY}
+            await wanted(one, "here")
+            await until(lambda: states(one)["here"] is ModelStatus.READY)
+            assert calls.told == [("here", False), ("away", False), ("here", True)]
+            assert states(one)["away"] is ModelStatus.ASLEEP
+            # Both engines are kept.
+            assert (serve.devices("here"), serve.deletes) == (["core0"], 0)
+
+    asyncio.run(scenario())
+
+
+def test_one_with_requests_stays_and_the_other_is_refused(
+    serve: FakeServe,
+    calls: FakeCalls,
+) -> None:
+    async def scenario() -> None:
+        async with running() as one:
+            await heard(one, alive(HERE, idle_s=0.0, running=1))
+            with pytest.raises(Unavailable, match="here have requests") as refused:
+                await wanted(one, "away")
+            assert (refused.value.code, refused.value.retry_after_s) == ("no_room", 5.0)
+            assert not calls.told
+            # It had ended when it was asked for, and then came another.
+            await heard(one, alive(HERE))
+            calls.failing = [Conflict("it has requests")] * 50
+            await wanted(one, "away")
+            await until(lambda: len(calls.told) > 1)
+            assert states(one)["away"] is ModelStatus.UNLOADED
+            calls.failing = []
+            await until(lambda: serve.devices("away"))
+
+    asyncio.run(scenario())
+
+
+def test_one_whose_last_request_ended_since_its_heartbeat_makes_room(
+    serve: FakeServe,
+    calls: FakeCalls,
+) -> None:
+    async def scenario() -> None:
+        async with running() as one:
+            await heard(one, alive(HERE, idle_s=0.0, running=1, in_flight=1))
+            calls.loads["here"] = alive(HERE, idle_s=0.1).stats
+            await wanted(one, "away")
+            await until(lambda: serve.devices("away"))
+            assert states(one)["here"] is ModelStatus.ASLEEP
+
+    asyncio.run(scenario())
+
+
+def test_operators_put_models_to_sleep_wake_and_unload_them(
+    serve: FakeServe,
+    calls: FakeCalls,
+) -> None:
+    async def scenario() -> None:
+        async with running() as one:
+            with pytest.raises(Conflict, match="no engine that could sleep"):
+                await told(one.set_presence("away", Presence.ASLEEP))
+            with pytest.raises(UnknownModel):
+                await told(one.set_presence("other", Presence.ASLEEP))
+            calls.failing = [Conflict("it has requests")]
+            with pytest.raises(Conflict, match="it has requests"):
+                await told(one.set_presence("here", Presence.ASLEEP))
+            assert states(one)["here"] is ModelStatus.READY
+            await told(one.set_presence("here", Presence.ASLEEP))
+            assert states(one)["here"] is ModelStatus.ASLEEP
+            await told(one.set_presence("here", Presence.READY))
+            await until(lambda: states(one)["here"] is ModelStatus.READY)
+            await told(one.set_presence("here", Presence.UNLOADED))
+            assert states(one)["here"] is ModelStatus.UNLOADED
+            assert serve.devices("here") == []
+            (here, _) = one._state().models
+            assert here.replicas == ()
+
+    asyncio.run(scenario())
+
+
+def test_one_that_sleeps_does_so_with_the_next_controller_too(
+    serve: FakeServe,
+    calls: FakeCalls,
+) -> None:
+    async def scenario() -> None:
+        async with running() as one:
+            await told(one.set_presence("here", Presence.ASLEEP))
+        async with running(first=False) as other:
+            await heard(other, alive(HERE, asleep=True))
+            assert states(other) == {"here": ModelStatus.ASLEEP, "away": ModelStatus.UNLOADED}
+            # Its engine ended and was started anew: it is put to sleep again.
+            calls.told.clear()
+            await heard(other, alive(HERE))
+            await until(lambda: calls.told == [("here", False)])
+
+    asyncio.run(scenario())
+
+
+def test_one_that_a_request_has_woken_is_ready(
+    serve: FakeServe,
+    calls: FakeCalls,
+) -> None:
+    async def scenario() -> None:
+        async with running() as one:
+            await told(one.set_presence("here", Presence.ASLEEP))
+            calls.failing = [Conflict("it has requests")]
+            await heard(one, alive(HERE, idle_s=0.0, running=1))
+            await until(lambda: states(one)["here"] is ModelStatus.READY)
+
+    asyncio.run(scenario())
+
+
+def test_one_that_does_not_wake_is_tried_again_until_its_replica_is_there(
+    serve: FakeServe,
+    calls: FakeCalls,
+) -> None:
+    async def scenario() -> None:
+        async with running() as one:
+            await told(one.set_presence("here", Presence.ASLEEP))
+            calls.failing = [ReplicaUnreachableError("gone")] * 2
+            await wanted(one, "here")
+            await until(lambda: states(one)["here"] is ModelStatus.READY)
+            assert calls.told.count(("here", True)) == 3
+
+    asyncio.run(scenario())
+
+
+def test_one_that_cannot_be_loaded_is_refused_with_the_reason_and_tried_again_later(
+    serve: FakeServe,
+    calls: FakeCalls,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(presence, "_FAILED_S", 0.3)
+
+    async def refuse(*_: Any) -> str:
+        return "there is no folder"
+
+    async def scenario() -> None:
+        async with running() as one:
+            await told(one.unload("here", 0))
+            deploy, serve.deploy = serve.deploy, refuse  # type: ignore[method-assign]
+            await wanted(one, "away")
+            await until(lambda: states(one)["away"] is ModelStatus.FAILED)
+            with pytest.raises(Unavailable, match="could not be loaded: there is no folder"):
+                await wanted(one, "away")
+            serve.deploy = deploy  # type: ignore[method-assign]
+            await asyncio.sleep(0.4)
+            await wanted(one, "away")
+            await until(lambda: serve.devices("away"))
+            await heard(one, alive(AWAY))
+            assert states(one)["away"] is ModelStatus.READY
+
+    asyncio.run(scenario())
+
+
+def test_one_that_serve_has_lost_is_placed_again(
+    serve: FakeServe,
+    calls: FakeCalls,
+) -> None:
+    async def scenario() -> None:
+        async with running() as one:
+            await told(one.unload("here", 0))
+            await wanted(one, "away")
+            await until(lambda: serve.devices("away"))
+            serve.apps.clear()
+            await until(lambda: serve.devices("away"))
+            # One that ended and came again at once is not taken for the one before.
+            await heard(one, alive(AWAY))
+            await told(one.set_presence("away", Presence.UNLOADED))
+            await wanted(one, "away")
+            await until(lambda: serve.devices("away"))
+            assert states(one)["away"] is ModelStatus.LOADING
+
+    asyncio.run(scenario())
+
+
+def test_idle_models_sleep_and_end_by_themselves(
+    serve: FakeServe,
+    calls: FakeCalls,
+) -> None:
+    idle = Idle(sleep_after_s=0.2, unload_after_s=0.6)
+    model = HERE.model_copy(update={"idle": idle})
+    config = CONFIG.model_copy(update={"models": (model,)})
+
+    async def scenario() -> None:
+        async with running(config) as one:
+            await heard(one, alive(model, idle_s=0.1))
+            await until(lambda: states(one)["here"] is ModelStatus.ASLEEP)
+            await heard(one, alive(model, idle_s=0.3, asleep=True))
+            await until(lambda: states(one)["here"] is ModelStatus.UNLOADED)
+            await until(lambda: not serve.devices("here"))
+
+    asyncio.run(scenario())

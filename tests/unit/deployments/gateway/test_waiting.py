@@ -1,0 +1,131 @@
+"""Requests for a model that is not ready, at the gateway's front ends."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.types import Message
+
+from loomserve.deployments.gateway.answering import ForwardRequest, never_gone
+from loomserve.deployments.gateway.front_ends import ModelFrontEnds
+from loomserve.platform.base.errors import Unavailable, UnknownModel
+from loomserve.platform.config import Elastic
+from loomserve.platform.fleet.messages import ModelRoute
+from loomserve.platform.http.held_answer import COMMENT
+from loomserve.platform.requests.engine_request import EngineRequest
+from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.state import ModelStatus
+
+ROUTE = ModelRoute(
+    name="m", status=ModelStatus.UNLOADED, on_demand=True, policy="load_aware",
+    max_concurrent_requests=9, max_model_len=None, kvstore=False, replicas=(),
+)  # fmt: skip
+
+
+def request(*, stream: bool) -> ForwardRequest:
+    fields = {"model": "m", "prompt": "x", "stream": stream}
+    return ForwardRequest("m", EngineRequest.of_fields("/v1/completions", fields), "r1")
+
+
+class Controller:
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.refusal: Exception | None = None
+
+    async def __call__(self, model: str) -> None:
+        self.asked.append(model)
+        if self.refusal is not None:
+            raise self.refusal
+
+
+Scenario = Callable[[ModelFrontEnds, Controller, list[Message]], Awaitable[None]]
+
+
+def run(scenario: Scenario) -> list[Message]:
+    messages: list[Message] = []
+
+    async def main() -> None:
+        registry, controller = CollectorRegistry(), Controller()
+        front_ends = ModelFrontEnds(
+            *("token", GatewayMetrics(registry), registry),
+            idle_timeout_s=60,
+            ask_for=controller,
+            elastic=Elastic(comment_s=0.01),
+        )
+        front_ends.set_models([ROUTE])
+        try:
+            async with asyncio.timeout(20):
+                await scenario(front_ends, controller, messages)
+        finally:
+            await front_ends.close()
+
+    asyncio.run(main())
+    return messages
+
+
+def forwarded(
+    front_ends: ModelFrontEnds,
+    messages: list[Message],
+    *,
+    stream: bool,
+    receive: Callable[[], Awaitable[Any]] = never_gone,
+) -> asyncio.Task[None]:
+    async def send(message: Message) -> None:
+        messages.append(message)
+
+    return asyncio.create_task(front_ends.forward(request(stream=stream), receive, send))
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_what_is_refused_before_anything_was_said_is_an_error_of_its_own(stream: bool) -> None:
+    async def scenario(
+        front_ends: ModelFrontEnds, controller: Controller, messages: list[Message]
+    ) -> None:
+        controller.refusal = Unavailable("no room", reason="no_room", retry_after_s=5)
+        with pytest.raises(Unavailable, match="no room"):
+            await forwarded(front_ends, messages, stream=stream)
+
+    assert run(scenario) == []
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_stream_hears_comments_and_what_is_no_stream_nothing(stream: bool) -> None:
+    async def scenario(
+        front_ends: ModelFrontEnds, controller: Controller, messages: list[Message]
+    ) -> None:
+        waiting = forwarded(front_ends, messages, stream=stream)
+        await asyncio.sleep(0.1)
+        front_ends.set_models([])
+        with pytest.raises(UnknownModel, match="was unloaded"):
+            await waiting
+        assert controller.asked == ["m"]
+
+    messages = run(scenario)
+    assert bool(messages) is stream
+    if stream:
+        assert messages[0]["status"] == 200
+        assert {message["body"] for message in messages[1:]} == {COMMENT}
+
+
+def test_a_client_that_leaves_while_it_waits_is_let_go() -> None:
+    async def scenario(
+        front_ends: ModelFrontEnds, controller: Controller, messages: list[Message]
+    ) -> None:
+        gone = asyncio.Event()
+
+        async def receive() -> Message:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        waiting = forwarded(front_ends, messages, stream=False, receive=receive)
+        await asyncio.sleep(0.05)
+        assert front_ends._room.waiting("m") == 1
+        gone.set()
+        await waiting
+        assert front_ends._room.waiting("m") == 0
+
+    assert run(scenario) == []
