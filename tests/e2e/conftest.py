@@ -225,14 +225,17 @@ def started(
 
 
 def wait_ready(platform: Platform, process: subprocess.Popen[bytes] | None = None) -> None:
-    """Until every model has all its replicas."""
+    """Until every model has all its replicas, but for those that sleep or nobody has asked for."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process is not None and process.poll() is not None:
             pytest.fail(f"loomserve serve ended: {platform.log.read_text()[-3000:]}")
         try:
             ready = httpx.get(f"{platform.url}/ready").status_code == 200
-            if ready and all(model["status"] == "ready" for model in platform.state()["models"]):
+            if ready and all(
+                model["status"] in {"ready", "asleep", "unloaded"}
+                for model in platform.state()["models"]
+            ):
                 return
         except httpx.HTTPError:
             pass

@@ -1,0 +1,294 @@
+"""More models than memory: requests wake and load them, and others make room."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from tests.e2e.conftest import ENGINE, Platform, started
+
+pytestmark = pytest.mark.e2e
+
+FIRST, SECOND, THIRD, LARGE = "first", "second", "third", "large"
+RESIDENCE_S = 3.0
+# No two are ready together, and one that sleeps fits beside one that is ready.
+KV, BUDGET = "3GiB", "7GiB"
+
+
+def model(name: str, **changes: Any) -> dict[str, Any]:
+    given = {"name": name, "source": "demo", "devices": ["core0"], "kv_cache_memory": KV}
+    return {**given, "engine": ENGINE, "start": "on_demand", **changes}
+
+
+def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "devices": [
+            {"name": "core0", "cores": [0], "memory": BUDGET},
+            {"name": "core1", "cores": [min(1, (os.cpu_count() or 1) - 1)]},
+        ],
+        "models": [
+            model(FIRST, start="now"),
+            model(SECOND, idle={"sleep_after_s": 6, "unload_after_s": None}),
+            model(THIRD),
+            model(LARGE, kv_cache_memory="6.5GiB"),
+        ],
+        "elastic": {"residence_s": RESIDENCE_S, "comment_s": 0.2, "wait_timeout_s": 180},
+        "server": {
+            "port": port,
+            "drain_timeout_s": 20,
+            "admin_token_hash": hashes[2],
+            "api_keys": [{"name": "all", "hash": hashes[0]}],
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with started(tmp_path_factory.mktemp("on_demand"), configured) as running:
+        yield running
+
+
+def status(platform: Platform, name: str) -> str:
+    with platform.http() as client:
+        cards = client.get("/v1/models").raise_for_status().json()["data"]
+    return str({card["id"]: card["status"] for card in cards}[name])
+
+
+def state_of(platform: Platform, name: str) -> dict[str, Any]:
+    return next(each for each in platform.state()["models"] if each["name"] == name)
+
+
+def until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.1)
+
+
+def ask(platform: Platform, name: str, tokens: int = 8) -> str:
+    answer = platform.client().completions.create(
+        model=name,
+        prompt="Once upon a time there was",
+        max_tokens=tokens,
+        temperature=0,
+        extra_body={"ignore_eos": True},
+        timeout=200,
+    )
+    return answer.choices[0].text
+
+
+def admin(platform: Platform, name: str, what: str) -> httpx.Response:
+    with platform.admin() as client:
+        return client.post(f"/admin/v1/models/{name}/{what}")
+
+
+def put_to_sleep(platform: Platform, name: str) -> None:
+    """Have it there, and asleep."""
+    ask(platform, name, tokens=1)
+    until(lambda: admin(platform, name, "sleep").status_code == 200)
+    until(lambda: status(platform, name) == "asleep")
+
+
+@pytest.fixture(scope="module")
+def text(platform: Platform) -> str:
+    """What all of them answer, which are one model under several names."""
+    return ask(platform, FIRST)
+
+
+def test_all_models_are_listed_with_their_states(platform: Platform, text: str) -> None:
+    names = (FIRST, SECOND, THIRD, LARGE)
+    assert {name: status(platform, name) for name in names} == {
+        FIRST: "ready", SECOND: "unloaded", THIRD: "unloaded", LARGE: "unloaded",
+    }  # fmt: skip
+    assert platform.metric("loomserve_model_state", model=SECOND, state="unloaded") == 1
+    assert platform.metric("loomserve_model_state", model=SECOND, state="ready") == 0
+
+
+def test_a_request_loads_a_model_while_another_falls_asleep_for_it(
+    platform: Platform, text: str
+) -> None:
+    assert ask(platform, SECOND) == text
+    assert (status(platform, FIRST), status(platform, SECOND)) == ("asleep", "ready")
+    assert state_of(platform, FIRST)["message"].startswith(f"{SECOND} needs its memory")
+
+
+def test_a_request_wakes_a_model_and_its_answer_is_as_before(platform: Platform, text: str) -> None:
+    put_to_sleep(platform, FIRST)
+    began = time.monotonic()
+    assert ask(platform, FIRST) == text
+    took_s = time.monotonic() - began
+    assert status(platform, FIRST) == "ready"
+    # One of a sleeping engine, not that of a start.
+    assert took_s < 3
+
+
+def test_sleep_gives_memory_back_and_keeps_the_engine(platform: Platform) -> None:
+    until(lambda: ask(platform, FIRST, tokens=1) is not None)
+    (replica,) = state_of(platform, FIRST)["replicas"]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda n: ask_long(platform, n), range(16)))
+    before = own_bytes(replica["engine_pid"])
+    until(lambda: admin(platform, FIRST, "sleep").status_code == 200)
+    assert before - own_bytes(replica["engine_pid"]) > 50 * 2**20
+    (asleep,) = state_of(platform, FIRST)["replicas"]
+    assert asleep["asleep"]
+    assert (asleep["engine_pid"], asleep["id"]) == (replica["engine_pid"], replica["id"])
+
+
+def ask_long(platform: Platform, number: int) -> None:
+    platform.client().completions.create(
+        model=FIRST, prompt=f"{number} " * 150, max_tokens=2, temperature=0
+    )
+
+
+def own_bytes(pid: int) -> int:
+    return int(psutil.Process(pid).memory_full_info().uss)
+
+
+def test_a_stream_hears_comments_until_its_model_has_come(platform: Platform, text: str) -> None:
+    until(lambda: admin(platform, THIRD, "unload").status_code == 200)
+    until(lambda: status(platform, THIRD) == "unloaded")
+    body = {"model": THIRD, "prompt": "Once upon a time there was", "max_tokens": 8,
+            "temperature": 0, "stream": True, "ignore_eos": True}  # fmt: skip
+    with (
+        platform.http() as client,
+        client.stream("POST", "/v1/completions", json=body, timeout=200) as response,
+    ):
+        assert response.status_code == 200
+        lines = [line for line in response.iter_lines() if line]
+    comments = [line for line in lines if line.startswith(":")]
+    assert len(comments) > 3
+    assert lines[: len(comments)] == comments, "comments come before the answer, and not in it"
+    assert lines[-1] == "data: [DONE]"
+    # OpenAI's own client passes over them.
+    until(lambda: admin(platform, THIRD, "unload").status_code == 200)
+    chunks = platform.client().completions.create(
+        model=THIRD, prompt="Once upon a time there was", max_tokens=8, temperature=0, stream=True,
+        extra_body={"ignore_eos": True}, timeout=200,
+    )  # fmt: skip
+    assert "".join(chunk.choices[0].text for chunk in chunks) == text
+
+
+def test_an_error_after_comments_is_an_event_of_the_stream(platform: Platform) -> None:
+    put_to_sleep(platform, FIRST)
+    until(lambda: admin(platform, THIRD, "unload").status_code == 200)
+    body = {"model": THIRD, "prompt": "x", "max_tokens": 10**6, "stream": True}
+    with (
+        platform.http() as client,
+        client.stream("POST", "/v1/completions", json=body, timeout=200) as response,
+    ):
+        assert response.status_code == 200
+        lines = [line for line in response.iter_lines() if line]
+    assert lines[0].startswith(":")
+    assert '"invalid_request_error"' in lines[-1]
+    with pytest.raises(openai.BadRequestError):
+        ask(platform, THIRD, tokens=10**6)
+
+
+def test_fifty_requests_at_once_wake_a_model_once(platform: Platform, text: str) -> None:
+    put_to_sleep(platform, FIRST)
+    (replica,) = state_of(platform, FIRST)["replicas"]
+    waited = lambda: platform.metric(  # noqa: E731
+        "loomserve_model_wait_seconds_count", model=FIRST, outcome="ready"
+    )
+    before = waited()
+    with ThreadPoolExecutor(50) as pool:
+        answers = list(pool.map(lambda _: ask(platform, FIRST), range(50)))
+    assert set(answers) == {text}
+    assert waited() > before
+    assert [each["id"] for each in state_of(platform, FIRST)["replicas"]] == [replica["id"]]
+    assert status(platform, FIRST) == "ready"
+
+
+def test_what_cannot_have_room_is_refused_at_once_and_nobody_is_cut(
+    platform: Platform, text: str
+) -> None:
+    with pytest.raises(openai.APIStatusError) as never:
+        ask(platform, LARGE)
+    assert (never.value.status_code, never.value.code) == (503, "no_room")
+
+    ask(platform, FIRST, tokens=1)
+    stream = platform.client().completions.create(
+        model=FIRST, prompt="Once", max_tokens=400, temperature=0, stream=True,
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    chunks = iter(stream)
+    next(chunks)
+    time.sleep(2.5)  # the engine's next heartbeat tells that it has a request
+    began = time.monotonic()
+    with pytest.raises(openai.APIStatusError) as refused:
+        ask(platform, SECOND)
+    assert time.monotonic() - began < 1
+    assert (refused.value.status_code, refused.value.code) == (503, "no_room")
+    assert int(refused.value.response.headers["Retry-After"]) >= 1
+    assert FIRST in refused.value.message
+    assert admin(platform, FIRST, "sleep").status_code == 409
+    assert len(list(chunks)) > 350
+
+
+def test_an_engine_that_is_killed_while_it_wakes_leaves_nobody_waiting(
+    platform: Platform, text: str
+) -> None:
+    put_to_sleep(platform, FIRST)
+    for name in (SECOND, THIRD):
+        until(lambda name=name: admin(platform, name, "unload").status_code == 200)
+        until(lambda name=name: status(platform, name) == "unloaded")
+    until(lambda: len(engines(platform)) == 1)
+    (engine,) = engines(platform)
+    with ThreadPoolExecutor(8) as pool:
+        asked = [pool.submit(ask, platform, FIRST) for _ in range(8)]
+        engine.kill()
+        ended = [_outcome(each) for each in asked]
+    assert all(each == text or each.startswith("50") for each in ended), ended
+    until(lambda: ask(platform, FIRST) == text)
+
+
+def engines(platform: Platform) -> list[psutil.Process]:
+    children = platform.process.children(recursive=True)
+    return [each for each in children if "EngineCore" in " ".join(each.cmdline())]
+
+
+def _outcome(asked: Future[str]) -> str:
+    try:
+        return asked.result(timeout=200)
+    except openai.APIStatusError as error:
+        return f"{error.status_code} {error.code}"
+
+
+def test_requests_that_wait_for_a_model_that_is_unloaded_end_at_once(platform: Platform) -> None:
+    until(lambda: admin(platform, THIRD, "unload").status_code == 200)
+    until(lambda: status(platform, THIRD) == "unloaded")
+    failed: list[tuple[int, float]] = []
+
+    def waits() -> None:
+        try:
+            ask(platform, THIRD)
+        except openai.APIStatusError as error:
+            failed.append((error.status_code, time.monotonic()))
+
+    waiting = threading.Thread(target=waits)
+    waiting.start()
+    until(lambda: status(platform, THIRD) == "loading")
+    with platform.admin() as client:
+        client.delete(f"/admin/v1/models/{THIRD}").raise_for_status()
+    deleted_at = time.monotonic()
+    waiting.join(10)
+    ((code, at),) = failed
+    assert code == 404
+    assert at - deleted_at < 2
+    until(lambda: THIRD not in [each["name"] for each in platform.state()["models"]], 120)
+
+
+def test_an_idle_model_sleeps_by_itself(platform: Platform) -> None:
+    ask(platform, SECOND, tokens=1)
+    until(lambda: status(platform, SECOND) == "asleep", 20)
+    assert state_of(platform, SECOND)["message"].startswith("idle for ")
