@@ -120,7 +120,15 @@ class ModelRoutes:
         return self._is_loaded(model) and bool(self._routes[model].replicas)
 
     def _is_ready(self, model: str) -> bool:
-        return self._has_replicas(model) and self._is_set_up(model)
+        return self._comes(model) or (self._has_replicas(model) and self._is_set_up(model))
+
+    def _comes(self, model: str) -> bool:
+        """Whether requests wait for it, and have it come."""
+        return (
+            self._is_loaded(model)
+            and self._routes[model].on_demand
+            and self._routes[model].status is not ModelStatus.FAILED
+        )
 
     def find(self, model: object, key: ApiKey | None) -> ModelRoute:
         """The route of the model that a request with this key names.

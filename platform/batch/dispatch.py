@@ -72,7 +72,11 @@ class Dispatcher:
                 aliases[name] = one.weights
             else:
                 models[name] = one
-        answering = {n for n, m in models.items() if not isinstance(m, ServedModel) or m.engines}
+        answering = {
+            name
+            for name, model in models.items()
+            if not isinstance(model, ServedModel) or model.engines or model.on_demand
+        }
         standings = (answering.__contains__, models.__contains__, lambda _: True)
         meant = {name: present(weights, standings) for name, weights in aliases.items()}
         if meant != self._aliases:

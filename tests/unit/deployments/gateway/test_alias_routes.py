@@ -114,6 +114,20 @@ def test_a_model_that_cannot_answer_is_passed_over(routes: list[ModelRoute], set
     assert table.split("by-key", key("anyone")) == {"a": 100}
 
 
+@pytest.mark.parametrize(
+    ("status", "replicas"),
+    [(ModelStatus.ASLEEP, 1), (ModelStatus.UNLOADED, 0), (ModelStatus.LOADING, 0)],
+)
+def test_a_model_that_a_request_has_come_gets_its_share(status: ModelStatus, replicas: int) -> None:
+    away = route("b", status, replicas).model_copy(update={"on_demand": True})
+    assert Table(route("a"), away, set_up="a").split("canary") == {"a": 95, "b": 5}
+
+
+def test_a_model_that_could_not_be_loaded_on_demand_is_passed_over() -> None:
+    failed = route("b", ModelStatus.FAILED, 0).model_copy(update={"on_demand": True})
+    assert Table(route("a"), failed).split("canary") == {"a": 100}
+
+
 def test_a_model_without_weight_does_not_stand_in() -> None:
     with pytest.raises(Unavailable):
         Table(route("b")).split("off")

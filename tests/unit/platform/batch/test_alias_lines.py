@@ -29,6 +29,7 @@ class Several(Engines):
         super().__init__(delay_s=0.001)
         self.weights: dict[str, int] | None = weights
         self.away: set[str] = set()
+        self.on_demand = False
         self.asked: list[tuple[str, str | None, object]] = []
         self.failing: Callable[[LineCall], bool] = lambda call: False
 
@@ -37,7 +38,11 @@ class Several(Engines):
         assert served is not None
         engines = served["m"].engines
         models: dict[str, Any] = {
-            name: ServedModel(1024, {} if name in self.away else {f"e-{name}": engines["e"]})
+            name: ServedModel(
+                1024,
+                {} if name in self.away else {f"e-{name}": engines["e"]},
+                on_demand=self.on_demand,
+            )
             for name in ("a", "b")
         }
         return models | ({} if self.weights is None else {"chat": AliasedModels(self.weights)})
@@ -87,6 +92,15 @@ def test_a_model_without_engines_is_passed_over(tmp_path: Path) -> None:
     engines.away = {"a"}
     asyncio.run(ran(tmp_path, engines))
     assert engines.split == {"b": LINES}
+
+
+def test_a_model_that_a_line_has_come_gets_its_share(tmp_path: Path) -> None:
+    engines = Several(a=1, b=1)
+    engines.away, engines.on_demand = {"b"}, True
+    asyncio.run(ran(tmp_path, engines))
+    assert abs(engines.split["b"] - LINES / 2) <= 40
+    # The gateway has it come, and finds the engine.
+    assert {engine for model, engine, _ in engines.asked if model == "b"} == {None}
 
 
 def test_an_attempt_after_a_failure_is_the_same_models(tmp_path: Path) -> None:
