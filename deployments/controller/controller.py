@@ -20,6 +20,7 @@ import ray
 
 from loomserve.deployments.controller.models import ModelLifecycle
 from loomserve.deployments.controller.nodes import NodeKeeper
+from loomserve.deployments.controller.plan_methods import PlanMethods
 from loomserve.deployments.controller.presence import ModelPresence
 from loomserve.deployments.controller.presence_mover import PresenceMover
 from loomserve.deployments.controller.published_routes import PublishedRoutes
@@ -44,18 +45,10 @@ from loomserve.platform.fleet.messages import (
 from loomserve.platform.fleet.nodes import GatewayHeartbeat, GatewayOrders
 from loomserve.platform.fleet.wish_store import WishStore
 from loomserve.platform.fleet.wishes import Wishes
-from loomserve.platform.rebalancing.plans.plans import Plan
-from loomserve.platform.rebalancing.plans.reports import (
-    Events,
-    MadePlan,
-    Mode,
-    PlanList,
-    RebalancingState,
-)
-from loomserve.platform.rebalancing.policy.actions import Action
 from loomserve.platform.rebalancing.runner import RebalancingRunner
 from loomserve.platform.state import (
     LendingState,
+    ModelEvents,
     ModelStatus,
     PlatformState,
     Presence,
@@ -73,7 +66,7 @@ _UNSETTLED = {ModelStatus.LOADING, ModelStatus.DEGRADED}
 T = TypeVar("T")
 
 
-class Controller:
+class Controller(PlanMethods):
     """The actor; its public methods are called by replicas and gateways."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -97,7 +90,9 @@ class Controller:
             checked, base, internal_token, options, self._fleet, apps, self._save
         )
         calls = ReplicaCalls(internal_token)
-        mover = PresenceMover(self._fleet, self._models, calls, self._publish)
+        # Whoever waits for a model that goes, and does not after all, has waited half of the time.
+        drain_s = checked.elastic.wait_timeout_s / 2
+        mover = PresenceMover(self._fleet, self._models, calls, self._publish, drain_s)
         self._presence = ModelPresence(checked, Path(base), self._fleet, mover)
         plan = store_plan(checked, Path(base)) if checked.cluster is not None else None
         self._stores = NodeStores(plan, internal_token) if plan is not None else None
@@ -196,6 +191,10 @@ class Controller:
         return self._state()
 
     @replies
+    async def model_events(self, limit: int) -> ModelEvents:
+        return self._presence.events(limit)
+
+    @replies
     async def scale(self, name: str, replicas: int) -> PlatformState:
         await self._published(self._models.scale(name, replicas))
         return self._state()
@@ -242,40 +241,6 @@ class Controller:
         await self._save()
         await self._publish()
         return self._fleet.loans.state(time.monotonic())
-
-    # What the admin API calls: plans
-
-    @replies
-    async def rebalancing_state(self) -> RebalancingState:
-        return await self._rebalancing.rebalancing_state()
-
-    @replies
-    async def switch_rebalancing(self, mode: Mode | None, paused: bool | None) -> RebalancingState:
-        return await self._published(self._rebalancing.switch_rebalancing(mode, paused))
-
-    @replies
-    async def rebalancing_events(self, limit: int) -> Events:
-        return await self._rebalancing.rebalancing_events(limit)
-
-    @replies
-    async def plans(self) -> PlanList:
-        return await self._rebalancing.plans()
-
-    @replies
-    async def make_plan(self, actions: tuple[Action, ...], forced: bool) -> MadePlan:
-        return await self._published(self._rebalancing.make_plan(actions, forced))
-
-    @replies
-    async def plan(self, plan_id: str) -> Plan:
-        return await self._rebalancing.plan(plan_id)
-
-    @replies
-    async def apply_plan(self, plan_id: str) -> Plan:
-        return await self._published(self._rebalancing.apply_plan(plan_id))
-
-    @replies
-    async def abort_plan(self, plan_id: str) -> Plan:
-        return await self._published(self._rebalancing.abort_plan(plan_id))
 
     # What it publishes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -27,7 +28,7 @@ from loomserve.platform.elastic.policy.snapshot import (
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.registry import ModelRecord
 from loomserve.platform.models import catalog
-from loomserve.platform.state import Presence
+from loomserve.platform.state import ModelEvents, Presence
 
 _log = logging.getLogger("ray.serve")
 
@@ -76,6 +77,11 @@ class ModelPresence:
             await every(_TICK_S, self._look, failed=_say)
         finally:
             await self._mover.close()
+
+    def events(self, limit: int) -> ModelEvents:
+        """The latest changes of what models are to be, the newest first."""
+        latest = itertools.islice(reversed(self._mover.events), limit)
+        return ModelEvents(events=tuple(latest))
 
     # What gateways and operators ask for
 
@@ -175,7 +181,7 @@ class ModelPresence:
         for refused in decision.refused:
             self._demands.pop(refused.model, None)
         for change in decision.changes:
-            self._mover.begin(change.model, change.presence, change.why)
+            self._mover.begin(change.model, change.presence, change.why, drains=change.drains)
         return decision
 
     def _give_up_failed(self, now: float) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Awaitable, Callable, Coroutine, Set
 from typing import Any
 
@@ -16,14 +16,16 @@ from loomserve.platform.base.errors import Conflict
 from loomserve.platform.elastic.observe import is_settled
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.registry import ReplicaRecord
-from loomserve.platform.state import Presence
+from loomserve.platform.state import ModelEvent, Presence
 
 _log = logging.getLogger("ray.serve")
 
 # Until then gateways know that a model goes, and their requests wait.
 _GATEWAYS_KNOW_S = 0.1
 # Loans end with heartbeats; then an engine that lent may sleep.
-_LOANS_END_S, _LOANS_POLL_S = 10.0, 0.5
+_LOANS_END_S = 10.0
+_POLL_S = 0.5
+_EVENTS_KEPT = 1000
 
 
 class PresenceMover:
@@ -35,6 +37,7 @@ class PresenceMover:
         models: ModelLifecycle,
         calls: ReplicaCalls,
         publish: Callable[[], Awaitable[None]],
+        drain_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -43,12 +46,15 @@ class PresenceMover:
             models: starts and ends their replicas.
             calls: to replicas.
             publish: tells gateways.
+            drain_s: for so long a model that is to go may go on with the requests that it has.
             clock: seconds of the fleet's clock.
         """
         self._fleet, self._models, self._calls = fleet, models, calls
-        self._publish, self._clock = publish, clock
+        self._publish, self._drain_s, self._clock = publish, drain_s, clock
         self.wake_s: dict[str, float] = {}
         """How long models took to come back from sleep, each the last time."""
+        self.events: deque[ModelEvent] = deque(maxlen=_EVENTS_KEPT)
+        """What models were to be, the newest last."""
         self._moving: Counter[str] = Counter()
         self._ready_since: dict[str, float] = {}
         self._busy: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -59,22 +65,27 @@ class PresenceMover:
         """Models that are on their way to what they are to be."""
         return {name for name, count in self._moving.items() if count}
 
-    def begin(self, name: str, presence: Presence, why: str) -> None:
-        """Have a model be so, which it is later."""
-        self._do(self.change(name, presence, why))
+    def begin(self, name: str, presence: Presence, why: str, *, drains: bool = False) -> None:
+        """Have a model be so, which it is later; with ``drains`` once its requests have ended."""
+        self._do(self.change(name, presence, why, drains=drains))
 
-    def change(self, name: str, presence: Presence, why: str) -> Coroutine[Any, Any, None]:
+    def change(
+        self, name: str, presence: Presence, why: str, *, drains: bool = False
+    ) -> Coroutine[Any, Any, None]:
         """What a model is to be from now on, and the work that makes it so.
 
-        The work raises ``Conflict`` where the model has requests, and stays.
+        The work raises ``Conflict`` where the model has requests, for too long with ``drains``, and
+        stays.
         """
         _log.info("model %s is to be %s: %s", name, presence, why)
         record = self._fleet.registry.record(name)
         if record.presence is Presence.READY:
             self._ready_since[name] = record.since
+        if record.presence is not presence:
+            self._note(name, presence, why)
         self._fleet.registry.set_presence(name, presence, self._clock(), why)
         self._moving[name] += 1
-        return self._carry_out(name, presence)
+        return self._carry_out(name, presence, drains)
 
     async def ask_for_loads(self) -> None:
         """Have replicas that had requests say what they have at this moment."""
@@ -97,7 +108,7 @@ class PresenceMover:
             task.cancel()
         await self._calls.close()
 
-    async def _carry_out(self, name: str, presence: Presence) -> None:
+    async def _carry_out(self, name: str, presence: Presence, drains: bool) -> None:
         """
         Raises:
             Conflict: it has requests, and stays.
@@ -106,12 +117,12 @@ class PresenceMover:
             await self._publish()
             async with self._busy[name]:
                 if self._is_to_be(name, presence):
-                    await self._move(name, presence)
+                    await self._move(name, presence, drains)
         finally:
             self._moving[name] -= 1
             await self._publish()
 
-    async def _move(self, name: str, presence: Presence) -> None:
+    async def _move(self, name: str, presence: Presence, drains: bool) -> None:
         if presence is Presence.READY:
             await self._wake(name)
             live = self._fleet.registry.live(name, self._clock())
@@ -120,7 +131,7 @@ class PresenceMover:
             return
         await asyncio.sleep(_GATEWAYS_KNOW_S)
         try:
-            await self._put_to_sleep(name)
+            await self._put_to_sleep(name, presence, drains)
         except Conflict as error:
             if presence is Presence.UNLOADED and not self._has_requests(name):
                 _log.info("model %s ends without sleeping first: %s", name, error)
@@ -144,6 +155,10 @@ class PresenceMover:
             # It has not come anew.
             since = self._ready_since.get(name, self._clock())
             self._fleet.registry.set_presence(name, Presence.READY, since, why)
+            self._note(name, Presence.READY, f"it stays: {why}")
+
+    def _note(self, name: str, presence: Presence, why: str) -> None:
+        self.events.append(ModelEvent(at=time.time(), model=name, presence=presence, why=why))
 
     async def _wake(self, name: str) -> None:
         began = self._clock()
@@ -161,26 +176,32 @@ class PresenceMover:
             self.wake_s[name] = self._clock() - began
             await self._publish()
 
-    async def _put_to_sleep(self, name: str) -> None:
+    async def _put_to_sleep(self, name: str, presence: Presence, drains: bool) -> None:
         """
         Raises:
             Conflict: a replica has requests, or cannot sleep.
         """
-        deadline = self._clock() + _LOANS_END_S
-        for each in self._fleet.registry.live(name, self._clock()):
-            while True:
+        began = self._clock()
+        for each in self._fleet.registry.live(name, began):
+            while self._is_to_be(name, presence):
                 try:
                     await self._calls.set_awake(each.heartbeat.address, False)
                 except ReplicaUnreachableError as error:
                     _log.warning("replica %s cannot be asked to sleep: %s", each.id, error)
                 except Conflict:
-                    if not self._takes_part_in_loans(name) or self._clock() > deadline:
+                    if self._clock() - began > self._patience_s(name, drains):
                         raise
-                    await asyncio.sleep(_LOANS_POLL_S)
+                    await asyncio.sleep(_POLL_S)
                     continue
                 else:
                     self._note_asleep(each.id, True)
                 break
+
+    def _patience_s(self, name: str, drains: bool) -> float:
+        """How long a model may keep its replicas from sleep."""
+        if drains and self._has_requests(name):
+            return self._drain_s
+        return _LOANS_END_S if self._takes_part_in_loans(name) else -1.0
 
     def _note_asleep(self, replica_id: str, asleep: bool) -> None:
         # It may have sent a heartbeat meanwhile, of which there is another record.

@@ -11,7 +11,7 @@ from loomserve.platform.base.errors import UnknownModel
 from loomserve.platform.base.reply import Ask
 from loomserve.platform.config import Model
 from loomserve.platform.fleet.file_only import check_given_over_http
-from loomserve.platform.state import ModelState, NodeState, PlatformState, Presence
+from loomserve.platform.state import ModelEvents, ModelState, NodeState, PlatformState, Presence
 from loomserve.platform.state.roles import Role
 
 
@@ -31,13 +31,20 @@ class RoleRequest(BaseModel):
 
 
 def build_models_router(ask: Ask) -> APIRouter:
-    """The routes ``/state`` and under ``/models``."""
+    """The routes ``/state``, ``/events`` and under ``/models``."""
     router = APIRouter()
 
     @router.get("/state", response_model=PlatformState)
     async def state() -> Any:
         """Devices, models, replicas, their loads, and versions."""
         return await ask("state")
+
+    @router.get("/events", response_model=ModelEvents)
+    async def events(
+        limit: Annotated[int, Query(ge=1, le=1000, description="Events at most.")] = 100,
+    ) -> Any:
+        """Which models came, slept and were unloaded, and why; since the controller started."""
+        return await ask("model_events", limit)
 
     @router.get("/models", response_model=list[ModelState])
     async def models() -> Any:

@@ -1,6 +1,7 @@
 """States of the platform's parts, as processes and operators see them: frozen, JSON."""
 
 from loomserve.platform.state.batch import BatchLaneState, BatchState, OfflineModelState
+from loomserve.platform.state.events import ModelEvent, ModelEvents
 from loomserve.platform.state.kvstore import KvModelState, KvNetworkState, KvPeerState, KvState
 from loomserve.platform.state.lending import (
     BorrowingState,
@@ -49,6 +50,8 @@ __all__ = [
     "LendingState",
     "LentState",
     "LoanState",
+    "ModelEvent",
+    "ModelEvents",
     "ModelState",
     "ModelStatus",
     "NodeState",

@@ -2,13 +2,14 @@
 
 Demands are met in the order in which they came: what an earlier one waits for, no later one takes.
 A model has to have been there for a while before it goes for another, so two never throw each other
-out in turn; and only one without requests goes.
+out in turn. Models without requests go first. One that always has some gives way to who has waited
+for as long, and goes when those that it has have ended; so nobody waits for ever.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from loomserve.platform.elastic.policy.snapshot import (
     ElasticDecision,
@@ -21,9 +22,6 @@ from loomserve.platform.elastic.policy.snapshot import (
 )
 from loomserve.platform.elastic.policy.victims import chosen_victims
 from loomserve.platform.state import Presence
-
-# What changes by itself within seconds: a request that runs ends, say.
-_SOON_S = 5.0
 
 
 def decide(snapshot: ElasticSnapshot, rules: ElasticRules) -> ElasticDecision:
@@ -47,71 +45,103 @@ class _Room:
         # Whoever is asked for, or has to change for another, is nobody's victim.
         self._spoken_for = {demand.model for demand in snapshot.demands}
         self._free = defaultdict(float, snapshot.budgets)
-        self._coming = defaultdict[str, float](float)
+        # What is free once all are what they are to be.
+        self._planned = defaultdict(float, snapshot.budgets)
         for model in snapshot.models:
             for device in model.devices:
                 self._free[device] -= model.held_bytes
-                later = max(0.0, model.held_bytes - model.bytes_as(model.presence))
-                self._coming[device] += later
+                self._planned[device] -= model.bytes_as(model.presence)
 
     def meet(self, demand: ModelDemand) -> None:
         model = self._models.get(demand.model)
         if model is None or model.presence is Presence.READY:
             return
-        more = max(0.0, model.ready_bytes - model.held_bytes)
         bounded = [device for device in model.devices if device in self._budgets]
-        if too_small := [each for each in bounded if model.ready_bytes > self._budgets[each]]:
-            self._refuse(model, _too_large(model, too_small[0], self._budgets))
+        if never := self._why_never(model, bounded):
+            self._refuse(model, never)
             return
+        grows = model.ready_bytes - model.bytes_as(model.presence)
         missing = {
-            device: more - self._free[device] for device in bounded if self._free[device] < more
+            device: grows - self._planned[device]
+            for device in bounded
+            if self._planned[device] < grows
         }
-        if not missing:
+        more = max(0.0, model.ready_bytes - model.held_bytes)
+        if missing:
+            if not self._makes_room(model, missing, demand):
+                return
+        elif all(more <= self._free[device] for device in bounded):
             self._change(model, Presence.READY, "it is asked for")
-        elif not self._makes_room(model, missing, demand):
-            return
         for device in bounded:
             self._free[device] -= more
+            self._planned[device] -= grows
+
+    def _why_never(self, model: ElasticModel, devices: Sequence[str]) -> str:
+        """Why there is no room for it whoever else goes, if so."""
+        for device in devices:
+            pinned = [
+                each
+                for each in self._models.values()
+                if each.pinned and each is not model and device in each.devices and each.held_bytes
+            ]
+            left = self._budgets[device] - sum(each.held_bytes for each in pinned)
+            if model.ready_bytes > left:
+                but = "".join(f", less {_mib(one.held_bytes)} of {one.name}" for one in pinned)
+                return (
+                    f"it needs {_mib(model.ready_bytes)}, and device {device} may give models "
+                    f"{_mib(self._budgets[device])}{but}{', which stays' if pinned else ''}"
+                )
+        return ""
 
     def _makes_room(
         self, model: ElasticModel, missing: Mapping[str, float], demand: ModelDemand
     ) -> bool:
-        """Have others go, or wait for some that go; False: it is refused."""
-        missing = {
-            device: size - self._coming[device]
-            for device, size in missing.items()
-            if size > self._coming[device]
-        }
-        victims = chosen_victims([each for each in self._idle() if self._may_go(each)], missing)
-        if victims is not None:
-            self._promise(victims)
-            for name, presence in victims.items():
-                self._change(self._models[name], presence, f"{model.name} needs its memory")
-            return True
-        later = chosen_victims(list(self._idle()), missing)
-        if later is None:
-            self._refuse(model, self._no_victims(model, missing), _SOON_S)
+        """Have others go, or wait until some may; False: it is refused."""
+        idle = [each for each in self._settled() if each.idle_s > 0]
+        busy = [each for each in self._settled() if not each.idle_s]
+        for candidates in ([each for each in idle if not self._stays_s(each)], idle, idle + busy):
+            victims = chosen_victims(candidates, missing)
+            if victims is not None:
+                return self._have_go(model, victims, demand)
+        # Whoever is on the way goes again, when it has been there for a while.
+        return self._waits(model, self._rules.residence_s, demand, "others come before it")
+
+    def _have_go(
+        self, model: ElasticModel, victims: Mapping[str, Presence], demand: ModelDemand
+    ) -> bool:
+        """Have these go, or wait until all may; False: the demand cannot wait for so long."""
+        going = [self._models[name] for name in victims]
+        busy = {each.name for each in going if not each.idle_s}
+        wait_s = max(self._stays_s(each) for each in going)
+        if busy:
+            wait_s = max(wait_s, self._rules.residence_s - demand.waited_s)
+        names = ", ".join(sorted(victims))
+        if wait_s > 0 and not self._waits(
+            model, wait_s, demand, f"{names} may stay for {wait_s:.0f} s more"
+        ):
             return False
-        wait_s = max(self._rules.residence_s - self._models[name].since_s for name in later)
-        if demand.waited_s + wait_s > self._rules.patience_s:
-            names = ", ".join(sorted(later))
-            why = f"{names} came a moment ago, and stays for {wait_s:.0f} s more"
-            self._refuse(model, why, wait_s)
-            return False
-        self._promise(later)
+        for each in going:
+            presence = victims[each.name]
+            if wait_s <= 0:
+                why = f"{model.name} needs its memory"
+                self._change(each, presence, why, drains=each.name in busy)
+            self._spoken_for.add(each.name)
+            for device in each.devices:
+                self._planned[device] += each.bytes_as(each.presence) - each.bytes_as(presence)
         return True
 
-    def _promise(self, victims: Mapping[str, Presence]) -> None:
-        """What these free is for who was just looked at, and they are no one else's victims."""
-        for name, presence in victims.items():
-            model = self._models[name]
-            self._spoken_for.add(name)
-            for device in model.devices:
-                self._coming[device] += model.held_bytes - model.bytes_as(presence)
+    def _waits(self, model: ElasticModel, wait_s: float, demand: ModelDemand, why: str) -> bool:
+        """Whether it may wait for so long; it is refused otherwise."""
+        if demand.waited_s + wait_s <= self._rules.patience_s:
+            return True
+        self._refuse(model, why, wait_s)
+        return False
 
     def put_idle_away(self) -> None:
         """Have models sleep or end that had no request for as long as their rules say."""
-        for model in self._idle():
+        for model in self._settled():
+            if not model.idle_s:
+                continue
             idle_s = min(model.idle_s, model.since_s)
             if model.presence is Presence.ASLEEP:
                 idle_s = model.idle_s
@@ -125,44 +155,30 @@ class _Room:
             ):
                 self._change(model, Presence.ASLEEP, f"idle for {idle_s:.0f} s")
 
-    def _idle(self) -> list[ElasticModel]:
-        """Models that could go, but perhaps for having come a moment ago."""
+    def _settled(self) -> list[ElasticModel]:
+        """Models that could go, but perhaps for their requests or for having come a moment ago."""
         return [
             each
             for each in self._models.values()
             if each.settled
-            and each.idle_s > 0
             and not each.pinned
             and each.presence is not Presence.UNLOADED
             and each.name not in self._spoken_for
         ]
 
-    def _may_go(self, model: ElasticModel) -> bool:
-        return model.presence is Presence.ASLEEP or model.since_s >= self._rules.residence_s
+    def _stays_s(self, model: ElasticModel) -> float:
+        """For how long it may stay still, having come a moment ago."""
+        if model.presence is Presence.ASLEEP:
+            return 0.0
+        return max(0.0, self._rules.residence_s - model.since_s)
 
-    def _no_victims(self, model: ElasticModel, missing: Mapping[str, float]) -> str:
-        there = [
-            each.name
-            for each in self._models.values()
-            if each.held_bytes and each is not model and set(each.devices) & missing.keys()
-        ]
-        return (
-            f"it needs {_mib(model.ready_bytes)} on {', '.join(sorted(missing))}, and "
-            f"{', '.join(sorted(there))} have requests, are asked for or are pinned"
-        )
-
-    def _change(self, model: ElasticModel, presence: Presence, why: str) -> None:
-        self.changes.append(PresenceChange(model.name, presence, why))
+    def _change(
+        self, model: ElasticModel, presence: Presence, why: str, *, drains: bool = False
+    ) -> None:
+        self.changes.append(PresenceChange(model.name, presence, why, drains))
 
     def _refuse(self, model: ElasticModel, why: str, retry_after_s: float = 60.0) -> None:
         self.refused.append(NoRoom(model.name, why, retry_after_s))
-
-
-def _too_large(model: ElasticModel, device: str, budgets: Mapping[str, float]) -> str:
-    return (
-        f"it needs {_mib(model.ready_bytes)}, and device {device} may give models "
-        f"{_mib(budgets[device])}"
-    )
 
 
 def _mib(size: float) -> str:

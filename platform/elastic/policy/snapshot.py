@@ -106,11 +106,16 @@ class ElasticRules:
 
 @dataclass(frozen=True)
 class PresenceChange:
-    """A model that is to be ``presence`` from now on."""
+    """A model that is to be ``presence`` from now on.
+
+    Attributes:
+        drains: It has requests, which end first; those that come meanwhile wait.
+    """
 
     model: str
     presence: Presence
     why: str
+    drains: bool = False
 
 
 @dataclass(frozen=True)

@@ -142,25 +142,70 @@ def test_the_idle_one_sleeps_first_and_wakes_when_it_is_asked_for(
             await until(lambda: states(one)["here"] is ModelStatus.READY)
             assert calls.told == [("here", False), ("away", False), ("here", True)]
             assert states(one)["away"] is ModelStatus.ASLEEP
+            events = (await one.model_events(3)).get().events
+            assert [(each.model, each.presence) for each in events] == [
+                ("here", Presence.READY),
+                ("away", Presence.ASLEEP),
+                ("away", Presence.READY),
+            ]
+            assert events[1].why == "here needs its memory"
             # Both engines are kept.
             assert (serve.devices("here"), serve.deletes) == (["core0"], 0)
 
     asyncio.run(scenario())
 
 
-def test_one_with_requests_stays_and_the_other_is_refused(
+def test_one_with_requests_goes_once_they_have_ended(
+    serve: FakeServe,
+    calls: FakeCalls,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(presence_mover, "_POLL_S", 0.02)
+
+    async def scenario() -> None:
+        async with running() as one:
+            await heard(one, alive(HERE, idle_s=0.0, running=1, in_flight=1))
+            calls.failing = [Conflict("it has requests")] * 10**6
+            await wanted(one, "away")
+            await until(lambda: len(calls.told) > 3)
+            # Requests that come meanwhile wait.
+            assert states(one)["here"] is ModelStatus.ASLEEP
+            assert states(one)["away"] is ModelStatus.UNLOADED
+            assert not serve.devices("away")
+            calls.failing = []
+            await until(lambda: serve.devices("away"))
+
+    asyncio.run(scenario())
+
+
+def test_one_whose_requests_do_not_end_stays(
+    serve: FakeServe,
+    calls: FakeCalls,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(presence_mover, "_POLL_S", 0.02)
+    config = CONFIG.model_copy(
+        update={"elastic": CONFIG.elastic.model_copy(update={"wait_timeout_s": 0.6})}
+    )
+
+    async def scenario() -> None:
+        async with running(config) as one:
+            await heard(one, alive(HERE, idle_s=0.0, running=1, in_flight=1))
+            calls.failing = [Conflict("it has requests")] * 10**6
+            await wanted(one, "away")
+            assert states(one)["here"] is ModelStatus.ASLEEP
+            await until(lambda: states(one)["here"] is ModelStatus.READY)
+            assert states(one)["away"] is ModelStatus.UNLOADED
+
+    asyncio.run(scenario())
+
+
+def test_one_that_had_a_request_after_all_stays_and_goes_after_it(
     serve: FakeServe,
     calls: FakeCalls,
 ) -> None:
     async def scenario() -> None:
         async with running() as one:
-            await heard(one, alive(HERE, idle_s=0.0, running=1))
-            with pytest.raises(Unavailable, match="here have requests") as refused:
-                await wanted(one, "away")
-            assert (refused.value.code, refused.value.retry_after_s) == ("no_room", 5.0)
-            assert not calls.told
-            # It had ended when it was asked for, and then came another.
-            await heard(one, alive(HERE))
             calls.failing = [Conflict("it has requests")] * 50
             await wanted(one, "away")
             await until(lambda: len(calls.told) > 1)

@@ -45,16 +45,54 @@ def test_a_model_that_cannot_sleep_is_unloaded() -> None:
 
 
 @pytest.mark.parametrize(
-    "stays",
-    [{"idle_s": 0.0}, {"pinned": True}, {"settled": False}],
-    ids=lambda each: next(iter(each)),
+    "stays", [{"idle_s": 0.0}, {"settled": False}], ids=lambda each: next(iter(each))
 )
-def test_one_with_requests_or_pinned_or_on_its_way_stays(stays: dict[str, object]) -> None:
+def test_one_with_requests_or_on_its_way_stays_and_the_other_waits(
+    stays: dict[str, object],
+) -> None:
     decision = decided([model("a", **stays), model("b", UNLOADED, ready=8.0)], "b")
+    assert (decision.changes, decision.refused) == ((), ())
+    late = decided([model("a", **stays), model("b", UNLOADED, ready=8.0)], "b", waited_s=59.0)
+    assert "settled" not in stays or [each.model for each in late.refused] == ["b"]
+
+
+def test_a_pinned_one_stays_and_the_other_is_refused() -> None:
+    decision = decided([model("a", pinned=True), model("b", UNLOADED, ready=8.0)], "b")
     assert changes(decision) == {}
     (refused,) = decision.refused
     assert refused.model == "b"
-    assert "a have requests" in refused.why
+    assert "of a, which stays" in refused.why
+
+
+def test_one_that_always_has_requests_gives_way_to_who_has_waited_for_as_long_as_it_may_stay() -> (
+    None
+):
+    models = [model("a", idle_s=0.0), model("b", UNLOADED, ready=8.0)]
+    assert changes(decided(models, "b", waited_s=19.0)) == {}
+    decision = decided(models, "b", waited_s=20.0)
+    assert [(each.model, each.presence, each.drains) for each in decision.changes] == [
+        ("a", ASLEEP, True)
+    ]
+    # It has been there for as long, too.
+    young = [model("a", idle_s=0.0, since_s=5.0), model("b", UNLOADED, ready=8.0)]
+    assert changes(decided(young, "b", waited_s=20.0)) == {}
+
+
+def test_one_without_requests_goes_rather_than_one_that_has_some() -> None:
+    models = [
+        model("a", idle_s=0.0), model("b", returns_s=0.1), model("c", UNLOADED)
+    ]  # fmt: skip
+    decision = decided(models, "c", waited_s=30.0)
+    assert [(each.model, each.drains) for each in decision.changes] == [("b", False)]
+
+
+def test_one_that_gives_way_and_is_asked_for_meanwhile_comes_after_who_waits() -> None:
+    models = [
+        model("a", ASLEEP, settled=False, idle_s=0.0, held_bytes=8.0, ready=8.0),
+        model("b", UNLOADED, ready=8.0),
+    ]
+    decision = decided(models, "b", "a")
+    assert (decision.changes, decision.refused) == ((), ())
 
 
 def test_what_never_fits_is_refused_and_puts_nobody_away() -> None:
@@ -90,9 +128,9 @@ def test_a_later_demand_does_not_take_what_an_earlier_one_waits_for() -> None:
 
 def test_nobody_who_is_asked_for_goes_for_another() -> None:
     models = [model("a", ASLEEP, asleep=4.0, ready=8.0), model("b", UNLOADED, ready=8.0)]
-    decision = decided(models, "b", "a")
-    assert changes(decision) == {"a": READY}
-    assert [each.model for each in decision.refused] == ["b"]
+    assert changes(decided(models, "a", "b")) == {"a": READY}
+    # Nor for one that came before it.
+    assert changes(decided(models, "b", "a")) == {}
 
 
 def test_idle_models_sleep_and_then_end() -> None:

@@ -34,6 +34,7 @@ class Simulated:
     presence: Presence = Presence.UNLOADED
     before: float = 0.0
     ticks: int = 0
+    drains: bool = False
     since: float = -1000.0
     used: float = -1000.0
     busy_until: float = 0.0
@@ -59,9 +60,9 @@ class Simulated:
             sleep_after_s=40.0, unload_after_s=200.0,
         )  # fmt: skip
 
-    def become(self, presence: Presence, now: float) -> None:
+    def become(self, presence: Presence, now: float, *, drains: bool = False) -> None:
         self.before, load = self.held, self.presence is Presence.UNLOADED
-        self.presence, self.since = presence, now
+        self.presence, self.since, self.drains = presence, now, drains
         self.ticks = _GO_TICKS
         if presence is Presence.READY:
             self.ticks = _LOAD_TICKS if load else _WAKE_TICKS
@@ -89,7 +90,8 @@ class World:
     def tick(self) -> ElasticDecision:
         self.now += _TICK_S
         for model in self.models.values():
-            model.ticks = max(0, model.ticks - 1)
+            if not (model.drains and self.now < model.busy_until):
+                model.ticks = max(0, model.ticks - 1)
         for name in list(self.waiting):
             model = self.models[name]
             if model.presence is Presence.READY and not model.ticks:
@@ -100,7 +102,7 @@ class World:
         decision = decide(ElasticSnapshot(views, demands, self.budgets), RULES)
         self._check(decision)
         for change in decision.changes:
-            self.models[change.model].become(change.presence, self.now)
+            self.models[change.model].become(change.presence, self.now, drains=change.drains)
         for refusal in decision.refused:
             del self.waiting[refusal.model]
             self.refused += 1
@@ -113,7 +115,7 @@ class World:
             model = self.models[change.model]
             if change.presence is not Presence.READY:
                 assert not model.pinned
-                assert self.now >= model.busy_until
+                assert change.drains == (self.now < model.busy_until)
                 assert not model.ticks
                 assert change.model not in self.waiting
                 if model.presence is Presence.READY and not change.why.startswith("idle"):
@@ -169,6 +171,27 @@ def test_every_demand_is_met_or_refused_in_bounded_time(
         # Each that came before it may have to wait for one that stays for a while, and to load.
         rounds = len(names) * (RULES.residence_s + _GO_TICKS + _LOAD_TICKS)
         assert longest <= rounds
+
+
+@given(st.floats(0.5, 15), st.integers(1, 60))
+def test_one_that_always_has_requests_starves_nobody_and_is_not_starved(
+    seconds: float, asked_at: int
+) -> None:
+    models = [
+        Simulated(name, ready=8.0, asleep=1.0, devices=("d",), pinned=False) for name in ("a", "b")
+    ]
+    world = World(models, {"d": 10.0})
+    for tick in range(400):
+        world.ask("a", seconds)
+        if tick == asked_at:
+            world.ask("b", seconds)
+        world.tick()
+    assert not world.refused
+    (came,) = models[1].came
+    turn_s = RULES.residence_s + _LOAD_TICKS + _GO_TICKS + seconds + 2 * _TICK_S
+    # Both may have to wait for one that has just come.
+    assert came - asked_at <= 2 * turn_s
+    assert models[0].came[-1] - came <= turn_s
 
 
 @given(st.lists(st.sampled_from(["a", "b"]), min_size=50, max_size=300))
