@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-continue bench-start bench-decisions check-batch check-day hashes sbom clean
+.PHONY: help install serve test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-continue bench-start bench-elastic bench-decisions check-batch check-day hashes sbom clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -99,6 +99,9 @@ bench-rebalance: install ## measure what the controller gains while the populari
 
 bench-continue: install ## measure what clients see when engines are killed, stopped and drained
 	@$(PYTHON) -m benchmarks.continuation
+
+bench-elastic: install ## measure how models come back that sleep or are unloaded, and many names at once
+	@$(PYTHON) -m benchmarks.elastic
 
 bench-start: install ## measure how long engines take to start, beside vLLM's own servers
 	@$(PYTHON) -m benchmarks.start
