@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import functools
 import os
+import shutil
+import tempfile
 import threading
 import time
 import uuid
@@ -21,9 +25,11 @@ from loomserve.platform.devices.claims import engine_environment
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.host import EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
+from loomserve.platform.engine.process.engine_process import start_fork_server
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.engine.resumption.travelling_times import by_age
 from loomserve.platform.run.engine_address import EngineAddress
+from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from loomserve.platform.state.told_load import ToldLoad, load_of
 
@@ -34,6 +40,34 @@ QUEUED = 20
 START_S = 180.0
 
 
+@functools.cache
+def fork_server() -> Path:
+    """The folder of a run whose fork server imports vLLM once for all engines of all tests."""
+    # Paths of sockets must be short.
+    folder = tempfile.mkdtemp(prefix="run")
+    run = RunFolder(Path(folder))
+    run.sockets.mkdir()
+    server = start_fork_server(run, os.environ)
+
+    def end() -> None:
+        server.kill()
+        server.wait()
+        shutil.rmtree(folder)
+
+    atexit.register(end)
+    return Path(folder)
+
+
+@contextlib.contextmanager
+def forking() -> Iterator[None]:
+    """Within it engines are forked."""
+    os.environ[RUN_VARIABLE] = str(fork_server())
+    try:
+        yield
+    finally:
+        del os.environ[RUN_VARIABLE]
+
+
 class ServedEngine:
     """An engine and the event loop of its host, which has a thread of its own."""
 
@@ -41,7 +75,8 @@ class ServedEngine:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
-        self.host: EngineHost = self.run(EngineHost.start(start, environment, START_S))
+        with forking():
+            self.host: EngineHost = self.run(EngineHost.start(start, environment, START_S))
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(work, self.loop).result(START_S + 10)
