@@ -95,7 +95,7 @@ class ModelLifecycle:
                 self._settle(model.name)
 
     async def _deploy_all(self, models: Collection[Model]) -> None:
-        # One after the other: Ray then uses one process, in which vLLM is imported once.
+        # One after the other: to convert weights takes a process of its own, and its memory.
         for model in models:
             await self._deploy(model)
 

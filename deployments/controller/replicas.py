@@ -71,10 +71,11 @@ class ModelReplicas:
             wanted = self._wanted(model, target, there)
             missing = tuple(device for device in wanted if device not in there)
             if missing:
-                problem = await self._apps.deploy(self._spec_of(model), missing, self._base)
-                self._fleet.registry.set_failure(name, problem)
-                if problem is not None:
+                handed = await self._apps.deploy(self._spec_of(model), missing, self._base)
+                self._fleet.registry.set_failure(name, handed.problem)
+                if handed.problem is not None:
                     return
+                self._fleet.registry.set_front_end(name, handed.front_end)
             if unwanted := there.keys() - set(wanted):
                 await self._apps.delete(name, unwanted)
 

@@ -9,7 +9,12 @@ from typing import Any
 import ray
 from ray import serve
 
-from loomserve.deployments.engine.deploy import deploy_model
+from loomserve.deployments.engine.deploy import (
+    Handed,
+    hand_to_serve,
+    hand_to_serve_elsewhere,
+    takes_long,
+)
 from loomserve.deployments.gateway_apps import start_gateway
 from loomserve.deployments.ray_node import LivingNode, drain_node, living_nodes
 from loomserve.kvstore.server.options import StoreOptions
@@ -26,17 +31,19 @@ class ServeApps:
         self._gateways = config.model_dump(mode="json"), internal_token, kept
         self._deploying: dict[str, Any] = {}
 
-    async def deploy(self, spec: EngineSpec, devices: Sequence[str], base: str) -> str | None:
-        """Have Serve start replicas, as :func:`deploy_model` does; returns what is wrong."""
+    async def deploy(self, spec: EngineSpec, devices: Sequence[str], base: str) -> Handed:
+        """Have Serve start replicas, as :func:`hand_to_serve` does."""
+        if not takes_long(spec):
+            return await asyncio.to_thread(hand_to_serve, spec, devices, base)
         name = spec.model.name
-        self._deploying[name] = work = deploy_model.remote(spec, devices, base)
+        self._deploying[name] = work = hand_to_serve_elsewhere.remote(spec, devices, base)
         try:
-            problem: str | None = await work
+            handed: Handed = await work
         except ray.exceptions.RayError as error:
-            return str(error).splitlines()[-1]
+            return Handed(problem=str(error).splitlines()[-1])
         finally:
             del self._deploying[name]
-        return problem
+        return handed
 
     def stop_deploying(self, name: str) -> None:
         """Hand the model to Serve no more, if it is not done yet."""

@@ -12,7 +12,7 @@ from loomserve.deployments.serve_logging import QUIET
 from loomserve.platform.config import LOCAL_PROMPT_TOKENS, Model
 from loomserve.platform.engine.options.names import of_engine
 from loomserve.platform.engine.precision import cpu_dtype
-from loomserve.platform.engine.process.environment import VLLM_ENVIRONMENT
+from loomserve.platform.engine.process.environment import KEEPS_GPUS_VISIBLE, VLLM_ENVIRONMENT
 from loomserve.platform.fleet.messages import (
     ENGINE_DEPLOYMENT,
     EngineSpec,
@@ -27,15 +27,20 @@ from loomserve.platform.state.lending_options import LENDING_CONFIG
 _NO_HOST = "no host"
 
 
-def build_replica_app(spec: EngineSpec, device: str) -> Any:
-    """The application of one replica: an engine on a device, or a pipeline over all of them."""
-    engine_options = _engine_options(spec)
+def front_end_of(spec: EngineSpec) -> FrontEndSpec:
+    """What gateways answer requests of the model with."""
     roles = spec.model.roles
-    front_end = FrontEndSpec(
+    return FrontEndSpec(
         path=spec.path,
-        engine_options=engine_options,
+        engine_options=_engine_options(spec),
         local_prompt_tokens=roles.local_prompt_tokens if roles else LOCAL_PROMPT_TOKENS,
     )
+
+
+def build_replica_app(spec: EngineSpec, device: str) -> Any:
+    """The application of one replica: an engine on a device, or a pipeline over all of them."""
+    front_end = front_end_of(spec)
+    engine_options = front_end.engine_options
     if not spec.stage_layers:
         own = tuple(each for each in spec.devices if each.name == device)
         spec = spec.model_copy(update={"devices": own})
@@ -45,12 +50,13 @@ def build_replica_app(spec: EngineSpec, device: str) -> Any:
         ray_actor_options={
             "num_cpus": 0,
             "resources": on_devices(spec.devices),
-            "runtime_env": {"env_vars": _environment(spec, engine_options)},
+            **_runtime_env(spec),
         },
     )
     return deployment.bind(
         spec.model_dump(mode="json"),
         of_engine(engine_options),
+        _environment(spec, engine_options),
         front_end.model_dump(mode="json"),
     )
 
@@ -128,6 +134,13 @@ def _engine_options(spec: EngineSpec) -> dict[str, Any]:
         },
         **({"kv_transfer_config": store} if (store := spec.kv_transfer_config) else {}),
     }
+
+
+def _runtime_env(spec: EngineSpec) -> dict[str, Any]:
+    """What Ray has to know of before it starts a replica's process; it starts others sooner."""
+    if spec.devices[0].kind == "cpu":
+        return {}
+    return {"runtime_env": {"env_vars": KEEPS_GPUS_VISIBLE}}
 
 
 def _environment(spec: EngineSpec, engine_options: Mapping[str, Any]) -> dict[str, str]:

@@ -1,54 +1,73 @@
-"""Puts a model's applications on Serve, in a worker process of its own.
-
-Building a model's deployment imports torch, which takes seconds and hundreds of megabytes that
-neither the command line nor the controller should keep.
-"""
+"""Hands a model's applications to Serve."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import ray
 
+from loomserve.deployments.engine.app import build_replica_app, front_end_of, run_replicas
 from loomserve.platform.base.errors import LoomserveError
-from loomserve.platform.fleet.messages import EngineSpec
+from loomserve.platform.engine.options.names import check
+from loomserve.platform.fleet.messages import EngineSpec, FrontEndSpec
+from loomserve.platform.models import catalog
 from loomserve.platform.nodes.resources import on_state
 
 
-@ray.remote(num_cpus=0, max_retries=0, resources=on_state())  # type: ignore[untyped-decorator]
-def deploy_model(spec: EngineSpec, devices: Sequence[str], base: str) -> str | None:
+@dataclass(frozen=True)
+class Handed:
+    """What came of handing a model to Serve.
+
+    Attributes:
+        front_end: What gateways can set up while its engines start.
+        problem: What is wrong with the model in one sentence; None: nothing.
+    """
+
+    front_end: FrontEndSpec | None = None
+    problem: str | None = None
+
+
+def takes_long(spec: EngineSpec) -> bool:
+    """Whether weights are to be fetched or converted first, or layers to be divided.
+
+    That imports torch, for seconds and hundreds of megabytes that the controller should not keep.
+    """
+    return spec.model.pipeline is not None or not catalog.is_here(spec.path)
+
+
+def hand_to_serve(spec: EngineSpec, devices: Sequence[str], base: str) -> Handed:
     """Check a model and hand it to Serve, which starts its replicas in the background.
 
     Args:
         spec: the path is the model's source as configured, and a pipeline's stages are missing.
         devices: which of its devices get a replica; of a pipeline, the first stands for all.
         base: folder to which the configuration's paths are relative.
-
-    Returns:
-        None, or what is wrong with the model in one sentence.
     """
-    from loomserve.deployments.engine.app import build_replica_app, run_replicas
-    from loomserve.platform.engine.options.names import check
-
     try:
         check(spec.model.name, spec.model.engine)
         resolved = _resolved(spec, Path(base))
         run_replicas(resolved, {device: build_replica_app(resolved, device) for device in devices})
     except LoomserveError as error:
-        return str(error)
-    return None
+        return Handed(problem=str(error))
+    return Handed(front_end_of(resolved))
+
+
+@ray.remote(num_cpus=0, max_retries=0, resources=on_state())  # type: ignore[untyped-decorator]
+def hand_to_serve_elsewhere(spec: EngineSpec, devices: Sequence[str], base: str) -> Handed:
+    """As :func:`hand_to_serve` does, in a process of its own."""
+    return hand_to_serve(spec, devices, base)
 
 
 def _resolved(spec: EngineSpec, base: Path) -> EngineSpec:
     """With the folder of the weights, which are fetched if need be, and a pipeline's stages."""
-    from loomserve.platform.models import catalog
-    from loomserve.platform.placement.configured import stages_of
-
     weights = catalog.resolve(spec.path, base, revision=spec.model.revision)
     resolved = spec.model_copy(update={"path": str(weights)})
     if spec.model.pipeline is None:
         return resolved
+    from loomserve.platform.placement.configured import stages_of  # it imports torch
+
     stages = stages_of(spec.model, base)
     there = {device.name: device for device in spec.devices}
     return resolved.model_copy(

@@ -68,12 +68,17 @@ class EngineReplica:
     """Serve's deployment class of a model."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
-        self, spec: dict[str, Any], engine_options: dict[str, Any], front_end: dict[str, Any]
+        self,
+        spec: dict[str, Any],
+        engine_options: dict[str, Any],
+        environment: dict[str, str],
+        front_end: dict[str, Any],
     ) -> None:
         """
         Args:
             spec: an EngineSpec.
             engine_options: vLLM's, of the engine alone.
+            environment: variables of the engine's processes.
             front_end: a FrontEndSpec.
         """
         keep_calls_on_node()
@@ -86,7 +91,7 @@ class EngineReplica:
         self._claim = await claim_device(self._spec)
         self._path = await asyncio.to_thread(weights_here, self._spec)
         self._role = configured_role(self._spec.model, self._claim.device.name)
-        self._engine = await self._started(engine_options)
+        self._engine = await self._started(engine_options, environment)
         self._load = await self._engine.stats(_STATS_TIMEOUT_S)
         self._loans = LoanAgent(self._call_loans, self._spec, self._replica_id)
         await self._listen()
@@ -106,7 +111,7 @@ class EngineReplica:
             ),
         ]
 
-    async def _started(self, options: dict[str, Any]) -> EngineHost:
+    async def _started(self, options: dict[str, Any], environment: dict[str, str]) -> EngineHost:
         store = self._spec.kv_transfer_config
         if store is not None and (node := self._claim.device.node):
             options = {**options, "kv_transfer_config": on_this_node(store, node)}
@@ -122,7 +127,7 @@ class EngineReplica:
         # What binds it to its device is in this process's own environment. Whether CUDA bears that
         # its process was forked after the imports has not been tried.
         fork = self._claim.device.kind == "cpu"
-        return await EngineHost.start(start, {}, _START_TIMEOUT_S, fork=fork)
+        return await EngineHost.start(start, environment, _START_TIMEOUT_S, fork=fork)
 
     async def _call_loans(self, name: str, /, *given: Any) -> Any:
         (answer,) = await self._engine.collective_rpc(

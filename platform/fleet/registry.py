@@ -41,7 +41,7 @@ class ModelRecord:
     was_away: bool = False
     """Whether it has slept, or had no engine."""
     front_end: FrontEndSpec | None = None
-    """As its last replica said."""
+    """As its last replica said, or was told."""
 
     @property
     def on_demand(self) -> bool:
@@ -252,6 +252,11 @@ class Registry:
         """Why the model's application cannot start, or None; unknown names are ignored."""
         if name in self._models:
             self._models[name].failure = failure
+
+    def set_front_end(self, name: str, front_end: FrontEndSpec | None) -> None:
+        """What gateways answer a model with while it has no replica; unknown names are ignored."""
+        if name in self._models:
+            self._models[name].front_end = front_end
 
     def begin_unload(self, name: str, deadline: float) -> None:
         """

@@ -61,8 +61,8 @@ class FleetViews:
             router=model.router,
             front_end=next(
                 (each.heartbeat.front_end for each in reachable),
-                # What takes seconds to set up stays for the engine that comes next.
-                record.front_end if record.on_demand else None,
+                # It takes seconds to set up, for which no engine should have to wait.
+                record.front_end,
             ),
             replicas=tuple(_replica_route(each, self._on(each.device)) for each in reachable),
         )

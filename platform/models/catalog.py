@@ -79,6 +79,12 @@ def resolve(
     )
 
 
+def is_here(source: str) -> bool:
+    """Whether :func:`resolve` finds a model without fetching or converting anything."""
+    copy = copy_of(source)
+    return copy is None or copy.exists()
+
+
 def copy_of(source: str) -> Path | None:
     """Where this machine keeps its copy of what is fetched on first use; None: it is not."""
     kind, _, name = source.partition(":")

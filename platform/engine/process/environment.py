@@ -5,6 +5,8 @@ from __future__ import annotations
 # Bounds what one request can ask of an engine: OpenAI's own limit of n.
 _MAX_SEQUENCES_PER_REQUEST = "128"
 
+# Ray would hide all GPUs from an actor that asks it for none.
+KEEPS_GPUS_VISIBLE = {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 VLLM_ENVIRONMENT = {
     "VLLM_MAX_N_SEQUENCES": _MAX_SEQUENCES_PER_REQUEST,
     # A host that may be asked must not send the engine on to one that may not.
@@ -12,8 +14,7 @@ VLLM_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    # Ray would hide all GPUs from an actor that asks it for none.
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    **KEEPS_GPUS_VISIBLE,
 }
 GATEWAY_ENVIRONMENT = {
     **VLLM_ENVIRONMENT,

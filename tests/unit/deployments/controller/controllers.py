@@ -9,11 +9,13 @@ from types import SimpleNamespace
 from typing import Any
 
 from loomserve.deployments.controller.controller import Controller
+from loomserve.deployments.engine.deploy import Handed
 from loomserve.deployments.ray_node import LivingNode
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.config import LOCAL_NODE, Config
 from loomserve.platform.fleet.messages import (
     EngineSpec,
+    FrontEndSpec,
     Heartbeat,
     devices_with_replicas,
     replica_app,
@@ -50,12 +52,12 @@ class FakeServe:
         if self.failing:
             raise self.failing.pop(0)
 
-    async def deploy(self, spec: EngineSpec, devices: Sequence[str], base: str) -> str | None:
+    async def deploy(self, spec: EngineSpec, devices: Sequence[str], base: str) -> Handed:
         await self._answer()
         new = {replica_app(spec.model.name, device) for device in devices}
         assert not new & self.deleting, "Serve would delete them all the same"
         self.apps |= new
-        return None
+        return Handed(FrontEndSpec(path=spec.path, engine_options={}))
 
     def stop_deploying(self, name: str) -> None:
         self.cancelled.append(name)

@@ -13,6 +13,7 @@ from loomserve.deployments.controller import controller as module
 from loomserve.deployments.controller import presence, presence_mover
 from loomserve.deployments.controller.controller import Controller
 from loomserve.deployments.controller.replica_calls import ReplicaUnreachableError
+from loomserve.deployments.engine.deploy import Handed
 from loomserve.platform.base.errors import Conflict, Unavailable, UnknownModel
 from loomserve.platform.config import Config, Idle, Model
 from loomserve.platform.fleet.messages import Heartbeat
@@ -120,6 +121,9 @@ def test_a_model_on_demand_is_started_with_its_first_request(
             await wanted(one, "away")
             await until(lambda: serve.devices("away"))
             assert states(one)["away"] is ModelStatus.LOADING
+            # Gateways set its front end up while its engine starts.
+            (route,) = (each for each in one._routes.current.models if each.name == "away")
+            assert route.front_end is not None
             await heard(one, alive(AWAY))
             assert states(one)["away"] is ModelStatus.READY
 
@@ -312,8 +316,8 @@ def test_one_that_cannot_be_loaded_is_refused_with_the_reason_and_tried_again_la
 ) -> None:
     monkeypatch.setattr(presence, "_FAILED_S", 0.3)
 
-    async def refuse(*_: Any) -> str:
-        return "there is no folder"
+    async def refuse(*_: Any) -> Handed:
+        return Handed(problem="there is no folder")
 
     async def scenario() -> None:
         async with running() as one:
