@@ -140,6 +140,7 @@ def test_a_front_end_that_does_not_read_stops_nobody(served_engine: ServedEngine
             # Large outputs fill what there is between the two soon.
             endless(slow, logprobs=20)
         kept = endless(other)
+        pump_until(lambda: open_requests(served_engine) == 5, other)
         pump_until(lambda: bool(other.streams[kept].tokens), other)
 
         def let_go() -> bool:
