@@ -5,8 +5,9 @@ under vLLM's own names in ``models[].engine``. ``load`` is the only way in, and 
 field and the line of the file.
 """
 
+from loomserve.platform.config.adapters import Adapters, AdapterSource
 from loomserve.platform.config.aliases import Alias, check_alias
-from loomserve.platform.config.base import Bytes, FieldError, parse_bytes
+from loomserve.platform.config.base import MODEL_NAME, Bytes, FieldError, parse_bytes
 from loomserve.platform.config.batch import Batch, OfflineModel
 from loomserve.platform.config.cluster import Cluster
 from loomserve.platform.config.devices import LOCAL_NODE, Device
@@ -29,6 +30,9 @@ from loomserve.platform.config.tls import Tls
 __all__ = [
     "LOCAL_NODE",
     "LOCAL_PROMPT_TOKENS",
+    "MODEL_NAME",
+    "AdapterSource",
+    "Adapters",
     "Alias",
     "ApiKey",
     "Batch",

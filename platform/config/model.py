@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from loomserve.platform.config.adapters import Adapters
 from loomserve.platform.config.base import (
     Bytes,
     FieldError,
@@ -38,6 +39,20 @@ _ALLOWED_WITH_LENDING: dict[str, tuple[tuple[object, ...], str]] = {
 _REFUSED_WITH_PIPELINE = {
     "roles": "a pipeline is one replica, which both prefills and decodes",
     "lending": "a pipeline's attention is on several devices already",
+    "adapters": "vLLM's adapters have been tried on engines of one device only",
+}
+# Options of vLLM's engine that say what adapters there are, and where that stands here.
+_ADAPTER_OPTIONS = {
+    "enable_lora": "adapters",
+    "max_loras": "adapters.max_loras",
+    "max_lora_rank": "adapters.max_lora_rank",
+    "max_cpu_loras": "adapters.max_cpu_loras",
+    "lora_modules": "adapters.load",
+}
+# Those of which requests would get adapters that they do not name, and KV that is not told apart.
+_REFUSED_WITH_ADAPTERS = {
+    "default_mm_loras": "requests name the adapters that they get",
+    "enable_tower_connector_lora": "what a vision tower computes is not told apart by adapter",
 }
 
 
@@ -92,6 +107,9 @@ class Model(Section):
     lending: Lending | None = Field(
         None, description="Lend KV memory and attention, or borrow them; null: neither."
     )
+    adapters: Adapters | None = Field(
+        None, description="LoRA adapters that it has, or may get; null: it takes none."
+    )
     start: Literal["now", "on_demand"] = Field(
         "now", description="now: with the platform; on_demand: with the first request for it."
     )
@@ -131,6 +149,7 @@ class Model(Section):
             "allowed_media_domains": "server.media_hosts",
             "scheduler_cls": "scheduling",
             "scheduling_policy": "scheduling.queue",
+            **_ADAPTER_OPTIONS,
         }
         for key in engine:
             if key in owned:
@@ -198,6 +217,26 @@ class Model(Section):
         if self.pinned:
             return None
         return self.idle or (Idle() if self.start == "on_demand" else None)
+
+    @model_validator(mode="after")
+    def _adapters_reach_all_layers(self) -> Model:
+        if self.adapters is None:
+            return self
+        if self.lending is not None:
+            raise FieldError(
+                "a model that lends or borrows has layers of ours, to which vLLM applies no "
+                "adapter: leave it out, or lending",
+                "adapters",
+            )
+        for option, why in _REFUSED_WITH_ADAPTERS.items():
+            if self.engine.get(option):
+                raise FieldError(f"{why}: leave it out", "engine", option)
+        return self
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Of the adapters that it has from the start."""
+        return tuple(each.name for each in self.adapters.load) if self.adapters else ()
 
     @model_validator(mode="after")
     def _engine_can_lend(self) -> Model:

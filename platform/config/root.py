@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pydantic import Field, model_validator
 
 from loomserve.platform.base.loopback import is_loopback
@@ -209,7 +211,7 @@ class Config(Section):
                 )
 
     def _check_aliases(self) -> None:
-        models = [model.name for model in self.models]
+        models = _models_and_adapters(self.models, self.offline_models)
         offline = [model.name for model in self.offline_models]
         for name, alias in self.aliases.items():
             try:
@@ -282,3 +284,19 @@ def _refuse_duplicates(field: str, names: list[str]) -> None:
         if name in names[:index]:
             message = f"two {field} are named {name!r}; names must differ"
             raise FieldError(message, field, index, "name")
+
+
+def _models_and_adapters(models: Sequence[Model], offline: Sequence[OfflineModel]) -> list[str]:
+    """The names that clients may ask for, of which adapters have none that another has."""
+    taken = {model.name: "a model" for model in models}
+    taken |= {model.name: "an offline model" for model in offline}
+    for index, model in enumerate(models):
+        for position, name in enumerate(model.adapter_names):
+            if name in taken:
+                raise FieldError(
+                    f"{taken[name]} is named {name!r} already; clients ask for adapters as for "
+                    "models, so names must differ",
+                    *("models", index, "adapters", "load", position, "name"),
+                )
+            taken[name] = f"an adapter of model {model.name!r}"
+    return [name for model in models for name in (model.name, *model.adapter_names)]
