@@ -1,7 +1,7 @@
 """Keys of a prompt's blocks, by which prompts that begin alike are told.
 
 A key is the hash of its block and of the key before it, so two prompts have a key in common only if
-they are the same up to the end of its block. The first is hashed with the model (or adapter) and
+they are the same up to the end of its block. The first is hashed with the model, its adapter and
 the tenant's cache salt: an engine shares KV blocks within these only, and so do keys.
 """
 
@@ -21,7 +21,12 @@ _TOKEN_TYPE = "I"
 
 
 def token_keys(
-    tokens: Iterable[int], *, model: str, salt: str | None, block_tokens: int = BLOCK_TOKENS
+    tokens: Iterable[int],
+    *,
+    model: str,
+    salt: str | None,
+    adapter: str | None = None,
+    block_tokens: int = BLOCK_TOKENS,
 ) -> tuple[bytes, ...]:
     """A key for each full block of a prompt's tokens, the last token's block only if it is full.
 
@@ -30,10 +35,10 @@ def token_keys(
     """
     packed = array(_TOKEN_TYPE, tokens)
     size = block_tokens * packed.itemsize
-    return _chain(packed.tobytes(), size, ("tokens", block_tokens, model, salt))
+    return _chain(packed.tobytes(), size, ("tokens", block_tokens, model, adapter, salt))
 
 
-def _chain(blocks: bytes, size: int, root: tuple[str, int, str, str | None]) -> tuple[bytes, ...]:
+def _chain(blocks: bytes, size: int, root: tuple[str | int | None, ...]) -> tuple[bytes, ...]:
     key = blake2b(repr(root).encode(), digest_size=_KEY_BYTES).digest()
     keys = []
     for start in range(0, min(len(blocks), MOST_BLOCKS * size) - size + 1, size):

@@ -106,7 +106,11 @@ class ReplicaChoice:
             self._ledger,
             prompt_tokens=len(routing.prompt_token_ids),
             hash_prompt=partial(
-                token_keys, routing.prompt_token_ids, model=self._model, salt=routing.cache_salt
+                token_keys,
+                routing.prompt_token_ids,
+                model=self._model,
+                salt=routing.cache_salt,
+                adapter=routing.adapter,
             ),
             output_tokens=min(output_tokens, routing.max_tokens or output_tokens),
             sequences=routing.sequences,

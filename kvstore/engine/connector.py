@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         KVConnectorStats,
     )
     from vllm.forward_context import ForwardContext
+    from vllm.lora.request import LoRARequest
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -72,6 +73,14 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         return False
 
     # In EngineCore.
+
+    def learn_adapter(self, adapter: LoRARequest) -> None:
+        """Read what an adapter's blocks are stored under, before a step has to.
+
+        Raises:
+            OSError: its files are not there.
+        """
+        self.connector_scheduler.names.of_ranks(adapter)
 
     def on_new_request(self, request: Request) -> None:
         self.connector_scheduler.add(request)

@@ -37,8 +37,9 @@ class StoreConnectorScheduler:
 
     def __init__(self, store: StoreClient, names: Namespaces, node: str = "") -> None:
         self.policy: TransferPolicy = TransferAll()
+        self.names = names
+        """What blocks are stored under."""
         self._store = store
-        self._names = names
         self._node = node
         self._block_size = names.block_size
         self._pace = StepPace(names.block_size)
@@ -86,7 +87,7 @@ class StoreConnectorScheduler:
             return
         full, rest = divmod(external_tokens, self._block_size)
         end = result.skip + full + bool(rest)
-        names = self._names.of_ranks(request.lora_request)
+        names = self.names.of_ranks(request.lora_request)
         load = {
             rank: Load(
                 namespace=names[rank],
@@ -143,7 +144,7 @@ class StoreConnectorScheduler:
             told[HANDED_OVER_BY] = self._node
         if (request.kv_transfer_params or {}).get(PROMPT_CHAIN):
             keys = chain_of(request, request.num_prompt_tokens // self._block_size)
-            namespaces = self._names.of_ranks(request.lora_request)
+            namespaces = self.names.of_ranks(request.lora_request)
             chain = {"namespaces": [name.hex() for name in namespaces], "keys": keys.hex()}
             told[PROMPT_CHAIN] = chain
         return told or None
@@ -156,7 +157,7 @@ class StoreConnectorScheduler:
         if not chain or request.status is RequestStatus.FINISHED_ABORTED:
             return
         try:
-            for name in self._names.of_ranks(request.lora_request):
+            for name in self.names.of_ranks(request.lora_request):
                 self._store.ask(Outdated(name, chain), Done)
         except StoreAwayError as error:
             # It is evicted in time.

@@ -28,7 +28,7 @@ class Namespaces:
         self.block_size: int = spec.block_size
         self._world_size = parallel.world_size
         self._digests = digests
-        self._by_adapter: dict[str | None, list[bytes]] = {}
+        self._by_adapter: dict[tuple[str, str] | None, list[bytes]] = {}
         self._inputs = {
             "weights": _weights(model.model, model.revision, digests),
             "load_format": str(vllm_config.load_config.load_format),
@@ -42,14 +42,21 @@ class Namespaces:
         }
 
     def of_ranks(self, adapter: LoRARequest | None) -> list[bytes]:
-        """Each rank's namespace for requests with this adapter, in the order of ranks."""
-        path = adapter.lora_path if adapter else None
-        if path not in self._by_adapter:
-            lora = folder_digest(Path(path), self._digests) if path is not None else None
-            self._by_adapter[path] = [
+        """Each rank's namespace for requests with this adapter, in the order of ranks.
+
+        The first call reads the adapter's files, which later ones do not need.
+
+        Raises:
+            OSError: they are not there.
+        """
+        # A folder may get other weights, and then its adapter another name.
+        known = (adapter.lora_name, adapter.lora_path) if adapter else None
+        if known not in self._by_adapter:
+            lora = folder_digest(Path(adapter.lora_path), self._digests) if adapter else None
+            self._by_adapter[known] = [
                 namespace(**self._inputs, rank=rank, lora=lora) for rank in range(self._world_size)
             ]
-        return self._by_adapter[path]
+        return self._by_adapter[known]
 
 
 def _weights(model: str, revision: str | None, digests: Path) -> str:

@@ -8,6 +8,7 @@ import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from loomserve.platform.engine.adapters.segments import compute_by_segments, refuse_experts
 from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 from loomserve.platform.engine.pipeline_stage import StageModelRunner
 from loomserve.platform.engine.sleeping.memory import give_back_freed, give_back_pages
@@ -27,10 +28,17 @@ class NonSpinningWorker(CPUWorker):  # type: ignore[misc]
 
     def init_device(self) -> None:
         super().init_device()
+        if self.vllm_config.lora_config is not None:
+            compute_by_segments()
         self.model_runner: Any
         if type(self.model_runner) is CPUModelRunner:
             # It holds nothing yet.
             self.model_runner = self.runner_class(self.vllm_config, torch.device("cpu"))
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self.vllm_config.lora_config is not None:
+            refuse_experts(self.model_runner.model)
 
     def sleep(self, level: int = 1) -> None:
         """Give KV memory back, whatever the level: weights are this process's own copy."""

@@ -43,6 +43,8 @@ class RoutingRequest:
     exclude: frozenset[str] = frozenset()
     """Ids of replicas whose engine ended with it; they are no candidates while there are others."""
     cache_salt: str | None = None
+    adapter: str | None = None
+    """By which its adapter's KV is told from others'; None: it asks for the model itself."""
     sequences: int = 1
     attempt: int = 0
     """How often it has left a replica."""

@@ -204,7 +204,8 @@ class BareFrontEnd:
     def add(self, prompt: Sequence[int], resumed: Sequence[int] = (), **params: Any) -> str:
         """Ask for an answer; returns the request's id.
 
-        ``resumed`` are the tokens so far, ``salt`` keeps its KV apart from that of others.
+        ``resumed`` are the tokens so far, ``salt`` keeps its KV apart from that of others, and
+        ``adapter`` is vLLM's LoRARequest.
         """
         from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 
@@ -216,7 +217,7 @@ class BareFrontEnd:
             sampling_params=sampling(resumed, params),
             pooling_params=None,
             arrival_time=time.time(),
-            lora_request=None,
+            lora_request=params.get("adapter"),
             cache_salt=params.get("salt"),
             data_parallel_rank=None,
             # It is the engine that knows a front end's index.
@@ -270,7 +271,9 @@ def sampling(resumed: Sequence[int], params: dict[str, Any]) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import StructuredOutputsParams
 
-    given = {name: value for name, value in params.items() if name not in ("salt", "schema")}
+    given = {
+        name: value for name, value in params.items() if name not in ("salt", "schema", "adapter")
+    }
     made = SamplingParams(
         **{"max_tokens": 48, "temperature": 0.0, **given},
         extra_args={RESUMED: list(resumed)} if resumed else None,

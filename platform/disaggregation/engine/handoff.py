@@ -20,7 +20,7 @@ def shareable(request: EngineCoreRequest) -> bool:
         or request.resumable
         or request.mm_features
         or request.prompt_embeds is not None
-        # Each engine numbers adapters in its own way, and the number is what the other would see.
+        # A prefill replica may not have its adapter.
         or request.lora_request is not None
         # It wants the logits of its prompt, or speaks to this engine's own connector.
         or params.skip_reading_prefix_cache

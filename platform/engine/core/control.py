@@ -15,6 +15,7 @@ import msgspec
 from pydantic import ValidationError
 
 from loomserve.platform.engine.core.messages import (
+    ADAPTERS,
     ERRORS,
     FACTS,
     HEAD,
@@ -51,6 +52,8 @@ class ControlledCore(Protocol):
     def move_requests(self, to: str, most: int) -> int: ...
 
     def moved(self) -> tuple[int, int]: ...
+
+    def set_adapters(self, wanted: Any) -> dict[str, Any]: ...
 
     def fall_asleep(self, level: int) -> None: ...
 
@@ -169,6 +172,8 @@ class _ReplicaWatch:
             answer(call_id, core.moved)
         elif method == MOVE:
             core.between_steps(lambda: answer(call_id, core.move_requests, *args))
+        elif method == ADAPTERS:
+            core.between_steps(lambda: answer(call_id, core.set_adapters, *args))
         elif method == SLEEP:
             core.between_steps(lambda: answer(call_id, core.fall_asleep, *args))
         elif method == WAKE:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
 
@@ -14,6 +14,7 @@ import msgspec
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.engine.core.messages import (
+    ADAPTERS,
     ERRORS,
     HEAD,
     METRICS,
@@ -109,8 +110,8 @@ class EngineHost:
         """Call the engine: ``collective_rpc`` with a name, or another method of ``messages``.
 
         Args:
-            method: answered at once, but for ``collective_rpc``, ``move_requests``, ``sleep`` and
-                ``wake_up``, which wait for a step's end.
+            method: answered at once, but for ``collective_rpc``, ``move_requests``,
+                ``set_adapters``, ``sleep`` and ``wake_up``, which wait for a step's end.
             args: what can be said in JSON, as is the answer.
             timeout_s: for the answer.
 
@@ -156,6 +157,24 @@ class EngineHost:
             if not undecided or time.monotonic() > deadline:
                 return int(left)
             await asyncio.sleep(_LOOK_S)
+
+    async def set_adapters(
+        self, wanted: Sequence[Mapping[str, Any]], *, timeout_s: float
+    ) -> tuple[dict[int, str], int]:
+        """Have the engine load adapters, and unload all others that no request is computed with.
+
+        Args:
+            wanted: of each adapter ``id``, ``name`` (by which its KV is told apart) and ``path``.
+            timeout_s: for it.
+
+        Returns:
+            By number why some cannot be loaded, and how many are still there for their requests.
+
+        Raises:
+            ValueError: it was started without adapters.
+        """
+        said = await self.call(ADAPTERS, list(wanted), timeout_s=timeout_s)
+        return {int(number): why for number, why in said["problems"].items()}, said["left"]
 
     async def sleep(self, level: int, *, timeout_s: float) -> None:
         """Have the engine give memory back, until :meth:`wake` or its next request.

@@ -22,6 +22,7 @@ START, FACTS, STATS, METRICS, RPC, STOP = (
 )
 MOVE, MOVED = "move_requests", "moved"
 SLEEP, WAKE = "sleep", "wake_up"
+ADAPTERS = "set_adapters"
 
 ERRORS: dict[str, type[Exception]] = {
     error.__name__: error

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.request import Request
 from vllm.v1.serial_utils import MsgpackEncoder
 
+from loomserve.platform.engine.adapters.loaded import EngineAdapters
 from loomserve.platform.engine.core.cores import leave_device
 from loomserve.platform.engine.core.departures import Departures, asking, movable
 from loomserve.platform.engine.core.front_ends import FrontEnds
@@ -64,6 +65,7 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         self.meter, self.loads = CoreMeter(), LoadBook()
         self._departures = Departures()
         self._sleep = EngineSleep(self)
+        self._adapters = EngineAdapters(self)
         self._address, self._limits = address, limits
         self._front_ends = FrontEnds(limits.silence_s)
         self._ready: bytes
@@ -195,7 +197,11 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
         """Of the last :meth:`move_requests`: how many have left, and how many are undecided."""
         return self._departures.read(self.scheduler.requests)
 
-    # Sleep
+    # Adapters, and sleep
+
+    def set_adapters(self, wanted: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Load and unload adapters, between two steps; as of :meth:`EngineAdapters.set`."""
+        return self._adapters.set(wanted)
 
     def fall_asleep(self, level: int) -> None:
         """Give memory back, between two steps.
@@ -236,6 +242,7 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
     def preprocess_add_request(self, request: EngineCoreRequest) -> tuple[Request, int]:
         # What raises here is answered to the request; in the scheduler it would end the engine.
         check_resumed(request, self.vllm_config.model_config)
+        request.lora_request = self._adapters.own(request.lora_request)
         timed = by_own_clocks(request)
         made: tuple[Request, int] = super().preprocess_add_request(timed)
         return made

@@ -144,6 +144,7 @@ class OpenRequest:
             candidates=candidates - self.ended_with or candidates,
             exclude=frozenset(self.ended_with),
             cache_salt=request.cache_salt,
+            adapter=request.lora_request.lora_name if request.lora_request else None,
             # That it leaves where it is comes after the choice.
             attempt=self.attempt + (self.replica_id is not None),
             context=self.context,
@@ -230,8 +231,9 @@ class OpenRequest:
         """By which an equal request is known again."""
         request = self.request
         features: Sequence[Any] = request.mm_features or ()
+        adapter = request.lora_request.lora_name if request.lora_request else None
         said = msgspec.msgpack.encode(
-            (request.prompt_token_ids, [each.identifier for each in features])
+            (request.prompt_token_ids, [each.identifier for each in features], adapter)
         )
         digest = hashlib.blake2b(said, digest_size=_DIGEST_BYTES)
         params, bias = request.params, None

@@ -22,6 +22,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from loomserve.platform.front_end.engine.adapters import AdapterBook
 from loomserve.platform.front_end.engine.attentive_clock import AttentiveClock
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.replica import ConnectedReplica
@@ -74,6 +75,7 @@ class ReplicaSetClient(UtilityClient):
         self._replicas: dict[str, ConnectedReplica] = {}
         self._indexes = 0
         self.handoffs = handoffs or Handoffs()
+        self.adapters = AdapterBook()
         self.requests = RequestBook(
             model,
             self._replicas,
@@ -84,6 +86,7 @@ class ReplicaSetClient(UtilityClient):
             self._clock,
             encoder,
             self.handoffs,
+            self.adapters,
         )
         self.requests.on_ended = self._put
         self._calls = UtilityCalls(encoder)

@@ -16,6 +16,7 @@ from loomserve.platform.base.errors import RequestError
 from loomserve.platform.disaggregation.engine.handoff import take_holder
 from loomserve.platform.disaggregation.policy.prompts import PromptPlace
 from loomserve.platform.engine.resumption.travelling_times import by_age
+from loomserve.platform.front_end.engine.adapters import AdapterBook
 from loomserve.platform.front_end.engine.handoffs import Handoffs, only_first
 from loomserve.platform.front_end.engine.lost_requests import (
     LostRequestError,
@@ -55,6 +56,7 @@ class RequestBook:
         clock: Clock,
         encoder: MsgpackEncoder,
         handoffs: Handoffs,
+        adapters: AdapterBook | None = None,
     ) -> None:
         """``replicas`` are those that there are, whatever their state."""
         self.open: dict[str, OpenRequest] = {}
@@ -67,6 +69,7 @@ class RequestBook:
         self._choose, self._left = checked(choose), left
         self._metrics, self._bounds, self._clock = metrics, bounds, clock
         self._encoder, self._handoffs = encoder, handoffs
+        self._adapters = adapters or AdapterBook()
         self._unplaced: dict[str, OpenRequest] = {}
         self._deadly = QueriesOfDeath(clock)
 
@@ -76,6 +79,7 @@ class RequestBook:
         if one is not None:
             self._more_input(one, request)
             return
+        self._adapters.address(request)
         one = OpenRequest(request, context)
         one.forget_foreign_tokens()
         self.open[one.id] = self._unplaced[one.id] = one
@@ -176,7 +180,7 @@ class RequestBook:
         if lost is not None:
             self._note(one, lost)
         now = self._clock()
-        others = one.others(self._usable(now), lost)
+        others = one.others(self._adapters.having(one.request, self._usable(now)), lost)
         decided = self._fate(one, lost, now, others=bool(others))
         if decided is Fate.GO_ON:
             if self._go_on(one, lost, others):

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +24,7 @@ from vllm.entrypoints.launchers.app import build_app
 from vllm.envs import enable_envs_cache
 from vllm.v1.engine import EngineCoreReadyResponse
 
+from loomserve.platform.adapters.messages import AdapterRoute
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.heap import settle_heap
 from loomserve.platform.front_end.engine.handoffs import Handoffs
@@ -109,6 +110,8 @@ class ModelServing:
         )
         self._llm: FrontEndLLM | None = None
         self._args: Any = None
+        self._models: Any = None
+        """vLLM's, of the names that clients may ask for; None: the app is not there yet."""
         self._app: asyncio.Task[Any] | None = None
 
     async def start(self) -> None:
@@ -146,6 +149,8 @@ class ModelServing:
         await init_app_state(llm, app.state, self._args, tasks)
         # vLLM would end its own server by it when its only engine has failed.
         app.state.server = SimpleNamespace()
+        self._models = app.state.openai_serving_models
+        self._client.adapters.serve_by(self._models)
         settle_heap()
         return app
 
@@ -199,6 +204,12 @@ class ModelServing:
     def set_replicas(self, addresses: Mapping[str, EngineAddress]) -> None:
         """Set which replicas there are; requests of those that are not go on with others."""
         self._client.set_replicas(addresses)
+
+    def set_adapters(self, routes: Iterable[AdapterRoute]) -> None:
+        """Set which adapters there are, and which replicas have each."""
+        self._client.adapters.set(routes)
+        if self._models is not None:
+            self._client.adapters.serve_by(self._models)
 
     async def drain(self, replica_id: str, timeout_s: float) -> int:
         """Move a replica's requests to others; returns how many it still has after so long."""

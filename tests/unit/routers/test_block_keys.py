@@ -45,6 +45,17 @@ def test_another_salt_or_model_shares_nothing(
     )
 
 
+@given(TOKENS.filter(lambda tokens: len(tokens) >= BLOCK), st.none() | st.text(), st.text())
+def test_another_adapter_shares_nothing(tokens: list[int], adapter: str | None, other: str) -> None:
+    mine, theirs = (
+        token_keys(tokens, model="m", salt=None, adapter=each, block_tokens=BLOCK)
+        for each in (adapter, other)
+    )
+    assert common(mine, theirs) == (len(mine) if adapter == other else 0)
+    assert not common(theirs, keys(tokens)), "nor the model itself"
+    assert not common(theirs, keys(tokens, salt=other)), "nor a tenant of that name"
+
+
 def test_no_salt_is_none_of_the_texts_that_a_salt_may_be() -> None:
     assert not common(keys([1] * 8), keys([1] * 8, salt="None"))
     assert not common(keys([1] * 8), keys([1] * 8, salt=""))

@@ -1,0 +1,1 @@
+"""The adapters that an engine has, and how a CPU computes them."""
