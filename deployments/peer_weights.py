@@ -11,11 +11,15 @@ from typing import Any
 import ray
 
 from loomserve.deployments.ray_node import living_nodes, own_node
+from loomserve.platform.adapters.files import kept_folder
 from loomserve.platform.models.catalog import copy_of
 from loomserve.platform.models.once import made_once
 from loomserve.platform.nodes.resources import on_node
 
 _log = logging.getLogger("ray.serve")
+
+ADAPTER = "adapter:"
+"""Begins what is asked for of an adapter, before the digest of its files."""
 
 _CHUNK_BYTES = 8 * 2**20
 # So many chunks are on their way; Ray's store, through which they pass, has little room.
@@ -24,11 +28,11 @@ _LOOK_S = 30.0
 
 
 def fetch_from_peers(source: str) -> None:
-    """Copy a model that is fetched on first use from a node that has it, if one does.
+    """Copy a model that is fetched on first use, or an adapter, from a node that has it, if any.
 
     Whoever asks for it next finds it here, or fetches it from its origin.
     """
-    folder = copy_of(source)
+    folder = _folder_of(source)
     if folder is None or folder.exists() or not ray.is_initialized():
         return
     own = own_node()
@@ -41,6 +45,13 @@ def fetch_from_peers(source: str) -> None:
             _log.warning("%s could not be copied from node %s: %s", source, peer, error)
         else:
             return
+
+
+def _folder_of(source: str) -> Path | None:
+    """Where a node keeps its copy; None: it keeps none."""
+    if source.startswith(ADAPTER):
+        return kept_folder(source.removeprefix(ADAPTER))
+    return copy_of(source)
 
 
 def copy_from(peer: str, source: str, partial_folder: Path) -> Path:
@@ -91,14 +102,14 @@ def _says_yes(answer: Any) -> bool:
 
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
 def _has(source: str) -> bool:
-    folder = copy_of(source)
+    folder = _folder_of(source)
     return folder is not None and folder.exists()
 
 
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
 def _send(source: str) -> Iterator[tuple[str, bytes]]:
     """The files of a model's folder in pieces, each with its path in the folder."""
-    folder = copy_of(source)
+    folder = _folder_of(source)
     assert folder is not None
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))

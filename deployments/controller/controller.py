@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import ray
 
+from loomserve.deployments.controller.adapters import ModelAdapters
 from loomserve.deployments.controller.models import ModelLifecycle
 from loomserve.deployments.controller.nodes import NodeKeeper
 from loomserve.deployments.controller.plan_methods import PlanMethods
@@ -90,6 +91,7 @@ class Controller(PlanMethods):
             checked, base, internal_token, options, self._fleet, apps, self._save
         )
         calls = ReplicaCalls(internal_token)
+        self._adapters = ModelAdapters(checked, Path(base), self._fleet, calls)
         # Whoever waits for a model that goes, and does not after all, has waited half of the time.
         drain_s = checked.elastic.wait_timeout_s / 2
         mover = PresenceMover(self._fleet, self._models, calls, self._publish, drain_s)
@@ -167,6 +169,7 @@ class Controller(PlanMethods):
     async def load_configured(self) -> None:
         """Load the models of the configuration; called once, when the platform starts."""
         self._models.load_configured(self._replicas)
+        await self._adapters.load_configured()
         await self._save()
 
     # What the admin API calls: models and replicas
@@ -177,7 +180,7 @@ class Controller(PlanMethods):
 
     @replies
     async def load(self, model: Model) -> PlatformState:
-        await self._published(self._models.load(model))
+        await self._published(self._adapters.load_with(model, self._models.load))
         return self._state()
 
     @replies
@@ -222,6 +225,11 @@ class Controller(PlanMethods):
         self._fleet.set_alias(name, alias)
         return await self._told()
 
+    @replies
+    async def set_adapter(self, model: str, name: str, source: str | None) -> PlatformState:
+        await self._published(self._adapters.set(model, name, source))
+        return self._state()
+
     # What the admin API calls: loans
 
     @replies
@@ -231,15 +239,13 @@ class Controller(PlanMethods):
     @replies
     async def set_pair(self, pair: str, enabled: bool) -> LendingState:
         self._fleet.loans.set_pair(pair, enabled)
-        await self._save()
-        await self._publish()
+        await self._told()
         return self._fleet.loans.state(time.monotonic())
 
     @replies
     async def drain_loan(self, name: str) -> LendingState:
         self._fleet.loans.drain(name, time.monotonic())
-        await self._save()
-        await self._publish()
+        await self._told()
         return self._fleet.loans.state(time.monotonic())
 
     # What it publishes

@@ -157,6 +157,7 @@ class ModelLifecycle:
         self._apps.stop_deploying(name)
         await self._until_done(f"unloading {name}", partial(self._replicas.end, name))
         self._fleet.registry.remove(name)
+        self._fleet.adapters.forget(name)
         # The next controller would unload it once more, and show it meanwhile.
         await self._save()
 

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import aiohttp
 
 from loomserve.deployments.gateway.internal_client import InternalClient
+from loomserve.platform.adapters.messages import (
+    Adapter,
+    AdapterOrder,
+    AdapterReport,
+    AdapterReports,
+)
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.fleet.messages import (
+    ADAPTERS_PATH,
     AWAKE_PATH,
     INTERNAL_TOKEN_HEADER,
     LOAD_PATH,
@@ -24,7 +33,7 @@ class ReplicaUnreachableError(Exception):
 
 
 class ReplicaCalls:
-    """Has replicas' engines sleep and wake."""
+    """Has replicas' engines sleep and wake, and load and unload adapters."""
 
     def __init__(self, internal_token: str) -> None:
         self._token = internal_token
@@ -55,6 +64,27 @@ class ReplicaCalls:
                 if response.status >= 400:
                     raise ReplicaUnreachableError(f"it answered {response.status}")
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise ReplicaUnreachableError(repr(error)) from None
+
+    async def set_adapters(
+        self, address: str, adapters: Sequence[Adapter]
+    ) -> tuple[AdapterReport, ...]:
+        """Have a replica load these adapters and unload all others; what it says of each.
+
+        Raises:
+            ReplicaUnreachableError: nobody answers.
+        """
+        try:
+            async with self._client.session.put(
+                f"http://{address}{ADAPTERS_PATH}",
+                data=AdapterOrder(adapters=tuple(adapters)).model_dump_json(),
+                headers={INTERNAL_TOKEN_HEADER: self._token},
+                timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
+            ) as response:
+                if response.status >= 400:
+                    raise ReplicaUnreachableError(f"it answered {response.status}")
+                return AdapterReports.model_validate_json(await response.text()).reports
+        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             raise ReplicaUnreachableError(repr(error)) from None
 
     async def stats(self, address: str) -> RoutingStats:

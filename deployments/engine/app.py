@@ -9,7 +9,8 @@ from ray import serve
 
 from loomserve.deployments.engine.engine_replica import EngineReplica
 from loomserve.deployments.serve_logging import QUIET
-from loomserve.platform.config import LOCAL_PROMPT_TOKENS, Model
+from loomserve.platform.adapters.table import ROOM
+from loomserve.platform.config import LOCAL_PROMPT_TOKENS, Adapters, Model
 from loomserve.platform.engine.options.names import of_engine
 from loomserve.platform.engine.precision import cpu_dtype
 from loomserve.platform.engine.process.environment import KEEPS_GPUS_VISIBLE, VLLM_ENVIRONMENT
@@ -111,6 +112,16 @@ def _lending_options() -> dict[str, Any]:
     }
 
 
+def _adapter_options(adapters: Adapters) -> dict[str, Any]:
+    return {
+        "enable_lora": True,
+        "max_loras": adapters.max_loras,
+        "max_lora_rank": adapters.max_lora_rank,
+        # One that is replaced is there until its requests have ended.
+        "max_cpu_loras": ROOM * adapters.max_cpu_loras,
+    }
+
+
 def _kv_bytes_of_a_worker(spec: EngineSpec) -> int:
     """KV bytes of a stage: vLLM gives all the same, so the largest has the fewest blocks."""
     layers = spec.stage_layers or (1,)
@@ -127,6 +138,7 @@ def _engine_options(spec: EngineSpec) -> dict[str, Any]:
         "allowed_media_domains": [*spec.media_hosts] or [_NO_HOST],
         **spec.model.engine,
         **(_lending_options() if spec.lending else {}),
+        **(_adapter_options(adapters) if (adapters := spec.model.adapters) else {}),
         "additional_config": {
             **spec.model.engine.get("additional_config", {}),
             ADDITIONAL_CONFIG: spec.scheduling.model_dump(),

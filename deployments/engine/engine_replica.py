@@ -18,6 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
+from loomserve.deployments.engine.adapters import ReplicaAdapters
 from loomserve.deployments.engine.claiming import claim_device, stages_of, weights_here
 from loomserve.deployments.engine.heartbeat import HeartbeatSender
 from loomserve.deployments.ray_node import keep_calls_on_node, node_address
@@ -94,6 +95,10 @@ class EngineReplica:
         self._engine = await self._started(engine_options, environment)
         self._load = await self._engine.stats(_STATS_TIMEOUT_S)
         self._loans = LoanAgent(self._call_loans, self._spec, self._replica_id)
+        self._adapters = ReplicaAdapters(
+            *(self._engine, self._spec, lambda: self._load.asleep),
+            changed=lambda: self._heartbeats.send_now(),
+        )
         await self._listen()
         self._footprint = self._measured(self._claim, began)
         self._heartbeats = HeartbeatSender(self._heartbeat, self._apply)
@@ -107,6 +112,7 @@ class EngineReplica:
                     self._footprint.keep(),
                     every(_STATS_PERIOD_S, self._read_load, failed=lambda _: None),
                     self._loans.run(),
+                    self._adapters.run(),
                 )
             ),
         ]
@@ -142,6 +148,7 @@ class EngineReplica:
                 Route("/metrics", self._show_metrics),
                 Route(AWAKE_PATH, self._set_awake, methods=["PUT"]),
                 *self._loans.routes,
+                *self._adapters.routes,
             ]
         )
         sock, address = listen_locally(f"replica-{self._replica_id}", node_address())
@@ -194,6 +201,8 @@ class EngineReplica:
             refused = Conflict(f"the engine does not sleep: {error}")
             return JSONResponse(refused.body(), status_code=refused.status)
         await self._read_load()
+        if order.awake:
+            self._adapters.look_again()
         return JSONResponse({"asleep": self._load.asleep})
 
     async def _read_load(self) -> None:
@@ -217,6 +226,7 @@ class EngineReplica:
             engine=self._engine.address,
             front_end=self._front_end,
             moved=self._moves.last,
+            adapters=self._adapters.reports,
         )
 
     def _stats(self) -> RoutingStats:
@@ -235,6 +245,7 @@ class EngineReplica:
         self._stop_timeout_s = desired.stop_timeout_s
         self._loans.apply(desired)
         self._moves.apply(desired.move)
+        self._adapters.apply(desired)
 
     async def __del__(self) -> None:
         """Serve's last call: have requests go on elsewhere, then stop the engine."""

@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from loomserve.platform.adapters.admin import build_adapters_router
 from loomserve.platform.aliases.admin import build_aliases_router
 from loomserve.platform.base.errors import Unavailable
 from loomserve.platform.base.reply import Reply
@@ -51,6 +52,8 @@ def build_admin_api(controller: DeploymentHandle, *others: APIRouter) -> FastAPI
         return reply.get()
 
     for build in (
+        # First: the names of models may have slashes, so that theirs would take its paths.
+        build_adapters_router,
         build_models_router,
         build_replicas_router,
         build_aliases_router,

@@ -82,14 +82,16 @@ class ClientEndpoint:
         check_media(request.fields, self._media_hosts)
         key: ApiKey | None = state.get("api_key")
         route = self._routes.choose(request.fields, key)
-        request = request.for_model(route.name)
+        request = request.for_model(route.asked)
         request.check_texts(route.max_model_len)
         sequences = request.sequences
         most = route.max_concurrent_requests
         self._sequences.check(route.name, most, sequences)
         if sequences > 1 and "take_more" in state:
             state["take_more"](sequences - 1)
-        answer = _WatchedAnswer(send, route.predictor is not None and counts_once(request.fields))
+        # A predictor knows the model's own answers.
+        predicts = route.predictor is not None and route.adapter is None
+        answer = _WatchedAnswer(send, predicts and counts_once(request.fields))
         if key is not None and request.costs_tokens:
             self._meter.check(key)
             request = answer.counted(request, len(state["body"]), key, self._meter)
@@ -106,6 +108,8 @@ class ClientEndpoint:
                 self._meter.charge(key, *tokens)
             took_s = time.monotonic() - started
             self._metrics.finished(route.name, path, answer.status, took_s, state.get("slo_ms"))
+            if route.adapter is not None:
+                self._metrics.adapters.finished(route.name, route.adapter, answer.status)
 
     async def _forward(
         self,
@@ -120,7 +124,8 @@ class ClientEndpoint:
         deadline = predicted = expected = None
         if request.takes_hints:
             deadline = time.monotonic() + slo_ms / 1000 if slo_ms is not None else None
-            predicted = await self._lengths.predict(route.name, request.fields)
+            if route.adapter is None:
+                predicted = await self._lengths.predict(route.name, request.fields)
             expected = predicted.expected if predicted else None
         if key is not None and self._isolates_tenants:
             request = request.isolated(key.name)

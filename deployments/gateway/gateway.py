@@ -314,6 +314,7 @@ class Gateway:
         self._metrics.set_models(
             {route.name: [replica.id for replica in route.replicas] for route in routes.models}
         )
+        self._metrics.adapters.set_adapters(routes.adapters)
         self._lengths.set_models(
             {route.name: route.predictor for route in routes.models if route.predictor}
         )

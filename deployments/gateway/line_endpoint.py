@@ -84,7 +84,7 @@ class LineEndpoint:
             raise BadRequest("a batch's requests cannot stream; leave it out", param="stream")
         request.check_sequences(self._max_sequences)
         route = self._routes.choose(line.body, key, line.model)
-        request = request.for_model(route.name)
+        request = request.for_model(route.asked)
         request.check_texts(route.max_model_len)
         if key is not None and self._isolates_tenants:
             request = request.isolated(key.name)
@@ -99,7 +99,7 @@ class LineEndpoint:
             content=request,
             request_id=line.request_id,
             # The lane has looked for room there.
-            pinned_to=line.engine if line.model in (None, route.name) else None,
+            pinned_to=line.engine if line.model in (None, route.asked) else None,
             # The lane tests suspects one by one, each alone on an engine.
             carried_on=False,
         )

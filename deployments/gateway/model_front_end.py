@@ -163,6 +163,7 @@ class ModelFrontEnd:
         for replica_id in self._draining.keys() - draining:
             self._draining.pop(replica_id).cancel()
             self._serving.undrain(replica_id)
+        self._serving.set_adapters(self._route.adapters)
         self._serving.set_replicas(engines)
         for replica_id in draining - self._draining.keys():
             drained = self._serving.drain(replica_id, _DRAIN_TIMEOUT_S)

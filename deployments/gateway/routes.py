@@ -56,6 +56,8 @@ class ModelRoutes:
         self._chosen = chosen
         self._number = number
         self._routes: dict[str, ModelRoute] = {}
+        self._adapters: dict[str, ModelRoute] = {}
+        """By name of an adapter, the route of its model, which says what was asked for."""
         self._aliases: dict[str, Alias] = {}
         self.drained = False
         """Whether the node is to get no more clients."""
@@ -68,7 +70,14 @@ class ModelRoutes:
     ) -> None:
         """Replace the table; ``routes`` has all models, and ``aliases`` all aliases."""
         self._routes = {route.name: route for route in routes}
-        self._aliases = {n: a for n, a in (aliases or {}).items() if n not in self._routes}
+        self._adapters = {
+            each.adapter.name: route.model_copy(update={"adapter": each.adapter.name})
+            for route in routes
+            for each in route.adapters
+            if not each.leaves and each.adapter.name not in self._routes
+        }
+        taken = self._routes.keys() | self._adapters.keys()
+        self._aliases = {n: a for n, a in (aliases or {}).items() if n not in taken}
 
     def choose(
         self, fields: Mapping[str, Any], key: ApiKey | None, preferred: str | None = None
@@ -112,22 +121,30 @@ class ModelRoutes:
             check_model(key, name)
         return usable
 
+    def _asked(self, name: str) -> ModelRoute | None:
+        """The route of a model or an adapter; None: there is none of that name."""
+        return self._routes.get(name) or self._adapters.get(name)
+
     def _is_loaded(self, model: str) -> bool:
-        route = self._routes.get(model)
+        route = self._asked(model)
         return route is not None and route.status is not ModelStatus.UNLOADING
 
     def _has_replicas(self, model: str) -> bool:
-        return self._is_loaded(model) and bool(self._routes[model].replicas)
+        route = self._asked(model)
+        return self._is_loaded(model) and route is not None and bool(route.replicas)
 
     def _is_ready(self, model: str) -> bool:
-        return self._comes(model) or (self._has_replicas(model) and self._is_set_up(model))
+        route = self._asked(model)
+        if route is None:
+            return False
+        return self._comes(route) or (self._has_replicas(model) and self._is_set_up(route.name))
 
-    def _comes(self, model: str) -> bool:
-        """Whether requests wait for it, and have it come."""
+    def _comes(self, route: ModelRoute) -> bool:
+        """Whether requests wait for a model, and have it come."""
         return (
-            self._is_loaded(model)
-            and self._routes[model].on_demand
-            and self._routes[model].status is not ModelStatus.FAILED
+            route.status is not ModelStatus.UNLOADING
+            and route.on_demand
+            and route.status is not ModelStatus.FAILED
         )
 
     def find(self, model: object, key: ApiKey | None) -> ModelRoute:
@@ -143,12 +160,13 @@ class ModelRoutes:
         if model is None and len(names) == 1:
             model = names[0]
         if not isinstance(model, str) or not model:
-            known = ", ".join([*names, *self._alias_cards(key)])
+            known = ", ".join(self._all_names(key))
             raise BadRequest(f"say which model, one of: {known}", param="model")
-        return self._answering(self._known(model, key).name)
+        return self._answering(self._known(model, key).asked)
 
     def _answering(self, model: str) -> ModelRoute:
-        route = self._routes[model]
+        route = self._asked(model)
+        assert route is not None
         if route.status is ModelStatus.UNLOADING:
             raise UnknownModel(f"The model {model!r} is being unloaded.", param="model")
         if not route.replicas and not route.on_demand:
@@ -162,27 +180,31 @@ class ModelRoutes:
     def _names(self, key: ApiKey | None) -> list[str]:
         return sorted(name for name in self._routes if may_use(key, name))
 
+    def _all_names(self, key: ApiKey | None) -> list[str]:
+        """Models, adapters and aliases that a key may use."""
+        adapters = sorted(name for name in self._adapters if may_use(key, name))
+        return [*self._names(key), *adapters, *self._alias_cards(key)]
+
     def _known(self, model: str, key: ApiKey | None) -> ModelRoute:
         # First, so that the answer for a model that the key may not use does not depend on whether
         # there is one.
         check_model(key, model)
-        if model in self._routes:
-            return self._routes[model]
+        if (route := self._asked(model)) is not None:
+            return route
         if model in self._batch_only:
             raise UnknownModel(
                 f"The model {model!r} answers batches only: send its requests in a file, to "
                 "/v1/batches.",
                 param="model",
             )
-        known = [*self._names(key), *self._alias_cards(key)]
-        raise UnknownModel(unknown_model_message(model, known), param="model")
+        raise UnknownModel(unknown_model_message(model, self._all_names(key)), param="model")
 
     async def list_models(self, request: Request) -> Response:
         key = _key(request)
         allowed = [
             route
-            for route in self
-            if route.status is not ModelStatus.UNLOADING and may_use(key, route.name)
+            for route in (*self, *self._adapters.values())
+            if route.status is not ModelStatus.UNLOADING and may_use(key, route.asked)
         ]
         cards = [*map(_card, allowed), *self._alias_cards(key).values()]
         return JSONResponse({"object": "list", "data": cards})
@@ -251,11 +273,17 @@ def _key(request: Request) -> ApiKey | None:
 
 
 def _card(route: ModelRoute) -> dict[str, Any]:
+    of_adapter = {}
+    for each in route.adapters if route.adapter is not None else ():
+        if each.adapter.name == route.adapter and not each.leaves:
+            # As vLLM's own server has them.
+            of_adapter = {"root": each.adapter.source, "parent": route.name}
     return {
-        "id": route.name,
+        "id": route.asked,
         "object": "model",
         "created": 0,
         "owned_by": "loomserve",
         "max_model_len": route.max_model_len,
         "status": route.status,
+        **of_adapter,
     }

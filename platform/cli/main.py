@@ -56,6 +56,7 @@ def serve(path: ConfigPath = Path("examples/laptop.yaml")) -> None:
 @config_app.command("check")
 def config_check(path: ConfigPath) -> None:
     """Say whether a configuration is right; exit with 2 if it is not."""
+    from loomserve.platform.adapters.sources import check_configured
     from loomserve.platform.engine.options.names import check
     from loomserve.platform.lengths.stored import check_predictor
     from loomserve.platform.models import catalog
@@ -67,6 +68,7 @@ def config_check(path: ConfigPath) -> None:
         check(model.name, model.engine)
         if not model.source.startswith("demo"):  # checking must not download
             catalog.resolve(model.source, path.parent, _say, revision=model.revision)
+        check_configured(model, path.parent)
     _say(f"{path}: {len(checked.models)} models on {len(checked.devices)} devices; all is well")
 
 

@@ -22,6 +22,7 @@ import psutil
 from loomserve.deployments.kvstore.kv_store import start_store, stop_store, store_plan
 from loomserve.deployments.ray_start import platform_ray
 from loomserve.kvstore.server.options import StoreOptions, arena_path, left_behind
+from loomserve.platform.adapters.sources import take_configured
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.folder import BatchFolder, batch_folder
@@ -150,6 +151,7 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
         check_predictor(model)
         path = catalog.resolve(model.source, base, progress=say, revision=model.revision)
         weights[model.name] = catalog.weight_bytes(path) if isinstance(path, Path) else 0
+        take_configured(model, base)
         if model.pipeline is not None:
             stages = ", ".join(f"{device} {n}" for device, n in stages_of(model, base))
             say(f"{model.name} is a pipeline; layers: {stages}")

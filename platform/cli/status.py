@@ -197,6 +197,7 @@ def render(state: PlatformState) -> RenderableType:
         _models(state.models),
         *_messages(state.models),
         *_aliases(state),
+        *_adapters(state),
         *_scheduling(state.models),
         *_loans(state.models),
         *_nodes(state),
@@ -243,6 +244,9 @@ def _messages(models: tuple[ModelState, ...]) -> Iterator[Text]:
     for model in models:
         if model.message:
             yield Text(f"{model.name}: {model.message}", _STYLES[model.status])
+        for adapter in model.adapters:
+            if adapter.message:
+                yield Text(f"{adapter.name} of {model.name}: {adapter.message}", "red")
 
 
 def _aliases(state: PlatformState) -> list[Table]:
@@ -267,6 +271,24 @@ def _aliases(state: PlatformState) -> list[Table]:
             )
             lead = ["", ""]
         table.add_section()
+    return [table] if table.rows else []
+
+
+def _adapters(state: PlatformState) -> list[Table]:
+    """A line for each adapter; no table if there is none."""
+    table = new_table(
+        "adapter", "model", "source", numbers=("rank", "replicas"), title="Adapters",
+        whole=2,
+    )  # fmt: skip
+    for model in state.models:
+        for adapter in model.adapters:
+            table.add_row(
+                Text(adapter.name),
+                Text(model.name),
+                Text(adapter.source),
+                Text("-" if adapter.rank is None else str(adapter.rank)),
+                Text(f"{len(adapter.replicas)}/{len(model.replicas)}"),
+            )
     return [table] if table.rows else []
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from loomserve.platform.adapters.table import AdapterTable
 from loomserve.platform.aliases.table import AliasTable
 from loomserve.platform.config import Alias, Device
 from loomserve.platform.fleet.loans import FleetLoans
@@ -48,6 +49,7 @@ class Fleet:
         loans: Who lends to whom.
         nodes: Where it runs.
         aliases: Names that stand for models.
+        adapters: LoRA adapters of models.
         views: What others see of all.
         orders: What replicas shall have go on elsewhere, by their ids.
     """
@@ -66,10 +68,11 @@ class Fleet:
         """
         self.registry = Registry()
         self.aliases = aliases or AliasTable({})
+        self.adapters = AdapterTable(drain_timeout_s)
         self.loans = FleetLoans(self.registry)
         on = {each.name: each.on for each in devices}
         self.nodes = FleetNodes(self.registry, on, up=frozenset(on.values()))
-        self.views = FleetViews(self.registry, devices, self.aliases)
+        self.views = FleetViews(self.registry, devices, self.aliases, self.adapters)
         self.orders: dict[str, MoveOrder] = {}
         self._drain_timeout_s = drain_timeout_s
 
@@ -101,6 +104,7 @@ class Fleet:
             shards=self.loans.shards(replica.id),
             drain_loans=self.loans.draining(replica),
             move=self.orders.get(replica.id),
+            adapters=self.adapters.wanted(replica.model.name, now),
             loans=self.loans.borrowed_from(replica, now),
         )
 
@@ -113,7 +117,8 @@ class Fleet:
         if alias is None:
             self.aliases.delete(name)
         else:
-            self.aliases.put(name, alias, [model.name for model in self.registry.models])
+            models = [model.name for model in self.registry.models]
+            self.aliases.put(name, alias, [*models, *self.adapters.names])
 
     def wishes(self) -> Wishes:
         """What operators wish, and plans in their place."""
@@ -124,6 +129,8 @@ class Fleet:
             pairs_off=tuple(sorted(self.loans.desired.pairs_off)),
             draining_loans=tuple(sorted(self.loans.desired.draining)),
             aliases=self.aliases.all,
+            adapters=self.adapters.wishes,
+            last_adapter=self.adapters.last_id,
         )
 
     def restore(self, wishes: Wishes) -> None:
@@ -132,6 +139,7 @@ class Fleet:
         self.nodes.restore(wishes.drained_nodes)
         if wishes.aliases is not None:
             self.aliases.restore(wishes.aliases)
+        self.adapters.restore(wishes.adapters, wishes.last_adapter)
         self.loans.desired.pairs_off |= set(wishes.pairs_off)
         self.loans.desired.draining |= set(wishes.draining_loans)
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from loomserve.platform.adapters.messages import Adapter, AdapterReport, AdapterRoute
 from loomserve.platform.config import (
     LOCAL_NODE,
     LOCAL_PROMPT_TOKENS,
@@ -49,6 +50,8 @@ LOANS_PATH = "/loomserve/loans"
 LOAD_PATH = "/loomserve/load"
 # Where the controller has a replica's engine sleep or wake, on its own socket.
 AWAKE_PATH = "/loomserve/awake"
+# Where the controller gives a replica's engine adapters, on its own socket.
+ADAPTERS_PATH = "/loomserve/adapters"
 
 # Gateways and replicas show it to engines, whose ports any local user can reach.
 INTERNAL_TOKEN_HEADER = "x-loomserve-internal"
@@ -177,6 +180,7 @@ class Heartbeat(_Message):
     engine: EngineAddress
     front_end: FrontEndSpec
     moved: MovedRequests | None = Field(None, description="None: it has had no order to move any.")
+    adapters: tuple[AdapterReport, ...] = ()
 
     @property
     def loans(self) -> tuple[LoanState, ...]:
@@ -259,6 +263,7 @@ class DesiredState(_Message):
     )
     drain_loans: tuple[str, ...] = Field((), description="Names of its loans that end.")
     move: MoveOrder | None = Field(None, description="None: nothing is to go on elsewhere.")
+    adapters: tuple[Adapter, ...] = Field((), description="All that it shall have.")
     loans: tuple[str, ...] = Field(
         (), description="Names of the loans with it that live borrowers know of."
     )
@@ -322,6 +327,15 @@ class ModelRoute(_Message):
     router: Router = Field(default_factory=Router)
     front_end: FrontEndSpec | None = Field(None, description="None: no replica has reported.")
     replicas: tuple[ReplicaRoute, ...]
+    adapters: tuple[AdapterRoute, ...] = ()
+    adapter: str | None = Field(
+        None, description="The adapter that a request asks for; None: the model itself."
+    )
+
+    @property
+    def asked(self) -> str:
+        """The name that its requests ask for."""
+        return self.adapter or self.name
 
 
 class Routes(_Message):
@@ -333,3 +347,8 @@ class Routes(_Message):
     drained_nodes: tuple[str, ...] = Field(
         (), description="Nodes whose gateways are to get no more clients."
     )
+
+    @property
+    def adapters(self) -> tuple[AdapterRoute, ...]:
+        """Those of all models."""
+        return tuple(each for model in self.models for each in model.adapters)

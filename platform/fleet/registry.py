@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from loomserve.platform.adapters.messages import AdapterReport
 from loomserve.platform.base.errors import Conflict, NotFound, UnknownModel
 from loomserve.platform.config import Model
 from loomserve.platform.fleet.messages import FrontEndSpec, Heartbeat, LiveReplica, model_app
@@ -98,6 +99,10 @@ class ReplicaRecord:
         if stats.load is not None:
             load = stats.load.model_copy(update={"asleep": asleep})
             self.note_stats(stats.model_copy(update={"load": load}))
+
+    def note_adapters(self, reports: tuple[AdapterReport, ...]) -> None:
+        """Note which adapters it has, which its next heartbeat will say."""
+        self.heartbeat = self.heartbeat.model_copy(update={"adapters": reports})
 
     def note_stats(self, stats: RoutingStats) -> None:
         """Note what it has to do, which its next heartbeat will say."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from loomserve.platform.adapters.messages import Adapter, AdapterRoute
+from loomserve.platform.adapters.table import AdapterTable
 from loomserve.platform.aliases.table import AliasTable
 from loomserve.platform.config import LOCAL_NODE, Device
 from loomserve.platform.devices.claims import place
@@ -16,6 +18,7 @@ from loomserve.platform.fleet.messages import (
 )
 from loomserve.platform.fleet.registry import ModelRecord, Registry, ReplicaRecord
 from loomserve.platform.state import (
+    AdapterState,
     DeviceState,
     ModelState,
     ModelStatus,
@@ -31,6 +34,7 @@ class FleetViews:
     registry: Registry
     devices: Sequence[Device]
     aliases: AliasTable
+    adapters: AdapterTable
 
     def routes(self, now: float) -> tuple[ModelRoute, ...]:
         """For gateways."""
@@ -65,6 +69,21 @@ class FleetViews:
                 record.front_end,
             ),
             replicas=tuple(_replica_route(each, self._on(each.device)) for each in reachable),
+            adapters=self._adapter_routes(model.name, reachable, now),
+        )
+
+    def _adapter_routes(
+        self, model: str, replicas: Sequence[ReplicaRecord], now: float
+    ) -> tuple[AdapterRoute, ...]:
+        stay, leave = self.adapters.of(model), self.adapters.leaving(model, now)
+        return tuple(
+            AdapterRoute(
+                adapter=one,
+                replicas=tuple(each.id for each in replicas if _has(each, one)),
+                leaves=leaves,
+            )
+            for some, leaves in ((stay, False), (leave, True))
+            for one in some
         )
 
     def _on(self, device: str) -> str:
@@ -74,10 +93,30 @@ class FleetViews:
         """For the batch lane."""
         return ServedEngines(
             models={
-                record.model.name: self._engines(record, now) for record in self.registry.records
+                name: engines
+                for record in self.registry.records
+                for name, engines in self._all_engines(record, now).items()
             },
             aliases=self.aliases.all,
         )
+
+    def _all_engines(self, record: ModelRecord, now: float) -> dict[str, ModelEngines]:
+        """Those of a model, and of its adapters those that have each; by what clients ask for."""
+        model = self._engines(record, now)
+        having = {one.name: one for one in self.adapters.of(record.model.name)}
+        return {record.model.name: model} | {
+            name: model.model_copy(
+                update={
+                    "predictor": None,
+                    "replicas": tuple(
+                        each
+                        for each in model.replicas
+                        if (replica := self.registry.find(each.id)) and _has(replica, one)
+                    ),
+                }
+            )
+            for name, one in having.items()
+        }
 
     def _engines(self, record: ModelRecord, now: float) -> ModelEngines:
         model = record.model
@@ -121,7 +160,28 @@ class FleetViews:
                 )
                 for each in sorted(self.registry.live(model.name, now), key=lambda r: r.device)
             ),
+            adapters=self.adapter_states(model.name, now),
         )
+
+    def adapter_states(self, model: str, now: float) -> tuple[AdapterState, ...]:
+        """For operators: a model's adapters, and those of its configuration that it did not get."""
+        live = self.registry.live(model, now)
+        states = [
+            AdapterState(
+                name=one.name,
+                source=one.source,
+                rank=one.rank,
+                digest=one.digest,
+                replicas=tuple(each.id for each in live if _has(each, one)),
+                message="; ".join(sorted({p for each in live if (p := _problem(each, one))})),
+            )
+            for one in self.adapters.of(model)
+        ]
+        states += [
+            AdapterState(name=name, source=source, message=why)
+            for name, (source, why) in sorted(self.adapters.problems(model).items())
+        ]
+        return tuple(states)
 
     def used_devices(self, now: float) -> tuple[DeviceState, ...]:
         """For operators: each device with the models that use it."""
@@ -169,6 +229,16 @@ class FleetViews:
 
 def _until_asked(how: str, record: ModelRecord) -> str:
     return f"{record.why}; {how}" if record.why else how
+
+
+def _has(replica: ReplicaRecord, adapter: Adapter) -> bool:
+    return any(each.id == adapter.id and not each.problem for each in replica.heartbeat.adapters)
+
+
+def _problem(replica: ReplicaRecord, adapter: Adapter) -> str:
+    """Why a replica has not got an adapter; empty: it has, or has not tried."""
+    reports = replica.heartbeat.adapters
+    return next((each.problem for each in reports if each.id == adapter.id), "")
 
 
 def _replica_route(replica: ReplicaRecord, node: str) -> ReplicaRoute:

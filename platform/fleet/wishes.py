@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from loomserve.platform.adapters.table import AdapterWish
 from loomserve.platform.config import Alias, Model
 from loomserve.platform.state import Presence
 from loomserve.platform.state.roles import Role
@@ -37,4 +38,6 @@ class Wishes(_Wish):
     aliases: dict[str, Alias] | None = Field(
         None, description="All that there are; None: those of the configuration."
     )
+    adapters: tuple[AdapterWish, ...] = ()
+    last_adapter: int = Field(0, description="The highest number that an adapter has had.")
     draining_loans: tuple[str, ...] = Field((), description="Names of loans that are to end.")

@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from loomserve.platform.adapters.metrics import AdapterMetrics
+
 # Clients choose the names they ask for, so a name becomes a label only if it is a served model's.
 UNKNOWN_MODEL = "unknown"
 
@@ -56,6 +58,8 @@ class GatewayMetrics:
             ["alias", "model"],
             registry=registry,
         )
+        self.adapters = AdapterMetrics(registry)
+        """Of requests for adapters."""
         self._counted_decisions: dict[tuple[str, str, str], int] = {}
         self._families = _ModelFamilies(registry)
         self._unknown = _ModelMetrics(self._families, UNKNOWN_MODEL)

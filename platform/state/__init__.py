@@ -21,6 +21,7 @@ from loomserve.platform.state.load import (
     WorkState,
 )
 from loomserve.platform.state.platform import (
+    AdapterState,
     AliasState,
     DeviceState,
     ModelState,
@@ -35,6 +36,7 @@ from loomserve.platform.state.platform import (
 )
 
 __all__ = [
+    "AdapterState",
     "AliasState",
     "BatchLaneState",
     "BatchState",

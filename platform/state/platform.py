@@ -74,6 +74,17 @@ class ReplicaState(StateModel):
     borrowing: BorrowingState | None = Field(None, description="None: its model borrows nothing.")
 
 
+class AdapterState(StateModel):
+    """A LoRA adapter of a model."""
+
+    name: str = Field(description="What clients ask for.")
+    source: str
+    rank: int | None = Field(None, description="None: it could not be loaded.")
+    digest: str = Field("", description="Of its files, as they were when it was loaded.")
+    replicas: tuple[str, ...] = Field((), description="Ids of the live replicas that have it.")
+    message: str = Field("", description="Why some do not have it, for a person.")
+
+
 class ModelState(StateModel):
     """A model and its live replicas."""
 
@@ -85,6 +96,7 @@ class ModelState(StateModel):
     router: str = Field(description="Routing policy.")
     max_model_len: int | None = Field(None, description="Tokens of context, once known.")
     replicas: tuple[ReplicaState, ...] = ()
+    adapters: tuple[AdapterState, ...] = ()
 
 
 class DeviceState(StateModel):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from loomserve.platform.adapters.files import kept_folder
 from loomserve.platform.models.catalog import copy_of
 from loomserve.platform.models.once import made_once
 from tests.integration.ray_node import ray_node
@@ -16,6 +17,7 @@ from tests.integration.ray_node import ray_node
 pytestmark = pytest.mark.timeout(240)
 
 SOURCE = "s3://bucket/llama"
+DIGEST = "0123abcd"
 
 
 @pytest.fixture(scope="module", name="peer")
@@ -33,6 +35,9 @@ def _peer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, bytes]
         for name, content in files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
+        adapter = kept_folder(DIGEST)
+        adapter.mkdir(parents=True)
+        (adapter / "adapter_config.json").write_bytes(b"{}")
         with ray_node("one"):
             yield files
 
@@ -58,6 +63,19 @@ def test_a_model_is_copied_from_a_node_that_has_it(
     folder = copy_of(SOURCE)
     assert folder is not None
     assert contents(folder) == peer
+
+
+@pytest.mark.usefixtures("peer")
+def test_an_adapter_is_copied_under_the_digest_of_its_files(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from loomserve.deployments import peer_weights
+
+    monkeypatch.setattr(peer_weights, "own_node", lambda: "two")
+    for digest in (DIGEST, "another"):
+        peer_weights.fetch_from_peers(peer_weights.ADAPTER + digest)
+    assert contents(kept_folder(DIGEST)) == {"adapter_config.json": b"{}"}
+    assert not kept_folder("another").exists()
 
 
 @pytest.mark.usefixtures("peer")

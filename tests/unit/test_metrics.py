@@ -23,6 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from loomserve.kvstore.metrics import KvStoreMetrics
 from loomserve.platform.access.metrics import KeyMetrics
+from loomserve.platform.adapters.messages import Adapter, AdapterRoute
 from loomserve.platform.batch.metrics import BatchMetrics
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
 from loomserve.platform.elastic.metrics import WaitingMetrics
@@ -136,6 +137,9 @@ def use_everything(metrics: GatewayMetrics) -> None:
     metrics.length_observed("chat", 1.0)
     metrics.refused_late("chat")
     metrics.alias_chosen("canary", "chat")
+    one = Adapter(name="sql", model="chat", id=1, digest="d", source="s", rank=8)
+    metrics.adapters.set_adapters([AdapterRoute(adapter=one)])
+    metrics.adapters.finished("chat", "sql", 200)
 
 
 @pytest.mark.parametrize(

@@ -42,3 +42,13 @@ def test_a_gpus_engine_can_sleep_if_its_model_comes_and_goes(
         {"name": "m", "source": "org/m", "devices": ("d",), "start": start}
     )
     assert _engine_options(spec_of(model, device)).get("enable_sleep_mode") is can_sleep
+
+
+def test_an_engine_has_room_for_adapters_that_are_replaced() -> None:
+    given = {"max_loras": 2, "max_lora_rank": 32, "max_cpu_loras": 3}
+    plain = Model(name="m", source="org/m", devices=("d",))
+    model = Model(name="m", source="org/m", devices=("d",), adapters=given)
+    options = _engine_options(spec_of(model, CORE))
+    assert options["enable_lora"] is True
+    assert {name: options[name] for name in given} == {**given, "max_cpu_loras": 6}
+    assert "enable_lora" not in _engine_options(spec_of(plain, CORE))

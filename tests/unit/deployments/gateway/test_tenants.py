@@ -39,7 +39,12 @@ class Gateway:
         registry = CollectorRegistry()
         meter = TokenMeter(KeyMetrics(registry), Path("/nowhere"))
         route = SimpleNamespace(
-            name="m", predictor=None, max_concurrent_requests=9, max_model_len=None
+            name="m",
+            asked="m",
+            adapter=None,
+            predictor=None,
+            max_concurrent_requests=9,
+            max_model_len=None,
         )
         routes: Any = SimpleNamespace(choose=lambda fields, key, preferred=None: route)
         lengths: Any = SimpleNamespace(predict=self._predict)

@@ -79,7 +79,12 @@ class Gateway:
         self.registry = CollectorRegistry()
         meter = TokenMeter(KeyMetrics(self.registry), file, clock=lambda: self.now_s)
         route = SimpleNamespace(
-            name="m", predictor=None, max_concurrent_requests=9, max_model_len=None
+            name="m",
+            asked="m",
+            adapter=None,
+            predictor=None,
+            max_concurrent_requests=9,
+            max_model_len=None,
         )
         routes: Any = SimpleNamespace(choose=lambda fields, key, preferred=None: route)
         lengths: Any = SimpleNamespace(predict=_nothing)

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from loomserve.platform.cli.status import loan_table, render, status
 from loomserve.platform.cli.tables import display
 from loomserve.platform.state import (
+    AdapterState,
     AliasState,
     BorrowingState,
     DeviceState,
@@ -187,6 +188,19 @@ def test_aliases_show_who_gets_which_share_and_whether_it_is_there() -> None:
     assert row(text, "gone", "not loaded", "5", "5.0")
     assert row(text, "small", "chat", "ready", "-", "1", "100.0")
     assert "Aliases" not in printed(STATE)
+
+
+def test_adapters_show_who_has_them_and_why_others_have_not() -> None:
+    adapters = (
+        AdapterState(name="sql", source="loras/sql", rank=8, digest="d", replicas=("r1",)),
+        AdapterState(name="broken", source="loras/x", message="there is no folder loras/x"),
+    )
+    model = MODEL.model_copy(update={"adapters": adapters, "replicas": (REPLICA, REPLICA)})
+    text = printed(STATE.model_copy(update={"models": (model,)}))
+    assert row(text, "sql", "chat", "loras/sql", "8", "1/2")
+    assert row(text, "broken", "chat", "loras/x", "-", "0/2")
+    assert "broken of chat: there is no folder loras/x" in text
+    assert "Adapters" not in printed(STATE)
 
 
 def test_a_role_shows_beside_the_device() -> None:
