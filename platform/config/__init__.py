@@ -23,6 +23,7 @@ from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.config.roles import LOCAL_PROMPT_TOKENS, Roles
 from loomserve.platform.config.root import Config
 from loomserve.platform.config.router import Router
+from loomserve.platform.config.scaling import Scaling
 from loomserve.platform.config.scheduling import Scheduling
 from loomserve.platform.config.server import Server
 from loomserve.platform.config.tls import Tls
@@ -52,6 +53,7 @@ __all__ = [
     "Rebalancing",
     "Roles",
     "Router",
+    "Scaling",
     "Scheduling",
     "Server",
     "Tls",

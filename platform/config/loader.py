@@ -136,6 +136,9 @@ _MESSAGES = {
 }
 
 
+_UNION_TAGS = frozenset({"int", "count", "scaling"})
+
+
 def _explain(error: ValidationError, root: yaml.Node | None, source: str) -> list[str]:
     problems: dict[str, list[str]] = {}
     for problem in error.errors():
@@ -169,7 +172,7 @@ def _locate(loc: tuple[int | str, ...], root: yaml.Node | None) -> tuple[str, in
 
 def _is_union_tag(part: int | str) -> bool:
     # Pydantic adds the tried branch of a union ("int", "literal['auto']") to an error's place.
-    return isinstance(part, str) and (part == "int" or part.startswith("literal["))
+    return isinstance(part, str) and (part in _UNION_TAGS or part.startswith("literal["))
 
 
 def _child(node: yaml.Node | None, part: int | str) -> tuple[yaml.Node, yaml.Node] | None:

@@ -21,6 +21,7 @@ from loomserve.platform.config.lengths import Lengths
 from loomserve.platform.config.pipeline import Pipeline
 from loomserve.platform.config.roles import Roles
 from loomserve.platform.config.router import Router
+from loomserve.platform.config.scaling import Replicas, Scaling
 from loomserve.platform.config.scheduling import Scheduling
 
 # Values that lending and borrowing allow for options of vLLM's engine, and why.
@@ -75,9 +76,10 @@ class Model(Section):
         description="Where its replicas may run, one replica a device; or the stages of its one "
         "replica, with pipeline.",
     )
-    replicas: int | Literal["auto"] = Field(
+    replicas: Replicas = Field(
         "auto",
-        description="How many replicas to start; auto: one a device, as far as memory allows.",
+        description="How many replicas to start; auto: one a device, as far as memory allows; min "
+        "and max: as many between these as its load asks for.",
     )
     kv_cache_memory: Bytes = Field(
         512 * 2**20, description="Memory for KV blocks, for each replica, such as 512MiB."
@@ -163,7 +165,9 @@ class Model(Section):
                 f"model {self.name!r} names a device twice; a device runs one replica of a model",
                 "devices",
             )
-        if self.replicas != "auto" and not 1 <= self.replicas <= len(self.devices):
+        if isinstance(self.replicas, Scaling):
+            self._check_scaling(self.replicas)
+        elif self.replicas != "auto" and not 1 <= self.replicas <= len(self.devices):
             raise FieldError(
                 f"model {self.name!r} asks for {self.replicas} replicas on "
                 f"{len(self.devices)} devices; a device runs one replica of a model, so give "
@@ -177,6 +181,26 @@ class Model(Section):
     @property
     def most_replicas(self) -> int:
         return 1 if self.pipeline is not None else len(self.devices)
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """The bounds between which its load decides; None: it has as many as it is told."""
+        return self.replicas if isinstance(self.replicas, Scaling) else None
+
+    def _check_scaling(self, scaling: Scaling) -> None:
+        if self.pipeline is None and scaling.max > len(self.devices):
+            raise FieldError(
+                f"model {self.name!r} asks for up to {scaling.max} replicas on "
+                f"{len(self.devices)} devices; a device runs one replica of a model, so give at "
+                f"most {len(self.devices)}, or more devices",
+                *("replicas", "max"),
+            )
+        if self.pinned and not scaling.min:
+            raise FieldError(
+                f"model {self.name!r} is pinned, so it is never put away: make this 1, or leave "
+                "pinned out",
+                *("replicas", "min"),
+            )
 
     @model_validator(mode="after")
     def _pipeline_is_one_replica(self) -> Model:
@@ -216,7 +240,12 @@ class Model(Section):
         """What holds of it without requests; None: it stays."""
         if self.pinned:
             return None
-        return self.idle or (Idle() if self.start == "on_demand" else None)
+        given = self.idle or (Idle() if self.start == "on_demand" else None)
+        if self.scaling is None:
+            return given
+        if self.scaling.min:
+            return given and Idle(sleep_after_s=given.sleep_after_s, unload_after_s=None)
+        return self.idle or Idle(sleep_after_s=None, unload_after_s=self.scaling.downscale_delay_s)
 
     @model_validator(mode="after")
     def _adapters_reach_all_layers(self) -> Model:
@@ -273,7 +302,8 @@ class Model(Section):
 
     def _check_roles(self, roles: Roles) -> None:
         needed = roles.prefill + roles.decode
-        there = len(self.devices) if self.replicas == "auto" else self.replicas
+        least = self.replicas.min if isinstance(self.replicas, Scaling) else self.replicas
+        there = len(self.devices) if least == "auto" else least
         if needed > there:
             raise FieldError(
                 f"model {self.name!r} asks for {needed} replicas to prefill or decode, and has "

@@ -36,6 +36,8 @@ def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
         path = f"{prefix}{name}"
         inner, each = _inner_section(field)
         kind = _KINDS[each] if inner else _type(field.annotation, field.metadata)
+        if inner is None and (inner := _section_among(field.annotation)) is not None:
+            each = ""
         yield f"{path}: {kind}, {_default(field)}"
         yield textwrap.fill(
             field.description or "", _WIDTH, initial_indent="    ", subsequent_indent="    "
@@ -55,6 +57,17 @@ def _inner_section(field: FieldInfo) -> tuple[type[BaseModel] | None, str]:
     return (inner if isinstance(inner, type) and issubclass(inner, BaseModel) else None), each
 
 
+def _section_among(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field may hold in the place of a plain value."""
+    if get_origin(annotation) is Annotated:
+        return _section_among(get_args(annotation)[0])
+    if get_origin(annotation) in {Union, types.UnionType}:
+        found = (_section_among(one) for one in get_args(annotation))
+        return next((one for one in found if one is not None), None)
+    is_section = isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    return annotation if is_section else None
+
+
 def _type(annotation: Any, metadata: list[Any]) -> str:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if _is_size(metadata):
@@ -70,6 +83,8 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         return " | ".join(map(str, arguments))
     if origin in {Union, types.UnionType}:
         return " | ".join(_type(one, []) for one in arguments)
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return _KINDS[""]
     return _WORDS[annotation] + "".join(f" {bound}" for bound in _bounds(metadata))
 
 

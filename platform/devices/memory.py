@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.config import LOCAL_NODE, Device, Model, OfflineModel
+from loomserve.platform.config import LOCAL_NODE, Device, Model, OfflineModel, Scaling
 
 # An idle CPU engine of a tiny model and its replica take about this without weights and KV;
 # measured as proportional set size, rounded up.
@@ -37,7 +37,9 @@ def offline_bytes(model: OfflineModel, weight_bytes: int) -> float:
 
 
 def least_replicas(model: Model) -> int:
-    """The fewest replicas that a model's configuration allows."""
+    """The fewest replicas that a model's configuration allows, where it is there at all."""
+    if isinstance(model.replicas, Scaling):
+        return model.replicas.least
     if model.replicas != "auto":
         return model.replicas
     return 1 if model.roles is None else model.roles.prefill + model.roles.decode

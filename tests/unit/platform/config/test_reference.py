@@ -20,7 +20,10 @@ def nodes(node: type[BaseModel] = Config) -> Iterator[type[BaseModel]]:
 
 
 def sections(field: FieldInfo) -> Iterator[type[BaseModel]]:
-    for inner in (field.annotation, *get_args(field.annotation)):
+    within = get_args(field.annotation)
+    # A part of a union may have a tag.
+    tagged = (deep for each in within for deep in get_args(each))
+    for inner in (field.annotation, *within, *tagged):
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             yield inner
 
@@ -51,7 +54,7 @@ def test_every_field_has_one_entry() -> None:
         "devices[].gpu: whole number >= 0 | null, default null",
         "models[].name: text, required",
         "models[].devices: list of text, required",
-        "models[].replicas: whole number | auto, default auto",
+        "models[].replicas: whole number | auto | mapping, default auto",
         "models[].kv_cache_memory: size such as 512MiB, default 512MiB",
         "models[].engine: mapping, default empty",
         "models[].router: mapping, optional",
