@@ -123,7 +123,11 @@ def _devices(record: ModelRecord, live: Collection[ReplicaRecord]) -> tuple[str,
         for each in live
         for device in [stage.device for stage in each.heartbeat.stages] or [each.device]
     }
-    if used:
-        return tuple(sorted(used))
-    model = record.model
-    return model.devices if model.pipeline else model.devices[: record.target_replicas]
+    model, more = record.model, record.replicas - len(live)
+    if model.pipeline is not None:
+        return tuple(sorted(used)) or model.devices
+    if not used:
+        return model.devices[: record.target_replicas]
+    free = [device for device in model.devices if device not in used]
+    # Those that start take their memory, too.
+    return tuple(sorted({*used, *free[: max(0, more)]}))
