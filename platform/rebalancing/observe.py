@@ -64,6 +64,7 @@ def sums_of(report: Heartbeat) -> tuple[float, dict[str, float]] | None:
         "attention": work.attention_s,
         "linear": work.linear_s,
         "tokens": float(work.tokens),
+        "requests": float(load.requests),
     }
     for loan in report.loans:
         sums[loan.name] = loan.service_share * loan.age_s
@@ -325,7 +326,8 @@ def _model(
         return ModelSnapshot(name=name, devices=(), replicas=count, replica_bytes=0)
     configured, stages = of[0].heartbeat.model, max(1, len(of[0].heartbeat.stages))
     like = next(engine for engine in engines if engine.model == name)
-    comes_and_goes = stages == 1 and configured.replicas == "auto"
+    scaled = configured.scaling is not None
+    comes_and_goes = stages == 1 and (scaled or configured.replicas == "auto")
     return ModelSnapshot(
         name=name,
         devices=configured.devices,
@@ -335,6 +337,7 @@ def _model(
         replica=_without_work(like) if comes_and_goes else None,
         start_s=max(each.footprint.start_s for each in of),
         roles=configured.roles is not None,
+        scaled=scaled,
     )
 
 

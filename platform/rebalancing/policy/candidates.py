@@ -211,7 +211,7 @@ def _replicas(snapshot: Snapshot, source: str, target: str) -> Iterator[Action]:
     there = {each.model for each in snapshot.on(target)}
     for engine in snapshot.on(source):
         model = snapshot.model(engine.model)
-        if model.replica is None:
+        if model.replica is None or model.scaled:
             continue
         if engine.model in there:
             yield RemoveReplica(engine=engine.id)

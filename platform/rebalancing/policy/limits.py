@@ -49,6 +49,7 @@ class Reason(StrEnum):
     INEFFICIENT = "inefficient"  # for what it costs
     ALREADY_PLANNED = "already_planned"  # the plan changes the same thing already
     PLAN_FULL = "plan_full"
+    CHEAPER = "cheaper"  # of a replica: what moves eases its model sooner than one would start
 
 
 @dataclass(frozen=True, slots=True)

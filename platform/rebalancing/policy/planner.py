@@ -42,7 +42,7 @@ from loomserve.platform.rebalancing.policy.candidates import candidates, reachab
 from loomserve.platform.rebalancing.policy.correction import Corrections
 from loomserve.platform.rebalancing.policy.effects import apply
 from loomserve.platform.rebalancing.policy.forecast import Forecast, forecast
-from loomserve.platform.rebalancing.policy.heat import Heat, Level
+from loomserve.platform.rebalancing.policy.heat import Heat, Level, classify
 from loomserve.platform.rebalancing.policy.limits import (
     Reason,
     Refusal,
@@ -51,7 +51,14 @@ from loomserve.platform.rebalancing.policy.limits import (
     over_budget,
     unable,
 )
-from loomserve.platform.rebalancing.policy.snapshot import Flaw, Snapshot, flaws, utilisations
+from loomserve.platform.rebalancing.policy.snapshot import (
+    Flaw,
+    Measured,
+    Snapshot,
+    compute_share,
+    flaws,
+    utilisations,
+)
 
 _ROUNDING = 1e-9
 
@@ -122,6 +129,64 @@ def propose(
     search = _Search(snapshot, heat, corrections, options)
     search.run()
     return Proposal(tuple(search.chosen), tuple(search.rejected.values()), (), search.now)
+
+
+def weigh_start(
+    measured: Measured,
+    corrections: Corrections,
+    options: Rebalancing,
+    moves: bool,
+    add: AddReplica,
+    short_s: float,
+) -> Refusal | None:
+    """Why one more replica is not to be started, although its model's load asks for it.
+
+    Lending takes milliseconds, moving requests seconds, a start tens of them. So the same search as
+    for any plan says first whether what moves would do, for as long as a start would have taken.
+
+    Args:
+        measured: Where nothing fit to decide on has been measured, nothing speaks against it.
+        corrections: Of forecasts.
+        options: Limits.
+        moves: Whether what is planned is carried out.
+        add: The start.
+        short_s: For how long the model's replicas have been too few.
+    """
+    snapshot = measured.snapshot
+    if snapshot is None or measured.flaws(options):
+        return None
+    model = snapshot.model(add.model)
+    if model.replica is None:
+        return None
+    after = apply(snapshot, add)
+    refusal = exceeded(snapshot, snapshot, after, options)
+    if refusal is not None and refusal.reason is Reason.NO_MEMORY:
+        return refusal
+    hottest = max(snapshot.of(add.model), key=lambda each: snapshot.loads[each.device])
+    start = corrections.of(kind_of(add), hottest.device, add.device)(
+        forecast(snapshot, after, add, hottest.device, add.device)
+    )
+    if not moves or short_s >= start.cost_s:
+        return None
+    at_once = options.model_copy(update={"confirm_periods": 1})
+    plan = propose(snapshot, classify({}, utilisations(snapshot), at_once), corrections, options)
+    easing = [each for each in plan.chosen if _takes_from(snapshot, each.action, add.model)]
+    took_s = sum(each.forecast.duration_s for each in easing)
+    carried = all(compute_share(plan.after, each.device) <= 1 for each in plan.after.of(add.model))
+    if easing and carried and took_s < start.cost_s:
+        kinds = ", ".join(sorted({str(kind_of(each.action)) for each in easing}))
+        said = f"to move {kinds} takes {took_s:.1f} s, and a start {start.cost_s:.1f} s"
+        return Refusal(Reason.CHEAPER, said)
+    return None
+
+
+def _takes_from(snapshot: Snapshot, action: Action, model: str) -> bool:
+    """Whether the action takes work from one of the model's engines."""
+    match action:
+        case Move(back=False) | MoveRequests():
+            return snapshot.engine(action.engine).model == model
+        case _:
+            return False
 
 
 class _Search:

@@ -16,6 +16,7 @@ from functools import cached_property
 from loomserve.platform.config.rebalancing import Rebalancing
 from loomserve.platform.lending.policy.layout import Layout, abreast, stacked
 from loomserve.platform.rebalancing.policy.places import SnapshotPlaces
+from loomserve.platform.rebalancing.policy.scaled import ScaledModel
 from loomserve.platform.state.roles import Role
 
 
@@ -155,6 +156,7 @@ class ModelSnapshot:
         replica: One more replica before it has work; None: replicas may not come and go.
         start_s: Measured time until a replica serves.
         roles: Whether an operator has given its replicas roles, so that they may change.
+        scaled: Whether its load decides on its replicas (:mod:`.scaling`), and no gap does.
     """
 
     name: str
@@ -165,6 +167,7 @@ class ModelSnapshot:
     replica: EngineSnapshot | None = None
     start_s: float = 0.0
     roles: bool = False
+    scaled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -428,10 +431,12 @@ class Measured:
     Attributes:
         snapshot: None where a figure in it would have to be made up.
         missing: What it lacks.
+        scaled: Models whose load decides on their replicas, for which less has to be measured.
     """
 
     snapshot: Snapshot | None
     missing: tuple[Flaw, ...]
+    scaled: tuple[ScaledModel, ...] = ()
 
     def flaws(self, options: Rebalancing) -> tuple[Flaw, ...]:
         """All that keeps anything from being decided on it."""

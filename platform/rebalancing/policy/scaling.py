@@ -1,0 +1,282 @@
+"""How many replicas a model should have, from its load, its SLO, and what a start takes.
+
+Load is counted in replicas: 1.3 is what one replica and a third carry within the model's bounds.
+More are wanted where the load, foreseen for as long as a start takes, exceeds those that there are;
+fewer where all that was wanted for a whole quiet time fits into fewer with room to spare. So on a
+constant load the number changes no more once it has been reached:
+
+* up at a load above n, down to n - 1 only at one below 0.8 (n - 1);
+* with queues, the load that is seen falls as soon as there are enough replicas. So the rate of
+  requests at which too few were too few is remembered, and no number is gone back to at more than
+  0.8 of the rate at which it was too small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from pydantic import BaseModel, ConfigDict
+
+from loomserve.platform.rebalancing.policy.scaled import ScaledModel, ScaledReplica
+
+ROOM = 0.8
+"""The share of fewer replicas that may be filled as one goes."""
+REMEMBERED_S = 3600.0
+"""For so long a rate of requests that was too much is remembered."""
+TREND_S = 10.0
+"""A trend is of the last seconds, and foreseen for as long again at most."""
+
+_LONG_WAIT_S = 1.0
+_FULL_KV = 0.9
+_FEWEST_SAMPLES = 4
+_ROUNDING = 1e-9
+
+
+class ScalingReason(StrEnum):
+    """Why there are to be more or fewer replicas; a label of metrics."""
+
+    REQUESTS = "requests"  # more requests than replicas are to have, or than engines run at once
+    KV_MEMORY = "kv_memory"
+    TTFT = "ttft"
+    TPOT = "tpot"
+    PREDICTED = "predicted"  # by the time that a replica could be there
+    QUIET = "quiet"
+    BOUNDS = "bounds"  # fewer than min, or more than max
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingSample:
+    """A look at a model.
+
+    Attributes:
+        load: In replicas.
+        ample: The number of replicas into which it fits with room to spare.
+        arrived_per_s: The rate of requests; None: not measured.
+    """
+
+    at_s: float
+    load: float
+    ample: int
+    arrived_per_s: float | None
+
+
+class Shortage(BaseModel):
+    """The rate of requests at which a number of replicas was too small; outlives a controller."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    at_s: float
+    arrived_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingWatch:
+    """What is kept of a model from look to look.
+
+    Attributes:
+        samples: Looks of a whole quiet time, the newest last.
+        short_since_s: Since when more have been wanted; None: they are not.
+        shortages: By the number of replicas that was too small.
+    """
+
+    samples: tuple[ScalingSample, ...] = ()
+    short_since_s: float | None = None
+    shortages: Mapping[int, Shortage] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingWish:
+    """A number of replicas that differs from the one that there is.
+
+    Attributes:
+        replicas: Those that there should be.
+        short_s: For how long more have been wanted.
+        why: For a person.
+    """
+
+    replicas: int
+    reason: ScalingReason
+    short_s: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScalingLook:
+    """
+    Attributes:
+        watch: For the next look.
+        load: In replicas.
+        wish: None: there are as many as there should be, as far as is known yet.
+    """
+
+    watch: ScalingWatch
+    load: float
+    wish: ScalingWish | None
+
+
+def look(watch: ScalingWatch, model: ScaledModel, at_s: float) -> ScalingLook:
+    """Decide on the replicas of a model that is there, once a second or so."""
+    load, reason = load_of(model)
+    foreseen = max(0.0, load + _growth(_samples_since(watch, at_s - TREND_S), model, at_s, load))
+    quiet_s = quiet_time_s(model)
+    ample = math.ceil(max(load, foreseen) / ROOM - _ROUNDING)
+    samples = (
+        *_samples_since(watch, at_s - quiet_s),
+        ScalingSample(at_s, load, ample, model.arrived_per_s),
+    )
+    wanted = _wanted(model, foreseen)
+    short = wanted > model.kept
+    since_s = (watch.short_since_s if watch.short_since_s is not None else at_s) if short else None
+    watch = ScalingWatch(samples, since_s, _remembered(watch.shortages, at_s))
+    if not model.rules.least <= model.kept <= model.most:
+        inside = min(max(model.kept, model.rules.least), model.most)
+        why = f"there may be {model.rules.least} to {model.most}"
+        return ScalingLook(watch, load, ScalingWish(inside, ScalingReason.BOUNDS, 0.0, why))
+    if since_s is not None:
+        short_s = at_s - since_s
+        if short_s < model.rules.upscale_delay_s:
+            return ScalingLook(watch, load, None)
+        if load <= model.kept:
+            reason = ScalingReason.PREDICTED
+        why = f"{_said(reason)}: load for {load:.1f} replicas, {foreseen:.1f} foreseen"
+        return ScalingLook(watch, load, ScalingWish(wanted, reason, short_s, why))
+    return ScalingLook(watch, load, _fewer(watch, model, at_s - quiet_s))
+
+
+def carried_out(
+    watch: ScalingWatch, model: ScaledModel, at_s: float, *, more: bool
+) -> ScalingWatch:
+    """After replicas were ordered or are about to leave: what was seen so far was of as many as
+    there were, and of a number that was too small the rate of requests is remembered."""
+    shortages = dict(watch.shortages)
+    if more and model.arrived_per_s:
+        shortages[model.kept] = Shortage(at_s=at_s, arrived_per_s=model.arrived_per_s)
+    return ScalingWatch(shortages=shortages)
+
+
+def leaves(model: ScaledModel, replicas: int) -> tuple[ScaledReplica, ...]:
+    """Which replicas are to leave for there to be so many: the newest, which have least cached."""
+    newest = sorted(model.serving, key=lambda each: (each.ready_at_s, each.id), reverse=True)
+    return tuple(newest[: max(0, model.kept - replicas)])
+
+
+def quiet_time_s(model: ScaledModel) -> float:
+    """Seconds for which fewer must suffice: what has to be started again soon had better stay."""
+    return max(model.rules.downscale_delay_s, 2 * model.start_s)
+
+
+def load_of(model: ScaledModel) -> tuple[float, ScalingReason]:
+    """A model's load in replicas, and what asks for most of them."""
+    return max(_loads(model), key=lambda each: each[0], default=(0.0, ScalingReason.REQUESTS))
+
+
+def _loads(model: ScaledModel) -> Iterator[tuple[float, ScalingReason]]:
+    rules, replicas = model.rules, model.replicas
+    if not replicas:
+        return
+    yield (
+        sum(_filled(each, rules.target_ongoing_requests) for each in replicas),
+        (ScalingReason.REQUESTS),
+    )
+    yield sum(each.kv_share for each in replicas) / _FULL_KV, ScalingReason.KV_MEMORY
+    if rules.ttft_slo_ms is not None:
+        waited_s = sum(each.oldest_waiting_s for each in replicas)
+        yield 1000 * waited_s / rules.ttft_slo_ms, ScalingReason.TTFT
+    if rules.tpot_slo_ms is not None:
+        yield (
+            sum(_paced(each, rules.tpot_slo_ms / 1000) for each in replicas),
+            ScalingReason.TPOT,
+        )
+
+
+def _filled(replica: ScaledReplica, target: float | None) -> float:
+    """The replica's requests as a share of those that it is to have, or can run at once."""
+    if target is not None:
+        return replica.ongoing / target
+    # What waits for long in an engine finds no place in its memory, if there is one in its batch.
+    full = replica.oldest_waiting_s > _LONG_WAIT_S and replica.running
+    most = replica.running if full else replica.max_running
+    return replica.ongoing / most if most else 0.0
+
+
+def _paced(replica: ScaledReplica, slo_s: float) -> float:
+    """Its step's time as a share of what a token may take; no replica has less than a request."""
+    share = replica.tpot_s / slo_s if replica.running else 0.0
+    return min(share, 1.0) if replica.running == 1 else share
+
+
+def _wanted(model: ScaledModel, foreseen: float) -> int:
+    """Replicas for what is foreseen, within bounds; at most twice those that serve, since what so
+    many do tells more than a forecast, and no more than there are requests."""
+    replicas = math.ceil(foreseen - _ROUNDING)
+    replicas = min(replicas, 2 * max(1, len(model.serving)), max(1, model.ongoing))
+    return min(max(replicas, model.rules.least), model.most)
+
+
+def _growth(
+    samples: Sequence[ScalingSample], model: ScaledModel, at_s: float, load: float
+) -> float:
+    """By how much the load will have grown, or fallen, once a replica could be there.
+
+    A line through the last looks; none that their scatter explains.
+    """
+    points = [(each.at_s - at_s, each.load) for each in samples] + [(0.0, load)]
+    count = len(points)
+    if count < _FEWEST_SAMPLES:
+        return 0.0
+    mean_at = sum(at for at, _ in points) / count
+    mean_load = sum(y for _, y in points) / count
+    spread = sum((at - mean_at) ** 2 for at, _ in points)
+    if not spread:
+        return 0.0
+    slope = sum((at - mean_at) * (y - mean_load) for at, y in points) / spread
+    left = sum((y - mean_load - slope * (at - mean_at)) ** 2 for at, y in points)
+    if abs(slope) <= 2 * math.sqrt(left / (count - 2) / spread):
+        return 0.0
+    return slope * min(model.start_s, TREND_S)
+
+
+def _fewer(watch: ScalingWatch, model: ScaledModel, since_s: float) -> ScalingWish | None:
+    """Fewer, if all looks of a quiet time agree, and all replicas that there are to be serve."""
+    seen = watch.samples
+    if seen[0].at_s > since_s + _ROUNDING or len(model.serving) < model.kept or model.leaving:
+        return None
+    replicas = max(model.rules.least, *(each.ample for each in seen))
+    while replicas < model.kept and _was_short(watch.shortages.get(replicas), seen):
+        replicas += 1
+    if replicas >= model.kept:
+        return None
+    why = f"load for {max(each.load for each in seen):.1f} replicas at most for a while"
+    return ScalingWish(replicas, ScalingReason.QUIET, 0.0, why)
+
+
+def _was_short(shortage: Shortage | None, seen: Sequence[ScalingSample]) -> bool:
+    """Whether so many were too few at a rate that is not far from the highest of late."""
+    if shortage is None:
+        return False
+    most = ROOM * shortage.arrived_per_s
+    return any(each.arrived_per_s is None or each.arrived_per_s > most for each in seen)
+
+
+def _remembered(shortages: Mapping[int, Shortage], at_s: float) -> dict[int, Shortage]:
+    return {n: each for n, each in shortages.items() if at_s - each.at_s < REMEMBERED_S}
+
+
+def _samples_since(watch: ScalingWatch, since_s: float) -> tuple[ScalingSample, ...]:
+    """Samples since then, and the last before, which tells that all of the time was seen."""
+    samples = watch.samples
+    first = next((n for n, each in enumerate(samples) if each.at_s > since_s), len(samples))
+    return samples[max(0, first - 1) :]
+
+
+def _said(reason: ScalingReason) -> str:
+    return {
+        ScalingReason.REQUESTS: "requests exceed what its replicas are to have",
+        ScalingReason.KV_MEMORY: "KV memory is full",
+        ScalingReason.TTFT: "first tokens take longer than ttft_slo_ms",
+        ScalingReason.TPOT: "tokens take longer than tpot_slo_ms",
+        ScalingReason.PREDICTED: "the load grows",
+    }[reason]

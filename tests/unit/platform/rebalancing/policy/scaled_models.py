@@ -1,0 +1,97 @@
+"""Models that scaling is tested with, and a made-up platform that serves their requests."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from loomserve.platform.config import Scaling
+from loomserve.platform.rebalancing.policy.scaled import ScaledModel, ScaledReplica
+from loomserve.platform.rebalancing.policy.scaling import (
+    ScalingReason,
+    ScalingWatch,
+    carried_out,
+    leaves,
+    look,
+)
+
+
+def replica(number: int = 0, **changes: Any) -> ScaledReplica:
+    figures = {"running": 0, "waiting": 0, "max_running": 10, "kv_share": 0.0,
+               "oldest_waiting_s": 0.0, "tpot_s": 0.0, "ready_at_s": float(number)}  # fmt: skip
+    return ScaledReplica(**{"id": f"r{number}", "device": f"d{number}", **figures, **changes})
+
+
+def scaled(
+    *replicas: ScaledReplica, rules: dict[str, Any] | None = None, **changes: Any
+) -> ScaledModel:
+    given = Scaling.model_validate({"min": 1, "max": 4, **(rules or {})})
+    figures = {"most": given.max, "target": len(replicas), "start_s": 5.0, **changes}
+    return ScaledModel(name="m", rules=given, replicas=replicas, **figures)
+
+
+@dataclass
+class MadeUpService:
+    """Replicas that serve so many requests a second each, and start and end when they are told.
+
+    Requests that no replica has begun wait in the queue, which is spread evenly.
+    """
+
+    rules: Scaling
+    per_s: float = 1.0
+    start_s: float = 5.0
+    at_s: float = 0.0
+    queue: float = 0.0
+    target: int = 1
+    ready_at_s: list[float] = field(default_factory=lambda: [0.0])
+    watch: ScalingWatch = field(default_factory=ScalingWatch)
+    changes: list[tuple[float, int, ScalingReason]] = field(default_factory=list)
+    wanted_more: list[float] = field(default_factory=list)
+    targets: list[int] = field(default_factory=list)
+
+    def second(self, arriving: float) -> None:
+        serving = sum(at <= self.at_s for at in self.ready_at_s)
+        self.queue = max(0.0, self.queue + arriving - self.per_s * serving)
+        model = self._model(serving, arriving)
+        seen = look(self.watch, model, self.at_s)
+        self.watch = seen.watch
+        if seen.watch.short_since_s is not None:
+            self.wanted_more.append(self.at_s)
+        if seen.wish is not None:
+            self._carry_out(model, seen.wish.replicas, seen.wish.reason)
+        self.targets.append(self.target)
+        self.at_s += 1.0
+
+    def run(self, seconds: int, arriving: Callable[[float], float]) -> None:
+        for _ in range(seconds):
+            self.second(arriving(self.at_s))
+
+    def follow(self, trace: Sequence[float], seconds_each: int) -> None:
+        for rate in trace:
+            self.run(seconds_each, lambda _, rate=rate: rate)  # type: ignore[misc]
+
+    def _model(self, serving: int, arriving: float) -> ScaledModel:
+        ongoing = self.queue + min(arriving, self.per_s * serving)
+        each = math.ceil(ongoing / max(serving, 1))
+        replicas = [
+            replica(n, running=min(each, 10), waiting=max(0, each - 10), ready_at_s=at)
+            for n, at in enumerate(self.ready_at_s)
+            if at <= self.at_s
+        ]
+        return scaled(
+            *replicas, rules=self.rules.model_dump(), target=self.target,
+            arrived_per_s=arriving, start_s=self.start_s,
+        )  # fmt: skip
+
+    def _carry_out(self, model: ScaledModel, replicas: int, reason: ScalingReason) -> None:
+        self.changes.append((self.at_s, replicas, reason))
+        more = replicas > model.kept
+        self.watch = carried_out(self.watch, model, self.at_s, more=more)
+        if more:
+            self.ready_at_s += [self.at_s + self.start_s] * (replicas - self.target)
+        else:
+            assert len(leaves(model, replicas)) == self.target - replicas
+            self.ready_at_s = sorted(self.ready_at_s)[:replicas]
+        self.target = replicas
