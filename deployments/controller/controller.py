@@ -111,7 +111,7 @@ class Controller(PlanMethods):
             self._models.resume()
             self._learns_until += _LEARNS_S
         self._rebalancing = RebalancingRunner(
-            checked, Path(base), self._fleet, self._models.set_role, self._models.scale
+            checked, Path(base), self._fleet, self._models, self._presence.room_for
         )
         self._routes = PublishedRoutes()
         self._tasks = [
@@ -198,7 +198,7 @@ class Controller(PlanMethods):
         return self._presence.events(limit)
 
     @replies
-    async def scale(self, name: str, replicas: int) -> PlatformState:
+    async def scale(self, name: str, replicas: int | None) -> PlatformState:
         await self._published(self._models.scale(name, replicas))
         return self._state()
 

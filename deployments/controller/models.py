@@ -174,22 +174,29 @@ class ModelLifecycle:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, _LAST_RETRY_S)
 
-    async def scale(self, name: str, replicas: int) -> None:
-        """Change the number of a model's replicas, which come and go later.
+    async def scale(self, name: str, replicas: int | None) -> None:
+        """Change the number of a model's replicas, which come and go later, whatever its load.
+
+        Args:
+            name: the model's.
+            replicas: None: as its load asks for.
 
         Raises:
             UnknownModel: there is no such model.
-            BadRequest: its devices allow no such number.
+            BadRequest: its devices allow no such number, or it has no bounds for its load.
         """
-        model = self._fleet.registry.record(name).model
-        if not 1 <= replicas <= model.most_replicas:
-            raise BadRequest(
-                f"model {name!r} is one pipeline over its devices: ask for 1 replica"
-                if model.pipeline is not None
-                else f"model {name!r} has {len(model.devices)} devices, one replica each: ask for "
-                f"1 to {len(model.devices)} replicas",
-                param="replicas",
-            )
+        record = self._fleet.registry.record(name)
+        _check_replicas(record.model, replicas)
+        record.fix(record.model.scaling is not None and replicas is not None)
+        if replicas is not None:
+            self.set_replicas(name, replicas)
+
+    def set_replicas(self, name: str, replicas: int) -> None:
+        """Change the number of a model's replicas, as its load or an operator asks for.
+
+        Raises:
+            UnknownModel: there is no such model.
+        """
         self._fleet.registry.set_target(name, replicas)
         self._settle(name)
 
@@ -282,6 +289,26 @@ class ModelLifecycle:
         if not task.cancelled() and (error := task.exception()) is not None:
             _log.error("work on models has ended with an error", exc_info=error)
             self.failure = error
+
+
+def _check_replicas(model: Model, replicas: int | None) -> None:
+    """
+    Raises:
+        BadRequest: its devices allow no such number, or it has no bounds for its load.
+    """
+    if replicas is None and model.scaling is None:
+        raise BadRequest(
+            f"model {model.name!r} has no replicas.min and replicas.max: ask for a number",
+            param="replicas",
+        )
+    if replicas is not None and not 1 <= replicas <= model.most_replicas:
+        raise BadRequest(
+            f"model {model.name!r} is one pipeline over its devices: ask for 1 replica"
+            if model.pipeline is not None
+            else f"model {model.name!r} has {len(model.devices)} devices, one replica each: ask "
+            f"for 1 to {len(model.devices)} replicas",
+            param="replicas",
+        )
 
 
 def _first(model: Model) -> Presence:

@@ -20,6 +20,7 @@ from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config, Model
 from loomserve.platform.elastic.observe import ElasticObserver, is_settled
 from loomserve.platform.elastic.policy.decide import decide
+from loomserve.platform.elastic.policy.growth import grow
 from loomserve.platform.elastic.policy.snapshot import (
     ElasticDecision,
     ElasticRules,
@@ -134,6 +135,18 @@ class ModelPresence:
         self._demands.pop(name, None)
         if record.presence is not presence:
             await self._mover.change(name, presence, "an operator put it away")
+
+    def room_for(self, name: str, device: str) -> str:
+        """Have room for one more replica of a model on a device; why there is none yet, or ``""``.
+
+        Models that are idle for long may go for it.
+        """
+        now = self._clock()
+        snapshot = self._observer.snapshot(now, self._demands, self._mover.moving)
+        growth = grow(snapshot, self._rules, name, device)
+        for change in growth.changes:
+            self._mover.begin(change.model, change.presence, change.why)
+        return growth.why
 
     def _record(self, name: str) -> ModelRecord:
         record = self._fleet.registry.record(name)

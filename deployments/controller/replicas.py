@@ -97,10 +97,16 @@ class ModelReplicas:
             return model.devices[:1]
         devices = [name for name in model.devices if self._device(name).on not in self._drained]
         up = {name for name in devices if self._device(name).on not in self._down}
+        registry = self._fleet.registry
+        live = registry.live(model.name, self._clock())
         began = {
             replica.device: replica.heartbeat.footprint.ready_at
-            for replica in self._fleet.registry.live(model.name, self._clock())
+            for replica in live
             if replica.heartbeat.footprint is not None
         }
-        oldest_first = sorted(there, key=lambda name: (began.get(name, float("inf")), name))
+        gone = registry.drains.leaving | registry.drains.ending
+        going = {each.device for each in live if each.id in gone}
+        oldest_first = sorted(
+            there, key=lambda name: (name in going, began.get(name, float("inf")), name)
+        )
         return places(devices, target, oldest_first, up)

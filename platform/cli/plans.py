@@ -221,7 +221,11 @@ def render(state: RebalancingState, latest: PlanList) -> RenderableType:
             f"{1000 * predicted.pause_s:.1f}",
         )
     missing = [Text(f"missing: {flaw.subject} ({flaw.why})") for flaw in state.flaws]
-    return stacked(title, devices, *missing, table)
+    scaled = [
+        Text(f"{each.model}: load for {each.load:.1f} replicas, {each.replicas} wanted")
+        for each in (state.scaling.models if state.scaling else ())
+    ]
+    return stacked(title, devices, *missing, *scaled, table)
 
 
 def render_plan(plan: Plan) -> RenderableType:

@@ -247,6 +247,9 @@ def _messages(models: tuple[ModelState, ...]) -> Iterator[Text]:
         for adapter in model.adapters:
             if adapter.message:
                 yield Text(f"{adapter.name} of {model.name}: {adapter.message}", "red")
+        if (scaling := model.scaling) is not None and scaling.why:
+            bounds = f"{model.target_replicas} of {scaling.min} to {scaling.max} replicas"
+            yield Text(f"{model.name}: {bounds}: {scaling.why}")
 
 
 def _aliases(state: PlatformState) -> list[Table]:

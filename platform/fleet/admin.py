@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,7 +17,10 @@ from loomserve.platform.state.roles import Role
 
 class ScaleRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    replicas: int = Field(ge=1, description="How many replicas there should be.")
+    replicas: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
+        description="How many replicas there should be; auto: as many as the load of a model with "
+        "replicas.min and replicas.max asks for, after a number was set."
+    )
 
 
 class DrainRequest(BaseModel):
@@ -92,8 +95,8 @@ def build_models_router(ask: Ask) -> APIRouter:
 
     @router.put("/models/{name:path}/replicas", status_code=202, response_model=PlatformState)
     async def scale(name: str, request: ScaleRequest) -> Any:
-        """Change the number of a model's replicas."""
-        return await ask("scale", name, request.replicas)
+        """Change the number of a model's replicas; its load has no say until it is set to auto."""
+        return await ask("scale", name, None if request.replicas == "auto" else request.replicas)
 
     return router
 

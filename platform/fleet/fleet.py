@@ -125,6 +125,8 @@ class Fleet:
         return Wishes(
             models=self.registry.wishes(),
             drained=tuple(sorted(self.registry.drained)),
+            leaving=tuple(sorted(self.registry.drains.leaving)),
+            ending=tuple(sorted(self.registry.drains.ending)),
             drained_nodes=tuple(sorted(self.nodes.drained)),
             pairs_off=tuple(sorted(self.loans.desired.pairs_off)),
             draining_loans=tuple(sorted(self.loans.desired.draining)),
@@ -136,6 +138,8 @@ class Fleet:
     def restore(self, wishes: Wishes) -> None:
         """Take over what was wished of an earlier controller of this run."""
         self.registry.restore(wishes.models, wishes.drained)
+        self.registry.drains.leaving |= set(wishes.leaving)
+        self.registry.drains.ending |= set(wishes.ending)
         self.nodes.restore(wishes.drained_nodes)
         if wishes.aliases is not None:
             self.aliases.restore(wishes.aliases)

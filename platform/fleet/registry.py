@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from loomserve.platform.adapters.messages import AdapterReport
 from loomserve.platform.base.errors import Conflict, NotFound, UnknownModel
 from loomserve.platform.config import Model
+from loomserve.platform.fleet.drains import Drains
 from loomserve.platform.fleet.messages import FrontEndSpec, Heartbeat, LiveReplica, model_app
 from loomserve.platform.fleet.wishes import ModelWish
 from loomserve.platform.run.sockets import node_of
@@ -43,11 +44,20 @@ class ModelRecord:
     """Whether it has slept, or had no engine."""
     front_end: FrontEndSpec | None = None
     """As its last replica said, or was told."""
+    fixed: bool = False
+    """Whether an operator has set the number of its replicas, so that its load does not."""
+    scaling: str = ""
+    """What was decided last of the number of its replicas, and why, for a person."""
 
     @property
     def on_demand(self) -> bool:
         """Whether requests wait for it where it is not ready, and have it come."""
         return self.was_away or self.model.start == "on_demand"
+
+    def fix(self, fixed: bool) -> None:
+        """Whether an operator has set the number of its replicas, whatever its load."""
+        self.fixed = fixed
+        self.scaling = "an operator has set the number of its replicas" if fixed else ""
 
     @property
     def replicas(self) -> int:
@@ -119,8 +129,7 @@ class Registry:
     that restarts knows the fleet within one period.
     """
 
-    _drained: set[str] = field(default_factory=set)
-    _drained_devices: frozenset[str] = frozenset()
+    drains: Drains = field(default_factory=Drains)
     _models: dict[str, ModelRecord] = field(default_factory=dict)
     _replicas: dict[str, ReplicaRecord] = field(default_factory=dict)
 
@@ -153,6 +162,7 @@ class Registry:
                 unload_by=record.unload_deadline,
                 presence=record.presence,
                 roles=dict(record.roles),
+                fixed=record.fixed,
             )
             for record in self._models.values()
         )
@@ -160,7 +170,7 @@ class Registry:
     @property
     def drained(self) -> frozenset[str]:
         """Replicas that operators drain."""
-        return frozenset(self._drained)
+        return frozenset(self.drains.replicas)
 
     def restore(self, models: Iterable[ModelWish], drained: Iterable[str]) -> None:
         """Take over what operators wished of an earlier controller."""
@@ -168,7 +178,8 @@ class Registry:
             self.add(wish.model, wish.replicas, wish.presence)
             record = self._models[wish.model.name]
             record.unload_deadline, record.roles = wish.unload_by, dict(wish.roles)
-        self._drained.update(drained)
+            record.fixed = wish.fixed
+        self.drains.replicas.update(drained)
 
     def __contains__(self, name: str) -> bool:
         return name in self._models
@@ -217,12 +228,11 @@ class Registry:
 
     def take(self, heartbeat: Heartbeat, now: float) -> ReplicaRecord:
         """Record a heartbeat, and forget replicas that have been silent for long."""
-        replica = ReplicaRecord(heartbeat, now, self._is_drained(heartbeat))
-        self._replicas = {
-            id_: each
-            for id_, each in (self._replicas | {replica.id: replica}).items()
-            if now - each.seen_at < SILENCE_ENDS_S
-        }
+        replica = ReplicaRecord(heartbeat, now, self.drains.covers(heartbeat))
+        known = self._replicas | {replica.id: replica}
+        gone = {id_ for id_, each in known.items() if now - each.seen_at >= SILENCE_ENDS_S}
+        self._replicas = {id_: each for id_, each in known.items() if id_ not in gone}
+        self.drains.forget(gone)
         self.record(replica.model.name).front_end = heartbeat.front_end
         return replica
 
@@ -239,12 +249,15 @@ class Registry:
 
     def set_drained_devices(self, devices: frozenset[str]) -> None:
         """Drain the replicas of these devices, and no others but those that are drained singly."""
-        self._drained_devices = devices
+        self.drains.devices = devices
         for replica in self._replicas.values():
-            replica.draining = self._is_drained(replica.heartbeat)
+            replica.draining = self.drains.covers(replica.heartbeat)
 
-    def _is_drained(self, heartbeat: Heartbeat) -> bool:
-        return heartbeat.replica_id in self._drained or heartbeat.device in self._drained_devices
+    def set_leaving(self, replica_id: str, leaving: bool) -> None:
+        """Drain a replica that is to be ended, or have it take requests again; others: nothing."""
+        (self.drains.leaving.add if leaving else self.drains.leaving.discard)(replica_id)
+        if (replica := self.find(replica_id)) is not None:
+            replica.draining = self.drains.covers(replica.heartbeat)
 
     def set_target(self, name: str, replicas: int) -> None:
         """
@@ -287,8 +300,8 @@ class Registry:
             NotFound: no replica of that id has reported.
         """
         replica = self.replica(replica_id)
-        (self._drained.add if draining else self._drained.discard)(replica_id)
-        replica.draining = self._is_drained(replica.heartbeat)
+        (self.drains.replicas.add if draining else self.drains.replicas.discard)(replica_id)
+        replica.draining = self.drains.covers(replica.heartbeat)
 
     def set_role(self, replica_id: str, role: Role) -> None:
         """Change the role of a replica, and of those that come after it on its device.

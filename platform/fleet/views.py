@@ -24,6 +24,7 @@ from loomserve.platform.state import (
     ModelStatus,
     Presence,
     ReplicaState,
+    ScalingState,
 )
 
 
@@ -140,6 +141,7 @@ class FleetViews:
             status=status,
             message=message,
             target_replicas=record.target_replicas,
+            scaling=_scaling(record),
             router=model.router.policy,
             max_model_len=self.registry.max_model_len(model.name, now),
             replicas=tuple(
@@ -239,6 +241,13 @@ def _problem(replica: ReplicaRecord, adapter: Adapter) -> str:
     """Why a replica has not got an adapter; empty: it has, or has not tried."""
     reports = replica.heartbeat.adapters
     return next((each.problem for each in reports if each.id == adapter.id), "")
+
+
+def _scaling(record: ModelRecord) -> ScalingState | None:
+    rules = record.model.scaling
+    if rules is None:
+        return None
+    return ScalingState(min=rules.min, max=rules.max, fixed=record.fixed, why=record.scaling)
 
 
 def _replica_route(replica: ReplicaRecord, node: str) -> ReplicaRoute:

@@ -24,6 +24,9 @@ class ModelWish(_Wish):
     )
     presence: Presence = Field(Presence.READY, description="Whether it sleeps, or has no engine.")
     roles: dict[str, Role] = Field(description="By device, where an operator has changed it.")
+    fixed: bool = Field(
+        False, description="Whether an operator has set the number of replicas, not its load."
+    )
 
 
 class Wishes(_Wish):
@@ -31,6 +34,8 @@ class Wishes(_Wish):
 
     models: tuple[ModelWish, ...] = ()
     drained: tuple[str, ...] = Field((), description="Replicas that take no new requests.")
+    leaving: tuple[str, ...] = Field((), description="Replicas that are drained to be ended.")
+    ending: tuple[str, ...] = Field((), description="Those that were drained so.")
     drained_nodes: tuple[str, ...] = Field((), description="Nodes that are to have nothing.")
     pairs_off: tuple[tuple[str, str], ...] = Field(
         (), description="Borrower and lender, where the first may not borrow from the second."

@@ -35,6 +35,7 @@ from loomserve.platform.rebalancing.policy.heat import classify
 from loomserve.platform.rebalancing.policy.manual import manual
 from loomserve.platform.rebalancing.policy.planner import propose
 from loomserve.platform.rebalancing.policy.snapshot import Flaw, Measured, utilisations
+from loomserve.platform.rebalancing.scaler import Scaler
 from loomserve.platform.rebalancing.tally import Tally
 
 
@@ -51,6 +52,7 @@ class Rebalancer:
         observe: Callable[[float], Measured],
         actuators: Mapping[ActionKind, Actuator[Any]],
         clock: Callable[[], float],
+        scaler: Scaler | None = None,
     ) -> None:
         """
         Args:
@@ -59,6 +61,7 @@ class Rebalancer:
             observe: The fleet as it is now, given when the last action ended.
             actuators: One for each kind of action that can be carried out.
             clock: Unix time, in seconds.
+            scaler: Starts and ends replicas by load; None: nobody does.
         """
         self._options, self._store, self._clock = options, store, clock
         self._kept = Kept(mode=options.controller, configured=options.controller)
@@ -67,7 +70,7 @@ class Rebalancer:
         self._execution = Execution(options, actuators, self._observe, self._commit)
         self._problem: str | None = "it has just started"
         self._next_look_s = 0.0
-        self._tally = Tally()
+        self._tally, self._scaler = Tally(), scaler
         self._one_at_a_time = asyncio.Lock()
 
     async def tick(self) -> None:
@@ -105,6 +108,8 @@ class Rebalancer:
 
     async def _work(self) -> None:
         now_s = self._clock()
+        if self._scaler is not None and self._scaler.has_models:
+            await self._scale(self._scaler, now_s)
         running = self._history.running
         if running is not None:
             paused = self._kept.paused
@@ -112,6 +117,14 @@ class Rebalancer:
         elif self._kept.mode != "off" and now_s >= self._next_look_s:
             self._next_look_s = now_s + self._options.period_s
             await self._look(now_s)
+
+    async def _scale(self, scaler: Scaler, now_s: float) -> None:
+        """Replicas by load, whatever the mode is: it is about plans that even loads out."""
+        changes = scaler.look(self._observe(), now_s, self._kept, self._history)
+        if changes:
+            events = [event for each in changes for event in each.events(now_s)]
+            await self._save(scaler.kept(self._kept, now_s), self._history, events)
+            scaler.carry_out(changes)
 
     async def _look(self, now_s: float) -> None:
         measured = self._observe()
@@ -244,6 +257,7 @@ class Rebalancer:
             rejected=self._tally.rejected,
             moved_bytes=self._tally.moved_bytes,
             paused_s=self._tally.paused_s,
+            scaling=self._scaler.report if self._scaler else None,
         )
 
     # Saving

@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from loomserve.platform.rebalancing.plans.reports import RebalancingState
+from loomserve.platform.rebalancing.plans.reports import RebalancingState, ScalingReport
 
 
 class RebalancingMetrics(Collector):
@@ -36,6 +36,7 @@ class RebalancingMetrics(Collector):
         if state is not None:
             yield from _loads(state)
             yield from _actions(state)
+            yield from _scaling(state.scaling or ScalingReport())
 
 
 def _loads(state: RebalancingState) -> Iterator[Metric]:
@@ -81,3 +82,29 @@ def _actions(state: RebalancingState) -> Iterator[Metric]:
     for reason, count in state.rejected.items():
         rejected.add_metric([reason], count)
     yield rejected
+
+
+def _scaling(report: ScalingReport) -> Iterator[Metric]:
+    wanted = GaugeMetricFamily(
+        "loomserve_scaling_replicas",
+        "Replicas that a model should have by its load.",
+        labels=["model"],
+    )
+    load = GaugeMetricFamily(
+        "loomserve_scaling_load",
+        "A model's load, in replicas that carry as much.",
+        labels=["model"],
+    )
+    for each in report.models:
+        wanted.add_metric([each.model], each.replicas)
+        load.add_metric([each.model], each.load)
+    yield wanted
+    yield load
+    decisions = CounterMetricFamily(
+        "loomserve_scaling_decisions",
+        "Decisions to start or end replicas, and starts that had to wait.",
+        labels=["model", "direction", "reason"],
+    )
+    for count in report.decisions:
+        decisions.add_metric([count.model, count.direction, count.reason], count.count)
+    yield decisions

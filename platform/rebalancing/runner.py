@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from loomserve.platform.base.clock import steady_unix_clock
 from loomserve.platform.base.errors import ConfigError, NotFound
@@ -26,13 +27,12 @@ from loomserve.platform.rebalancing.actuators.replicas import (
     ReplicasActuator,
     RequestsActuator,
     RoleActuator,
-    Scale,
-    SetRoleOf,
 )
 from loomserve.platform.rebalancing.actuators.running import RunningActuator
 from loomserve.platform.rebalancing.actuators.shards import ShardActuator
 from loomserve.platform.rebalancing.controller import Rebalancer
 from loomserve.platform.rebalancing.observe import measured_snapshot, sums_of
+from loomserve.platform.rebalancing.observe_scaled import scaled_models
 from loomserve.platform.rebalancing.plans.plans import Plan
 from loomserve.platform.rebalancing.plans.reports import (
     Events,
@@ -46,6 +46,8 @@ from loomserve.platform.rebalancing.plans.store import PlanStore, plans_folder
 from loomserve.platform.rebalancing.policy.actions import Action, ActionKind
 from loomserve.platform.rebalancing.policy.rates import Rates
 from loomserve.platform.rebalancing.policy.snapshot import Measured, MoveKind
+from loomserve.platform.rebalancing.scaler import RoomFor, Scaler
+from loomserve.platform.state.roles import Role
 
 _log = logging.getLogger("ray.serve")
 
@@ -54,12 +56,41 @@ _LEAST_WINDOW_S = 4.0
 """A rate needs two heartbeats."""
 
 
+class ReplicaControl(Protocol):
+    """What Serve has to do for models' replicas."""
+
+    async def set_role(self, replica_id: str, role: Role) -> None:
+        """Change what is sent to a replica."""
+        ...
+
+    async def scale(self, name: str, replicas: int | None) -> None:
+        """Change the number of a model's replicas, whatever its load; None: as it asks for."""
+        ...
+
+    def set_replicas(self, name: str, replicas: int) -> None:
+        """Change the number of a model's replicas, as its load asks for."""
+        ...
+
+
 class RebalancingRunner:
     """Connects the rebalancing controller with the fleet and the admin API."""
 
     def __init__(
-        self, config: Config, base: Path, fleet: Fleet, set_role: SetRoleOf, scale: Scale
+        self,
+        config: Config,
+        base: Path,
+        fleet: Fleet,
+        replicas: ReplicaControl,
+        room_for: RoomFor,
     ) -> None:
+        """
+        Args:
+            config: the platform's.
+            base: folder to which its paths are relative.
+            fleet: what is looked at, and told what it is to be.
+            replicas: carries out what Serve has to do.
+            room_for: makes room on devices.
+        """
         options = config.rebalancing
         self._clock = steady_unix_clock()
         self._fleet, self._devices = fleet, config.devices
@@ -72,8 +103,8 @@ class RebalancingRunner:
             ActionKind.HEADS: shards,
             ActionKind.LAYERS: shards,
             ActionKind.RUNNING: RunningActuator(fleet),
-            ActionKind.ROLE: RoleActuator(fleet, set_role),
-            ActionKind.REPLICAS: ReplicasActuator(fleet, scale),
+            ActionKind.ROLE: RoleActuator(fleet, replicas.set_role),
+            ActionKind.REPLICAS: ReplicasActuator(fleet, replicas.scale),
         }
         self._rebalancer = Rebalancer(
             options,
@@ -81,6 +112,7 @@ class RebalancingRunner:
             self._observe,
             self._actuators,
             self._clock,
+            Scaler(fleet, replicas.set_replicas, room_for, options),
         )
 
     def observe(self, heartbeat: Heartbeat) -> None:
@@ -147,7 +179,7 @@ class RebalancingRunner:
         at_s, monotonic_s = self._clock(), time.monotonic()
         records = self._fleet.engine_records(monotonic_s)
         self._rates.keep(each.heartbeat.replica_id for each in records)
-        return measured_snapshot(
+        measured = measured_snapshot(
             at_s,
             monotonic_s,
             changed_at_s,
@@ -157,6 +189,9 @@ class RebalancingRunner:
             self._rates,
             self._profile.read(),
             {kind: self._movable(kind, records) for kind in MoveKind},
+        )
+        return replace(
+            measured, scaled=scaled_models(self._fleet.registry, self._rates, monotonic_s)
         )
 
     def _movable(self, kind: MoveKind, records: Sequence[EngineRecord]) -> frozenset[str]:

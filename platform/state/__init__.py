@@ -31,6 +31,7 @@ from loomserve.platform.state.platform import (
     PlatformState,
     Presence,
     ReplicaState,
+    ScalingState,
     SoftwareVersions,
     StageState,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "Presence",
     "ReplicaLoad",
     "ReplicaState",
+    "ScalingState",
     "SchedulingState",
     "ShardState",
     "SlicingState",

@@ -85,6 +85,15 @@ class AdapterState(StateModel):
     message: str = Field("", description="Why some do not have it, for a person.")
 
 
+class ScalingState(StateModel):
+    """How a model whose load decides on its replicas is scaled."""
+
+    min: int
+    max: int
+    fixed: bool = Field(description="True: an operator has set the number, and load has no say.")
+    why: str = Field(description="What was decided last, for a person; empty: nothing yet.")
+
+
 class ModelState(StateModel):
     """A model and its live replicas."""
 
@@ -93,6 +102,7 @@ class ModelState(StateModel):
     status: ModelStatus
     message: str = Field("", description="Why it is not ready, for a person.")
     target_replicas: int
+    scaling: ScalingState | None = Field(None, description="None: load has no say in its replicas.")
     router: str = Field(description="Routing policy.")
     max_model_len: int | None = Field(None, description="Tokens of context, once known.")
     replicas: tuple[ReplicaState, ...] = ()

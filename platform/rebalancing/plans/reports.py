@@ -12,6 +12,7 @@ from loomserve.platform.rebalancing.plans.plans import Origin, Plan, PlanStatus,
 from loomserve.platform.rebalancing.policy.actions import Action
 from loomserve.platform.rebalancing.policy.forecast import Forecast
 from loomserve.platform.rebalancing.policy.heat import Heat, Level
+from loomserve.platform.rebalancing.policy.scaling import Shortage
 from loomserve.platform.rebalancing.policy.snapshot import (
     Flaw,
     Measured,
@@ -36,6 +37,10 @@ class Kept(_Object):
     paused: bool = False
     heat: dict[str, Heat] = Field(default_factory=dict)
     changed_at_s: float = Field(0.0, description="Unix time, seconds, when the last action ended.")
+    shortages: dict[str, dict[int, Shortage]] = Field(
+        default_factory=dict,
+        description="By model and number of replicas, the load for which these were too few.",
+    )
 
 
 class EventKind(StrEnum):
@@ -46,6 +51,7 @@ class EventKind(StrEnum):
     FAILED = "failed"  # one action
     ABORTED = "aborted"
     SWITCHED = "switched"  # the mode, or the pause
+    SCALED = "scaled"  # a model has more or fewer replicas, by its load
 
 
 class Event(_Object):
@@ -81,6 +87,34 @@ class ActionCount(_Object):
     count: int
 
 
+class ScalingCount(_Object):
+    model: str
+    direction: Literal["up", "down", "held"] = Field(
+        description="held: more were wanted, and could not be started just then."
+    )
+    reason: str
+    count: int
+
+
+class ModelScaling(_Object):
+    """A model whose load decides on its replicas, as it was looked at last."""
+
+    model: str
+    replicas: int = Field(description="That there should be.")
+    load: float = Field(description="In replicas.")
+
+
+class ScalingReport(_Object):
+    """What load decides of models' replicas."""
+
+    models: tuple[ModelScaling, ...] = Field(
+        (), description="Models that are ready, and whose load decides on their replicas."
+    )
+    decisions: tuple[ScalingCount, ...] = Field(
+        (), description="Decisions since this controller started."
+    )
+
+
 class RebalancingState(_Object):
     """Behind ``GET /admin/v1/rebalancing`` and ``loomserve admin plans``."""
 
@@ -103,6 +137,7 @@ class RebalancingState(_Object):
     paused_s: float = Field(
         0.0, description="Seconds that engines stood still for actions, since then."
     )
+    scaling: ScalingReport | None = Field(None, description="None: nobody scales models.")
 
 
 class PlanSummary(_Object):

@@ -30,6 +30,23 @@ from tests.unit.platform.rebalancing import test_observe as made_up
 from tests.unit.served import served
 
 
+class NoReplicas:
+    """There are neither roles nor replicas to change."""
+
+    async def set_role(self, replica_id: str, role: Role) -> None:
+        raise AssertionError(replica_id)
+
+    async def scale(self, name: str, replicas: int | None) -> None:
+        raise AssertionError(name)
+
+    def set_replicas(self, name: str, replicas: int) -> None:
+        raise AssertionError(name)
+
+
+def no_room(name: str, device: str) -> str:
+    raise AssertionError(name)
+
+
 @pytest.fixture
 def runner(tmp_path: Path) -> RebalancingRunner:
     """Beside a borrower with a limit of 4 MiB, of which it uses 3, at a lender's."""
@@ -51,10 +68,7 @@ def runner(tmp_path: Path) -> RebalancingRunner:
     for model in (HOT, COLD):
         fleet.registry.add(model, 1)
 
-    async def nobody(*_: Any) -> None:
-        raise AssertionError("there are neither roles nor replicas to change")
-
-    runner = RebalancingRunner(config, tmp_path, fleet, nobody, nobody)
+    runner = RebalancingRunner(config, tmp_path, fleet, NoReplicas(), no_room)
     now = time.monotonic()
     limits = {"org/cold": 4 * made_up.MIB}
     for ago in (10.0, 0.0):
