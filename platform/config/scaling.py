@@ -42,8 +42,8 @@ class Scaling(Section):
     downscale_delay_s: float = Field(
         60.0,
         gt=0,
-        description="Seconds for which fewer must suffice before one is ended, and twice the time "
-        "that one takes to start at least; with min: 0 and without idle, seconds without a request "
+        description="Seconds for which fewer must suffice before one is ended, and the time that "
+        "one takes to start at least; with min: 0 and without idle, seconds without a request "
         "before the last one is ended.",
     )
 

@@ -37,7 +37,10 @@ from loomserve.platform.rebalancing.plans.reports import (
     ActionCount,
     DeviceLoad,
     FlawState,
+    ModelScaling,
     RebalancingState,
+    ScalingCount,
+    ScalingReport,
 )
 from loomserve.platform.rebalancing.policy.heat import Level
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -93,6 +96,10 @@ REBALANCING_STATE = RebalancingState(
     flaws=(FlawState(why="stale", subject="r1"), FlawState(why="partial", subject="chat")),
     actions=(ActionCount(kind="requests", outcome="done", count=3),),
     rejected={"no_gain": 7}, moved_bytes={"requests": 4096}, paused_s=0.5,
+    scaling=ScalingReport(
+        models=(ModelScaling(model="chat", replicas=2, load=1.5),),
+        decisions=(ScalingCount(model="chat", direction="up", reason="requests", count=4),),
+    ),
 )  # fmt: skip
 
 Sample = tuple[str, frozenset[tuple[str, str]], str]
@@ -363,6 +370,13 @@ def catalog() -> dict[str, set[str]]:
         ("loomserve_rebalancing_moved_bytes_total", {"kind": "requests"}, 4096),
         ("loomserve_rebalancing_pause_seconds_total", {}, 0.5),
         ("loomserve_rebalancing_rejected_total", {"reason": "no_gain"}, 7),
+        ("loomserve_scaling_replicas", {"model": "chat"}, 2),
+        ("loomserve_scaling_load", {"model": "chat"}, 1.5),
+        (
+            "loomserve_scaling_decisions_total",
+            {"model": "chat", "direction": "up", "reason": "requests"},
+            4,
+        ),
     ],
 )
 def test_rebalancings_figures_are_shown_while_the_controller_answers(

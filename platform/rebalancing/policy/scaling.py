@@ -164,8 +164,12 @@ def leaves(model: ScaledModel, replicas: int) -> tuple[ScaledReplica, ...]:
 
 
 def quiet_time_s(model: ScaledModel) -> float:
-    """Seconds for which fewer must suffice: what has to be started again soon had better stay."""
-    return max(model.rules.downscale_delay_s, 2 * model.start_s)
+    """Seconds for which fewer must suffice.
+
+    A replica that is not needed costs its device's time for as long as it stays. Once that is as
+    much as a start, it goes: so it never costs more than twice what was best, whatever comes.
+    """
+    return max(model.rules.downscale_delay_s, model.start_s)
 
 
 def load_of(model: ScaledModel) -> tuple[float, ScalingReason]:

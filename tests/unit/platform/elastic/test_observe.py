@@ -129,3 +129,11 @@ def test_uses_are_counted_from_what_engines_have_taken() -> None:
     assert seen.returns_s == pytest.approx(10)
     watched.wake_s["m"] = 0.2
     assert watched.seen(20).wake_s == 0.2
+
+
+def test_a_replica_that_starts_takes_memory_where_it_will_be() -> None:
+    watched = Watched()
+    watched.report(10)
+    assert watched.seen(11).devices == ("core0",)
+    watched.fleet.registry.set_target(MODEL.name, 2)
+    assert watched.seen(11).devices == ("core0", "core1")

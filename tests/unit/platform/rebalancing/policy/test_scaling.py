@@ -127,7 +127,7 @@ def test_fewer_are_enough_only_after_a_whole_quiet_time() -> None:
     assert wish is not None
     assert (wish.replicas, wish.reason) == (1, ScalingReason.QUIET)
     # A start that takes long is put off for longer.
-    slow = scaled(*two, rules={**REQUESTS, "downscale_delay_s": 30}, start_s=25.0)
+    slow = scaled(*two, rules={**REQUESTS, "downscale_delay_s": 30}, start_s=50.0)
     assert looked(slow, 49).wish is None
     assert looked(slow, 50).wish is not None
 
@@ -228,7 +228,7 @@ def test_none_is_ended_while_more_are_wanted_nor_soon_after(
     rules: Scaling, start_s: float, trace: list[float], seconds_each: int
 ) -> None:
     service = served(rules, start_s, trace, seconds_each)
-    quiet_s = max(rules.downscale_delay_s, 2 * start_s)
+    quiet_s = max(rules.downscale_delay_s, start_s)
     for at_s, _, reason in service.changes:
         if reason is ScalingReason.QUIET:
             assert not [each for each in service.wanted_more if at_s - quiet_s < each <= at_s]
@@ -240,7 +240,7 @@ def test_changes_are_few(
     rules: Scaling, start_s: float, trace: list[float], seconds_each: int
 ) -> None:
     service = served(rules, start_s, trace, seconds_each)
-    quiet_s = max(rules.downscale_delay_s, 2 * start_s)
+    quiet_s = max(rules.downscale_delay_s, start_s)
     down = [at for at, _, reason in service.changes if reason is ScalingReason.QUIET]
     assert all(later - at >= quiet_s for at, later in pairwise(down))
     # From the fewest to the most, once for each way down.

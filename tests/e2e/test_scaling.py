@@ -1,0 +1,141 @@
+"""Replicas by load: a second one within seconds, and none that a stream is on is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import ENGINE, Platform, started
+from tests.e2e.test_admin import model_state, wait_for
+
+pytestmark = pytest.mark.e2e
+
+NAME = "scaled"
+TARGET = 3
+RULES = {
+    "min": 1,
+    "max": 2,
+    "target_ongoing_requests": TARGET,
+    "upscale_delay_s": 1,
+    # A start is longer, on most machines.
+    "downscale_delay_s": 5,
+}
+PROMPTS = [f"Tale {number}. Once upon a time" for number in range(6)]
+
+
+def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "devices": [
+            {"name": "core0", "cores": [0]},
+            {"name": "core1", "cores": [min(1, (os.cpu_count() or 1) - 1)]},
+        ],
+        "models": [
+            {
+                "name": NAME,
+                "source": "demo",
+                "devices": ["core0", "core1"],
+                "replicas": RULES,
+                "kv_cache_memory": "256MiB",
+                "engine": ENGINE,
+            }
+        ],
+        "rebalancing": {"folder": "plans"},
+        "server": {
+            "port": port,
+            "drain_timeout_s": 20,
+            "admin_token_hash": hashes[2],
+            "api_keys": [{"name": "all", "hash": hashes[0]}],
+        },
+    }
+
+
+@pytest.fixture(scope="module")
+def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    with started(tmp_path_factory.mktemp("scaling"), configured) as running:
+        yield running
+
+
+def stream(platform: Platform, prompt: str, tokens: int) -> str:
+    """A greedy answer's text, taken as it comes, with no event that is an error."""
+    body = {
+        "model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
+        "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    text, ended = "", None
+    with platform.http() as http, http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                text, ended = text + choice["text"], choice["finish_reason"] or ended
+    assert ended == "length"
+    return text
+
+
+def state(platform: Platform) -> dict[str, Any]:
+    found: dict[str, Any] = model_state(platform, NAME)
+    return found
+
+
+def scaled(platform: Platform, direction: str) -> float:
+    return platform.metric("loomserve_scaling_decisions_total", model=NAME, direction=direction)
+
+
+def set_replicas(platform: Platform, replicas: int | str) -> int:
+    with platform.admin() as admin:
+        said = admin.put(f"/admin/v1/models/{NAME}/replicas", json={"replicas": replicas})
+    return int(said.status_code)
+
+
+def test_load_starts_a_replica_and_quiet_drains_it_without_cutting_a_stream(
+    platform: Platform,
+) -> None:
+    (first,) = state(platform)["replicas"]
+    alone = stream(platform, PROMPTS[0], 300)
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        began = time.monotonic()
+        answers = [pool.submit(stream, platform, prompt, 300) for prompt in PROMPTS]
+        wait_for(lambda: scaled(platform, "up") == 1, 15)
+        assert state(platform)["target_replicas"] == 2
+        assert state(platform)["scaling"]["why"].startswith("requests exceed")
+        # They may have ended, once it is there: it is not due to them alone.
+        wait_for(lambda: len(state(platform)["replicas"]) == 2, 60)
+        took_s = time.monotonic() - began
+        texts = [each.result() for each in answers]
+    assert texts[0] == alone
+    assert took_s < 60
+
+    with ThreadPoolExecutor(2) as pool:
+        last = list[Future[str]]()
+        # Two at a time, one on each: few enough for one replica, and never none.
+        while not scaled(platform, "down"):
+            assert time.monotonic() - began < 150
+            last = [pool.submit(stream, platform, PROMPTS[0], 300) for _ in range(2)]
+            until_down_or_done(platform, last)
+        assert [each.result() for each in last] == [alone] * 2
+    wait_for(lambda: [each["id"] for each in state(platform)["replicas"]] == [first["id"]], 40)
+    assert state(platform)["target_replicas"] == 1
+    assert platform.metric("loomserve_uncontinued_requests_total", model=NAME) == 0
+
+
+def until_down_or_done(platform: Platform, answers: list[Future[str]]) -> None:
+    wait_for(lambda: all(each.done() for each in answers) or scaled(platform, "down") > 0, 60)
+
+
+def test_a_number_that_an_operator_sets_holds_until_it_is_auto(platform: Platform) -> None:
+    assert set_replicas(platform, 3) == 400
+    assert set_replicas(platform, 1) == 202
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        up = scaled(platform, "up")
+        answers = [pool.submit(stream, platform, prompt, 100) for prompt in PROMPTS]
+        assert all(each.result() for each in answers)
+        assert scaled(platform, "up") == up
+    assert state(platform)["scaling"]["fixed"]
+    assert set_replicas(platform, "auto") == 202
+    assert not state(platform)["scaling"]["fixed"]
