@@ -101,6 +101,17 @@ def config(source: str, replicas: int | Mapping[str, object]) -> dict[str, objec
     }
 
 
+def replicas_of(burst: Burst) -> dict[str, int | Mapping[str, object]]:
+    """``models[].replicas`` of each arm."""
+    scaling = {
+        "min": 1,
+        "max": len(_CORES),
+        "target_ongoing_requests": burst.target,
+        "upscale_delay_s": 1,
+    }
+    return {"scaled": scaling, "static": len(_CORES)}
+
+
 async def served(url: str, burst: Burst, seed: str) -> Served:
     """Send a burst's requests when they are due, and watch the model's replicas."""
     due, texts = burst.due(seed), prompts(seed)
@@ -147,19 +158,11 @@ def scale_up(
         logs: Folder of the platforms' logs.
         start_timeout_s: For each platform.
     """
-    scaling = {
-        "min": 1,
-        "max": len(_CORES),
-        "target_ongoing_requests": burst.target,
-        "upscale_delay_s": 1,
-    }
-    arms: dict[str, int | Mapping[str, object]] = {"scaled": scaling, "static": len(_CORES)}
+    arms = {name: config(source, replicas) for name, replicas in replicas_of(burst).items()}
     found: dict[str, list[Served]] = {name: [] for name in arms}
     for run in range(runs):
         for name in arms if run % 2 == 0 else reversed(arms):
-            platform = ElasticPlatform(
-                config(source, arms[name]), _PORT, f"scaling-{name}{run}", logs
-            )
+            platform = ElasticPlatform(arms[name], _PORT, f"scaling-{name}{run}", logs)
             with platform.running(start_timeout_s):
                 found[name].append(asyncio.run(served(platform.url, burst, f"burst{run}")))
             last = found[name][-1]

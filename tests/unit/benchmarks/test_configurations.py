@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks import batch_kill, continuation_platform, popularity, prefix
+from benchmarks import batch_kill, continuation_platform, elastic_scaling, popularity, prefix
 from benchmarks.engine import BLOCK_TOKENS, block_bytes
 from loomserve.platform import config
 
@@ -50,3 +50,22 @@ def test_each_engine_that_is_disturbed_can_hold_all_that_run(batched_tokens: int
     served = config.parse(yaml.safe_dump(written))
     assert served.models[0].replicas == 2
     assert served.models[0].kv_cache_memory == served.kvstore.memory >= 256 * 2**20
+
+
+def test_both_arms_of_a_burst_may_have_as_many_replicas() -> None:
+    arms = elastic_scaling.replicas_of(elastic_scaling.Burst())
+    written = {name: elastic_scaling.config("demo", each) for name, each in arms.items()}
+    models = {name: config.parse(yaml.safe_dump(each)).models[0] for name, each in written.items()}
+    assert models["static"].replicas == 2
+    assert models["scaled"].scaling is not None
+    assert (models["scaled"].scaling.min, models["scaled"].scaling.max) == (1, 2)
+
+
+def test_a_burst_follows_a_calm_and_is_the_same_for_a_seed() -> None:
+    burst = elastic_scaling.Burst(calm_s=20, rate=10, seconds=30)
+    due = burst.due("a")
+    assert due == sorted(due) == burst.due("a") != burst.due("b")
+    calm = [at for at in due if at < burst.calm_s]
+    assert 0 < len(calm) < 25
+    assert 200 < len(due) - len(calm) < 400
+    assert due[-1] < 50

@@ -30,6 +30,7 @@ from loomserve.platform.state import (
     PlatformState,
     ReplicaLoad,
     ReplicaState,
+    ScalingState,
     SchedulingState,
     ShardState,
     SoftwareVersions,
@@ -246,6 +247,13 @@ def test_a_model_that_is_not_ready_says_why_letter_for_letter(model_status: Mode
     text = printed(STATE.model_copy(update={"models": (MODEL.model_copy(update=change),)}))
     assert row(text, "chat", f"{model_status} 0/2")
     assert "no [core] left" in text
+
+
+def test_a_model_that_is_scaled_shows_its_bounds_and_what_was_decided() -> None:
+    scaling = ScalingState(min=0, max=3, fixed=False, why="requests exceed what it has")
+    scaled = MODEL.model_copy(update={"scaling": scaling})
+    shown = printed(STATE.model_copy(update={"models": (scaled,)}))
+    assert "chat: 2 of 0 to 3 replicas: requests exceed what it has" in shown
 
 
 def test_names_and_states_are_whole_in_80_columns() -> None:
