@@ -39,16 +39,18 @@ def run_platform(
     internal_token: str,
     base: str,
     store: StoreOptions | None,
+    placed: dict[str, str],
 ) -> DeploymentHandle:
     """Hand all applications to Serve and return the controller's handle, once they run.
 
-    Engines start meanwhile, and in a cluster the gateways of other nodes later.
+    Engines start meanwhile, and in a cluster the gateways of other nodes later. ``placed`` are the
+    models that the platform has placed, with the reason.
 
     Raises:
         StartError: one of them does not start.
     """
     targets = [
-        (CONTROLLER_APP, _controller_app(config, replicas, internal_token, base, store)),
+        (CONTROLLER_APP, _controller_app(config, replicas, internal_token, base, store, placed)),
         (GATEWAY_APP, build_gateway_app(config, internal_token, store, None)),
     ]
     if config.batch is not None:
@@ -87,6 +89,7 @@ def _controller_app(
     internal_token: str,
     base: str,
     store: StoreOptions | None,
+    placed: dict[str, str],
 ) -> Any:
     deployment = serve.deployment(
         Controller,
@@ -103,6 +106,7 @@ def _controller_app(
         internal_token,
         base,
         store.model_dump(mode="json") if store else None,
+        placed,
     )
 
 

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 import ray
@@ -18,10 +19,11 @@ from loomserve.kvstore.server.options import left_behind
 from loomserve.platform.base.errors import LoomserveError, StartError
 from loomserve.platform.config import Config, Device, Model
 from loomserve.platform.devices.compiler import check_compiler
+from loomserve.platform.devices.machine import MachineParts, available_memory, parts_here
 from loomserve.platform.devices.memory import check_shared_memory
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.models import catalog
-from loomserve.platform.nodes.resources import on_devices, on_node
+from loomserve.platform.nodes.resources import name_in, on_devices, on_node
 from loomserve.platform.run.folder import own_run
 from loomserve.platform.run.leftovers import processes_of
 from loomserve.platform.run.listening import check_listening
@@ -60,6 +62,18 @@ def check_nodes(config: Config, base: Path, say: Callable[[str], None]) -> dict[
     return {name: _answer(name, work, _CHECK_TIMEOUT_S) for name, work in asked.items()}
 
 
+def parts_of_nodes(config: Config) -> dict[str, MachineParts]:
+    """What each node has: those that devices name, or else all that are up.
+
+    Raises:
+        StartError: one cannot be asked.
+    """
+    up = {name_in(node["Resources"]) for node in ray.nodes() if node["Alive"]}
+    names = config.nodes or sorted(name for name in up if name is not None)
+    asked = {name: _parts.options(resources=on_node(name)).remote() for name in names}
+    return {name: _answered(name, work, _LOOK_TIMEOUT_S) for name, work in asked.items()}
+
+
 def check_nodes_listening(config: Config) -> None:
     """Check that on no node an engine listens beyond the cluster's network.
 
@@ -92,15 +106,24 @@ def _check_devices(config: Config) -> None:
 
 
 def _answer(node: str, work: ray.ObjectRef, timeout_s: float) -> NodeReport:
+    found: NodeReport | str = _answered(node, work, timeout_s)
+    if isinstance(found, str):
+        raise StartError(f"node {node!r}: {found}")
+    return found
+
+
+def _answered(node: str, work: ray.ObjectRef, timeout_s: float) -> Any:
     try:
-        found: NodeReport | str = ray.get(work, timeout=timeout_s)
+        return ray.get(work, timeout=timeout_s)
     except ray.exceptions.GetTimeoutError:
         raise StartError(f"node {node!r} did not answer within {timeout_s:.0f} s") from None
     except ray.exceptions.RayError as error:
         raise StartError(f"node {node!r} cannot be asked: {str(error).splitlines()[-1]}") from None
-    if isinstance(found, str):
-        raise StartError(f"node {node!r}: {found}")
-    return found
+
+
+@ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
+def _parts() -> MachineParts:
+    return parts_here()
 
 
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
@@ -146,7 +169,7 @@ def _checked(config: Config, name: str, base: Path) -> NodeReport:
         except LoomserveError as error:
             raise StartError(f"models[{index}].source: {error}") from None
         weights[model.name] = catalog.weight_bytes(path) if isinstance(path, Path) else 0
-    available = psutil.virtual_memory().available
+    available = available_memory()
     if config.kvstore is not None:
         left = left_behind(config.server.port)
         check_shared_memory(config.kvstore.memory, left)

@@ -62,8 +62,11 @@ class PlatformRay(Protocol):
     def make_room(self) -> None:
         """End what an earlier command left deployed."""
 
-    def check_listening(self) -> None:
+    def check_listening(self, config: Config) -> None:
         """
+        Args:
+            config: with all devices.
+
         Raises:
             StartError: a process of the platform listens where others reach it.
         """
@@ -112,9 +115,9 @@ class OwnRay:
 
         serve.shutdown()
 
-    def check_listening(self) -> None:
+    def check_listening(self, config: Config) -> None:
         mine = psutil.Process().children(recursive=True)
-        check_listening(mine, self._config.server.port)
+        check_listening(mine, config.server.port)
 
     def end(self) -> None:
         import ray
@@ -203,10 +206,10 @@ class JoinedRay:
         if self._began_serve and not serve.status().applications:
             serve.shutdown()
 
-    def check_listening(self) -> None:
+    def check_listening(self, config: Config) -> None:
         from loomserve.deployments.node_checks import check_nodes_listening
 
-        check_nodes_listening(self._config)
+        check_nodes_listening(config)
 
     def end(self) -> None:
         import ray

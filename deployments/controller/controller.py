@@ -77,10 +77,11 @@ class Controller(PlanMethods):
         internal_token: str,
         base: str,
         store: dict[str, Any] | None,
+        placed: dict[str, str] | None = None,
     ) -> None:
         keep_calls_on_node()
         checked = Config.model_validate(config)
-        self._replicas = replicas
+        self._first = replicas, placed or {}
         self._started_at = time.monotonic()
         self._limits = LimitBank(self._started_at)
         timeout_s = checked.server.drain_timeout_s
@@ -168,7 +169,7 @@ class Controller(PlanMethods):
 
     async def load_configured(self) -> None:
         """Load the models of the configuration; called once, when the platform starts."""
-        self._models.load_configured(self._replicas)
+        self._models.load_configured(*self._first)
         await self._adapters.load_configured()
         await self._save()
 
@@ -181,6 +182,7 @@ class Controller(PlanMethods):
     @replies
     async def load(self, model: Model) -> PlatformState:
         await self._published(self._adapters.load_with(model, self._models.load))
+        await self._presence.begin(model)
         return self._state()
 
     @replies

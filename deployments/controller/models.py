@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from loomserve.platform.fleet.messages import (
     model_app,
 )
 from loomserve.platform.lengths.stored import check_predictor
+from loomserve.platform.placement.by_itself import placed_late
 from loomserve.platform.scheduling.options import scheduler_options
 from loomserve.platform.state import ModelState, Presence
 from loomserve.platform.state.roles import Role
@@ -73,10 +74,12 @@ class ModelLifecycle:
         self._save = save
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def load_configured(self, replicas: dict[str, int]) -> None:
-        """Load the models of the configuration, each with so many replicas."""
+    def load_configured(self, replicas: dict[str, int], placed: Mapping[str, str]) -> None:
+        """Load the configuration's models; ``placed`` says why those are where they are that the
+        platform has placed."""
         for model in self._config.models:
-            self._fleet.registry.add(model, replicas[model.name], _first(model))
+            why = placed.get(model.name)
+            self._fleet.registry.add(model, replicas[model.name], _first(model), why)
         self._spawn(self._deploy_all(self._config.models))
 
     def resume(self) -> None:
@@ -109,13 +112,15 @@ class ModelLifecycle:
         self._spawn(self.place(name))
 
     async def load(self, model: Model) -> None:
-        """Load a model, which serves later.
+        """Load a model, which serves later; one without devices, once it is asked for.
 
         Raises:
             BadRequest: the configuration would be wrong with it.
             Conflict: a model or an alias of that name is there.
         """
         self._fleet.aliases.check_model_name(model.name)
+        why = None if model.is_placed else "it has not been loaded yet"
+        model = placed_late(model, self._config.devices)
         # The same checks as for the file: devices known, one kind, names apart, lenders there.
         changed = {"models": (model, *self._lenders_for(model)), "aliases": {}}
         try:
@@ -130,7 +135,7 @@ class ModelLifecycle:
                 "configuration and start again",
                 param="kvstore_quota",
             )
-        self._fleet.registry.add(model, least_replicas(model), _first(model))
+        self._fleet.registry.add(model, least_replicas(model), _first(model), why)
         self._spawn(self._deploy(model))
 
     async def place(self, name: str) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from loomserve.deployments.controller.presence_mover import PresenceMover
@@ -68,6 +69,7 @@ class ModelPresence:
         self._observer = ElasticObserver(fleet, budgets, mover.wake_s)
         self._sizes_matter = bool(budgets)
         self._demands: dict[str, float] = {}
+        self._waiting_at: Mapping[str, str] = {}
         self._asked_at: dict[str, float] = {}
         self._failed_at: dict[str, float] = {}
         self._tried_at: dict[str, float] = {}
@@ -109,6 +111,12 @@ class ModelPresence:
                 reason="no_room",
                 retry_after_s=refused.retry_after_s,
             )
+
+    async def begin(self, model: Model) -> None:
+        """Have a model come that was loaded over HTTP, if there is room and it names no devices."""
+        if not model.is_placed and model.start != "on_demand":
+            with contextlib.suppress(Unavailable):  # then the first request has it come
+                await self.want(model.name)
 
     def _demanded(self, name: str) -> NoRoom | None:
         """Decide with a demand for this model; its refusal, if it is refused."""
@@ -189,12 +197,17 @@ class ModelPresence:
         for name in list(self._demands):
             if name not in self._fleet.registry or self._is_ready(name, now):
                 del self._demands[name]
-        snapshot = self._observer.snapshot(now, self._demands, self._mover.moving)
+        moving = self._mover.moving
+        snapshot = self._observer.snapshot(now, self._demands, moving, self._waiting_at)
         decision = decide(snapshot, self._rules)
+        self._waiting_at = decision.waiting_at
         for refused in decision.refused:
             self._demands.pop(refused.model, None)
         for change in decision.changes:
-            self._mover.begin(change.model, change.presence, change.why, drains=change.drains)
+            if change.device is not None:
+                self._mover.begin_on(change.device, change)
+            else:
+                self._mover.begin(change.model, change.presence, change.why, drains=change.drains)
         return decision
 
     def _give_up_failed(self, now: float) -> None:

@@ -14,6 +14,7 @@ from loomserve.deployments.controller.models import ModelLifecycle
 from loomserve.deployments.controller.replica_calls import ReplicaCalls, ReplicaUnreachableError
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.elastic.observe import is_settled
+from loomserve.platform.elastic.policy.snapshot import PresenceChange
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.registry import ReplicaRecord
 from loomserve.platform.state import ModelEvent, Presence
@@ -68,6 +69,11 @@ class PresenceMover:
     def begin(self, name: str, presence: Presence, why: str, *, drains: bool = False) -> None:
         """Have a model be so, which it is later; with ``drains`` once its requests have ended."""
         self._do(self.change(name, presence, why, drains=drains))
+
+    def begin_on(self, device: str, change: PresenceChange) -> None:
+        """Have a model be loaded on a device."""
+        self._fleet.registry.set_berth(change.model, (device,), change.why_there)
+        self.begin(change.model, change.presence, change.why)
 
     def change(
         self, name: str, presence: Presence, why: str, *, drains: bool = False

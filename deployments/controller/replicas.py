@@ -12,6 +12,7 @@ from loomserve.platform.config import Device, Model
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.messages import EngineSpec, devices_with_replicas
 from loomserve.platform.fleet.places import places
+from loomserve.platform.fleet.registry import ModelRecord
 
 _DELETING = "DELETING"
 
@@ -61,14 +62,15 @@ class ModelReplicas:
             target = self._fleet.registry.targets().get(name)
             if target is None:
                 return  # it was unloaded meanwhile
-            model = self._fleet.registry.record(name).model
+            record = self._fleet.registry.record(name)
+            model = record.model
             there = devices_with_replicas(name, await self._apps.statuses())
             leaving = {device for device, app in there.items() if app.status == _DELETING}
             if leaving:
                 # An earlier controller has begun it; until it is done none can come there.
                 await self._apps.delete(name, leaving)
                 there = {device: app for device, app in there.items() if device not in leaving}
-            wanted = self._wanted(model, target, there)
+            wanted = self._wanted(record, target, there)
             missing = tuple(device for device in wanted if device not in there)
             if missing:
                 handed = await self._apps.deploy(self._spec_of(model), missing, self._base)
@@ -89,13 +91,16 @@ class ModelReplicas:
             there = devices_with_replicas(name, await self._apps.statuses())
             await self._apps.delete(name, there)
 
-    def _wanted(self, model: Model, target: int, there: Mapping[str, Any]) -> tuple[str, ...]:
+    def _wanted(
+        self, record: ModelRecord, target: int, there: Mapping[str, Any]
+    ) -> tuple[str, ...]:
+        model = record.model
         if not target:
             return ()
         if model.pipeline is not None:
             # Its first device stands for all.
             return model.devices[:1]
-        devices = [name for name in model.devices if self._device(name).on not in self._drained]
+        devices = [name for name in record.devices if self._device(name).on not in self._drained]
         up = {name for name in devices if self._device(name).on not in self._down}
         registry = self._fleet.registry
         live = registry.live(model.name, self._clock())

@@ -18,7 +18,7 @@ from loomserve.platform.cli.kv import kv
 from loomserve.platform.cli.lending import lending
 from loomserve.platform.cli.lengths import lengths
 from loomserve.platform.cli.node import node
-from loomserve.platform.cli.placement import placement
+from loomserve.platform.cli.placement import placement, plan
 from loomserve.platform.cli.plans import plans
 from loomserve.platform.cli.profile import profile
 from loomserve.platform.cli.status import status
@@ -39,6 +39,7 @@ app.command()(node)
 app.command()(status)
 app.add_typer(profile, name="profile")
 app.command()(placement)
+app.command()(plan)
 
 _console = Console(stderr=False, highlight=False, soft_wrap=True)
 ConfigPath = Annotated[Path, typer.Argument(help="The configuration file.")]
@@ -69,7 +70,8 @@ def config_check(path: ConfigPath) -> None:
         if not model.source.startswith("demo"):  # checking must not download
             catalog.resolve(model.source, path.parent, _say, revision=model.revision)
         check_configured(model, path.parent)
-    _say(f"{path}: {len(checked.models)} models on {len(checked.devices)} devices; all is well")
+    where = f"{len(checked.devices)} devices" if checked.devices else "all devices that there are"
+    _say(f"{path}: {len(checked.models)} models on {where}; all is well")
 
 
 @config_app.command("describe")

@@ -1,20 +1,24 @@
-"""``loomserve placement``: shows which layers would run on which device, and why."""
+"""``loomserve placement`` and ``loomserve plan``: what would run on which device, and why."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from loomserve.platform import config as configuration
 from loomserve.platform.base.errors import ConfigError
-from loomserve.platform.cli.tables import display, new_table
+from loomserve.platform.cli.status import DEFAULT_URL, Token, Url, client_for, fetch
+from loomserve.platform.cli.tables import display, new_table, stacked
 from loomserve.platform.config import Model
 from loomserve.platform.placement import device_profile
 from loomserve.platform.placement.configured import profile_path, wanted_of
+from loomserve.platform.placement.own_placement import placed_here
+from loomserve.platform.placement.plan import plan_of_file, plan_of_platform
 from loomserve.platform.placement.policy import explanation, placer
 from loomserve.platform.placement.policy.helr import MODES, Mode
 from loomserve.platform.placement.policy.placer import PlacedModel, Wanted
@@ -39,6 +43,8 @@ def placement(
 ) -> None:
     """Divide models' layers among their devices; exit with 1 if one does not fit."""
     checked = configuration.load(path)
+    if checked.cluster is None:
+        checked = placed_here(checked, path.parent, _say).config
     if mode is not None and mode not in MODES:
         raise ConfigError(f"--mode {mode!r}: write one of {', '.join(MODES)}")
     wanted = [
@@ -60,6 +66,42 @@ def placement(
             _print(each)
     if any(each.placement is None for each in placed):
         raise typer.Exit(1)
+
+
+def plan(
+    path: Annotated[
+        Path | None, typer.Argument(help="The configuration file; none: what runs now.")
+    ] = None,
+    url: Url = DEFAULT_URL,
+    token: Token = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Show where models go, which start at once, and why; nothing has to run for a file."""
+    if path is not None:
+        shown = plan_of_file(path, _say)
+    else:
+        with client_for(url) as client:
+            shown = plan_of_platform(fetch(client, url, token))
+    if as_json:
+        _console.print_json(data=asdict(shown))
+        return
+    devices = new_table("device", "place", numbers=("GiB for models",), title="Devices")
+    for device in shown.devices:
+        devices.add_row(device.name, device.place, _gib(device.memory))
+    models = new_table("model", "devices", "start", numbers=("GiB",), title="Models", whole=1)
+    models.add_column("why", overflow="fold")
+    for each in shown.models:
+        cells = (each.name, ", ".join(each.devices), each.start, _gib(each.size), each.why)
+        models.add_row(*map(Text, cells))
+    display(stacked(devices, models))
+
+
+def _say(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _gib(size: float | None) -> str:
+    return "-" if size is None else f"{size / 2**30:.1f}"
 
 
 def _mode(model: Model, given: str | None) -> Mode:

@@ -22,6 +22,7 @@ from loomserve.platform.config import Device, parse_bytes
 from loomserve.platform.costs.profile import Transfer, save
 from loomserve.platform.models import catalog
 from loomserve.platform.placement import device_profile
+from loomserve.platform.placement.own_placement import placed_here
 from loomserve.platform.placement.policy.device_times import DeviceProfile
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ def profile_devices(
             f"{path}: cluster: devices are measured on this machine, and these are on several: "
             "measure each node's with a file of its own, which has no cluster section"
         )
+    checked = placed_here(checked, path.parent, _say).config
     models = {
         model.source: (
             str(catalog.resolve(model.source, path.parent, _say, revision=model.revision)),

@@ -17,8 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from loomserve.deployments.kvstore.kv_store import start_store, stop_store, store_plan
 from loomserve.deployments.ray_start import platform_ray
 from loomserve.kvstore.server.options import StoreOptions, arena_path, left_behind
@@ -37,6 +35,7 @@ from loomserve.platform.cli.own_server import (
 )
 from loomserve.platform.config import Config, Model
 from loomserve.platform.devices.compiler import check_compiler
+from loomserve.platform.devices.machine import available_memory
 from loomserve.platform.devices.memory import (
     NodeMemory,
     check_budgets,
@@ -51,7 +50,9 @@ from loomserve.platform.engine.hooks import verify
 from loomserve.platform.http.server import listen
 from loomserve.platform.lengths.stored import check_predictor
 from loomserve.platform.models import catalog
+from loomserve.platform.placement.by_itself import Placed, leaves_something
 from loomserve.platform.placement.configured import stages_of
+from loomserve.platform.placement.own_placement import placed_here, placed_on, said
 from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError, plans_folder
 from loomserve.platform.run.leftovers import remove_leftovers
 from loomserve.platform.state import ModelState, ModelStatus, PlatformState
@@ -163,7 +164,7 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
         replicas = plan_replicas(
             present,
             weights,
-            psutil.virtual_memory().available + (left_behind(config.server.port) if store else 0),
+            available_memory() + _left_behind(config),
             store,
             check_offline_models(config, base, say),
             config.server.front_ends,
@@ -178,9 +179,14 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
     return {model.name: least_replicas(model) for model in config.models} | replicas
 
 
+def _left_behind(config: Config) -> int:
+    """Bytes of an earlier KV store that the next one takes over."""
+    return left_behind(config.server.port) if config.kvstore is not None else 0
+
+
 def _present(config: Config) -> list[Model]:
     """Models that are there from the start; for others there is room once they are asked for."""
-    return [model for model in config.models if model.start == "now"]
+    return [model for model in config.models if model.start != "on_demand"]
 
 
 def _plan_on_nodes(config: Config, base: Path, say: Say) -> dict[str, int]:
@@ -204,6 +210,15 @@ def _plan_on_nodes(config: Config, base: Path, say: Say) -> dict[str, int]:
     )
 
 
+def _placed_in_cluster(config: Config, base: Path, say: Say) -> Placed:
+    if not leaves_something(config):
+        return Placed(config)
+    from loomserve.deployments.node_checks import parts_of_nodes
+    from loomserve.deployments.ray_node import own_node
+
+    return placed_on(config, base, say, parts_of_nodes(config), own_node())
+
+
 _UP = frozenset({ModelStatus.READY, ModelStatus.ASLEEP, ModelStatus.UNLOADED})
 """What models are when nothing is to be waited for."""
 
@@ -222,9 +237,11 @@ class Platform:
         """Start Ray, or join the cluster."""
         self._ray.start()
 
-    def start(self, replicas: dict[str, int]) -> None:
+    def start(self, placed: Placed, replicas: dict[str, int]) -> None:
         """Start everything; engines start in the background."""
         from ray import serve
+
+        self._config = placed.config
 
         from loomserve.deployments.apps import run_platform
 
@@ -236,7 +253,12 @@ class Platform:
         store_options = self._start_stores(internal_token)
         serve.start(proxy_location="Disabled")
         self._controller = run_platform(
-            self._config, replicas, internal_token, str(self._base.resolve()), store_options
+            self._config,
+            replicas,
+            internal_token,
+            str(self._base.resolve()),
+            store_options,
+            {name: berth.why for name, berth in placed.berths.items()},
         )
 
     def _start_stores(self, internal_token: str) -> StoreOptions | None:
@@ -271,7 +293,7 @@ class Platform:
                     raise StartError(f"model {model.name!r} did not start: {model.message}")
             ready = models is not None and all(m.status in _UP for m in models)
             if ready and self._answers():
-                self._ray.check_listening()
+                self._ray.check_listening(self._config)
                 return
             if time.monotonic() - self._began > _START_TIMEOUT_S:
                 raise StartError(f"not ready after {_START_TIMEOUT_S:.0f} s; see {self.log_folder}")
@@ -346,23 +368,30 @@ def run(config: Config, base: Path, say: Say) -> None:
     for line in (*warnings(config.server), *tenancy(config)):
         say(line)
     config = with_admin_token(config, say)
+    placed = Placed(config)
+    if config.cluster is None:
+        placed = placed_here(config, base, say, _left_behind(config))
     stopped = threading.Event()
-    platform = Platform(config, base, say)
+    platform = Platform(placed.config, base, say)
     _catch_signals(stopped, platform)
     if config.cluster is None:
-        replicas = plan(config, base, say)
+        replicas = plan(placed.counted, base, say)
         say("starting Ray")
     else:
         say("joining the cluster")
     try:
         platform.join()
         if config.cluster is not None:
-            replicas = plan(config, base, say)
+            placed = _placed_in_cluster(config, base, say)
+            replicas = plan(placed.counted, base, say)
+        config = placed.config
+        for line in said(placed):
+            say(line)
         for model in _present(config):
             used = len(model.devices) if model.pipeline else replicas[model.name]
             where = ", ".join(model.devices[:used])
             say(f"loading {model.name} on {where}")
-        platform.start(replicas)
+        platform.start(placed, replicas)
         _catch_signals(stopped, platform)  # Ray has put its own handlers there
         _until_ready_or(stopped, platform, say)
         if not stopped.is_set():

@@ -43,6 +43,8 @@ def parse_bytes(value: object) -> int:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes)]
+AUTO = "auto"
+"""What marks a tuple that is empty where the platform chooses, and how a file says that."""
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$")]
 Revision = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,199}$")]
 MODEL_NAME = r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,126}$"

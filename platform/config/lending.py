@@ -10,7 +10,16 @@ from loomserve.platform.config.base import Bytes, FieldError, ModelName, Section
 
 
 class Lending(Section):
-    """Attention of hot models on cold models' engines, in whose memory their KV lies (Weaver)."""
+    """Attention of hot models on cold models' engines, in whose memory their KV lies (Weaver).
+
+    A short form is read too: ``lending: auto``.
+    """
+
+    auto: bool = Field(
+        False,
+        description="Lend to and borrow from any model that does so too, one at a time: who is hot "
+        "borrows from who is cold, as traffic has it. The memories below are then kv_cache_memory.",
+    )
 
     lend_memory: Bytes | None = Field(
         None,
@@ -46,6 +55,11 @@ class Lending(Section):
 
     @model_validator(mode="after")
     def _lends_or_borrows(self) -> Lending:
+        if self.auto:
+            for field in ("lend_memory", "borrow_memory", "lenders"):
+                if getattr(self, field):
+                    raise FieldError("is of no use with auto, which finds its pairs", field)
+            return self
         if self.borrow_memory is None:
             if self.lenders:
                 raise FieldError("are of no use without borrow_memory", "lenders")

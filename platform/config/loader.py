@@ -20,6 +20,7 @@ from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.config.base import FieldError, Section
 from loomserve.platform.config.keys import ApiKey, KeysFile
 from loomserve.platform.config.root import Config
+from loomserve.platform.config.short_forms import in_full
 
 S = TypeVar("S", bound=Section)
 
@@ -36,7 +37,7 @@ def load(path: Path) -> Config:
 
 def parse(text: str, source: str = "config") -> Config:
     """Check a configuration's text; see :func:`load`."""
-    return _parse(Config, text, source, "a mapping with devices, models and server")
+    return _parse(Config, text, source, "a mapping with models, devices and server")
 
 
 def load_keys(path: Path) -> tuple[ApiKey, ...]:
@@ -57,11 +58,21 @@ def _parse(section: type[S], text: str, source: str, what: str) -> S:
     root, data = _read_yaml(text, source)
     if not isinstance(data, dict):
         raise ConfigError(f"{source}:1: must be {what}")
+    if section is Config:
+        data = _in_full(data, root, source)
     try:
         # As JSON, because pydantic's strict mode takes lists for tuples only from there.
         return section.model_validate_json(json.dumps(data), strict=True)
     except ValidationError as error:
         raise ConfigError("\n".join(_explain(error, root, source))) from None
+
+
+def _in_full(data: dict[str, Any], root: yaml.Node | None, source: str) -> dict[str, Any]:
+    try:
+        return in_full(data)
+    except FieldError as error:
+        field, line = _locate(error.field, root)
+        raise ConfigError(f"{source}:{line}: {field}: {error}") from None
 
 
 class _Loader(yaml.SafeLoader):
@@ -162,6 +173,8 @@ def _locate(loc: tuple[int | str, ...], root: yaml.Node | None) -> tuple[str, in
             line = child[0].start_mark.line + 1
         elif _is_union_tag(part):
             continue
+        if isinstance(part, int) and isinstance(node, yaml.MappingNode) and child is not None:
+            part = str(child[0].value)  # models by their names
         node = child[1] if child else None
         if isinstance(part, int):
             field += f"[{part}]"
@@ -177,6 +190,8 @@ def _is_union_tag(part: int | str) -> bool:
 
 def _child(node: yaml.Node | None, part: int | str) -> tuple[yaml.Node, yaml.Node] | None:
     if isinstance(node, yaml.MappingNode):
+        if isinstance(part, int):
+            return node.value[part] if part < len(node.value) else None
         return next(((k, v) for k, v in node.value if k.value == str(part)), None)
     if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
         return node.value[part], node.value[part]

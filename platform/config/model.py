@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from loomserve.platform.config.adapters import Adapters
 from loomserve.platform.config.base import (
+    AUTO,
     Bytes,
     FieldError,
     ModelName,
@@ -71,15 +72,16 @@ class Model(Section):
         description="Commit, tag or branch of a hub id; only a commit's hash is for good the same "
         "files. null: what the hub has when the model is loaded.",
     )
-    devices: tuple[Name, ...] = Field(
-        min_length=1,
+    devices: Annotated[tuple[Name, ...], AUTO] = Field(
+        (),
         description="Where its replicas may run, one replica a device; or the stages of its one "
-        "replica, with pipeline.",
+        "replica, with pipeline. auto: where there is room, and least to do.",
     )
     replicas: Replicas = Field(
         "auto",
-        description="How many replicas to start; auto: one a device, as far as memory allows; min "
-        "and max: as many between these as its load asks for.",
+        description="How many replicas to start; auto: one a device, as far as memory allows; "
+        "where devices is auto, more than one only on devices that have no other model. min and "
+        "max: as many between these as its load asks for.",
     )
     kv_cache_memory: Bytes = Field(
         512 * 2**20, description="Memory for KV blocks, for each replica, such as 512MiB."
@@ -107,18 +109,22 @@ class Model(Section):
         None, description="Divide its layers among its devices; null: each replica has them all."
     )
     lending: Lending | None = Field(
-        None, description="Lend KV memory and attention, or borrow them; null: neither."
+        None,
+        description="Lend KV memory and attention, or borrow them; auto: both, as traffic has it; "
+        "null: neither.",
     )
     adapters: Adapters | None = Field(
         None, description="LoRA adapters that it has, or may get; null: it takes none."
     )
-    start: Literal["now", "on_demand"] = Field(
-        "now", description="now: with the platform; on_demand: with the first request for it."
+    start: Literal["auto", "now", "on_demand"] = Field(
+        "auto",
+        description="now: with the platform; on_demand: with the first request for it; auto: now, "
+        "but where devices is auto the first on each core or GPU only.",
     )
     idle: Idle | None = Field(
         None,
-        description="What becomes of it without requests; null: it stays, but for on_demand, where "
-        "the fields' defaults hold.",
+        description="What becomes of it without requests; null: it stays, but where start is "
+        "on_demand, or devices auto, the fields' defaults hold.",
     )
     pinned: bool = Field(
         False, description="Once it is ready it stays, whoever needs its memory; idle has no say."
@@ -167,6 +173,13 @@ class Model(Section):
             )
         if isinstance(self.replicas, Scaling):
             self._check_scaling(self.replicas)
+        elif not self.is_placed:
+            if self.replicas != "auto" and self.replicas < 1:
+                raise FieldError(
+                    f"model {self.name!r} asks for {self.replicas} replicas: ask for 1 or more",
+                    "replicas",
+                )
+            return self
         elif self.replicas != "auto" and not 1 <= self.replicas <= len(self.devices):
             raise FieldError(
                 f"model {self.name!r} asks for {self.replicas} replicas on "
@@ -179,6 +192,19 @@ class Model(Section):
         return self
 
     @property
+    def is_placed(self) -> bool:
+        """Whether its devices are known; else the platform chooses them."""
+        return bool(self.devices)
+
+    @property
+    def largest_share(self) -> float:
+        """Share of a replica that the device has which has most of it: all, but of a pipeline."""
+        if self.pipeline is None:
+            return 1.0
+        layers = self.pipeline.layers or (1,) * len(self.devices)
+        return max(layers) / sum(layers)
+
+    @property
     def most_replicas(self) -> int:
         return 1 if self.pipeline is not None else len(self.devices)
 
@@ -188,7 +214,7 @@ class Model(Section):
         return self.replicas if isinstance(self.replicas, Scaling) else None
 
     def _check_scaling(self, scaling: Scaling) -> None:
-        if self.pipeline is None and scaling.max > len(self.devices):
+        if self.is_placed and self.pipeline is None and scaling.max > len(self.devices):
             raise FieldError(
                 f"model {self.name!r} asks for up to {scaling.max} replicas on "
                 f"{len(self.devices)} devices; a device runs one replica of a model, so give at "
@@ -211,6 +237,12 @@ class Model(Section):
                 f"model {self.name!r} is one pipeline over all its devices, so it has one "
                 "replica: leave this out, or pipeline",
                 "replicas",
+            )
+        if not self.is_placed:
+            raise FieldError(
+                f"model {self.name!r} has no devices for its stages: name them, or leave this out, "
+                "and it is divided where no device holds it",
+                "pipeline",
             )
         if self.pipeline.layers and len(self.pipeline.layers) != len(self.devices):
             raise FieldError(
@@ -240,7 +272,8 @@ class Model(Section):
         """What holds of it without requests; None: it stays."""
         if self.pinned:
             return None
-        given = self.idle or (Idle() if self.start == "on_demand" else None)
+        comes_and_goes = self.start == "on_demand" or not self.is_placed
+        given = self.idle or (Idle() if comes_and_goes else None)
         if self.scaling is None:
             return given
         if self.scaling.min:
@@ -281,13 +314,13 @@ class Model(Section):
         for option, (allowed, why) in _ALLOWED_WITH_LENDING.items():
             if option in self.engine and self.engine[option] not in allowed:
                 raise FieldError(f"{why}: leave it out, or lending", "engine", option)
-        if self.lending.among_replicas and len(self.devices) < 2:
+        if self.lending.among_replicas and len(self.devices) == 1:
             raise FieldError(
                 f"model {self.name!r} lends and borrows, which its replicas do among themselves, "
                 "and has one device: give it another, or leave lend_memory or borrow_memory out",
                 "devices",
             )
-        if self.lending.borrow_memory is not None:
+        if self.lending.borrow_memory is not None or self.lending.auto:
             self._check_borrowers_scheduling()
         return self
 

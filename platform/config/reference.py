@@ -12,6 +12,7 @@ from pydantic import AwareDatetime, BaseModel, BeforeValidator
 from pydantic.fields import FieldInfo
 
 from loomserve.platform.config import Config, parse_bytes
+from loomserve.platform.config.base import AUTO
 
 _WORDS: dict[object, str] = {
     bool: "true or false",
@@ -38,6 +39,7 @@ def _section(section: type[BaseModel], prefix: str) -> Iterator[str]:
         kind = _KINDS[each] if inner else _type(field.annotation, field.metadata)
         if inner is None and (inner := _section_among(field.annotation)) is not None:
             each = ""
+        kind += " | auto" if _may_be_auto(field) else ""
         yield f"{path}: {kind}, {_default(field)}"
         yield textwrap.fill(
             field.description or "", _WIDTH, initial_indent="    ", subsequent_indent="    "
@@ -106,6 +108,8 @@ def _default(field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(default, BaseModel):
         return "optional"
+    if _may_be_auto(field):
+        return "default auto"
     if isinstance(default, tuple | dict):
         return "default empty"
     if _is_size(field.metadata):
@@ -113,6 +117,10 @@ def _default(field: FieldInfo) -> str:
     if default is None or isinstance(default, bool):
         return f"default {str(default).lower().replace('none', 'null')}"
     return f"default {default}"
+
+
+def _may_be_auto(field: FieldInfo) -> bool:
+    return AUTO in field.metadata
 
 
 def _is_size(metadata: list[Any]) -> bool:

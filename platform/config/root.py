@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
 from pydantic import Field, model_validator
 
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.config.aliases import Alias, check_alias
-from loomserve.platform.config.base import FieldError, Section
+from loomserve.platform.config.base import AUTO, FieldError, Section
 from loomserve.platform.config.batch import Batch, OfflineModel
 from loomserve.platform.config.cluster import Cluster
 from loomserve.platform.config.devices import Device
@@ -26,11 +27,18 @@ _KV_TRANSFER_OPTIONS = ("kv_transfer_config", "kv_offloading_size")
 class Config(Section):
     """The whole configuration file."""
 
-    devices: tuple[Device, ...] = Field(min_length=1, description="Where engines may run.")
+    devices: Annotated[tuple[Device, ...], AUTO] = Field(
+        (),
+        description="Where engines may run; auto: all cores, or GPUs where there are any, of this "
+        "machine or of the cluster's nodes.",
+    )
     cluster: Cluster | None = Field(
         None, description="Engines run on several nodes; without it all is on this machine."
     )
-    models: tuple[Model, ...] = Field(description="What is served from the start.")
+    models: tuple[Model, ...] = Field(
+        description="What is served from the start: a list, or NAME: SOURCE, or NAME: {...} with "
+        "the fields below."
+    )
     aliases: dict[str, Alias] = Field(
         default_factory=dict,
         description="Names that stand for models: NAME: MODEL, NAME: {MODEL: WEIGHT, ...}, or the "
@@ -119,7 +127,7 @@ class Config(Section):
         # Serve application names are made of model names with "/" replaced.
         _refuse_duplicates("models", [model.name.replace("/", "--") for model in self.models])
         for index, model in enumerate(self.models):
-            self._check_model_devices(index, model)
+            _check_model_devices(self, index, model)
         self._check_offline_models()
         self._check_aliases()
         self._check_predictors()
@@ -240,39 +248,48 @@ class Config(Section):
                 )
             predictors[name] = model.name
 
-    def _check_model_devices(self, index: int, model: Model) -> None:
-        kinds = {device.name: device.kind for device in self.devices}
-        for position, name in enumerate(model.devices):
-            if name not in kinds:
-                raise FieldError(
-                    f"model {model.name!r} names device {name!r}, which is not under devices "
-                    f"({', '.join(sorted(kinds))})",
-                    *("models", index, "devices", position),
-                )
-        if len({kinds[name] for name in model.devices}) > 1:
-            raise FieldError(
-                f"model {model.name!r} mixes CPU and GPU devices; use one kind",
-                *("models", index, "devices"),
-            )
-        self._check_model_memory(index, model)
-        if model.lending is not None and kinds[model.devices[0]] == "cuda":
-            raise FieldError(
-                f"model {model.name!r} runs on GPUs, and lending works on CPU devices only, "
-                "not yet on GPUs: leave it out",
-                *("models", index, "lending"),
-            )
-
-    def _check_model_memory(self, index: int, model: Model) -> None:
-        for device in (self.device(name) for name in model.devices):
-            if device.memory is not None and model.kv_cache_memory >= device.memory:
-                raise FieldError(
-                    f"model {model.name!r} alone would take all of device {device.name!r}'s "
-                    f"memory ({device.memory} bytes): lower it, or raise the device's memory",
-                    *("models", index, "kv_cache_memory"),
-                )
-
     def device(self, name: str) -> Device:
         return next(device for device in self.devices if device.name == name)
+
+
+def _check_model_devices(config: Config, index: int, model: Model) -> None:
+    kinds = {device.name: device.kind for device in config.devices}
+    if model.is_placed and not config.devices:
+        raise FieldError(
+            f"model {model.name!r} names a device, and devices is auto, whose names are found "
+            "out only when the platform starts: list the devices, or leave this out",
+            *("models", index, "devices"),
+        )
+    for position, name in enumerate(model.devices):
+        if name not in kinds:
+            raise FieldError(
+                f"model {model.name!r} names device {name!r}, which is not under devices "
+                f"({', '.join(sorted(kinds))})",
+                *("models", index, "devices", position),
+            )
+    if len({kinds[name] for name in model.devices}) > 1:
+        raise FieldError(
+            f"model {model.name!r} mixes CPU and GPU devices; use one kind",
+            *("models", index, "devices"),
+        )
+    _check_model_memory(config, index, model)
+    if model.lending is not None and "cuda" in (kinds[name] for name in model.devices):
+        raise FieldError(
+            f"model {model.name!r} runs on GPUs, and lending works on CPU devices only, "
+            "not yet on GPUs: leave it out",
+            *("models", index, "lending"),
+        )
+
+
+def _check_model_memory(config: Config, index: int, model: Model) -> None:
+    kv_bytes = model.largest_share * model.kv_cache_memory
+    for device in (config.device(name) for name in model.devices):
+        if device.memory is not None and kv_bytes >= device.memory:
+            raise FieldError(
+                f"model {model.name!r} alone would take all of device {device.name!r}'s "
+                f"memory ({device.memory} bytes): lower it, or raise the device's memory",
+                *("models", index, "kv_cache_memory"),
+            )
 
 
 def _lends(model: Model) -> bool:

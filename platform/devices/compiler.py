@@ -15,7 +15,9 @@ def check_compiler(models: Iterable[Model]) -> None:
         StartError: a model is compiled, and there is no compiler.
     """
     compiles = any(
-        model.lending is None and not model.engine.get("enforce_eager") for model in models
+        # The platform compiles nothing of models that it places by itself.
+        model.lending is None and not model.engine.get("enforce_eager", not model.is_placed)
+        for model in models
     )
     if compiles and shutil.which("g++") is None and shutil.which("clang++") is None:
         raise StartError(

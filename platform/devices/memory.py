@@ -154,7 +154,9 @@ def check_budgets(
             if device.name
             in model.devices[: len(model.devices) if model.pipeline else replicas[model.name]]
         ]
-        needed = sum(_share_of_device(model, weight_bytes[model.name]) for model in there)
+        needed = sum(
+            model.largest_share * replica_bytes(model, weight_bytes[model.name]) for model in there
+        )
         if device.memory is not None and needed > device.memory:
             names = ", ".join(model.name for model in there)
             raise StartError(
@@ -162,10 +164,6 @@ def check_budgets(
                 f"(devices.memory), and {names} need about {needed / 2**30:.1f} GiB: raise it, or "
                 "set start: on_demand for some"
             )
-
-
-def _share_of_device(model: Model, weight_bytes: int) -> float:
-    return replica_bytes(model, weight_bytes) / (len(model.devices) if model.pipeline else 1)
 
 
 def _too_little(node: str, memory: NodeMemory, bytes_left: float) -> StartError:

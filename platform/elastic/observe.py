@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from loomserve.platform.elastic.policy.busy import BusyShares
 from loomserve.platform.elastic.policy.returns import ReturnTimes
 from loomserve.platform.elastic.policy.snapshot import ElasticModel, ElasticSnapshot, ModelDemand
 from loomserve.platform.elastic.sizes import ModelSizes
@@ -27,26 +28,32 @@ class ElasticObserver:
             budgets: bytes that models may take together, by device.
             wake_s: how long models took to come back from sleep, kept current by others.
         """
-        self.sizes, self.returns = ModelSizes(), ReturnTimes()
+        self.sizes, self.returns, self.busy = ModelSizes(), ReturnTimes(), BusyShares()
         self._fleet, self._budgets, self._wake_s = fleet, budgets, wake_s
         self._load_s: dict[str, float] = {}
         self._counted: dict[str, int] = {}
 
     def snapshot(
-        self, now: float, demands: Mapping[str, float], moving: Collection[str]
+        self,
+        now: float,
+        demands: Mapping[str, float],
+        moving: Collection[str],
+        waiting_at: Mapping[str, str] | None = None,
     ) -> ElasticSnapshot:
         """
         Args:
             now: by the fleet's clock.
             demands: when each was first made, by model, in order.
             moving: models that are on their way to what they are to be.
+            waiting_at: devices at which demands wait for others to go.
         """
         models = [
             self._model(record, now, record.model.name in moving)
             for record in self._fleet.registry.records
             if record.unload_deadline is None
         ]
-        asked = [ModelDemand(name, now - at) for name, at in demands.items()]
+        there = waiting_at or {}
+        asked = [ModelDemand(name, now - at, there.get(name)) for name, at in demands.items()]
         return ElasticSnapshot(models, asked, self._budgets)
 
     def _model(self, record: ModelRecord, now: float, moving: bool) -> ElasticModel:
@@ -76,13 +83,26 @@ class ElasticObserver:
             wake_s=self._wake_s.get(name, _WAKE_S),
             load_s=self._load_s.get(name, _LOAD_S),
             pinned=model.pinned,
+            choices=() if live else self._choices(record),
+            heat=self.busy.share(name),
             # What it lends is of use to another; it goes only if its memory is needed.
             sleep_after_s=rules.sleep_after_s if rules and not lends else None,
             unload_after_s=rules.unload_after_s if rules and not lends else None,
         )
 
+    def _choices(self, record: ModelRecord) -> tuple[str, ...]:
+        """Devices of which an unloaded model gets one, if the platform may choose."""
+        if record.berth is None or record.presence is not Presence.UNLOADED:
+            return ()
+        if record.target_replicas > 1 or record.model.roles or record.model.pipeline:
+            return ()
+        usable = self._fleet.nodes.usable
+        on = self._fleet.nodes.on
+        return tuple(name for name in record.devices if on.get(name) in usable)
+
     def _observe(self, record: ModelRecord, live: list[ReplicaRecord], now: float) -> None:
         name = record.model.name
+        self.busy.observe(name, any(each.heartbeat.in_flight for each in live), now)
         self.sizes.observe(record, live)
         for each in live:
             footprint, load = each.heartbeat.footprint, each.heartbeat.stats.load
@@ -127,7 +147,7 @@ def _devices(record: ModelRecord, live: Collection[ReplicaRecord]) -> tuple[str,
     if model.pipeline is not None:
         return tuple(sorted(used)) or model.devices
     if not used:
-        return model.devices[: record.target_replicas]
-    free = [device for device in model.devices if device not in used]
+        return record.devices[: record.target_replicas]
+    free = [device for device in record.devices if device not in used]
     # Those that start take their memory, too.
     return tuple(sorted({*used, *free[: max(0, more)]}))

@@ -39,8 +39,8 @@ class ModelSizes:
     def asleep(self, model: Model) -> float:
         """What a replica that sleeps keeps."""
         estimate = replica_bytes(model, self._weights.get(model.name, 0)) - model.kv_cache_memory
-        return min(estimate, self._asleep.get(model.name, estimate))
+        return model.largest_share * min(estimate, self._asleep.get(model.name, estimate))
 
     def ready(self, model: Model) -> float:
         """What a replica takes at most."""
-        return self.asleep(model) + model.kv_cache_memory
+        return self.asleep(model) + model.largest_share * model.kv_cache_memory

@@ -24,6 +24,19 @@ HEARTBEAT_EXPIRES_S = 10.0
 SILENCE_ENDS_S = 60.0
 
 
+@dataclass(frozen=True)
+class ModelBerth:
+    """Where the platform has a model be, which it may change.
+
+    Attributes:
+        devices: All that the model may use, those of its replicas first.
+        why: For a person.
+    """
+
+    devices: tuple[str, ...]
+    why: str
+
+
 @dataclass
 class ModelRecord:
     """One model, as operators want it."""
@@ -48,6 +61,24 @@ class ModelRecord:
     """Whether an operator has set the number of its replicas, so that its load does not."""
     scaling: str = ""
     """What was decided last of the number of its replicas, and why, for a person."""
+    berth: ModelBerth | None = None
+    """None: the configuration says where it is."""
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """All that it may use, in the order in which its replicas get them."""
+        return self.berth.devices if self.berth is not None else self.model.devices
+
+    def move(self, devices: tuple[str, ...], why: str) -> None:
+        """Have its replicas be on these of its devices, from the next start on."""
+        # In the order of the model's, by which plans tell where a further replica comes.
+        rest = [name for name in self.model.devices if name not in devices]
+        self.berth = ModelBerth((*devices, *rest), why)
+
+    @property
+    def stays(self) -> bool:
+        """Whether it is to be ready."""
+        return self.unload_deadline is None and self.presence is Presence.READY
 
     @property
     def on_demand(self) -> bool:
@@ -141,8 +172,20 @@ class Registry:
     def records(self) -> Iterable[ModelRecord]:
         return self._models.values()
 
-    def add(self, model: Model, target_replicas: int, presence: Presence = Presence.READY) -> None:
+    def add(
+        self,
+        model: Model,
+        target_replicas: int,
+        presence: Presence = Presence.READY,
+        placed: str | None = None,
+    ) -> None:
         """
+        Args:
+            model: with its devices, the first ones first.
+            target_replicas: how many there are to be.
+            presence: what it is to be.
+            placed: why it is there, if the platform may have it be elsewhere.
+
         Raises:
             Conflict: a model of that name (or of the same application name) is there.
         """
@@ -150,22 +193,16 @@ class Registry:
             if model_app(name) == model_app(model.name):
                 raise Conflict(f"model {name!r} is already loaded; unload it first", param="name")
         self._models[model.name] = ModelRecord(
-            model, target_replicas, presence=presence, was_away=presence is not Presence.READY
+            model,
+            target_replicas,
+            presence=presence,
+            was_away=presence is not Presence.READY,
+            berth=ModelBerth(model.devices, placed) if placed is not None else None,
         )
 
     def wishes(self) -> tuple[ModelWish, ...]:
         """What operators wish of the models."""
-        return tuple(
-            ModelWish(
-                model=record.model,
-                replicas=record.target_replicas,
-                unload_by=record.unload_deadline,
-                presence=record.presence,
-                roles=dict(record.roles),
-                fixed=record.fixed,
-            )
-            for record in self._models.values()
-        )
+        return tuple(_wish(record) for record in self._models.values())
 
     @property
     def drained(self) -> frozenset[str]:
@@ -179,6 +216,8 @@ class Registry:
             record = self._models[wish.model.name]
             record.unload_deadline, record.roles = wish.unload_by, dict(wish.roles)
             record.fixed = wish.fixed
+            if wish.berth:
+                record.berth = ModelBerth(wish.berth, wish.berth_why)
         self.drains.replicas.update(drained)
 
     def __contains__(self, name: str) -> bool:
@@ -246,6 +285,10 @@ class Registry:
         if record.presence is not presence:
             record.presence, record.since, record.why = presence, now, why
             record.was_away |= presence is not Presence.READY
+
+    def set_berth(self, name: str, devices: tuple[str, ...], why: str) -> None:
+        """Set where the platform has a model be that there is: the devices of its replicas."""
+        self._models[name].move(devices, why)
 
     def set_drained_devices(self, devices: frozenset[str]) -> None:
         """Drain the replicas of these devices, and no others but those that are drained singly."""
@@ -362,6 +405,20 @@ class Registry:
     def max_model_len(self, name: str, now: float) -> int | None:
         """Tokens of context, once a replica has said."""
         return next((r.heartbeat.max_model_len for r in self.reachable(name, now)), None)
+
+
+def _wish(record: ModelRecord) -> ModelWish:
+    berth = record.berth or ModelBerth((), "")
+    return ModelWish(
+        model=record.model,
+        replicas=record.target_replicas,
+        unload_by=record.unload_deadline,
+        presence=record.presence,
+        roles=dict(record.roles),
+        fixed=record.fixed,
+        berth=berth.devices,
+        berth_why=berth.why,
+    )
 
 
 def unknown_model_message(name: str, known: Iterable[str]) -> str:

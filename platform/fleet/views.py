@@ -144,6 +144,8 @@ class FleetViews:
             scaling=_scaling(record),
             router=model.router.policy,
             max_model_len=self.registry.max_model_len(model.name, now),
+            devices=record.devices,
+            placement=record.berth.why if record.berth is not None else "",
             replicas=tuple(
                 ReplicaState(
                     id=each.id,
@@ -198,6 +200,7 @@ class FleetViews:
                 node=device.on,
                 place=place(device),
                 models=tuple(sorted(on_device[device.name])),
+                memory=device.memory,
             )
             for device in self.devices
         )

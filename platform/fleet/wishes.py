@@ -27,6 +27,10 @@ class ModelWish(_Wish):
     fixed: bool = Field(
         False, description="Whether an operator has set the number of replicas, not its load."
     )
+    berth: tuple[str, ...] = Field(
+        (), description="Its devices, where the platform chooses; none: the configuration says."
+    )
+    berth_why: str = Field("", description="For a person.")
 
 
 class Wishes(_Wish):

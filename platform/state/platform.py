@@ -105,6 +105,12 @@ class ModelState(StateModel):
     scaling: ScalingState | None = Field(None, description="None: load has no say in its replicas.")
     router: str = Field(description="Routing policy.")
     max_model_len: int | None = Field(None, description="Tokens of context, once known.")
+    devices: tuple[str, ...] = Field(
+        (), description="Those that it may use, in the order in which its replicas get them."
+    )
+    placement: str = Field(
+        "", description="Why it is there, for a person; empty: the configuration says where."
+    )
     replicas: tuple[ReplicaState, ...] = ()
     adapters: tuple[AdapterState, ...] = ()
 
@@ -117,6 +123,9 @@ class DeviceState(StateModel):
     node: str = Field("local", description="Where it is; local: of no cluster.")
     place: str = Field(description="cores 0,1 or gpu 0.")
     models: tuple[str, ...] = Field((), description="Models with a replica on it.")
+    memory: int | None = Field(
+        None, description="Bytes that models on it may take together; null: no bound."
+    )
 
 
 class AliasState(StateModel):

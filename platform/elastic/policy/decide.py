@@ -9,7 +9,8 @@ for as long, and goes when those that it has have ended; so nobody waits for eve
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from loomserve.platform.elastic.policy.snapshot import (
     ElasticDecision,
@@ -20,8 +21,12 @@ from loomserve.platform.elastic.policy.snapshot import (
     NoRoom,
     PresenceChange,
 )
-from loomserve.platform.elastic.policy.victims import chosen_victims
+from loomserve.platform.elastic.policy.victims import chosen_victims, loss_of
+from loomserve.platform.placement.policy.sites import Site, best_site, why_there
 from loomserve.platform.state import Presence
+
+# Of others to go before they should, and while they have requests.
+_LATER = 10.0
 
 
 def decide(snapshot: ElasticSnapshot, rules: ElasticRules) -> ElasticDecision:
@@ -30,7 +35,7 @@ def decide(snapshot: ElasticSnapshot, rules: ElasticRules) -> ElasticDecision:
     for demand in snapshot.demands:
         room.meet(demand)
     room.put_idle_away()
-    return ElasticDecision(tuple(room.changes), tuple(room.refused))
+    return ElasticDecision(tuple(room.changes), tuple(room.refused), room.waiting_at)
 
 
 class _Room:
@@ -39,6 +44,7 @@ class _Room:
     def __init__(self, snapshot: ElasticSnapshot, rules: ElasticRules) -> None:
         self.changes: list[PresenceChange] = []
         self.refused: list[NoRoom] = []
+        self.waiting_at: dict[str, str] = {}
         self._rules = rules
         self._models = {each.name: each for each in snapshot.models}
         self._budgets = snapshot.budgets
@@ -47,8 +53,11 @@ class _Room:
         self._free = defaultdict(float, snapshot.budgets)
         # What is free once all are what they are to be.
         self._planned = defaultdict(float, snapshot.budgets)
+        self._heat = defaultdict[str, float](float)
+        self._there: dict[str, tuple[str, str]] = {}
         for model in snapshot.models:
             for device in model.devices:
+                self._heat[device] += model.heat if model.held_bytes else 0.0
                 self._free[device] -= model.held_bytes
                 self._planned[device] -= model.bytes_as(model.presence)
 
@@ -56,6 +65,7 @@ class _Room:
         model = self._models.get(demand.model)
         if model is None or model.presence is Presence.READY:
             return
+        model = self._placed(model, demand.device)
         bounded = [device for device in model.devices if device in self._budgets]
         if never := self._why_never(model, bounded):
             self._refuse(model, never)
@@ -93,13 +103,55 @@ class _Room:
                 )
         return ""
 
+    def _placed(self, model: ElasticModel, device: str | None) -> ElasticModel:
+        """On the device where least is lost, if the platform may choose; but where others go for it
+        already, there it stays."""
+        possible = [
+            each
+            for each in model.choices
+            if each not in self._budgets or not self._why_never(model, [each])
+        ]
+        if not possible:
+            return model
+        sites = [self._site(model, device) for device in possible]
+        begun = [each for each in sites if each.device == device and _may_go_now(each)]
+        best = begun[0] if begun else best_site(sites)
+        self.waiting_at[model.name] = best.device
+        self._there[model.name] = best.device, why_there(best, sites)
+        return replace(model, devices=(best.device,))
+
+    def _site(self, model: ElasticModel, device: str) -> Site:
+        free = float("inf")
+        if device in self._budgets:
+            free = self._planned[device] - model.ready_bytes
+        return Site(
+            device=device,
+            heat=min(1.0, self._heat[device]),
+            loss=0.0 if free >= 0 else self._loss({device: -free}),
+            free=free,
+        )
+
+    def _loss(self, missing: Mapping[str, float]) -> float | None:
+        """Of the models that would go, as :meth:`_makes_room` has them."""
+        for turn, candidates in enumerate(self._may_go_in_turn()):
+            victims = chosen_victims(candidates, missing)
+            if victims is not None:
+                return turn * _LATER + loss_of(candidates, victims)
+        return None
+
+    def _may_go_in_turn(self) -> Iterator[list[ElasticModel]]:
+        """Models that could go: without requests, also those that came lately, and all."""
+        idle = [each for each in self._settled() if each.idle_s > 0]
+        busy = [each for each in self._settled() if not each.idle_s]
+        yield [each for each in idle if not self._stays_s(each)]
+        yield idle
+        yield idle + busy
+
     def _makes_room(
         self, model: ElasticModel, missing: Mapping[str, float], demand: ModelDemand
     ) -> bool:
         """Have others go, or wait until some may; False: it is refused."""
-        idle = [each for each in self._settled() if each.idle_s > 0]
-        busy = [each for each in self._settled() if not each.idle_s]
-        for candidates in ([each for each in idle if not self._stays_s(each)], idle, idle + busy):
+        for candidates in self._may_go_in_turn():
             victims = chosen_victims(candidates, missing)
             if victims is not None:
                 return self._have_go(model, victims, demand)
@@ -175,7 +227,10 @@ class _Room:
     def _change(
         self, model: ElasticModel, presence: Presence, why: str, *, drains: bool = False
     ) -> None:
-        self.changes.append(PresenceChange(model.name, presence, why, drains))
+        device, reason = None, ""
+        if presence is Presence.READY:
+            device, reason = self._there.get(model.name, (None, ""))
+        self.changes.append(PresenceChange(model.name, presence, why, drains, device, reason))
 
     def _refuse(self, model: ElasticModel, why: str, retry_after_s: float = 60.0) -> None:
         self.refused.append(NoRoom(model.name, why, retry_after_s))
@@ -183,3 +238,8 @@ class _Room:
 
 def _mib(size: float) -> str:
     return f"{size / 2**20:.0f} MiB"
+
+
+def _may_go_now(site: Site) -> bool:
+    """Whether there is room, or those that would go need not stay."""
+    return site.loss is not None and site.loss < _LATER

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loomserve.platform.state import Presence
 
@@ -19,6 +19,8 @@ class ElasticModel:
         idle_s: For how long it has had no request; 0: it has some.
         returns_s: Mean time between its uses; None: unknown.
         devices: Where its replicas are, or come.
+        choices: Devices of which it gets one if it is loaded now; none: those above.
+        heat: Share of the last minute in which it had requests.
         held_bytes: What it takes now, and until it is settled.
         ready_bytes: What it takes when it is ready.
         asleep_bytes: What it takes when it sleeps.
@@ -44,6 +46,8 @@ class ElasticModel:
     returns_s: float | None = None
     can_sleep: bool = True
     pinned: bool = False
+    choices: tuple[str, ...] = ()
+    heat: float = 0.0
     sleep_after_s: float | None = None
     unload_after_s: float | None = None
 
@@ -72,10 +76,12 @@ class ModelDemand:
 
     Attributes:
         waited_s: For how long the first of them has.
+        device: Where others go already so that it may come; None: nowhere.
     """
 
     model: str
     waited_s: float
+    device: str | None = None
 
 
 @dataclass(frozen=True)
@@ -110,12 +116,16 @@ class PresenceChange:
 
     Attributes:
         drains: It has requests, which end first; those that come meanwhile wait.
+        device: Where it is loaded; None: where it is, or its devices say.
+        why_there: For a person.
     """
 
     model: str
     presence: Presence
     why: str
     drains: bool = False
+    device: str | None = None
+    why_there: str = ""
 
 
 @dataclass(frozen=True)
@@ -129,7 +139,12 @@ class NoRoom:
 
 @dataclass(frozen=True)
 class ElasticDecision:
-    """Demands that are neither met by a change nor refused go on waiting."""
+    """Demands that are neither met by a change nor refused go on waiting.
+
+    Attributes:
+        waiting_at: Where they are to come, by model, of those that may come to several devices.
+    """
 
     changes: tuple[PresenceChange, ...] = ()
     refused: tuple[NoRoom, ...] = ()
+    waiting_at: Mapping[str, str] = field(default_factory=dict)

@@ -45,6 +45,11 @@ def chosen_victims(
     return chosen
 
 
+def loss_of(candidates: Sequence[ElasticModel], chosen: Mapping[str, Presence]) -> float:
+    """Share of the time that these will be waited for, since they are put away."""
+    return sum(_loss(each, chosen[each.name]) for each in candidates if each.name in chosen)
+
+
 def _options(
     candidates: Sequence[ElasticModel], chosen: Mapping[str, Presence]
 ) -> Iterator[tuple[ElasticModel, Presence]]:

@@ -375,3 +375,71 @@ def test_idle_models_sleep_and_end_by_themselves(
             await until(lambda: not serve.devices("here"))
 
     asyncio.run(scenario())
+
+
+# Two devices of which each holds one that is ready.
+TWO = Config(
+    devices=[
+        {"name": "core0", "cores": (0,), "memory": int(2 * GIB)},
+        {"name": "core1", "cores": (1,), "memory": int(2 * GIB)},
+    ],
+    models=[HERE],
+    elastic={"residence_s": 0},
+)
+LATE = Model(name="late", source="demo")
+
+
+def placement(controller: Controller, name: str) -> str:
+    return next(model.placement for model in controller._state().models if model.name == name)
+
+
+def test_a_model_without_devices_comes_where_there_is_least_to_do(
+    serve: FakeServe,
+    calls: FakeCalls,
+) -> None:
+    async def scenario() -> None:
+        async with running(TWO) as one:
+            await heard(one, alive(HERE, in_flight=1, idle_s=0.0, running=1))
+            await told(one.load(LATE))
+            await until(lambda: serve.devices("late"))
+            assert serve.devices("late") == ["core1"]
+            assert placement(one, "late").startswith("core1 has least to do (core0: busy ")
+            assert placement(one, "here") == ""
+            await one._save()  # as twice a second
+        # Who comes after knows where it is.
+        async with running(TWO, first=False) as next_one:
+            assert next_one._fleet.registry.record("late").devices == ("core1", "core0")
+            assert placement(next_one, "late").startswith("core1 has least to do")
+
+    asyncio.run(scenario())
+
+
+def test_one_without_devices_waits_for_a_request_where_there_is_no_room(
+    serve: FakeServe,
+    calls: FakeCalls,
+) -> None:
+    async def scenario() -> None:
+        busy = {"in_flight": 1, "idle_s": 0.0, "running": 1}
+        config = TWO.model_copy(update={"devices": TWO.devices[:1]})
+        async with running(config) as one:
+            await heard(one, alive(HERE, **busy))  # type: ignore[arg-type]
+            await told(one.load(LATE))
+            assert states(one)["late"] is ModelStatus.UNLOADED
+            await heard(one, alive(HERE))
+            await wanted(one, "late")
+            await until(lambda: serve.devices("late"))
+
+    asyncio.run(scenario())
+
+
+def test_one_without_devices_that_is_on_demand_is_not_loaded_yet(
+    serve: FakeServe,
+    calls: FakeCalls,
+) -> None:
+    async def scenario() -> None:
+        async with running(TWO) as one:
+            await told(one.load(LATE.model_copy(update={"start": "on_demand"})))
+            await asyncio.sleep(0.1)
+            assert (states(one)["late"], serve.devices("late")) == (ModelStatus.UNLOADED, [])
+
+    asyncio.run(scenario())

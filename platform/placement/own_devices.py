@@ -1,0 +1,81 @@
+"""Devices where the configuration leaves them to the platform, and the memory of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.config import LOCAL_NODE, Device
+from loomserve.platform.devices.machine import MachineParts
+from loomserve.platform.placement.policy.division import divided
+
+# What is free shall not be used to the last byte: of a node's memory, and of a GPU's, in which its
+# driver and vLLM's own buffers are too.
+_CPU_SHARE, _GPU_SHARE = 15 / 16, 0.9
+_MIB = 2**20
+_NAME = 48
+
+
+@dataclass(frozen=True)
+class NodeParts:
+    """
+    Attributes:
+        parts: What a node has.
+        taken: Bytes of it that all but engines will take.
+    """
+
+    parts: MachineParts
+    taken: float
+
+
+def own_devices(nodes: Mapping[str, NodeParts]) -> tuple[Device, ...]:
+    """Devices of all that there is: GPUs where a node has some, else its cores.
+
+    Args:
+        nodes: By name; of no cluster, the one is ``LOCAL_NODE``.
+    """
+    return tuple(device for name, node in nodes.items() for device in _devices_of(name, node.parts))
+
+
+def _devices_of(node: str, parts: MachineParts) -> Iterator[Device]:
+    on = None if node == LOCAL_NODE else node
+    prefix = f"{node[:_NAME]}-" if on else ""
+    for gpu in parts.gpus:
+        yield Device(name=f"{prefix}gpu{gpu}", kind="cuda", gpu=gpu, node=on)
+    for cores in divided(parts.cores) if not parts.gpus else ():
+        name = f"core{cores[0]}" if len(cores) == 1 else f"cores{cores[0]}-{cores[-1]}"
+        yield Device(name=prefix + name, cores=cores, node=on)
+
+
+def with_memory(devices: Sequence[Device], nodes: Mapping[str, NodeParts]) -> tuple[Device, ...]:
+    """The devices, each with the memory that models on it may take together.
+
+    What the configuration says stays. The CPU devices of a node share by their cores what is left.
+
+    Raises:
+        StartError: nothing is.
+    """
+    return tuple(
+        device if device.memory is not None else _with_share(device, devices, nodes[device.on])
+        for device in devices
+    )
+
+
+def _with_share(device: Device, devices: Sequence[Device], node: NodeParts) -> Device:
+    if device.gpu is not None:
+        memory = _GPU_SHARE * node.parts.gpus.get(device.gpu, 0)
+    else:
+        there = [each for each in devices if each.kind == "cpu" and each.on == device.on]
+        given = sum(each.memory or 0 for each in there)
+        cores = sum(len(each.cores) for each in there if each.memory is None)
+        left = _CPU_SHARE * node.parts.memory - node.taken - given
+        memory = left * len(device.cores) / cores
+    if memory < _MIB:
+        where = "" if device.on == LOCAL_NODE else f" of node {device.on!r}"
+        raise StartError(
+            f"no memory is left for models on device {device.name!r}{where}: "
+            f"{node.parts.memory / 2**30:.1f} GiB are free, and the platform needs "
+            f"{node.taken / 2**30:.1f}: end other programs, or set devices.memory"
+        )
+    return device.model_copy(update={"memory": int(memory) // _MIB * _MIB})

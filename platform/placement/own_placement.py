@@ -1,0 +1,80 @@
+"""What a configuration leaves to the platform, filled in from this machine or a cluster's nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+from loomserve.platform.config import LOCAL_NODE, Config, Model, OfflineModel
+from loomserve.platform.devices.machine import MachineParts, parts_here
+from loomserve.platform.devices.memory import node_bytes, offline_bytes, platform_bytes
+from loomserve.platform.models import catalog
+from loomserve.platform.placement.by_itself import Placed, leaves_something, placed
+from loomserve.platform.placement.own_devices import NodeParts
+
+Say = Callable[[str], None]
+
+
+def placed_here(config: Config, base: Path, say: Say, left_behind: int = 0) -> Placed:
+    """The configuration, placed on this machine, which is no node of a cluster.
+
+    Args:
+        config: what may leave something out.
+        base: folder to which sources are relative.
+        say: is told what is fetched.
+        left_behind: bytes of an earlier KV store that the next one takes over.
+
+    Raises:
+        ConfigError: a source is wrong.
+        StartError: a model fits nowhere, or cannot be fetched.
+    """
+    if not leaves_something(config):
+        return Placed(config)
+    weights = _weights(config, base, say)
+    taken = _taken_once(config, weights) + _store(config)
+    here = NodeParts(parts_here(), taken - left_behind)
+    return placed(config, base, {LOCAL_NODE: here}, weights)
+
+
+def placed_on(
+    config: Config, base: Path, say: Say, nodes: Mapping[str, MachineParts], own: str | None
+) -> Placed:
+    """The same on a cluster's nodes, of which ``own`` has what there is but once."""
+    weights = _weights(config, base, say)
+    front_ends = config.server.front_ends if config.has_gateways_on_each_node else 0
+    once, elsewhere = _taken_once(config, weights), node_bytes(front_ends)
+    there = {
+        name: NodeParts(parts, (once if name == own else elsewhere) + _store(config))
+        for name, parts in nodes.items()
+    }
+    return placed(config, base, there, weights)
+
+
+def said(placed: Placed) -> Iterator[str]:
+    """What was decided, a line each."""
+    if not placed.berths:
+        return
+    for device in placed.config.devices:
+        assert device.memory is not None
+        yield f"device {device.name}: {device.memory / 2**30:.1f} GiB for models"
+    for name, berth in placed.berths.items():
+        yield f"{name}: {berth.why}"
+
+
+def _weights(config: Config, base: Path, say: Say) -> dict[str, int]:
+    """Bytes of all models' weights, which are fetched if need be; 0 where only the hub knows."""
+    found = {}
+    models: list[Model | OfflineModel] = [*config.models, *config.offline_models]
+    for model in models:
+        path = catalog.resolve(model.source, base, progress=say, revision=model.revision)
+        found[model.name] = catalog.weight_bytes(path) if isinstance(path, Path) else 0
+    return found
+
+
+def _taken_once(config: Config, weights: Mapping[str, int]) -> float:
+    offline = sum(offline_bytes(each, weights[each.name]) for each in config.offline_models)
+    return platform_bytes(config.server.front_ends) + offline
+
+
+def _store(config: Config) -> int:
+    return config.kvstore.memory if config.kvstore is not None else 0

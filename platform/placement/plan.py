@@ -1,0 +1,98 @@
+"""Where models go and why, as a person reads it: of a file, or of a platform that runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.config import Model, load
+from loomserve.platform.devices.claims import place
+from loomserve.platform.devices.memory import least_replicas
+from loomserve.platform.placement.by_itself import Placed, leaves_something
+from loomserve.platform.placement.own_placement import placed_here
+from loomserve.platform.state import PlatformState
+
+_GIVEN = "the configuration says"
+
+
+@dataclass(frozen=True)
+class PlannedDevice:
+    """A device; ``memory`` is bytes that models on it may take together, None: no bound."""
+
+    name: str
+    place: str
+    memory: int | None
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """
+    Attributes:
+        devices: Of its replicas.
+        start: ``now`` or ``on_demand``; of a platform that runs, the model's status.
+        size: Estimated bytes of a replica; None: not asked.
+    """
+
+    name: str
+    devices: tuple[str, ...]
+    start: str
+    size: float | None
+    why: str
+
+
+@dataclass(frozen=True)
+class PlacementPlan:
+    devices: tuple[PlannedDevice, ...]
+    models: tuple[PlannedModel, ...]
+
+
+def plan_of_file(path: Path, say: Callable[[str], None]) -> PlacementPlan:
+    """What a platform with this configuration would begin with on this machine.
+
+    Raises:
+        ConfigError: the file is wrong, or leaves to the platform what only a cluster's nodes know.
+        StartError: a model fits nowhere, or cannot be fetched.
+    """
+    config = load(path)
+    if config.cluster is not None and leaves_something(config):
+        raise ConfigError(
+            f"{path}: what the cluster's nodes have is known once loomserve serve has joined it: "
+            "ask the platform that runs (loomserve plan)"
+        )
+    placed = placed_here(config, path.parent, say)
+    devices = tuple(
+        PlannedDevice(each.name, place(each), each.memory) for each in placed.config.devices
+    )
+    return PlacementPlan(devices, tuple(_planned(each, placed) for each in placed.counted.models))
+
+
+def _planned(model: Model, placed: Placed) -> PlannedModel:
+    berth = placed.berths.get(model.name)
+    used = len(model.devices) if model.pipeline else least_replicas(model)
+    return PlannedModel(
+        name=model.name,
+        devices=model.devices[:used],
+        start="on_demand" if model.start == "on_demand" else "now",
+        size=placed.sizes.get(model.name),
+        why=berth.why if berth is not None else _GIVEN,
+    )
+
+
+def plan_of_platform(state: PlatformState) -> PlacementPlan:
+    """What a platform that runs has decided."""
+    return PlacementPlan(
+        tuple(PlannedDevice(each.name, each.place, each.memory) for each in state.devices),
+        tuple(
+            PlannedModel(
+                name=model.name,
+                devices=tuple(each.device for each in model.replicas)
+                or model.devices[: model.target_replicas],
+                start=str(model.status),
+                size=None,
+                why=model.placement or _GIVEN,
+            )
+            for model in state.models
+        ),
+    )

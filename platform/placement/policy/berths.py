@@ -1,0 +1,221 @@
+"""Gives models their first devices, before anybody has asked for any.
+
+Nothing is known of their traffic then. The order of the file tells who goes first; memory and a
+balance between the devices tell where. Later, whoever is loaded anew goes where there is room and
+least to do (``sites.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+Start = Literal["auto", "now", "on_demand"]
+
+
+@dataclass(frozen=True)
+class Spot:
+    """A device.
+
+    Attributes:
+        cores: Of a CPU device; None: it is a GPU.
+        memory: Bytes that models on it may take together.
+    """
+
+    name: str
+    memory: float
+    cores: int | None = 1
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.cores is None
+
+
+@dataclass(frozen=True)
+class Newcomer:
+    """A model without devices.
+
+    Attributes:
+        size: Bytes of a replica.
+        replicas: None: one, and further ones on devices that no other model has.
+    """
+
+    name: str
+    size: float
+    start: Start = "auto"
+    replicas: int | None = None
+
+
+@dataclass(frozen=True)
+class Berth:
+    """
+    Attributes:
+        devices: Where its replicas are first, then where else they may come.
+        replicas: How many there are to be.
+        starts: Whether it is loaded with the platform.
+        why: For a person.
+    """
+
+    devices: tuple[str, ...]
+    replicas: int
+    starts: bool
+    why: str
+
+
+@dataclass(frozen=True)
+class NoBerth:
+    """Why a model has no place; ``field`` is the model's that says too much."""
+
+    why: str
+    field: str
+
+
+@dataclass
+class Taken:
+    """What models that are placed take of each device.
+
+    Attributes:
+        memory: Bytes of models that start with the platform.
+        starting: How many of these there are.
+        expected: Bytes of all models whose berth it is, loaded or not.
+    """
+
+    memory: dict[str, float] = field(default_factory=dict)
+    starting: dict[str, int] = field(default_factory=dict)
+    expected: dict[str, float] = field(default_factory=dict)
+
+    def add(self, device: str, size: float, *, starts: bool) -> None:
+        self.expected[device] = self.expected.get(device, 0.0) + size
+        if starts:
+            self.memory[device] = self.memory.get(device, 0.0) + size
+            self.starting[device] = self.starting.get(device, 0) + 1
+
+
+def first_berths(
+    newcomers: Sequence[Newcomer], spots: Sequence[Spot], taken: Taken
+) -> dict[str, Berth | NoBerth]:
+    """A berth for each model, by its name; those that start never take more than there is.
+
+    Args:
+        newcomers: In the order of the file.
+        spots: All devices; none of them has more models than its memory holds.
+        taken: By models whose devices are given; it is added to.
+    """
+    berths = {each.name: _berth(each, spots, taken) for each in newcomers}
+    _fill_empty(newcomers, spots, taken, berths)
+    return berths
+
+
+def _berth(model: Newcomer, spots: Sequence[Spot], taken: Taken) -> Berth | NoBerth:
+    possible = [each for each in spots if model.size <= each.memory]
+    # A model's devices are of one kind; where there are GPUs, they are what the cores serve.
+    if any(each.is_gpu for each in possible):
+        possible = [each for each in possible if each.is_gpu]
+    wanted = model.replicas or 1
+    if not possible:
+        return NoBerth(_too_large(model, spots), "source")
+    if wanted > len(possible):
+        names = ", ".join(each.name for each in possible)
+        why = f"it asks for {wanted} replicas, one a device, and {names} can have one each"
+        return NoBerth(why, "replicas")
+    starting = [] if model.start == "on_demand" else _with_room(model, possible, taken)[:wanted]
+    if len(starting) == wanted:
+        return _settled(model, starting, possible, taken, starts=True)
+    if model.start == "now":
+        free = ", ".join(f"{each.name} {_gib(_free(each, taken))}" for each in possible)
+        return NoBerth(f"it needs {_gib(model.size)}, and so much is left: {free}", "start")
+    # Where it will find least that other models want too.
+    quiet = sorted(possible, key=lambda each: taken.expected.get(each.name, 0.0) / each.memory)
+    quiet = quiet[:wanted]
+    return _settled(model, quiet, possible, taken, starts=False)
+
+
+def _with_room(model: Newcomer, possible: Iterable[Spot], taken: Taken) -> list[Spot]:
+    """Devices on which it may start, the one with the most room first."""
+    there = [each for each in possible if model.size <= _free(each, taken)]
+    if model.start == "auto":
+        # Engines that start at once on one core merely wait for each other.
+        there = [
+            each
+            for each in there
+            if each.cores is None or taken.starting.get(each.name, 0) < each.cores
+        ]
+    return sorted(there, key=lambda each: -_free(each, taken))
+
+
+def _settled(
+    model: Newcomer, chosen: Sequence[Spot], possible: Sequence[Spot], taken: Taken, *, starts: bool
+) -> Berth:
+    why = _why(model, chosen, possible, taken, starts=starts)
+    for each in chosen:
+        taken.add(each.name, model.size, starts=starts)
+    rest = [each.name for each in possible if each not in chosen]
+    return Berth((*(each.name for each in chosen), *rest), len(chosen), starts, why)
+
+
+def _why(
+    model: Newcomer, chosen: Sequence[Spot], possible: Sequence[Spot], taken: Taken, *, starts: bool
+) -> str:
+    names = ", ".join(each.name for each in chosen)
+    if starts:
+        free = min(_free(each, taken) for each in chosen)
+        most = "the most room" if len(possible) > len(chosen) else "room"
+        return f"{names} had {most}: {_gib(free)}, of which it takes {_gib(model.size)}"
+    if model.start == "on_demand":
+        return f"{names} has the fewest bytes of models; it comes when it is asked for"
+    if not any(model.size <= _free(each, taken) for each in possible):
+        return f"{_gib(model.size)} are left nowhere by models before it in the file"
+    return "each core has a model that starts already; it comes when it is asked for"
+
+
+def _fill_empty(
+    newcomers: Sequence[Newcomer],
+    spots: Sequence[Spot],
+    taken: Taken,
+    berths: dict[str, Berth | NoBerth],
+) -> None:
+    """Further replicas on devices that no model has, one a model in turn."""
+    empty = [each for each in spots if each.name not in taken.expected]
+    for spot in empty:
+        for model in sorted(newcomers, key=lambda each: _replicas(berths[each.name])):
+            berth = berths[model.name]
+            if not isinstance(berth, Berth) or not berth.starts or model.replicas is not None:
+                continue
+            if spot.name in berth.devices and model.size <= spot.memory:
+                berths[model.name] = _grown(berth, spot)
+                taken.add(spot.name, model.size, starts=True)
+                break
+
+
+def _replicas(berth: Berth | NoBerth) -> int:
+    return berth.replicas if isinstance(berth, Berth) else 0
+
+
+def _grown(berth: Berth, spot: Spot) -> Berth:
+    there = berth.devices[: berth.replicas]
+    rest = [name for name in berth.devices if name not in (*there, spot.name)]
+    return Berth(
+        (*there, spot.name, *rest),
+        berth.replicas + 1,
+        berth.starts,
+        f"{berth.why}; {spot.name} has no other model",
+    )
+
+
+def _free(spot: Spot, taken: Taken) -> float:
+    return spot.memory - taken.memory.get(spot.name, 0.0)
+
+
+def _too_large(model: Newcomer, spots: Sequence[Spot]) -> str:
+    largest = max((each.memory for each in spots), default=0.0)
+    return f"it needs {_gib(model.size)}, and no device may give models more than {_gib(largest)}"
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
+
+
+def unplaced(berths: Mapping[str, Berth | NoBerth]) -> dict[str, NoBerth]:
+    """Those that have no berth, by their names."""
+    return {name: berth for name, berth in berths.items() if isinstance(berth, NoBerth)}
