@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Iterator
 
 from loomserve.platform.config import Model
+from loomserve.platform.fleet.messages import LenderReplica
+from loomserve.platform.fleet.pairing import PairingReplica, paired
+from loomserve.platform.fleet.registry import Registry, ReplicaRecord
 from loomserve.platform.state.lending_options import LendingOptions
+
+_EVERY_S = 1.0
 
 
 def lenders_of(model: Model, models: Iterable[Model]) -> tuple[str, ...]:
@@ -13,6 +18,7 @@ def lenders_of(model: Model, models: Iterable[Model]) -> tuple[str, ...]:
 
     A model that lends too borrows from itself only: its replicas compute shards of one another. One
     replica lends or borrows at a time, or its borrowers would wait while it waits for its lender.
+    Where pairs are found from traffic, this says nothing.
     """
     wants = model.lending
     if wants is None or wants.borrow_memory is None:
@@ -33,6 +39,17 @@ def lending_options(model: Model, models: Iterable[Model]) -> LendingOptions | N
     given = model.lending
     if given is None:
         return None
+    if given.auto:
+        return LendingOptions(
+            borrow_bytes=model.kv_cache_memory,
+            lend_bytes=model.kv_cache_memory,
+            placement=given.placement,
+            lent_share=given.lent_share,
+            patience_ms=given.patience_ms,
+            tpot_budget=given.tpot_budget,
+            # Slices would have to be timed and packed at each start.
+            polling="operators",
+        )
     return LendingOptions(
         borrow_bytes=given.borrow_memory or 0,
         lend_bytes=given.lend_memory or 0,
@@ -42,3 +59,76 @@ def lending_options(model: Model, models: Iterable[Model]) -> LendingOptions | N
         patience_ms=given.patience_ms,
         tpot_budget=given.tpot_budget,
     )
+
+
+class FoundPairs:
+    """The pairs of replicas that traffic has made; those that have loans outlive a controller."""
+
+    def __init__(self) -> None:
+        self._lenders: dict[str, str] = {}
+        self._found_at = float("-inf")
+
+    def follow(self, registry: Registry, now: float, off: Container[tuple[str, str]]) -> None:
+        """Look once a second who is hot and who is cold.
+
+        Args:
+            registry: of the replicas.
+            now: by its clock.
+            off: borrowers' and lenders' models that an operator keeps apart.
+        """
+        if now - self._found_at < _EVERY_S:
+            return
+        self._found_at = now
+        replicas = [
+            each
+            for each in registry.all_live(now)
+            if each.model.lending is not None and each.model.lending.auto
+        ]
+        there = {each.id: loan.lender_replica for each in replicas for loan in each.heartbeat.loans}
+        seats = [_seat(each, stays=registry.record(each.model.name).stays) for each in replicas]
+        self._lenders = paired(seats, self._lenders | there, off)
+
+    def lender_of(self, borrower: ReplicaRecord, registry: Registry) -> Iterator[LenderReplica]:
+        """The replica from which this one borrows, if it is to."""
+        lender = registry.find(self._lenders.get(borrower.id, ""))
+        if lender is not None:
+            yield LenderReplica(
+                model=lender.model.name, id=lender.id, address=lender.heartbeat.address
+            )
+
+    def kept_apart(
+        self, registry: Registry, off: Iterable[tuple[str, str]]
+    ) -> set[tuple[str, str]]:
+        """Borrower's and lender's model of the pairs that would be found but for an operator."""
+        auto = {each.name for each in registry.models if each.lending and each.lending.auto}
+        return {pair for pair in off if auto.issuperset(pair)}
+
+    def models(self, registry: Registry) -> Iterator[tuple[str, str]]:
+        """Borrower's and lender's model of each pair."""
+        for pair in self._lenders.items():
+            one, other = map(registry.find, pair)
+            if one is not None and other is not None:
+                yield one.model.name, other.model.name
+
+
+def _seat(replica: ReplicaRecord, *, stays: bool) -> PairingReplica:
+    heartbeat, load = replica.heartbeat, replica.heartbeat.stats.load
+    return PairingReplica(
+        id=replica.id,
+        model=replica.model.name,
+        device=replica.device,
+        node=replica.node,
+        usage=_own_usage(replica),
+        waiting=load.waiting if load is not None else 0,
+        idle_s=load.idle_s if load is not None else 0.0,
+        requests_away=sum(loan.requests for loan in heartbeat.loans),
+        may_lend=stays and not replica.stops and not replica.asleep,
+    )
+
+
+def _own_usage(replica: ReplicaRecord) -> float:
+    """Share of its own KV memory that is in use."""
+    said, load = replica.heartbeat.borrowing, replica.heartbeat.stats.load
+    if said is not None and said.loans:
+        return 1.0 - said.own_free_blocks / max(1, said.own_blocks)
+    return load.kv_cache_usage if load is not None else 0.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from loomserve.platform.base.errors import NotFound
 from loomserve.platform.fleet.desired_loans import DesiredLoans, DesiredShard, Place, place_of
-from loomserve.platform.fleet.lending_pairs import lenders_of
+from loomserve.platform.fleet.lending_pairs import FoundPairs, lenders_of
 from loomserve.platform.fleet.messages import Heartbeat, LenderReplica
 from loomserve.platform.fleet.registry import Registry, ReplicaRecord
 from loomserve.platform.state import (
@@ -27,6 +27,7 @@ class FleetLoans:
 
     registry: Registry
     desired: DesiredLoans = field(default_factory=DesiredLoans)
+    found: FoundPairs = field(default_factory=FoundPairs)
 
     # What operators and plans change
 
@@ -108,9 +109,11 @@ class FleetLoans:
             models=tuple(
                 LendingModelState(
                     model=model.name,
-                    lend_memory=lending.lend_memory,
-                    borrow_memory=lending.borrow_memory,
-                    tpot_budget=lending.tpot_budget if lending.lend_memory else None,
+                    lend_memory=model.kv_cache_memory if lending.auto else lending.lend_memory,
+                    borrow_memory=model.kv_cache_memory if lending.auto else lending.borrow_memory,
+                    tpot_budget=(
+                        lending.tpot_budget if lending.lend_memory or lending.auto else None
+                    ),
                 )
                 for model in self.registry.models
                 if (lending := model.lending) is not None
@@ -166,6 +169,10 @@ class FleetLoans:
         mine = {loan.lender_replica for loan in borrower.heartbeat.loans}
         if self.registry.record(borrower.model.name).presence is not Presence.READY:
             return
+        if borrower.model.lending is not None and borrower.model.lending.auto:
+            self.found.follow(self.registry, now, self.desired.pairs_off)
+            yield from self.found.lender_of(borrower, self.registry)
+            return
         asked = Counter(loan.lender_replica for loan in self._loans(now))
         place = place_of(borrower.heartbeat)
         for lender in lenders_of(borrower.model, self.registry.models):
@@ -200,6 +207,8 @@ class FleetLoans:
         for model in self.registry.models:
             for lender in lenders_of(model, self.registry.models):
                 yield model.name, lender
+        found = {*self.found.models(self.registry)}
+        yield from sorted(found | self.found.kept_apart(self.registry, self.desired.pairs_off))
 
     def _loans(self, now: float) -> Iterator[LoanState]:
         for replica in self.registry.all_live(now):
@@ -235,9 +244,5 @@ class FleetLoans:
             and lender.device != borrower.device
             and not lender.stops
             and not lender.asleep
-            and self._stays(lender.model.name)
+            and self.registry.record(lender.model.name).stays
         )
-
-    def _stays(self, model: str) -> bool:
-        record = self.registry.record(model)
-        return record.unload_deadline is None and record.presence is Presence.READY

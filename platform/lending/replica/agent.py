@@ -33,6 +33,8 @@ class LoanAgent:
         self._reconciler: LoanReconciler | None = None
         self._endpoint: LoanEndpoint | None = None
         model, lending = spec.model.name, spec.lending
+        # Most models that find their pairs by themselves have none.
+        quiet = spec.model.lending is not None and spec.model.lending.auto
         if lending is not None and lending.borrow_bytes:
             self._reconciler = LoanReconciler(
                 rpc,
@@ -41,9 +43,10 @@ class LoanAgent:
                 most=lending.lenders,
                 internal_token=spec.internal_token,
                 drain_timeout_s=spec.drain_timeout_s,
+                quiet=quiet,
             )
         if lending is not None and lending.lend_bytes:
-            self._endpoint = LoanEndpoint(rpc, model=model, replica_id=replica_id)
+            self._endpoint = LoanEndpoint(rpc, model=model, replica_id=replica_id, quiet=quiet)
 
     @property
     def routes(self) -> list[Route]:

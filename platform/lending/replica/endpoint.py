@@ -27,16 +27,17 @@ _MISSES = 6
 class LoanEndpoint:
     """Loans of one lender's replica."""
 
-    def __init__(self, rpc: EngineRpc, *, model: str, replica_id: str) -> None:
+    def __init__(self, rpc: EngineRpc, *, model: str, replica_id: str, quiet: bool = False) -> None:
         """
         Args:
             rpc: to the engine that lends.
             model: whose engine that is.
             replica_id: the replica's.
+            quiet: leave the engine alone while it lends nothing.
         """
         self.lent: tuple[LentState, ...] = ()
         self._engine = LenderCalls(rpc)
-        self._model, self._replica_id = model, replica_id
+        self._model, self._replica_id, self._quiet = model, replica_id, quiet
         self._borrowers: dict[str, str] = {}
         self._missed: Counter[str] = Counter()
         self._draining = False
@@ -60,6 +61,8 @@ class LoanEndpoint:
     async def reconcile(self) -> None:
         """Take back loans that nobody uses, and publish what the others are."""
         async with self._one_at_a_time:
+            if self._quiet and not self._borrowers and not self.lent:
+                return  # the engine need not be asked
             await self._engine.on_idle()
             for lent in await self._engine.lent_state():
                 if not lent.is_open or self._missed[lent.name] >= _MISSES:

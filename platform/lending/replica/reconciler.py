@@ -90,6 +90,7 @@ class LoanReconciler:
         most: int,
         internal_token: str,
         drain_timeout_s: float,
+        quiet: bool = False,
         folder: Path = SHARED_MEMORY,
     ) -> None:
         """
@@ -100,13 +101,14 @@ class LoanReconciler:
             most: loans that the engine can have at a time.
             internal_token: what lenders' replicas ask for.
             drain_timeout_s: time that requests may stay with a lender while a loan drains.
+            quiet: leave the engine alone while there is no loan, and none is to be.
             folder: of the task rings, in shared memory.
         """
         self.state: BorrowingState | None = None
         self._engine = BorrowerCalls(rpc)
         self._model, self._replica_id = model, replica_id
         self._most = most
-        self._drain_timeout_s = drain_timeout_s
+        self._drain_timeout_s, self._quiet = drain_timeout_s, quiet
         self._folder = folder
         self._desired: DesiredState | None = None
         self._missed: Counter[str] = Counter()
@@ -133,6 +135,8 @@ class LoanReconciler:
         """Open, limit, drain and end loans until they are the desired ones."""
         if self._desired is None:
             return
+        if self._quiet and not self._loans and not self._desired.lenders and self.state is not None:
+            return  # the engine need not be asked
         there = {loan.name: loan for loan in (await self._engine.loan_state()).loans}
         for loan in list(self._loans.values()):
             if loan.name not in there:

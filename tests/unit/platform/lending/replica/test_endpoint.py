@@ -109,6 +109,23 @@ async def test_a_loan_is_shown_from_its_opening_to_its_end(
     assert (await client.delete(f"{LOANS_PATH}/loan-1")).json() == {"ended": False}
 
 
+async def test_an_engine_that_lends_nothing_is_left_alone(cold: Cold) -> None:
+    asked: list[str] = []
+
+    async def call(name: str, *given: Any) -> Any:
+        asked.append(name)
+        return await cold.call(name, *given)
+
+    endpoint = LoanEndpoint(call, model="cold", replica_id="c0", quiet=True)
+    await endpoint.reconcile()
+    assert not asked
+    app = httpx.ASGITransport(Starlette(routes=endpoint.routes))
+    async with httpx.AsyncClient(transport=app, base_url="http://lender") as client:
+        await client.post(LOANS_PATH, json=loan())
+    await endpoint.reconcile()
+    assert asked.count("on_idle") == 1
+
+
 async def test_what_the_engine_refuses_is_told_in_its_words(client: httpx.AsyncClient) -> None:
     await client.post(LOANS_PATH, json=loan())
     refused = await client.post(LOANS_PATH, json=loan("loan-2"))

@@ -138,10 +138,12 @@ async def listening(cold: Cold) -> AsyncIterator[Cold]:
 
 
 @asynccontextmanager
-async def reconciling(hot: Hot, folder: Path, most: int = 1) -> AsyncIterator[LoanReconciler]:
+async def reconciling(
+    hot: Hot, folder: Path, most: int = 1, quiet: bool = False
+) -> AsyncIterator[LoanReconciler]:
     reconciler = LoanReconciler(
         hot.call, model="hot", replica_id="h0", most=most, internal_token="secret",
-        drain_timeout_s=30, folder=folder,
+        drain_timeout_s=30, quiet=quiet, folder=folder,
     )  # fmt: skip
     try:
         yield reconciler
@@ -192,6 +194,21 @@ async def test_a_loan_is_opened_once_and_shown(tmp_path: Path) -> None:
     assert not cold.lent
     assert not hot.loans
     assert not rings(tmp_path)
+
+
+async def test_an_engine_without_loans_is_left_alone_if_none_is_to_be(tmp_path: Path) -> None:
+    hot = Hot()
+    async with listening(Cold()) as cold, reconciling(hot, tmp_path, quiet=True) as reconciler:
+        reconciler.apply(desired())
+        await reconciler.reconcile(0)
+        assert reconciler.state is not None
+        asked = len(hot.called)
+        await reconciler.reconcile(1)
+        assert len(hot.called) == asked
+        reconciler.apply(desired(lender(cold)))
+        await reconciler.reconcile(2)
+        assert reconciler.state.loans
+        assert len(hot.called) > asked
 
 
 async def test_a_loan_with_a_lender_that_is_switched_off_ends_when_no_request_is_left(
