@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -31,6 +32,7 @@ class Simulated:
     asleep: float
     devices: tuple[str, ...]
     pinned: bool
+    anywhere: bool = False
     presence: Presence = Presence.UNLOADED
     before: float = 0.0
     ticks: int = 0
@@ -57,8 +59,14 @@ class Simulated:
             idle_s=0.0 if now < self.busy_until else now - self.used + 0.1,
             devices=self.devices, held_bytes=self.held, ready_bytes=self.ready,
             asleep_bytes=self.asleep, wake_s=0.5, load_s=4.0, pinned=self.pinned,
+            choices=self.choices, heat=float(now < self.busy_until),
             sleep_after_s=40.0, unload_after_s=200.0,
         )  # fmt: skip
+
+    @property
+    def choices(self) -> tuple[str, ...]:
+        gone = self.presence is Presence.UNLOADED and not self.ticks
+        return ("d", "e") if self.anywhere and gone and len(self.devices) == 1 else ()
 
     def become(self, presence: Presence, now: float, *, drains: bool = False) -> None:
         self.before, load = self.held, self.presence is Presence.UNLOADED
@@ -76,6 +84,7 @@ class World:
         self.models = {each.name: each for each in models}
         self.budgets = budgets
         self.waiting: dict[str, float] = {}
+        self.waiting_at: Mapping[str, str] = {}
         self.now = 0.0
         self.refused = 0
 
@@ -97,12 +106,19 @@ class World:
             if model.presence is Presence.READY and not model.ticks:
                 del self.waiting[name]
                 self.ask(name, 1.0)
-        demands = [ModelDemand(name, self.now - at) for name, at in self.waiting.items()]
+        at = self.waiting_at
+        demands = [ModelDemand(x, self.now - since, at.get(x)) for x, since in self.waiting.items()]
         views = [each.view(self.now) for each in self.models.values()]
         decision = decide(ElasticSnapshot(views, demands, self.budgets), RULES)
         self._check(decision)
+        self.waiting_at = decision.waiting_at
         for change in decision.changes:
-            self.models[change.model].become(change.presence, self.now, drains=change.drains)
+            model = self.models[change.model]
+            if change.device is not None:
+                assert change.device in model.choices
+                assert change.why_there
+                model.devices = (change.device,)
+            model.become(change.presence, self.now, drains=change.drains)
         for refusal in decision.refused:
             del self.waiting[refusal.model]
             self.refused += 1
@@ -135,6 +151,7 @@ MODELS = st.lists(
         asleep=st.floats(0, 2),
         devices=st.sampled_from([("d",), ("e",), ("d", "e")]),
         pinned=st.booleans(),
+        anywhere=st.booleans(),
     ),
     min_size=1,
     max_size=6,
