@@ -9,7 +9,10 @@ Then names that sleep are added one by one, and the platform's memory is taken.
 
 **Twenty names**, asked for by Zipf's law, in conversations of a few turns. Memory has room for some
 of them at once; the others are loaded with a request, for which idle ones sleep or end. The same
-requests go to the same names with all of them loaded. Tokens are compared: float32.
+requests go to the same names with all of them loaded. Tokens are compared: float32. ``--plot FILE``
+draws what each name was over time.
+
+**A burst**, for a model that may have one replica or two: :mod:`benchmarks.elastic_scaling`.
 
 The exponent is that of the shares of the models that OpenRouter listed first in the spring of 2026,
 0.34 to 0.74 in five weeks.
@@ -30,6 +33,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.elastic_platform import ElasticPlatform, Models
+from benchmarks.elastic_scaling import Burst, scale_up
+from benchmarks.elastic_timeline import Timeline, plot
 from benchmarks.popularity import Answer, Asked
 from benchmarks.report import Spread, machine, percentile, publish
 from benchmarks.servers import EngineFlags, bare_arm, loomserve_arm
@@ -152,14 +157,17 @@ def zipf(source: str, options: argparse.Namespace) -> dict[str, Any]:
     for arm, models in arms.items():
         config = models.config(_FLAGS, _PORT)
         platform = ElasticPlatform(config, _PORT, f"zipf-{arm}", options.logs)
+        timeline = Timeline()
         with platform.running(options.start_timeout):
-            answers[arm] = platform.answers(load, "zipf")
+            with timeline.following(platform.statuses):
+                answers[arm] = platform.answers(load, "zipf")
             gigabytes = platform.server.memory_bytes() / 1e9
-            states = sorted(platform.statuses().values())
-        facts[arm] = _said(answers[arm]) | {"memory_gb": gigabytes, "at_the_end": states}
+        there = {status: timeline.mean(status) for status in ("ready", "asleep")}
+        facts[arm] = _said(answers[arm]) | {"memory_gb": gigabytes, "mean_models": there}
+        if options.plot and arm == "elastic":
+            plot(timeline, names, load, options.plot)
         print(f"{arm}: {facts[arm]}", flush=True)
-    there, all_there = answers["elastic"], answers["all_loaded"]
-    pairs = list(zip(there, all_there, strict=True))
+    pairs = list(zip(answers["elastic"], answers["all_loaded"], strict=True))
     return {
         "zipf_p99_first_token_vs_all_loaded": (
             facts["elastic"]["first_token_s"]["p99"] / facts["all_loaded"]["first_token_s"]["p99"]
@@ -194,6 +202,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sessions", type=float, default=0.2, help="that begin in a second")
     parser.add_argument("--seconds", type=float, default=240, help="of the load of many names")
     parser.add_argument("--seed", default="zipf")
+    parser.add_argument("--plot", type=Path, help="draw what models were while many had a load")
     parser.add_argument("--start-timeout", type=float, default=900, help="for each server, s")
     parser.add_argument("--logs", type=Path, default=RESULTS / "elastic-logs")
     parsed = parser.parse_args(words)
@@ -228,7 +237,17 @@ def _ready(source: str, options: argparse.Namespace) -> dict[str, Any]:
     return {"two_engines_ready_s": asdict(Spread.of(ready_s(source, options)))}
 
 
-_PARTS = {"ready": _ready, "starts": _starts, "sleeping": _sleeping, "zipf": zipf}
+def _scaling(source: str, options: argparse.Namespace) -> dict[str, Any]:
+    return scale_up(source, Burst(), options.servers, options.logs, options.start_timeout)
+
+
+_PARTS = {
+    "ready": _ready,
+    "starts": _starts,
+    "sleeping": _sleeping,
+    "zipf": zipf,
+    "scaling": _scaling,
+}
 
 
 def main() -> int:
@@ -238,7 +257,7 @@ def main() -> int:
     result: dict[str, Any] = {"benchmark": "elastic"}
     for part in options.parts:
         result |= _PARTS[part](source, options)
-    setup = {name: value for name, value in vars(options).items() if name != "logs"}
+    setup = {name: value for name, value in vars(options).items() if name not in {"logs", "plot"}}
     publish("elastic", result | {"setup": setup, "machine": facts}, RESULTS)
     return 0
 
