@@ -60,7 +60,9 @@ def _replica(record: ReplicaRecord, load: ReplicaLoad, leaving: bool) -> ScaledR
         tpot_s=load.step_time_s,
         ready_at_s=report.footprint.ready_at if report.footprint else 0.0,
         leaving=leaving,
-        settled=not report.in_flight and not report.lent and not load.running + load.waiting,
+        # By a report of after it knew that it is drained; one from before may be out of date.
+        settled=report.stats.draining
+        and not (report.in_flight or report.lent or load.running or load.waiting),
     )
 
 

@@ -132,7 +132,8 @@ class Scaler:
         self._forget(measured.scaled)
         changes = list[ScalingChange]()
         for model in measured.scaled:
-            self._end_drained(model)
+            if self._end_drained(model):
+                continue
             seen = look(self._watch(model.name, kept), model, at_s)
             self._watches[model.name] = seen.watch
             self._loads[model.name] = ModelScaling(
@@ -187,12 +188,14 @@ class Scaler:
             # With the next request as few come as may be.
             record.target_replicas = rules.least
 
-    def _end_drained(self, model: ScaledModel) -> None:
+    def _end_drained(self, model: ScaledModel) -> bool:
+        """End replicas that have nothing open any more; whether there were any."""
         ended = [each.id for each in model.leaving if each.settled]
         for id_ in ended:
             self.fleet.registry.drains.has_left(id_)
         if ended:
             self.set_replicas(model.name, model.target - len(ended))
+        return bool(ended)
 
     def _change(
         self, model: ScaledModel, wish: ScalingWish | None, weigh: Weigh, *, plan_runs: bool
@@ -206,7 +209,7 @@ class Scaler:
 
     def _more(self, model: ScaledModel, wish: ScalingWish, weigh: Weigh) -> ScalingChange | None:
         missing = wish.replicas - model.kept
-        back = tuple(each.id for each in model.leaving if not each.settled)[:missing]
+        back = tuple(each.id for each in model.leaving)[:missing]
         starts = list[Action]()
         for device in _free_devices(self.fleet.registry, model)[: missing - len(back)]:
             add = AddReplica(model=model.name, device=device)

@@ -24,7 +24,7 @@ class ScaledReplica:
         tpot_s: Time of its steps, each of which is a token of all that run; 0: before the first.
         ready_at_s: When it served first.
         leaving: Whether it is drained, and will be ended.
-        settled: Whether nobody has anything open with it: requests, and loans.
+        settled: Whether it takes nothing new, and has nothing open: neither requests nor loans.
     """
 
     id: str

@@ -98,6 +98,7 @@ class World:
             told = report(
                 id_, device, model=registry.record(NAME).model, load=load, told_at=self.now,
                 footprint=footprint, in_flight=running,
+                draining=known is not None and known.draining,
             )  # fmt: skip
             self.fleet.report(told, self.now)
 
