@@ -38,7 +38,7 @@ def build_adapters_router(ask: Ask) -> APIRouter:
 
     @router.put("/{name:path}", response_model=AdapterState)
     async def put(model: str, name: str, request: Annotated[AdapterRequest, Body()]) -> Any:
-        """Load an adapter, or have other weights under its name; it answers once this returns.
+        """Load an adapter, or have other weights under its name; gateways know within a second.
 
         Requests that run go on with the weights that they began with.
         """

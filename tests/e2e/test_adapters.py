@@ -28,6 +28,8 @@ BASE, SQL, POET, LATE, AWAY = "chat", "chat-sql", "chat-poet", "away-sql", "away
 PROMPT = "Once upon a time there was a fox who lived in a wood, and each morning " * 8
 TOKENS = 24
 BACK_S = 120.0
+# Gateways promise about a second; the machine that tests may be busy.
+KNOWN_S = 5.0
 
 
 def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
@@ -102,6 +104,28 @@ def text(platform: Platform, model: str) -> str:
     return str(answer(platform, model).choices[0].text)
 
 
+def ended_stream(stream: Any) -> str:
+    """The rest of its text, once it has all its tokens."""
+    chunks = list(stream)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    return "".join(chunk.choices[0].text for chunk in chunks)
+
+
+def root(platform: Platform, name: str) -> str | None:
+    """What clients are told of an adapter's source; None: there is no such adapter."""
+    with platform.http() as http:
+        card = http.get(f"/v1/models/{name}").json()
+    return card.get("root")
+
+
+def load(platform: Platform, name: str, source: str) -> dict[str, Any]:
+    """Load an adapter, and wait until the gateway knows."""
+    said = put(platform, name, source)
+    assert said.status_code == 200, said.text
+    wait_for(lambda: root(platform, name) == source, KNOWN_S)
+    return dict(said.json())
+
+
 def put(platform: Platform, name: str, source: str, model: str = BASE) -> httpx.Response:
     with platform.admin() as admin:
         path = f"/admin/v1/models/{model}/adapters/{name}"
@@ -111,15 +135,13 @@ def put(platform: Platform, name: str, source: str, model: str = BASE) -> httpx.
 def delete(platform: Platform, name: str) -> None:
     with platform.admin() as admin:
         admin.delete(f"/admin/v1/models/{BASE}/adapters/{name}").raise_for_status()
+    wait_for(lambda: root(platform, name) is None, KNOWN_S)
 
 
 @pytest.fixture(scope="module")
 def texts(platform: Platform) -> dict[str, str]:
     """What each answers, undisturbed."""
-    said = put(platform, POET, "loras/poet")
-    assert said.status_code == 200, said.text
-    assert len(said.json()["replicas"]) == 2
-    # As soon as it is said to be there, it is.
+    assert len(load(platform, POET, "loras/poet")["replicas"]) == 2
     found = {name: text(platform, name) for name in (POET, SQL, BASE)}
     assert len(set(found.values())) == 3
     return found
@@ -145,8 +167,8 @@ def test_no_adapter_meets_anothers_kv(platform: Platform, texts: dict[str, str])
     prompt = "A prompt that nobody has sent before, and that has blocks enough. " * 16
 
     def cached(model: str) -> int:
-        usage = answer(platform, model, prompt=prompt, max_tokens=1).usage
-        return int(usage.prompt_tokens_details.cached_tokens or 0)
+        details = answer(platform, model, prompt=prompt, max_tokens=1).usage.prompt_tokens_details
+        return 0 if details is None else int(details.cached_tokens)
 
     for model in (SQL, POET, BASE):
         assert cached(model) == 0
@@ -157,18 +179,16 @@ def test_no_adapter_meets_anothers_kv(platform: Platform, texts: dict[str, str])
 def test_other_weights_under_a_name_answer_at_once_and_streams_keep_theirs(
     platform: Platform, texts: dict[str, str], folder: Path
 ) -> None:
-    assert put(platform, "shifting", "loras/sql").status_code == 200
+    load(platform, "shifting", "loras/sql")
     assert text(platform, "shifting") == texts[SQL]
     stream = answer(platform, "shifting", stream=True, max_tokens=200)
-    first = [next(stream).choices[0].text for _ in range(2)]
-    assert put(platform, "shifting", "loras/poet").status_code == 200
+    first = next(stream).choices[0].text
+    load(platform, "shifting", "loras/poet")
     assert text(platform, "shifting") == texts[POET]
     delete(platform, "shifting")
     with pytest.raises(openai.NotFoundError, match="does not exist here"):
         text(platform, "shifting")
-    rest = [chunk.choices[0].text for chunk in stream]
-    assert "".join(first + rest).startswith(texts[SQL])
-    assert len(first + rest) >= 200
+    assert (first + ended_stream(stream)).startswith(texts[SQL])
 
 
 @pytest.mark.parametrize(
@@ -221,14 +241,13 @@ def test_answers_go_on_when_an_engine_is_killed_and_the_next_has_them(
     names = [SQL, POET, BASE] * 2
     with ThreadPoolExecutor(len(names)) as pool:
         streams = list(pool.map(lambda n: answer(platform, n, stream=True, max_tokens=200), names))
-        begun = [[next(stream).choices[0].text] for stream in streams]
+        begun = [next(stream).choices[0].text for stream in streams]
         replicas = model_state(platform, BASE)["replicas"]
         victim = max(replicas, key=lambda one: one["in_flight"])
         engine_process(victim).kill()
-        rests = list(pool.map(lambda s: [chunk.choices[0].text for chunk in s], streams))
+        rests = list(pool.map(ended_stream, streams))
     for name, first, rest in zip(names, begun, rests, strict=True):
-        assert "".join(first + rest).startswith(texts[name])
-        assert len(first + rest) >= 200
+        assert (first + rest).startswith(texts[name])
 
     def all_have_them() -> bool:
         model = model_state(platform, BASE)
