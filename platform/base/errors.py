@@ -22,6 +22,7 @@
         ├── InternalError         500    we are broken
         ├── EngineGone            502    the engine died while it worked on this request
         └── Unavailable           503    retry later (Retry-After)
+            └── TakenOver         503    who answers is no longer the owner: another one is
 """
 
 # The request errors bear the names of the HTTP statuses, which do not end in Error.
@@ -202,3 +203,7 @@ class Unavailable(RequestError):
     status = 503
     type = "server_error"
     reason = "unavailable"
+
+
+class TakenOver(Unavailable):
+    """Another owner, of a later generation, has what this one would change."""

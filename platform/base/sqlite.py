@@ -1,4 +1,9 @@
-"""Durable SQLite databases, shared by threads."""
+"""Durable SQLite databases, shared by threads, each with one owner at a time.
+
+An owner takes a database over with a number, its *generation*, one more than the last owner's. All
+that an owner of an earlier generation still tries to change is refused, so that one that hung, or
+was cut off, and goes on beside its successor changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,16 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from loomserve.platform.base.errors import TakenOver
+
+_RETRY_AFTER_S = 1.0
+_GENERATIONS = """
+CREATE TABLE IF NOT EXISTS generations (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    generation INTEGER NOT NULL
+) STRICT
+"""
 
 
 class OtherVersionError(Exception):
@@ -52,6 +67,30 @@ class Database:
         self._busy_timeout_s = busy_timeout_s
         self._connection = self._connect()
         self._lock = threading.Lock()
+        self._generation: int | None = None
+
+    def take_over(self) -> int:
+        """Become the owner; returns the generation, which no other owner has or had.
+
+        What an earlier owner has begun is committed first, and seen; it can begin nothing more.
+        """
+        with self._transaction() as db:
+            db.execute(_GENERATIONS)
+            (self._generation,) = db.execute(
+                "INSERT INTO generations VALUES (1, 1)"
+                " ON CONFLICT (one) DO UPDATE SET generation = generation + 1"
+                " RETURNING generation"
+            ).fetchone()
+        assert self._generation is not None
+        return self._generation
+
+    def check_owner(self) -> None:
+        """
+        Raises:
+            TakenOver: another owner has taken the database over.
+        """
+        with self._lock:
+            self._check_owner()
 
     def close(self) -> None:
         with self._lock:
@@ -59,7 +98,17 @@ class Database:
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """Commit what the block does; undo all of it if the block or the commit fails."""
+        """Commit what the block does; undo all of it if the block or the commit fails.
+
+        Raises:
+            TakenOver: another owner has taken the database over; the block is not entered.
+        """
+        with self._transaction() as db:
+            self._check_owner()
+            yield db
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._lock:
             self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -80,6 +129,16 @@ class Database:
         """A connection of its own, for long reads that do not hold up transactions."""
         with closing(self._connect()) as connection:
             yield connection
+
+    def _check_owner(self) -> None:
+        if self._generation is None:
+            return
+        query = "SELECT generation FROM generations"
+        (newest,) = self._connection.execute(query).fetchone()
+        if newest != self._generation:
+            raise TakenOver(
+                f"{self._path.name} has another owner: send it again", retry_after_s=_RETRY_AFTER_S
+            )
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(

@@ -1,8 +1,7 @@
 """Keeps the rebalancing controller's plans and state in SQLite, and lets one controller act.
 
 Two must never act at once. A controller holds a lock on the folder as long as its process lives,
-and a number, the *epoch*, that grows with each controller that takes over; a write with an earlier
-epoch is refused.
+and has a generation; a write of an earlier generation is refused.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from pydantic import ValidationError
 
-from loomserve.platform.base.errors import LoomserveError
+from loomserve.platform.base.errors import LoomserveError, TakenOver
 from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.base.sqlite import Database, OtherVersionError, SqlSchema
 from loomserve.platform.config import Config
@@ -26,16 +25,16 @@ from loomserve.platform.rebalancing.policy.correction import Corrections
 
 _BUSY_TIMEOUT_S = 5.0
 _MOST_EVENTS = 1000
+# Some of this version have a column more, ``epoch``, which nothing reads.
 _SCHEMA = SqlSchema(
     version=2,
     tables="""
 CREATE TABLE controller (
     one INTEGER PRIMARY KEY CHECK (one = 1),
-    epoch INTEGER NOT NULL,
     kept TEXT,
     corrections TEXT
 ) STRICT;
-INSERT INTO controller (one, epoch) VALUES (1, 0);
+INSERT INTO controller (one) VALUES (1);
 CREATE TABLE plans (
     seq INTEGER PRIMARY KEY AUTOINCREMENT,
     id TEXT NOT NULL UNIQUE,
@@ -68,7 +67,6 @@ class PlanStore:
         self._folder = folder
         self._lock = FileLock(folder / "owner.lock", thread_local=False)
         self._db: Database | None = None
-        self._epoch = 0
         self._written: dict[str, Plan] = {}
 
     @property
@@ -90,9 +88,10 @@ class PlanStore:
             raise self._unusable(error.strerror or str(error)) from None
         try:
             self._db = self._connect()
-            with self._transaction() as db:
-                db.execute("UPDATE controller SET epoch = epoch + 1")
-                (self._epoch,) = db.execute("SELECT epoch FROM controller").fetchone()
+            self._db.take_over()
+        except sqlite3.Error as error:
+            self.release()
+            raise self._unusable(str(error)) from None
         except BaseException:
             self.release()
             raise
@@ -131,12 +130,10 @@ class PlanStore:
         """
         plans = {plan.id: plan for plan in history.plans}
         with self._transaction() as db:
-            changed = db.execute(
-                "UPDATE controller SET kept = ?, corrections = ? WHERE epoch = ?",
-                (kept.model_dump_json(), history.corrections.model_dump_json(), self._epoch),
+            db.execute(
+                "UPDATE controller SET kept = ?, corrections = ?",
+                (kept.model_dump_json(), history.corrections.model_dump_json()),
             )
-            if not changed.rowcount:
-                raise SupersededError(f"another controller keeps its plans in {self._folder}")
             for gone in self._written.keys() - plans.keys():
                 db.execute("DELETE FROM plans WHERE id = ?", (gone,))
             for plan in history.plans:
@@ -177,6 +174,8 @@ class PlanStore:
         try:
             with self._db.transaction() as db:
                 yield db
+        except TakenOver:
+            raise SupersededError(f"another controller keeps its plans in {self._folder}") from None
         except sqlite3.Error as error:
             raise self._unusable(str(error)) from None
 

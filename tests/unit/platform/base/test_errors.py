@@ -27,6 +27,7 @@ TABLE = [
     (errors.InternalError, 500, "server_error", "internal_error"),
     (errors.EngineGone, 502, "server_error", "engine_gone"),
     (errors.Unavailable, 503, "server_error", "unavailable"),
+    (errors.TakenOver, 503, "server_error", "unavailable"),
 ]
 
 

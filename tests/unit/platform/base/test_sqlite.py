@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from loomserve.platform.base.errors import TakenOver
 from loomserve.platform.base.sqlite import Database, OtherVersionError, SqlSchema
 
 NUMBERS = SqlSchema(tables="CREATE TABLE numbers (n INTEGER NOT NULL) STRICT;", version=2)
@@ -70,3 +72,60 @@ def test_what_is_no_database_is_not_opened(tmp_path: Path) -> None:
     (tmp_path / "db").write_bytes(b"no database" * 100)
     with pytest.raises(sqlite3.DatabaseError):
         opened(tmp_path / "db")
+
+
+def test_a_late_write_of_an_earlier_owner_changes_nothing(tmp_path: Path) -> None:
+    old, new = opened(tmp_path / "db"), opened(tmp_path / "db")
+    first = old.take_over()
+    insert(old, 1)
+    assert new.take_over() == first + 1
+    for _ in range(2):
+        with pytest.raises(TakenOver):
+            insert(old, 2)
+    with pytest.raises(TakenOver):
+        old.check_owner()
+    new.check_owner()
+    insert(new, 3)
+    assert numbers(new) == numbers(old) == [1, 3]
+    old.close()
+    new.close()
+
+
+def test_who_takes_over_sees_what_was_begun_before(tmp_path: Path) -> None:
+    old, new = opened(tmp_path / "db"), opened(tmp_path / "db")
+    old.take_over()
+    taker = threading.Thread(target=new.take_over)
+    with old.transaction() as db:
+        taker.start()
+        taker.join(0.1)
+        assert taker.is_alive(), "it waits for what has begun"
+        db.execute("INSERT INTO numbers VALUES (1)")
+    taker.join()
+    assert numbers(new) == [1]
+    old.close()
+    new.close()
+
+
+def test_no_two_owners_have_one_generation(tmp_path: Path) -> None:
+    path, taken = tmp_path / "db", list[int]()
+    opened(path).close()
+
+    def take() -> None:
+        for _ in range(20):
+            database = opened(path)
+            taken.append(database.take_over())
+            database.close()
+
+    takers = [threading.Thread(target=take) for _ in range(4)]
+    for taker in takers:
+        taker.start()
+    for taker in takers:
+        taker.join()
+    assert sorted(taken) == list(range(1, 81))
+
+
+def test_a_generation_outlives_its_owner(tmp_path: Path) -> None:
+    for generation in (1, 2, 3):
+        database = opened(tmp_path / "db")
+        assert database.take_over() == generation
+        database.close()

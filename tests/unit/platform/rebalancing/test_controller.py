@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from filelock import FileLock
 
 from loomserve.platform.base.errors import Conflict, NotFound, Unavailable
 from loomserve.platform.config.rebalancing import Rebalancing
@@ -201,10 +202,10 @@ async def test_one_that_was_succeeded_without_noticing_can_save_and_begin_nothin
 ) -> None:
     async with bench.running(OFF) as controller:
         id_ = await applied(bench, controller)
-        database = controller._store._db
-        assert database is not None
-        with database.transaction() as db:
-            db.execute("UPDATE controller SET epoch = epoch + 1")
+        other = PlanStore(bench.folder)
+        other._lock = FileLock(bench.folder / "elsewhere.lock")
+        assert other.claim(), "its file system has lost the lock"
+        other.release()
         bench.platform.now_s += 1
         await controller.tick()
         assert not bench.actuator.told
