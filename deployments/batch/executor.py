@@ -46,9 +46,20 @@ class GatewayExecutor:
     """The :class:`~loomserve.platform.batch.executor.LineExecutor` of the platform's engines."""
 
     def __init__(
-        self, gateway: DeploymentHandle, controller: DeploymentHandle, line_timeout_s: float
+        self,
+        gateway: DeploymentHandle,
+        controller: DeploymentHandle,
+        line_timeout_s: float,
+        generation: int,
     ) -> None:
-        """``line_timeout_s``: an engine has a line for so long at most."""
+        """
+        Args:
+            gateway: any of them.
+            controller: knows the engines.
+            line_timeout_s: an engine has a line for so long at most.
+            generation: the lane's.
+        """
+        self._generation = generation
         self._gateway = gateway
         self._controller = controller
         self._line_timeout_s = line_timeout_s
@@ -83,6 +94,7 @@ class GatewayExecutor:
 
     async def execute(self, call: LineCall) -> LineAnswer:
         line = LineRequest(
+            generation=self._generation,
             owner=call.owner,
             path=call.path,
             body=dict(call.body),

@@ -57,7 +57,9 @@ class BatchLaneDeployment:
         self._folder = BatchFolder(Path(folder))
         await asyncio.to_thread(self._folder.claim, _CLAIM_TIMEOUT_S)
         self._store = BatchStore(self._folder.database)
-        self._folder.sweep(self._store.files.ids())
+        known = self._store.files.ids()
+        with self._store.owned():
+            self._folder.sweep(known)
         checked = Batch.model_validate(options)
         front = Server.model_validate(server)
         queues = {
@@ -69,6 +71,7 @@ class BatchLaneDeployment:
             serve.get_deployment_handle(GATEWAY_DEPLOYMENT, GATEWAY_APP),
             serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP),
             checked.line_timeout_s,
+            self._store.generation,
         )
         self._keys = LiveKeys(front)
         executor = CombinedExecutor(gateway, queues, self._keys)

@@ -20,6 +20,7 @@ from loomserve.platform.base.errors import (
     InternalError,
     RequestError,
 )
+from loomserve.platform.base.generation import LatestGeneration
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest
 from loomserve.platform.requests.answer_tokens import LastUsage
@@ -49,9 +50,11 @@ class LineEndpoint:
         self._routes = routes
         self._forwarder = forwarder
         self._isolates_tenants = isolates_tenants
+        self._lanes = LatestGeneration()
 
     async def complete(self, line: LineRequest) -> tuple[int, bytes]:
         try:
+            self._lanes.check(line.generation)
             key = self._keys.named(line.owner)
             request = self._request(line, key)
             async with asyncio.timeout(line.timeout_s):

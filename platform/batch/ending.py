@@ -7,6 +7,7 @@ import os
 from contextlib import ExitStack
 from typing import BinaryIO
 
+from loomserve.platform.base.errors import TakenOver
 from loomserve.platform.batch.answers import unanswered
 from loomserve.platform.batch.folder import BatchFolder
 from loomserve.platform.batch.policy.objects import OUTPUT, BatchRecord, FileRecord
@@ -21,11 +22,13 @@ def end(
 ) -> BatchRecord:
     """End a batch that is finalizing or cancelling; repeating it after a crash is safe.
 
+    So is another lane that takes over meanwhile: each has files of its own.
+
     One transaction makes both files known, once they are whole and in their places. What fails
     before, a full disk most of all, leaves neither of them behind; what is written again replaces
     what there is.
     """
-    ids = {ok: _file_id(batch.id, kind) for ok, kind in _KINDS.items()}
+    ids = {ok: _file_id(batch.id, kind, store.generation) for ok, kind in _KINDS.items()}
     try:
         sizes = _write(store, folder, batch, ids)
         expires_at = int(now + (batch.output_expires_s or retention_s))
@@ -51,7 +54,12 @@ def end(
     finally:
         for file_id in ids.values():
             folder.incoming(file_id).unlink(missing_ok=True)
-    return store.batches.finish(batch.id, records[True], records[False], now)
+    try:
+        return store.batches.finish(batch.id, records[True], records[False], now)
+    except TakenOver:
+        for file_id in ids.values():
+            folder.remove(file_id)
+        raise
 
 
 def _write(
@@ -72,6 +80,10 @@ def _synced(stream: BinaryIO) -> int:
     return stream.tell()
 
 
-def _file_id(batch_id: str, kind: str) -> str:
-    """Id of a batch's file: always the same, and guessed by nobody, as the batch's own is not."""
-    return "file-" + hashlib.sha256(f"{batch_id} {kind}".encode()).hexdigest()[:32]
+def _file_id(batch_id: str, kind: str, generation: int) -> str:
+    """Id of a batch's file: a lane's always the same, and guessed by nobody, as the batch's is not.
+
+    A lane of an earlier generation that goes on beside its successor writes and removes others.
+    """
+    name = f"{batch_id} {kind} {generation}"
+    return "file-" + hashlib.sha256(name.encode()).hexdigest()[:32]

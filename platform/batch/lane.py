@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from loomserve.platform.base.clock import steady_unix_clock
+from loomserve.platform.base.errors import TakenOver
 from loomserve.platform.base.periodic import every
 from loomserve.platform.batch.executor import LineExecutor
 from loomserve.platform.batch.folder import BatchFolder
@@ -62,7 +63,11 @@ class BatchLane:
         )
 
     async def run(self) -> None:
-        """Work until cancelled; after an error, try again."""
+        """Work until cancelled; after an error, try again.
+
+        Raises:
+            TakenOver: another lane has the store; all that is with engines is taken from them.
+        """
         work = (self._runner.dispatch, self._runner.store_answers, self._lifecycle.advance_all)
         try:
             async with asyncio.TaskGroup() as group:
@@ -81,6 +86,8 @@ class BatchLane:
             self._thread.close()
 
     def _warn(self, error: Exception) -> None:
+        if isinstance(error, TakenOver):
+            raise error
         _log.error("the batch lane cannot go on, and tries again", exc_info=error)
 
     async def call(self, work: Callable[..., R], *given: Any) -> R:

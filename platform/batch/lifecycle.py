@@ -71,6 +71,7 @@ class BatchLifecycle:
     async def advance_all(self) -> None:
         """Move each batch to its next state if it is time; now and then also clean up."""
         now = self._clock()
+        await self._thread.call(self._store.check_owner)
         unended = await self._thread.call(self._store.batches.unended)
         # Those that must be done first come first into memory.
         due = sorted(unended, key=lambda batch: batch.expires_at)

@@ -244,6 +244,7 @@ class LenderReplica(_Message):
 class DesiredState(_Message):
     """State that the controller wants a replica to be in: its answer to a heartbeat."""
 
+    generation: int = Field(0, description="The controller's.")
     draining: bool = Field(description="True: take no new requests.")
     stop_timeout_s: float = Field(description="Seconds to wait for open requests when stopped.")
     role: Role
@@ -287,6 +288,7 @@ class LanePlace(NamedTuple):
 class LineRequest(_Message):
     """A batch's line, which the lane asks a gateway to have computed."""
 
+    generation: int = Field(0, description="The lane's.")
     owner: str = Field(description="The name of the API key; empty where none is needed.")
     path: str
     body: dict[str, Any]
@@ -341,6 +343,7 @@ class ModelRoute(_Message):
 class Routes(_Message):
     """All models and aliases; the version grows with each change of any of them."""
 
+    generation: int = Field(0, description="The controller's.")
     version: int
     models: tuple[ModelRoute, ...]
     aliases: dict[str, Alias] = Field(default_factory=dict)

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from loomserve.deployments.batch.executor import outcome
 from loomserve.deployments.gateway.answering import ForwardRequest
 from loomserve.deployments.gateway.line_endpoint import LineEndpoint
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import Forbidden
+from loomserve.platform.batch.executor import LineOutcome
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest, ModelRoute
 from loomserve.platform.requests.engine_request import EngineRequest
@@ -71,6 +74,7 @@ def complete(
     keys: Any = KEYS,
     timeout_s: float = 60,
     charged: list[tuple[str, int, int]] | None = None,
+    generations: Sequence[int] = (1,),
 ) -> tuple[int, Any, list[ForwardRequest]]:
     models: Any = Models()
     engines = AnsweringEngines(answers_unless_it_hangs)
@@ -78,6 +82,7 @@ def complete(
     meter: Any = Meter([] if charged is None else charged)
     endpoint = LineEndpoint(server, LiveKeys(server), meter, models, engines, isolates_tenants=True)
     line = LineRequest(
+        generation=0,
         owner=owner,
         path="/v1/completions",
         body=body,
@@ -85,7 +90,9 @@ def complete(
         engine=engine,
         timeout_s=timeout_s,
     )
-    status, answer = asyncio.run(endpoint.complete(line))
+    for generation in generations:
+        given = line.model_copy(update={"generation": generation})
+        status, answer = asyncio.run(endpoint.complete(given))
     return status, json.loads(answer), engines.asked
 
 
@@ -105,6 +112,14 @@ def test_a_line_is_charged_to_its_key_and_one_that_is_refused_is_not() -> None:
     complete({"model": "m"}, charged=charged)
     complete({"model": "other"}, charged=charged)
     assert charged == [("alice", 7, 4)]
+
+
+def test_a_line_of_a_lane_that_another_has_taken_over_from_reaches_no_engine() -> None:
+    status, answer, asked = complete({"model": "m"}, generations=(2, 3, 2))
+    assert (status, len(asked)) == (503, 2)
+    assert outcome(status, json.dumps(answer).encode()) is LineOutcome.AWAY
+    status, _, asked = complete({"model": "m"}, generations=(2, 2, 3))
+    assert (status, len(asked)) == (200, 3)
 
 
 def test_without_a_known_engine_any_may_take_it() -> None:
