@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -88,22 +86,17 @@ def session_folder() -> Path:
     return Path(context.get_temp_dir(), context.get_session_name())
 
 
-def wishes_folder(internal_token: str) -> Path:
-    """Folder of what operators wish of the platform that has this token.
+def wishes_folder() -> Path:
+    """Folder of what operators wish.
 
     It is found again by whichever controller comes next, also when Ray on its node has been started
-    again; a platform that comes next has another.
+    again.
     """
     state = os.environ.get(STATE_VARIABLE)
     if state is None:
         # Ray's folder is this run's alone, and ends with it.
         return session_folder() / "loomserve"
-    wishes = Path(state, "wishes")
-    own = wishes / hashlib.sha256(internal_token.encode()).hexdigest()[:16]
-    for former in wishes.glob("*"):
-        if former != own:
-            shutil.rmtree(former, ignore_errors=True)
-    return own
+    return Path(state, "wishes")
 
 
 def keep_calls_on_node() -> None:

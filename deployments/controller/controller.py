@@ -87,24 +87,24 @@ class Controller(PlanMethods):
         timeout_s = checked.server.drain_timeout_s
         self._fleet = Fleet(checked.devices, timeout_s, AliasTable.of(checked))
         options = StoreOptions.model_validate(store) if store else None
-        apps = ServeApps(checked, internal_token, options)
+        self._store = await asyncio.to_thread(WishStore, wishes_folder(), internal_token)
+        self._generation = self._store.generation
+        apps = ServeApps(checked, internal_token, options, self._store.check_owner)
         self._models = ModelLifecycle(
             checked, base, internal_token, options, self._fleet, apps, self._save
         )
-        calls = ReplicaCalls(internal_token)
+        calls = ReplicaCalls(internal_token, self._generation)
         self._adapters = ModelAdapters(checked, Path(base), self._fleet, calls)
         # Whoever waits for a model that goes, and does not after all, has waited half of the time.
         drain_s = checked.elastic.wait_timeout_s / 2
         mover = PresenceMover(self._fleet, self._models, calls, self._publish, drain_s)
         self._presence = ModelPresence(checked, Path(base), self._fleet, mover)
-        plan = store_plan(checked, Path(base)) if checked.cluster is not None else None
-        self._stores = NodeStores(plan, internal_token) if plan is not None else None
+        self._stores = _node_stores(checked, base, internal_token, self._generation)
         self._nodes = NodeKeeper(
             *(checked, self._fleet, self._models, apps, self._limits, self._stores, self._publish)
         )
-        # The next platform begins with the configuration again.
-        self._store = await asyncio.to_thread(WishStore, wishes_folder(internal_token))
         self._saving, self._unsaved = asyncio.Lock(), False
+        # The next platform begins with the configuration again.
         self._fleet.restore(self._store.wishes or Wishes())
         # One that follows another knows of no replica before it has heard of it.
         self._learns_until = self._started_at
@@ -114,7 +114,7 @@ class Controller(PlanMethods):
         self._rebalancing = RebalancingRunner(
             checked, Path(base), self._fleet, self._models, self._presence.room_for
         )
-        self._routes = PublishedRoutes()
+        self._routes = PublishedRoutes(self._generation)
         self._tasks = [
             asyncio.create_task(work)
             for work in (
@@ -141,7 +141,7 @@ class Controller(PlanMethods):
         desired = self._fleet.report(heartbeat, time.monotonic())
         self._rebalancing.observe(heartbeat)
         await self._publish()
-        return desired
+        return desired.model_copy(update={"generation": self._generation})
 
     async def watch(self, version: int) -> Routes:
         """The routes, as soon as they differ from ``version``; at the latest after 25 s."""
@@ -160,7 +160,7 @@ class Controller(PlanMethods):
         """Take in a gateway's heartbeat; returns what it may use, and who else there is."""
         now = time.monotonic()
         others = self._fleet.nodes.take(heartbeat, now)
-        return GatewayOrders(self._limits.exchange(heartbeat.limits, now), others)
+        return GatewayOrders(self._limits.exchange(heartbeat.limits, now), others, self._generation)
 
     async def gateway_ends(self, gateway: str) -> None:
         """A gateway uses nothing any more."""
@@ -286,6 +286,7 @@ class Controller(PlanMethods):
             return
         self._learns_until = now
         routes = Routes(
+            generation=self._generation,
             version=self._routes.current.version,
             models=models,
             # Of no use without models, for which gateways wait.
@@ -296,6 +297,11 @@ class Controller(PlanMethods):
 
     def _state(self) -> PlatformState:
         return _platform_state(self._fleet, self._started_at)
+
+
+def _node_stores(config: Config, base: str, token: str, generation: int) -> NodeStores | None:
+    plan = store_plan(config, Path(base)) if config.cluster is not None else None
+    return NodeStores(plan, token, generation) if plan is not None else None
 
 
 def _platform_state(fleet: Fleet, started_at: float) -> PlatformState:

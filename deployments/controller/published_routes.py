@@ -15,8 +15,9 @@ _UNKNOWN_VERSION = 0
 class PublishedRoutes:
     """The last routes that were published; none before the first."""
 
-    def __init__(self) -> None:
-        self.current = Routes(version=_UNKNOWN_VERSION, models=())
+    def __init__(self, generation: int) -> None:
+        """``generation``: the controller's."""
+        self.current = Routes(generation=generation, version=_UNKNOWN_VERSION, models=())
         self._changed = asyncio.Condition()
 
     async def watch(self, version: int) -> Routes:

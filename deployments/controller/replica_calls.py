@@ -35,8 +35,9 @@ class ReplicaUnreachableError(Exception):
 class ReplicaCalls:
     """Has replicas' engines sleep and wake, and load and unload adapters."""
 
-    def __init__(self, internal_token: str) -> None:
-        self._token = internal_token
+    def __init__(self, internal_token: str, generation: int) -> None:
+        """``generation``: the controller's."""
+        self._token, self._generation = internal_token, generation
         self._made: InternalClient | None = None
 
     @property
@@ -55,7 +56,7 @@ class ReplicaCalls:
         try:
             async with self._client.session.put(
                 f"http://{address}{AWAKE_PATH}",
-                data=AwakeOrder(awake=awake).model_dump_json(),
+                data=AwakeOrder(awake=awake, generation=self._generation).model_dump_json(),
                 headers={INTERNAL_TOKEN_HEADER: self._token},
                 timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
             ) as response:

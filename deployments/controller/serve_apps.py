@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -25,14 +25,30 @@ from loomserve.platform.fleet.messages import EngineSpec, gateway_app, replica_a
 class ServeApps:
     """The applications, each named after its model and its device."""
 
-    def __init__(self, config: Config, internal_token: str, store: StoreOptions | None) -> None:
-        """All of it is what gateways are started with."""
+    def __init__(
+        self,
+        config: Config,
+        internal_token: str,
+        store: StoreOptions | None,
+        check_owner: Callable[[], None],
+    ) -> None:
+        """
+        Args:
+            config, internal_token, store: what gateways are started with.
+            check_owner: raises if another controller has taken over; Serve and Ray know of none.
+        """
+        self._check_owner = check_owner
         kept = store.model_dump(mode="json") if store is not None else None
         self._gateways = config.model_dump(mode="json"), internal_token, kept
         self._deploying: dict[str, Any] = {}
 
     async def deploy(self, spec: EngineSpec, devices: Sequence[str], base: str) -> Handed:
-        """Have Serve start replicas, as :func:`hand_to_serve` does."""
+        """Have Serve start replicas, as :func:`hand_to_serve` does.
+
+        Raises:
+            TakenOver: another controller does.
+        """
+        await asyncio.to_thread(self._check_owner)
         if not takes_long(spec):
             return await asyncio.to_thread(hand_to_serve, spec, devices, base)
         name = spec.model.name
@@ -56,6 +72,7 @@ class ServeApps:
         Raises:
             Exception: Serve did not do it, or not in a minute.
         """
+        await asyncio.to_thread(self._check_owner)
         await asyncio.gather(
             *(
                 asyncio.to_thread(serve.delete, replica_app(name, device), _blocking=True)
@@ -74,12 +91,15 @@ class ServeApps:
 
     async def drain_node(self, ray_id: str, deadline_s: float) -> None:
         """Have Ray leave a node, as :func:`drain_node` does."""
+        await asyncio.to_thread(self._check_owner)
         await asyncio.to_thread(drain_node, ray_id, deadline_s)
 
     async def start_gateway(self, node: str) -> None:
         """Have Serve start a node's gateways."""
+        await asyncio.to_thread(self._check_owner)
         await start_gateway.remote(*self._gateways, node)
 
     async def end_gateway(self, node: str) -> None:
         """Have Serve end a node's gateways, once their requests have ended."""
+        await asyncio.to_thread(self._check_owner)
         await asyncio.to_thread(serve.delete, gateway_app(node), _blocking=False)

@@ -23,7 +23,7 @@ from loomserve.deployments.engine.claiming import claim_device, stages_of, weigh
 from loomserve.deployments.engine.heartbeat import HeartbeatSender
 from loomserve.deployments.ray_node import keep_calls_on_node, node_address
 from loomserve.kvstore.server.options import on_this_node
-from loomserve.platform.base.errors import Conflict
+from loomserve.platform.base.errors import Conflict, TakenOver
 from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.base.periodic import every
 from loomserve.platform.devices.claims import DeviceClaim
@@ -193,6 +193,7 @@ class EngineReplica:
     async def _set_awake(self, request: Request) -> Response:
         order = AwakeOrder.model_validate_json(await request.body())
         try:
+            self._heartbeats.controllers.check(order.generation)
             if order.awake:
                 await self._engine.wake(timeout_s=_AWAKE_TIMEOUT_S)
             else:
@@ -200,6 +201,8 @@ class EngineReplica:
         except ValueError as error:
             refused = Conflict(f"the engine does not sleep: {error}")
             return JSONResponse(refused.body(), status_code=refused.status)
+        except TakenOver as error:
+            return JSONResponse(error.body(), status_code=error.status)
         await self._read_load()
         if order.awake:
             self._adapters.look_again()

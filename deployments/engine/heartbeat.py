@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from ray import serve
 
+from loomserve.platform.base.generation import LatestGeneration
 from loomserve.platform.base.periodic import every
 from loomserve.platform.fleet.messages import (
     CONTROLLER_APP,
@@ -32,6 +33,8 @@ class HeartbeatSender:
             apply: is given each answer.
         """
         self._heartbeat, self._apply = heartbeat, apply
+        self.controllers = LatestGeneration()
+        """Whose orders the replica carries out."""
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
 
     async def run(self) -> None:
@@ -46,4 +49,7 @@ class HeartbeatSender:
 
     async def _send(self) -> None:
         answer = self._controller.report.remote(self._heartbeat())
-        self._apply(await asyncio.wait_for(answer, _TIMEOUT_S))
+        desired: DesiredState = await asyncio.wait_for(answer, _TIMEOUT_S)
+        # One of a controller that another has taken over from changes nothing.
+        if self.controllers.admits(desired.generation):
+            self._apply(desired)

@@ -52,6 +52,7 @@ from loomserve.platform.access.request_meter import RequestMeter
 from loomserve.platform.access.shared_counts import LOOK_S, OnlyOne
 from loomserve.platform.access.token_meter import SAVE_S, TokenMeter, usage_path
 from loomserve.platform.base.errors import Conflict
+from loomserve.platform.base.generation import LatestGeneration
 from loomserve.platform.base.periodic import every
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.admin import build_batch_router
@@ -156,6 +157,7 @@ class Gateway:
         self._audit = AuditLog(Path(self._server.audit_log)) if self._server.audit_log else None
         self._http = self._http_server(page, streamed={FILES} if batch else set())
         # A gateway that restarts must not answer before it knows the models.
+        self._controllers = LatestGeneration()
         self._version = self._apply(await self._controller.watch.remote(_NO_VERSION))
         self._following = asyncio.create_task(
             every(0.0, self._follow_controller, failed=self._keep_routes, retry_s=0.5)
@@ -206,6 +208,7 @@ class Gateway:
         heartbeat = GatewayHeartbeat(self._others.address, self._sequences.open.total(), limits)
         async with asyncio.timeout(_REPORT_TIMEOUT_S):
             orders: GatewayOrders = await self._controller.report_gateway.remote(heartbeat)
+        self._controllers.check(orders.generation)
         self._others.elsewhere = orders.others
         return orders.limits
 
@@ -308,6 +311,7 @@ class Gateway:
         _log.warning("the controller does not answer: %r", error)
 
     def _apply(self, routes: Routes) -> int:
+        self._controllers.check(routes.generation)
         self._routes.apply(routes.models, routes.aliases)
         self._routes.drained = self._node in routes.drained_nodes
         self._forwarder.set_models(routes.models)

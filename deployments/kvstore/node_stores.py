@@ -38,6 +38,8 @@ _RETRY_S = 0.5
 _FOLLOW_PERIOD_S = 1.0
 _TAKE_OVER_S = 10.0
 _COMPUTED_NEVER_S = 1000.0
+# The command starts stores ahead of the controller.
+_NO_CONTROLLER = 0
 
 R = TypeVar("R")
 
@@ -70,8 +72,14 @@ class NodeStores:
     restarts one that dies, on its own node only.
     """
 
-    def __init__(self, plan: StorePlan, token: str) -> None:
-        """``token`` is what the stores of the run know, and nobody else."""
+    def __init__(self, plan: StorePlan, token: str, generation: int) -> None:
+        """
+        Args:
+            plan: what stores are made of.
+            token: what the stores of the run know, and nobody else.
+            generation: that of the controller that follows the nodes.
+        """
+        self._generation = generation
         self._plan = plan
         self._token = token
         # All by Ray's ids of the nodes.
@@ -168,7 +176,10 @@ class NodeStores:
         """Tell each store of all that answer; one that does not is asked again the next time."""
         members = list(await self.members())
         await _gather(
-            {node: actor.set_members.remote(members) for node, actor in self._actors.items()}
+            {
+                node: actor.set_members.remote(members, self._generation)
+                for node, actor in self._actors.items()
+            }
         )
         for node, problem in (await self.problems()).items():
             if self._problems.get(node) != problem:
@@ -184,7 +195,7 @@ def start_node_stores(plan: StorePlan, token: str, timeout_s: float = 60.0) -> N
     """
 
     async def start() -> None:
-        stores = NodeStores(plan, token)
+        stores = NodeStores(plan, token, _NO_CONTROLLER)
         async with asyncio.timeout(timeout_s):
             await stores.follow()
             while len(await stores.members()) < len(living_places()):

@@ -18,6 +18,7 @@ from loomserve.kvstore.server.options import StoreOptions, StorePlan
 from loomserve.kvstore.server.protocol import Request
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.base.errors import StartError
+from loomserve.platform.base.generation import LatestGeneration
 
 ACTOR_NAME = "loomserve-kvstore"
 _WATCH_S = 1.0
@@ -38,6 +39,7 @@ class StoreActor:
         self._server: StoreServer | None = None
         self._network: PeerNetwork | None = None
         self._problem: str | None = None
+        self._controllers = LatestGeneration()
         self._stopping = False
         try:
             _make_private(self._options.folder)
@@ -54,9 +56,9 @@ class StoreActor:
         """How other nodes' stores know this one; None: there are no others, or it did not start."""
         return self._network.member if self._network is not None else None
 
-    def set_members(self, members: list[Member]) -> None:
-        """Take over which stores there are, this one or not."""
-        if self._network is not None:
+    def set_members(self, members: list[Member], generation: int) -> None:
+        """Take over which stores there are, this one or not, unless a later controller has."""
+        if self._network is not None and self._controllers.admits(generation):
             self._network.set_members(members)
 
     def stop(self) -> None:

@@ -143,6 +143,7 @@ class AwakeOrder(_Message):
     """Whether a replica's engine is to be awake, to which the replica answers once it is so."""
 
     awake: bool
+    generation: int = Field(0, description="The controller's.")
 
 
 class MoveOrder(_Message):

@@ -32,6 +32,8 @@ class GatewayOrders:
     limits: LimitAnswer
     others: Mapping[str, str]
     """The nodes of the other gateways, by their addresses."""
+    generation: int = 0
+    """The controller's."""
 
 
 @dataclass(frozen=True, slots=True)

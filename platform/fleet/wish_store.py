@@ -1,65 +1,73 @@
-"""Keeps operators' wishes in SQLite, for one run of the platform.
+"""Keeps operators' wishes in SQLite, for one run of the platform, and who carries them out.
 
-A controller takes over from the one before it with a number, the *epoch*, that grows; a write with
-an earlier epoch is refused, so that one that hung and goes on undoes nothing.
+A controller takes over from the one before it, of whichever run, with a generation, which all that
+it orders bears. One that hung and goes on undoes nothing.
 """
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
-from loomserve.platform.base.errors import LoomserveError
 from loomserve.platform.base.sqlite import Database, SqlSchema
 from loomserve.platform.fleet.wishes import Wishes
 
 _BUSY_TIMEOUT_S = 5.0
 _SCHEMA = SqlSchema(
-    version=1,
+    version=2,
     tables="""
 CREATE TABLE wishes (
     one INTEGER PRIMARY KEY CHECK (one = 1),
-    epoch INTEGER NOT NULL,
-    body TEXT
+    run TEXT NOT NULL,
+    body TEXT NOT NULL
 ) STRICT;
-INSERT INTO wishes (one, epoch) VALUES (1, 0);
 """,
 )
-
-
-class WishesTakenOverError(LoomserveError):
-    """Another controller has taken over."""
 
 
 class WishStore:
     """The store in one folder, which is made if need be; its methods block."""
 
-    def __init__(self, folder: Path) -> None:
-        """Take over from an earlier controller of the run."""
+    def __init__(self, folder: Path, internal_token: str) -> None:
+        """Take over from an earlier controller.
+
+        Args:
+            folder: has what is kept; also of earlier runs of the platform.
+            internal_token: the run's, which no other run has.
+        """
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / "wishes.sqlite"
         self._db = Database(path, _SCHEMA, busy_timeout_s=_BUSY_TIMEOUT_S)
-        with self._db.transaction() as db:
-            db.execute("UPDATE wishes SET epoch = epoch + 1")
-            self._epoch, body = db.execute("SELECT epoch, body FROM wishes").fetchone()
-        self.wishes = None if body is None else Wishes.model_validate_json(body)
+        self._run = hashlib.sha256(internal_token.encode()).hexdigest()
+        self.generation = self._db.take_over()
+        """Of this controller: no other has it, and later ones have later ones."""
+        kept = self._db.read("SELECT body FROM wishes WHERE run = ?", self._run)
+        self.wishes = Wishes.model_validate_json(kept[0]["body"]) if kept else None
         """As they were saved last; None: never in this run."""
 
     def save(self, wishes: Wishes) -> None:
         """Save them, unless they are what was saved last.
 
         Raises:
-            WishesTakenOverError: another controller has taken over.
+            TakenOver: another controller has taken over.
         """
         if wishes == self.wishes:
+            self.check_owner()
             return
         with self._db.transaction() as db:
-            saved = db.execute(
-                "UPDATE wishes SET body = ? WHERE epoch = ?",
-                (wishes.model_dump_json(), self._epoch),
+            db.execute(
+                "INSERT INTO wishes VALUES (1, ?, ?)"
+                " ON CONFLICT (one) DO UPDATE SET run = excluded.run, body = excluded.body",
+                (self._run, wishes.model_dump_json()),
             )
-            if not saved.rowcount:
-                raise WishesTakenOverError("another controller keeps the operators' wishes")
         self.wishes = wishes
+
+    def check_owner(self) -> None:
+        """
+        Raises:
+            TakenOver: another controller has taken over.
+        """
+        self._db.check_owner()
 
     def close(self) -> None:
         self._db.close()

@@ -62,7 +62,7 @@ def test_each_node_gets_a_store_that_outlives_who_started_it(ray_: Any) -> None:
     assert place.name == node
 
     async def play() -> None:
-        stores = NodeStores(asked, "token")
+        stores = NodeStores(asked, "token", 1)
         await stores.follow()
         (member,) = await stores.members()
         assert (member.node, member.address.host) == (node, place.host)
@@ -73,7 +73,7 @@ def test_each_node_gets_a_store_that_outlives_who_started_it(ray_: Any) -> None:
         assert await ask_stores(Inspect(), StoreUsage) == {node: usage}
         assert await stores.problems() == {}
         # A controller that was started anew finds it.
-        again = NodeStores(asked, "token")
+        again = NodeStores(asked, "token", 2)
         await again.follow()
         assert list(await again.members()) == [member]
         actor = ray_.get_actor(store_actor_name(ray_id), "loomserve")

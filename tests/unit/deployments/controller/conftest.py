@@ -17,7 +17,7 @@ def serve(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeServe:
     fake = FakeServe()
     monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(module, "ServeApps", lambda *_: fake)
-    monkeypatch.setattr(module, "wishes_folder", lambda _: tmp_path)
+    monkeypatch.setattr(module, "wishes_folder", lambda: tmp_path)
     monkeypatch.setattr(module, "_TICK_S", 0.02)
     monkeypatch.setattr(node_keeper, "_PERIOD_S", 0.02)
     for name in ("_POLL_S", "_UNLOAD_KNOWN_S", "_FIRST_RETRY_S", "_LAST_RETRY_S"):

@@ -11,12 +11,11 @@ import pytest
 
 from loomserve.deployments.controller import controller as module
 from loomserve.deployments.controller.controller import Controller
-from loomserve.platform.base.errors import Conflict
+from loomserve.platform.base.errors import Conflict, TakenOver
 from loomserve.platform.config import Config, Model
 from loomserve.platform.fleet.messages import (
     replica_app,
 )
-from loomserve.platform.fleet.wish_store import WishesTakenOverError
 from loomserve.platform.state import FootprintState, ModelStatus
 from tests.unit.deployments.controller.controllers import (
     PATIENCE_S,
@@ -294,7 +293,14 @@ def test_a_controller_that_hung_cannot_overwrite_the_wishes_of_the_next(serve: F
         async with controlled(first=True) as hung, controlled() as other:
             await told(other.scale(COLD.name, 2))
             hung._fleet.registry.set_target(COLD.name, 7)
-            with pytest.raises(WishesTakenOverError):
+            beat = report("c0", model=COLD)
+            late, newest = await hung.report(beat), await other.report(beat)
+            assert late.generation < newest.generation
+            assert (hung._routes.current.generation, other._routes.current.generation) == (
+                late.generation,
+                newest.generation,
+            )
+            with pytest.raises(TakenOver):
                 await hung._save()
             await until(lambda: any(task.done() for task in hung._tasks))
             with pytest.raises(RuntimeError, match="has ended"):

@@ -69,7 +69,7 @@ class FakeCalls:
 @pytest.fixture
 def calls(serve: FakeServe, monkeypatch: pytest.MonkeyPatch) -> FakeCalls:
     fake = FakeCalls()
-    monkeypatch.setattr(module, "ReplicaCalls", lambda _: fake)
+    monkeypatch.setattr(module, "ReplicaCalls", lambda *_: fake)
     monkeypatch.setattr(presence, "_TICK_S", 0.02)
     monkeypatch.setattr(presence, "_RETRY_S", 0.02)
     monkeypatch.setattr(presence, "_PLACE_AGAIN_S", 0.05)
