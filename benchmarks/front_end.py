@@ -5,7 +5,8 @@ process, its HTTP server, on core 0 alone. On core 1 are a fake engine, which sp
 gives each open request a token a step, and the client. What is counted is the front end's processor
 time, threads and all, so the figure does not depend on how much of the core it had. With
 ``--whole`` nothing is streamed, each answer has some 200 bytes of text, and the engine gives it in
-one step.
+one step. With ``--bare`` clients are on vLLM's serving layer itself, on uvicorn as it comes: no
+gateway on it can pass on more.
 
 The last line of the output is one JSON object, also written to ``benchmarks/results``. Exit codes:
 0 measured; 1 a request failed, or nothing came.
@@ -58,6 +59,7 @@ class Plan:
         stream_interval: vLLM's: tokens that it puts into one chunk.
         a_step: Tokens that a request gets in one step of the engine.
         stream: Whether answers are streamed.
+        bare: Whether there is no gateway on vLLM's serving layer.
     """
 
     streams: int
@@ -69,6 +71,7 @@ class Plan:
     stream_interval: int
     a_step: int
     stream: bool
+    bare: bool
 
 
 @dataclass
@@ -186,11 +189,39 @@ def _cpu_s(process: psutil.Process) -> float:
 # The front end's process
 
 
+async def serve_bare(given: dict[str, Any]) -> None:
+    """Like :func:`serve`, without the gateway's part."""
+    import uvicorn
+    from prometheus_client import CollectorRegistry
+
+    from loomserve.platform.front_end.engine.serving import ModelServing
+    from loomserve.platform.front_end.metrics import ContinuationMetrics
+    from loomserve.platform.http.server import listen
+    from loomserve.platform.run.engine_address import EngineAddress
+
+    serving = ModelServing(
+        MODEL,
+        {**_options(given), "model": given["path"]},
+        lambda routing: "r1",
+        ContinuationMetrics(CollectorRegistry()).of(MODEL),
+    )
+    await serving.start()
+    serving.set_replicas({"r1": EngineAddress(*given["engine"])})
+    app = await serving.server()
+    sock = listen("127.0.0.1", 0)
+    config = uvicorn.Config(app, http="httptools", log_level="warning", access_log=False)
+    server = uvicorn.Server(config)
+    serve_http = asyncio.create_task(server.serve(sockets=[sock]))
+    while not server.started:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    print(sock.getsockname()[1], flush=True)
+    await serve_http
+
+
 async def serve(given: dict[str, Any]) -> None:
     """Serve the model of the fake engine at ``given["engine"]`` until this is killed."""
     from prometheus_client import CollectorRegistry
     from starlette.applications import Starlette
-    from starlette.routing import Route
 
     from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
     from loomserve.deployments.gateway.front_ends import ModelFrontEnds
@@ -198,6 +229,7 @@ async def serve(given: dict[str, Any]) -> None:
     from loomserve.platform.access.token_meter import TokenMeter
     from loomserve.platform.config import Elastic, Server
     from loomserve.platform.fleet.messages import FrontEndSpec, ModelRoute, ReplicaRoute
+    from loomserve.platform.http.direct_posts import DirectPosts
     from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
     from loomserve.platform.http.protocol import Bounds, bounded_protocol
     from loomserve.platform.http.server import HttpServer, listen
@@ -226,7 +258,7 @@ async def serve(given: dict[str, Any]) -> None:
         kvstore=False,
         front_end=FrontEndSpec(
             path=given["path"],
-            engine_options={**OPTIONS, "stream_interval": given["stream_interval"]},
+            engine_options=_options(given),
         ),
         replicas=(
             ReplicaRoute(
@@ -236,7 +268,7 @@ async def serve(given: dict[str, Any]) -> None:
     )
     front_ends.set_models([route])
     metrics.set_models({MODEL: ["r1"]})
-    routes: Any = SimpleNamespace(find=lambda name, key: route)
+    routes: Any = SimpleNamespace(choose=lambda fields, key: route)
     clients = ClientEndpoint(
         *(routes, front_ends, LengthPredictions(metrics), metrics),
         TokenMeter(KeyMetrics(registry), Path(given["folder"]) / "tokens.json"),
@@ -244,9 +276,9 @@ async def serve(given: dict[str, Any]) -> None:
         max_sequences=1,
     )
     app = ingress_middleware(
-        Starlette(
-            routes=[Route(given["endpoint"], clients.at(given["endpoint"]), methods=["POST"])],
-            exception_handlers=exception_handlers,
+        DirectPosts(
+            {given["endpoint"]: clients.at(given["endpoint"])},
+            Starlette(exception_handlers=exception_handlers),
         ),
         Server(),
         rejected=metrics.rejected,
@@ -257,6 +289,10 @@ async def serve(given: dict[str, Any]) -> None:
     await server.start()
     print(sock.getsockname()[1], flush=True)
     await asyncio.Event().wait()
+
+
+def _options(given: dict[str, Any]) -> dict[str, Any]:
+    return {**OPTIONS, "stream_interval": given["stream_interval"]}
 
 
 # The command
@@ -283,6 +319,7 @@ def measure(plan: Plan, spy: Path | None) -> dict[str, float]:
             "folder": folder,
             "endpoint": plan.path,
             "stream_interval": plan.stream_interval,
+            "bare": plan.bare,
         }
         front_end = _start(
             FRONT_END_CORE, "-m", "benchmarks.front_end", "--serve", json.dumps(given)
@@ -328,6 +365,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, help="1000; of whole answers 48, some 200 bytes")
     parser.add_argument("--a-step", type=int, help="tokens in a step: 1; of whole answers all")
     parser.add_argument("--whole", action="store_true", help="do not stream")
+    parser.add_argument("--bare", action="store_true", help="vLLM's serving layer alone")
     parser.add_argument("--path", default="/v1/chat/completions")
     parser.add_argument("--stream-interval", type=int, default=1)
     parser.add_argument("--spy", type=Path, help="file for py-spy's stacks of the window")
@@ -338,7 +376,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 def main() -> int:
     options = parse()
     if options.serve:
-        uvloop.run(serve(json.loads(options.serve)))
+        given = json.loads(options.serve)
+        uvloop.run(serve_bare(given) if given["bare"] else serve(given))
         return 0
     most = options.max_tokens or (WHOLE_TOKENS if options.whole else 1000)
     plan = Plan(
@@ -351,6 +390,7 @@ def main() -> int:
         options.stream_interval,
         options.a_step or (most if options.whole else 1),
         not options.whole,
+        options.bare,
     )
     os.sched_setaffinity(0, {OTHER_CORE})
     try:
@@ -360,7 +400,8 @@ def main() -> int:
         return 1
     goal = GOAL if plan.stream else WHOLE_GOAL
     result = {**figures, "goal": goal, "plan": asdict(plan), "machine": machine()}
-    publish("front_end" if plan.stream else "front_end_whole", result, RESULTS)
+    name = "front_end" if plan.stream else "front_end_whole"
+    publish(f"{name}_bare" if plan.bare else name, result, RESULTS)
     return 0
 
 

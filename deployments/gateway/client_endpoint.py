@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Awaitable, Collection, Mapping
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -182,7 +182,8 @@ class _WatchedAnswer:
             return None
         return self._usage.tokens(complete=self._complete)
 
-    async def send(self, message: Message) -> None:
+    def send(self, message: Message) -> Awaitable[None]:
+        """Each chunk of a stream passes it, so it is no coroutine of its own."""
         if message["type"] == "http.response.start":
             self.status = message["status"]
             self._began = self.status < 400
@@ -193,8 +194,7 @@ class _WatchedAnswer:
             # It comes by itself, before the answer, and is no token.
             self._waits = piece is COMMENT
             if self._waits:
-                await self._send(message)
-                return
+                return self._send(message)
             self._complete = not message.get("more_body", False)
             if self.length is not None:
                 self.length.feed(piece)
@@ -203,9 +203,13 @@ class _WatchedAnswer:
             if self._hidden is not None and self._began:
                 piece = self._hidden.feed(piece) + (self._hidden.rest() if self._complete else b"")
                 if not piece and not self._complete:
-                    return
+                    return _nothing()
                 message = {**message, "body": piece}
-        await self._send(message)
+        return self._send(message)
+
+
+async def _nothing() -> None:
+    pass
 
 
 class _AsgiEndpoint:

@@ -161,18 +161,12 @@ class _PassedAnswer:
         if self.muted or self._context.failure is not None:
             return  # finish() raises a failure, in the place of what vLLM makes of it
         if message["type"] == "http.response.start":
-            if message["status"] >= 400:
-                self.error_status = message["status"]
-                return
-            headers = [(k, v) for k, v in message["headers"] if k.lower() in PASSED_BACK]
-            self._streams = any(v.startswith(_EVENTS) for k, v in headers)
-            await self._send({**message, "headers": headers})
-        elif self.error_status is not None:
+            await self._start(message)
+            return
+        if self.error_status is not None:
             self._error += message.get("body", b"")
-        else:
-            await self._pass(message)
-
-    async def _pass(self, message: Message) -> None:
+            return
+        # Each chunk of a stream comes here, and pays for each coroutine on its way.
         if message.get("body"):
             if not self._chunks:
                 self._first = time.monotonic()
@@ -183,6 +177,14 @@ class _PassedAnswer:
         self.watch.sending = True
         await self._send(message)
         self.watch.sending = False
+
+    async def _start(self, message: Message) -> None:
+        if message["status"] >= 400:
+            self.error_status = message["status"]
+            return
+        headers = [(k, v) for k, v in message["headers"] if k.lower() in PASSED_BACK]
+        self._streams = any(v.startswith(_EVENTS) for k, v in headers)
+        await self._send({**message, "headers": headers})
 
     async def finish(self) -> None:
         """Send the error that was the answer, or raise what it means."""

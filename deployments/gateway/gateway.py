@@ -23,7 +23,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Mount, Route
-from starlette.types import Receive
+from starlette.types import ASGIApp, Receive
 
 from loomserve.deployments.batch.proxy import BATCHES, FILES, BatchProxy
 from loomserve.deployments.gateway.admin import build_admin_api
@@ -70,6 +70,7 @@ from loomserve.platform.fleet.messages import (
 from loomserve.platform.fleet.nodes import GatewayHeartbeat, GatewayOrders
 from loomserve.platform.http.address_limit import AddressLimit
 from loomserve.platform.http.audit_log import AuditLog
+from loomserve.platform.http.direct_posts import DirectPosts
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware, respond
 from loomserve.platform.http.other_front_ends import OtherFrontEnds, take_place
 from loomserve.platform.http.protocol import Bounds, bounded_protocol
@@ -259,22 +260,14 @@ class Gateway:
             by_address=by_address,
             send_timeout_s=server.send_timeout_s,
         )
-        tls = (
-            TlsOptions(
-                LiveCertificate(server.tls),
-                server.header_timeout_s,
-                server.max_connections,
-                by_address,
-            )
-            if server.tls
-            else None
-        )
+        tls = _tls_options(server, by_address)
         return HttpServer(app, sock, protocol=bounded_protocol(bounds), tls=tls)
 
-    def _build_app(self, page: MetricsPage) -> Starlette:
-        return Starlette(
+    def _build_app(self, page: MetricsPage) -> ASGIApp:
+        endpoints = {path: self._clients.at(path) for path in FORWARDED}
+        others = Starlette(
             routes=[
-                *(Route(path, self._clients.at(path), methods=["POST"]) for path in FORWARDED),
+                *(Route(path, app, methods=["POST"]) for path, app in endpoints.items()),
                 *(Route(root, self._batches) for root in (FILES, BATCHES)),
                 *(Route(root + "/{rest:path}", self._batches) for root in (FILES, BATCHES)),
                 Route("/v1/models", self._routes.list_models),
@@ -286,6 +279,7 @@ class Gateway:
             ],
             exception_handlers=exception_handlers,
         )
+        return DirectPosts(endpoints, others)
 
     def _admin_api(self) -> FastAPI:
         return build_admin_api(
@@ -342,6 +336,13 @@ class Gateway:
             ForwardRequest(route.name, request, request_id=uuid.uuid4().hex),
             receive,
         )
+
+
+def _tls_options(server: Server, by_address: AddressLimit) -> TlsOptions | None:
+    if server.tls is None:
+        return None
+    certificate = LiveCertificate(server.tls)
+    return TlsOptions(certificate, server.header_timeout_s, server.max_connections, by_address)
 
 
 async def _health(request: Request) -> Response:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
-from starlette.routing import Route
 from starlette.types import ASGIApp, Message
 
 from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest
@@ -24,6 +23,7 @@ from loomserve.platform.access.shared_counts import Count, Counts, SharedCounts
 from loomserve.platform.access.token_meter import TokenMeter
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import ModelRoute
+from loomserve.platform.http.direct_posts import DirectPosts
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
 from loomserve.platform.requests.engine_request import FORWARDED
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -76,9 +76,9 @@ def platform(
         max_sequences=128,
         sequences=ModelMeter(counts),
     )
-    app = Starlette(
-        routes=[Route(path, clients.at(path), methods=["POST"]) for path in FORWARDED],
-        exception_handlers=exception_handlers,
+    app = DirectPosts(
+        {path: clients.at(path) for path in FORWARDED},
+        Starlette(exception_handlers=exception_handlers),
     )
     return ingress_middleware(app, SERVER, rejected=lambda _: None), engines
 
