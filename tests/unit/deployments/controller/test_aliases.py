@@ -7,16 +7,28 @@ from contextlib import suppress
 
 import pytest
 
+from loomserve.deployments.controller.controller import Controller
 from loomserve.platform.base.errors import BadRequest, Conflict
 from loomserve.platform.config import Alias
+from loomserve.platform.fleet.messages import Routes
 from tests.unit.deployments.controller.controllers import (
     CONFIG,
+    PATIENCE_S,
     FakeServe,
     controlled,
     told,
 )
 from tests.unit.deployments.controller.test_controller import EXTRA
 from tests.unit.platform.fleet.heartbeats import COLD, HOT
+
+
+async def _with_other_aliases(controller: Controller, known: Routes) -> Routes:
+    """The next routes whose aliases differ; replicas that start change routes, too."""
+    routes = known
+    async with asyncio.timeout(PATIENCE_S):
+        while routes.aliases == known.aliases:
+            routes = await controller.watch(routes.version)
+    return routes
 
 
 def test_aliases_are_told_to_gateways_at_once_and_outlive_controllers(serve: FakeServe) -> None:
@@ -28,7 +40,7 @@ def test_aliases_are_told_to_gateways_at_once_and_outlive_controllers(serve: Fak
             routes = await one.watch(-1)
             assert routes.aliases == {"chat": split, "old": split}
             half = Alias(models={HOT.name: 1, COLD.name: 1}, sticky="key")
-            waiting = asyncio.create_task(one.watch(routes.version))
+            waiting = asyncio.create_task(_with_other_aliases(one, routes))
             await asyncio.sleep(0.05)
             state = await told(one.set_alias("chat", half))
             assert (await waiting).aliases == {"chat": half, "old": split}
