@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from vllm.lora.request import LoRARequest
 
+from loomserve.kvstore.engine.connector import StoreConnector
 from loomserve.platform.engine.adapters.loaded import EngineAdapters
 
 
@@ -95,3 +96,21 @@ def test_a_request_gets_the_adapter_that_is_loaded_or_is_refused() -> None:
 def test_an_engine_without_adapters_says_so() -> None:
     with pytest.raises(ValueError, match="without adapters"):
         EngineAdapters(Core(most=None)).set(told(1))
+
+
+def test_the_stores_connector_knows_one_before_its_workers_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    core, learnt = Core(), list[str]()
+
+    def learn(self: StoreConnector, adapter: LoRARequest) -> None:
+        if adapter.lora_int_id == 2:
+            raise FileNotFoundError("/kept/2 is not there")
+        assert core.loaded == {}
+        learnt.append(adapter.lora_name)
+
+    monkeypatch.setattr(StoreConnector, "learn_adapter", learn)
+    core.scheduler.connector = StoreConnector.__new__(StoreConnector)
+    said = EngineAdapters(core).set(told(1, 2))
+    assert learnt == ["a1@d"]
+    assert (said["problems"], core.loaded) == ({"2": "/kept/2 is not there"}, {1: "/kept/1"})
