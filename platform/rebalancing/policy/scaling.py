@@ -7,8 +7,8 @@ constant load the number changes no more once it has been reached:
 
 * up at a load above n, down to n - 1 only at one below 0.8 (n - 1);
 * with queues, the load that is seen falls as soon as there are enough replicas. So the rate of
-  requests at which too few were too few is remembered, and no number is gone back to at more than
-  0.8 of the rate at which it was too small.
+  requests at which a number was too small is remembered, and neither that number nor a smaller one
+  is gone back to at more than 0.8 of it.
 """
 
 from __future__ import annotations
@@ -248,19 +248,17 @@ def _fewer(watch: ScalingWatch, model: ScaledModel, since_s: float) -> ScalingWi
     seen = watch.samples
     if seen[0].at_s > since_s + _ROUNDING or len(model.serving) < model.kept or model.leaving:
         return None
-    replicas = max(model.rules.least, *(each.ample for each in seen))
-    while replicas < model.kept and _was_short(watch.shortages.get(replicas), seen):
-        replicas += 1
+    too_few = [n for n, each in watch.shortages.items() if _was_short(each, seen)]
+    enough = max(too_few, default=0) + 1
+    replicas = max(model.rules.least, enough, *(each.ample for each in seen))
     if replicas >= model.kept:
         return None
     why = f"load for {max(each.load for each in seen):.1f} replicas at most for a while"
     return ScalingWish(replicas, ScalingReason.QUIET, 0.0, why)
 
 
-def _was_short(shortage: Shortage | None, seen: Sequence[ScalingSample]) -> bool:
+def _was_short(shortage: Shortage, seen: Sequence[ScalingSample]) -> bool:
     """Whether so many were too few at a rate that is not far from the highest of late."""
-    if shortage is None:
-        return False
     most = ROOM * shortage.arrived_per_s
     return any(each.arrived_per_s is None or each.arrived_per_s > most for each in seen)
 
