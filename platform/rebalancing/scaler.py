@@ -264,5 +264,5 @@ def _fewer(model: ScaledModel, wish: ScalingWish) -> ScalingChange | None:
 def _free_devices(registry: Registry, model: ScaledModel) -> list[str]:
     """Where more replicas would start, those that are about to have one left out."""
     used = {each.device for each in model.replicas}
-    free = [name for name in registry.record(model.name).model.devices if name not in used]
+    free = [name for name in registry.record(model.name).devices if name not in used]
     return free[max(0, model.target - len(model.replicas)) :]
