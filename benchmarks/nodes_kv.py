@@ -6,6 +6,8 @@ the demo model's shape (30 pieces of 48 KiB, float32). Per run:
 * chains of 64 blocks are fetched one after the other, each as a waiting request has it done: asked
   for, awaited, and found in memory, checksums verified. CPU seconds are those of both stores. The
   first fetch into an arena also maps its pages, once, and is told apart ("fetch_first").
+* a chain that is in memory is looked up while others are fetched; and, to tell apart what that owes
+  to the fetch and what to cores that are taken, while as many processes as cores only compute.
 * commits at one store, of which the other's directory is watched: the time until an entry is there.
 * chains of 128 blocks are looked up in a directory of a million blocks of eight nodes.
 
@@ -18,6 +20,7 @@ import argparse
 import multiprocessing
 import os
 import random
+import subprocess
 import sys
 import tempfile
 import time
@@ -65,7 +68,7 @@ MEMORY = 768 * 2**20
 BLOCK_S = 0.03
 """What an engine says that it computes a block for, until it has measured it."""
 DIRECTORY_BLOCKS, DIRECTORY_NODES, DIRECTORY_CHAIN = 1_000_000, 8, 128
-LOOKUPS, EVENTS = 20_000, 500
+LOOKUPS, BUSY_LOOKUPS, EVENTS = 20_000, 400, 500
 _SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -192,11 +195,30 @@ def lookup_run(first: Node, second: Node, chains: Sequence[bytes]) -> list[float
     took_ms = []
     for keys in chains[1:]:
         while second.found(keys).in_memory * KEY_BYTES < len(keys):
-            asked = time.perf_counter()
-            second.found(ready)
-            # A lookup and the end of its lease, which engines send with their next step.
-            took_ms.append(500 * (time.perf_counter() - asked))
-            time.sleep(0.001)
+            took_ms.append(_timed_lookup(second, ready))
+    return took_ms
+
+
+def busy_run(node: Node, ready: bytes, lookups: int = BUSY_LOOKUPS) -> list[float]:
+    """Milliseconds of an engine's lookups while nothing is fetched and no core is free."""
+    node.await_memory(ready)
+    computes = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(computes) for _ in range(os.cpu_count() or 1)]
+    try:
+        time.sleep(0.5)
+        return [_timed_lookup(node, ready) for _ in range(lookups)]
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def _timed_lookup(node: Node, keys: bytes) -> float:
+    asked = time.perf_counter()
+    node.found(keys)
+    # A lookup and the end of its lease, which engines send with their next step.
+    took_ms = 500 * (time.perf_counter() - asked)
+    time.sleep(0.001)
     return took_ms
 
 
@@ -286,6 +308,7 @@ def benchmark(folder: Path, runs: int) -> dict[str, Any]:
         cold = fetch_run(first, second, chains)
         warm = [fetch_run(first, second, chains) for _ in range(runs)]
         lookups = [lookup_run(first, second, chains) for _ in range(runs)]
+        busy = [busy_run(second, chains[0]) for _ in range(runs)]
         copies = [copy_run(first, second) for _ in range(runs)]
         network.set_members(members)
         first.client.ask(Flush(""), Done)
@@ -300,6 +323,8 @@ def benchmark(folder: Path, runs: int) -> dict[str, Any]:
         "fetch_cpu_s_per_gb": [run["cpu_s_per_gb"] for run in warm],
         "lookup_beside_fetch_ms_p50": [percentile(run, 50) for run in lookups],
         "lookup_beside_fetch_ms_p99": [percentile(run, 99) for run in lookups],
+        "lookup_beside_busy_cores_ms_p50": [percentile(run, 50) for run in busy],
+        "lookup_beside_busy_cores_ms_p99": [percentile(run, 99) for run in busy],
         "fetch_gb_per_s": [run["gb_per_s"] for run in warm],
         "copy_cpu_s_per_gb": copies,
     }
