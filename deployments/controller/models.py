@@ -122,7 +122,10 @@ class ModelLifecycle:
         why = None if model.is_placed else "it has not been loaded yet"
         model = placed_late(model, self._config.devices)
         # The same checks as for the file: devices known, one kind, names apart, lenders there.
-        changed = {"models": (model, *self._lenders_for(model)), "aliases": {}}
+        changed = {
+            "models": (model, *_lenders_for(model, self._config, self._fleet)),
+            "aliases": {},
+        }
         try:
             Config.model_validate(self._config.model_copy(update=changed).model_dump())
             await asyncio.to_thread(check_predictor, model)
@@ -263,26 +266,13 @@ class ModelLifecycle:
             scheduling=scheduler_options(
                 model, self._config.kvstore if kv_transfer_config is not None else None
             ),
-            lending=lending_options(model, self._lenders_for(model)),
+            lending=lending_options(model, _lenders_for(model, self._config, self._fleet)),
         )
 
     def _kv_transfer_config(self, model: Model) -> dict[str, Any] | None:
         if self._store is None or not model.kvstore:
             return None
         return self._store.kv_transfer_config(model.name)
-
-    def _lenders_for(self, model: Model) -> list[Model]:
-        """The models, loaded or configured, that lend."""
-        there = {
-            known.name: known for known in (*self._config.models, *self._fleet.registry.models)
-        }
-        return [
-            known
-            for name, known in there.items()
-            if model_app(name) != model_app(model.name)
-            and known.lending is not None
-            and known.lending.lend_memory is not None
-        ]
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -314,6 +304,18 @@ def _check_replicas(model: Model, replicas: int | None) -> None:
             f"for 1 to {len(model.devices)} replicas",
             param="replicas",
         )
+
+
+def _lenders_for(model: Model, config: Config, fleet: Fleet) -> list[Model]:
+    """The other models, loaded or configured, that lend."""
+    there = {known.name: known for known in (*config.models, *fleet.registry.models)}
+    return [
+        known
+        for name, known in there.items()
+        if model_app(name) != model_app(model.name)
+        and known.lending is not None
+        and known.lending.lend_memory is not None
+    ]
 
 
 def _first(model: Model) -> Presence:

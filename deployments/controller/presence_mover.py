@@ -72,7 +72,7 @@ class PresenceMover:
 
     def begin_on(self, device: str, change: PresenceChange) -> None:
         """Have a model be loaded on a device."""
-        self._fleet.registry.set_berth(change.model, (device,), change.why_there)
+        self._fleet.registry.record(change.model).move((device,), change.why_there)
         self.begin(change.model, change.presence, change.why)
 
     def change(

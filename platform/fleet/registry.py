@@ -286,10 +286,6 @@ class Registry:
             record.presence, record.since, record.why = presence, now, why
             record.was_away |= presence is not Presence.READY
 
-    def set_berth(self, name: str, devices: tuple[str, ...], why: str) -> None:
-        """Set where the platform has a model be that there is: the devices of its replicas."""
-        self._models[name].move(devices, why)
-
     def set_drained_devices(self, devices: frozenset[str]) -> None:
         """Drain the replicas of these devices, and no others but those that are drained singly."""
         self.drains.devices = devices

@@ -25,6 +25,7 @@ PLAN = Plan(
     stream_interval=1,
     a_step=1,
     stream=True,
+    bare=False,
 )
 
 
