@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from loomserve.platform.config.base import FieldError
+from loomserve.platform.config.model_fields import ModelFields
 from loomserve.platform.config.roles import Roles
 from loomserve.platform.config.scaling import Scaling
-
-if TYPE_CHECKING:
-    from loomserve.platform.config.model import Model
 
 # Values that lending and borrowing allow for options of vLLM's engine, and why.
 _ALLOWED_WITH_LENDING: dict[str, tuple[tuple[object, ...], str]] = {
@@ -36,7 +32,7 @@ _REFUSED_WITH_ADAPTERS = {
 }
 
 
-def _check_replicas(model: Model) -> None:
+def _check_replicas(model: ModelFields) -> None:
     if len(set(model.devices)) != len(model.devices):
         raise FieldError(
             f"model {model.name!r} names a device twice; a device runs one replica of a model",
@@ -62,7 +58,7 @@ def _check_replicas(model: Model) -> None:
         _check_roles(model, model.roles)
 
 
-def _check_scaling(model: Model, scaling: Scaling) -> None:
+def _check_scaling(model: ModelFields, scaling: Scaling) -> None:
     if model.is_placed and model.pipeline is None and scaling.max > len(model.devices):
         raise FieldError(
             f"model {model.name!r} asks for up to {scaling.max} replicas on "
@@ -78,7 +74,7 @@ def _check_scaling(model: Model, scaling: Scaling) -> None:
         )
 
 
-def _check_roles(model: Model, roles: Roles) -> None:
+def _check_roles(model: ModelFields, roles: Roles) -> None:
     needed = roles.prefill + roles.decode
     least = model.replicas.min if isinstance(model.replicas, Scaling) else model.replicas
     there = len(model.devices) if least == "auto" else least
@@ -90,7 +86,7 @@ def _check_roles(model: Model, roles: Roles) -> None:
         )
 
 
-def _check_pipeline(model: Model) -> None:
+def _check_pipeline(model: ModelFields) -> None:
     if model.pipeline is None:
         return
     if model.replicas not in ("auto", 1):
@@ -119,7 +115,7 @@ def _check_pipeline(model: Model) -> None:
             raise FieldError("is set through 'pipeline'", "engine", option)
 
 
-def _check_idle(model: Model) -> None:
+def _check_idle(model: ModelFields) -> None:
     if model.pinned and model.idle is not None:
         raise FieldError(
             f"model {model.name!r} is pinned, so it is never put away: leave one of them out",
@@ -127,7 +123,7 @@ def _check_idle(model: Model) -> None:
         )
 
 
-def _check_adapters(model: Model) -> None:
+def _check_adapters(model: ModelFields) -> None:
     if model.adapters is None:
         return
     if model.lending is not None:
@@ -141,7 +137,7 @@ def _check_adapters(model: Model) -> None:
             raise FieldError(f"{why}: leave it out", "engine", option)
 
 
-def _check_lending(model: Model) -> None:
+def _check_lending(model: ModelFields) -> None:
     if model.lending is None:
         return
     lent = model.lending.lend_memory
@@ -164,7 +160,7 @@ def _check_lending(model: Model) -> None:
         _check_borrowers_scheduling(model)
 
 
-def _check_borrowers_scheduling(model: Model) -> None:
+def _check_borrowers_scheduling(model: ModelFields) -> None:
     for option, refused in (("preemption", "swap"), ("chunked_recompute", False)):
         if getattr(model.scheduling, option) == refused:
             raise FieldError(

@@ -1,0 +1,182 @@
+"""The fields of the section ``models``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator
+
+from loomserve.platform.config.adapters import Adapters
+from loomserve.platform.config.base import (
+    AUTO,
+    Bytes,
+    FieldError,
+    ModelName,
+    Name,
+    Revision,
+    Section,
+)
+from loomserve.platform.config.elastic import Idle
+from loomserve.platform.config.lending import Lending
+from loomserve.platform.config.lengths import Lengths
+from loomserve.platform.config.pipeline import Pipeline
+from loomserve.platform.config.roles import Roles
+from loomserve.platform.config.router import Router
+from loomserve.platform.config.scaling import Replicas, Scaling
+from loomserve.platform.config.scheduling import Scheduling
+
+# Options of vLLM's engine that say what adapters there are, and where that stands here.
+_ADAPTER_OPTIONS = {
+    "enable_lora": "adapters",
+    "max_loras": "adapters.max_loras",
+    "max_lora_rank": "adapters.max_lora_rank",
+    "max_cpu_loras": "adapters.max_cpu_loras",
+    "lora_modules": "adapters.load",
+}
+
+
+class ModelFields(Section):
+    """What a model has, each field by itself."""
+
+    name: ModelName = Field(description="The name clients ask for.")
+    source: str = Field(
+        min_length=1,
+        description="demo (the packaged SmolLM2-135M-Instruct), demo:NAME, a folder, a remote one "
+        "(such as s3://BUCKET/MODEL, fetched on first use), or a hub id.",
+    )
+    revision: Revision | None = Field(
+        None,
+        description="Commit, tag or branch of a hub id; only a commit's hash is for good the same "
+        "files. null: what the hub has when the model is loaded.",
+    )
+    devices: Annotated[tuple[Name, ...], AUTO] = Field(
+        (),
+        description="Where its replicas may run, one replica a device; or the stages of its one "
+        "replica, with pipeline. auto: where there is room, and least to do.",
+    )
+    replicas: Replicas = Field(
+        "auto",
+        description="How many replicas to start; auto: one a device, as far as memory allows; "
+        "where devices is auto, more than one only on devices that have no other model. min and "
+        "max: as many between these as its load asks for.",
+    )
+    kv_cache_memory: Bytes = Field(
+        512 * 2**20, description="Memory for KV blocks, for each replica, such as 512MiB."
+    )
+    kvstore: bool = Field(
+        True,
+        description="Keep its KV blocks in the store, if there is one; false for models with other "
+        "state than attention's, such as Mamba.",
+    )
+    kvstore_quota: Bytes | None = Field(
+        None, description="The store's memory that its blocks may take at most; null: all of it."
+    )
+    scheduling: Scheduling = Field(
+        default_factory=Scheduling,
+        description="The order of its requests, and what preemption does with their KV.",
+    )
+    lengths: Lengths | None = Field(
+        None,
+        description="Predict its answers' lengths; null: answers may be as long as requests allow.",
+    )
+    roles: Roles | None = Field(
+        None, description="Separate prefill from decode; null: every replica does both."
+    )
+    pipeline: Pipeline | None = Field(
+        None, description="Divide its layers among its devices; null: each replica has them all."
+    )
+    lending: Lending | None = Field(
+        None,
+        description="Lend KV memory and attention, or borrow them; auto: both, as traffic has it; "
+        "null: neither.",
+    )
+    adapters: Adapters | None = Field(
+        None, description="LoRA adapters that it has, or may get; null: it takes none."
+    )
+    start: Literal["auto", "now", "on_demand"] = Field(
+        "auto",
+        description="now: with the platform; on_demand: with the first request for it; auto: now, "
+        "but where devices is auto the first on each core or GPU only.",
+    )
+    idle: Idle | None = Field(
+        None,
+        description="What becomes of it without requests; null: it stays, but where start is "
+        "on_demand, or devices auto, the fields' defaults hold.",
+    )
+    pinned: bool = Field(
+        False, description="Once it is ready it stays, whoever needs its memory; idle has no say."
+    )
+    engine: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Options of vLLM's engine under vLLM's own names, such as max_model_len; over "
+        "HTTP none that names code or opens files.",
+    )
+    router: Router = Field(default_factory=Router, description="How requests are spread.")
+    max_concurrent_requests: int = Field(
+        512,
+        ge=1,
+        description="Requests beyond so many at once, over all replicas, are answered 429; each "
+        "prompt of a request and each of its n answers counts.",
+    )
+
+    @field_validator("engine")
+    @classmethod
+    def _ours_stay_ours(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        owned = {
+            "model": "source",
+            "revision": "revision",
+            "served_model_name": "name",
+            "kv_cache_memory_bytes": "kv_cache_memory",
+            "gpu_memory_utilization": "kv_cache_memory",
+            "host": "server.host",
+            "port": "server.port",
+            "api_key": "server.api_keys",
+            "allowed_media_domains": "server.media_hosts",
+            "scheduler_cls": "scheduling",
+            "scheduling_policy": "scheduling.queue",
+            **_ADAPTER_OPTIONS,
+        }
+        for key in engine:
+            if key in owned:
+                raise FieldError(f"is set through {owned[key]!r}", key)
+        return engine
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether its devices are known; else the platform chooses them."""
+        return bool(self.devices)
+
+    @property
+    def largest_share(self) -> float:
+        """Share of a replica that the device has which has most of it: all, but of a pipeline."""
+        if self.pipeline is None:
+            return 1.0
+        layers = self.pipeline.layers or (1,) * len(self.devices)
+        return max(layers) / sum(layers)
+
+    @property
+    def most_replicas(self) -> int:
+        return 1 if self.pipeline is not None else len(self.devices)
+
+    @property
+    def scaling(self) -> Scaling | None:
+        """The bounds between which its load decides; None: it has as many as it is told."""
+        return self.replicas if isinstance(self.replicas, Scaling) else None
+
+    @property
+    def idle_rules(self) -> Idle | None:
+        """What holds of it without requests; None: it stays."""
+        if self.pinned:
+            return None
+        comes_and_goes = self.start == "on_demand" or not self.is_placed
+        given = self.idle or (Idle() if comes_and_goes else None)
+        if self.scaling is None:
+            return given
+        if self.scaling.min:
+            return given and Idle(sleep_after_s=given.sleep_after_s, unload_after_s=None)
+        return self.idle or Idle(sleep_after_s=None, unload_after_s=self.scaling.downscale_delay_s)
+
+    @property
+    def adapter_names(self) -> tuple[str, ...]:
+        """Of the adapters that it has from the start."""
+        return tuple(each.name for each in self.adapters.load) if self.adapters else ()
