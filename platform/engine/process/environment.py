@@ -20,4 +20,6 @@ GATEWAY_ENVIRONMENT = {
     **VLLM_ENVIRONMENT,
     # By setting up its own log when it is imported, vLLM would close Serve's.
     "VLLM_CONFIGURE_LOGGING": "0",
+    # What vLLM's serving layer imports would let no warning pass, whoever has it.
+    "SAGEMAKER_CONTAINER_LOG_LEVEL": "WARNING",
 }
