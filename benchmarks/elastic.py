@@ -112,7 +112,8 @@ def sleeping_mb(source: str, options: argparse.Namespace) -> list[float]:
     sizes: list[float] = []
     with platform.running(options.start_timeout):
         for name in names:
-            platform.first_token_s(name, name)
+            took = platform.first_token_s(name, name)
+            print(f"{name}: never loaded, {took:.2f} s", flush=True)
             platform.have(name, "asleep")
             time.sleep(_SETTLES_S)
             sizes.append(platform.server.memory_bytes() / 1e6)
