@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -52,8 +53,11 @@ class Timeline:
 
     def spans(self, model: str) -> Iterator[tuple[str, float, float]]:
         """Status of a model, and from when to when it was seen."""
-        seen = (each[model] for each in self.seen)
-        return zip(seen, self.at_s, self.at_s[1:], strict=False)
+        looks = zip(self.at_s, (each[model] for each in self.seen), strict=True)
+        grouped = itertools.groupby(looks, key=lambda look: look[1])
+        begins = [next(iter(each)) for _, each in grouped]
+        for (begin, status), (end, _) in itertools.pairwise([*begins, (self.at_s[-1], "")]):
+            yield status, begin, end
 
     def mean(self, status: str) -> float:
         """How many models had a status, in the mean of all looks."""
