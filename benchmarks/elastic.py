@@ -56,11 +56,6 @@ _TURNS, _THINKS_S, _TOKENS = 3, 4.0, 16
 _SETTLES_S = 5.0
 
 
-def weight_bytes(source: str) -> int:
-    """Of a model in float32, which its engine computes in."""
-    return 2 * sum(file.stat().st_size for file in Path(source).glob("*.safetensors"))
-
-
 def starts(source: str, options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds to the first token of a model, by what it is when it is asked for."""
     models = Models(source, {_ALWAYS: "now", _COLD: "on_demand"}, _KV_BYTES)
@@ -148,7 +143,7 @@ def zipf(source: str, options: argparse.Namespace) -> dict[str, Any]:
     names = [f"model{number:02}" for number in range(options.names)]
     load = zipf_load(names, options.sessions, options.seconds, options.seed)
     one = Model(name="one", source=source, devices=("core0",), kv_cache_memory=_KV_BYTES)
-    room = int(options.room * replica_bytes(one, weight_bytes(source) // 2))
+    room = int(options.room * replica_bytes(one, catalog.weight_bytes(Path(source))))
     arms = {
         "elastic": Models(source, dict.fromkeys(names, "on_demand"), _KV_BYTES, room),
         "all_loaded": Models(source, dict.fromkeys(names, "now"), _KV_BYTES),
@@ -226,7 +221,8 @@ def _starts(source: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def _sleeping(source: str, options: argparse.Namespace) -> dict[str, Any]:
     further = Spread.of(sleeping_mb(source, options))
-    weights = weight_bytes(source) / 1e6
+    # In float32 they are twice as wide as in the files.
+    weights = 2 * catalog.weight_bytes(Path(source)) / 1e6
     return {
         "sleeping_model_mb": asdict(further),
         "weights_mb": weights,

@@ -168,7 +168,7 @@ def _checked(config: Config, name: str, base: Path) -> NodeReport:
             path = catalog.resolve(model.source, base, revision=model.revision)
         except LoomserveError as error:
             raise StartError(f"models[{index}].source: {error}") from None
-        weights[model.name] = catalog.weight_bytes(path) if isinstance(path, Path) else 0
+        weights[model.name] = catalog.known_weight_bytes(path)
     available = available_memory()
     if config.kvstore is not None:
         left = left_behind(config.server.port)

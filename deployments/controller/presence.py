@@ -260,6 +260,6 @@ def _weight_bytes(model: Model, base: Path) -> int:
     """Bytes of a model's weights; 0 where that cannot be told."""
     try:
         path = catalog.resolve(model.source, base, revision=model.revision)
-        return catalog.weight_bytes(path) if isinstance(path, Path) else 0
+        return catalog.known_weight_bytes(path)
     except (LoomserveError, OSError):
         return 0

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import aiohttp
+from pydantic import BaseModel
 
 from loomserve.deployments.gateway.internal_client import InternalClient
 from loomserve.platform.adapters.messages import (
@@ -53,19 +55,11 @@ class ReplicaCalls:
             Conflict: it has requests, or cannot sleep.
             ReplicaUnreachableError: nobody answers.
         """
-        try:
-            async with self._client.session.put(
-                f"http://{address}{AWAKE_PATH}",
-                data=AwakeOrder(awake=awake, generation=self._generation).model_dump_json(),
-                headers={INTERNAL_TOKEN_HEADER: self._token},
-                timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
-            ) as response:
-                if response.status == _REFUSED:
-                    raise Conflict(str((await response.json())["error"]["message"]))
-                if response.status >= 400:
-                    raise ReplicaUnreachableError(f"it answered {response.status}")
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
-            raise ReplicaUnreachableError(repr(error)) from None
+        order = AwakeOrder(awake=awake, generation=self._generation)
+        status, told = await self._put(address, AWAKE_PATH, order)
+        if status == _REFUSED:
+            raise Conflict(str(json.loads(told)["error"]["message"]))
+        _check(status)
 
     async def set_adapters(
         self, address: str, adapters: Sequence[Adapter]
@@ -75,17 +69,29 @@ class ReplicaCalls:
         Raises:
             ReplicaUnreachableError: nobody answers.
         """
+        order = AdapterOrder(adapters=tuple(adapters))
+        status, told = await self._put(address, ADAPTERS_PATH, order)
+        _check(status)
+        try:
+            return AdapterReports.model_validate_json(told).reports
+        except ValueError as error:
+            raise ReplicaUnreachableError(repr(error)) from None
+
+    async def _put(self, address: str, path: str, order: BaseModel) -> tuple[int, str]:
+        """Give a replica an order; the status and body of its answer.
+
+        Raises:
+            ReplicaUnreachableError: nobody answers.
+        """
         try:
             async with self._client.session.put(
-                f"http://{address}{ADAPTERS_PATH}",
-                data=AdapterOrder(adapters=tuple(adapters)).model_dump_json(),
+                f"http://{address}{path}",
+                data=order.model_dump_json(),
                 headers={INTERNAL_TOKEN_HEADER: self._token},
                 timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
             ) as response:
-                if response.status >= 400:
-                    raise ReplicaUnreachableError(f"it answered {response.status}")
-                return AdapterReports.model_validate_json(await response.text()).reports
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                return response.status, await response.text()
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise ReplicaUnreachableError(repr(error)) from None
 
     async def stats(self, address: str) -> RoutingStats:
@@ -103,3 +109,12 @@ class ReplicaCalls:
     async def close(self) -> None:
         if self._made is not None:
             await self._made.close()
+
+
+def _check(status: int) -> None:
+    """
+    Raises:
+        ReplicaUnreachableError: the answer is an error.
+    """
+    if status >= 400:
+        raise ReplicaUnreachableError(f"it answered {status}")

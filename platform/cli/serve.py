@@ -151,7 +151,7 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
     for model in config.models:
         check_predictor(model)
         path = catalog.resolve(model.source, base, progress=say, revision=model.revision)
-        weights[model.name] = catalog.weight_bytes(path) if isinstance(path, Path) else 0
+        weights[model.name] = catalog.known_weight_bytes(path)
         take_configured(model, base)
         if model.pipeline is not None:
             stages = ", ".join(f"{device} {n}" for device, n in stages_of(model, base))

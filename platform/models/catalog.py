@@ -142,6 +142,11 @@ def weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in weight_files(folder))
 
 
+def known_weight_bytes(resolved: Path | str) -> int:
+    """Bytes of the weights that :func:`resolve` has found; 0 of a hub id: only the hub knows."""
+    return weight_bytes(resolved) if isinstance(resolved, Path) else 0
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     return _read_json(folder / "config.json", "give the folder of a model in transformers' format")
 

@@ -67,7 +67,7 @@ def _weights(config: Config, base: Path, say: Say) -> dict[str, int]:
     models: list[Model | OfflineModel] = [*config.models, *config.offline_models]
     for model in models:
         path = catalog.resolve(model.source, base, progress=say, revision=model.revision)
-        found[model.name] = catalog.weight_bytes(path) if isinstance(path, Path) else 0
+        found[model.name] = catalog.known_weight_bytes(path)
     return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from loomserve.platform.fleet.registry import ModelRecord, Registry, ReplicaRecord
 from loomserve.platform.rebalancing.policy.rates import Rates
 from loomserve.platform.rebalancing.policy.scaled import ScaledModel, ScaledReplica
-from loomserve.platform.state import BorrowingState, Presence, ReplicaLoad
+from loomserve.platform.state import BorrowingState, ReplicaLoad
 
 
 def scaled_models(registry: Registry, rates: Rates, now: float) -> tuple[ScaledModel, ...]:
@@ -25,8 +25,7 @@ def scaled_models(registry: Registry, rates: Rates, now: float) -> tuple[ScaledM
 
 def _model(record: ModelRecord, registry: Registry, rates: Rates, now: float) -> ScaledModel | None:
     rules, model = record.model.scaling, record.model
-    ready = record.presence is Presence.READY and record.unload_deadline is None
-    if rules is None or not ready or record.fixed:
+    if rules is None or not record.stays or record.fixed:
         return None
     live = registry.live(model.name, now)
     replicas = [

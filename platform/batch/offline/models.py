@@ -28,7 +28,7 @@ def check_offline_models(config: Config, base: Path, say: Callable[[str], None])
             problem = apart.submit(_problem, str(source), model.revision).result()
         if problem is not None:
             raise problem.__class__(f"batch.offline_models, {model.name!r}: {problem}")
-        weights = catalog.weight_bytes(source) if isinstance(source, Path) else 0
+        weights = catalog.known_weight_bytes(source)
         needed += offline_bytes(model, weights)
     return needed
 

@@ -212,10 +212,7 @@ class _Room:
         return [
             each
             for each in self._models.values()
-            if each.settled
-            and not each.pinned
-            and each.presence is not Presence.UNLOADED
-            and each.name not in self._spoken_for
+            if each.may_go and each.name not in self._spoken_for
         ]
 
     def _stays_s(self, model: ElasticModel) -> float:

@@ -69,9 +69,7 @@ def _may_go(model: ElasticModel, for_: str, demanded: set[str], rules: ElasticRu
     return (
         model.name != for_
         and model.name not in demanded
-        and model.settled
-        and not model.pinned
-        and model.presence is not Presence.UNLOADED
+        and model.may_go
         and model.idle_s > 0
         and (
             model.presence is Presence.ASLEEP

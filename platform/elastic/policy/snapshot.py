@@ -52,6 +52,11 @@ class ElasticModel:
     unload_after_s: float | None = None
 
     @property
+    def may_go(self) -> bool:
+        """Whether it can be put away at all, whatever its requests and whoever asks for it."""
+        return self.settled and not self.pinned and self.presence is not Presence.UNLOADED
+
+    @property
     def away_s(self) -> float:
         """How long it will presumably not be asked for.
 
