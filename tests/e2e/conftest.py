@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -149,6 +150,16 @@ def platform_config(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
     }
 
 
+def server_section(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
+    """Of a platform of a test's own: one key that may use all models."""
+    return {
+        "port": port,
+        "drain_timeout_s": 20,
+        "admin_token_hash": hashes[2],
+        "api_keys": [{"name": "all", "hash": hashes[0]}],
+    }
+
+
 def write_files(path: Path, config: dict[str, Any]) -> None:
     path.write_text(yaml.safe_dump(config, sort_keys=False))
     replace_private(path.parent / "keys.yaml", "api_keys: []")
@@ -168,6 +179,23 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     with started(tmp_path_factory.mktemp("platform"), platform_config) as running:
         yield running
+
+
+def stream(platform: Platform, model: str, prompt: str, tokens: int) -> str:
+    """A greedy answer's text, taken as it comes, with no event that is an error."""
+    body = {
+        "model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
+        "ignore_eos": True, "stream": True,
+    }  # fmt: skip
+    text, ended = "", None
+    with platform.http() as http, http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                (choice,) = json.loads(line[6:])["choices"]
+                text, ended = text + choice["text"], choice["finish_reason"] or ended
+    assert ended == "length"
+    return text
 
 
 def lives(process: psutil.Process) -> bool:

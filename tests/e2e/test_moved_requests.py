@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import HOT, Platform
+from tests.e2e.conftest import HOT, Platform, stream
 from tests.e2e.test_admin import model_state, wait_for
 from tests.e2e.test_lending import admin_plans, get, plan_status, post, profile_devices
 
@@ -16,23 +15,6 @@ pytestmark = pytest.mark.e2e
 
 TOKENS = 400
 PROMPTS = [f"Tale {number}. Once upon a time" for number in range(8)]
-
-
-def stream(platform: Platform, prompt: str) -> str:
-    """A greedy answer's text, taken as it comes."""
-    body = {
-        "model": HOT, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0,
-        "ignore_eos": True, "stream": True,
-    }  # fmt: skip
-    text, ended = "", None
-    with platform.http() as http, http.stream("POST", "/v1/completions", json=body) as answer:
-        assert answer.status_code == 200
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                (choice,) = json.loads(line[6:])["choices"]
-                text, ended = text + choice["text"], choice["finish_reason"] or ended
-    assert ended == "length"
-    return text
 
 
 def replicas(platform: Platform) -> list[dict[str, Any]]:
@@ -64,9 +46,9 @@ def made_once_seen(platform: Platform, plan: dict[str, Any]) -> str:
 def test_streams_go_on_with_the_other_replica_as_a_plan_says(platform: Platform) -> None:
     profile_devices(platform)
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        alone = list(pool.map(lambda prompt: stream(platform, prompt), PROMPTS))
+        alone = list(pool.map(lambda prompt: stream(platform, HOT, prompt, TOKENS), PROMPTS))
         before = moved(platform)
-        answers = [pool.submit(stream, platform, prompt) for prompt in PROMPTS]
+        answers = [pool.submit(stream, platform, HOT, prompt, TOKENS) for prompt in PROMPTS]
         wait_for(lambda: in_flight(replicas(platform)[0]) >= 3, 30)
         hot, cold = (each["id"] for each in replicas(platform))
         action = {"action": "move_requests", "engine": hot, "to": cold, "requests": 2}

@@ -14,7 +14,7 @@ import openai
 import psutil
 import pytest
 
-from tests.e2e.conftest import ENGINE, Platform, started
+from tests.e2e.conftest import ENGINE, Platform, server_section, started
 
 pytestmark = pytest.mark.e2e
 
@@ -42,12 +42,7 @@ def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
             model(LARGE, kv_cache_memory="6.5GiB"),
         ],
         "elastic": {"residence_s": RESIDENCE_S, "comment_s": 0.2, "wait_timeout_s": 180},
-        "server": {
-            "port": port,
-            "drain_timeout_s": 20,
-            "admin_token_hash": hashes[2],
-            "api_keys": [{"name": "all", "hash": hashes[0]}],
-        },
+        "server": server_section(port, hashes),
     }
 
 

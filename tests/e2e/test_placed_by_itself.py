@@ -11,7 +11,7 @@ import pytest
 
 from loomserve.platform.placement.plan import plan_of_platform
 from loomserve.platform.state import PlatformState
-from tests.e2e.conftest import ENGINE, Platform, started
+from tests.e2e.conftest import ENGINE, Platform, server_section, started
 
 pytestmark = pytest.mark.e2e
 
@@ -25,12 +25,7 @@ def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
     return {
         "models": {name: dict(model) for name in NAMES},
         "elastic": {"residence_s": 2},
-        "server": {
-            "port": port,
-            "drain_timeout_s": 20,
-            "admin_token_hash": hashes[2],
-            "api_keys": [{"name": "all", "hash": hashes[0]}],
-        },
+        "server": server_section(port, hashes),
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import ENGINE, Platform, started
+from tests.e2e.conftest import ENGINE, Platform, server_section, started, stream
 from tests.e2e.test_admin import model_state, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -46,12 +45,7 @@ def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
             }
         ],
         "rebalancing": {"folder": "plans"},
-        "server": {
-            "port": port,
-            "drain_timeout_s": 20,
-            "admin_token_hash": hashes[2],
-            "api_keys": [{"name": "all", "hash": hashes[0]}],
-        },
+        "server": server_section(port, hashes),
     }
 
 
@@ -59,23 +53,6 @@ def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     with started(tmp_path_factory.mktemp("scaling"), configured) as running:
         yield running
-
-
-def stream(platform: Platform, prompt: str, tokens: int) -> str:
-    """A greedy answer's text, taken as it comes, with no event that is an error."""
-    body = {
-        "model": NAME, "prompt": prompt, "max_tokens": tokens, "temperature": 0,
-        "ignore_eos": True, "stream": True,
-    }  # fmt: skip
-    text, ended = "", None
-    with platform.http() as http, http.stream("POST", "/v1/completions", json=body) as answer:
-        assert answer.status_code == 200
-        for line in answer.iter_lines():
-            if line.startswith("data: {"):
-                (choice,) = json.loads(line[6:])["choices"]
-                text, ended = text + choice["text"], choice["finish_reason"] or ended
-    assert ended == "length"
-    return text
 
 
 def state(platform: Platform) -> dict[str, Any]:
@@ -97,10 +74,10 @@ def test_load_starts_a_replica_and_quiet_drains_it_without_cutting_a_stream(
     platform: Platform,
 ) -> None:
     (first,) = state(platform)["replicas"]
-    alone = stream(platform, PROMPTS[0], 200)
+    alone = stream(platform, NAME, PROMPTS[0], 200)
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         began = time.monotonic()
-        answers = [pool.submit(stream, platform, prompt, 200) for prompt in PROMPTS]
+        answers = [pool.submit(stream, platform, NAME, prompt, 200) for prompt in PROMPTS]
         wait_for(lambda: scaled(platform, "up") == 1, 15)
         assert state(platform)["target_replicas"] == 2
         assert state(platform)["scaling"]["why"].startswith("requests exceed")
@@ -116,7 +93,7 @@ def test_load_starts_a_replica_and_quiet_drains_it_without_cutting_a_stream(
         # Two at a time, one on each: few enough for one replica, and never none.
         while not scaled(platform, "down"):
             assert time.monotonic() - began < 150
-            last = [pool.submit(stream, platform, PROMPTS[0], 200) for _ in range(2)]
+            last = [pool.submit(stream, platform, NAME, PROMPTS[0], 200) for _ in range(2)]
             until_down_or_done(platform, last)
         assert [each.result() for each in last] == [alone] * 2
     wait_for(lambda: [each["id"] for each in state(platform)["replicas"]] == [first["id"]], 40)
@@ -133,7 +110,7 @@ def test_a_number_that_an_operator_sets_holds_until_it_is_auto(platform: Platfor
     assert set_replicas(platform, 1) == 202
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         up = scaled(platform, "up")
-        answers = [pool.submit(stream, platform, prompt, 100) for prompt in PROMPTS]
+        answers = [pool.submit(stream, platform, NAME, prompt, 100) for prompt in PROMPTS]
         assert all(each.result() for each in answers)
         assert scaled(platform, "up") == up
     assert state(platform)["scaling"]["fixed"]
