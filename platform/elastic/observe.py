@@ -32,6 +32,8 @@ class ElasticObserver:
         self._fleet, self._budgets, self._wake_s = fleet, budgets, wake_s
         self._load_s: dict[str, float] = {}
         self._counted: dict[str, int] = {}
+        self._settled_at: dict[str, tuple[float, float]] = {}
+        """Since when models were to be as they are, and were first seen to be so."""
 
     def snapshot(
         self,
@@ -73,7 +75,7 @@ class ElasticObserver:
             name=name,
             presence=record.presence,
             settled=settled,
-            since_s=now - record.since,
+            since_s=now - self._since(record, settled, now),
             idle_s=_idle_s(live, now),
             returns_s=self.returns.mean_s(name),
             devices=_devices(record, live),
@@ -89,6 +91,17 @@ class ElasticObserver:
             sleep_after_s=rules.sleep_after_s if rules and not lends else None,
             unload_after_s=rules.unload_after_s if rules and not lends else None,
         )
+
+    def _since(self, record: ModelRecord, settled: bool, now: float) -> float:
+        """When a model became what it is to be, which takes as long as a start; or was to."""
+        name = record.model.name
+        wished, at = self._settled_at.get(name, (None, now))
+        if wished == record.since:
+            return at
+        if not settled:
+            return record.since
+        self._settled_at[name] = (record.since, now)
+        return now
 
     def _choices(self, record: ModelRecord) -> tuple[str, ...]:
         """Devices of which an unloaded model gets one, if the platform may choose."""

@@ -15,7 +15,7 @@ class ElasticModel:
     Attributes:
         presence: What it is to be.
         settled: Whether it is that already.
-        since_s: For how long it has been, or is to be, so.
+        since_s: For how long it has been so; while it is not settled, for how long it is to be.
         idle_s: For how long it has had no request; 0: it has some.
         returns_s: Mean time between its uses; None: unknown.
         devices: Where its replicas are, or come.

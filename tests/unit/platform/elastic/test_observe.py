@@ -84,6 +84,23 @@ def test_one_whose_replicas_have_not_come_or_is_on_its_way_is_not_settled() -> N
     assert not watched.seen(1, "m").settled
 
 
+def test_it_is_there_since_its_start_ended_not_since_that_was_wished() -> None:
+    watched = Watched()
+    watched.fleet.registry.set_presence("m", Presence.UNLOADED, 0, "idle")
+    watched.fleet.registry.set_presence("m", Presence.READY, 10, "asked for")
+    assert watched.seen(25, "m").since_s == 15
+    watched.report(30)
+    assert watched.seen(30, "m").since_s == 20
+    assert watched.seen(31).since_s == 0
+    watched.report(40)
+    assert watched.seen(40).since_s == 9
+    # A wish that came to nothing, as the mover says it.
+    watched.fleet.registry.set_presence("m", Presence.ASLEEP, 41, "idle")
+    watched.seen(41, "m")
+    watched.fleet.registry.set_presence("m", Presence.READY, 10, "it has requests")
+    assert watched.seen(42).since_s == 11
+
+
 def test_one_that_falls_asleep_holds_all_until_it_does_and_then_what_was_measured() -> None:
     watched = Watched()
     watched.report(10)
