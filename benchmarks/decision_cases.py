@@ -66,6 +66,7 @@ class Fleet:
         self._rng = random.Random(0)
         self.ids = [f"{number:04x}-replica" for number in range(replicas)]
         self.ledger = InFlight()
+        self._usable = frozenset(self.ids)
         self.loads: dict[str, RoutingStats | None] = dict.fromkeys(self.ids)
         kept: Any = self.loads
         if ReplicaTable is not None:
@@ -90,7 +91,7 @@ class Fleet:
         prompt = rng.randrange(PROMPTS)
         tokens = [*range(prompt, prompt + SHARED_BLOCKS * BLOCK_TOKENS)]
         tokens += [rng.randrange(50_000)] * ((BLOCKS - SHARED_BLOCKS) * BLOCK_TOKENS)
-        candidates = frozenset(self.ids)
+        candidates = self._usable
         if rng.random() < 0.1:
             candidates -= {rng.choice(self.ids)}
         return RoutingRequest("id", "id", tokens, 256, candidates)

@@ -20,6 +20,7 @@ from loomserve.routers.ticket import RoutingTicket
 
 # Engines count exactly; this stands for an answer of which nothing is known.
 _ANSWER_TOKENS = 256
+_NOBODY: frozenset[str] = frozenset()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -66,6 +67,8 @@ class ReplicaChoice:
         self._metrics = metrics
         self._table = table
         self._booked: dict[RoutingRequest, ExitStack] = {}
+        self._last_excluded = (_NOBODY, _NOBODY, _NOBODY)
+        """The table's replicas, a request's candidates, and those that were none."""
 
     def set_kv(self, kv: NodesKv) -> None:
         """Set what moving KV between nodes takes."""
@@ -114,10 +117,18 @@ class ReplicaChoice:
             ),
             output_tokens=min(output_tokens, routing.max_tokens or output_tokens),
             sequences=routing.sequences,
-            exclude=self._table.known_ids - routing.candidates,
+            exclude=self._excluded(routing.candidates),
             # What it has been pinned for is gone with the first replica.
             pinned_to=request.pinned_to if request is not None and _is_first(routing) else None,
         )
+
+    def _excluded(self, candidates: frozenset[str]) -> frozenset[str]:
+        """The replicas that are no candidates; nearly all requests have the same ones."""
+        known, of, excluded = self._last_excluded
+        if known is not self._table.known_ids or of is not candidates:
+            excluded = self._table.known_ids - candidates
+            self._last_excluded = self._table.known_ids, candidates, excluded
+        return excluded
 
     def _note_wait(self, ticket: RoutingTicket, context: AnswerContext | None) -> None:
         if ticket.pinned_to is not None:

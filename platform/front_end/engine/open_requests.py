@@ -141,7 +141,7 @@ class OpenRequest:
             external_id=request.external_req_id or self.id,
             prompt_token_ids=[*(request.prompt_token_ids or ()), *self.tokens],
             max_tokens=max(0, (most or 0) - len(self.tokens)),
-            candidates=candidates - self.ended_with or candidates,
+            candidates=(self.ended_with and candidates - self.ended_with) or candidates,
             exclude=frozenset(self.ended_with),
             cache_salt=request.cache_salt,
             adapter=request.lora_request.lora_name if request.lora_request else None,

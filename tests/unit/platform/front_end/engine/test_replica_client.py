@@ -298,7 +298,7 @@ def test_a_request_stays_undisturbed_where_the_other_replica_does_not_take_it(to
         await made.have("a", "b")
         await made.ask(request("r", 4))
         a = made.engines["a"]
-        made.client._replicas["b"].draining = True
+        await made.client.drain("b", 0)
         await a.step(2)
         await a.ask_to_move(to, "r")
         await a.step(2)
