@@ -58,7 +58,9 @@ _SETTLES_S = 5.0
 
 def starts(source: str, options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds to the first token of a model, by what it is when it is asked for."""
-    models = Models(source, {_ALWAYS: "now", _COLD: "on_demand"}, _KV_BYTES)
+    models = Models(
+        source, {_ALWAYS: "now", _COLD: "on_demand"}, _KV_BYTES, lending=options.lending
+    )
     config = models.config(_FLAGS, _PORT)
     platform = ElasticPlatform(config, _PORT, "starts", options.logs)
     found: dict[str, list[float]] = {"vllm": [], "never": [], "unloaded": [], "asleep": []}
@@ -102,7 +104,8 @@ def ready_s(source: str, options: argparse.Namespace) -> list[float]:
 def sleeping_mb(source: str, options: argparse.Namespace) -> list[float]:
     """MB by which each further name that sleeps makes the platform larger."""
     names = [f"sleeps{number}" for number in range(options.sleeping + 1)]
-    models = Models(source, {_ALWAYS: "now", **dict.fromkeys(names, "on_demand")}, _KV_BYTES)
+    start = {_ALWAYS: "now", **dict.fromkeys(names, "on_demand")}
+    models = Models(source, start, _KV_BYTES, lending=options.lending)
     platform = ElasticPlatform(models.config(_FLAGS, _PORT), _PORT, "sleeping", options.logs)
     sizes: list[float] = []
     with platform.running(options.start_timeout):
@@ -193,6 +196,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=5, help="of each start")
     parser.add_argument("--servers", type=int, default=2, help="starts of each whole server")
     parser.add_argument("--sleeping", type=int, default=4, help="further names that sleep")
+    parser.add_argument("--lending", choices=("auto",), help="of the models that start and sleep")
     parser.add_argument("--names", type=int, default=20)
     parser.add_argument("--room", type=float, default=4, help="replicas on each core, by estimate")
     parser.add_argument("--sessions", type=float, default=0.2, help="that begin in a second")

@@ -31,12 +31,14 @@ class Models:
         start: When each is loaded, now or on_demand, by name.
         memory: Of all models on a core together; None: without a bound.
         kv_cache_memory: Of each.
+        lending: Of each; None: none of them lends.
     """
 
     source: str
     start: Mapping[str, str]
     kv_cache_memory: int
     memory: int | None = None
+    lending: str | None = None
 
     def config(self, flags: EngineFlags, port: int) -> dict[str, Any]:
         """The configuration file's content; nothing sleeps or ends by itself."""
@@ -51,6 +53,7 @@ class Models:
                     "devices": [f"core{_CORES[place % len(_CORES)]}"],
                     "kv_cache_memory": self.kv_cache_memory,
                     "start": start,
+                    **({"lending": self.lending} if self.lending else {}),
                     **({"idle": stays} if start == "on_demand" else {}),
                     "engine": flags.options(),
                 }
