@@ -52,7 +52,9 @@ from benchmarks.servers import (
     EngineFlags,
     ServerFailedError,
     bare_arm,
+    configured_arm,
     loomserve_arm,
+    loomserve_config,
     running,
 )
 from loomserve.platform.base.errors import LoomserveError, StartError
@@ -223,6 +225,9 @@ def make_arms(kinds: Sequence[str], model: str, flags: EngineFlags, logs: Path) 
         port = FIRST_PORT + 10 * number
         if kind == "bare":
             arms.append(bare_arm(name, model, flags, port, logs))
+        elif kind == "lending":
+            lends = loomserve_config(model, flags, port, lending="auto")
+            arms.append(configured_arm(name, lends, "measured", port, logs))
         else:
             checkout = kind.partition(":")[2]
             programs = Path(checkout, ".venv/bin").absolute() if checkout else PROGRAMS
@@ -256,6 +261,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         default="bare,loomserve",
         type=_arms,
         help="baseline and compared: bare,loomserve; bare,bare for the noise floor; "
+        "loomserve,lending for models that may lend to each other; "
         "loomserve:FOLDER,loomserve for another checkout",
     )
     parser.add_argument(
@@ -283,8 +289,11 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _arms(text: str) -> list[str]:
     kinds = text.split(",")
-    if len(kinds) != 2 or not {kind.partition(":")[0] for kind in kinds} <= {"bare", "loomserve"}:
-        raise argparse.ArgumentTypeError("give two of bare and loomserve, such as bare,loomserve")
+    known = {"bare", "loomserve", "lending"}
+    if len(kinds) != 2 or not {kind.partition(":")[0] for kind in kinds} <= known:
+        raise argparse.ArgumentTypeError(
+            "give two of bare, loomserve and lending, such as bare,loomserve"
+        )
     for kind in kinds:
         checkout = kind.partition(":")[2]
         if checkout and not Path(checkout, ".venv/bin/loomserve").exists():

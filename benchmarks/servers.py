@@ -348,7 +348,9 @@ def configured_arm(
     return Arm(name, [server], Target(f"http://127.0.0.1:{port}", model))
 
 
-def loomserve_config(model: str, flags: EngineFlags, port: int) -> dict[str, object]:
+def loomserve_config(
+    model: str, flags: EngineFlags, port: int, lending: str | None = None
+) -> dict[str, object]:
     """The configuration file's content; see ``loomserve config describe``."""
 
     def served(name: str, device: str) -> dict[str, object]:
@@ -359,6 +361,7 @@ def loomserve_config(model: str, flags: EngineFlags, port: int) -> dict[str, obj
             "replicas": 1,
             "kv_cache_memory": flags.kv_cache_memory_bytes,
             "engine": flags.options(),
+            **({"lending": lending} if lending else {}),
         }
 
     return {

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Coroutine, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from loomserve.deployments.controller.replicas import ModelReplicas
@@ -120,7 +121,7 @@ class ModelLifecycle:
         """
         self._fleet.aliases.check_model_name(model.name)
         why = None if model.is_placed else "it has not been loaded yet"
-        model = placed_late(model, self._config.devices)
+        model = placed_late(model, self._config.devices, Path(self._base))
         # The same checks as for the file: devices known, one kind, names apart, lenders there.
         changed = {
             "models": (model, *_lenders_for(model, self._config, self._fleet)),

@@ -18,7 +18,8 @@ class Lending(Section):
     auto: bool = Field(
         False,
         description="Lend to and borrow from any model that does so too, one at a time: who is hot "
-        "borrows from who is cold, as traffic has it. The memories below are then kv_cache_memory.",
+        "borrows from who is cold, as traffic has it. The memories below are then kv_cache_memory. "
+        "Models without devices do so where they can.",
     )
 
     lend_memory: Bytes | None = Field(

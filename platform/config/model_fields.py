@@ -87,8 +87,8 @@ class ModelFields(Section):
     )
     lending: Lending | None = Field(
         None,
-        description="Lend KV memory and attention, or borrow them; auto: both, as traffic has it; "
-        "null: neither.",
+        description="Lend KV memory and attention, or borrow them; auto: both, as traffic has it, "
+        "as a model without devices does if nothing is said; null: neither.",
     )
     adapters: Adapters | None = Field(
         None, description="LoRA adapters that it has, or may get; null: it takes none."

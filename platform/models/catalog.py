@@ -23,6 +23,8 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "*.tiktoken",
 )
+_PLAIN_ATTENTION = frozenset({"llama", "qwen2", "qwen3"})
+"""``model_type`` of architectures that are known to have it."""
 
 
 def resolve(
@@ -93,6 +95,12 @@ def copy_of(source: str) -> Path | None:
     return demo.folder_of(name or demo.DEFAULT) if kind == "demo" else None
 
 
+def folder_here(source: str, base: Path) -> Path | None:
+    """The folder that this machine has of a source, without fetching anything."""
+    folder = copy_of(source) or (base / Path(source).expanduser()).absolute()
+    return folder if folder.is_dir() else None
+
+
 def _is_hub_id(source: str, base: Path) -> bool:
     return _HUB_ID.fullmatch(source) is not None and not (base / source).parent.exists()
 
@@ -135,6 +143,13 @@ def hidden_size(folder: Path) -> int | None:
         if isinstance(part.get("hidden_size"), int):
             return int(part["hidden_size"])
     return None
+
+
+def has_plain_attention(folder: Path) -> bool:
+    """Whether all layers attend alike to all tokens, by keys and values of one shape each."""
+    config = _read_config(folder)
+    windows = config.get("use_sliding_window", True) and config.get("sliding_window")
+    return config.get("model_type") in _PLAIN_ATTENTION and not windows
 
 
 def weight_bytes(folder: Path) -> int:

@@ -6,7 +6,7 @@ What it says itself stays. Without anything left out the configuration comes bac
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.config import Config, Device, Idle, Model, Pipeline
 from loomserve.platform.devices.memory import least_replicas, replica_bytes
 from loomserve.platform.placement.division_of_model import divide, may_be_divided
+from loomserve.platform.placement.lending_by_default import with_lending
 from loomserve.platform.placement.own_devices import NodeParts, own_devices, with_memory
 from loomserve.platform.placement.policy.berths import (
     Berth,
@@ -88,10 +89,15 @@ def placed(
     return Placed(checked, berths, planner.sizes)
 
 
-def placed_late(model: Model, devices: Sequence[Device]) -> Model:
+def placed_late(model: Model, devices: Sequence[Device], base: Path) -> Model:
     """A model that comes to a platform that runs; one without devices, once it is asked for.
 
     Where it comes is decided then; until then it may use all devices of a kind.
+
+    Args:
+        model: what may leave its devices out.
+        devices: all that there are.
+        base: folder to which its source is relative.
     """
     if model.is_placed:
         return model
@@ -99,20 +105,23 @@ def placed_late(model: Model, devices: Sequence[Device]) -> Model:
     there = gpus or list(devices)
     return _filled(
         model,
-        there[0].kind,
+        there,
+        base,
         devices=tuple(each.name for each in there),
         start="on_demand",
     )
 
 
-def _filled(model: Model, kind: str, **update: Any) -> Model:
-    """The model with all that it leaves out."""
+def _filled(model: Model, there: Sequence[Device], base: Path, **update: Any) -> Model:
+    """The model, which is to be on one of these devices, with all that it leaves out."""
     if model.idle is None and not model.pinned and "idle" not in model.model_fields_set:
         update["idle"] = Idle()
-    if kind == "cpu":
-        # It comes and goes, and to compile it takes longer than all else of its start.
-        update["engine"] = {"enforce_eager": True, **model.engine}
-    return model.model_copy(update=update)
+    if there[0].kind != "cpu":
+        return model.model_copy(update=update)
+    # It comes and goes, and to compile it takes longer than all else of its start.
+    update["engine"] = {"enforce_eager": True, **model.engine}
+    model = model.model_copy(update=update)
+    return with_lending(model, base) if len(there) > 1 else model
 
 
 class _Planner:
@@ -151,6 +160,10 @@ class _Planner:
         models = {model.name: self._settled(model, found[model.name]) for model in whole}
         for name, (model, berth) in self._divided.items():
             models[name], found[name] = model, berth
+        for model in own:
+            if model.lending is None and models[model.name].lending is not None:
+                berth = found[model.name]
+                found[model.name] = replace(berth, why=f"{berth.why}; lending: auto")
         return tuple(models.get(each.name, each) for each in self._config.models), found
 
     def _refuse(self, unplaced: Mapping[str, Any]) -> None:
@@ -211,10 +224,12 @@ class _Planner:
         return found.stages, stage_bytes(found.demand, found.placement.pipeline)
 
     def _settled(self, model: Model, berth: Berth, **update: Any) -> Model:
-        device = next(each for each in self._devices if each.name == berth.devices[0])
+        kinds = {each.name: each.kind for each in self._devices}
+        kind = kinds[berth.devices[0]]
         return _filled(
             model,
-            device.kind,
+            [each for each in self._devices if each.kind == kind],
+            self._base,
             devices=berth.devices,
             start="now" if berth.starts else "on_demand",
             **update,

@@ -21,7 +21,7 @@ KV = "48MiB"
 
 
 def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
-    model = {"source": "demo", "kv_cache_memory": KV, "engine": ENGINE, "lending": "auto"}
+    model = {"source": "demo", "kv_cache_memory": KV, "engine": ENGINE}
     return {
         "models": {name: dict(model) for name in NAMES},
         "elastic": {"residence_s": 2},

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.config import LOCAL_NODE, Config, Idle, parse
+from loomserve.platform.config import LOCAL_NODE, Config, Idle, Lending, parse
 from loomserve.platform.devices.machine import MachineParts, parts_here
 from loomserve.platform.models import catalog
 from loomserve.platform.placement import division_of_model
@@ -19,7 +20,7 @@ from loomserve.platform.placement.policy.model_shape import ModelShape
 
 GIB = 2**30
 WEIGHTS = GIB // 4
-TWENTY = ", ".join(f"m{number}: demo" for number in range(20))
+TWENTY = ", ".join(f"m{number}: org/name" for number in range(20))
 
 
 def node(memory: float = 24, cores: int = 2, gpus: Mapping[int, int] | None = None) -> NodeParts:
@@ -172,11 +173,62 @@ def test_one_that_needs_what_others_have_comes_when_it_is_asked_for(large: None)
 def test_one_over_http_may_come_anywhere() -> None:
     config = made("models: {a: demo}").config
     (model,) = parse("models: {late: demo}").models
-    late = placed_late(model, config.devices)
+    late = placed_late(model, config.devices, Path('/'))
     assert (late.devices, late.start) == (("core0", "core1"), "on_demand")
     assert late.idle == Idle()
-    assert placed_late(late, config.devices) == late
+    assert placed_late(late, config.devices, Path('/')) == late
     Config.model_validate(config.model_copy(update={"models": (late,)}).model_dump())
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """A folder that is a model's as far as its configuration says."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    return tmp_path
+
+
+def test_models_lend_to_each_other_without_saying_so(llama: Path) -> None:
+    found = made(f"models: {{a: '{llama}', b: {{source: '{llama}'}}}}")
+    assert [model.lending for model in found.config.models] == [Lending(auto=True)] * 2
+    assert all(berth.why.endswith("; lending: auto") for berth in found.berths.values())
+    assert made(f"models: {{a: '{llama}', b: {{source: '{llama}'}}}}") == found
+    (late,) = parse(f"models: {{late: '{llama}'}}").models
+    assert placed_late(late, found.config.devices, Path("/")).lending == Lending(auto=True)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        "{source: FOLDER, lending: null}",
+        "{source: FOLDER, adapters: {load: [{name: x, source: x}]}}",
+        "{source: FOLDER, engine: {tensor_parallel_size: 2}}",
+        "{source: FOLDER, engine: {enforce_eager: false}}",
+        "{source: FOLDER, scheduling: {chunked_recompute: false}}",
+        "{source: ORG/NAME}",
+    ],
+)
+def test_what_cannot_lend_or_is_not_to_does_not(llama: Path, model: str) -> None:
+    found = made(f"models: {{a: {model.replace('FOLDER', str(llama))}}}")
+    assert found.config.models[0].lending is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "gemma3_text"},
+        {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": True},
+        {},
+    ],
+)
+def test_what_attends_in_another_way_does_not_lend(llama: Path, config: dict[str, object]) -> None:
+    (llama / "config.json").write_text(json.dumps(config))
+    assert made(f"models: {{a: '{llama}'}}").config.models[0].lending is None
+
+
+def test_one_device_and_gpus_do_not_lend(llama: Path) -> None:
+    for there in (node(cores=1), node(gpus={0: 80 * GIB, 1: 80 * GIB})):
+        found = made(f"models: {{a: '{llama}'}}", **{LOCAL_NODE: there})
+        assert found.config.models[0].lending is None
 
 
 def test_this_machine_has_cores_and_memory() -> None:
