@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from vllm.v1.engine import EngineCoreReadyResponse, EngineCoreRequestType
@@ -158,3 +158,32 @@ class ConnectedReplica:
         self.facts = None
         self._unwanted.clear()
         self._events.on_gone(self)
+
+
+class UsableReplicas:
+    """Ids of a model's replicas that may get requests, as one set until the next look.
+
+    They are looked at when one comes or goes and at each watch, which also has requests leave those
+    that are not well; to look at a thousand for each request takes longer than to choose.
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[str, ConnectedReplica],
+        bounds: ContinuationBounds,
+        clock: Clock,
+    ) -> None:
+        """``replicas`` are those that there are, whatever their state."""
+        self._replicas, self._bounds, self._clock = replicas, bounds, clock
+        self._ids: frozenset[str] = frozenset()
+
+    def look(self) -> None:
+        now = self._clock()
+        self._ids = frozenset(
+            each.id for each in self._replicas.values() if each.usable(now, self._bounds)
+        )
+
+    def ids(self) -> frozenset[str]:
+        if not self._ids:
+            self.look()
+        return self._ids

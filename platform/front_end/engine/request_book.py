@@ -23,7 +23,7 @@ from loomserve.platform.front_end.engine.lost_requests import (
     lost_request,
 )
 from loomserve.platform.front_end.engine.open_requests import ChosenReplica, OpenRequest
-from loomserve.platform.front_end.engine.replica import Clock, ConnectedReplica
+from loomserve.platform.front_end.engine.replica import Clock, ConnectedReplica, UsableReplicas
 from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import (
     ContinuationBounds,
@@ -72,8 +72,7 @@ class RequestBook:
         self._adapters = adapters or AdapterBook()
         self._unplaced: dict[str, OpenRequest] = {}
         self._deadly = QueriesOfDeath(clock)
-        self._well: frozenset[str] = frozenset()
-        """Replicas that may get requests, as they were looked at last."""
+        self._usable = UsableReplicas(replicas, bounds, clock)
 
     def add(self, request: EngineCoreRequest, context: RoutingContext | None) -> None:
         """Place a request, or keep it until there is a replica for it."""
@@ -134,7 +133,7 @@ class RequestBook:
     def lose_all(self, replica: ConnectedReplica, lost: Loss) -> None:
         """Take all requests from a replica, and send them on."""
         leaving = list(replica.open.values())
-        self._look()
+        self._usable.look()
         for one in leaving:
             self._leave(one, lost, abort=lost is not Loss.GONE)
         replica.flush(self._encoder)
@@ -144,7 +143,7 @@ class RequestBook:
     def watch(self) -> None:
         """Look at all replicas, and at all requests that wait."""
         now = self._clock()
-        self._look()
+        self._usable.look()
         for replica in list(self._replicas.values()):
             lost = replica.loss(now, self._bounds) if replica.facts is not None else None
             for one in list(replica.open.values()):
@@ -184,7 +183,7 @@ class RequestBook:
         if lost is not None:
             self._note(one, lost)
         now = self._clock()
-        others = one.others(self._adapters.having(one.request, self._usable()), lost)
+        others = one.others(self._adapters.having(one.request, self._usable.ids()), lost)
         decided = self._fate(one, lost, now, others=bool(others))
         if decided is Fate.GO_ON:
             if self._go_on(one, lost, others):
@@ -235,7 +234,7 @@ class RequestBook:
         self._part(one, abort=False)
         one.hand_over(now)
         self._unplaced[one.id] = one
-        if not self._handoffs.takes_over(answers.replica_id, self._usable()):
+        if not self._handoffs.takes_over(answers.replica_id, self._usable.ids()):
             self._left(answers.routing, answers.replica_id)
         elif self._send(one, answers):
             return
@@ -291,19 +290,3 @@ class RequestBook:
         if one.context is not None and isinstance(cause, LostRequestError):
             one.context.failure = cause.error
         self.on_failed(one.id, cause)
-
-    def _usable(self) -> frozenset[str]:
-        """Replicas that may get requests.
-
-        They are looked at when one comes or goes and at each watch, which also has requests leave
-        those that are not well; to look at a thousand for each request takes longer than to choose.
-        """
-        if not self._well:
-            self._look()
-        return self._well
-
-    def _look(self) -> None:
-        now = self._clock()
-        self._well = frozenset(
-            each.id for each in self._replicas.values() if each.usable(now, self._bounds)
-        )

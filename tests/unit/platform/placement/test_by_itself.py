@@ -173,10 +173,10 @@ def test_one_that_needs_what_others_have_comes_when_it_is_asked_for(large: None)
 def test_one_over_http_may_come_anywhere() -> None:
     config = made("models: {a: demo}").config
     (model,) = parse("models: {late: demo}").models
-    late = placed_late(model, config.devices, Path('/'))
+    late = placed_late(model, config.devices, Path("/"))
     assert (late.devices, late.start) == (("core0", "core1"), "on_demand")
     assert late.idle == Idle()
-    assert placed_late(late, config.devices, Path('/')) == late
+    assert placed_late(late, config.devices, Path("/")) == late
     Config.model_validate(config.model_copy(update={"models": (late,)}).model_dump())
 
 
