@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-TESTED_VERSIONS = {"vllm": "0.29.0", "ray": "2.60.0"}
+TESTED_VERSIONS = {"vllm": ("0.29.0", "0.32.0"), "ray": ("2.60.0",)}
+"""By package, the version that is pinned, then others that it was tested with."""
 
 
 class HookKind(StrEnum):
@@ -38,7 +39,7 @@ class Hook:
     Args:
         target: ``module:Class``, ``module:function``, or ``module`` for names at its top level.
         members: Names in it that must be there; ``name(a, b)``: with these first parameters;
-            ``name|other``: either, as the version has it.
+            ``name|other``: either, as the version has it; ``name?``: where the version has it.
         kind: How it is used.
         why: What for, in one sentence.
         owner: The file that uses it.
@@ -85,7 +86,6 @@ TABLE: tuple[Hook, ...] = (
             "add_request(request)",
             "_free_request(request)",
             "_preempt_request(request, timestamp, drop_stale_output)",
-            "_try_promote_blocked_waiting_request(request)",
         ),
         HookKind.SUBCLASS,
         "Orders requests before a step, times it, swaps out what it preempts, and resumes what "
@@ -96,7 +96,6 @@ TABLE: tuple[Hook, ...] = (
         "vllm.v1.core.sched.scheduler:Scheduler",
         (
             "requests",
-            "skipped_waiting|kv_holding_waiting",
             "kv_cache_manager",
             "kv_cache_config",
             "cache_config",
@@ -118,7 +117,6 @@ TABLE: tuple[Hook, ...] = (
         (
             "running",
             "waiting",
-            "max_num_running_reqs",
             "prev_step_scheduled_req_ids",
             "grammar_compile_error_reqs",
         ),
@@ -133,6 +131,28 @@ TABLE: tuple[Hook, ...] = (
         HookKind.SUBCLASS,
         "The same with a step in flight.",
         "platform/engine/scheduler.py",
+    ),
+    Hook(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        (
+            "__init__",
+            # Of two names vLLM 0.29 has the first, 0.32 the second.
+            "_try_promote_blocked_waiting_request|_handle_blocked_waiting_request(request)",
+            "skipped_waiting|kv_holding_waiting",
+            "deferred_waiting?",  # vLLM 0.32
+            "waiting",
+        ),
+        HookKind.SUBCLASS,
+        "Which requests wait that cannot start yet.",
+        "platform/engine/scheduling/any_version.py",
+    ),
+    Hook(
+        "vllm.v1.core.sched.scheduler:Scheduler",
+        # vLLM 0.32 has both, and lets requests start by the second.
+        ("max_num_running_reqs|max_num_active_reqs",),
+        HookKind.WRITE,
+        "Lets fewer requests run while some sit a step out.",
+        "platform/engine/scheduling/any_version.py",
     ),
     Hook(
         "vllm.v1.core.sched.request_queue:RequestQueue",
@@ -423,11 +443,11 @@ TABLE: tuple[Hook, ...] = (
         (
             "_update_states(scheduler_output)",
             "_init_mrope_positions(req_state)",
-            "_init_xdrope_positions(req_state)",
+            "_init_xdrope_positions?(req_state)",  # gone from vLLM 0.32, with the next
             "requests",
             "input_batch",
             "uses_mrope",
-            "uses_xdrope_dim",
+            "uses_xdrope_dim?",
         ),
         HookKind.SUBCLASS,
         "Makes the state of a request that another engine began as if it had been here before.",
@@ -513,14 +533,15 @@ TABLE: tuple[Hook, ...] = (
     ),
     Hook(
         "vllm.v1.structured_output:StructuredOutputManager",
-        ("should_fill_bitmask(request)", "_get_reasoner(request)"),
+        # vLLM 0.29 has the first, 0.32 the second.
+        ("should_fill_bitmask|accept_tokens(request)", "_get_reasoner(request)"),
         HookKind.READ,
         "Where in such an answer its grammar begins.",
         "platform/engine/resumption/scheduling.py",
     ),
     Hook(
         "vllm.v1.structured_output.request:StructuredOutputRequest",
-        ("grammar", "reasoning_ended", "reasoning_end_token_index"),
+        ("grammar", "reasoning_ended"),
         HookKind.WRITE,
         "Advances the grammar over what was answered.",
         "platform/engine/resumption/scheduling.py",
@@ -757,13 +778,16 @@ TABLE: tuple[Hook, ...] = (
         "vllm.v1.engine.core_client:AsyncMPClient",
         (
             "call_utility_async(method)",
+            # vLLM 0.32 makes some of these two, which 0.29 has not.
+            "call_utility_all_async?(method)",
+            "call_utility_consensus_async?(method)",
             "pause_scheduler_async",
             "resume_scheduler_async",
             "is_scheduler_paused_async",
             *_UTILITIES,
         ),
         HookKind.READ,
-        "Its utilities, which are all made of one method, are taken as they are.",
+        "Its utilities, which are all made of these calls, are taken as they are.",
         "platform/front_end/engine/utilities.py",
     ),
     Hook(
@@ -779,6 +803,13 @@ TABLE: tuple[Hook, ...] = (
             "log_requests",
             "log_stats",
             "profiler",
+            # vLLM 0.32 has these, 0.29 has not.
+            "admission_stats?",
+            "_frontend_profiler_injected?",
+            "_frontend_profiler_worker_name?",
+            "_profile_lock?",
+            "_profile_session_active?",
+            "_profile_session_guard_enabled?",
             "renderer",
             "input_processor",
             "output_processor",

@@ -98,7 +98,7 @@ def verify(package: str, table: Sequence[Hook] = TABLE) -> None:
     if gone:
         raise StartError(
             f"the installed {package} lacks what Loomserve builds on; install version "
-            f"{TESTED_VERSIONS[package]}, which it was tested with. Gone: {'; '.join(gone)}"
+            f"{TESTED_VERSIONS[package][0]}, which it was tested with. Gone: {'; '.join(gone)}"
         )
     with suppress(OSError):  # it is then read again by the next engine
         stamp.parent.mkdir(parents=True, exist_ok=True)
@@ -129,11 +129,14 @@ def problems(hook: Hook) -> Iterator[str]:
     for member in hook.members:
         called, _, parameters = member.rstrip(")").partition("(")
         wanted = parameters.split(", ") if parameters else []
-        # Versions of vLLM name some members otherwise.
-        if not any(source.has(name) for name in called.split("|")):
-            yield f"{hook.target} has no {called} ({hook.owner})"
-        elif source.parameters(called)[: len(wanted)] != wanted:
-            yield f"{hook.target}.{called} does not take ({parameters}) ({hook.owner})"
+        # Versions of vLLM name some members otherwise, and some have none of them.
+        names = called.removesuffix("?").split("|")
+        there = next(filter(source.has, names), None)
+        if there is None:
+            if not called.endswith("?"):
+                yield f"{hook.target} has no {called} ({hook.owner})"
+        elif source.parameters(there)[: len(wanted)] != wanted:
+            yield f"{hook.target}.{there} does not take ({parameters}) ({hook.owner})"
 
 
 def find_class(module: str, name: str) -> ClassSource | None:
@@ -221,15 +224,20 @@ def _parameters(node: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
 
 def markdown() -> str:
     """The table as ``docs/hooks.md`` has it."""
+    versions = TESTED_VERSIONS.items()
     lines = [
         "# Hooks into vLLM and Ray",
         "",
-        "What Loomserve subclasses, reads or replaces, tested with "
-        + " and ".join(f"{name} {version}" for name, version in TESTED_VERSIONS.items())
-        + ".",
-        "Every engine looks it up in the installed sources before it starts, and ends with a list",
-        "of what is gone. `python -m loomserve.platform.engine.hooks` prints this page from",
+        "What Loomserve subclasses, reads or replaces. Every engine looks it up in the installed",
+        "sources before it starts, and ends with a list of what is gone.",
+        "`python -m loomserve.platform.engine.hooks` prints this page from",
         "`platform/engine/hook_table.py`; a test compares the two.",
+        "",
+        "| package | pinned | runs, too |",
+        "|---|---|---|",
+        *(f"| `{name}` | {one} | {', '.join(more)} |" for name, (one, *more) in versions),
+        "",
+        "`name|other` has one of two names by the version, and `name?` is not in all versions.",
         "",
         *(f"* **{kind}**: {kind.meaning}" for kind in HookKind),
         "",
@@ -237,7 +245,8 @@ def markdown() -> str:
         "|---|---|---|---|---|",
     ]
     for hook in TABLE:
-        members = ", ".join(f"`{each}`" for each in hook.members)
+        # In a table a bar ends a cell, in code, too.
+        members = ", ".join(f"`{each}`" for each in hook.members).replace("|", r"\|")
         lines.append(f"| `{hook.target}` | {members} | {hook.kind} | {hook.why} | `{hook.owner}` |")
     return "\n".join(lines) + "\n"
 

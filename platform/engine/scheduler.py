@@ -10,15 +10,13 @@ before each step, and what is preempted may leave its KV in the KV store. The de
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.request_queue import RequestQueue
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
@@ -30,6 +28,7 @@ from loomserve.platform.engine.profiling.step_timing import StepClock
 from loomserve.platform.engine.resumption.scheduling import ResumedRequests
 from loomserve.platform.engine.scheduler_calls import SchedulerCalls
 from loomserve.platform.engine.scheduling.admission import Admission
+from loomserve.platform.engine.scheduling.any_version import AnyVersionScheduler
 from loomserve.platform.engine.scheduling.costs import EngineCosts
 from loomserve.platform.engine.scheduling.gated_queue import GatedQueue
 from loomserve.platform.engine.scheduling.order import QueueOrder
@@ -48,7 +47,7 @@ def make_scheduler(vllm_config: VllmConfig, **kwargs: Any) -> AdaptiveScheduler:
     return kind(vllm_config=vllm_config, **kwargs)
 
 
-class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
+class AdaptiveScheduler(AnyVersionScheduler):
     """AdaptiveLLM's scheduling of memory and requests (sections 3.4 and 3.5) in vLLM's steps.
 
     It overrides vLLM's steps, and leaves decisions to its parts: :class:`QueueOrder` sorts,
@@ -58,16 +57,11 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
 
     running: list[Request]
     waiting: GatedQueue
-    max_num_running_reqs: int
     max_model_len: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.waiting = GatedQueue()
-        # vLLM 0.29 keeps all that it skipped apart; 0.32 only what holds KV blocks.
-        self.deferred: RequestQueue = (
-            self.skipped_waiting if hasattr(self, "skipped_waiting") else self.kv_holding_waiting
-        )
         self.hooks: tuple[StepHooks, ...] = ()
         self.calls: SchedulerCalls | None = None
         """Calls from outside that the hooks answer."""
@@ -175,13 +169,13 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
             return
         # Its front end knows that it was queued, by another engine.
         request.events.clear()
-        if request.status is RequestStatus.WAITING:
+        if request not in self.deferred:
             # Before all others, as what is preempted here.
             self.waiting.put_first(self.waiting.take_last(1))
 
-    def _try_promote_blocked_waiting_request(self, request: Request) -> bool:
+    def may_start(self, request: Request, unblocked: Callable[[Request], bool]) -> bool:
         waited_for = request.status
-        if not super()._try_promote_blocked_waiting_request(request):
+        if not unblocked(request):
             return False
         if self._resumed.promoted(request, waited_for):
             return True
@@ -190,7 +184,7 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
 
     def _put_in_order(self, now: float) -> None:
         self.order.sort_running(self.running, now)
-        if self.waiting and len(self.running) < self.max_num_running_reqs:
+        if self.waiting and len(self.running) < self.most_running:
             self.order.sort_waiting(self.waiting, now)
 
     def _make_way(self) -> bool:
@@ -198,9 +192,14 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
         self._made_way.clear()
         if not (self.waiting and self._background_runs()):
             return False
-        others = [each for each in self.waiting if not self.order.is_background(each)]
+        blocked = self.blocked
+        others = [
+            each
+            for each in self.waiting
+            if each not in blocked and not self.order.is_background(each)
+        ]
         while others and self._background_runs():
-            places = self.max_num_running_reqs - len(self.running)
+            places = self.most_running - len(self.running)
             needed = self.costs.blocks(others[0].num_tokens + 1)
             if places >= len(others) and self.admission.free_blocks() >= needed:
                 break
@@ -215,19 +214,19 @@ class AdaptiveScheduler(Scheduler):  # type: ignore[misc]
     @contextmanager
     def _starting(self, now: float, begin: float) -> Iterator[None]:
         """Let vLLM see what may run in this step; all else is back afterwards."""
-        most, sit_out = self.max_num_running_reqs, list[Request]()
+        most, sit_out = self.most_running, list[Request]()
         gate: Any = nullcontext()
         if self.admission.restricts or self._made_way:
             may_start, sit_out = self.admission.chosen(now, self._made_way)
             gate = self.waiting.only(may_start)
         if sit_out:
             self.running = [each for each in self.running if each not in sit_out]
-            self.max_num_running_reqs -= len(sit_out)
+            self.most_running -= len(sit_out)
         with gate:
             self.swap.totals["decision_s"] += time.perf_counter() - begin
             yield
             begin = time.perf_counter()
-        self.max_num_running_reqs = most
+        self.most_running = most
         self.admission.nothing_started = bool(sit_out) and not self.running
         self.running = sit_out + self.running
         self.swap.totals["decision_s"] += time.perf_counter() - begin

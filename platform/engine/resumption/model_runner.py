@@ -61,7 +61,8 @@ class ResumesRequests:
         self.requests[new.req_id] = state
         if self.uses_mrope:
             self._init_mrope_positions(state)
-        if self.uses_xdrope_dim > 0:
+        # vLLM 0.32 has made these positions the same as the others.
+        if getattr(self, "uses_xdrope_dim", 0) > 0:
             self._init_xdrope_positions(state)
 
 

@@ -55,10 +55,15 @@ class Admission:
     ) -> tuple[list[Request], list[Request]]:
         """Waiting requests that may start, in order; and running ones that sit the step out.
 
-        ``made_way`` have just left their places to others, and do not start again.
+        ``made_way`` have just left their places to others, and do not start again: who resumes in
+        the step that preempts it may be given its tokens out of order.
         """
-        waiting = self._admissible(now, made_way)
-        return (waiting, []) if self._options.chunked_recompute else self._apart(waiting, now)
+        blocked = self._engine.blocked
+        may_start, sit_out = self._admissible(now, {*made_way, *blocked}), list[Request]()
+        if not self._options.chunked_recompute:
+            may_start, sit_out = self._apart(may_start, now)
+        # vLLM has to see these to learn that their grammar is there.
+        return [*blocked, *may_start], sit_out
 
     def most_blocks(self, request: Request) -> int:
         """Blocks that the request may come to hold."""
@@ -70,16 +75,15 @@ class Admission:
 
     @property
     def _places(self) -> int:
-        return self._engine.max_num_running_reqs - len(self._engine.running)
+        return self._engine.most_running - len(self._engine.running)
 
-    def _admissible(self, now: float, made_way: AbstractSet[Request]) -> list[Request]:
+    def _admissible(self, now: float, not_now: AbstractSet[Request]) -> list[Request]:
         queue, places = self._engine.waiting, max(0, self._places)
         most = len(queue)
         if self._foresees and self._options.chunked_recompute:
             # The first ones do, and each takes a block at least.
             most = min(places, self.free_blocks())
-        # Who resumes in the step that preempts it may be given its tokens out of order.
-        waiting = [each for each in islice(queue, most) if each not in made_way]
+        waiting = list(islice((each for each in queue if each not in not_now), most))
         if self._options.preemption == "swap":
             chosen = never_computed_twice(
                 (self._candidate(request, now) for request in waiting),

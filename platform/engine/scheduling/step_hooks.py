@@ -18,9 +18,12 @@ class SchedulerView(Protocol):
     waiting: GatedQueue
     deferred: Iterable[Request]
     """Waiting requests beside ``waiting``; among them are all whose KV is being loaded."""
+    blocked: list[Request]
+    """Requests in ``waiting`` whose grammar is not there yet."""
     requests: Mapping[str, Request]
     kv_cache_manager: Any
-    max_num_running_reqs: int
+    most_running: int
+    """How many requests may run at once."""
     max_model_len: int
 
 

@@ -47,6 +47,14 @@ class FrontEndLLM(GrammarCheckingLLM):
         self.log_requests = log_requests
         self.log_stats = True
         self.profiler = None
+        # The next six are looked at by vLLM 0.32 alone.
+        self._frontend_profiler_injected = False
+        self._frontend_profiler_worker_name = ""
+        self._profile_lock = asyncio.Lock()
+        # Other front ends have the same engines, and may profile them.
+        self._profile_session_guard_enabled = False
+        self._profile_session_active = False
+        self.admission_stats = None
         self.renderer = renderer_from_config(vllm_config)
         self.input_processor = InputProcessor(vllm_config, self.renderer)
         self.output_processor = OutputProcessor(

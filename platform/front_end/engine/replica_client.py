@@ -228,12 +228,10 @@ class ReplicaSetClient(UtilityClient):
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
         return tuple(await self._call(self._any(), "get_supported_tasks"))
 
-    async def call_utility_async(self, method: str, *args: Any) -> Any:
-        """Call a method of all engines; the first answer."""
+    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
         self._any()
         asked = self.replicas.values()
-        answers = await asyncio.gather(*(self._call(each, method, *args) for each in asked))
-        return answers[0]
+        return await asyncio.gather(*(self._call(each, method, *args) for each in asked))
 
     async def _call(self, replica: ConnectedReplica, method: str, *args: Any) -> Any:
         return await self._calls.call(replica.id, replica.connection.send, method, args)

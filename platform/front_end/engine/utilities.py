@@ -67,14 +67,33 @@ class UtilityCalls:
 
 
 class UtilityClient(EngineCoreClient):  # type: ignore[misc]
-    """The calls of vLLM's client that are utilities, by one method, as vLLM's own have it."""
+    """The calls of vLLM's client that are utilities, by one method, as vLLM's own have it.
+
+    vLLM 0.29 makes them all of ``call_utility_async``; 0.32 some of the two others.
+    """
 
     # AsyncLLM asks for it before each request; a lost replica is no dead front end.
     resources = SimpleNamespace(engine_dead=False)
     engine_ranks_managed = (0,)
 
-    async def call_utility_async(self, method: str, *args: Any) -> Any:
+    async def call_utility_all_async(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of all engines; their answers."""
         raise NotImplementedError
+
+    async def call_utility_async(self, method: str, *args: Any) -> Any:
+        """Call a method of all engines; the first answer."""
+        return (await self.call_utility_all_async(method, *args))[0]
+
+    async def call_utility_consensus_async(self, method: str, *args: Any) -> Any:
+        """Call a method of all engines; the answer that they have in common.
+
+        Raises:
+            RuntimeError: they did not answer alike.
+        """
+        first, *others = await self.call_utility_all_async(method, *args)
+        if any(other != first for other in others):
+            raise RuntimeError(f"engines answer {method!r} differently: {[first, *others]}")
+        return first
 
     pause_scheduler_async = AsyncMPClient.pause_scheduler_async
     resume_scheduler_async = AsyncMPClient.resume_scheduler_async

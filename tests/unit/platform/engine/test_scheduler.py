@@ -16,12 +16,12 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.sampling_params import SamplingParams
+from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from loomserve.platform.engine.scheduler import AdaptiveScheduler, make_scheduler
@@ -52,13 +52,13 @@ def _model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def scheduler_of(model: Path, options: SchedulerOptions) -> AdaptiveScheduler:
+def scheduler_of(model: Path, options: SchedulerOptions, seats: int = 16) -> AdaptiveScheduler:
     config = VllmConfig(
         model_config=ModelConfig(
             model=str(model), skip_tokenizer_init=True, dtype="float32", max_model_len=1024
         ),
         scheduler_config=SchedulerConfig(
-            max_num_seqs=16,
+            max_num_seqs=seats,
             max_num_batched_tokens=256,
             max_model_len=1024,
             enable_chunked_prefill=True,
@@ -84,18 +84,27 @@ def scheduler_of(model: Path, options: SchedulerOptions) -> AdaptiveScheduler:
     )
 
 
-def add(scheduler: AdaptiveScheduler, name: str, prompt: int, answer: int, **extra: Any) -> None:
+def add(
+    scheduler: AdaptiveScheduler,
+    name: str,
+    prompt: int,
+    answer: int,
+    grammar: StructuredOutputsParams | None = None,
+    **extra: Any,
+) -> Request:
     init_none_hash(sha256)
     source = random.Random(name)
-    scheduler.add_request(
-        Request(
-            request_id=name,
-            prompt_token_ids=[source.randrange(1000) for _ in range(prompt)],
-            sampling_params=SamplingParams(max_tokens=answer, ignore_eos=True, extra_args=extra),
-            pooling_params=None,
-            block_hasher=get_request_block_hasher(SIZE, sha256),
-        )
+    request = Request(
+        request_id=name,
+        prompt_token_ids=[source.randrange(1000) for _ in range(prompt)],
+        sampling_params=SamplingParams(
+            max_tokens=answer, ignore_eos=True, extra_args=extra, structured_outputs=grammar
+        ),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(SIZE, sha256),
     )
+    scheduler.add_request(request)
+    return request
 
 
 def step(scheduler: AdaptiveScheduler) -> list[str]:
@@ -132,6 +141,39 @@ def test_all_requests_end_and_leave_nothing_however_memory_is_shared(
     assert scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == BLOCKS - 1
     assert not scheduler.order._hints
     assert scheduler.swap.totals["recomputed"] > 0 or options.preemption == "swap"
+
+
+def test_running_requests_that_sit_a_step_out_keep_their_seats(model: Path) -> None:
+    scheduler = scheduler_of(model, OPTIONS["prompts apart"], seats=2)
+    for name, answer in [("a", 3), ("b", 6), ("c", 3), ("d", 3)]:
+        add(scheduler, name, prompt=40, answer=answer)
+    ended: list[str] = []
+    while scheduler.has_unfinished_requests():
+        ended += step(scheduler)
+        assert len(scheduler.running) <= 2
+        assert scheduler.most_running == 2
+    assert sorted(ended) == ["a", "b", "c", "d"]
+
+
+class AcceptsAll:
+    """A grammar of any text."""
+
+    def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_request_whose_grammar_is_not_there_yet_keeps_nobody_waiting(
+    model: Path, options: SchedulerOptions
+) -> None:
+    scheduler = scheduler_of(model, options, seats=1)
+    late = add(scheduler, "late", 40, 2, StructuredOutputsParams(regex="a*"))
+    assert late.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    add(scheduler, "first", 40, 2, **{BACKGROUND: 1})
+    assert [name for _ in range(3) for name in step(scheduler)] == ["first"]
+    late.structured_output_request.grammar = AcceptsAll()
+    assert [name for _ in range(3) for name in step(scheduler)] == ["late"]
+    assert not scheduler.has_unfinished_requests()
 
 
 class Recorder(StepHooks):

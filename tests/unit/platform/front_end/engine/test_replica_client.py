@@ -477,11 +477,10 @@ def test_utilities_reach_all_engines_and_end_with_them() -> None:
         with pytest.raises(Unavailable):
             await made.client.reset_prefix_cache_async()
         await made.have("a", "b")
-        assert await made.client.reset_prefix_cache_async(True) == [
-            "reset_prefix_cache",
-            True,
-            False,
-        ]
+        assert await made.client.pin_lora_async(3) == ["pin_lora", 3]
+        assert await made.client.call_utility_consensus_async("ask", 1) == ["ask", 1]
+        assert await made.client.call_utility_all_async("ask", 1) == [["ask", 1]] * 2
+        assert await made.client.reset_prefix_cache_async(True)
         a, b = made.engines["a"], made.engines["b"]
         for engine in (a, b):
             engine._tasks[1].cancel()

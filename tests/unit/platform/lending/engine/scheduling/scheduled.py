@@ -61,9 +61,10 @@ class Scheduled(HookedScheduler):
         )
         self.running: list[Request] = []
         self.waiting = GatedQueue()
-        self.skipped_waiting: Sequence[Request] = ()
+        self.deferred: Sequence[Request] = ()
+        self.blocked: list[Request] = []
         self.requests: dict[str, Request] = {}
-        self.max_num_running_reqs, self.max_model_len = 8, 512
+        self.most_running, self.max_model_len = 8, 512
         times = StepTimes.unprofiled(), TransferTimes.unprofiled()
         self.costs = EngineCosts(
             *times, block_size=SIZE, block_bytes=SPEC.page_size_bytes, step_tokens=64
