@@ -446,11 +446,26 @@ TABLE: tuple[Hook, ...] = (
             "_init_xdrope_positions?(req_state)",  # gone from vLLM 0.32, with the next
             "requests",
             "input_batch",
+            "sampler",
             "uses_mrope",
             "uses_xdrope_dim?",
         ),
         HookKind.SUBCLASS,
         "Makes the state of a request that another engine began as if it had been here before.",
+        "platform/engine/resumption/model_runner.py",
+    ),
+    Hook(
+        "vllm.v1.sample.ops.topk_topp_sampler:TopKTopPSampler",
+        ("forward_cpu(logits, generators, k, p)",),
+        HookKind.READ,
+        "Moves a seeded request's generator on, over the tokens so far, as it would have itself.",
+        "platform/engine/resumption/model_runner.py",
+    ),
+    Hook(
+        "vllm.v1.sample.sampler:Sampler",
+        ("topk_topp_sampler",),
+        HookKind.READ,
+        "The same.",
         "platform/engine/resumption/model_runner.py",
     ),
     Hook(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from vllm.sampling_params import SamplingParams, SamplingType
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from vllm.v1.worker.gpu_input_batch import CachedRequestState
 
 from loomserve.platform.engine.resumption.tokens import resumed_tokens
@@ -51,7 +52,11 @@ class ResumesRequests:
             sampling_params=new.sampling_params,
             pooling_params=None,
             generator=_generator(
-                new.sampling_params, len(tokens), self.input_batch.vocab_size, self.device
+                new.sampling_params,
+                len(tokens),
+                self.input_batch.vocab_size,
+                self.device,
+                self.sampler.topk_topp_sampler,
             ),
             block_ids=new.block_ids,
             num_computed_tokens=new.num_computed_tokens,
@@ -93,7 +98,11 @@ def _joined(cached: CachedRequestData, going_on: Sequence[NewRequestData]) -> Ca
 
 
 def _generator(
-    params: SamplingParams, draws: int, vocabulary: int, device: torch.device
+    params: SamplingParams,
+    draws: int,
+    vocabulary: int,
+    device: torch.device,
+    sampler: TopKTopPSampler,
 ) -> torch.Generator | None:
     """The generator of a seeded request that has drawn so many tokens; None if it has none."""
     if params.sampling_type is not SamplingType.RANDOM_SEED:
@@ -105,35 +114,40 @@ def _generator(
         noise.exponential_(generator=generator)
         generator.set_offset(draws * generator.get_offset())
         return generator
-    draw = quickest_draw(vocabulary)
+    draw = quickest_draw(vocabulary, sampler)
     for _ in range(draws):
         draw(generator)
     return generator
 
 
 @cache
-def quickest_draw(vocabulary: int) -> Draw:
+def quickest_draw(vocabulary: int, sampler: TopKTopPSampler) -> Draw:
     """What moves a generator on as a token does on a CPU, in the least time.
 
-    vLLM draws exponential noise for each token of the vocabulary. Where torch makes it all from a
-    single number of the generator's, one such number does, in a hundredth of the time; where it
-    takes a long one for each, these alone do, in a sixth.
+    vLLM 0.32 draws a single integer. vLLM 0.29 draws exponential noise for each token of the
+    vocabulary: where torch makes it all from a single number of the generator's, one such number
+    does, in a hundredth of the time; where it takes a long one for each, these alone do, in a
+    sixth.
     """
-    one, all_of_them = torch.empty(1), torch.empty(vocabulary)
-    numbers = torch.empty(vocabulary, dtype=torch.int64)
+    logits, one = torch.zeros(1, vocabulary), torch.empty(1)
+    integer = torch.empty(1, dtype=torch.int64)
+    integers = torch.empty(vocabulary, dtype=torch.int64)
 
     def as_vllm(generator: torch.Generator) -> None:
-        all_of_them.exponential_(generator=generator)
+        sampler(logits.clone(), {0: generator}, None, None)
+
+    def by_integer(generator: torch.Generator) -> None:
+        integer.random_(0, 2**31, generator=generator)
 
     def by_one(generator: torch.Generator) -> None:
         one.exponential_(generator=generator)
 
-    def by_numbers(generator: torch.Generator) -> None:
-        numbers.random_(generator=generator)
+    def by_integers(generator: torch.Generator) -> None:
+        integers.random_(generator=generator)
 
     there = _after_some(as_vllm)
-    alike = (draw for draw in (by_one, by_numbers) if torch.equal(_after_some(draw), there))
-    return next(alike, as_vllm)
+    quicker = (by_integer, by_one, by_integers)
+    return next((draw for draw in quicker if torch.equal(_after_some(draw), there)), as_vllm)
 
 
 def _after_some(draw: Draw) -> torch.Tensor:

@@ -23,7 +23,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
+from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.engine.scheduler import AdaptiveScheduler, make_scheduler
 from loomserve.platform.engine.scheduling.step_hooks import StepHooks
 from loomserve.platform.scheduling.options import SchedulerOptions
@@ -155,11 +157,27 @@ def test_running_requests_that_sit_a_step_out_keep_their_seats(model: Path) -> N
     assert sorted(ended) == ["a", "b", "c", "d"]
 
 
-class AcceptsAll:
-    """A grammar of any text."""
+class AcceptsAll(StructuredOutputGrammar):  # type: ignore[misc]
+    """A grammar of any text, which notes what it is given."""
+
+    def __init__(self) -> None:
+        self.accepted: list[int] = []
 
     def accept_tokens(self, request_id: str, tokens: list[int]) -> bool:
+        self.accepted += tokens
         return True
+
+    def validate_tokens(self, tokens: list[int]) -> list[int]:
+        return tokens
+
+    def rollback(self, num_tokens: int) -> None: ...
+
+    def fill_bitmask(self, bitmask: torch.Tensor, batch_index: int) -> None: ...
+
+    def is_terminated(self) -> bool:
+        return False
+
+    def reset(self) -> None: ...
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
@@ -174,6 +192,45 @@ def test_a_request_whose_grammar_is_not_there_yet_keeps_nobody_waiting(
     late.structured_output_request.grammar = AcceptsAll()
     assert [name for _ in range(3) for name in step(scheduler)] == ["late"]
     assert not scheduler.has_unfinished_requests()
+
+
+END_OF_REASONING = 9
+
+
+class Reasons:
+    """Reasoning up to a token, as vLLM's parsers tell it."""
+
+    def __init__(self, tokenizer: object) -> None: ...
+
+    def is_reasoning_end(self, tokens: list[int]) -> bool:
+        return False
+
+    def is_reasoning_end_streaming(self, tokens: list[int], last: list[int]) -> bool:
+        return END_OF_REASONING in last
+
+
+@pytest.mark.parametrize(
+    ("reasoner", "tokens", "accepted"),
+    [
+        (None, [1, 2], [1, 2, 7]),
+        (Reasons, [1, END_OF_REASONING, 3, 4], [3, 4, 7]),
+        (Reasons, [1, END_OF_REASONING], [7]),
+        (Reasons, [1, 2], []),
+    ],
+)
+def test_a_request_goes_on_first_and_its_grammar_knows_what_was_answered_but_no_reasoning(
+    model: Path, reasoner: type | None, tokens: list[int], accepted: list[int]
+) -> None:
+    scheduler = scheduler_of(model, OPTIONS["vLLM's own"], seats=1)
+    scheduler.structured_output_manager.reasoner_cls = reasoner
+    scheduler.structured_output_manager.tokenizer = None
+    add(scheduler, "other", 40, 2)
+    any_text = StructuredOutputsParams(regex=".*")
+    late = add(scheduler, "late", 40, len(tokens) + 1, any_text, **{RESUMED: tokens})
+    late.structured_output_request.grammar = grammar = AcceptsAll()
+    assert step(scheduler) == ["late"]
+    assert grammar.accepted == accepted
+    assert list(late.output_token_ids) == [*tokens, 7]
 
 
 class Recorder(StepHooks):
