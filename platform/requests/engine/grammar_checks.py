@@ -44,7 +44,9 @@ class GrammarChecks:
     def __init__(self, processor: InputProcessor, *, limit_s: float = _LIMIT_S) -> None:
         self._limit_s = limit_s
         self._threads = ThreadPoolExecutor(_THREADS, "grammars")
-        self._checked: set[int] = set()
+        # By the identity of parameters, what vLLM's check of them returned: in 0.32 whether their
+        # answer gets a watermark, in 0.29 nothing.
+        self._checked: dict[int, Any] = {}
         # As vLLM's check left them, for it writes into them.
         self._good: OrderedDict[bytes, StructuredOutputsParams] = OrderedDict()
         self._check_params = processor._validate_params
@@ -54,15 +56,18 @@ class GrammarChecks:
             GrammarChecks._check_tag = staticmethod(protocol.validate_structural_tag_payload)
             protocol.validate_structural_tag_payload = _check_tag_is_json
 
-    async def check(self, params: SamplingParams, tasks: tuple[str, ...]) -> None:
+    async def check(self, params: SamplingParams, tasks: tuple[str, ...]) -> Any:
         """
+        Returns:
+            What vLLM's check does.
+
         Raises:
             VLLMValidationError: the parameters are wrong, or their grammar takes too long.
         """
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._limit_s):
-                await loop.run_in_executor(self._threads, self._check, params, tasks)
+                return await loop.run_in_executor(self._threads, self._check, params, tasks)
         except TimeoutError:
             raise VLLMValidationError(
                 f"The grammar was not compiled after {self._limit_s:g} s. Simplify the schema or "
@@ -70,34 +75,36 @@ class GrammarChecks:
             ) from None
 
     @contextmanager
-    def known(self, params: SamplingParams) -> Iterator[None]:
-        """Within the block vLLM does not check these parameters again."""
-        self._checked.add(id(params))
+    def known(self, params: SamplingParams, checked: Any) -> Iterator[None]:
+        """Within the block vLLM does not check these parameters again, and gets this for it."""
+        self._checked[id(params)] = checked
         try:
             yield
         finally:
-            self._checked.discard(id(params))
+            self._checked.pop(id(params), None)
 
-    def _check(self, params: SamplingParams, tasks: tuple[str, ...]) -> None:
+    def _check(self, params: SamplingParams, tasks: tuple[str, ...]) -> Any:
         grammar = params.structured_outputs
         digest = _digest(grammar)
         good = self._good.get(digest)
         if good is not None:
             params.structured_outputs = None
-            self._check_params(params, tasks)
+            checked = self._check_params(params, tasks)
             params.structured_outputs = copy(good)
-            return
+            return checked
         if grammar.structural_tag is not None:
             # Another backend would take a tag that vLLM's parser of requests refuses.
             self._check_tag(grammar.structural_tag, parameter="structured_outputs")
-        self._check_params(params, tasks)
+        checked = self._check_params(params, tasks)
         self._good[digest] = copy(params.structured_outputs)
         while len(self._good) > _REMEMBERED:
             self._good.popitem(last=False)
+        return checked
 
-    def _check_once(self, params: Any, supported_tasks: tuple[str, ...]) -> None:
-        if id(params) not in self._checked:
-            self._check_params(params, supported_tasks)
+    def _check_once(self, params: Any, supported_tasks: tuple[str, ...]) -> Any:
+        if id(params) in self._checked:
+            return self._checked[id(params)]
+        return self._check_params(params, supported_tasks)
 
 
 class GrammarCheckingLLM(AsyncLLM):  # type: ignore[misc]
@@ -113,8 +120,8 @@ class GrammarCheckingLLM(AsyncLLM):  # type: ignore[misc]
         add: Callable[..., Any] = super().add_request
         if not isinstance(params, SamplingParams) or params.structured_outputs is None:
             return await add(request_id, prompt, params, *args, **kwargs)
-        await self._grammars.check(params, await self.get_supported_tasks())
-        with self._grammars.known(params):
+        checked = await self._grammars.check(params, await self.get_supported_tasks())
+        with self._grammars.known(params, checked):
             return await add(request_id, prompt, params, *args, **kwargs)
 
     def generate(

@@ -43,22 +43,22 @@ class Processor:
         self.may_go_on = threading.Event()
         self.checked: list[Any] = []
 
-    def _validate_params(self, params: Any, supported_tasks: Any) -> None:
+    def _validate_params(self, params: Any, supported_tasks: Any) -> int:
         assert self.may_go_on.wait(10), "the event loop stood still"
         if isinstance(params, SamplingParams):
             validate_xgrammar_grammar(params)
         self.checked.append(params)
+        return len(self.checked)
 
 
 def test_the_loop_goes_on_while_a_grammar_is_checked_and_checks_nothing_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     processor = Processor()
-    added: list[str] = []
+    added: list[tuple[str, int]] = []
 
     async def add(self: Any, request_id: str, prompt: Any, params: Any, **rest: Any) -> str:
-        self.input_processor._validate_params(params, TASKS)
-        added.append(request_id)
+        added.append((request_id, self.input_processor._validate_params(params, TASKS)))
         return request_id
 
     async def tasks(self: Any) -> Any:
@@ -85,7 +85,7 @@ def test_the_loop_goes_on_while_a_grammar_is_checked_and_checks_nothing_itself(
     monkeypatch.setattr(AsyncLLM, "get_supported_tasks", tasks)
     monkeypatch.setattr(AsyncLLM, "__del__", lambda self: None, raising=False)
     asyncio.run(ask())
-    assert added == ["1", "2", "3"]
+    assert added == [("1", 1), ("2", 2), ("3", 3)], "with what vLLM's check has returned"
 
 
 def test_a_check_has_a_limit_of_time() -> None:
