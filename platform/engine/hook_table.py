@@ -955,6 +955,7 @@ TABLE: tuple[Hook, ...] = (
             "_spec_decoding_cls",
             "_kv_connector_cls",
             "_perf_metrics_cls",
+            "_ec_connector_cls?",  # vLLM 0.32
             "gauge_scheduler_running",
             "gauge_scheduler_waiting",
         ),
@@ -967,6 +968,7 @@ TABLE: tuple[Hook, ...] = (
         (
             "record(scheduler_stats, iteration_stats, mm_cache_stats, engine_idx)",
             "record_sleep_state(sleep, level)",
+            "record_admission_rejection?(reason)",  # vLLM 0.32
             "log",
             "log_engine_initialized",
         ),

@@ -15,6 +15,9 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger
 
 from loomserve.platform.disaggregation.metrics import HandoffMetrics
 
+# Of them vLLM 0.29 has not the last.
+_PARTS = ("_spec_decoding_cls", "_kv_connector_cls", "_perf_metrics_cls", "_ec_connector_cls")
+
 
 class _OfReplica(NamedTuple):
     registry: CollectorRegistry
@@ -82,6 +85,9 @@ class ReplicaStatistics:
         for known in self._loggers.values():
             known.logger.record_sleep_state(sleep, level)
 
+    def record_admission_rejection(self, reason: str) -> None:
+        """Nothing: vLLM 0.32 tells of requests that no replica has got yet."""
+
     def log(self) -> None:
         """Nothing: the platform shows metrics, and writes no statistics into its log."""
 
@@ -99,10 +105,7 @@ def _logger_class(registry: CollectorRegistry) -> Any:
     stock = PrometheusStatLogger
     parts = {
         name: type(base.__name__, (base,), classes)
-        for name, base in (
-            ("_spec_decoding_cls", stock._spec_decoding_cls),
-            ("_kv_connector_cls", stock._kv_connector_cls),
-            ("_perf_metrics_cls", stock._perf_metrics_cls),
-        )
+        for name in _PARTS
+        if (base := getattr(stock, name, None)) is not None
     }
     return type("RegisteredStatLogger", (stock,), {**classes, **parts})
