@@ -1,7 +1,8 @@
-"""Python's garbage collector in a process that serves many requests."""
+"""What a process that lives long keeps: objects for Python's collector, and freed memory."""
 
 from __future__ import annotations
 
+import ctypes
 import gc
 
 # Requests leave little behind that only the collector finds, and each of its young collections
@@ -22,3 +23,13 @@ def settle_heap() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(_YOUNG, _MIDDLE, _OLD)
+
+
+def give_back_freed() -> None:
+    """Have the allocator return to the operating system what is free.
+
+    glibc's keeps what lies below the last allocation in use, in an arena for every few threads.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # others return it by themselves
+        trim(0)

@@ -8,10 +8,11 @@ import torch
 from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from loomserve.platform.base.heap import give_back_freed
 from loomserve.platform.engine.adapters.segments import compute_by_segments, refuse_experts
 from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 from loomserve.platform.engine.pipeline_stage import StageModelRunner
-from loomserve.platform.engine.sleeping.memory import give_back_freed, give_back_pages
+from loomserve.platform.engine.sleeping.memory import give_back_pages
 from loomserve.platform.run.fate import end_with_parent
 
 

@@ -44,13 +44,6 @@ def give_back_pages(caches: Iterable[Any]) -> int:
     return given
 
 
-def give_back_freed() -> None:
-    """Have the allocator return what is free: glibc's keeps what is below the last in use."""
-    trim = getattr(_LIBC, "malloc_trim", None)
-    if trim is not None:
-        trim(0)
-
-
 def _tensors(caches: Iterable[Any]) -> Iterator[torch.Tensor]:
     for cache in caches:
         if isinstance(cache, torch.Tensor):

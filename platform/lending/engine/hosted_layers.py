@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.utils import (
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
-from loomserve.platform.lending.engine.memory.freed import give_back
+from loomserve.platform.base.heap import give_back_freed
 from loomserve.platform.lending.engine.shards.layers import decoder_layers
 from loomserve.platform.lending.engine.shards.weights import weights_of
 from loomserve.platform.lending.ring.attention_server import Caches
@@ -58,7 +58,7 @@ class HostedLayers:
         # The rest refers to itself, and would hold them until it is collected.
         for layer in layers:
             every[layer] = nn.Identity()
-        give_back()
+        give_back_freed()
         attention = [
             next(each for each in layer.modules() if isinstance(each, Attention))
             for layer in self._layers

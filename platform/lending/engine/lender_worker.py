@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import nn
 
+from loomserve.platform.base.heap import give_back_freed
 from loomserve.platform.lending.engine.context import LendingContext
 from loomserve.platform.lending.engine.hosted_layers import HostedLayers
-from loomserve.platform.lending.engine.memory.freed import give_back
 from loomserve.platform.lending.engine.memory.lent import borrower_caches
 from loomserve.platform.lending.engine.shards.shard import LocalKv
 from loomserve.platform.lending.engine.sliced_operators import SlicedOperators
@@ -112,6 +112,6 @@ class LenderWorker:
         ring = self._rings.pop(path)
         self._poll_while_lending()
         if self._server.close(ring):
-            give_back()
+            give_back_freed()
         ring.close()
         ring.unlink()

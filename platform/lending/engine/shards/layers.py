@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from loomserve.platform.lending.engine.memory.freed import give_back
+from loomserve.platform.base.heap import give_back_freed
 from loomserve.platform.lending.engine.shards.shard import LocalKv, RemoteShard, room
 from loomserve.platform.lending.engine.shards.weights import LayerWeights
 from loomserve.platform.lending.ring.borrower import Borrower
@@ -148,7 +148,7 @@ class RemoteLayers(RemoteShard):
             self._release(self._whole[layer])
             self._weights.release(layer)
             return False
-        give_back()
+        give_back_freed()
         return True
 
     def prepare_return(self) -> bool:

@@ -17,7 +17,7 @@ from vllm.model_executor.model_loader.reload import (
 )
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from loomserve.platform.lending.engine.memory.freed import give_back
+from loomserve.platform.base.heap import give_back_freed
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -86,7 +86,7 @@ class LayerWeights:
         self._in_use[layer] = in_use
         for module in large:
             finalize_layerwise_reload(module, self._config.model_config)
-        give_back()
+        give_back_freed()
 
     def _large(self, layer: int) -> list[nn.Module]:
         """Return the layer's modules that have matrices; vectors, as of norms, are not worth it."""

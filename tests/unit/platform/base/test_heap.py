@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 
+import psutil
 import pytest
 
-from loomserve.platform.base.heap import settle_heap
+from loomserve.platform.base.heap import give_back_freed, settle_heap
 
 
 class Ring:
@@ -41,3 +43,19 @@ def test_what_comes_later_is_still_collected() -> None:
     gone = weakref.ref(Ring())
     gc.collect()
     assert gone() is None
+
+
+def test_what_a_thread_has_freed_goes_back_to_the_operating_system() -> None:
+    def work() -> None:
+        # Less than what the allocator maps apart, and kept in between by what is still in use.
+        chunks = [bytearray(100_000) for _ in range(1000)]
+        kept.extend(chunks[::20])
+
+    kept: list[bytearray] = []
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    before = psutil.Process().memory_info().rss
+    give_back_freed()
+    assert before - psutil.Process().memory_info().rss > 50e6
+    assert len(kept) == 50

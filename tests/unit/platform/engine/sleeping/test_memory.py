@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 
-from loomserve.platform.engine.sleeping.memory import give_back_freed, give_back_pages
+from loomserve.platform.engine.sleeping.memory import give_back_pages
 
 MIB = 2**20
 
@@ -47,7 +47,3 @@ def test_what_is_less_than_a_page_stays() -> None:
     assert give_back_pages([small]) == 0
     assert bool(small.all())
     assert give_back_pages([]) == 0
-
-
-def test_freed_memory_can_be_asked_back() -> None:
-    give_back_freed()
