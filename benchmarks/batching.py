@@ -429,7 +429,7 @@ def attainment(at: Mapping[str, Any]) -> dict[str, float]:
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     os.environ["OMP_NUM_THREADS"] = "1"  # of vLLM's process too, which inherits it
     from loomserve.platform.batch.offline.executor import OfflineExecutor
-    from loomserve.platform.engine.precision import cpu_dtype
+    from loomserve.platform.devices.precision import cpu_dtype
 
     model = Path(catalog.resolve("demo", Path.cwd()))
     executor = OfflineExecutor(model, threads=1, kv_bytes=sys.maxsize, dtype=cpu_dtype())

@@ -64,7 +64,7 @@ from benchmarks.workload import (
     window,
 )
 from loomserve.kvstore.index.radix import KEY_BYTES
-from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from loomserve.platform.state.lending_options import LENDING_CONFIG

@@ -37,7 +37,7 @@ from loomserve.kvstore.server.opening import open_store
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import Inspect, StoreUsage
 from loomserve.kvstore.server.server import StoreServer
-from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"

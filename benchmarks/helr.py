@@ -56,8 +56,8 @@ class Engine:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        from loomserve.platform.devices.precision import cpu_dtype
         from loomserve.platform.engine.executor import NonSpinningExecutor
-        from loomserve.platform.engine.precision import cpu_dtype
 
         self._requests = len(layers) * batch
         self._llm = AsyncLLM.from_engine_args(

@@ -58,7 +58,7 @@ from benchmarks.servers import (
     running,
 )
 from loomserve.platform.base.errors import LoomserveError, StartError
-from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"

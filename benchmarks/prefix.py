@@ -41,7 +41,7 @@ from benchmarks.workload import (
     reuse,
     spread_over,
 )
-from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"

@@ -48,7 +48,7 @@ from benchmarks.popularity import (
     serve,
 )
 from benchmarks.report import Spread, machine, percentile, publish
-from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"

@@ -23,7 +23,7 @@ import psutil
 from benchmarks.report import Spread, machine, publish
 from benchmarks.servers import Arm, EngineFlags, bare_arm, loomserve_arm
 from loomserve.platform.cli.admin_token import token_for
-from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
 RESULTS = Path(__file__).parent / "results"

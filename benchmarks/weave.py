@@ -43,7 +43,7 @@ from benchmarks.workload import (
     brief_conversations,
     window,
 )
-from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 from loomserve.platform.state.lending_options import LENDING_CONFIG
 

@@ -11,8 +11,8 @@ from loomserve.deployments.engine.engine_replica import EngineReplica
 from loomserve.deployments.serve_logging import QUIET
 from loomserve.platform.adapters.table import ROOM
 from loomserve.platform.config import LOCAL_PROMPT_TOKENS, Adapters, Model
+from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.engine.options.names import of_engine
-from loomserve.platform.engine.precision import cpu_dtype
 from loomserve.platform.engine.process.environment import KEEPS_GPUS_VISIBLE, VLLM_ENVIRONMENT
 from loomserve.platform.fleet.messages import (
     ENGINE_DEPLOYMENT,

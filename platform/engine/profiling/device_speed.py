@@ -18,7 +18,7 @@ import torch
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Device
 from loomserve.platform.devices.claims import place
-from loomserve.platform.engine.precision import cpu_dtype
+from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.placement.policy.device_times import (
     DeviceProfile,
     MeasuredDevice,

@@ -21,8 +21,8 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from loomserve.platform.config import Device
 from loomserve.platform.costs.step_time import Step, TimedStep
 from loomserve.platform.devices.claims import engine_environment, on_cores
+from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
-from loomserve.platform.engine.precision import cpu_dtype
 
 
 def step_of(scheduled: SchedulerOutput) -> Step:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from loomserve.platform.engine import precision
+from loomserve.platform.devices import precision
 
 
 def test_it_is_torchs_own_word_for_this_machine() -> None:
