@@ -169,6 +169,7 @@ class EngineReplica:
                 kv_bytes=spec.model.kv_cache_memory + borrowed_bytes,
                 blocks=facts.blocks,
                 block_tokens=facts.block_tokens,
+                dropped_bytes=facts.dropped_bytes,
             ),
             engine_pid=self._engine.pid,
             start_s=time.monotonic() - began,

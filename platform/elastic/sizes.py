@@ -18,6 +18,7 @@ class ModelSizes:
     def __init__(self) -> None:
         self._weights: dict[str, int] = {}
         self._asleep: dict[str, float] = {}
+        self._dropped: dict[str, int] = {}
 
     def set_weights(self, model: str, size: int) -> None:
         """Set the bytes of a model's weights on disk."""
@@ -35,12 +36,19 @@ class ModelSizes:
             # It is measured every few seconds, and may have been just before.
             if footprint.memory_measured_at > record.since + _FALLEN_S:
                 self._asleep[record.model.name] = float(footprint.memory_bytes)
+                self._dropped[record.model.name] = footprint.dropped_bytes
 
     def asleep(self, model: Model) -> float:
         """What a replica that sleeps keeps."""
-        estimate = replica_bytes(model, self._weights.get(model.name, 0)) - model.kv_cache_memory
+        estimate = self._estimate(model)
         return model.largest_share * min(estimate, self._asleep.get(model.name, estimate))
 
     def ready(self, model: Model) -> float:
         """What a replica takes at most."""
-        return self.asleep(model) + model.largest_share * model.kv_cache_memory
+        name, estimate = model.name, self._estimate(model)
+        measured = self._asleep.get(name, estimate) + self._dropped.get(name, 0)
+        return model.largest_share * (min(estimate, measured) + model.kv_cache_memory)
+
+    def _estimate(self, model: Model) -> float:
+        """A replica without KV memory, before any has slept."""
+        return replica_bytes(model, self._weights.get(model.name, 0)) - model.kv_cache_memory

@@ -73,6 +73,7 @@ def constants(
     kv_bytes: int,
     blocks: int,
     block_tokens: int,
+    dropped_bytes: int,
 ) -> dict[str, int]:
     """Fields of a :class:`FootprintState` that never change.
 
@@ -85,6 +86,7 @@ def constants(
         "kv_heads": kv_heads,
         "block_bytes": kv_bytes // max(1, blocks),
         "block_tokens": block_tokens,
+        "dropped_bytes": dropped_bytes,
     }
 
 

@@ -269,7 +269,7 @@ TABLE: tuple[Hook, ...] = (
             "wake_up(tags)",
         ),
         HookKind.SUBCLASS,
-        "Waits asleep, makes our model runner where vLLM would make its own, and gives KV memory "
+        "Waits asleep, makes our model runner where vLLM would make its own, and gives memory "
         "back where vLLM's does nothing.",
         "platform/engine/worker.py",
     ),
@@ -279,6 +279,28 @@ TABLE: tuple[Hook, ...] = (
         HookKind.READ,
         "The memory that is given back in sleep.",
         "platform/engine/worker.py",
+    ),
+    Hook(
+        "vllm.model_executor.layers.utils",
+        ("dispatch_cpu_unquantized_gemm(layer, remove_weight)",),
+        HookKind.REPLACE,
+        "Sets `layer.cpu_linear` of embeddings and heads, swapped for one that packs their weights "
+        "again after a sleep.",
+        "platform/engine/sleeping/packed.py",
+    ),
+    Hook(
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        ("ParallelLMHead", "VocabParallelEmbedding"),
+        HookKind.READ,
+        "The layers that keep their weights beside the packed ones.",
+        "platform/engine/sleeping/packed.py",
+    ),
+    Hook(
+        "vllm.model_executor.layers.vocab_parallel_embedding",
+        ("VocabParallelEmbedding",),
+        HookKind.WRITE,
+        "Weights that are given back in sleep, and read again from the model's files.",
+        "platform/engine/sleeping/reread.py",
     ),
     Hook(
         "vllm.v1.executor.abstract:Executor",

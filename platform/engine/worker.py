@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from loomserve.platform.engine.adapters.segments import compute_by_segments, ref
 from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 from loomserve.platform.engine.pipeline_stage import StageModelRunner
 from loomserve.platform.engine.sleeping.memory import give_back_pages
+from loomserve.platform.engine.sleeping.weights import SleepingWeights
 from loomserve.platform.run.fate import end_with_parent
 
 
@@ -24,6 +26,7 @@ class NonSpinningWorker(CPUWorker):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         end_with_parent()
         super().__init__(*args, **kwargs)
+        self.sleeping_weights: SleepingWeights | None = None
         # vLLM makes the queue on which this process waits once the model is loaded.
         sleep_instead_of_spinning()
 
@@ -40,11 +43,19 @@ class NonSpinningWorker(CPUWorker):  # type: ignore[misc]
         super().load_model(*args, **kwargs)
         if self.vllm_config.lora_config is not None:
             refuse_experts(self.model_runner.model)
+        folder = Path(self.vllm_config.model_config.model)
+        self.sleeping_weights = SleepingWeights(self.model_runner.model, folder)
+        # Packing has left much of it behind.
+        give_back_freed()
 
     def sleep(self, level: int = 1) -> None:
-        """Give KV memory back, whatever the level: weights are this process's own copy."""
+        """Give back KV memory, and weights that can be made or read again, whatever the level."""
         give_back_pages(self.model_runner.kv_caches)
+        if self.sleeping_weights is not None:
+            self.sleeping_weights.drop()
         give_back_freed()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Pages come back by themselves, with the first write to each."""
+        """Have weights again; KV memory comes back by itself, with the first write to each page."""
+        if self.sleeping_weights is not None:
+            self.sleeping_weights.restore()

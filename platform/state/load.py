@@ -53,6 +53,9 @@ class FootprintState(StateModel):
     memory_bytes: int | None = Field(
         description="Its processes' own memory, KV included; None on a GPU, where nobody measures."
     )
+    dropped_bytes: int = Field(
+        0, description="Of that, weights which it has only while it does not sleep."
+    )
     memory_measured_at: float = Field(description="Monotonic seconds of whoever holds this.")
     start_s: float = Field(description="Seconds from the start of the replica until it served.")
     ready_at: float = Field(

@@ -66,4 +66,5 @@ class EngineFacts(BaseModel):
     layers: int
     kv_heads: int
     item_bytes: int = Field(description="Bytes of a number of the model.")
+    dropped_bytes: int = Field(0, description="Of weights, which it does without in sleep.")
     network: EngineNetwork | None = Field(None, description="Its sockets for other nodes, if any.")

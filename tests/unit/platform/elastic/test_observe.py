@@ -46,10 +46,10 @@ class Watched:
         return model
 
 
-def footprint(memory: int, measured_at: float) -> FootprintState:
+def footprint(memory: int, measured_at: float, dropped: int = 0) -> FootprintState:
     return FootprintState(
         layers=1, layer_bytes=1, kv_heads=1, block_bytes=1, block_tokens=1, memory_bytes=memory,
-        memory_measured_at=measured_at, start_s=7.0, ready_at=0.0,
+        dropped_bytes=dropped, memory_measured_at=measured_at, start_s=7.0, ready_at=0.0,
     )  # fmt: skip
 
 
@@ -116,6 +116,10 @@ def test_one_that_falls_asleep_holds_all_until_it_does_and_then_what_was_measure
     assert watched.seen(20).asleep_bytes == 600
     assert watched.seen(20).ready_bytes == 600 + KV
     assert watched.seen(20).load_s == 7
+    # What it does without in sleep it needs again.
+    watched.report(30, asleep=True, footprint=footprint(500, 0, dropped=70))
+    assert watched.seen(30).asleep_bytes == 500
+    assert watched.seen(30).ready_bytes == 500 + 70 + KV
 
 
 def test_one_that_ends_holds_what_it_has_until_it_has_gone() -> None:
