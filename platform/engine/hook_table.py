@@ -1020,6 +1020,27 @@ TABLE: tuple[Hook, ...] = (
         "platform/front_end/engine/serving.py",
     ),
     Hook(
+        "vllm.tokenizers",
+        ("cached_tokenizer_from_config",),
+        HookKind.READ,
+        "The one that all front ends of a model are given.",
+        "platform/front_end/engine/tokenizers.py",
+    ),
+    Hook(
+        "vllm.tokenizers.hf",
+        ("maybe_make_thread_pool(tokenizer, copies)", "ThreadSafeHFTokenizerMixin"),
+        HookKind.WRITE,
+        "That one is made the pool of copies that each front end would make, and copies to itself.",
+        "platform/front_end/engine/tokenizers.py",
+    ),
+    Hook(
+        "vllm.config.model:ModelConfig",
+        ("skip_tokenizer_init", "enable_prompt_embeds", "renderer_num_workers"),
+        HookKind.READ,
+        "How many copies, and whether they may be shared.",
+        "platform/front_end/engine/tokenizers.py",
+    ),
+    Hook(
         "vllm.exceptions:GracefulHTTPError",
         ("__init__(message, http_status)",),
         HookKind.SUBCLASS,

@@ -26,11 +26,12 @@ from vllm.v1.engine import EngineCoreReadyResponse
 
 from loomserve.platform.adapters.messages import AdapterRoute
 from loomserve.platform.base.errors import Unavailable
-from loomserve.platform.base.heap import settle_heap
+from loomserve.platform.base.heap import give_back_freed, settle_heap
 from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.llm import FrontEndLLM
 from loomserve.platform.front_end.engine.options import server_options
 from loomserve.platform.front_end.engine.replica_client import Loaded, ReplicaSetClient
+from loomserve.platform.front_end.engine.tokenizers import share_tokenizer
 from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.front_end.routing import Choose, Left, RoutingRequest
@@ -127,7 +128,11 @@ class ModelServing:
 
     def _load(self) -> FrontEndLLM:
         self._args, config = server_options(self._name, self._options)
-        return FrontEndLLM(config, self._client, log_requests=self._args.enable_log_requests)
+        share_tokenizer(config.model_config)
+        llm = FrontEndLLM(config, self._client, log_requests=self._args.enable_log_requests)
+        # Reading a tokenizer leaves much of it behind.
+        give_back_freed()
+        return llm
 
     async def _build(self, llm: FrontEndLLM) -> Any:
         """vLLM's app, as soon as an engine has said what it can do."""
