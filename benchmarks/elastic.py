@@ -43,6 +43,7 @@ from benchmarks.workload import BLOCK_TOKENS, PrefixRequest
 from loomserve.platform.config import Model
 from loomserve.platform.devices.memory import replica_bytes
 from loomserve.platform.models import catalog
+from loomserve.platform.placement import model_files
 
 RESULTS = Path(__file__).parent / "results"
 _PORT = 18460
@@ -145,8 +146,14 @@ def zipf(source: str, options: argparse.Namespace) -> dict[str, Any]:
     """The same requests, with room for some names and with all of them loaded."""
     names = [f"model{number:02}" for number in range(options.names)]
     load = zipf_load(names, options.sessions, options.seconds, options.seed)
-    one = Model(name="one", source=source, devices=("core0",), kv_cache_memory=_KV_BYTES)
-    room = int(options.room * replica_bytes(one, catalog.weight_bytes(Path(source))))
+    one = Model(
+        name="one",
+        source=source,
+        devices=("core0",),
+        kv_cache_memory=_KV_BYTES,
+        engine=_FLAGS.options(),
+    )
+    room = int(options.room * replica_bytes(one, model_files.held_bytes(Path(source), one)))
     arms = {
         "elastic": Models(source, dict.fromkeys(names, "on_demand"), _KV_BYTES, room),
         "all_loaded": Models(source, dict.fromkeys(names, "now"), _KV_BYTES),

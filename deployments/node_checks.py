@@ -24,6 +24,7 @@ from loomserve.platform.devices.memory import check_shared_memory
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.models import catalog
 from loomserve.platform.nodes.resources import name_in, on_devices, on_node
+from loomserve.platform.placement import model_files
 from loomserve.platform.run.folder import own_run
 from loomserve.platform.run.leftovers import processes_of
 from loomserve.platform.run.listening import check_listening
@@ -168,7 +169,7 @@ def _checked(config: Config, name: str, base: Path) -> NodeReport:
             path = catalog.resolve(model.source, base, revision=model.revision)
         except LoomserveError as error:
             raise StartError(f"models[{index}].source: {error}") from None
-        weights[model.name] = catalog.known_weight_bytes(path)
+        weights[model.name] = model_files.held_bytes(path, model)
     available = available_memory()
     if config.kvstore is not None:
         left = left_behind(config.server.port)

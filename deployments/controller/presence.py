@@ -19,6 +19,7 @@ from loomserve.platform.base.errors import (
 )
 from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config, Model
+from loomserve.platform.devices.memory import gpus_of
 from loomserve.platform.elastic.observe import ElasticObserver, is_settled
 from loomserve.platform.elastic.policy.decide import decide
 from loomserve.platform.elastic.policy.growth import grow
@@ -30,6 +31,7 @@ from loomserve.platform.elastic.policy.snapshot import (
 from loomserve.platform.fleet.fleet import Fleet
 from loomserve.platform.fleet.registry import ModelRecord
 from loomserve.platform.models import catalog
+from loomserve.platform.placement import model_files
 from loomserve.platform.state import ModelEvents, Presence
 
 _log = logging.getLogger("ray.serve")
@@ -66,7 +68,7 @@ class ModelPresence:
         options = config.elastic
         self._rules = ElasticRules(options.residence_s, options.wait_timeout_s)
         budgets = {each.name: float(each.memory) for each in config.devices if each.memory}
-        self._observer = ElasticObserver(fleet, budgets, mover.wake_s)
+        self._observer = ElasticObserver(fleet, budgets, mover.wake_s, gpus_of(config.devices))
         self._sizes_matter = bool(budgets)
         self._demands: dict[str, float] = {}
         self._waiting_at: Mapping[str, str] = {}
@@ -176,7 +178,7 @@ class ModelPresence:
 
     async def _learn_size(self, model: Model) -> None:
         if self._sizes_matter and not self._observer.sizes.knows(model.name):
-            size = await asyncio.to_thread(_weight_bytes, model, self._base)
+            size = await asyncio.to_thread(_held_bytes, model, self._base)
             self._observer.sizes.set_weights(model.name, size)
 
     # What is decided
@@ -256,10 +258,10 @@ def _say(error: Exception) -> None:
     _log.error("models could not be looked at", exc_info=error)
 
 
-def _weight_bytes(model: Model, base: Path) -> int:
-    """Bytes of a model's weights; 0 where that cannot be told."""
+def _held_bytes(model: Model, base: Path) -> int:
+    """What an engine of a model holds of its weights; 0 where that cannot be told."""
     try:
         path = catalog.resolve(model.source, base, revision=model.revision)
-        return catalog.known_weight_bytes(path)
+        return model_files.held_bytes(path, model)
     except (LoomserveError, OSError):
         return 0

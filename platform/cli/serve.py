@@ -40,6 +40,7 @@ from loomserve.platform.devices.memory import (
     NodeMemory,
     check_budgets,
     check_shared_memory,
+    gpus_of,
     least_replicas,
     node_bytes,
     plan_on_nodes,
@@ -50,6 +51,7 @@ from loomserve.platform.engine.hooks import verify
 from loomserve.platform.http.server import listen
 from loomserve.platform.lengths.stored import check_predictor
 from loomserve.platform.models import catalog
+from loomserve.platform.placement import model_files
 from loomserve.platform.placement.by_itself import Placed, leaves_something
 from loomserve.platform.placement.configured import stages_of
 from loomserve.platform.placement.own_placement import placed_here, placed_on, said
@@ -151,7 +153,7 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
     for model in config.models:
         check_predictor(model)
         path = catalog.resolve(model.source, base, progress=say, revision=model.revision)
-        weights[model.name] = catalog.known_weight_bytes(path)
+        weights[model.name] = model_files.held_bytes(path, model)
         take_configured(model, base)
         if model.pipeline is not None:
             stages = ", ".join(f"{device} {n}" for device, n in stages_of(model, base))
@@ -168,6 +170,8 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
             store,
             check_offline_models(config, base, say),
             config.server.front_ends,
+            gpus_of(config.devices),
+            config.models,
         )
     check_budgets(present, weights, replicas, config.devices)
     for model in present:
@@ -196,8 +200,10 @@ def _plan_on_nodes(config: Config, base: Path, say: Say) -> dict[str, int]:
     reports = check_nodes(config, base, say)
     store = config.kvstore.memory if config.kvstore else 0
     # What there is but once runs where the command does.
-    once = platform_bytes(config.server.front_ends) + check_offline_models(config, base, say)
-    elsewhere = node_bytes(config.server.front_ends if config.has_gateways_on_each_node else 0)
+    once = platform_bytes(config.server.front_ends, config.models)
+    once += check_offline_models(config, base, say)
+    gateways = config.server.front_ends if config.has_gateways_on_each_node else 0
+    elsewhere = node_bytes(gateways, config.models)
     taken = {name: once if name == own_node() else elsewhere for name in reports}
     return plan_on_nodes(
         _present(config),
@@ -207,6 +213,7 @@ def _plan_on_nodes(config: Config, base: Path, say: Say) -> dict[str, int]:
             name: NodeMemory(report.memory, taken[name] + store, with_store=bool(store))
             for name, report in reports.items()
         },
+        gpus_of(config.devices),
     )
 
 

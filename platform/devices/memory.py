@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -10,25 +10,43 @@ import psutil
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import LOCAL_NODE, Device, Model, OfflineModel, Scaling
 
-# An idle CPU engine of a tiny model and its replica take about this without weights and KV;
-# measured as proportional set size, rounded up.
-ENGINE_BYTES = 1.25 * 2**30
-# Each further worker process of a pipeline's engine.
+# What an engine on a CPU, forked by its node's fork server, and its replica have of their own,
+# without weights and KV; measured (docs/placement.md), and a quarter more.
+ENGINE_BYTES = 320 * 2**20
+# The same on a GPU, of whose memory its context and activations are part: a guess.
+GPU_ENGINE_BYTES = 1.25 * 2**30
+# Each worker process of a pipeline's engine, which no fork server forks.
 STAGE_BYTES = 0.75 * 2**30
 # A computing process with torch and transformers, without weights and KV.
 OFFLINE_BYTES = 1.0 * 2**30
-# Ray's own processes, the controller, and a gateway with its front ends.
+# Ray's own processes, the fork server, the controller, and a gateway that serves no model yet.
 PLATFORM_BYTES = 2 * 2**30
-# Ray's own processes on a node that has nothing but engines.
-NODE_BYTES = 0.5 * 2**30
+# Ray's own processes and the fork server on a node that has nothing but engines.
+NODE_BYTES = 2**30
 # Each process that takes requests, beside the first on the node with the controller.
 FRONT_END_BYTES = 0.75 * 2**30
+# What each of them keeps for each model that has been asked for, whether or not it is loaded, and
+# for each tokenizer, which names of one source share.
+SERVED_MODEL_BYTES = 25 * 2**20
+TOKENIZER_BYTES = 100 * 2**20
 
 
-def replica_bytes(model: Model, weight_bytes: int) -> float:
-    """Memory of one replica. At its start CPU weights are held twice: as loaded, and packed."""
-    further_stages = len(model.devices) - 1 if model.pipeline is not None else 0
-    return ENGINE_BYTES + further_stages * STAGE_BYTES + 2 * weight_bytes + model.kv_cache_memory
+def replica_bytes(model: Model, held_bytes: int, gpus: Collection[str] = ()) -> float:
+    """Memory of one replica.
+
+    Args:
+        model: the replica's.
+        held_bytes: what an engine holds of its weights.
+        gpus: the devices that are GPUs.
+    """
+    stages = len(model.devices) if model.pipeline is not None else 0
+    own = ENGINE_BYTES if set(gpus).isdisjoint(model.devices) else GPU_ENGINE_BYTES
+    return own + stages * STAGE_BYTES + held_bytes + model.kv_cache_memory
+
+
+def gpus_of(devices: Iterable[Device]) -> frozenset[str]:
+    """The names of those that are GPUs."""
+    return frozenset(each.name for each in devices if each.kind == "cuda")
 
 
 def offline_bytes(model: OfflineModel, weight_bytes: int) -> float:
@@ -47,36 +65,48 @@ def least_replicas(model: Model) -> int:
 
 def plan_replicas(
     models: Sequence[Model],
-    weight_bytes: Mapping[str, int],
+    held_bytes: Mapping[str, int],
     available_bytes: float,
     kvstore_bytes: int = 0,
     offline_bytes: float = 0,
     front_ends: int = 1,
+    gpus: Collection[str] = (),
+    served: Collection[Model] = (),
 ) -> dict[str, int]:
     """Plan the number of replicas to start for each model, on this machine alone.
 
     Args:
+        models: Those that start with the platform.
+        held_bytes: What an engine of each holds of its weights.
         kvstore_bytes: Memory of the KV store.
         offline_bytes: Memory of all offline models.
         front_ends: Processes that take requests.
+        gpus: The devices that are GPUs.
+        served: All models that may be asked for.
 
     Raises:
         StartError: the least that the configuration asks for does not fit.
     """
-    taken = platform_bytes(front_ends) + kvstore_bytes + offline_bytes
+    taken = platform_bytes(front_ends, served) + kvstore_bytes + offline_bytes
     here = NodeMemory(available_bytes, taken, with_store=bool(kvstore_bytes))
     on = {device: LOCAL_NODE for model in models for device in model.devices}
-    return plan_on_nodes(models, weight_bytes, on, {LOCAL_NODE: here})
+    return plan_on_nodes(models, held_bytes, on, {LOCAL_NODE: here}, gpus)
 
 
-def platform_bytes(front_ends: int) -> float:
-    """Memory of Ray, of what there is but once, and of so many front ends."""
-    return PLATFORM_BYTES + (front_ends - 1) * FRONT_END_BYTES
+def platform_bytes(front_ends: int, models: Collection[Model]) -> float:
+    """Memory of Ray, of what there is but once, and of so many front ends of all models."""
+    return PLATFORM_BYTES + (front_ends - 1) * FRONT_END_BYTES + _served(front_ends, models)
 
 
-def node_bytes(front_ends: int) -> float:
-    """Memory of Ray on any other node, and of so many front ends."""
-    return NODE_BYTES + front_ends * FRONT_END_BYTES
+def node_bytes(front_ends: int, models: Collection[Model]) -> float:
+    """Memory of Ray on any other node, and of so many front ends of all models."""
+    return NODE_BYTES + front_ends * FRONT_END_BYTES + _served(front_ends, models)
+
+
+def _served(front_ends: int, models: Collection[Model]) -> float:
+    sources = {(model.source, model.revision) for model in models}
+    each = len(models) * SERVED_MODEL_BYTES + len(sources) * TOKENIZER_BYTES
+    return front_ends * each
 
 
 @dataclass(frozen=True)
@@ -95,9 +125,10 @@ class NodeMemory:
 
 def plan_on_nodes(
     models: Sequence[Model],
-    weight_bytes: Mapping[str, int],
+    held_bytes: Mapping[str, int],
     node_of: Mapping[str, str],
     memory: Mapping[str, NodeMemory],
+    gpus: Collection[str] = (),
 ) -> dict[str, int]:
     """Plan the number of replicas to start for each model.
 
@@ -105,14 +136,16 @@ def plan_on_nodes(
     to models with ``replicas: auto``, a replica each in turn, up to one a device.
 
     Args:
+        held_bytes: What an engine of each holds of its weights.
         node_of: Each device's node.
         memory: Of each node.
+        gpus: The devices that are GPUs.
 
     Raises:
         StartError: the least that the configuration asks for does not fit on a node.
     """
     wanted = {model.name: least_replicas(model) for model in models}
-    cost = {model.name: replica_bytes(model, weight_bytes[model.name]) for model in models}
+    cost = {model.name: replica_bytes(model, held_bytes[model.name], gpus) for model in models}
     left = {node: each.available_bytes - each.taken_bytes for node, each in memory.items()}
     for model in models:
         for device in model.devices[: wanted[model.name]]:
@@ -134,7 +167,7 @@ def plan_on_nodes(
 
 def check_budgets(
     models: Sequence[Model],
-    weight_bytes: Mapping[str, int],
+    held_bytes: Mapping[str, int],
     replicas: Mapping[str, int],
     devices: Sequence[Device],
 ) -> None:
@@ -142,11 +175,13 @@ def check_budgets(
 
     Args:
         models: Those that start with it.
+        held_bytes: What an engine of each holds of its weights.
         replicas: How many of each.
 
     Raises:
         StartError: they do not on a device.
     """
+    gpus = gpus_of(devices)
     for device in devices:
         there = [
             model
@@ -155,7 +190,8 @@ def check_budgets(
             in model.devices[: len(model.devices) if model.pipeline else replicas[model.name]]
         ]
         needed = sum(
-            model.largest_share * replica_bytes(model, weight_bytes[model.name]) for model in there
+            model.largest_share * replica_bytes(model, held_bytes[model.name], gpus)
+            for model in there
         )
         if device.memory is not None and needed > device.memory:
             names = ", ".join(model.name for model in there)

@@ -20,15 +20,20 @@ class ElasticObserver:
     """Follows models' uses, sizes and times to come; times are of the fleet's clock."""
 
     def __init__(
-        self, fleet: Fleet, budgets: Mapping[str, float], wake_s: Mapping[str, float]
+        self,
+        fleet: Fleet,
+        budgets: Mapping[str, float],
+        wake_s: Mapping[str, float],
+        gpus: Collection[str] = (),
     ) -> None:
         """
         Args:
             fleet: of which it is.
             budgets: bytes that models may take together, by device.
             wake_s: how long models took to come back from sleep, kept current by others.
+            gpus: the devices that are GPUs.
         """
-        self.sizes, self.returns, self.busy = ModelSizes(), ReturnTimes(), BusyShares()
+        self.sizes, self.returns, self.busy = ModelSizes(gpus), ReturnTimes(), BusyShares()
         self._fleet, self._budgets, self._wake_s = fleet, budgets, wake_s
         self._load_s: dict[str, float] = {}
         self._counted: dict[str, int] = {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from loomserve.platform.config import Model
 from loomserve.platform.devices.memory import replica_bytes
@@ -15,13 +15,15 @@ _FALLEN_S = 3.0
 class ModelSizes:
     """Sizes of models' replicas, in bytes of one device each."""
 
-    def __init__(self) -> None:
+    def __init__(self, gpus: Collection[str] = ()) -> None:
+        """``gpus``: the devices that are GPUs."""
+        self._gpus = gpus
         self._weights: dict[str, int] = {}
         self._asleep: dict[str, float] = {}
         self._dropped: dict[str, int] = {}
 
     def set_weights(self, model: str, size: int) -> None:
-        """Set the bytes of a model's weights on disk."""
+        """Set what an engine of a model holds of its weights, in bytes."""
         self._weights[model] = size
 
     def knows(self, model: str) -> bool:
@@ -40,15 +42,15 @@ class ModelSizes:
 
     def asleep(self, model: Model) -> float:
         """What a replica that sleeps keeps."""
-        estimate = self._estimate(model)
-        return model.largest_share * min(estimate, self._asleep.get(model.name, estimate))
+        return model.largest_share * self._asleep.get(model.name, self._estimate(model))
 
     def ready(self, model: Model) -> float:
         """What a replica takes at most."""
-        name, estimate = model.name, self._estimate(model)
-        measured = self._asleep.get(name, estimate) + self._dropped.get(name, 0)
-        return model.largest_share * (min(estimate, measured) + model.kv_cache_memory)
+        asleep = self._asleep.get(model.name, self._estimate(model))
+        whole = asleep + self._dropped.get(model.name, 0) + model.kv_cache_memory
+        return model.largest_share * whole
 
     def _estimate(self, model: Model) -> float:
         """A replica without KV memory, before any has slept."""
-        return replica_bytes(model, self._weights.get(model.name, 0)) - model.kv_cache_memory
+        held = self._weights.get(model.name, 0)
+        return replica_bytes(model, held, self._gpus) - model.kv_cache_memory

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.config import Config, Device, Idle, Model, Pipeline
-from loomserve.platform.devices.memory import least_replicas, replica_bytes
+from loomserve.platform.devices.memory import gpus_of, least_replicas, replica_bytes
 from loomserve.platform.placement.division_of_model import divide, may_be_divided
 from loomserve.platform.placement.lending_by_default import with_lending
 from loomserve.platform.placement.own_devices import NodeParts, own_devices, with_memory
@@ -68,7 +68,7 @@ def placed(
         config: that leaves something out.
         base: folder to which sources are relative.
         nodes: what each node has, by its name.
-        weights: bytes of each model's weights.
+        weights: what an engine of each model holds of its weights.
 
     Raises:
         StartError: a model fits nowhere, or a node has no memory for any; names the field.
@@ -136,8 +136,10 @@ class _Planner:
     ) -> None:
         self._config, self._base, self._devices = config, base, devices
         self._spots = [_spot(each) for each in devices]
+        gpus = gpus_of(devices)
         self.sizes = {
-            model.name: replica_bytes(model, weights.get(model.name, 0)) for model in config.models
+            model.name: replica_bytes(placed_late(model, devices), weights.get(model.name, 0), gpus)
+            for model in config.models
         }
         self._taken = Taken()
         self._divided: dict[str, tuple[Model, Berth]] = {}

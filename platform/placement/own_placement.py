@@ -9,6 +9,7 @@ from loomserve.platform.config import LOCAL_NODE, Config, Model, OfflineModel
 from loomserve.platform.devices.machine import MachineParts, parts_here
 from loomserve.platform.devices.memory import node_bytes, offline_bytes, platform_bytes
 from loomserve.platform.models import catalog
+from loomserve.platform.placement import model_files
 from loomserve.platform.placement.by_itself import Placed, leaves_something, placed
 from loomserve.platform.placement.own_devices import NodeParts
 
@@ -42,7 +43,8 @@ def placed_on(
     """The same on a cluster's nodes, of which ``own`` has what there is but once."""
     weights = _weights(config, base, say)
     front_ends = config.server.front_ends if config.has_gateways_on_each_node else 0
-    once, elsewhere = _taken_once(config, weights), node_bytes(front_ends)
+    once = _taken_once(config, weights)
+    elsewhere = node_bytes(front_ends, config.models)
     there = {
         name: NodeParts(parts, (once if name == own else elsewhere) + _store(config))
         for name, parts in nodes.items()
@@ -62,18 +64,22 @@ def said(placed: Placed) -> Iterator[str]:
 
 
 def _weights(config: Config, base: Path, say: Say) -> dict[str, int]:
-    """Bytes of all models' weights, which are fetched if need be; 0 where only the hub knows."""
+    """What engines hold of all models' weights, which are fetched if need be, and the bytes of
+    offline models' on disk; 0 where only the hub knows."""
     found = {}
     models: list[Model | OfflineModel] = [*config.models, *config.offline_models]
     for model in models:
         path = catalog.resolve(model.source, base, progress=say, revision=model.revision)
-        found[model.name] = catalog.known_weight_bytes(path)
+        if isinstance(model, Model):
+            found[model.name] = model_files.held_bytes(path, model)
+        else:
+            found[model.name] = catalog.known_weight_bytes(path)
     return found
 
 
 def _taken_once(config: Config, weights: Mapping[str, int]) -> float:
     offline = sum(offline_bytes(each, weights[each.name]) for each in config.offline_models)
-    return platform_bytes(config.server.front_ends) + offline
+    return platform_bytes(config.server.front_ends, config.models) + offline
 
 
 def _store(config: Config) -> int:

@@ -113,10 +113,9 @@ def problem(
     shape, itemsize = model.shape, max(device.itemsize for device in devices)
     demand = Demand(
         layers=shape.layers,
-        # Weights on a CPU are held packed beside the loaded ones for a while.
-        layer_bytes=2 * itemsize * shape.layer_parameters + model.kv_bytes / shape.layers,
+        layer_bytes=itemsize * shape.layer_parameters + model.kv_bytes / shape.layers,
         stage_bytes=STAGE_BYTES,
-        first_bytes=ENGINE_BYTES - STAGE_BYTES + 2 * itemsize * shape.embedding_parameters,
+        first_bytes=ENGINE_BYTES + itemsize * shape.embedding_parameters,
         last_bytes=2 * itemsize * shape.head_parameters,
     )
     nodes = []

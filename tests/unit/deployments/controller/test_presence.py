@@ -34,7 +34,7 @@ HERE = Model(name="here", source="demo", devices=("core0",))
 AWAY = HERE.model_copy(update={"name": "away", "start": "on_demand"})
 # One that is ready and one that sleeps fit, and no two that are ready.
 CONFIG = Config(
-    devices=[{"name": "core0", "cores": (0,), "memory": int(3.2 * GIB)}],
+    devices=[{"name": "core0", "cores": (0,), "memory": int(1.4 * GIB)}],
     models=[HERE, AWAY],
     elastic={"residence_s": 0},
 )
@@ -73,7 +73,7 @@ def calls(serve: FakeServe, monkeypatch: pytest.MonkeyPatch) -> FakeCalls:
     monkeypatch.setattr(presence, "_TICK_S", 0.02)
     monkeypatch.setattr(presence, "_RETRY_S", 0.02)
     monkeypatch.setattr(presence, "_PLACE_AGAIN_S", 0.05)
-    monkeypatch.setattr(presence, "_weight_bytes", lambda *_: 0)
+    monkeypatch.setattr(presence, "_held_bytes", lambda *_: 0)
     monkeypatch.setattr(presence_mover, "_GATEWAYS_KNOW_S", 0.0)
     return fake
 
@@ -380,8 +380,8 @@ def test_idle_models_sleep_and_end_by_themselves(
 # Two devices of which each holds one that is ready.
 TWO = Config(
     devices=[
-        {"name": "core0", "cores": (0,), "memory": int(2 * GIB)},
-        {"name": "core1", "cores": (1,), "memory": int(2 * GIB)},
+        {"name": "core0", "cores": (0,), "memory": GIB},
+        {"name": "core1", "cores": (1,), "memory": GIB},
     ],
     models=[HERE],
     elastic={"residence_s": 0},

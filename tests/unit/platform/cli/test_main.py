@@ -136,7 +136,7 @@ def test_too_little_memory_is_said_before_anything_starts(
 ) -> None:
     path = write(tmp_path, models=[{**MODEL, "kv_cache_memory": "100TiB"}])
     monkeypatch.setattr(serve.catalog, "resolve", lambda *_, **__: tmp_path)
-    monkeypatch.setattr(serve.catalog, "weight_bytes", lambda _: 0)
+    monkeypatch.setattr(serve.model_files, "held_bytes", lambda *_: 0)
     with pytest.raises(StartError, match="lower kv_cache_memory"):
         serve.plan(load(path), tmp_path, print)
 

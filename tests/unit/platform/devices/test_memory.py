@@ -9,11 +9,16 @@ from hypothesis import strategies as st
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import Device, Model, OfflineModel, Pipeline, Roles
 from loomserve.platform.devices.memory import (
+    ENGINE_BYTES,
     FRONT_END_BYTES,
+    GPU_ENGINE_BYTES,
     NODE_BYTES,
     PLATFORM_BYTES,
+    SERVED_MODEL_BYTES,
+    TOKENIZER_BYTES,
     NodeMemory,
     check_budgets,
+    gpus_of,
     offline_bytes,
     plan_on_nodes,
     plan_replicas,
@@ -47,7 +52,7 @@ def test_the_kv_store_takes_its_memory_before_replicas_grow() -> None:
     cost = replica_bytes(model("a"), 0)
     available = PLATFORM_BYTES + 2 * cost
     assert plan_replicas([model("a")], {"a": 0}, available, kvstore_bytes=0) == {"a": 2}
-    assert plan_replicas([model("a")], {"a": 0}, available, kvstore_bytes=GIB) == {"a": 1}
+    assert plan_replicas([model("a")], {"a": 0}, available, kvstore_bytes=GIB // 2) == {"a": 1}
     with pytest.raises(StartError, match=r"lower kv_cache_memory, kvstore\.memory or replicas"):
         plan_replicas([model("a")], {"a": 0}, available, kvstore_bytes=64 * GIB)
 
@@ -64,6 +69,16 @@ def test_offline_models_take_their_memory_first() -> None:
     assert plan_replicas([one], {"a": 0}, available + FRONT_END_BYTES, front_ends=2) == {"a": 2}
     with pytest.raises(StartError):
         plan_replicas([one], {"a": 0}, available / 2, offline_bytes=needed)
+
+
+def test_each_front_end_has_all_names_and_a_tokenizer_for_each_source() -> None:
+    one = model("a", "auto", 2)
+    served = [one, model("b"), model("c").model_copy(update={"source": "other"})]
+    enough = PLATFORM_BYTES + 2 * replica_bytes(one, 0) + FRONT_END_BYTES
+    enough += 2 * (3 * SERVED_MODEL_BYTES + 2 * TOKENIZER_BYTES)
+    for available, replicas in ((enough, 2), (enough - 1, 1)):
+        found = plan_replicas([one], {"a": 0}, available, front_ends=2, served=served)
+        assert found == {"a": replicas}
 
 
 def test_auto_starts_at_least_the_replicas_that_roles_ask_for() -> None:
@@ -146,3 +161,15 @@ def test_what_starts_with_the_platform_fits_into_its_devices() -> None:
         check_budgets(models, weights, one_each, small)
     pipeline = model("p").model_copy(update={"pipeline": Pipeline()})
     check_budgets([pipeline], {"p": 0}, {"p": 1}, small)
+
+
+def test_an_engine_on_a_gpu_counts_with_what_its_device_needs() -> None:
+    there = [Device(name="g", kind="cuda", gpu=0), Device(name="d0", cores=(0,))]
+    assert gpus_of(there) == {"g"}
+    on_gpu = model("a").model_copy(update={"devices": ("g",)})
+    needed = replica_bytes(on_gpu, 0, {"g"})
+    assert needed - replica_bytes(model("b"), 0, {"g"}) == GPU_ENGINE_BYTES - ENGINE_BYTES
+    available = PLATFORM_BYTES + needed
+    assert plan_replicas([on_gpu], {"a": 0}, available, gpus={"g"}) == {"a": 1}
+    with pytest.raises(StartError):
+        plan_replicas([on_gpu], {"a": 0}, available - 1, gpus={"g"})

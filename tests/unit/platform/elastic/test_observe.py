@@ -120,6 +120,10 @@ def test_one_that_falls_asleep_holds_all_until_it_does_and_then_what_was_measure
     watched.report(30, asleep=True, footprint=footprint(500, 0, dropped=70))
     assert watched.seen(30).asleep_bytes == 500
     assert watched.seen(30).ready_bytes == 500 + 70 + KV
+    # An estimate bounds nothing.
+    large = int(2 * fallen.asleep_bytes)
+    watched.report(40, asleep=True, footprint=footprint(large, 0))
+    assert (watched.seen(40).asleep_bytes, watched.seen(40).ready_bytes) == (large, large + KV)
 
 
 def test_one_that_ends_holds_what_it_has_until_it_has_gone() -> None:

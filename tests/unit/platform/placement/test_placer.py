@@ -258,7 +258,7 @@ def test_a_pipeline_that_cannot_be_is_refused(more: str, field: str) -> None:
 def test_a_pipeline_is_one_replica_with_a_process_a_stage() -> None:
     (model,) = parse(CONFIG + "    pipeline: {}\n").models
     assert model.most_replicas == 1
-    assert replica_bytes(model, 0) == ENGINE_BYTES + STAGE_BYTES + 64 * 2**20
+    assert replica_bytes(model, 0) == ENGINE_BYTES + 2 * STAGE_BYTES + 64 * 2**20
     (replicated,) = parse(CONFIG).models
     assert replicated.most_replicas == 2
 

@@ -9,8 +9,10 @@ import pytest
 
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.cli import placement as command
+from loomserve.platform.config import load
 from loomserve.platform.devices import machine
 from loomserve.platform.devices.machine import MachineParts
+from loomserve.platform.devices.memory import ENGINE_BYTES, platform_bytes
 from loomserve.platform.models import catalog
 from loomserve.platform.placement import own_placement
 from loomserve.platform.placement.plan import plan_of_file, plan_of_platform
@@ -22,7 +24,7 @@ from loomserve.platform.state import (
     SoftwareVersions,
 )
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 
 
 @pytest.fixture
@@ -38,13 +40,14 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_file_s_plan_says_where_models_go_and_why(file: Path) -> None:
     plan = plan_of_file(file, print)
+    each_gets = int((15 * GIB - platform_bytes(1, load(file).models)) / 2) // MIB * MIB
     assert [(each.name, each.place, each.memory) for each in plan.devices] == [
-        ("core0", "core 0", int(6.5 * GIB)), ("core1", "core 1", int(6.5 * GIB)),
+        ("core0", "core 0", each_gets), ("core1", "core 1", each_gets),
     ]  # fmt: skip
     assert [(each.name, each.devices, each.start) for each in plan.models] == [
         ("a", ("core0",), "now"), ("b", ("core1",), "now"), ("c", ("core0",), "on_demand"),
     ]  # fmt: skip
-    assert all(each.why and each.size == 1.75 * GIB for each in plan.models)
+    assert all(each.why and each.size == ENGINE_BYTES + GIB // 2 for each in plan.models)
 
 
 def test_the_command_prints_it(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,7 +55,7 @@ def test_the_command_prints_it(file: Path, capsys: pytest.CaptureFixture[str]) -
     told = json.loads(capsys.readouterr().out)
     assert [each["name"] for each in told["models"]] == ["a", "b", "c"]
     command.plan(file, as_json=False)
-    assert "core0 had the most room: 6.5 GiB" in capsys.readouterr().out
+    assert "core0 had the most room: 6.4 GiB" in capsys.readouterr().out
 
 
 def test_what_a_file_says_itself_is_no_decision(tmp_path: Path) -> None:
