@@ -32,6 +32,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks.elastic_memory import growth, megabytes
 from benchmarks.elastic_platform import ElasticPlatform, Models
 from benchmarks.elastic_scaling import Burst, scale_up
 from benchmarks.elastic_timeline import Timeline, plot
@@ -102,22 +103,23 @@ def ready_s(source: str, options: argparse.Namespace) -> list[float]:
     return took
 
 
-def sleeping_mb(source: str, options: argparse.Namespace) -> list[float]:
-    """MB by which each further name that sleeps makes the platform larger."""
+def sleeping_mb(source: str, options: argparse.Namespace) -> list[dict[str, float]]:
+    """MB of a platform's processes by kind, with more and more names that sleep."""
     names = [f"sleeps{number}" for number in range(options.sleeping + 1)]
     start = {_ALWAYS: "now", **dict.fromkeys(names, "on_demand")}
     models = Models(source, start, _KV_BYTES, lending=options.lending)
     platform = ElasticPlatform(models.config(_FLAGS, _PORT), _PORT, "sleeping", options.logs)
-    sizes: list[float] = []
+    looks: list[dict[str, float]] = []
     with platform.running(options.start_timeout):
         for name in names:
             took = platform.first_token_s(name, name)
             print(f"{name}: never loaded, {took:.2f} s", flush=True)
             platform.have(name, "asleep")
             time.sleep(_SETTLES_S)
-            sizes.append(platform.server.memory_bytes() / 1e6)
-    # The first has the gateway import what serves models.
-    return [after - before for before, after in itertools.pairwise(sizes)]
+            # The first has the gateway import what serves models.
+            looks.append(megabytes(platform.server.members()))
+            print(f"{name}: {looks[-1]}", flush=True)
+    return looks
 
 
 def zipf_load(names: Sequence[str], sessions: float, seconds: float, seed: str) -> list[Asked]:
@@ -231,13 +233,16 @@ def _starts(source: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sleeping(source: str, options: argparse.Namespace) -> dict[str, Any]:
-    further = Spread.of(sleeping_mb(source, options))
+    looks = sleeping_mb(source, options)
+    totals = [sum(each.values()) for each in looks]
+    further = Spread.of([after - before for before, after in itertools.pairwise(totals)])
     # In float32 they are twice as wide as in the files.
     weights = 2 * catalog.weight_bytes(Path(source)) / 1e6
     return {
         "sleeping_model_mb": asdict(further),
         "weights_mb": weights,
         "sleeping_model_mb_beside_weights": further.median - weights,
+        "sleeping_model_mb_by_process": growth(looks),
     }
 
 
