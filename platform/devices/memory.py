@@ -12,10 +12,10 @@ from loomserve.platform.config import LOCAL_NODE, Device, Model, OfflineModel, S
 
 # What an engine on a CPU, forked by its node's fork server, and its replica have of their own,
 # without weights and KV; measured (docs/placement.md), and a quarter more.
-ENGINE_BYTES = 320 * 2**20
+ENGINE_BYTES = 192 * 2**20
 # The same on a GPU, of whose memory its context and activations are part: a guess.
 GPU_ENGINE_BYTES = 1.25 * 2**30
-# Each worker process of a pipeline's engine, which no fork server forks.
+# Each worker process of a pipeline's engine.
 STAGE_BYTES = 0.75 * 2**30
 # A computing process with torch and transformers, without weights and KV.
 OFFLINE_BYTES = 1.0 * 2**30
@@ -27,7 +27,7 @@ NODE_BYTES = 2**30
 FRONT_END_BYTES = 0.75 * 2**30
 # What each of them keeps for each model that has been asked for, whether or not it is loaded, and
 # for each tokenizer, which names of one source share.
-SERVED_MODEL_BYTES = 25 * 2**20
+SERVED_MODEL_BYTES = 10 * 2**20
 TOKENIZER_BYTES = 100 * 2**20
 
 

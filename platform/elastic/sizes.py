@@ -30,25 +30,32 @@ class ModelSizes:
         return model in self._weights
 
     def observe(self, record: ModelRecord, replicas: Iterable[ReplicaRecord]) -> None:
-        """Take in what replicas that sleep were measured to have."""
+        """Take in what replicas say of their size, and were measured to have in sleep."""
         for each in replicas:
             footprint = each.heartbeat.footprint
-            if footprint is None or footprint.memory_bytes is None or not each.asleep:
+            if footprint is None:
+                continue
+            self._dropped[record.model.name] = footprint.dropped_bytes
+            if footprint.memory_bytes is None or not each.asleep:
                 continue
             # It is measured every few seconds, and may have been just before.
             if footprint.memory_measured_at > record.since + _FALLEN_S:
                 self._asleep[record.model.name] = float(footprint.memory_bytes)
-                self._dropped[record.model.name] = footprint.dropped_bytes
 
     def asleep(self, model: Model) -> float:
         """What a replica that sleeps keeps."""
-        return model.largest_share * self._asleep.get(model.name, self._estimate(model))
+        return model.largest_share * self._asleep_bytes(model)
 
     def ready(self, model: Model) -> float:
         """What a replica takes at most."""
-        asleep = self._asleep.get(model.name, self._estimate(model))
-        whole = asleep + self._dropped.get(model.name, 0) + model.kv_cache_memory
-        return model.largest_share * whole
+        awake = self._dropped.get(model.name, 0) + model.kv_cache_memory
+        return model.largest_share * (self._asleep_bytes(model) + awake)
+
+    def _asleep_bytes(self, model: Model) -> float:
+        measured = self._asleep.get(model.name)
+        if measured is not None:
+            return measured
+        return self._estimate(model) - self._dropped.get(model.name, 0)
 
     def _estimate(self, model: Model) -> float:
         """A replica without KV memory, before any has slept."""

@@ -34,7 +34,7 @@ HERE = Model(name="here", source="demo", devices=("core0",))
 AWAY = HERE.model_copy(update={"name": "away", "start": "on_demand"})
 # One that is ready and one that sleeps fit, and no two that are ready.
 CONFIG = Config(
-    devices=[{"name": "core0", "cores": (0,), "memory": int(1.4 * GIB)}],
+    devices=[{"name": "core0", "cores": (0,), "memory": int(1.2 * GIB)}],
     models=[HERE, AWAY],
     elastic={"residence_s": 0},
 )

@@ -58,7 +58,7 @@ def test_the_kv_store_takes_its_memory_before_replicas_grow() -> None:
 
 
 def test_offline_models_take_their_memory_first() -> None:
-    one = model("a", "auto", 2)
+    one = model("a", "auto", 2).model_copy(update={"kv_cache_memory": GIB})
     beside = OfflineModel(name="s", source="demo", device="d", kv_cache_memory=GIB)
     needed = offline_bytes(beside, GIB)
     assert needed > 3 * GIB

@@ -126,6 +126,14 @@ def test_one_that_falls_asleep_holds_all_until_it_does_and_then_what_was_measure
     assert (watched.seen(40).asleep_bytes, watched.seen(40).ready_bytes) == (large, large + KV)
 
 
+def test_what_a_sleep_would_free_is_known_before_the_first() -> None:
+    watched = Watched()
+    watched.report(10, footprint=footprint(900, 10, dropped=70))
+    seen = watched.seen(10)
+    assert seen.ready_bytes == replica_bytes(MODEL, 1000)
+    assert seen.asleep_bytes == seen.ready_bytes - KV - 70
+
+
 def test_one_that_ends_holds_what_it_has_until_it_has_gone() -> None:
     watched = Watched()
     watched.report(10)

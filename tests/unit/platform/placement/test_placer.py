@@ -103,7 +103,7 @@ def test_a_hot_model_makes_its_devices_slower_for_the_next_one() -> None:
 
 
 def test_models_that_fit_only_if_the_largest_goes_first_are_all_placed() -> None:
-    tight = profile(measured_device("a", 1.0, 5 * GIB), measured_device("b", 0.9, 4 * GIB))
+    tight = profile(measured_device("a", 1.0, 4 * GIB), measured_device("b", 0.9, 3 * GIB))
     small = wanted("small", 0.5, devices=("a", "b"), mode="he", kv_bytes=0)
     large = wanted("large", devices=("a",), mode="he", kv_bytes=1.5 * GIB)
     placed = place_models([small, large], tight)
@@ -114,7 +114,7 @@ def test_a_model_that_fits_nowhere_says_what_it_needs() -> None:
     small = profile(measured_device("quick", 1.0, GIB), measured_device("slow", 1.0, GIB))
     (placed,) = place_models([wanted()], small)
     assert placed.placement is None
-    assert "needs 2." in explanation.why_not(placed)
+    assert "needs 1.9 GiB" in explanation.why_not(placed)
     assert explanation.as_dict(placed)["fits"] is False
 
 
@@ -210,7 +210,7 @@ def test_the_command_prints_stages_and_why_not_others(
 def test_the_command_exits_with_1_if_a_model_does_not_fit_and_with_2_if_it_is_asked_wrongly(
     configured: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small = profile(measured_device("quick", 1.0, GIB), measured_device("slow", 1.0, GIB))
+    small = profile(measured_device("quick", 1.0, GIB // 2), measured_device("slow", 1.0, GIB // 2))
     device_profile.save(small, configured.parent / "small.yaml")
     path = str(configured.parent / "small.yaml")
     assert run(monkeypatch, "placement", str(configured), "--profile", path) == 1
@@ -231,7 +231,7 @@ def test_an_engines_stages_are_those_written_or_those_of_helr(configured: Path) 
     text = CONFIG + "    pipeline: {layers: [4, 2]}\n"
     (model,) = parse(text).models
     assert stages_of(model, configured.parent) == [("quick", 4), ("slow", 2)]
-    small = profile(measured_device("quick", 1.0, GIB), measured_device("slow", 1.0, GIB))
+    small = profile(measured_device("quick", 1.0, GIB // 2), measured_device("slow", 1.0, GIB // 2))
     device_profile.save(small, configured.parent / "devices.yaml")
     (model,) = parse(configured.read_text()).models
     with pytest.raises(StartError, match=r"does not fit"):
