@@ -569,6 +569,20 @@ TABLE: tuple[Hook, ...] = (
         "platform/engine/resumption/scheduling.py",
     ),
     Hook(
+        "vllm.v1.structured_output",
+        ("cached_tokenizer_from_config", "maybe_wrap_mistral_common_tokenizer"),
+        HookKind.REPLACE,
+        "An engine reads its tokenizer when a grammar needs it, not at its start.",
+        "platform/engine/grammar_tokenizer.py",
+    ),
+    Hook(
+        "vllm.v1.structured_output:StructuredOutputManager",
+        ("vllm_config",),
+        HookKind.WRITE,
+        "Its attribute `tokenizer` becomes a property.",
+        "platform/engine/grammar_tokenizer.py",
+    ),
+    Hook(
         "vllm.v1.structured_output:StructuredOutputManager",
         # vLLM 0.29 has the first, 0.32 the second.
         ("should_fill_bitmask|accept_tokens(request)", "_get_reasoner(request)"),
@@ -1024,21 +1038,21 @@ TABLE: tuple[Hook, ...] = (
         ("cached_tokenizer_from_config",),
         HookKind.READ,
         "The one that all front ends of a model are given.",
-        "platform/front_end/engine/tokenizers.py",
+        "platform/requests/engine/tokenizers.py",
     ),
     Hook(
         "vllm.tokenizers.hf",
         ("maybe_make_thread_pool(tokenizer, copies)", "ThreadSafeHFTokenizerMixin"),
         HookKind.WRITE,
         "That one is made the pool of copies that each front end would make, and copies to itself.",
-        "platform/front_end/engine/tokenizers.py",
+        "platform/requests/engine/tokenizers.py",
     ),
     Hook(
         "vllm.config.model:ModelConfig",
         ("skip_tokenizer_init", "enable_prompt_embeds", "renderer_num_workers"),
         HookKind.READ,
         "How many copies, and whether they may be shared.",
-        "platform/front_end/engine/tokenizers.py",
+        "platform/requests/engine/tokenizers.py",
     ),
     Hook(
         "vllm.exceptions:GracefulHTTPError",

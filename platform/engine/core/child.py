@@ -53,6 +53,7 @@ def _made(start: EngineStart) -> ServedEngineCore:
     from loomserve.platform.engine.core.output_sender import FrontEndLimits
     from loomserve.platform.engine.core.served_core import ServedEngineCore
     from loomserve.platform.engine.executor import executor_class, one_process_executor
+    from loomserve.platform.engine.grammar_tokenizer import read_with_first_grammar
     from loomserve.platform.engine.hooks import verify
     from loomserve.platform.engine.options.structured import structured
 
@@ -60,6 +61,7 @@ def _made(start: EngineStart) -> ServedEngineCore:
     # As vLLM's own EngineCore begins; workers of several processes get the model's configuration.
     set_process_title("EngineCore")
     maybe_register_config_serialize_by_value()
+    read_with_first_grammar()
     config = AsyncEngineArgs(**structured(start.options)).create_engine_config()
     choose = executor_class if start.own_process_workers else one_process_executor
     limits = FrontEndLimits(start.silence_s, start.queued)

@@ -35,7 +35,6 @@ from loomserve.platform.engine.core.waking_queue import WakingQueue
 from loomserve.platform.engine.resumption.tokens import check_resumed
 from loomserve.platform.engine.resumption.travelling_times import by_own_clocks
 from loomserve.platform.engine.sleeping.sleep import EngineSleep
-from loomserve.platform.engine.sleeping.weights import dropped_bytes
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.scheduling.policy.leaving import leaving
 from loomserve.platform.state.told_load import LoadBook
@@ -79,7 +78,6 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
             executor_class=executor_class,
             log_stats=True,
         )
-        self._dropped_bytes = sum(self.collective_rpc(dropped_bytes))
 
     @contextmanager
     def _perform_handshakes(self, *_: Any, **__: Any) -> Iterator[EngineZmqAddresses]:
@@ -293,6 +291,6 @@ class ServedEngineCore(EngineCoreProc):  # type: ignore[misc]
             layers=model.get_total_num_hidden_layers(),
             kv_heads=model.get_total_num_kv_heads(),
             item_bytes=model.dtype.itemsize,
-            dropped_bytes=self._dropped_bytes,
+            dropped_bytes=self._sleep.dropped_bytes,
             network=self._network.address if self._network is not None else None,
         )

@@ -32,6 +32,7 @@ _STATUS_TIMEOUT_S = 1.0
 _UNKNOWN_STATUS = 1
 PRELOADED = (
     "loomserve.platform.engine.core.served_core",
+    "loomserve.platform.engine.grammar_tokenizer",
     "loomserve.platform.lending.engine.scheduler",
     "loomserve.platform.lending.engine.worker",
     "loomserve.kvstore.engine.connector",

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+from functools import cached_property
 from typing import Any, Protocol
+
+from loomserve.platform.engine.sleeping.weights import dropped_bytes
 
 _logger = logging.getLogger(__name__)
 
@@ -32,6 +35,11 @@ class EngineSleep:
     @property
     def asleep(self) -> bool:
         return bool(self._core.model_executor.is_sleeping)
+
+    @cached_property
+    def dropped_bytes(self) -> int:
+        """What its workers' sleep frees of their weights, asked for once, before the first step."""
+        return sum(self._core.model_executor.collective_rpc(dropped_bytes))
 
     def fall_asleep(self, level: int = 1) -> None:
         """Give memory back; nothing happens if it sleeps already.

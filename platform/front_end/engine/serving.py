@@ -31,11 +31,11 @@ from loomserve.platform.front_end.engine.handoffs import Handoffs
 from loomserve.platform.front_end.engine.llm import FrontEndLLM
 from loomserve.platform.front_end.engine.options import server_options
 from loomserve.platform.front_end.engine.replica_client import Loaded, ReplicaSetClient
-from loomserve.platform.front_end.engine.tokenizers import share_tokenizer
 from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from loomserve.platform.front_end.routing import Choose, Left, RoutingRequest
 from loomserve.platform.http.engine_errors import no_replica
+from loomserve.platform.requests.engine.tokenizers import share_tokenizer
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.state.told_load import ToldLoad
 

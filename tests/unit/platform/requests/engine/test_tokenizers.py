@@ -14,7 +14,7 @@ from vllm.config import ModelConfig
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tokenizers.hf import ThreadSafeHFTokenizerMixin, maybe_make_thread_pool
 
-from loomserve.platform.front_end.engine.tokenizers import share_tokenizer
+from loomserve.platform.requests.engine.tokenizers import share_tokenizer
 
 WORDS = {"[UNK]": 0, **{f"word{number}": number for number in range(1, 500)}}
 
