@@ -138,7 +138,9 @@ class _Planner:
         self._spots = [_spot(each) for each in devices]
         gpus = gpus_of(devices)
         self.sizes = {
-            model.name: replica_bytes(placed_late(model, devices), weights.get(model.name, 0), gpus)
+            model.name: replica_bytes(
+                placed_late(model, devices, base), weights.get(model.name, 0), gpus
+            )
             for model in config.models
         }
         self._taken = Taken()
