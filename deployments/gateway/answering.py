@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import aiohttp
@@ -13,6 +13,7 @@ from starlette.types import Message, Receive, Send
 from loomserve.deployments.gateway.store_readings import StoreReadings
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.requests.engine_request import EngineRequest
+from loomserve.platform.requests.usage import RequestUsage
 from loomserve.routers.in_flight import InFlight
 
 
@@ -31,6 +32,8 @@ class ForwardRequest:
     """False: whoever sent it finds out whether engines end because of it."""
     refuse_after: float | None = None
     """Monotonic seconds; a request that is predicted to end later is refused."""
+    usage: RequestUsage = field(default_factory=RequestUsage)
+    """Whoever answers it adds up here what engines computed."""
 
 
 class CollectedAnswer:

@@ -28,6 +28,8 @@ from loomserve.platform.requests.answer_tokens import (
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.media import check_media
 from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.requests.usage import RequestUsage
+from loomserve.platform.usage.meter import UsageMeter
 
 # As nginx says it: the client went away before there was an answer.
 _CLIENT_CLOSED_REQUEST = 499
@@ -48,6 +50,7 @@ class ClientEndpoint:
         max_sequences: int,
         media_hosts: Collection[str] = (),
         sequences: ModelMeter | None = None,
+        usage: UsageMeter | None = None,
     ) -> None:
         """
         Args:
@@ -60,6 +63,7 @@ class ClientEndpoint:
             max_sequences: prompts times answers that one request may ask for.
             media_hosts: hosts that requests may link to media on.
             sequences: counts those of each model; None: this endpoint's alone.
+            usage: keeps what API keys use; None: nobody does.
         """
         self._routes = routes
         self._forwarder = forwarder
@@ -70,6 +74,7 @@ class ClientEndpoint:
         self._max_sequences = max_sequences
         self._media_hosts = media_hosts
         self._sequences = sequences or ModelMeter()
+        self._usage = usage
 
     def at(self, path: str) -> ASGIApp:
         """The ASGI application of one endpoint; behind the ingress middleware, it may stream."""
@@ -95,10 +100,10 @@ class ClientEndpoint:
         if key is not None and request.costs_tokens:
             self._meter.check(key)
             request = answer.counted(request, len(state["body"]), key, self._meter)
-        started = time.monotonic()
+        started, usage = time.monotonic(), RequestUsage()
         self._sequences.count(route.name, most, sequences)
         try:
-            await self._forward(route, request, state, receive, answer)
+            await self._forward(route, request, state, receive, answer, usage)
         except RequestError as error:
             answer.status = error.status
             raise
@@ -106,6 +111,8 @@ class ClientEndpoint:
             self._sequences.count(route.name, most, -sequences)
             if key is not None and (tokens := answer.tokens):
                 self._meter.charge(key, *tokens)
+            if self._usage is not None:
+                self._usage.charge(key, route.name, usage)
             took_s = time.monotonic() - started
             self._metrics.finished(route.name, path, answer.status, took_s, state.get("slo_ms"))
             if route.adapter is not None:
@@ -118,6 +125,7 @@ class ClientEndpoint:
         state: Mapping[str, Any],
         receive: Receive,
         answer: _WatchedAnswer,
+        usage: RequestUsage,
     ) -> None:
         key: ApiKey | None = state.get("api_key")
         slo_ms: float | None = state.get("slo_ms")
@@ -135,6 +143,7 @@ class ClientEndpoint:
             request_id=state["request_id"],
             expected_tokens=expected.tokens if expected else None,
             refuse_after=deadline if key is not None and key.refuse_late else None,
+            usage=usage,
         )
         await self._forwarder.forward(forwarded, receive, answer.send)
         if predicted and answer.length and (tokens := answer.length.tokens):

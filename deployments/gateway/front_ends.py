@@ -154,7 +154,7 @@ class ModelFrontEnds:
                 reason="model_not_ready",
                 retry_after_s=5,
             )
-        context = AnswerContext(request=request, carried_on=request.carried_on)
+        context = AnswerContext(request=request, carried_on=request.carried_on, usage=request.usage)
         token = routing_context.set(context)
         try:
             await answer(

@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +80,10 @@ from loomserve.platform.http.tls_listener import TlsOptions
 from loomserve.platform.lengths.service import LengthPredictions
 from loomserve.platform.requests.engine_request import FORWARDED, EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.usage.admin import build_usage_router
+from loomserve.platform.usage.files import UsageFiles, usage_folder_path
+from loomserve.platform.usage.meter import UsageMeter
+from loomserve.platform.usage.metrics import UsageMetrics
 
 if TYPE_CHECKING:
     from loomserve.deployments.gateway.front_ends import ModelFrontEnds
@@ -116,6 +120,7 @@ class Gateway:
         self._meter = TokenMeter(
             key_metrics, usage_path(self._server), counts=place, allowances=allowances
         )
+        self._usage = _usage_meter(self._server, registry, self._node)
         self._requests = RequestMeter(place, allowances=allowances)
         self._lengths = LengthPredictions(self._metrics)
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
@@ -142,10 +147,12 @@ class Gateway:
             max_sequences=self._server.max_sequences,
             media_hosts=self._server.media_hosts,
             sequences=self._sequences,
+            usage=self._usage,
         )
         self._lines = LineEndpoint(
             *(self._server, self._keys, self._meter, self._routes, self._forwarder),
             isolates_tenants=isolates_tenants,
+            usage=self._usage,
         )
         self._batches = BatchProxy(
             serve.get_deployment_handle(BATCH_DEPLOYMENT, BATCH_APP) if batch else None,
@@ -165,21 +172,20 @@ class Gateway:
         )
         self._keeping = [
             asyncio.create_task(self._keys.follow()),
-            asyncio.create_task(every(SAVE_S, lambda: asyncio.to_thread(self._meter.save))),
+            _saving(SAVE_S, self._meter.save),
+            _saving(self._server.usage.interval_s, self._usage.save),
             asyncio.create_task(every(LOOK_S, self._look)),
         ]
         await self._others.listen(page.own)
         if allowances is not None:
-            keep = allowances.keep(self._report)
-            self._keeping.append(asyncio.create_task(keep))
+            self._keeping.append(asyncio.create_task(allowances.keep(self._report)))
         if self._kv is not None and self._kv.each_node:
             follow = follow_stores(stores_of(self._kv), self._forwarder.set_stores)
             self._keeping.append(asyncio.create_task(follow))
         await self._http.start()
 
     async def check_health(self) -> None:
-        tasks = (self._following, *self._keeping)
-        if not self._http.alive or any(task.done() for task in tasks):
+        if not self._http.alive or any(task.done() for task in (self._following, *self._keeping)):
             raise RuntimeError("the gateway's HTTP server or its view of models or keys has ended")
 
     async def __del__(self) -> None:
@@ -190,6 +196,7 @@ class Gateway:
             if self._allowances is not None:
                 await self._say_that_it_ends(self._allowances.gateway)
             self._meter.save()
+            self._usage.save()
             if self._audit is not None:
                 self._audit.close()
             await self._others.close()
@@ -286,6 +293,7 @@ class Gateway:
             self._controller,
             build_kv_router(self._kv, self._tenants, self.pin),
             build_batch_router(self._ask_lane),
+            build_usage_router(self._usage),
         )
 
     def _tenants(self) -> tuple[str, ...]:
@@ -336,6 +344,15 @@ class Gateway:
             ForwardRequest(route.name, request, request_id=uuid.uuid4().hex),
             receive,
         )
+
+
+def _saving(period_s: float, save: Callable[[], None]) -> asyncio.Task[None]:
+    return asyncio.create_task(every(period_s, lambda: asyncio.to_thread(save)))
+
+
+def _usage_meter(server: Server, registry: CollectorRegistry, node: str | None) -> UsageMeter:
+    files = UsageFiles(usage_folder_path(server, Path()), node)
+    return UsageMeter(UsageMetrics(registry), files)
 
 
 def _tls_options(server: Server, by_address: AddressLimit) -> TlsOptions | None:

@@ -26,6 +26,7 @@ from loomserve.platform.fleet.messages import LineRequest
 from loomserve.platform.requests.answer_tokens import LastUsage
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.media import check_media
+from loomserve.platform.usage.meter import UsageMeter
 
 
 class LineEndpoint:
@@ -40,8 +41,13 @@ class LineEndpoint:
         forwarder: Answering,
         *,
         isolates_tenants: bool,
+        usage: UsageMeter | None = None,
     ) -> None:
-        """``isolates_tenants``: no API key reads another's KV blocks."""
+        """
+        Args:
+            isolates_tenants: no API key reads another's KV blocks.
+            usage: keeps what API keys use; None: nobody does.
+        """
         self._max_body = server.max_body
         self._max_sequences = server.max_sequences
         self._media_hosts = server.media_hosts
@@ -50,6 +56,7 @@ class LineEndpoint:
         self._routes = routes
         self._forwarder = forwarder
         self._isolates_tenants = isolates_tenants
+        self._usage = usage
         self._lanes = LatestGeneration()
 
     async def complete(self, line: LineRequest) -> tuple[int, bytes]:
@@ -57,8 +64,7 @@ class LineEndpoint:
             self._lanes.check(line.generation)
             key = self._keys.named(line.owner)
             request = self._request(line, key)
-            async with asyncio.timeout(line.timeout_s):
-                status, body = await self._forwarder.collect(request)
+            status, body = await self._answer(key, request, line.timeout_s)
         except RequestError as error:
             return _refused(error)
         except TimeoutError:
@@ -73,6 +79,16 @@ class LineEndpoint:
         if key is not None and status < 400:
             self._charge(key, body)
         return status, body
+
+    async def _answer(
+        self, key: ApiKey | None, request: ForwardRequest, timeout_s: float
+    ) -> tuple[int, bytes]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._forwarder.collect(request)
+        finally:
+            if self._usage is not None:
+                self._usage.charge(key, request.model, request.usage)
 
     def _charge(self, key: ApiKey, body: bytes) -> None:
         usage = LastUsage()

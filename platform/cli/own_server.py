@@ -11,6 +11,7 @@ from loomserve.platform.access.live_keys import read_keys, with_absolute_path
 from loomserve.platform.config import Config, Server
 from loomserve.platform.http import tls
 from loomserve.platform.http.audit_log import audit_log_path, check_audit_log
+from loomserve.platform.usage.files import check_usage_folder, usage_folder_path
 
 _DAY_S = 24 * 3600
 _EXPIRES_SOON_S = 14 * _DAY_S
@@ -21,18 +22,21 @@ def with_absolute_files(config: Config, base: Path) -> Config:
 
     Raises:
         ConfigError: the keys file is wrong.
-        StartError: clients could not connect with the certificate, or the audit log cannot be
-            written.
+        StartError: clients could not connect with the certificate, or the audit log or usage
+            cannot be written.
     """
     server = config.server
     audit_log = audit_log_path(server, base)
     check_audit_log(audit_log)
+    usage = usage_folder_path(server, base)
+    check_usage_folder(usage)
     pair = tls.beside(server.tls, base) if server.tls is not None else None
     if pair is not None:
         tls.load(pair)
     server = with_absolute_path(server, base)
     read_keys(server)
-    server = server.model_copy(update={"audit_log": str(audit_log), "tls": pair})
+    kept = server.usage.model_copy(update={"folder": str(usage)})
+    server = server.model_copy(update={"audit_log": str(audit_log), "tls": pair, "usage": kept})
     return config.model_copy(update={"server": server})
 
 

@@ -10,6 +10,7 @@ from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.config.base import Bytes, FieldError, Section
 from loomserve.platform.config.keys import ApiKey, KeyHash, check_keys_differ
 from loomserve.platform.config.tls import Tls
+from loomserve.platform.config.usage import Usage
 
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?$")]
 
@@ -102,6 +103,9 @@ class Server(Section):
         None,
         description="File with a line for each request for a change by the admin API, relative to "
         "this file; null: audit-PORT.log in the user's cache folder.",
+    )
+    usage: Usage = Field(
+        Usage(), description="Keeps what each API key uses of each model, for accounting."
     )
     drain_timeout_s: float = Field(
         60.0, gt=0, description="How long unload, drain and stop wait for running requests."

@@ -30,6 +30,7 @@ from loomserve.platform.engine.scheduler_calls import SchedulerCalls
 from loomserve.platform.engine.scheduling.admission import Admission
 from loomserve.platform.engine.scheduling.any_version import AnyVersionScheduler
 from loomserve.platform.engine.scheduling.costs import EngineCosts
+from loomserve.platform.engine.scheduling.device_time import DeviceTime
 from loomserve.platform.engine.scheduling.gated_queue import GatedQueue
 from loomserve.platform.engine.scheduling.order import QueueOrder
 from loomserve.platform.engine.scheduling.step_hooks import StepHooks
@@ -86,6 +87,7 @@ class AdaptiveScheduler(AnyVersionScheduler):
         self.admission = Admission(self, self.order, self.swap, self.costs)
         self._resumed = ResumedRequests(self.structured_output_manager)
         self._clock = StepClock()
+        self._device_time = DeviceTime()
         self._made_way: set[Request] = set()
         given = self.vllm_config.additional_config.get(ADDITIONAL_CONFIG, {})
         self.use(SchedulerOptions.model_validate(given))
@@ -135,6 +137,7 @@ class AdaptiveScheduler(AnyVersionScheduler):
             hooks.before_update(tokens)
         self._learn(scheduler_output)
         outputs = super().update_from_output(scheduler_output, *args)
+        self._device_time.tell(outputs.values())
         for hooks in self.hooks:
             hooks.after_update(tokens)
         return outputs
@@ -142,6 +145,9 @@ class AdaptiveScheduler(AnyVersionScheduler):
     def _learn(self, scheduled: SchedulerOutput) -> None:
         now = time.perf_counter()
         timed = self._clock.ended(scheduled, now)
+        if scheduled.total_num_scheduled_tokens:
+            tokens = scheduled.num_scheduled_tokens
+            self._device_time.step(tokens, self._clock.last_s, self.requests)
         if timed is not None:
             step, seconds = timed
             totals = self.swap.totals
@@ -157,6 +163,7 @@ class AdaptiveScheduler(AnyVersionScheduler):
         self.order.forget(request)
         self.swap.forget(request)
         self._resumed.forget(request)
+        self._device_time.ended(request.request_id)
         for hooks in self.hooks:
             hooks.on_free(request)
         return super()._free_request(request, *args, **kwargs)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from loomserve.platform.base.errors import RequestError
+from loomserve.platform.requests.usage import RequestUsage
 
 
 @dataclass(eq=False)
@@ -17,6 +18,8 @@ class RoutingContext:
     """False: once its engine may have ended because of it, it ends, and whoever sent it decides."""
     failure: RequestError | None = None
     """What the front end has ended the request with, which vLLM tells its client in its own way."""
+    usage: RequestUsage = field(default_factory=RequestUsage)
+    """What engines have computed for it."""
 
 
 routing_context: ContextVar[RoutingContext | None] = ContextVar("routing_context", default=None)

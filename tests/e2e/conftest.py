@@ -139,6 +139,7 @@ def platform_config(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
             "header_timeout_s": 5,
             "drain_timeout_s": 20,
             "audit_log": "audit.log",
+            "usage": {"folder": "usage", "interval_s": 1},
             "admin_token_hash": hashes[2],
             "api_keys_file": "keys.yaml",
             "api_keys": [

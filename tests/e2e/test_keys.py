@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -204,3 +205,43 @@ def test_tokens_are_counted_as_the_engine_counts_them_until_there_are_none_left(
     assert refused.json()["error"]["code"] == "token_limit_exceeded"
     # All but the bucket's ten tokens come back at one a second.
     assert int(refused.headers["retry-after"]) >= told["total_tokens"] - 30
+
+
+def test_usage_is_shown_under_the_keys_name_and_kept(platform: Platform, config: Path) -> None:
+    name = "accounted"
+    key = new_key(config, name)
+    noticed(platform, key, 200)
+    prompt = new_prompt()
+    body = {"model": HOT, "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
+    began = datetime.now(UTC).isoformat(timespec="minutes")
+    with platform.http(key) as http:
+        told = [
+            http.post("/v1/completions", json=body).raise_for_status().json()["usage"]
+            for _ in range(2)
+        ]
+        # It does not tell its usage, and nobody reads it to its end.
+        with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+            next(response.iter_text())
+
+    def shown() -> dict[str, Any]:
+        query = {"from": began, "by": "key,model"}
+        with platform.admin() as admin:
+            found = admin.get("/admin/v1/usage", params=query).raise_for_status().json()["usage"]
+        return next((each for each in found if each["key"] == name), {"requests": 0})
+
+    deadline_s = time.monotonic() + 30
+    while (used := shown())["requests"] < 3:
+        assert time.monotonic() < deadline_s, used
+        time.sleep(0.2)
+    assert used["model"] == HOT
+    assert used["prompt_tokens"] == 3 * told[0]["prompt_tokens"]
+    assert used["completion_tokens"] - sum(each["completion_tokens"] for each in told) in range(
+        1, 9
+    )
+    assert used["cached_tokens"] >= TOKENS_A_BLOCK, "of the second and third request"
+    assert used["device_seconds"] > 0
+    counted = platform.metric("loomserve_usage_tokens_total", key=name, model=HOT)
+    assert counted == used["prompt_tokens"] + used["completion_tokens"]
+    kept = "".join(path.read_text() for path in (config.parent / "usage").glob("*.jsonl"))
+    assert f'"{name}"' in kept
+    assert key not in kept

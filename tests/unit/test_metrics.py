@@ -56,6 +56,8 @@ from loomserve.platform.state import (
     ModelStatus,
     OfflineModelState,
 )
+from loomserve.platform.usage.metrics import UsageMetrics
+from loomserve.platform.usage.records import UsageRecord
 
 CATALOG = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -400,6 +402,7 @@ def test_the_catalog_lists_every_metric_with_its_labels(
     keys = KeyMetrics(registry)
     keys.used("alice", 1, 2)
     keys.set_file(up=True)
+    UsageMetrics(registry).used(UsageRecord("", "alice", "chat", requests=1))
     KvStoreMetrics(registry).set_states({"": KV_STATE})
     BatchMetrics(registry).set_state(BATCH_STATE)
     RebalancingMetrics(registry).set_state(REBALANCING_STATE)

@@ -44,6 +44,8 @@ class StepClock:
     def __init__(self) -> None:
         self._running: deque[tuple[SchedulerOutput, float]] = deque()
         self._last_end = 0.0
+        self.last_s = 0.0
+        """Seconds of the step that ended last, of those that computed something."""
 
     def began(self, scheduled: SchedulerOutput, now: float) -> None:
         """Begin the step that the scheduler has just returned."""
@@ -55,7 +57,7 @@ class StepClock:
         if not scheduled.total_num_scheduled_tokens:
             return None
         _, began = self._running.popleft()
-        seconds = now - max(began, self._last_end)
+        self.last_s = seconds = now - max(began, self._last_end)
         self._last_end = now
         return None if scheduled.has_sync_kv_loads else (step_of(scheduled), seconds)
 

@@ -17,6 +17,7 @@ from loomserve.platform.disaggregation.engine.handoff import (
 )
 from loomserve.platform.engine.core.departures import asked_to
 from loomserve.platform.engine.resumption.tokens import RESUMED
+from loomserve.platform.engine.scheduling.device_time import take_device_s
 from loomserve.platform.front_end.policy.continuation import (
     DEATHS,
     AnswerLimits,
@@ -27,6 +28,7 @@ from loomserve.platform.front_end.policy.continuation import (
     ending,
 )
 from loomserve.platform.front_end.routing import RoutingContext, RoutingRequest
+from loomserve.platform.requests.computed_tokens import ComputedTokens
 
 _DIGEST_BYTES = 16
 # Of extra_args that say when and how urgently a request was sent, not what was.
@@ -74,6 +76,7 @@ class OpenRequest:
     waiting_since: float | None = None
     last_token_at: float | None = None
     paused_since: float | None = None
+    computed: ComputedTokens = field(default_factory=ComputedTokens)
     _noted: int = -1
 
     @property
@@ -118,6 +121,7 @@ class OpenRequest:
         """It is with no replica, and what the last one still sends is not for it."""
         if self.lost not in DEATHS and self.lost is not Loss.DRAINED:
             self.moves += 1
+        self.computed.note(len(self.tokens), None)
         self._part()
         self.handed_over_at = None
         if self.tokens and self.paused_since is None:
@@ -194,6 +198,8 @@ class OpenRequest:
         Returns:
             The seconds that it paused while it moved, if this is the first token after that.
         """
+        if output.prefill_stats is not None:
+            self.computed.begin(output.prefill_stats)
         if self.attempt:
             output.request_id = self.id
             if self.tokens:
@@ -201,12 +207,21 @@ class OpenRequest:
                 output.prefill_stats = None
                 if output.events:
                     output.events = [each for each in output.events if each.type not in _FIRST_TOLD]
+        self.tokens += output.new_token_ids
+        if output.finish_reason is not None:
+            self.computed.note(len(self.tokens), take_device_s(output))
         if not output.new_token_ids:
             return None
-        self.tokens += output.new_token_ids
         self.last_token_at = now
         paused_since, self.paused_since = self.paused_since, None
         return None if paused_since is None else now - paused_since
+
+    def end(self) -> None:
+        """It is with no replica any more, and its HTTP request has what engines computed."""
+        self.replica_id = None
+        if self.context is not None:
+            prompt_id = self.request.external_req_id or self.id
+            self.computed.add_to(self.context.usage, prompt_id, len(self.tokens))
 
     def ending(self, max_model_len: int) -> EngineCoreOutput | None:
         """The last output of an answer whose engine ended before it could send that."""

@@ -279,7 +279,7 @@ class RequestBook:
 
     def _end(self, one: OpenRequest, *, abort: bool) -> None:
         self._part(one, abort=abort)
-        one.replica_id = None
+        one.end()
         self.open.pop(one.id, None)
         self._unplaced.pop(one.id, None)
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.routing import Mount
 from starlette.types import Receive
@@ -22,6 +24,10 @@ from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.admin import build_batch_router
 from loomserve.platform.config import Server
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
+from loomserve.platform.usage.admin import build_usage_router
+from loomserve.platform.usage.files import UsageFiles
+from loomserve.platform.usage.meter import UsageMeter
+from loomserve.platform.usage.metrics import UsageMetrics
 
 TOKEN = {"Authorization": "Bearer token"}
 KEY = {"Authorization": "Bearer lsk-alice"}
@@ -57,8 +63,12 @@ class Controller:
 
 def built(remote: Callable[..., Awaitable[Any]]) -> FastAPI:
     controller: Any = Controller(remote)
+    usage = UsageMeter(UsageMetrics(CollectorRegistry()), UsageFiles(Path("/nowhere")))
     return build_admin_api(
-        controller, build_kv_router(None, tuple, _pin), build_batch_router(_away)
+        controller,
+        build_kv_router(None, tuple, _pin),
+        build_batch_router(_away),
+        build_usage_router(usage),
     )
 
 

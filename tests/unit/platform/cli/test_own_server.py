@@ -76,6 +76,7 @@ def test_files_are_found_from_anywhere(pair: Pair, tmp_path: Path, home: Path) -
     server = with_absolute_files(given, tmp_path).server
     assert server.tls == absolute
     assert server.audit_log == str(home / "audit-8000.log")
+    assert server.usage.folder == str(home / "usage-8000")
 
 
 def test_a_pair_that_clients_refuse_stops_the_start(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from vllm.config import (
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
@@ -27,6 +28,7 @@ from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.engine.scheduler import AdaptiveScheduler, make_scheduler
+from loomserve.platform.engine.scheduling.device_time import take_device_s
 from loomserve.platform.engine.scheduling.step_hooks import StepHooks
 from loomserve.platform.scheduling.options import SchedulerOptions
 from loomserve.platform.scheduling.policy.background import BACKGROUND
@@ -111,6 +113,11 @@ def add(
 
 def step(scheduler: AdaptiveScheduler) -> list[str]:
     """A step, in which each request whose prompt is computed is given a token; who has ended."""
+    return [one.request_id for one in stepped(scheduler) if one.finished]
+
+
+def stepped(scheduler: AdaptiveScheduler) -> list[EngineCoreOutput]:
+    """The outputs of such a step."""
     scheduled = scheduler.schedule()
     names = list(scheduled.num_scheduled_tokens)
     requests = [scheduler.requests[name] for name in names]
@@ -122,7 +129,21 @@ def step(scheduler: AdaptiveScheduler) -> list[str]:
         ],
     )
     outputs = scheduler.update_from_output(scheduled, output)
-    return [one.request_id for each in outputs.values() for one in each.outputs if one.finished]
+    return [one for each in outputs.values() for one in each.outputs]
+
+
+def test_all_the_time_of_steps_is_told_with_the_last_outputs(model: Path) -> None:
+    scheduler = scheduler_of(model, OPTIONS["fair"])
+    for name, answer in (("a", 3), ("b", 9), ("c", 30)):
+        add(scheduler, name, 50, answer)
+    told: dict[str, float] = {}
+    while scheduler.has_unfinished_requests():
+        for output in stepped(scheduler):
+            seconds = take_device_s(output)
+            assert (seconds is not None) == output.finished
+            told[output.request_id] = seconds or 0.0
+    assert told["a"] < told["b"] < told["c"]
+    assert sum(told.values()) == pytest.approx(scheduler.swap.totals["step_s"])
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -10,11 +10,14 @@ from vllm.v1.engine import (
     EngineCoreEventType,
     EngineCoreOutput,
     EngineCoreRequest,
+    FinishReason,
 )
+from vllm.v1.metrics.stats import PrefillStats
 
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.front_end.engine.open_requests import OpenRequest
 from loomserve.platform.front_end.policy.continuation import Death, Loss
+from loomserve.platform.front_end.routing import RoutingContext
 from loomserve.platform.scheduling.policy.background import BACKGROUND
 from loomserve.platform.scheduling.policy.deadline import DEADLINE
 from loomserve.platform.scheduling.policy.expected import EXPECTED
@@ -121,3 +124,62 @@ def test_equal_requests_have_one_digest() -> None:
     assert opened(extra_args={"a processor's": 1}).digest() != opened().digest()
     others = (opened([1, 3]), opened(max_tokens=11), opened(logit_bias={1: 2.0}))
     assert len({opened().digest(), *(each.digest() for each in others)}) == 4
+
+
+def told(seconds: float) -> dict[str, float]:
+    return {"loomserve_device_s": seconds}
+
+
+def test_an_answers_tokens_and_its_engines_time_are_its_http_requests() -> None:
+    one = opened()
+    one.context = RoutingContext()
+    one.take(EngineCoreOutput("r", [7], prefill_stats=PrefillStats(100, 60, 40)), 1.0)
+    one.take(EngineCoreOutput("r", [8, 9]), 1.0)
+    last = EngineCoreOutput("r", [1], finish_reason=FinishReason.STOP, kv_transfer_params=told(2))
+    one.take(last, 1.0)
+    assert last.kv_transfer_params is None, "clients would be told"
+    one.end()
+    usage = one.context.usage
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (100, 40, 4)
+    assert (usage.device_s, usage.timed_tokens, usage.untimed_tokens) == (2, 64, 0)
+
+
+def test_two_answers_to_one_prompt_count_it_once() -> None:
+    context = RoutingContext()
+    for cached in (0, 96):
+        one = opened()
+        one.context = context
+        one.take(
+            EngineCoreOutput("r", [7], prefill_stats=PrefillStats(100, 100 - cached, cached)), 1
+        )
+        one.end()
+    usage = context.usage
+    assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (100, 0, 2)
+    assert usage.untimed_tokens == 101 + 5, "no engine told its time"
+
+
+def test_of_a_request_that_moved_only_the_engine_that_ended_it_told_its_time() -> None:
+    one = opened()
+    one.context = RoutingContext()
+    one.replica_id = "a"
+    one.take(EngineCoreOutput("r", [7], prefill_stats=PrefillStats(10, 10, 0)), 1.0)
+    one.note_loss(Loss.GONE)
+    one.leave()
+    one.take(EngineCoreOutput("r#1", [8], prefill_stats=PrefillStats(11, 11, 0)), 1.0)
+    one.take(
+        EngineCoreOutput(
+            "r#1", [9], finish_reason=FinishReason.LENGTH, kv_transfer_params=told(0.5)
+        ),
+        1.0,
+    )
+    one.end()
+    usage = one.context.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (10, 3)
+    assert (usage.untimed_tokens, usage.timed_tokens, usage.device_s) == (11, 2, 0.5)
+
+
+def test_a_request_without_a_first_token_has_used_nothing() -> None:
+    one = opened()
+    one.context = RoutingContext()
+    one.end()
+    assert not one.context.usage.begun

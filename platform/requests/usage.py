@@ -1,0 +1,38 @@
+"""What engines have computed for one HTTP request, as they counted it.
+
+An HTTP request may be several of an engine's: prompts times answers. Whoever answers it adds those
+up here, whatever its client is told.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass
+class RequestUsage:
+    """Tokens and engine seconds, of the answers that have ended so far."""
+
+    prompt_tokens: int = 0
+    """Of each prompt once, however many answers it has."""
+    cached_tokens: int = 0
+    """Of those, the ones that the prefix cache or the KV store had."""
+    completion_tokens: int = 0
+    device_s: float = 0.0
+    timed_tokens: int = 0
+    """Computed in ``device_s``."""
+    untimed_tokens: int = 0
+    """Computed in a time that no engine told, as where an answer was cut off."""
+    _prompts: set[str] = field(default_factory=set)
+
+    @property
+    def begun(self) -> bool:
+        """Whether an engine has given a first token, or an embedding."""
+        return bool(self._prompts)
+
+    def add_prompt(self, prompt_id: str, tokens: int, cached: int) -> None:
+        """Count a prompt, unless another answer to it has brought it already."""
+        if prompt_id not in self._prompts:
+            self._prompts.add(prompt_id)
+            self.prompt_tokens += tokens
+            self.cached_tokens += cached

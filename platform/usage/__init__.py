@@ -1,0 +1,1 @@
+"""What each API key has used of each model, kept for accounting."""

@@ -1,0 +1,94 @@
+"""Sums of usage, as the admin API shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from loomserve.platform.base.errors import BadRequest
+from loomserve.platform.usage.records import UsageRecord
+
+GROUPS = ("key", "model", "day", "month")
+"""What sums can be told apart by."""
+
+
+class UsageSum(BaseModel):
+    """What some requests used in all; by what they are not told apart is missing."""
+
+    model_config = ConfigDict(frozen=True)
+
+    key: str | None = Field(None, description="The API key's name; empty: without a key.")
+    model: str | None = None
+    day: str | None = Field(None, description="Of UTC, such as 2026-11-26.")
+    month: str | None = None
+    requests: int = Field(description="Requests for which an engine gave at least one token.")
+    prompt_tokens: int
+    cached_tokens: int = Field(
+        description="Tokens of prompts that the prefix cache or the KV store had."
+    )
+    completion_tokens: int
+    device_seconds: float = Field(
+        description="The requests' shares of the time of engines' steps, by computed tokens."
+    )
+
+
+class UsageReport(BaseModel):
+    """Usage of a span of time."""
+
+    model_config = ConfigDict(frozen=True, populate_by_name=True)
+
+    begin: datetime = Field(alias="from")
+    end: datetime = Field(alias="to")
+    by: tuple[str, ...]
+    usage: tuple[UsageSum, ...] = Field(description="The ones with the most device seconds first.")
+
+
+def groups_of(by: str) -> tuple[str, ...]:
+    """What a query such as ``key,model`` asks for.
+
+    Raises:
+        BadRequest: it names something else.
+    """
+    named = tuple(dict.fromkeys(word.strip() for word in by.split(",") if word.strip()))
+    for word in named:
+        if word not in GROUPS:
+            raise BadRequest(
+                f"usage is not told apart by {word!r}; by may name {', '.join(GROUPS)}",
+                param="by",
+            )
+    return named
+
+
+def summed(records: Iterable[UsageRecord], by: Sequence[str]) -> tuple[UsageSum, ...]:
+    """Sums of records that agree in all of ``by``, which :func:`groups_of` has checked."""
+    sums: dict[tuple[str, ...], UsageRecord] = {}
+    for record in records:
+        place = tuple(_value(record, group) for group in by)
+        known = sums.setdefault(place, UsageRecord(record.minute, record.key, record.model))
+        known.add(record)
+    shown = [
+        UsageSum(
+            **dict(zip(by, place, strict=True)),
+            requests=each.requests,
+            prompt_tokens=each.prompt_tokens,
+            cached_tokens=each.cached_tokens,
+            completion_tokens=each.completion_tokens,
+            device_seconds=each.device_seconds,
+        )
+        for place, each in sums.items()
+    ]
+    return tuple(sorted(shown, key=lambda each: -each.device_seconds))
+
+
+def _value(record: UsageRecord, group: str) -> str:
+    match group:
+        case "key":
+            return record.key
+        case "model":
+            return record.model
+        case "day":
+            return record.minute[:10]
+        case _:
+            return record.month
