@@ -145,7 +145,7 @@ class Dashboard:
             ],
             "templating": {"list": choices},
             "panels": [
-                panel.json(at, x, y) for at, (panel, x, y) in enumerate(_placed(self.panels), 1)
+                panel.json(at, x, y) for at, (panel, x, y) in enumerate(placed(self.panels), 1)
             ],
         }
 
@@ -154,7 +154,7 @@ class Dashboard:
         return json.dumps(self.json(), indent=1) + "\n"
 
 
-def _placed(panels: Sequence[Panel]) -> Iterator[tuple[Panel, int, int]]:
+def placed(panels: Sequence[Panel]) -> Iterator[tuple[Panel, int, int]]:
     """Panels with the column and row of their upper left corners."""
     x = y = row = 0
     for panel in panels:
