@@ -24,7 +24,10 @@ PANELS = [(page.name, panel) for page in DASHBOARDS for panel in page.panels]
 
 _NO_LENDING = "lending is off here"
 _ONE_NODE = "there is one node"
+_NO_PROFILE = "nobody has profiled these devices"
 NEVER = {
+    ("devices", "How much compute is each device asked for?"): _NO_PROFILE,
+    ("devices", "How much of its memory is in use?"): _NO_PROFILE,
     ("devices", "How much of its time does it compute for other engines?"): _NO_LENDING,
     ("devices", "How much of its time does it wait for lenders?"): _NO_LENDING,
     ("devices", "Where are prompts of decode replicas computed?"): "no replica has a role",
@@ -41,6 +44,10 @@ NEVER = {
     ("lending", "How many KV blocks are lent?"): _NO_LENDING,
     ("lending", "Why do loans break?"): _NO_LENDING,
     ("model", "How far off are predicted lengths?"): "no model has lengths",
+    ("model", "How many replicas does its load ask for?"): "their numbers are set",
+    ("rebalancing", "How much more is asked of one device than of another?"): _NO_PROFILE,
+    ("rebalancing", "How much compute is asked for?"): _NO_PROFILE,
+    ("rebalancing", "How much memory is in use?"): _NO_PROFILE,
 }
 """Panels that have no answer here, and must have none."""
 _GOOD = "empty is good"
@@ -50,6 +57,10 @@ SOMETIMES = {
     ("model", "How long do requests wait for a model that is not ready?"): "all are ready",
     ("model", "Which models stand in for aliases?"): "another test makes aliases",
     ("model", "Which adapters are asked for?"): "another test loads adapters",
+    ("rebalancing", "Which actions were taken?"): "another test has plans made",
+    ("rebalancing", "How much do actions move?"): "another test has plans made",
+    ("rebalancing", "Why are candidates not taken?"): "another test has plans made",
+    ("rebalancing", "Why are replicas started and stopped?"): "their numbers are set",
     ("scheduling", "Is the cost of swapping known?"): "only while requests are preempted",
 }
 """Panels that have an answer if other tests have brought something about on this platform."""
@@ -77,9 +88,10 @@ def span(
     """Prometheus, and from when to when it watched the platform at work."""
     folder = tmp_path_factory.mktemp("prometheus")
     with scraping(platform, folder, ROOT / "dashboards/alerts.yaml") as prometheus:
-        begin, prompt = time.time(), new_prompt()
-        client = platform.client()
+        begin, client = time.time(), platform.client()
         for number in range(ROUNDS):
+            # Of which the KV store is asked for the first time.
+            prompt = new_prompt()
             batches = [
                 submit(
                     client, [line(f"{number}-{model}", "/v1/completions", model)], "/v1/completions"
