@@ -43,6 +43,7 @@ from loomserve.deployments.gateway.store_readings import follow_stores
 from loomserve.deployments.kvstore.admin import build_kv_router
 from loomserve.deployments.kvstore.stores import stores_of
 from loomserve.deployments.ray_node import keep_calls_on_node, node_address, own_node
+from loomserve.platform.access.admin import build_keys_router
 from loomserve.platform.access.allowances import Allowances
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.metrics import KeyMetrics
@@ -70,6 +71,7 @@ from loomserve.platform.fleet.messages import (
 from loomserve.platform.fleet.nodes import GatewayHeartbeat, GatewayOrders
 from loomserve.platform.http.address_limit import AddressLimit
 from loomserve.platform.http.audit_log import AuditLog
+from loomserve.platform.http.console.files import console_routes
 from loomserve.platform.http.direct_posts import DirectPosts
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware, respond
 from loomserve.platform.http.other_front_ends import OtherFrontEnds, take_place
@@ -283,6 +285,7 @@ class Gateway:
                 Route("/ready", self._routes.ready),
                 Route("/metrics", page.show),
                 Mount("/admin/v1", self._admin_api()),
+                *(console_routes() if self._server.console else ()),
             ],
             exception_handlers=exception_handlers,
         )
@@ -294,6 +297,7 @@ class Gateway:
             build_kv_router(self._kv, self._tenants, self.pin),
             build_batch_router(self._ask_lane),
             build_usage_router(self._usage),
+            build_keys_router(self._keys, asked_for=self._server.asks_for_keys),
         )
 
     def _tenants(self) -> tuple[str, ...]:

@@ -99,6 +99,11 @@ class Server(Section):
         "audio and video that a request links to; whatever its name leads to is reached from this "
         "machine. None named: media come within requests, as data: URLs.",
     )
+    console: bool = Field(
+        True,
+        description="Serve the web console at /console. Its pages are open and show nothing by "
+        "themselves; what they show, they ask the admin API for, with the admin token.",
+    )
     audit_log: Annotated[str, Field(min_length=1)] | None = Field(
         None,
         description="File with a line for each request for a change by the admin API, relative to "

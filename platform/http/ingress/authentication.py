@@ -12,6 +12,7 @@ from loomserve.platform.http.ingress.sites import Sites
 
 _PROBES = frozenset({"/health", "/ready"})
 _METRICS = "/metrics"
+_CONSOLE = "/console"
 _ADMIN = ("/admin", "/docs", "/redoc", "/openapi.json", _METRICS)
 # They describe the admin API, and show nothing of what runs.
 _ADMIN_DOCS = frozenset({"/admin/v1/docs", "/admin/v1/openapi.json"})
@@ -22,7 +23,7 @@ def under(path: str, root: str) -> bool:
 
 
 class Authentication:
-    """Checks API keys under ``/v1``, and a token everywhere else but on probes.
+    """Checks API keys under ``/v1``, and a token everywhere else but on probes and the console.
 
     A path that is not listed here needs the admin token too, so that a new route is never open by
     accident; without the token it is answered 404. Without a key or token a path may be open, but
@@ -34,6 +35,7 @@ class Authentication:
         self._loopback = server.is_loopback
         self._keys = keys
         admin, metrics = server.admin_token_hash, server.metrics_token_hash
+        self._has_console = server.console
         self._admin = _token_ring("admin token", admin)
         self._metrics = _token_ring("admin or metrics token", admin, metrics)
         self._open = _ADMIN_DOCS if server.is_loopback else frozenset()
@@ -60,6 +62,8 @@ class Authentication:
             if key is None:
                 self._sites.check_origin(headers.get(b"origin"))
             return key
+        if self._has_console and under(path, _CONSOLE):
+            return None  # files that are the same for everyone
         if path in self._open:
             self._sites.check_origin(headers.get(b"origin"))
         else:

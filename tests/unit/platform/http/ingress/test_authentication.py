@@ -142,3 +142,23 @@ def test_probes_in_a_network_come_by_any_name() -> None:
     assert entered(server, "/v1/models", "lsk-bob", Host="10.1.2.3:8000") is Forbidden
     assert entered(server, "/v1/models", "lsk-bob", Host="LLM.example.org:443") == "bob"
     assert entered(server, "/v1/models", "lsk-bob", Host="127.0.0.1:8000") == "bob"
+
+
+CONSOLE = ["/console", "/console/", "/console/main.js", "/console/pages/fleet.js"]
+
+
+@pytest.mark.parametrize("server", SERVERS)
+@pytest.mark.parametrize("path", CONSOLE)
+def test_the_console_s_files_are_open_by_the_server_s_own_names(
+    server: dict[str, Any], path: str
+) -> None:
+    assert entered(server, path) is None
+    named = server | {"allowed_hosts": ["loom.example"]}
+    assert entered(named, path, Host="loom.example") is None
+    assert entered(named, path, Host="evil.example") is Forbidden
+
+
+@pytest.mark.parametrize("path", [*CONSOLE, "/consoles", "/console.js"])
+def test_without_a_console_its_paths_are_those_of_nothing(path: str) -> None:
+    off = {} if path not in CONSOLE else {"console": False}
+    assert entered(ADMIN | off, path) is NotFound

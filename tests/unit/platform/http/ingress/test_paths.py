@@ -36,6 +36,10 @@ DOORS = {
     "/admin/v1/docs/x": (401, 401, 200),
     "/docs": (401, 401, 200),
     "/openapi.json": (401, 401, 200),
+    "/console": (200, 200, 200),
+    "/console/": (200, 200, 200),
+    "/console/x": (200, 200, 200),
+    "/consoles": (404, 404, 200),
     "/": (404, 404, 200),
     "/v2": (404, 404, 200),
     "/healthy": (404, 404, 200),
@@ -43,8 +47,8 @@ DOORS = {
 }
 PARTS = (
     "v1", "V1", "%76%31", "v1%00", "admin", "%61dmin", "health", "ready", "metrics", "docs",
-    "models", ".", "..", "%2e%2e", "%2E", "", "%2f", "%5c", "\\", ";", ";a=b", "?", "#", "%00",
-    "%0a", "%20", "*", "@", "%ff", "%c0%ae", "http://x", "a" * 5000,
+    "console", "models", ".", "..", "%2e%2e", "%2E", "", "%2f", "%5c", "\\", ";", ";a=b", "?", "#",
+    "%00", "%0a", "%20", "*", "@", "%ff", "%c0%ae", "http://x", "a" * 5000,
 )  # fmt: skip
 
 
@@ -54,7 +58,7 @@ def is_under_v1(path: str) -> bool:
 
 def may_see(credential: str | None, path: str) -> bool:
     """Whether a request with this credential may reach what is at a path."""
-    if path in OPEN:
+    if path in OPEN or path == "/console" or path.startswith("/console/"):
         return True
     return credential == (KEY if is_under_v1(path) else ADMIN)
 

@@ -1,0 +1,101 @@
+// The console: which page is shown, and who may see it.
+
+import { afterEachChange } from "./actions.js";
+import { session } from "./api.js";
+import { el, morph } from "./dom.js";
+import { Live } from "./live.js";
+import { loginPage } from "./login.js";
+import { notice } from "./parts.js";
+import * as batches from "./pages/batches.js";
+import * as events from "./pages/events.js";
+import * as fleet from "./pages/fleet.js";
+import * as keys from "./pages/keys.js";
+import * as kv from "./pages/kv.js";
+import * as models from "./pages/models.js";
+import * as plans from "./pages/plans.js";
+import * as requests from "./pages/requests.js";
+import * as chat from "./pages/chat.js";
+
+// Each page is a module with `title`, `paths` (what of the admin API it shows) and `show(data,
+// redraw, rest)`, which gives its nodes; `rest` is what stands behind its name in the address.
+const PAGES = { fleet, models, chat, requests, plans, kv, batches, keys, events };
+const app = document.getElementById("app");
+let live = null;
+let current = null;
+
+function route() {
+  const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
+  return { name: name in PAGES ? name : "fleet", rest: rest.map(decoded).join("/") };
+}
+
+function decoded(part) {
+  try {
+    return decodeURIComponent(part);
+  } catch {
+    return part;
+  }
+}
+
+function open() {
+  live?.stop();
+  if (!session.token) {
+    showLogin();
+    return;
+  }
+  const { name, rest } = route();
+  const page = PAGES[name];
+  current = { name, rest, page };
+  document.title = `${page.title} · Loomserve`;
+  app.replaceChildren(frame(name));
+  const drawn = page;
+  live = new Live(page.paths, (away) => drawn === current.page && draw(away), () => showLogin("The token is no longer right."));
+  afterEachChange(() => live.look());
+  document.querySelector("main").focus();
+}
+
+function showLogin(why) {
+  live?.stop();
+  session.leave();
+  current = null;
+  document.title = "Loomserve";
+  app.replaceChildren(loginPage(open, why));
+  app.querySelector("input").focus();
+}
+
+function frame(name) {
+  const links = Object.entries(PAGES).map(([each, page]) =>
+    el("a", { href: `#/${each}`, "aria-current": each === name ? "page" : null }, page.title),
+  );
+  return el(
+    "div",
+    { class: "frame" },
+    el(
+      "header",
+      { class: "side" },
+      el("a", { class: "brand", href: "#/fleet" }, el("img", { src: "icon.svg", alt: "", width: 24, height: 24 }), "Loomserve"),
+      el("nav", { "aria-label": "Pages" }, links),
+      el("button", { type: "button", class: "quiet leave", onclick: () => showLogin() }, "Leave"),
+    ),
+    el("main", { id: "main", tabindex: "-1" }, el("p", { class: "empty" }, "Asking the platform…")),
+  );
+}
+
+function draw(away = null) {
+  if (!current || !live) return;
+  const known = Object.keys(current.page.paths).every((name) => name in live.data);
+  const shown = known ? current.page.show(live.data, () => draw(), current.rest) : [];
+  const fresh = el("main", { id: "main", tabindex: "-1" }, away && notice(away_text(away), "bad"), shown);
+  morph(document.getElementById("main"), fresh);
+}
+
+function away_text(error) {
+  const since = live.lastAnswer && Math.round((Date.now() - live.lastAnswer) / 1000);
+  return `${error.message} ${since ? `What is shown is ${since} s old. ` : ""}It is asked again every two seconds.`;
+}
+
+addEventListener("hashchange", open);
+document.querySelector(".skip").addEventListener("click", (event) => {
+  event.preventDefault();
+  document.getElementById("main")?.focus();
+});
+open();
