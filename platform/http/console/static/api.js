@@ -47,6 +47,16 @@ export async function ask(path, { method = "GET", body, token = session.token, t
   return answer.status === 204 ? null : answer.json();
 }
 
+// The page of metrics, as text.
+export async function metrics() {
+  const answer = await send("metrics", {
+    headers: headers(session.token),
+    signal: AbortSignal.timeout(TIMEOUT_MS),
+  });
+  if (!answer.ok) throw await errorOf(answer);
+  return answer.text();
+}
+
 // Events of a streamed answer of the OpenAI API, as JSON; `path` is below /v1/.
 export async function* stream(path, body, signal) {
   const answer = await send(`v1/${path}`, {

@@ -1,4 +1,4 @@
-// Numbers and times for people.
+// Numbers and times for people. A number and its unit stay on one line.
 
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
@@ -10,7 +10,7 @@ export function bytes(count) {
     left /= 1024;
     at += 1;
   }
-  return `${at && left < 10 ? left.toFixed(1) : Math.round(left)} ${UNITS[at]}`;
+  return `${at && left < 10 ? left.toFixed(1) : Math.round(left)}\u00a0${UNITS[at]}`;
 }
 
 export function number(value, digits = 0) {
@@ -19,18 +19,18 @@ export function number(value, digits = 0) {
 }
 
 export function percent(share, digits = 0) {
-  return share === null || share === undefined ? "–" : `${(100 * share).toFixed(digits)} %`;
+  return share === null || share === undefined ? "–" : `${(100 * share).toFixed(digits)}\u00a0%`;
 }
 
 export function seconds(value) {
   if (value === null || value === undefined) return "–";
-  if (value === 0) return "0 s";
-  if (Math.abs(value) < 0.001) return `${number(1e6 * value)} µs`;
-  if (Math.abs(value) < 1) return `${number(1e3 * value, value < 0.01 ? 1 : 0)} ms`;
-  if (value < 60) return `${number(value, 1)} s`;
-  if (value < 3600) return `${Math.floor(value / 60)} min ${Math.round(value % 60)} s`;
-  if (value < 86400) return `${Math.floor(value / 3600)} h ${Math.floor((value % 3600) / 60)} min`;
-  return `${Math.floor(value / 86400)} d ${Math.floor((value % 86400) / 3600)} h`;
+  if (value === 0) return "0\u00a0s";
+  if (Math.abs(value) < 0.001) return `${number(1e6 * value)}\u00a0µs`;
+  if (Math.abs(value) < 1) return `${number(1e3 * value, value < 0.01 ? 1 : 0)}\u00a0ms`;
+  if (value < 60) return `${number(value, 1)}\u00a0s`;
+  if (value < 3600) return `${Math.floor(value / 60)}\u00a0min ${Math.round(value % 60)}\u00a0s`;
+  if (value < 86400) return `${Math.floor(value / 3600)}\u00a0h ${Math.floor((value % 3600) / 60)}\u00a0min`;
+  return `${Math.floor(value / 86400)}\u00a0d ${Math.floor((value % 86400) / 3600)}\u00a0h`;
 }
 
 // Unix seconds as a time of day, with the date if it is not today's.

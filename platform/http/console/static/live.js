@@ -30,11 +30,18 @@ export class Live {
     clearTimeout(this.#timer);
     const round = ++this.#round;
     this.#asking = true;
-    const answers = await Promise.all(this.#paths.map(([, path]) => ask(path).catch((error) => error)));
+    const answers = await Promise.all(this.#paths.map(([name, path]) => this.#ask(name, path)));
     if (round !== this.#round) return; // it has been stopped, or a newer one is under way
     this.#asking = false;
     this.#take(answers);
     if (!document.hidden) this.#timer = setTimeout(() => this.look(), PERIOD_MS);
+  }
+
+  // What this platform does not have, such as a KV store, it will not have two seconds later.
+  #ask(name, path) {
+    const known = this.data[name];
+    if (known instanceof ApiError && known.status === 404) return known;
+    return ask(path).catch((error) => error);
   }
 
   stop() {

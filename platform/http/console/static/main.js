@@ -50,6 +50,7 @@ function open() {
   const drawn = page;
   live = new Live(page.paths, (away) => drawn === current.page && draw(away), () => showLogin("The token is no longer right."));
   afterEachChange(() => live.look());
+  document.querySelector("[aria-current]").scrollIntoView({ inline: "center", block: "nearest" });
   document.querySelector("main").focus();
 }
 
@@ -84,11 +85,11 @@ function draw(away = null) {
   if (!current || !live) return;
   const known = Object.keys(current.page.paths).every((name) => name in live.data);
   const shown = known ? current.page.show(live.data, () => draw(), current.rest) : [];
-  const fresh = el("main", { id: "main", tabindex: "-1" }, away && notice(away_text(away), "bad"), shown);
+  const fresh = el("main", { id: "main", tabindex: "-1" }, away && notice(textOf(away), "bad"), shown);
   morph(document.getElementById("main"), fresh);
 }
 
-function away_text(error) {
+function textOf(error) {
   const since = live.lastAnswer && Math.round((Date.now() - live.lastAnswer) / 1000);
   return `${error.message} ${since ? `What is shown is ${since} s old. ` : ""}It is asked again every two seconds.`;
 }

@@ -2,12 +2,16 @@
 
 import { el } from "./dom.js";
 
-// A table with a caption. `columns`: [heading, how a row is shown (text or nodes), {number}];
-// `keyOf` gives each row its identity. On a phone each row is a card.
+// A table with a caption. `columns`: [heading, how a row is shown (text or nodes), {number}], without
+// a heading what can be done with a row; `keyOf` gives each row its identity. On a phone each row is a card.
 export function table({ caption, columns, rows, keyOf, empty = "None." }) {
   if (!rows.length) return el("p", { class: "empty" }, empty);
   const head = columns.map(([name, , options]) =>
-    el("th", { role: "columnheader", scope: "col", class: options?.number && "number" }, name),
+    el(
+      "th",
+      { role: "columnheader", scope: "col", class: options?.number && "number" },
+      name || el("span", { class: "unseen" }, "Actions"),
+    ),
   );
   const body = rows.map((row, at) =>
     el(
@@ -16,7 +20,7 @@ export function table({ caption, columns, rows, keyOf, empty = "None." }) {
       columns.map(([name, show, options]) =>
         el(
           "td",
-          { role: "cell", "data-label": name, class: options?.number && "number" },
+          { role: "cell", "data-label": name, class: name ? options?.number && "number" : "actions" },
           el("span", { class: "value" }, show(row)),
         ),
       ),
@@ -52,7 +56,7 @@ const KINDS = {
 
 // A state in a word; what kind it is shows in its colour and in its mark.
 export function badge(text, kind = kindOf(text)) {
-  return el("span", { class: `badge ${kind}` }, text);
+  return el("span", { class: `badge ${kind}` }, text.replaceAll("_", " "));
 }
 
 function kindOf(text) {
@@ -106,7 +110,7 @@ export function empty(text) {
 
 // A field with its label; `control` is an input, a select or a textarea.
 export function field(label, control, hint) {
-  return el("label", { class: "field" }, el("span", {}, label), control, hint && el("small", {}, hint));
+  return el("label", { class: "field" }, el("span", {}, label), hint && el("small", {}, hint), control);
 }
 
 export function select(name, values, chosen, properties = {}) {

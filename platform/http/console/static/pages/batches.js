@@ -14,19 +14,18 @@ export function show({ lane }) {
   return [
     heading("Batches", `${plural(lane.batches.length, "batch", "batches")} under way`),
     facts([
-      ...Object.entries(lane.by_status).map(([status, count]) => [status, number(count)]),
+      ...Object.entries(lane.by_status).map(([status, count]) => [status.replaceAll("_", " "), number(count)]),
       ["lines answered", number(lane.answered_lines)],
       ["lines failed", number(lane.failed_lines)],
       ["tried again", number(lane.retries)],
     ]),
     table({
       columns: [
-        ["batch", (batch) => el("code", {}, batch.id)],
+        ["batch", (batch) => [el("code", {}, batch.id), el("small", { class: "block" }, batch.endpoint)]],
         ["key", (batch) => batch.api_key || "–"],
-        ["status", (batch) => [badge(batch.status), batch.late && badge("late")]],
-        ["endpoint", (batch) => batch.endpoint],
+        ["status", (batch) => [badge(batch.status), batch.late && " ", batch.late && badge("late")]],
         ["made", (batch) => moment(batch.created_at)],
-        ["done", progress],
+        ["answered", progress],
         ["failed", (batch) => number(batch.failed), { number: true }],
         ["left", (batch) => seconds(batch.eta_s), { number: true }],
         ["", (batch) => changeButton("Cancel", () => [`batches/${inPath(batch.id)}/cancel`, { method: "POST" }], {
@@ -46,7 +45,8 @@ export function show({ lane }) {
 function progress({ id, total, completed, failed, in_flight: flying }) {
   if (!total) return "–";
   const ended = completed + failed;
-  return bar(ended / total, `Progress of ${id}`, `${number(ended)} of ${number(total)}${flying ? `, ${number(flying)} under way` : ""}`);
+  const now = flying ? el("small", { class: "block" }, `${number(flying)} in engines now`) : null;
+  return [bar(ended / total, `Progress of ${id}`, `${number(ended)} of ${number(total)}`), now];
 }
 
 function offline(models) {

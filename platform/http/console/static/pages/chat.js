@@ -24,29 +24,38 @@ export function show({ state }, redraw, asked) {
     el(
       "form",
       { class: "column chat", onsubmit: (event) => send(event, redraw) },
+      el(
+        "div",
+        { class: "row" },
+        field("Model", select("model", names, names.includes(asked) ? asked : names[0])),
+        field("API key", el("input", { name: "key", type: "password", autocomplete: "off", value: session.apiKey }), "Only if the platform asks for keys; kept like the token"),
+      ),
       field("Message", el("textarea", { name: "text", rows: 3, required: true, onkeydown: sendOnEnter }), "Enter sends, Shift and Enter begin a line"),
       el(
         "div",
         { class: "buttons" },
         stopping
-          ? el("button", { type: "button", class: "danger", onclick: () => stopping?.abort() }, "Stop")
-          : el("button", { type: "submit", class: "primary" }, "Send"),
+          ? el("button", { type: "button", class: "danger", "data-key": "stop", onclick: () => stopping?.abort() }, "Stop")
+          : el("button", { type: "submit", class: "primary", "data-key": "send" }, "Send"),
         turns.length > 0 && !stopping && el("button", { type: "button", class: "plain", onclick: () => { turns = []; redraw(); } }, "Begin anew"),
       ),
       el(
-        "div",
-        { class: "row" },
-        field("Model", select("model", names, names.includes(asked) ? asked : names[0])),
-        field("Most tokens", el("input", { name: "max_tokens", type: "number", min: 1, value: 200 })),
-        field("Temperature", el("input", { name: "temperature", type: "number", min: 0, max: 2, step: 0.1, value: 0.7 })),
-        field("API key", el("input", { name: "key", type: "password", autocomplete: "off", value: session.apiKey }), "Only if the platform asks for keys; kept like the token"),
+        "details",
+        {},
+        el("summary", {}, "How it answers"),
+        el(
+          "div",
+          { class: "row" },
+          field("Most tokens", el("input", { name: "max_tokens", type: "number", min: 1, value: 200 })),
+          field("Temperature", el("input", { name: "temperature", type: "number", min: 0, max: 2, step: 0.1, value: 0.7 })),
+        ),
+        field("System message", el("textarea", { name: "system", rows: 2 })),
       ),
-      field("System message", el("textarea", { name: "system", rows: 2 })),
     ),
   ];
 }
 
-// Models that answer chats come first: whether one does, only it can say.
+// Whether a model answers chats, only it can say.
 function namesOf(state) {
   return [
     ...state.models.filter((model) => model.status !== "unloading").flatMap((model) => [model.name, ...model.adapters.map((each) => each.name)]),
@@ -141,5 +150,5 @@ async function take(answer, body, redraw) {
 }
 
 function explained(error) {
-  return error.status === 401 ? `${error.message} Give an API key below.` : error.message;
+  return error.status === 401 ? `${error.message} Give one of its API keys.` : error.message;
 }
