@@ -50,8 +50,13 @@ function open() {
   const drawn = page;
   live = new Live(page.paths, (away) => drawn === current.page && draw(away), () => showLogin("The token is no longer right."));
   afterEachChange(() => live.look());
-  document.querySelector("[aria-current]").scrollIntoView({ inline: "center", block: "nearest" });
-  document.querySelector("main").focus();
+  showLink(app.querySelector("[aria-current]"));
+}
+
+// On a phone the pages' names are wider than the screen. scrollIntoView would have Tab begin here.
+function showLink(link) {
+  const nav = link.parentElement;
+  nav.scrollLeft = link.offsetLeft - nav.offsetLeft - (nav.clientWidth - link.clientWidth) / 2;
 }
 
 function showLogin(why) {
@@ -94,7 +99,11 @@ function textOf(error) {
   return `${error.message} ${since ? `What is shown is ${since} s old. ` : ""}It is asked again every two seconds.`;
 }
 
-addEventListener("hashchange", open);
+addEventListener("hashchange", () => {
+  open();
+  // Whoever goes to another page reads on there; at the first one the way begins at its top.
+  document.querySelector("main").focus();
+});
 document.querySelector(".skip").addEventListener("click", (event) => {
   event.preventDefault();
   document.getElementById("main")?.focus();

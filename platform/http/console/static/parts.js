@@ -36,13 +36,17 @@ export function table({ caption, columns, rows, keyOf, empty = "None." }) {
 }
 
 export function section(title, ...children) {
-  const id = `s-${title.toLowerCase().replace(/[^a-z0-9]+/g, "-")}`;
+  const id = `s-${slug(title)}`;
   return el(
     "section",
     { "aria-labelledby": id, "data-key": id },
     el("h2", { id }, title),
     children,
   );
+}
+
+function slug(text) {
+  return text.toLowerCase().replace(/[^a-z0-9]+/g, "-");
 }
 
 const KINDS = {
@@ -108,9 +112,19 @@ export function empty(text) {
   return el("p", { class: "empty" }, text);
 }
 
-// A field with its label; `control` is an input, a select or a textarea.
+// A field with its label, which no other of the page has; `control` is an input, a select or a
+// textarea.
 export function field(label, control, hint) {
-  return el("label", { class: "field" }, el("span", {}, label), hint && el("small", {}, hint), control);
+  const id = `f-${slug(label)}`;
+  control.id = id;
+  if (hint) control.setAttribute("aria-describedby", `${id}-hint`);
+  return el(
+    "div",
+    { class: "field" },
+    el("label", { for: id }, label),
+    hint && el("small", { id: `${id}-hint` }, hint),
+    control,
+  );
 }
 
 export function select(name, values, chosen, properties = {}) {

@@ -264,6 +264,7 @@ class MadeUp:
         self.away = False
         """Whether each request for what there is is refused as by a controller that restarts."""
         self._turns = itertools.count(2)
+        self.url = ""
         self.app = Starlette(
             routes=[
                 *console_routes(),

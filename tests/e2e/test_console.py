@@ -1,0 +1,118 @@
+"""The web console in a real browser, of a platform that runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.browser import DESKTOP, PHONE, browser, check_readable, log_in, open_page, tab
+from tests.e2e.conftest import COLD, HOT, OFFLINE, Platform
+
+pytestmark = pytest.mark.e2e
+
+PAGES = {
+    "fleet": ("Fleet", "core1"),
+    "models": ("Models", HOT),
+    f"models/{HOT}": (HOT, "load_aware"),
+    "chat": ("Chat", "Message"),
+    "requests": ("Requests", "In engines"),
+    "plans": ("Plans", "Loads of devices"),
+    "kv": ("KV store", "By model"),
+    "batches": ("Batches", OFFLINE),
+    "keys": ("Keys and usage", "narrow"),
+    "events": ("Events", "Only those with"),
+}
+PICTURES = os.environ.get("LOOMSERVE_CONSOLE_PICTURES")
+"""A folder for pictures of the pages, as docs/console.md shows them; none: the test's own."""
+
+
+@pytest.fixture(scope="module", name="running")
+def chromium() -> Iterator[Any]:
+    with browser() as running:
+        yield running
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    folder = Path(PICTURES) if PICTURES else tmp_path
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def ask_in_chat(page: Any, platform: Platform, text: str) -> Any:
+    """The article of the answer, which has come to its end."""
+    page.get_by_label("Model", exact=True).select_option(HOT)
+    page.get_by_label("API key").fill(platform.key)
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+    answer = page.get_by_role("article", name=HOT).last
+    answer.get_by_text("of answer").wait_for()
+    return answer
+
+
+def test_an_answer_streams_into_the_chat(running: Any, platform: Platform, pictures: Path) -> None:
+    with tab(running, platform.url, **DESKTOP) as page:
+        log_in(page, platform.admin_token)
+        open_page(page, "chat", "Chat")
+        page.get_by_text("How it answers").click()
+        page.get_by_label("Most tokens").fill("48")
+        page.get_by_label("Temperature").fill("0")
+        answer = ask_in_chat(page, platform, "What is the capital of France?")
+        assert "Paris" in answer.inner_text()
+        assert "first token after" in answer.inner_text()
+        page.get_by_text("How it answers").click()
+        check_readable(page)
+        page.screenshot(path=pictures / "chat-with-answer.png")
+
+
+def test_without_a_key_the_chat_says_so(running: Any, platform: Platform) -> None:
+    with tab(running, platform.url) as page:
+        log_in(page, platform.admin_token)
+        open_page(page, "chat", "Chat")
+        page.get_by_label("Message", exact=True).fill("Hello")
+        page.keyboard.press("Enter")
+        page.get_by_text("Give one of its API keys.").wait_for()
+
+
+@pytest.mark.parametrize(
+    ("options", "suffix"), [(DESKTOP, ""), (PHONE, "-phone")], ids=["desktop", "phone"]
+)
+def test_each_page_shows_the_platform_and_can_be_read(
+    running: Any, platform: Platform, pictures: Path, options: dict[str, Any], suffix: str
+) -> None:
+    with tab(running, platform.url, **options) as page:
+        log_in(page, platform.admin_token)
+        for name, (heading, text) in PAGES.items():
+            open_page(page, name, heading)
+            page.get_by_text(text, exact=True).first.wait_for()
+            check_readable(page)
+            picture = name.replace(f"/{HOT}", "-one") + suffix
+            page.screenshot(path=pictures / f"{picture}.png", full_page=True)
+
+
+def test_a_model_sleeps_and_wakes_by_the_console(running: Any, platform: Platform) -> None:
+    with tab(running, platform.url, **DESKTOP) as page:
+        log_in(page, platform.admin_token)
+        open_page(page, "models", "Models")
+        row = page.get_by_role("row", name=COLD)
+        row.get_by_role("button", name=f"Have {COLD} sleep").click()
+        row.get_by_text("asleep").wait_for()
+        row.get_by_role("button", name=f"Wake {COLD}").click()
+        row.get_by_text("ready").wait_for()
+        open_page(page, "events", "Events")
+        page.get_by_label("Only those with").fill(COLD)
+        page.get_by_role("row", name="asleep").first.wait_for()
+
+
+def test_a_plan_is_asked_for_by_the_console(running: Any, platform: Platform) -> None:
+    with tab(running, platform.url, **DESKTOP) as page:
+        log_in(page, platform.admin_token)
+        open_page(page, "plans", "Plans")
+        page.get_by_role("button", name="What would move now?").click()
+        # Devices are not profiled, and the answer says so.
+        page.get_by_role("heading", name="Nothing would be moved").wait_for()
+        check_readable(page)
