@@ -455,7 +455,8 @@ def _greet(config: Config, say: Say) -> None:
     say(f"try it:\n  curl {url}/v1/chat/completions{headers} \\\n    -d '{body}'")
     if not config.server.asks_for_keys:
         say(_first_answer(url, body, trust_of(config.server)))
-    say(f"see it work: loomserve status --watch --url {url}   ·   stop: Ctrl-C")
+    console = f"{url}/console   ·   " if config.server.console else ""
+    say(f"see it work: {console}loomserve status --watch --url {url}   ·   stop: Ctrl-C")
 
 
 def _first_answer(url: str, body: str, trust: ssl.SSLContext | None = None) -> str:

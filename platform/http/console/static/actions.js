@@ -10,8 +10,8 @@ export function afterEachChange(look) {
   afterwards = look;
 }
 
-// A button that asks the admin API for a change: `change` gives [path, options], or undefined to
-// leave it. `confirm`: a question that is asked first. `done`: what is said when it has been done.
+// A button that asks the admin API for a change: `change` gives [path, options]. `confirm`: a
+// question that is asked first. `done`: what is said when it has been done.
 export function changeButton(text, change, { confirm, done, kind = "plain", label, disabled } = {}) {
   return el(
     "button",
@@ -20,10 +20,11 @@ export function changeButton(text, change, { confirm, done, kind = "plain", labe
       class: kind,
       "aria-label": label,
       disabled,
-      onclick: async () => {
+      onclick: async ({ currentTarget: button }) => {
         if (confirm && !(await confirmed(confirm, text))) return;
-        const given = change();
-        if (given) await carryOut(given, done ?? `${label ?? text}: done.`);
+        button.disabled = true; // no change is asked for twice
+        await carryOut(change(), done ?? `${label ?? text}: done.`);
+        button.disabled = false;
       },
     },
     text,

@@ -18,7 +18,7 @@ export function show({ state }, redraw, asked) {
     heading("Chat", "With a model as clients see it, over the OpenAI API."),
     el(
       "div",
-      { class: "talk", "aria-busy": stopping ? "true" : "false" },
+      { class: "talk", role: "log", "aria-label": "Conversation", "aria-busy": stopping ? "true" : "false" },
       turns.map(turn),
     ),
     el(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import posixpath
 import re
+import tomllib
+from pathlib import Path
 
 import httpx
 import pytest
@@ -17,6 +19,7 @@ from loomserve.platform.config import Server
 from loomserve.platform.http.console.files import FOLDER, ConsoleFiles, console_routes, read_files
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware
 
+ROOT = Path(__file__).parents[5]
 FILES = read_files()
 PAGES = [name for name in FILES if name.startswith("pages/")]
 STRANGE = [
@@ -65,6 +68,14 @@ def test_a_file_is_what_it_is_and_may_do_no_more_than_it_must(name: str) -> None
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
     assert answer.headers["cache-control"] == "no-cache"
+
+
+def test_every_file_is_in_the_package() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["loomserve.platform.http.console"]
+    folder = FOLDER.parent
+    packed = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    assert {path.relative_to(FOLDER).as_posix() for path in packed} == set(FILES)
 
 
 def test_types_are_those_that_browsers_run() -> None:
