@@ -18,7 +18,9 @@ from starlette.types import Receive
 
 from loomserve.deployments.gateway.admin import build_admin_api
 from loomserve.deployments.kvstore.admin import build_kv_router
+from loomserve.platform.access.admin import build_keys_router
 from loomserve.platform.access.keys import hash_key
+from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.base.errors import Conflict, Unavailable
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.admin import build_batch_router
@@ -69,6 +71,7 @@ def built(remote: Callable[..., Awaitable[Any]]) -> FastAPI:
         build_kv_router(None, tuple, _pin),
         build_batch_router(_away),
         build_usage_router(usage),
+        build_keys_router(LiveKeys(Server()), asked_for=False),
     )
 
 

@@ -23,7 +23,7 @@ export function show(data, redraw, id) {
     heading("Plans", "Moving work from hot devices to cold ones.", modeSelect(rebalancing), pauseButton(rebalancing)),
     rebalancing.problem && notice(rebalancing.problem, "bad"),
     loads(rebalancing),
-    proposing(state, redraw),
+    proposing(state, plans, redraw),
     history(plans),
     counts(rebalancing),
   ];
@@ -70,7 +70,7 @@ function planLink(id) {
   return el("a", { href: `#/plans/${encodeURIComponent(id)}` }, id);
 }
 
-function proposing(state, redraw) {
+function proposing(state, plans, redraw) {
   const propose = async (body) => {
     made = await carryOut(["plans", { method: "POST", body, timeoutMs: 60_000 }], (answer) =>
       answer.plan ? `${answer.plan.id} is proposed; nothing moves before it is applied.` : "Nothing would be moved.",
@@ -85,8 +85,14 @@ function proposing(state, redraw) {
       el("button", { type: "button", class: "primary", onclick: () => propose({}) }, "What would move now?"),
     ),
     actionForm(state, propose, redraw),
-    made && outcome(made),
+    made && outcome(asItIs(made, plans)),
   );
+}
+
+// A plan that was made may have been applied since.
+function asItIs(answer, { plans = [] }) {
+  const known = plans.find((plan) => plan.id === answer.plan?.id);
+  return known ? { ...answer, plan: { ...answer.plan, status: known.status } } : answer;
 }
 
 function history(plans) {
