@@ -43,11 +43,16 @@ def tab(running: Any, url: str, **options: Any) -> Iterator[Any]:
     page = context.new_page()
     page.set_default_timeout(30_000)
     wrong: list[str] = []
+    lost: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
     page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+    page.on("requestfailed", lambda asked: lost.append(f"{asked.url}: {asked.failure}"))
     try:
         page.goto(f"{url}/console")
-        page.get_by_label("Admin token").wait_for()
+        try:
+            page.get_by_label("Admin token").wait_for()
+        except Exception as error:
+            raise AssertionError(f"the console did not start: {wrong + lost}") from error
         yield page
         grave = [each for each in wrong if not each.startswith(LEFT_OUT)]
         assert not grave, grave

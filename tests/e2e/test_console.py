@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.browser import DESKTOP, PHONE, browser, check_readable, log_in, open_page, tab
-from tests.e2e.conftest import COLD, HOT, OFFLINE, Platform
+from tests.e2e.conftest import COLD, HOT, OFFLINE, Platform, stream
 
 pytestmark = pytest.mark.e2e
 
@@ -26,6 +29,7 @@ PAGES = {
     "keys": ("Keys and usage", "narrow"),
     "events": ("Events", "Only those with"),
 }
+SOME_TOKENS = "Number(document.querySelectorAll('.total strong')[2].textContent) > 0"
 PICTURES = os.environ.get("LOOMSERVE_CONSOLE_PICTURES")
 """A folder for pictures of the pages, as docs/console.md shows them; none: the test's own."""
 
@@ -41,6 +45,25 @@ def pictures(tmp_path: Path) -> Path:
     folder = Path(PICTURES) if PICTURES else tmp_path
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+@contextmanager
+def streams(platform: Platform) -> Iterator[None]:
+    """Some clients of both models, until the end of the block."""
+    ended = threading.Event()
+
+    def ask_on(model: str) -> None:
+        while not ended.is_set():
+            stream(platform, model, "Once upon a time", 60)
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(ask_on, model) for model in (HOT, HOT, HOT, COLD)]
+        try:
+            yield
+        finally:
+            ended.set()
+    for each in asking:
+        each.result()
 
 
 def ask_in_chat(page: Any, platform: Platform, text: str) -> Any:
@@ -84,8 +107,10 @@ def test_without_a_key_the_chat_says_so(running: Any, platform: Platform) -> Non
 def test_each_page_shows_the_platform_and_can_be_read(
     running: Any, platform: Platform, pictures: Path, options: dict[str, Any], suffix: str
 ) -> None:
-    with tab(running, platform.url, **options) as page:
+    with streams(platform), tab(running, platform.url, **options) as page:
         log_in(page, platform.admin_token)
+        open_page(page, "fleet", "Fleet")
+        page.wait_for_function(SOME_TOKENS)
         for name, (heading, text) in PAGES.items():
             open_page(page, name, heading)
             page.get_by_text(text, exact=True).first.wait_for()

@@ -22,6 +22,11 @@ export function showPlan(id, redraw) {
   ];
 }
 
+// What is not measured, or not fit to decide on.
+export function missing({ subject, why }) {
+  return `Missing: ${subject} (${why}).`;
+}
+
 // What a request for a plan has come to.
 export function outcome({ plan, flaws = [], rejected = [] }) {
   return el(
@@ -31,7 +36,7 @@ export function outcome({ plan, flaws = [], rejected = [] }) {
       ? [el("h3", {}, el("a", { href: `#/plans/${encodeURIComponent(plan.id)}` }, plan.id), " ", badge(plan.status)), planButtons(plan), contents(plan)]
       : [
           el("h3", {}, "Nothing would be moved"),
-          flaws.map((flaw) => notice(`${flaw.subject} is ${flaw.why}.`)),
+          flaws.map((flaw) => notice(missing(flaw))),
           whyNot(rejected),
         ],
   );

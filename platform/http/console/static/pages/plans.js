@@ -7,7 +7,7 @@ import { el } from "../dom.js";
 import { moment, number, percent } from "../format.js";
 import { badge, bar, field, heading, notice, section, select, table } from "../parts.js";
 import { actionForm } from "../action_form.js";
-import { outcome, showPlan } from "../plan.js";
+import { missing, outcome, showPlan } from "../plan.js";
 import { planButtons } from "../plan_buttons.js";
 
 export const title = "Plans";
@@ -51,7 +51,7 @@ function loads({ devices, flaws, paused, running }) {
     "Loads of devices",
     paused && notice("It is paused: no action begins."),
     running && el("p", {}, "Under way: ", planLink(running)),
-    flaws.length ? notice(`No plan can be made just now. ${flaws.map((flaw) => `${flaw.subject} is ${flaw.why}`).join("; ")}.`) : null,
+    flaws.length ? notice(`No plan can be made just now. ${flaws.map(missing).join(" ")}`) : null,
     table({
       columns: [
         ["device", (device) => device.device],
