@@ -12,7 +12,11 @@ export function afterEachChange(look) {
 
 // A button that asks the admin API for a change: `change` gives [path, options]. `confirm`: a
 // question that is asked first. `done`: what is said when it has been done.
-export function changeButton(text, change, { confirm, done, kind = "plain", label, disabled } = {}) {
+export function changeButton(
+  text,
+  change,
+  { confirm, done, kind = "plain", label, disabled } = {},
+) {
   return el(
     "button",
     {
@@ -52,7 +56,11 @@ export function say(text, kind = "plain") {
     "div",
     { class: `toast ${kind}` },
     el("p", {}, text),
-    el("button", { type: "button", class: "quiet", "aria-label": "Close", onclick: () => toast.remove() }, "×"),
+    el(
+      "button",
+      { type: "button", class: "quiet", "aria-label": "Close", onclick: () => toast.remove() },
+      "×",
+    ),
   );
   const all = document.getElementById("toasts");
   all.append(toast);
@@ -69,7 +77,11 @@ function confirmed(question, text) {
       el(
         "div",
         { class: "buttons" },
-        el("button", { type: "button", class: "plain", autofocus: true, onclick: () => dialog.close("") }, "Leave it"),
+        el(
+          "button",
+          { type: "button", class: "plain", autofocus: true, onclick: () => dialog.close("") },
+          "Leave it",
+        ),
         el("button", { type: "button", class: "danger", onclick: () => dialog.close("yes") }, text),
       ),
     );

@@ -100,7 +100,10 @@ async function send(path, options) {
   } catch (error) {
     if (error.name === "AbortError") throw error;
     const late = error.name === "TimeoutError";
-    throw new ApiError(late ? "The platform did not answer in time." : "The platform cannot be reached.", 0);
+    throw new ApiError(
+      late ? "The platform did not answer in time." : "The platform cannot be reached.",
+      0,
+    );
   }
 }
 

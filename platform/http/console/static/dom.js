@@ -7,9 +7,7 @@ const HANDLERS = ["onclick", "onchange", "oninput", "onsubmit", "onkeydown"];
 // An element. Functions among the properties are handlers, all else are attributes; null, undefined
 // and false leave one out. Children are nodes, texts, numbers, or lists of them.
 export function el(tag, properties = {}, ...children) {
-  const node = SVG_TAGS.has(tag)
-    ? document.createElementNS(SVG, tag)
-    : document.createElement(tag);
+  const node = SVG_TAGS.has(tag) ? document.createElementNS(SVG, tag) : document.createElement(tag);
   for (const [name, value] of Object.entries(properties)) {
     if (value === null || value === undefined || value === false) continue;
     if (typeof value === "function") node[name] = value;

@@ -29,7 +29,8 @@ export function seconds(value) {
   if (Math.abs(value) < 1) return `${number(1e3 * value, value < 0.01 ? 1 : 0)}\u00a0ms`;
   if (value < 60) return `${number(value, 1)}\u00a0s`;
   if (value < 3600) return `${Math.floor(value / 60)}\u00a0min ${Math.round(value % 60)}\u00a0s`;
-  if (value < 86400) return `${Math.floor(value / 3600)}\u00a0h ${Math.floor((value % 3600) / 60)}\u00a0min`;
+  if (value < 86400)
+    return `${Math.floor(value / 3600)}\u00a0h ${Math.floor((value % 3600) / 60)}\u00a0min`;
   return `${Math.floor(value / 86400)}\u00a0d ${Math.floor((value % 86400) / 3600)}\u00a0h`;
 }
 

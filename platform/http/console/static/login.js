@@ -35,7 +35,14 @@ export function loginPage(entered, why) {
       { onsubmit: enter },
       field(
         "Admin token",
-        el("input", { name: "token", type: "password", autocomplete: "off", spellcheck: "false", required: true, autofocus: true }),
+        el("input", {
+          name: "token",
+          type: "password",
+          autocomplete: "off",
+          spellcheck: "false",
+          required: true,
+          autofocus: true,
+        }),
         "Of a platform on this machine: cat ~/.cache/loomserve/admin-token",
       ),
       problem,

@@ -22,6 +22,8 @@ const PAGES = { fleet, models, chat, requests, plans, kv, batches, keys, events 
 const app = document.getElementById("app");
 let live = null;
 let current = null;
+// Why the platform did not answer last; null: it did.
+let away = null;
 
 function route() {
   const [name, ...rest] = location.hash.replace(/^#\/?/, "").split("/");
@@ -44,11 +46,18 @@ function open() {
   }
   const { name, rest } = route();
   const page = PAGES[name];
-  current = { name, rest, page };
+  current = { rest, page };
+  away = null;
   document.title = `${page.title} · Loomserve`;
   app.replaceChildren(frame(name));
-  const drawn = page;
-  live = new Live(page.paths, (away) => drawn === current.page && draw(away), () => showLogin("The token is no longer right."));
+  live = new Live(
+    page.paths,
+    (error) => {
+      away = error;
+      draw();
+    },
+    () => showLogin("The token is no longer right."),
+  );
   afterEachChange(() => live.look());
   showLink(app.querySelector("[aria-current]"));
 }
@@ -78,7 +87,12 @@ function frame(name) {
     el(
       "header",
       { class: "side" },
-      el("a", { class: "brand", href: "#/fleet" }, el("img", { src: "icon.svg", alt: "", width: 24, height: 24 }), "Loomserve"),
+      el(
+        "a",
+        { class: "brand", href: "#/fleet" },
+        el("img", { src: "icon.svg", alt: "", width: 24, height: 24 }),
+        "Loomserve",
+      ),
       el("nav", { "aria-label": "Pages" }, links),
       el("button", { type: "button", class: "quiet leave", onclick: () => showLogin() }, "Leave"),
     ),
@@ -86,15 +100,20 @@ function frame(name) {
   );
 }
 
-function draw(away = null) {
-  if (!current || !live) return;
+function draw() {
+  if (!current) return;
   const known = Object.keys(current.page.paths).every((name) => name in live.data);
-  const shown = known ? current.page.show(live.data, () => draw(), current.rest) : [];
-  const fresh = el("main", { id: "main", tabindex: "-1" }, away && notice(textOf(away), "bad"), shown);
+  const shown = known ? current.page.show(live.data, draw, current.rest) : [];
+  const fresh = el(
+    "main",
+    { id: "main", tabindex: "-1" },
+    away && notice(saying(away), "bad"),
+    shown,
+  );
   morph(document.getElementById("main"), fresh);
 }
 
-function textOf(error) {
+function saying(error) {
   const since = live.lastAnswer && Math.round((Date.now() - live.lastAnswer) / 1000);
   return `${error.message} ${since ? `What is shown is ${since} s old. ` : ""}It is asked again every two seconds.`;
 }

@@ -5,13 +5,29 @@ import { inPath } from "./api.js";
 import { el } from "./dom.js";
 import { bytes, number, percent } from "./format.js";
 import { pastRates, tokensPerSecond } from "./history.js";
-import { badge, bar, facts, field, heading, notice, section, select, spark, table, valuesOf } from "./parts.js";
+import {
+  badge,
+  bar,
+  facts,
+  field,
+  heading,
+  notice,
+  section,
+  select,
+  spark,
+  table,
+  valuesOf,
+} from "./parts.js";
 import { presenceButtons } from "./presence.js";
 
 export function showModel(state, name) {
   const model = state.models.find((each) => each.name === name);
   if (!model) {
-    return [heading(name), notice(`There is no model ${name} any more.`), el("a", { href: "#/models" }, "All models")];
+    return [
+      heading(name),
+      notice(`There is no model ${name} any more.`),
+      el("a", { href: "#/models" }, "All models"),
+    ];
   }
   const ids = model.replicas.map((replica) => replica.id);
   return [
@@ -22,7 +38,14 @@ export function showModel(state, name) {
       ["context", model.max_model_len && `${number(model.max_model_len)} tokens`],
       ["devices", model.devices.join(", ") || "–"],
       ["routing", model.router],
-      ["tokens/s", [number(tokensPerSecond(ids)), " ", spark(pastRates(ids), "Tokens a second over the last minutes")]],
+      [
+        "tokens/s",
+        [
+          number(tokensPerSecond(ids)),
+          " ",
+          spark(pastRates(ids), "Tokens a second over the last minutes"),
+        ],
+      ],
       model.placement ? ["why there", model.placement] : null,
     ]),
     el("p", {}, el("a", { href: `#/chat/${encodeURIComponent(name)}` }, "Try it")),
@@ -49,18 +72,38 @@ function replicas(model) {
     table({
       columns: [
         ["replica", (replica) => el("code", {}, replica.id)],
-        ["device", (replica) => replica.stages.length ? replica.stages.map((stage) => `${stage.device} (${stage.layers} layers)`).join(", ") : replica.device],
-        ["state", (replica) => badge(replica.draining ? "draining" : replica.asleep ? "asleep" : "ready")],
+        [
+          "device",
+          (replica) =>
+            replica.stages.length
+              ? replica.stages.map((stage) => `${stage.device} (${stage.layers} layers)`).join(", ")
+              : replica.device,
+        ],
+        [
+          "state",
+          (replica) => badge(replica.draining ? "draining" : replica.asleep ? "asleep" : "ready"),
+        ],
         ["role", (replica) => roleSelect(replica)],
         ["running", (replica) => number(replica.load?.running), { number: true }],
         ["waiting", (replica) => number(replica.load?.waiting), { number: true }],
-        ["KV", (replica) => bar(replica.load?.kv_cache_usage, `KV memory of ${replica.id}`, percent(replica.load?.kv_cache_usage))],
+        [
+          "KV",
+          (replica) =>
+            bar(
+              replica.load?.kv_cache_usage,
+              `KV memory of ${replica.id}`,
+              percent(replica.load?.kv_cache_usage),
+            ),
+        ],
         ["preempted", preempted],
         ["", drainButton],
       ],
       rows: model.replicas,
       keyOf: (replica) => replica.id,
-      empty: model.status === "unloaded" ? "It has no engine; a request for it loads one." : "No engine runs.",
+      empty:
+        model.status === "unloaded"
+          ? "It has no engine; a request for it loads one."
+          : "No engine runs.",
     }),
   );
 }
@@ -68,7 +111,9 @@ function replicas(model) {
 function preempted({ load }) {
   const of = load?.scheduling;
   if (!of) return "–";
-  const swap = of.swap_capacity_bytes ? `, ${bytes(of.swap_used_bytes)} of ${bytes(of.swap_capacity_bytes)} of swap` : "";
+  const swap = of.swap_capacity_bytes
+    ? `, ${bytes(of.swap_used_bytes)} of ${bytes(of.swap_capacity_bytes)} of swap`
+    : "";
   return `${number(of.swapped_out)} swapped, ${number(of.recomputed)} computed again${swap}`;
 }
 
@@ -77,7 +122,10 @@ function roleSelect(replica) {
     "aria-label": `Role of ${replica.id}`,
     onchange: (event) =>
       carryOut(
-        [`replicas/${inPath(replica.id)}/role`, { method: "PUT", body: { role: event.target.value } }],
+        [
+          `replicas/${inPath(replica.id)}/role`,
+          { method: "PUT", body: { role: event.target.value } },
+        ],
         `Its role is ${event.target.value}.`,
       ),
   });
@@ -98,19 +146,44 @@ function scaling({ name, target_replicas: target, scaling: load }) {
   const path = `models/${inPath(name)}/replicas`;
   return section(
     "How many replicas",
-    load && el("p", {}, load.fixed ? `An operator has set ${target}; load has no say. ` : `As many as its load asks for, ${load.min} to ${load.max}. `, load.why),
+    load &&
+      el(
+        "p",
+        {},
+        load.fixed
+          ? `An operator has set ${target}; load has no say. `
+          : `As many as its load asks for, ${load.min} to ${load.max}. `,
+        load.why,
+      ),
     el(
       "form",
       {
         class: "row",
         onsubmit: (event) => {
           const { replicas } = valuesOf(event);
-          void carryOut([path, { method: "PUT", body: { replicas: Number(replicas) } }], `${name} will have ${replicas}.`);
+          void carryOut(
+            [path, { method: "PUT", body: { replicas: Number(replicas) } }],
+            `${name} will have ${replicas}.`,
+          );
         },
       },
-      field("Replicas", el("input", { name: "replicas", type: "number", min: 1, max: 1000, value: target, required: true })),
+      field(
+        "Replicas",
+        el("input", {
+          name: "replicas",
+          type: "number",
+          min: 1,
+          max: 1000,
+          value: target,
+          required: true,
+        }),
+      ),
       el("button", { type: "submit", class: "primary" }, "Set"),
-      load && changeButton("Leave it to the load", () => [path, { method: "PUT", body: { replicas: "auto" } }]),
+      load &&
+        changeButton("Leave it to the load", () => [
+          path,
+          { method: "PUT", body: { replicas: "auto" } },
+        ]),
     ),
   );
 }
@@ -124,12 +197,24 @@ function adapters(model) {
         ["adapter", (adapter) => adapter.name],
         ["source", (adapter) => adapter.source],
         ["rank", (adapter) => number(adapter.rank), { number: true }],
-        ["replicas that have it", (adapter) => `${adapter.replicas.length} of ${model.replicas.length}`, { number: true }],
+        [
+          "replicas that have it",
+          (adapter) => `${adapter.replicas.length} of ${model.replicas.length}`,
+          { number: true },
+        ],
         ["", (adapter) => adapter.message],
-        ["", (adapter) => changeButton("Unload", () => [`${path}/${inPath(adapter.name)}`, { method: "DELETE" }], {
-          label: `Unload the adapter ${adapter.name}`,
-          confirm: `Unload the adapter ${adapter.name}? Requests for it that run go on.`,
-        })],
+        [
+          "",
+          (adapter) =>
+            changeButton(
+              "Unload",
+              () => [`${path}/${inPath(adapter.name)}`, { method: "DELETE" }],
+              {
+                label: `Unload the adapter ${adapter.name}`,
+                confirm: `Unload the adapter ${adapter.name}? Requests for it that run go on.`,
+              },
+            ),
+        ],
       ],
       rows: model.adapters,
       keyOf: (adapter) => adapter.name,
@@ -145,11 +230,18 @@ function adapters(model) {
           class: "row",
           onsubmit: (event) => {
             const { name, source } = valuesOf(event);
-            void carryOut([`${path}/${inPath(name)}`, { method: "PUT", body: { source } }], `${name} can be asked for.`);
+            void carryOut(
+              [`${path}/${inPath(name)}`, { method: "PUT", body: { source } }],
+              `${name} can be asked for.`,
+            );
           },
         },
         field("Name", el("input", { name: "name", required: true })),
-        field("Source", el("input", { name: "source", required: true }), "A PEFT folder, or a hub id"),
+        field(
+          "Source",
+          el("input", { name: "source", required: true }),
+          "A PEFT folder, or a hub id",
+        ),
         el("button", { type: "submit", class: "primary" }, "Load"),
       ),
     ),

@@ -20,7 +20,11 @@ export function table({ caption, columns, rows, keyOf, empty = "None." }) {
       columns.map(([name, show, options]) =>
         el(
           "td",
-          { role: "cell", "data-label": name, class: name ? options?.number && "number" : "actions" },
+          {
+            role: "cell",
+            "data-label": name,
+            class: name ? options?.number && "number" : "actions",
+          },
           el("span", { class: "value" }, show(row)),
         ),
       ),
@@ -51,10 +55,37 @@ function slug(text) {
 
 const KINDS = {
   good: ["ready", "up", "done", "completed", "open", "cold", "unified"],
-  busy: ["loading", "waking", "running", "settling", "aborting", "draining", "in_progress",
-    "validating", "finalizing", "leaving", "returning", "away", "proposed", "probing", "begun"],
-  quiet: ["asleep", "unloaded", "unloading", "drained", "replaced", "cancelled", "left", "pending",
-    "aborted", "off", "home", "switched"],
+  busy: [
+    "loading",
+    "waking",
+    "running",
+    "settling",
+    "aborting",
+    "draining",
+    "in_progress",
+    "validating",
+    "finalizing",
+    "leaving",
+    "returning",
+    "away",
+    "proposed",
+    "probing",
+    "begun",
+  ],
+  quiet: [
+    "asleep",
+    "unloaded",
+    "unloading",
+    "drained",
+    "replaced",
+    "cancelled",
+    "left",
+    "pending",
+    "aborted",
+    "off",
+    "home",
+    "switched",
+  ],
   bad: ["failed", "degraded", "down", "hot", "stopped", "eject", "expired", "late"],
 };
 
@@ -76,7 +107,12 @@ export function bar(share, label, text) {
     { class: "bar" },
     el(
       "svg",
-      { viewBox: "0 0 100 8", preserveAspectRatio: "none", role: "img", "aria-label": `${label}: ${text}` },
+      {
+        viewBox: "0 0 100 8",
+        preserveAspectRatio: "none",
+        role: "img",
+        "aria-label": `${label}: ${text}`,
+      },
       el("rect", { class: "trough", width: 100, height: 8, rx: 2 }),
       el("rect", { class: kind, width: 100 * width, height: 8, rx: 2 }),
     ),
@@ -87,10 +123,18 @@ export function bar(share, label, text) {
 // The last values as a line; the newest is at the right.
 export function spark(values, label) {
   const most = Math.max(1e-9, ...values);
-  const points = values.map((value, at) => `${(100 * (at + 60 - values.length)) / 59},${23 - (22 * value) / most}`);
+  const points = values.map(
+    (value, at) => `${(100 * (at + 60 - values.length)) / 59},${23 - (22 * value) / most}`,
+  );
   return el(
     "svg",
-    { class: "spark", viewBox: "0 0 100 24", preserveAspectRatio: "none", role: "img", "aria-label": label },
+    {
+      class: "spark",
+      viewBox: "0 0 100 24",
+      preserveAspectRatio: "none",
+      role: "img",
+      "aria-label": label,
+    },
     values.length > 1 && el("polyline", { points: points.join(" ") }),
   );
 }
@@ -100,7 +144,9 @@ export function facts(pairs) {
   return el(
     "dl",
     { class: "facts" },
-    pairs.filter(Boolean).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))),
+    pairs
+      .filter(Boolean)
+      .map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))),
   );
 }
 
@@ -141,7 +187,10 @@ export function select(name, values, chosen, properties = {}) {
 // The fields of the form that an event came from, by name, trimmed; empty ones are left out.
 export function valuesOf(event) {
   event.preventDefault();
-  const entries = [...new FormData(event.currentTarget)].map(([name, value]) => [name, value.trim()]);
+  const entries = [...new FormData(event.currentTarget)].map(([name, value]) => [
+    name,
+    value.trim(),
+  ]);
   return Object.fromEntries(entries.filter(([, value]) => value !== ""));
 }
 

@@ -15,7 +15,12 @@ export function showPlan(id, redraw) {
   void refresh(id, redraw);
   const { plan, problem } = shown;
   return [
-    heading(id, plan && `Made ${moment(plan.created)} by the ${plan.origin}`, plan && badge(plan.status), plan && planButtons(plan)),
+    heading(
+      id,
+      plan && `Made ${moment(plan.created)} by the ${plan.origin}`,
+      plan && badge(plan.status),
+      plan && planButtons(plan),
+    ),
     el("p", {}, el("a", { href: "#/plans" }, "All plans")),
     problem && notice(problem, "bad"),
     plan && contents(plan),
@@ -33,7 +38,17 @@ export function outcome({ plan, flaws = [], rejected = [] }) {
     "div",
     { class: "card outcome" },
     plan
-      ? [el("h3", {}, el("a", { href: `#/plans/${encodeURIComponent(plan.id)}` }, plan.id), " ", badge(plan.status)), planButtons(plan), contents(plan)]
+      ? [
+          el(
+            "h3",
+            {},
+            el("a", { href: `#/plans/${encodeURIComponent(plan.id)}` }, plan.id),
+            " ",
+            badge(plan.status),
+          ),
+          planButtons(plan),
+          contents(plan),
+        ]
       : [
           el("h3", {}, "Nothing would be moved"),
           flaws.map((flaw) => notice(missing(flaw))),
@@ -79,7 +94,13 @@ function steps(plan) {
       ["what", (step) => describe(step.action)],
       ["from", (step) => step.source],
       ["to", (step) => step.target],
-      ["status", (step) => [badge(step.status), step.message && el("small", { class: "block" }, step.message)]],
+      [
+        "status",
+        (step) => [
+          badge(step.status),
+          step.message && el("small", { class: "block" }, step.message),
+        ],
+      ],
       ["gain", (step) => both(step, "gain", (value) => percent(value, 1)), { number: true }],
       ["cost", (step) => both(step, "cost_s", seconds), { number: true }],
       ["pause", (step) => both(step, "pause_s", seconds), { number: true }],
@@ -92,7 +113,9 @@ function steps(plan) {
 
 // As predicted, and as it really was.
 function both({ predicted, real }, name, shown_as) {
-  return real ? `${shown_as(predicted[name])}, really ${shown_as(real[name])}` : shown_as(predicted[name]);
+  return real
+    ? `${shown_as(predicted[name])}, really ${shown_as(real[name])}`
+    : shown_as(predicted[name]);
 }
 
 function whyNot(rejected) {

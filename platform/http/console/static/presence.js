@@ -8,9 +8,17 @@ export function presenceButtons({ name, status }) {
   const change = (what) => () => [`models/${inPath(name)}/${what}`, { method: "POST" }];
   const there = ["ready", "degraded"].includes(status);
   return [
-    there && changeButton("Sleep", change("sleep"), { label: `Have ${name} sleep`, done: `${name} gives its memory back.` }),
+    there &&
+      changeButton("Sleep", change("sleep"), {
+        label: `Have ${name} sleep`,
+        done: `${name} gives its memory back.`,
+      }),
     ["asleep", "unloaded"].includes(status) &&
-      changeButton("Wake", change("wake"), { label: `Wake ${name}`, done: `${name} comes.`, kind: "primary" }),
+      changeButton("Wake", change("wake"), {
+        label: `Wake ${name}`,
+        done: `${name} comes.`,
+        kind: "primary",
+      }),
     (there || status === "asleep") &&
       changeButton("Unload", change("unload"), {
         label: `Unload ${name}`,

@@ -14,25 +14,42 @@ export function show({ lane }) {
   return [
     heading("Batches", `${plural(lane.batches.length, "batch", "batches")} under way`),
     facts([
-      ...Object.entries(lane.by_status).map(([status, count]) => [status.replaceAll("_", " "), number(count)]),
+      ...Object.entries(lane.by_status).map(([status, count]) => [
+        status.replaceAll("_", " "),
+        number(count),
+      ]),
       ["lines answered", number(lane.answered_lines)],
       ["lines failed", number(lane.failed_lines)],
       ["tried again", number(lane.retries)],
     ]),
     table({
       columns: [
-        ["batch", (batch) => [el("code", {}, batch.id), el("small", { class: "block" }, batch.endpoint)]],
+        [
+          "batch",
+          (batch) => [el("code", {}, batch.id), el("small", { class: "block" }, batch.endpoint)],
+        ],
         ["key", (batch) => batch.api_key || "–"],
-        ["status", (batch) => [badge(batch.status), batch.late && " ", batch.late && badge("late")]],
+        [
+          "status",
+          (batch) => [badge(batch.status), batch.late && " ", batch.late && badge("late")],
+        ],
         ["made", (batch) => moment(batch.created_at)],
         ["answered", progress],
         ["failed", (batch) => number(batch.failed), { number: true }],
         ["left", (batch) => seconds(batch.eta_s), { number: true }],
-        ["", (batch) => changeButton("Cancel", () => [`batches/${inPath(batch.id)}/cancel`, { method: "POST" }], {
-          label: `Cancel ${batch.id}`,
-          kind: "danger",
-          confirm: `Cancel ${batch.id}? What has been answered is kept.`,
-        })],
+        [
+          "",
+          (batch) =>
+            changeButton(
+              "Cancel",
+              () => [`batches/${inPath(batch.id)}/cancel`, { method: "POST" }],
+              {
+                label: `Cancel ${batch.id}`,
+                kind: "danger",
+                confirm: `Cancel ${batch.id}? What has been answered is kept.`,
+              },
+            ),
+        ],
       ],
       rows: lane.batches,
       keyOf: (batch) => batch.id,
@@ -56,7 +73,13 @@ function offline(models) {
     table({
       columns: [
         ["model", (model) => model.name],
-        ["state", (model) => [badge(model.ready ? "ready" : "loading"), model.problem && el("small", { class: "block" }, model.problem)]],
+        [
+          "state",
+          (model) => [
+            badge(model.ready ? "ready" : "loading"),
+            model.problem && el("small", { class: "block" }, model.problem),
+          ],
+        ],
         ["static batches", (model) => number(model.batches), { number: true }],
         ["split for want of memory", (model) => number(model.splits), { number: true }],
       ],

@@ -18,7 +18,12 @@ export function show({ state }, redraw, asked) {
     heading("Chat", "With a model as clients see it, over the OpenAI API."),
     el(
       "div",
-      { class: "talk", role: "log", "aria-label": "Conversation", "aria-busy": stopping ? "true" : "false" },
+      {
+        class: "talk",
+        role: "log",
+        "aria-label": "Conversation",
+        "aria-busy": stopping ? "true" : "false",
+      },
       turns.map(turn),
     ),
     el(
@@ -28,16 +33,51 @@ export function show({ state }, redraw, asked) {
         "div",
         { class: "row" },
         field("Model", select("model", names, names.includes(asked) ? asked : names[0])),
-        field("API key", el("input", { name: "key", type: "password", autocomplete: "off", value: session.apiKey }), "Only if the platform asks for keys; kept like the token"),
+        field(
+          "API key",
+          el("input", {
+            name: "key",
+            type: "password",
+            autocomplete: "off",
+            value: session.apiKey,
+          }),
+          "Only if the platform asks for keys; kept like the token",
+        ),
       ),
-      field("Message", el("textarea", { name: "text", rows: 3, required: true, onkeydown: sendOnEnter }), "Enter sends, Shift and Enter begin a line"),
+      field(
+        "Message",
+        el("textarea", { name: "text", rows: 3, required: true, onkeydown: sendOnEnter }),
+        "Enter sends, Shift and Enter begin a line",
+      ),
       el(
         "div",
         { class: "buttons" },
         stopping
-          ? el("button", { type: "button", class: "danger", "data-key": "stop", onclick: () => stopping?.abort() }, "Stop")
+          ? el(
+              "button",
+              {
+                type: "button",
+                class: "danger",
+                "data-key": "stop",
+                onclick: () => stopping?.abort(),
+              },
+              "Stop",
+            )
           : el("button", { type: "submit", class: "primary", "data-key": "send" }, "Send"),
-        turns.length > 0 && !stopping && el("button", { type: "button", class: "plain", onclick: () => { turns = []; redraw(); } }, "Begin anew"),
+        turns.length > 0 &&
+          !stopping &&
+          el(
+            "button",
+            {
+              type: "button",
+              class: "plain",
+              onclick: () => {
+                turns = [];
+                redraw();
+              },
+            },
+            "Begin anew",
+          ),
       ),
       el(
         "details",
@@ -46,8 +86,21 @@ export function show({ state }, redraw, asked) {
         el(
           "div",
           { class: "row" },
-          field("Most tokens", el("input", { name: "max_tokens", type: "number", min: 1, value: 200 })),
-          field("Temperature", el("input", { name: "temperature", type: "number", min: 0, max: 2, step: 0.1, value: 0.7 })),
+          field(
+            "Most tokens",
+            el("input", { name: "max_tokens", type: "number", min: 1, value: 200 }),
+          ),
+          field(
+            "Temperature",
+            el("input", {
+              name: "temperature",
+              type: "number",
+              min: 0,
+              max: 2,
+              step: 0.1,
+              value: 0.7,
+            }),
+          ),
         ),
         field("System message", el("textarea", { name: "system", rows: 2 })),
       ),
@@ -58,7 +111,9 @@ export function show({ state }, redraw, asked) {
 // Whether a model answers chats, only it can say.
 function namesOf(state) {
   return [
-    ...state.models.filter((model) => model.status !== "unloading").flatMap((model) => [model.name, ...model.adapters.map((each) => each.name)]),
+    ...state.models
+      .filter((model) => model.status !== "unloading")
+      .flatMap((model) => [model.name, ...model.adapters.map((each) => each.name)]),
     ...state.aliases.map((alias) => alias.name),
   ];
 }
@@ -81,9 +136,12 @@ function took({ firstS, wholeS, usage, stopped }) {
   return [
     firstS && `first token after ${seconds(firstS)}`,
     rate && `${number(rate, 1)} tokens/s`,
-    usage && `${number(usage.prompt_tokens)} tokens of prompt${cached ? `, ${number(cached)} of them cached` : ""}, ${number(tokens)} of answer`,
+    usage &&
+      `${number(usage.prompt_tokens)} tokens of prompt${cached ? `, ${number(cached)} of them cached` : ""}, ${number(tokens)} of answer`,
     stopped && "stopped",
-  ].filter(Boolean).join(" · ");
+  ]
+    .filter(Boolean)
+    .join(" · ");
 }
 
 function sendOnEnter(event) {
@@ -99,7 +157,9 @@ async function send(event, redraw) {
   form.elements.text.value = "";
   session.apiKey = given.key ?? "";
   turns.push({ role: "user", content: given.text });
-  const messages = turns.filter((each) => each.content).map(({ role, content }) => ({ role, content }));
+  const messages = turns
+    .filter((each) => each.content)
+    .map(({ role, content }) => ({ role, content }));
   if (given.system) messages.unshift({ role: "system", content: given.system });
   const answer = { role: "assistant", model: given.model, content: "", done: false };
   turns.push(answer);

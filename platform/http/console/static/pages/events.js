@@ -12,22 +12,33 @@ export const paths = { models: "events?limit=200", rebalancing: "rebalancing/eve
 let wanted = "";
 
 export function show({ models, rebalancing }, redraw) {
-  const all = [...ofModels(models), ...ofRebalancing(rebalancing)].sort((one, other) => other.at - one.at);
-  const rows = all.filter((event) => `${event.about} ${event.what} ${event.why}`.toLowerCase().includes(wanted.toLowerCase()));
+  const all = [...ofModels(models), ...ofRebalancing(rebalancing)].sort(
+    (one, other) => other.at - one.at,
+  );
+  const rows = all.filter((event) =>
+    `${event.about} ${event.what} ${event.why}`.toLowerCase().includes(wanted.toLowerCase()),
+  );
   const problems = [models, rebalancing].filter((each) => each instanceof ApiError);
   return [
     heading("Events", "Since the controller started; of rebalancing, as many as are kept."),
     problems.map((problem) => notice(problem.message)),
-    field("Only those with", el("input", {
-      type: "search",
-      oninput: (event) => {
-        wanted = event.target.value;
-        redraw();
-      },
-    })),
+    field(
+      "Only those with",
+      el("input", {
+        type: "search",
+        oninput: (event) => {
+          wanted = event.target.value;
+          redraw();
+        },
+      }),
+    ),
     table({
       columns: [
-        ["when", (event) => el("time", { datetime: new Date(1000 * event.at).toISOString() }, moment(event.at))],
+        [
+          "when",
+          (event) =>
+            el("time", { datetime: new Date(1000 * event.at).toISOString() }, moment(event.at)),
+        ],
         ["of", (event) => event.about],
         ["what", (event) => badge(event.what)],
         ["why", (event) => event.why],
@@ -41,7 +52,12 @@ export function show({ models, rebalancing }, redraw) {
 
 function ofModels(told) {
   if (told instanceof ApiError) return [];
-  return told.events.map((event) => ({ at: event.at, about: event.model, what: event.presence, why: event.why }));
+  return told.events.map((event) => ({
+    at: event.at,
+    about: event.model,
+    what: event.presence,
+    why: event.why,
+  }));
 }
 
 function ofRebalancing(told) {

@@ -15,11 +15,23 @@ export function show({ state, lending }) {
   note(state);
   const engines = enginesOf(state);
   return [
-    heading("Fleet", `${plural(state.devices.length, "device")}, ${plural(engines.length, "engine")}, up for ${seconds(state.uptime_s)}`),
+    heading(
+      "Fleet",
+      `${plural(state.devices.length, "device")}, ${plural(engines.length, "engine")}, up for ${seconds(state.uptime_s)}`,
+    ),
     totals(engines),
     unwell(state),
-    state.nodes.length > 1 || state.nodes.some((node) => node.status !== "up") ? nodes(state) : null,
-    section("Devices", el("div", { class: "cards" }, state.devices.map((device) => deviceCard(device, engines)))),
+    state.nodes.length > 1 || state.nodes.some((node) => node.status !== "up")
+      ? nodes(state)
+      : null,
+    section(
+      "Devices",
+      el(
+        "div",
+        { class: "cards" },
+        state.devices.map((device) => deviceCard(device, engines)),
+      ),
+    ),
     lending instanceof ApiError ? null : loans(state, lending),
     versions(state.versions),
   ];
@@ -27,7 +39,9 @@ export function show({ state, lending }) {
 
 // Each replica with its model; a pipeline is at its first device.
 function enginesOf(state) {
-  return state.models.flatMap((model) => model.replicas.map((replica) => ({ ...replica, model: model.name })));
+  return state.models.flatMap((model) =>
+    model.replicas.map((replica) => ({ ...replica, model: model.name })),
+  );
 }
 
 function totals(engines) {
@@ -38,7 +52,11 @@ function totals(engines) {
     { class: "totals" },
     total("running", number(of("running"))),
     total("waiting", number(of("waiting"))),
-    total("tokens/s", number(tokensPerSecond(ids)), spark(pastRates(ids), "Tokens a second over the last minutes")),
+    total(
+      "tokens/s",
+      number(tokensPerSecond(ids)),
+      spark(pastRates(ids), "Tokens a second over the last minutes"),
+    ),
   );
 }
 
@@ -51,12 +69,24 @@ function unwell(state) {
     ...state.models
       .filter((model) => ["failed", "degraded"].includes(model.status))
       .map((model) => `${model.name} is ${model.status}. ${model.message}`),
-    ...state.nodes.filter((node) => node.status === "down").map((node) => `Node ${node.name} is down.`),
+    ...state.nodes
+      .filter((node) => node.status === "down")
+      .map((node) => `Node ${node.name} is down.`),
     ...enginesOf(state)
       .filter((engine) => Object.keys(engine.borrowing?.problems ?? {}).length)
-      .flatMap((engine) => Object.entries(engine.borrowing.problems).map(([lender, why]) => `${engine.model} on ${engine.device} has no loan of ${lender}: ${why}`)),
+      .flatMap((engine) =>
+        Object.entries(engine.borrowing.problems).map(
+          ([lender, why]) => `${engine.model} on ${engine.device} has no loan of ${lender}: ${why}`,
+        ),
+      ),
   ];
-  return found.length ? el("div", { class: "unwell" }, found.map((text) => notice(text, "bad"))) : null;
+  return found.length
+    ? el(
+        "div",
+        { class: "unwell" },
+        found.map((text) => notice(text, "bad")),
+      )
+    : null;
 }
 
 function nodes(state) {
@@ -83,19 +113,40 @@ function nodeButton(node) {
         label: `Drain ${node.name}`,
         confirm: `Have all that is open on ${node.name} go on elsewhere, and start nothing on it?`,
       })
-    : changeButton("Give it work", () => [path, { method: "DELETE" }], { label: `Give ${node.name} work` });
+    : changeButton("Give it work", () => [path, { method: "DELETE" }], {
+        label: `Give ${node.name} work`,
+      });
 }
 
 function deviceCard(device, engines) {
-  const here = engines.filter((engine) => engine.device === device.name && engine.node === device.node);
-  const stages = engines.filter((engine) => engine.stages.slice(1).some((stage) => stage.device === device.name));
-  const place = [device.place, device.node === "local" ? null : device.node, device.memory && `${bytes(device.memory)} for models`];
+  const here = engines.filter(
+    (engine) => engine.device === device.name && engine.node === device.node,
+  );
+  const stages = engines.filter((engine) =>
+    engine.stages.slice(1).some((stage) => stage.device === device.name),
+  );
+  const place = [
+    device.place,
+    device.node === "local" ? null : device.node,
+    device.memory && `${bytes(device.memory)} for models`,
+  ];
   return el(
     "article",
-    { class: "card device", "data-key": `${device.node}/${device.name}`, "aria-label": `Device ${device.name}` },
-    el("header", {}, el("h3", {}, device.name), el("span", { class: "about" }, place.filter(Boolean).join(" · "))),
+    {
+      class: "card device",
+      "data-key": `${device.node}/${device.name}`,
+      "aria-label": `Device ${device.name}`,
+    },
+    el(
+      "header",
+      {},
+      el("h3", {}, device.name),
+      el("span", { class: "about" }, place.filter(Boolean).join(" · ")),
+    ),
     here.map(engineRow),
-    stages.map((engine) => el("p", { class: "about" }, `A stage of ${engine.model} on ${engine.device}`)),
+    stages.map((engine) =>
+      el("p", { class: "about" }, `A stage of ${engine.model} on ${engine.device}`),
+    ),
     here.length || stages.length ? null : empty("No engine."),
   );
 }
@@ -119,7 +170,11 @@ function engineRow(engine) {
 
 function measured(engine, load) {
   return [
-    bar(load.kv_cache_usage, `KV memory of ${engine.model} on ${engine.device}`, `${percent(load.kv_cache_usage)} of KV`),
+    bar(
+      load.kv_cache_usage,
+      `KV memory of ${engine.model} on ${engine.device}`,
+      `${percent(load.kv_cache_usage)} of KV`,
+    ),
     el(
       "div",
       { class: "line figures" },
@@ -145,10 +200,20 @@ function loans(state, lending) {
         ["mean wait", (loan) => seconds(loan.wait_mean_us / 1e6), { number: true }],
         ["waited", (loan) => percent(loan.wait_share), { number: true }],
         ["computed", (loan) => percent(loan.service_share), { number: true }],
-        ["", (loan) => loan.draining ? "" : changeButton("End", () => [`lending/loans/${inPath(loan.name)}/drain`, { method: "POST" }], {
-          label: `End the loan of ${loan.borrower} with ${loan.lender}`,
-          confirm: `End the loan of ${loan.borrower} with ${loan.lender} once no request's KV is there?`,
-        })],
+        [
+          "",
+          (loan) =>
+            loan.draining
+              ? ""
+              : changeButton(
+                  "End",
+                  () => [`lending/loans/${inPath(loan.name)}/drain`, { method: "POST" }],
+                  {
+                    label: `End the loan of ${loan.borrower} with ${loan.lender}`,
+                    confirm: `End the loan of ${loan.borrower} with ${loan.lender} once no request's KV is there?`,
+                  },
+                ),
+        ],
       ],
       rows: lending.loans,
       keyOf: (loan) => loan.name,
@@ -166,7 +231,9 @@ function place(state, model, replica) {
 // What lies with the lender: KV of whole requests, or heads or layers of the engine.
 function part({ shard, usable_blocks: blocks, free_blocks: free }) {
   if (!shard) return `KV: ${number(blocks - free)} of ${plural(blocks, "block")}`;
-  const what = shard.layers ? `layers ${shard.layers[0]} to ${shard.layers[1] - 1}` : plural(shard.heads, "KV head");
+  const what = shard.layers
+    ? `layers ${shard.layers[0]} to ${shard.layers[1] - 1}`
+    : plural(shard.heads, "KV head");
   return [what, " ", badge(shard.phase), shard.why && ` ${shard.why}`];
 }
 
@@ -188,7 +255,10 @@ function pairs(lending) {
 function pairButton({ borrower, lender, enabled }) {
   return changeButton(
     enabled ? "Switch off" : "Switch on",
-    () => [`lending/pairs/${inPath(borrower)}/${inPath(lender)}`, { method: "PUT", body: { enabled: !enabled } }],
+    () => [
+      `lending/pairs/${inPath(borrower)}/${inPath(lender)}`,
+      { method: "PUT", body: { enabled: !enabled } },
+    ],
     {
       label: `Switch ${borrower} and ${lender} ${enabled ? "off" : "on"}`,
       confirm: enabled && `End all loans of ${borrower} with ${lender}, and open none?`,

@@ -10,7 +10,10 @@ export const paths = { keys: "keys", usage: "usage" };
 
 export function show({ keys, usage }) {
   return [
-    heading("Keys and usage", "Keys are made and revoked by loomserve key, on the machine; nothing here shows one."),
+    heading(
+      "Keys and usage",
+      "Keys are made and revoked by loomserve key, on the machine; nothing here shows one.",
+    ),
     keys instanceof ApiError ? notice(keys.message) : known(keys),
     usage instanceof ApiError ? null : section("Usage", told(usage)),
   ];
@@ -20,21 +23,22 @@ function known({ asked_for: askedFor, problem, keys }) {
   return [
     problem && notice(problem, "bad"),
     !askedFor && notice("No key is asked for: whoever reaches this server may use its models."),
-    askedFor && table({
-      columns: [
-        ["key", (key) => key.name],
-        ["expires", expiry],
-        ["models", (key) => key.models.join(", ") || "all"],
-        ["requests a minute", (key) => limit(key.requests_per_minute), { number: true }],
-        ["at once", (key) => limit(key.max_concurrent), { number: true }],
-        ["tokens a minute", (key) => limit(key.tokens_per_minute), { number: true }],
-        ["tokens a day", (key) => limit(key.tokens_per_day), { number: true }],
-        ["late requests", (key) => (key.refuse_late ? "refused" : "served")],
-      ],
-      rows: keys,
-      keyOf: (key) => key.name,
-      empty: "There is no key, so nobody gets in.",
-    }),
+    askedFor &&
+      table({
+        columns: [
+          ["key", (key) => key.name],
+          ["expires", expiry],
+          ["models", (key) => key.models.join(", ") || "all"],
+          ["requests a minute", (key) => limit(key.requests_per_minute), { number: true }],
+          ["at once", (key) => limit(key.max_concurrent), { number: true }],
+          ["tokens a minute", (key) => limit(key.tokens_per_minute), { number: true }],
+          ["tokens a day", (key) => limit(key.tokens_per_day), { number: true }],
+          ["late requests", (key) => (key.refuse_late ? "refused" : "served")],
+        ],
+        rows: keys,
+        keyOf: (key) => key.name,
+        empty: "There is no key, so nobody gets in.",
+      }),
   ];
 }
 
@@ -50,10 +54,17 @@ function expiry({ expires_at: at }) {
 
 // Whatever the platform tells: lists of objects as tables, all else as names and values.
 function told(value) {
-  if (Array.isArray(value)) return value.length && isRecord(value[0]) ? records(value) : el("p", {}, value.map(plain).join(", ") || "Nothing yet.");
+  if (Array.isArray(value))
+    return value.length && isRecord(value[0])
+      ? records(value)
+      : el("p", {}, value.map(plain).join(", ") || "Nothing yet.");
   if (!isRecord(value)) return el("p", {}, plain(value));
-  const simple = Object.entries(value).filter(([, each]) => typeof each !== "object" || each === null);
-  const nested = Object.entries(value).filter(([, each]) => typeof each === "object" && each !== null);
+  const simple = Object.entries(value).filter(
+    ([, each]) => typeof each !== "object" || each === null,
+  );
+  const nested = Object.entries(value).filter(
+    ([, each]) => typeof each === "object" && each !== null,
+  );
   return [
     simple.length ? records([Object.fromEntries(simple)]) : null,
     nested.map(([name, each]) => [el("h3", {}, words(name)), told(each)]),
@@ -62,9 +73,14 @@ function told(value) {
 
 function records(rows) {
   const names = [...new Set(rows.flatMap((row) => Object.keys(row)))];
-  const isNumber = (name) => rows.every((row) => row[name] === null || typeof row[name] === "number");
+  const isNumber = (name) =>
+    rows.every((row) => row[name] === null || typeof row[name] === "number");
   return table({
-    columns: names.map((name) => [words(name), (row) => plain(row[name]), { number: isNumber(name) }]),
+    columns: names.map((name) => [
+      words(name),
+      (row) => plain(row[name]),
+      { number: isNumber(name) },
+    ]),
     rows,
   });
 }

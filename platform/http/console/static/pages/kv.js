@@ -12,7 +12,11 @@ export const paths = { kv: "kv", keys: "keys" };
 export function show({ kv, keys }) {
   if (kv instanceof ApiError) return [heading("KV store"), notice(kv.message)];
   return [
-    heading("KV store", "Blocks of prompts that engines share, and that outlive them.", flushButton(null)),
+    heading(
+      "KV store",
+      "Blocks of prompts that engines share, and that outlive them.",
+      flushButton(null),
+    ),
     usage(kv),
     models(kv),
     Object.keys(kv.nodes).length ? stores(kv) : null,
@@ -23,8 +27,24 @@ export function show({ kv, keys }) {
 
 function usage(kv) {
   return facts([
-    ["memory", bar(kv.used_bytes / kv.capacity_bytes, "Memory", `${bytes(kv.used_bytes)} of ${bytes(kv.capacity_bytes)}`)],
-    kv.ssd_capacity_bytes ? ["SSD", bar(kv.ssd_used_bytes / kv.ssd_capacity_bytes, "SSD", `${bytes(kv.ssd_used_bytes)} of ${bytes(kv.ssd_capacity_bytes)}`)] : null,
+    [
+      "memory",
+      bar(
+        kv.used_bytes / kv.capacity_bytes,
+        "Memory",
+        `${bytes(kv.used_bytes)} of ${bytes(kv.capacity_bytes)}`,
+      ),
+    ],
+    kv.ssd_capacity_bytes
+      ? [
+          "SSD",
+          bar(
+            kv.ssd_used_bytes / kv.ssd_capacity_bytes,
+            "SSD",
+            `${bytes(kv.ssd_used_bytes)} of ${bytes(kv.ssd_capacity_bytes)}`,
+          ),
+        ]
+      : null,
     ["about to read", number(kv.leases)],
     ["engines that write", number(kv.writers)],
     ["blocks with a wrong checksum", number(kv.corrupt_blocks)],
@@ -37,8 +57,16 @@ function models(kv) {
     table({
       columns: [
         ["model", (model) => model.model],
-        ["in memory", (model) => `${number(model.blocks_in_memory)} blocks, ${bytes(model.bytes_in_memory)}`, { number: true }],
-        ["on SSD", (model) => `${number(model.blocks_on_ssd)} blocks, ${bytes(model.bytes_on_ssd)}`, { number: true }],
+        [
+          "in memory",
+          (model) => `${number(model.blocks_in_memory)} blocks, ${bytes(model.bytes_in_memory)}`,
+          { number: true },
+        ],
+        [
+          "on SSD",
+          (model) => `${number(model.blocks_on_ssd)} blocks, ${bytes(model.bytes_on_ssd)}`,
+          { number: true },
+        ],
         ["found", found],
         ["evicted", (model) => number(model.evicted_blocks), { number: true }],
         ["", (model) => flushButton(model.model)],
@@ -52,7 +80,9 @@ function models(kv) {
 
 function found({ model, hit_blocks: hit, missed_blocks: missed }) {
   const all = hit + missed;
-  return all ? bar(hit / all, `Blocks of ${model} found`, `${percent(hit / all)} of ${number(all)}`) : "–";
+  return all
+    ? bar(hit / all, `Blocks of ${model} found`, `${percent(hit / all)} of ${number(all)}`)
+    : "–";
 }
 
 function flushButton(model) {
@@ -70,9 +100,25 @@ function stores(kv) {
     table({
       columns: [
         ["node", ([name]) => name],
-        ["memory", ([name, store]) => bar(store.used_bytes / store.capacity_bytes, `Memory of ${name}`, `${bytes(store.used_bytes)} of ${bytes(store.capacity_bytes)}`)],
-        ["fetched from others", ([, store]) => bytes(store.network?.fetched_bytes), { number: true }],
-        ["blocks of others known", ([, store]) => number(store.network?.directory_blocks), { number: true }],
+        [
+          "memory",
+          ([name, store]) =>
+            bar(
+              store.used_bytes / store.capacity_bytes,
+              `Memory of ${name}`,
+              `${bytes(store.used_bytes)} of ${bytes(store.capacity_bytes)}`,
+            ),
+        ],
+        [
+          "fetched from others",
+          ([, store]) => bytes(store.network?.fetched_bytes),
+          { number: true },
+        ],
+        [
+          "blocks of others known",
+          ([, store]) => number(store.network?.directory_blocks),
+          { number: true },
+        ],
       ],
       rows: Object.entries(kv.nodes),
       keyOf: ([name]) => name,
@@ -81,9 +127,11 @@ function stores(kv) {
 }
 
 function network(kv) {
-  const peers = Object.values(kv.nodes).concat(kv).flatMap((store) =>
-    (store.network?.peers ?? []).map((peer) => ({ ...peer, from: store.network.node })),
-  );
+  const peers = Object.values(kv.nodes)
+    .concat(kv)
+    .flatMap((store) =>
+      (store.network?.peers ?? []).map((peer) => ({ ...peer, from: store.network.node })),
+    );
   if (!peers.length) return null;
   return section(
     "Between nodes",
@@ -105,13 +153,28 @@ function pinForm(kv, keys) {
   const names = keys instanceof ApiError ? [] : keys.keys.map((key) => key.name);
   return section(
     "Pin a prompt",
-    el("p", { class: "about" }, "The blocks of a text, such as a system prompt, are computed once and stay until they are let go."),
+    el(
+      "p",
+      { class: "about" },
+      "The blocks of a text, such as a system prompt, are computed once and stay until they are let go.",
+    ),
     el(
       "form",
       { class: "column", onsubmit: pin },
-      field("Model", select("model", kv.models.map((model) => model.model))),
+      field(
+        "Model",
+        select(
+          "model",
+          kv.models.map((model) => model.model),
+        ),
+      ),
       field("System message of a chat", el("textarea", { name: "text", rows: 3, required: true })),
-      names.length ? field("Of the API key", select("api_key", [["", "all, as tenants are not isolated"], ...names])) : null,
+      names.length
+        ? field(
+            "Of the API key",
+            select("api_key", [["", "all, as tenants are not isolated"], ...names]),
+          )
+        : null,
       el(
         "div",
         { class: "buttons" },
@@ -125,8 +188,15 @@ function pinForm(kv, keys) {
 function pin(event) {
   const pinned = event.submitter?.value !== "no";
   const { model, text, api_key: key } = valuesOf(event);
-  const body = { model, messages: [{ role: "system", content: text }], pinned, ...(key && { api_key: key }) };
-  void carryOut(["kv/pin", { method: "POST", body, timeoutMs: 60_000 }], (answer) =>
-    `${number(answer.blocks)} blocks of ${number(answer.prompt_tokens)} tokens are ${pinned ? "pinned" : "let go"}.`,
+  const body = {
+    model,
+    messages: [{ role: "system", content: text }],
+    pinned,
+    ...(key && { api_key: key }),
+  };
+  void carryOut(
+    ["kv/pin", { method: "POST", body, timeoutMs: 60_000 }],
+    (answer) =>
+      `${number(answer.blocks)} blocks of ${number(answer.prompt_tokens)} tokens are ${pinned ? "pinned" : "let go"}.`,
   );
 }

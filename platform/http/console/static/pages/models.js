@@ -16,15 +16,35 @@ export function show({ state }, redraw, name) {
   note(state);
   if (name) return showModel(state, name);
   return [
-    heading("Models", `${plural(state.models.length, "model")}, ${plural(state.aliases.length, "alias", "aliases")}`),
+    heading(
+      "Models",
+      `${plural(state.models.length, "model")}, ${plural(state.aliases.length, "alias", "aliases")}`,
+    ),
     table({
       columns: [
-        ["model", (model) => el("a", { href: `#/models/${encodeURIComponent(model.name)}` }, model.name)],
-        ["status", (model) => [badge(model.status), model.message && el("small", { class: "block" }, model.message)]],
-        ["replicas", (model) => `${model.replicas.length} of ${model.target_replicas}`, { number: true }],
+        [
+          "model",
+          (model) => el("a", { href: `#/models/${encodeURIComponent(model.name)}` }, model.name),
+        ],
+        [
+          "status",
+          (model) => [
+            badge(model.status),
+            model.message && el("small", { class: "block" }, model.message),
+          ],
+        ],
+        [
+          "replicas",
+          (model) => `${model.replicas.length} of ${model.target_replicas}`,
+          { number: true },
+        ],
         ["running", (model) => number(loadOf(model, "running")), { number: true }],
         ["waiting", (model) => number(loadOf(model, "waiting")), { number: true }],
-        ["tokens/s", (model) => number(tokensPerSecond(model.replicas.map((each) => each.id))), { number: true }],
+        [
+          "tokens/s",
+          (model) => number(tokensPerSecond(model.replicas.map((each) => each.id))),
+          { number: true },
+        ],
         ["", (model) => el("div", { class: "buttons" }, presenceButtons(model))],
       ],
       rows: state.models,
@@ -47,10 +67,14 @@ function aliases(state) {
         ["alias", (alias) => alias.name],
         ["models by weight", (alias) => shares(alias.models)],
         ["keeps its model by", (alias) => alias.sticky ?? "nothing"],
-        ["", (alias) => changeButton("Delete", () => [`aliases/${inPath(alias.name)}`, { method: "DELETE" }], {
-          label: `Delete the alias ${alias.name}`,
-          confirm: `Delete the alias ${alias.name}? Requests for it that run go on.`,
-        })],
+        [
+          "",
+          (alias) =>
+            changeButton("Delete", () => [`aliases/${inPath(alias.name)}`, { method: "DELETE" }], {
+              label: `Delete the alias ${alias.name}`,
+              confirm: `Delete the alias ${alias.name}? Requests for it that run go on.`,
+            }),
+        ],
       ],
       rows: state.aliases,
       keyOf: (alias) => alias.name,
@@ -64,7 +88,10 @@ function aliases(state) {
         "form",
         { class: "row", onsubmit: putAlias },
         field("Alias", el("input", { name: "name", required: true })),
-        field("Models and weights", el("input", { name: "weights", required: true, placeholder: "stable=95, canary=5" })),
+        field(
+          "Models and weights",
+          el("input", { name: "weights", required: true, placeholder: "stable=95, canary=5" }),
+        ),
         el("button", { type: "submit", class: "primary" }, "Save"),
       ),
     ),
@@ -82,7 +109,10 @@ function putAlias(event) {
   const { name, weights } = valuesOf(event);
   const pairs = weights.split(",").map((each) => each.trim().split(/\s*=\s*/));
   const body = Object.fromEntries(pairs.map(([model, weight]) => [model, Number(weight ?? 1)]));
-  void carryOut([`aliases/${inPath(name)}`, { method: "PUT", body }], `${name} stands for ${weights}.`);
+  void carryOut(
+    [`aliases/${inPath(name)}`, { method: "PUT", body }],
+    `${name} stands for ${weights}.`,
+  );
 }
 
 function loadForm() {
@@ -96,10 +126,19 @@ function loadForm() {
         "form",
         { class: "column", onsubmit: loadModel },
         field("Name", el("input", { name: "name", required: true })),
-        field("Source", el("input", { name: "source", required: true }), "demo, a folder on the machine, or a hub id"),
+        field(
+          "Source",
+          el("input", { name: "source", required: true }),
+          "demo, a folder on the machine, or a hub id",
+        ),
         field(
           "Further fields, as JSON",
-          el("textarea", { name: "more", rows: 3, spellcheck: "false", placeholder: '{"engine": {"max_model_len": 4096}}' }),
+          el("textarea", {
+            name: "more",
+            rows: 3,
+            spellcheck: "false",
+            placeholder: '{"engine": {"max_model_len": 4096}}',
+          }),
           "As loomserve config describe lists them; left out: the platform decides",
         ),
         el("button", { type: "submit", class: "primary" }, "Load"),

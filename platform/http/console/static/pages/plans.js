@@ -20,7 +20,12 @@ export function show(data, redraw, id) {
   if (rebalancing instanceof ApiError) return [heading("Plans"), notice(rebalancing.message)];
   if (id) return showPlan(id, redraw);
   return [
-    heading("Plans", "Moving work from hot devices to cold ones.", modeSelect(rebalancing), pauseButton(rebalancing)),
+    heading(
+      "Plans",
+      "Moving work from hot devices to cold ones.",
+      modeSelect(rebalancing),
+      pauseButton(rebalancing),
+    ),
     rebalancing.problem && notice(rebalancing.problem, "bad"),
     loads(rebalancing),
     proposing(state, plans, redraw),
@@ -32,18 +37,35 @@ export function show(data, redraw, id) {
 function modeSelect({ mode }) {
   return field(
     "Mode",
-    select("mode", [["off", "off: no plans"], ["advise", "advise: a person applies them"], ["auto", "auto: it applies them"]], mode, {
-      onchange: (event) => carryOut(["rebalancing", { method: "PUT", body: { mode: event.target.value } }], `The mode is ${event.target.value}.`),
-    }),
+    select(
+      "mode",
+      [
+        ["off", "off: no plans"],
+        ["advise", "advise: a person applies them"],
+        ["auto", "auto: it applies them"],
+      ],
+      mode,
+      {
+        onchange: (event) =>
+          carryOut(
+            ["rebalancing", { method: "PUT", body: { mode: event.target.value } }],
+            `The mode is ${event.target.value}.`,
+          ),
+      },
+    ),
   );
 }
 
 function pauseButton({ paused }) {
-  return changeButton(paused ? "Go on" : "Pause", () => ["rebalancing", { method: "PUT", body: { paused: !paused } }], {
-    label: paused ? "Let actions begin again" : "Begin no action until told otherwise",
-    done: paused ? "Actions may begin." : "No action begins until you go on.",
-    kind: paused ? "primary" : "plain",
-  });
+  return changeButton(
+    paused ? "Go on" : "Pause",
+    () => ["rebalancing", { method: "PUT", body: { paused: !paused } }],
+    {
+      label: paused ? "Let actions begin again" : "Begin no action until told otherwise",
+      done: paused ? "Actions may begin." : "No action begins until you go on.",
+      kind: paused ? "primary" : "plain",
+    },
+  );
 }
 
 function loads({ devices, flaws, paused, running }) {
@@ -56,8 +78,14 @@ function loads({ devices, flaws, paused, running }) {
       columns: [
         ["device", (device) => device.device],
         ["level", (device) => badge(device.level)],
-        ["compute asked for", (device) => bar(device.compute, `Compute of ${device.device}`, percent(device.compute))],
-        ["memory", (device) => bar(device.memory, `Memory of ${device.device}`, percent(device.memory))],
+        [
+          "compute asked for",
+          (device) => bar(device.compute, `Compute of ${device.device}`, percent(device.compute)),
+        ],
+        [
+          "memory",
+          (device) => bar(device.memory, `Memory of ${device.device}`, percent(device.memory)),
+        ],
       ],
       rows: devices,
       keyOf: (device) => device.device,
@@ -73,7 +101,9 @@ function planLink(id) {
 function proposing(state, plans, redraw) {
   const propose = async (body) => {
     made = await carryOut(["plans", { method: "POST", body, timeoutMs: 60_000 }], (answer) =>
-      answer.plan ? `${answer.plan.id} is proposed; nothing moves before it is applied.` : "Nothing would be moved.",
+      answer.plan
+        ? `${answer.plan.id} is proposed; nothing moves before it is applied.`
+        : "Nothing would be moved.",
     );
     redraw();
   };
@@ -82,7 +112,11 @@ function proposing(state, plans, redraw) {
     el(
       "div",
       { class: "buttons" },
-      el("button", { type: "button", class: "primary", onclick: () => propose({}) }, "What would move now?"),
+      el(
+        "button",
+        { type: "button", class: "primary", onclick: () => propose({}) },
+        "What would move now?",
+      ),
     ),
     actionForm(state, propose, redraw),
     made && outcome(asItIs(made, plans)),
@@ -105,7 +139,10 @@ function history(plans) {
         ["made", (plan) => moment(plan.created)],
         ["by", (plan) => plan.origin],
         ["status", (plan) => badge(plan.status)],
-        ["what", (plan) => plan.actions.map((action) => el("span", { class: "block" }, describe(action)))],
+        [
+          "what",
+          (plan) => plan.actions.map((action) => el("span", { class: "block" }, describe(action))),
+        ],
         ["gain, predicted", (plan) => percent(plan.predicted.gain, 1), { number: true }],
         ["real", (plan) => percent(plan.real_gain, 1), { number: true }],
         ["", planButtons],

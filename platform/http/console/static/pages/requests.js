@@ -11,10 +11,15 @@ export const paths = { state: "state" };
 
 export function show({ state }, redraw) {
   note(state);
-  const rows = state.models.flatMap((model) => model.replicas.map((replica) => ({ ...replica, model: model.name })));
+  const rows = state.models.flatMap((model) =>
+    model.replicas.map((replica) => ({ ...replica, model: model.name })),
+  );
   const of = (name) => rows.reduce((total, row) => total + (row.load?.[name] ?? 0), 0);
   return [
-    heading("Requests", `${plural(of("running"), "request")} running, ${number(of("waiting"))} waiting in engines`),
+    heading(
+      "Requests",
+      `${plural(of("running"), "request")} running, ${number(of("waiting"))} waiting in engines`,
+    ),
     section("In engines", inEngines(rows)),
     section("At gateways", atGateways(state, queues(redraw))),
   ];
@@ -27,8 +32,20 @@ function inEngines(rows) {
       ["device", (row) => row.device],
       ["running", (row) => number(row.load?.running), { number: true }],
       ["waiting", (row) => number(row.load?.waiting), { number: true }],
-      ["oldest waits", (row) => (row.load?.waiting ? seconds(row.load.oldest_waiting_s) : "–"), { number: true }],
-      ["KV", (row) => bar(row.load?.kv_cache_usage, `KV memory of ${row.model} on ${row.device}`, percent(row.load?.kv_cache_usage))],
+      [
+        "oldest waits",
+        (row) => (row.load?.waiting ? seconds(row.load.oldest_waiting_s) : "–"),
+        { number: true },
+      ],
+      [
+        "KV",
+        (row) =>
+          bar(
+            row.load?.kv_cache_usage,
+            `KV memory of ${row.model} on ${row.device}`,
+            percent(row.load?.kv_cache_usage),
+          ),
+      ],
       ["tokens/s", (row) => number(tokensPerSecond([row.id])), { number: true }],
       ["between tokens", (row) => seconds(row.load?.pace?.output_token_s), { number: true }],
       ["a request", (row) => seconds(row.load?.pace?.request_s), { number: true }],
@@ -57,6 +74,10 @@ function atGateways(state, waiting) {
       rows,
       keyOf: (row) => row.name,
     }),
-    el("p", { class: "about" }, "Times between tokens and of a request are means over those that ended lately. What waits for a replica is asked for every ten seconds."),
+    el(
+      "p",
+      { class: "about" },
+      "Times between tokens and of a request are means over those that ended lately. What waits for a replica is asked for every ten seconds.",
+    ),
   ];
 }
