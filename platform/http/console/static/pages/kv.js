@@ -3,7 +3,7 @@
 import { carryOut, changeButton } from "../actions.js";
 import { ApiError } from "../api.js";
 import { el } from "../dom.js";
-import { bytes, number, percent, seconds } from "../format.js";
+import { bytes, number, percent, plural, seconds } from "../format.js";
 import { bar, facts, field, heading, notice, section, select, table, valuesOf } from "../parts.js";
 
 export const title = "KV store";
@@ -59,12 +59,12 @@ function models(kv) {
         ["model", (model) => model.model],
         [
           "in memory",
-          (model) => `${number(model.blocks_in_memory)} blocks, ${bytes(model.bytes_in_memory)}`,
+          (model) => `${plural(model.blocks_in_memory, "block")}, ${bytes(model.bytes_in_memory)}`,
           { number: true },
         ],
         [
           "on SSD",
-          (model) => `${number(model.blocks_on_ssd)} blocks, ${bytes(model.bytes_on_ssd)}`,
+          (model) => `${plural(model.blocks_on_ssd, "block")}, ${bytes(model.bytes_on_ssd)}`,
           { number: true },
         ],
         ["found", found],
@@ -90,7 +90,7 @@ function flushButton(model) {
     label: model ? `Forget the blocks of ${model}` : "Empty the store",
     kind: "danger",
     confirm: `Forget ${model ? `the blocks of ${model}` : "all blocks"} that nobody pinned and no request reads?`,
-    done: (answer) => `${number(answer.blocks)} blocks are forgotten.`,
+    done: (answer) => `Forgotten: ${plural(answer.blocks, "block")}.`,
   });
 }
 
@@ -172,7 +172,7 @@ function pinForm(kv, keys) {
       names.length
         ? field(
             "Of the API key",
-            select("api_key", [["", "all, as tenants are not isolated"], ...names]),
+            select("api_key", [["", "(tenants are not isolated)"], ...names]),
           )
         : null,
       el(
@@ -197,6 +197,6 @@ function pin(event) {
   void carryOut(
     ["kv/pin", { method: "POST", body, timeoutMs: 60_000 }],
     (answer) =>
-      `${number(answer.blocks)} blocks of ${number(answer.prompt_tokens)} tokens are ${pinned ? "pinned" : "let go"}.`,
+      `${pinned ? "Pinned" : "Let go"}: ${plural(answer.blocks, "block")}, of a text of ${plural(answer.prompt_tokens, "token")}.`,
   );
 }
