@@ -35,7 +35,6 @@ _HEADERS = {
     "X-Frame-Options": "DENY",
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     # Asked for again at each visit, so that no page mixes the files of two versions.
     "Cache-Control": "no-cache",

@@ -170,10 +170,7 @@ function pinForm(kv, keys) {
       ),
       field("System message of a chat", el("textarea", { name: "text", rows: 3, required: true })),
       names.length
-        ? field(
-            "Of the API key",
-            select("api_key", [["", "(tenants are not isolated)"], ...names]),
-          )
+        ? field("Of the API key", select("api_key", [["", "(tenants are not isolated)"], ...names]))
         : null,
       el(
         "div",
