@@ -77,6 +77,12 @@ function showLogin(why) {
   app.querySelector("input").focus();
 }
 
+// Nothing of what was shown or said stays in the tab.
+function leave() {
+  session.leave();
+  location.reload();
+}
+
 function frame(name) {
   const links = Object.entries(PAGES).map(([each, page]) =>
     el("a", { href: `#/${each}`, "aria-current": each === name ? "page" : null }, page.title),
@@ -94,7 +100,7 @@ function frame(name) {
         "Loomserve",
       ),
       el("nav", { "aria-label": "Pages" }, links),
-      el("button", { type: "button", class: "quiet leave", onclick: () => showLogin() }, "Leave"),
+      el("button", { type: "button", class: "quiet leave", onclick: leave }, "Leave"),
     ),
     el("main", { id: "main", tabindex: "-1" }, el("p", { class: "empty" }, "Asking the platform…")),
   );

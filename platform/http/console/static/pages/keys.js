@@ -1,21 +1,26 @@
 // Who has an API key, what it may do, and what was used.
 
-import { ApiError } from "../api.js";
+import { ApiError, ask } from "../api.js";
 import { el } from "../dom.js";
-import { moment, number } from "../format.js";
+import { moment, number, seconds } from "../format.js";
+import { occasionally } from "../occasionally.js";
 import { badge, heading, notice, section, table } from "../parts.js";
 
 export const title = "Keys and usage";
-export const paths = { keys: "keys", usage: "usage" };
+export const paths = { keys: "keys" };
 
-export function show({ keys, usage }) {
+// Not every platform counts it.
+const usage = occasionally(() => ask("usage?by=key,model"), 30_000);
+
+export function show({ keys }, redraw) {
+  const sums = usage(redraw);
   return [
     heading(
       "Keys and usage",
       "Keys are made and revoked by loomserve key, on the machine; nothing here shows one.",
     ),
     keys instanceof ApiError ? notice(keys.message) : known(keys),
-    usage instanceof ApiError ? null : section("Usage", told(usage)),
+    sums && used(sums),
   ];
 }
 
@@ -52,49 +57,24 @@ function expiry({ expires_at: at }) {
   return [moment(new Date(at) / 1000), over ? " " : null, over && badge("expired")];
 }
 
-// Whatever the platform tells: lists of objects as tables, all else as names and values.
-function told(value) {
-  if (Array.isArray(value))
-    return value.length && isRecord(value[0])
-      ? records(value)
-      : el("p", {}, value.map(plain).join(", ") || "Nothing yet.");
-  if (!isRecord(value)) return el("p", {}, plain(value));
-  const simple = Object.entries(value).filter(
-    ([, each]) => typeof each !== "object" || each === null,
+// By key and model, since the month began.
+function used({ from, usage }) {
+  return section(
+    "Usage",
+    el("p", { class: "about" }, `Of requests that ended since ${moment(new Date(from) / 1000)}.`),
+    table({
+      columns: [
+        ["key", (sum) => sum.key || "without a key"],
+        ["model", (sum) => sum.model],
+        ["requests", (sum) => number(sum.requests), { number: true }],
+        ["tokens of prompts", (sum) => number(sum.prompt_tokens), { number: true }],
+        ["of them cached", (sum) => number(sum.cached_tokens), { number: true }],
+        ["tokens of answers", (sum) => number(sum.completion_tokens), { number: true }],
+        ["device time", (sum) => seconds(sum.device_seconds), { number: true }],
+      ],
+      rows: usage,
+      keyOf: (sum) => `${sum.key} ${sum.model}`,
+      empty: "No request has ended.",
+    }),
   );
-  const nested = Object.entries(value).filter(
-    ([, each]) => typeof each === "object" && each !== null,
-  );
-  return [
-    simple.length ? records([Object.fromEntries(simple)]) : null,
-    nested.map(([name, each]) => [el("h3", {}, words(name)), told(each)]),
-  ];
-}
-
-function records(rows) {
-  const names = [...new Set(rows.flatMap((row) => Object.keys(row)))];
-  const isNumber = (name) =>
-    rows.every((row) => row[name] === null || typeof row[name] === "number");
-  return table({
-    columns: names.map((name) => [
-      words(name),
-      (row) => plain(row[name]),
-      { number: isNumber(name) },
-    ]),
-    rows,
-  });
-}
-
-function isRecord(value) {
-  return typeof value === "object" && value !== null && !Array.isArray(value);
-}
-
-function words(name) {
-  return name.replaceAll("_", " ");
-}
-
-function plain(value) {
-  if (value === null || value === undefined) return "–";
-  if (typeof value === "number") return number(value, 3);
-  return typeof value === "object" ? JSON.stringify(value) : String(value);
 }

@@ -232,6 +232,15 @@ KEYS = KeysState(
         KeyState(name="nightly", tokens_per_day=2_000_000, expires_at="2026-01-31T00:00:00Z"),
     ),
 )
+USAGE = {
+    "from": "2026-09-01T00:00:00Z", "to": "2026-09-21T14:13:00Z", "by": ["key", "model"],
+    "usage": [
+        {"key": "alice", "model": "chat", "requests": 812, "prompt_tokens": 220_113,
+         "cached_tokens": 90_400, "completion_tokens": 101_007, "device_seconds": 5403.2},
+        {"key": "", "model": "code", "requests": 3, "prompt_tokens": 40, "cached_tokens": 0,
+         "completion_tokens": 96, "device_seconds": 1.9},
+    ],
+}  # fmt: skip
 MODEL_EVENTS = ModelEvents(
     events=(
         ModelEvent(at=NOON, model="org/translate", presence=Presence.ASLEEP, why="idle for 300 s"),
@@ -283,6 +292,8 @@ class MadeUp:
             return _error(503, "the controller is restarting")
         if path == "state":
             return _json(state(next(self._turns), self.more_models))
+        if path == "usage":
+            return JSONResponse(USAGE)
         return _json(ANSWERS[path]) if path in ANSWERS else _error(404, f"nothing at {path}")
 
     async def _change(self, request: Request) -> Response:

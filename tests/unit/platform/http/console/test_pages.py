@@ -22,7 +22,7 @@ PAGES = {
     f"plans/{PLAN.id}": (PLAN.id, "gpu0 and gpu2 are on two nodes"),
     "kv": ("KV store", "69\u00a0% of 131,000"),
     "batches": ("Batches", "7,433 of 12,000"),
-    "keys": ("Keys and usage", "nightly"),
+    "keys": ("Keys and usage", "220,113"),
     "events": ("Events", "idle for 300 s"),
 }
 SOON_MS = 10_000
