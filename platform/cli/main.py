@@ -23,6 +23,7 @@ from loomserve.platform.cli.plans import plans
 from loomserve.platform.cli.profile import profile
 from loomserve.platform.cli.status import status
 from loomserve.platform.config.reference import describe
+from loomserve.platform.kubernetes.commands import kube
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Serve many models at once.")
 config_app = typer.Typer(no_args_is_help=True, help="Check and explain the configuration.")
@@ -31,6 +32,7 @@ app.add_typer(config_app, name="config")
 app.add_typer(keys, name="key")
 app.add_typer(kv, name="kv")
 app.add_typer(lengths, name="lengths")
+app.add_typer(kube, name="kube")
 app.add_typer(batch, name="batch")
 app.add_typer(admin_app, name="admin")
 admin_app.add_typer(lending, name="lending")

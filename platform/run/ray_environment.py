@@ -57,7 +57,12 @@ def driver_environment(token_file: str) -> dict[str, str]:
 def node_environment(run: RunFolder) -> dict[str, str]:
     """The whole environment of a node's processes."""
     theirs = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-    return theirs | _RAY_ENVIRONMENT | _NODE_ENVIRONMENT | run.environment()
+    return theirs | kept_node_environment() | run.environment()
+
+
+def kept_node_environment() -> dict[str, str]:
+    """What the processes of a node that is kept have beside its run, whoever starts them."""
+    return _RAY_ENVIRONMENT | _NODE_ENVIRONMENT
 
 
 # Ray would take the one before the cluster's token, and the other for the cluster to join.
