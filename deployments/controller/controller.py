@@ -78,6 +78,7 @@ class Controller(PlanMethods):
         base: str,
         store: dict[str, Any] | None,
         placed: dict[str, str] | None = None,
+        stores_on: tuple[str, ...] = (),
     ) -> None:
         keep_calls_on_node()
         checked = Config.model_validate(config)
@@ -99,7 +100,14 @@ class Controller(PlanMethods):
         drain_s = checked.elastic.wait_timeout_s / 2
         mover = PresenceMover(self._fleet, self._models, calls, self._publish, drain_s)
         self._presence = ModelPresence(checked, Path(base), self._fleet, mover)
-        self._stores = _node_stores(checked, base, internal_token, self._generation)
+        plan = store_plan(checked, Path(base)) if checked.cluster is not None else None
+        self._stores = (
+            NodeStores(
+                plan.model_copy(update={"nodes": stores_on}), internal_token, self._generation
+            )
+            if plan is not None
+            else None
+        )
         self._nodes = NodeKeeper(
             *(checked, self._fleet, self._models, apps, self._limits, self._stores, self._publish)
         )
@@ -297,11 +305,6 @@ class Controller(PlanMethods):
 
     def _state(self) -> PlatformState:
         return _platform_state(self._fleet, self._started_at)
-
-
-def _node_stores(config: Config, base: str, token: str, generation: int) -> NodeStores | None:
-    plan = store_plan(config, Path(base)) if config.cluster is not None else None
-    return NodeStores(plan, token, generation) if plan is not None else None
 
 
 def _platform_state(fleet: Fleet, started_at: float) -> PlatformState:

@@ -283,6 +283,8 @@ class Gateway:
                 Route("/v1/models/{model:path}", self._routes.retrieve_model),
                 Route("/health", _health),
                 Route("/ready", self._routes.ready),
+                # Where KubeRay asks Serve's own proxy.
+                Route("/-/healthz", self._routes.takes_clients),
                 Route("/metrics", page.show),
                 Mount("/admin/v1", self._admin_api()),
                 *(console_routes() if self._server.console else ()),

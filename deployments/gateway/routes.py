@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from loomserve.platform.access.key_models import check_model, may_use, usable_models
 from loomserve.platform.aliases.policy.choice import by_client, by_number, present
@@ -61,6 +61,7 @@ class ModelRoutes:
         self._aliases: dict[str, Alias] = {}
         self.drained = False
         """Whether the node is to get no more clients."""
+        self._has_settled = False
 
     def __iter__(self) -> Iterator[ModelRoute]:
         return iter(self._routes.values())
@@ -235,6 +236,21 @@ class ModelRoutes:
         # For one that comes and goes they wait.
         is_set_up = route.status in _SERVING and self._is_set_up(route.name)
         return route.on_demand or is_set_up
+
+    async def takes_clients(self, request: Request) -> Response:
+        """For load balancers: whether to send clients here.
+
+        Like :meth:`ready` until all models have begun to serve, or failed to. Then one that answers
+        is enough: that an operator loads another is no reason to take all others away.
+        """
+        serving = [self._takes_requests(route) for route in self]
+        self._has_settled |= bool(serving) and all(
+            takes or route.status is ModelStatus.FAILED
+            for takes, route in zip(serving, self, strict=True)
+        )
+        if self._has_settled and any(serving) and not self.drained:
+            return PlainTextResponse("success")
+        return PlainTextResponse("not ready", status_code=503, headers={"Retry-After": "5"})
 
     async def ready(self, request: Request) -> Response:
         ready = (

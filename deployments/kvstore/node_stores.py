@@ -51,12 +51,18 @@ class NodePlace(NamedTuple):
     host: str
 
 
-def living_places() -> dict[str, NodePlace]:
-    """The platform's nodes that are up, by Ray's own ids of them: others each time they join."""
+def living_places(among: Collection[str] = ()) -> dict[str, NodePlace]:
+    """The platform's nodes that are up, by Ray's own ids of them: others each time they join.
+
+    Args:
+        among: their names; none: all.
+    """
     return {
         node["NodeID"]: NodePlace(name, node["NodeManagerAddress"])
         for node in ray.nodes()
-        if node["Alive"] and (name := name_in(node["Resources"])) is not None
+        if node["Alive"]
+        and (name := name_in(node["Resources"])) is not None
+        and (not among or name in among)
     }
 
 
@@ -101,7 +107,7 @@ class NodeStores:
         Raises:
             Exception: Ray does not say which nodes there are.
         """
-        places = await asyncio.to_thread(living_places)
+        places = await asyncio.to_thread(living_places, self._plan.nodes)
         for node in self._actors.keys() - places.keys():
             # With its node, it would wait for ever to be started there again.
             ray.kill(self._actors.pop(node))
@@ -198,7 +204,7 @@ def start_node_stores(plan: StorePlan, token: str, timeout_s: float = 60.0) -> N
         stores = NodeStores(plan, token, _NO_CONTROLLER)
         async with asyncio.timeout(timeout_s):
             await stores.follow()
-            while len(await stores.members()) < len(living_places()):
+            while len(await stores.members()) < len(living_places(plan.nodes)):
                 if problems := await stores.problems():
                     node, problem = next(iter(problems.items()))
                     raise StartError(f"the KV store of node {node} cannot start: {problem}")

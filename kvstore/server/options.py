@@ -65,7 +65,7 @@ class StorePlan(BaseModel):
     """What the configuration says of stores, from which each node makes its own options.
 
     ``port`` is the platform's; ``ssd_folder=None``: in the user's cache folder of the node;
-    ``ssd=0``: without SSD.
+    ``ssd=0``: without SSD; ``nodes``: those that have a store, empty: all.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -76,6 +76,7 @@ class StorePlan(BaseModel):
     ssd_folder: Path | None = None
     eviction: str = "lru"
     quotas: dict[str, int] = {}
+    nodes: tuple[str, ...] = ()
 
     def here(self, node: str = "", host: str = "") -> StoreOptions:
         """Options of the store of the node that this process is on."""

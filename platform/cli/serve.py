@@ -18,13 +18,18 @@ from pathlib import Path
 from typing import Any
 
 from loomserve.deployments.kvstore.kv_store import start_store, stop_store, store_plan
+from loomserve.deployments.planning import (
+    bytes_left_behind,
+    placed_in_cluster,
+    plan,
+    present_models,
+)
 from loomserve.deployments.ray_start import platform_ray
 from loomserve.kvstore.server.options import StoreOptions, arena_path, left_behind
-from loomserve.platform.adapters.sources import take_configured
+from loomserve.platform.access.given_hashes import with_given_hashes
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.reply import Reply
 from loomserve.platform.batch.folder import BatchFolder, batch_folder
-from loomserve.platform.batch.offline.models import check_offline_models
 from loomserve.platform.cli.admin_token import with_admin_token
 from loomserve.platform.cli.own_server import (
     tenancy,
@@ -33,28 +38,13 @@ from loomserve.platform.cli.own_server import (
     warnings,
     with_absolute_files,
 )
-from loomserve.platform.config import Config, Model
+from loomserve.platform.config import Config
 from loomserve.platform.devices.compiler import check_compiler
-from loomserve.platform.devices.machine import available_memory
-from loomserve.platform.devices.memory import (
-    NodeMemory,
-    check_budgets,
-    check_shared_memory,
-    gpus_of,
-    least_replicas,
-    node_bytes,
-    plan_on_nodes,
-    plan_replicas,
-    platform_bytes,
-)
+from loomserve.platform.devices.memory import check_shared_memory
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.http.server import listen
-from loomserve.platform.lengths.stored import check_predictor
-from loomserve.platform.models import catalog
-from loomserve.platform.placement import model_files
-from loomserve.platform.placement.by_itself import Placed, leaves_something
-from loomserve.platform.placement.configured import stages_of
-from loomserve.platform.placement.own_placement import placed_here, placed_on, said
+from loomserve.platform.placement.by_itself import Placed
+from loomserve.platform.placement.own_placement import placed_here, said
 from loomserve.platform.rebalancing.plans.store import PlanStore, StoreError, plans_folder
 from loomserve.platform.run.leftovers import remove_leftovers
 from loomserve.platform.state import ModelState, ModelStatus, PlatformState
@@ -138,92 +128,6 @@ def _check_plans_folder(config: Config, base: Path) -> None:
     except StoreError as error:
         raise StartError(str(error)) from None
     store.release()
-
-
-def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
-    """Fetch and check every model, and plan how many replicas of each to start.
-
-    Raises:
-        ConfigError: a model's source is wrong.
-        StartError: a model cannot be fetched, or memory does not suffice.
-    """
-    weights: dict[str, int] = {}
-    for offline in config.offline_models:
-        check_predictor(offline)
-    for model in config.models:
-        check_predictor(model)
-        path = catalog.resolve(model.source, base, progress=say, revision=model.revision)
-        weights[model.name] = model_files.held_bytes(path, model)
-        take_configured(model, base)
-        if model.pipeline is not None:
-            stages = ", ".join(f"{device} {n}" for device, n in stages_of(model, base))
-            say(f"{model.name} is a pipeline; layers: {stages}")
-    store = config.kvstore.memory if config.kvstore else 0
-    present = _present(config)
-    if config.cluster is not None:
-        replicas = _plan_on_nodes(config, base, say)
-    else:
-        replicas = plan_replicas(
-            present,
-            weights,
-            available_memory() + _left_behind(config),
-            store,
-            check_offline_models(config, base, say),
-            config.server.front_ends,
-            gpus_of(config.devices),
-            config.models,
-        )
-    check_budgets(present, weights, replicas, config.devices)
-    for model in present:
-        if model.replicas == "auto" and replicas[model.name] < model.most_replicas:
-            say(
-                f"memory allows {replicas[model.name]} of {model.most_replicas} replicas of "
-                f"{model.name}"
-            )
-    return {model.name: least_replicas(model) for model in config.models} | replicas
-
-
-def _left_behind(config: Config) -> int:
-    """Bytes of an earlier KV store that the next one takes over."""
-    return left_behind(config.server.port) if config.kvstore is not None else 0
-
-
-def _present(config: Config) -> list[Model]:
-    """Models that are there from the start; for others there is room once they are asked for."""
-    return [model for model in config.models if model.start != "on_demand"]
-
-
-def _plan_on_nodes(config: Config, base: Path, say: Say) -> dict[str, int]:
-    from loomserve.deployments.node_checks import check_nodes
-    from loomserve.deployments.ray_node import own_node
-
-    reports = check_nodes(config, base, say)
-    store = config.kvstore.memory if config.kvstore else 0
-    # What there is but once runs where the command does.
-    once = platform_bytes(config.server.front_ends, config.models)
-    once += check_offline_models(config, base, say)
-    gateways = config.server.front_ends if config.has_gateways_on_each_node else 0
-    elsewhere = node_bytes(gateways, config.models)
-    taken = {name: once if name == own_node() else elsewhere for name in reports}
-    return plan_on_nodes(
-        _present(config),
-        {model: size for report in reports.values() for model, size in report.weights.items()},
-        {device.name: device.on for device in config.devices},
-        {
-            name: NodeMemory(report.memory, taken[name] + store, with_store=bool(store))
-            for name, report in reports.items()
-        },
-        gpus_of(config.devices),
-    )
-
-
-def _placed_in_cluster(config: Config, base: Path, say: Say) -> Placed:
-    if not leaves_something(config):
-        return Placed(config)
-    from loomserve.deployments.node_checks import parts_of_nodes
-    from loomserve.deployments.ray_node import own_node
-
-    return placed_on(config, base, say, parts_of_nodes(config), own_node())
 
 
 _UP = frozenset({ModelStatus.READY, ModelStatus.ASLEEP, ModelStatus.UNLOADED})
@@ -374,10 +278,10 @@ def run(config: Config, base: Path, say: Say) -> None:
     check_machine(config, base)
     for line in (*warnings(config.server), *tenancy(config)):
         say(line)
-    config = with_admin_token(config, say)
+    config = with_admin_token(with_given_hashes(config), say)
     placed = Placed(config)
     if config.cluster is None:
-        placed = placed_here(config, base, say, _left_behind(config))
+        placed = placed_here(config, base, say, bytes_left_behind(config))
     stopped = threading.Event()
     platform = Platform(placed.config, base, say)
     _catch_signals(stopped, platform)
@@ -389,12 +293,12 @@ def run(config: Config, base: Path, say: Say) -> None:
     try:
         platform.join()
         if config.cluster is not None:
-            placed = _placed_in_cluster(config, base, say)
+            placed = placed_in_cluster(config, base, say)
             replicas = plan(placed.counted, base, say)
         config = placed.config
         for line in said(placed):
             say(line)
-        for model in _present(config):
+        for model in present_models(config):
             used = len(model.devices) if model.pipeline else replicas[model.name]
             where = ", ".join(model.devices[:used])
             say(f"loading {model.name} on {where}")

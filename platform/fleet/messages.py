@@ -37,12 +37,14 @@ GATEWAY_APP = "loomserve-gateway"
 CONTROLLER_APP = "loomserve-controller"
 MODEL_APP_PREFIX = "model:"
 BATCH_APP = "loomserve-batch"
+READY_APP = "loomserve-ready"
 GATEWAY_DEPLOYMENT = "Gateway"
 CONTROLLER_DEPLOYMENT = "Controller"
 ENGINE_DEPLOYMENT = "Engine"
 # No name of a model or a device has it.
 _ON = "@"
 BATCH_DEPLOYMENT = "BatchLane"
+READY_DEPLOYMENT = "Ready"
 
 # Where borrowers open and end loans, on a lender replica's own socket.
 LOANS_PATH = "/loomserve/loans"
@@ -85,7 +87,7 @@ def nodes_with_gateways(apps: Iterable[str]) -> frozenset[str]:
 
 def is_ours(app: str) -> bool:
     """Whether a Serve application is the platform's."""
-    once = (GATEWAY_APP, CONTROLLER_APP, BATCH_APP)
+    once = (GATEWAY_APP, CONTROLLER_APP, BATCH_APP, READY_APP)
     return app in once or app.startswith((MODEL_APP_PREFIX, GATEWAY_APP + _ON))
 
 

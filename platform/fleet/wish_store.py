@@ -25,6 +25,23 @@ CREATE TABLE wishes (
 )
 
 
+def has_wishes(folder: Path, internal_token: str) -> bool:
+    """Whether a controller of this run has kept any; nothing is taken over."""
+    path = folder / "wishes.sqlite"
+    if not path.exists():
+        return False
+    database = Database(path, _SCHEMA, busy_timeout_s=_BUSY_TIMEOUT_S)
+    try:
+        return bool(database.read("SELECT one FROM wishes WHERE run = ?", _run(internal_token)))
+    finally:
+        database.close()
+
+
+def _run(internal_token: str) -> str:
+    """What a run is known by, of which its token is not to be read."""
+    return hashlib.sha256(internal_token.encode()).hexdigest()
+
+
 class WishStore:
     """The store in one folder, which is made if need be; its methods block."""
 
@@ -38,7 +55,7 @@ class WishStore:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / "wishes.sqlite"
         self._db = Database(path, _SCHEMA, busy_timeout_s=_BUSY_TIMEOUT_S)
-        self._run = hashlib.sha256(internal_token.encode()).hexdigest()
+        self._run = _run(internal_token)
         self.generation = self._db.take_over()
         """Of this controller: no other has it, and later ones have later ones."""
         kept = self._db.read("SELECT body FROM wishes WHERE run = ?", self._run)

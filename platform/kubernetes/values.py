@@ -64,10 +64,9 @@ def derived_values(text: str, config: Config, weights: Mapping[str, int]) -> dic
         "config": digest(text),
         "mode": "rayservice" if in_cluster else "node",
         "port": config.server.port,
-        "tls": config.server.tls is not None,
         "batch": config.batch is not None,
         "ssd": (config.kvstore.ssd or 0) if config.kvstore is not None else 0,
-        "head": _head(config, weights) if in_cluster else None,
+        "head": _head(config) if in_cluster else None,
         "nodes": [_node(config, name, weights) for name in config.nodes],
         "times": times(config.server.drain_timeout_s, config.server.request_timeout_s),
     }
@@ -106,7 +105,22 @@ def _check(config: Config, weights: Mapping[str, int]) -> None:
             "server.api_keys_file: files of a Secret can be read by the pod's group, which such a "
             "file must not be: write the hashes into server.api_keys"
         )
+    if config.server.tls is not None:
+        raise ConfigError(
+            "server.tls: files of a Secret can be read by the pod's group, which a private key "
+            "must not be: leave it out, and have TLS end ahead of the pods (docs/tls.md)"
+        )
     if config.cluster is not None:
+        for index, model in enumerate(config.models):
+            if not model.is_placed:
+                raise ConfigError(
+                    f"models[{index}].devices: name them: a controller that is started anew has to "
+                    "find a model where it was"
+                )
+        if config.offline_models:
+            raise ConfigError(
+                "batch.offline_models: they run in mode node alone: leave out the section cluster"
+            )
         if not config.has_gateways_on_each_node:
             raise ConfigError(
                 "cluster.gateways: set it to each_node, since requests go to the pods with devices"
@@ -132,11 +146,9 @@ def _check(config: Config, weights: Mapping[str, int]) -> None:
         )
 
 
-def _head(config: Config, weights: Mapping[str, int]) -> dict[str, Any]:
+def _head(config: Config) -> dict[str, Any]:
     """The pod with what there is but once, its gateway among it."""
     memory = platform_bytes(config.server.front_ends)
-    if config.offline_models:
-        memory += sum(weights[model.name] for model in config.offline_models)
     # KV stores are where engines are.
     return _pod(HEAD, _HEAD_CPUS, (), memory, OBJECT_STORE_BYTES) | {
         "offers": offered(HEAD, (), (), state=True)

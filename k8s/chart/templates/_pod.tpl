@@ -118,5 +118,4 @@ resources: {requests: {storage: {{ .size | quote }}}}
 httpGet:
   path: /-/healthz
   port: serve
-  scheme: {{ .Values.derived.tls | ternary "HTTPS" "HTTP" }}
 {{- end }}

@@ -10,7 +10,7 @@ from loomserve.platform.base.errors import NotFound, Unauthorized
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.http.ingress.sites import Sites
 
-_PROBES = frozenset({"/health", "/ready"})
+_PROBES = frozenset({"/health", "/ready", "/-/healthz"})
 _METRICS = "/metrics"
 _CONSOLE = "/console"
 _ADMIN = ("/admin", "/docs", "/redoc", "/openapi.json", _METRICS)

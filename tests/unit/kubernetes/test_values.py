@@ -39,6 +39,16 @@ def on_nodes(*names: str) -> dict[str, Any]:
     [
         ({"devices": "auto", "models": {"m": "demo"}}, "devices: list them"),
         ({"server": {}}, "server.host"),
+        (
+            {"server": ALONE["server"] | {"tls": {"certificate": "c", "key": "k"}}},
+            "server.tls",
+        ),
+        (on_nodes("one") | {"models": {"m": "demo"}}, r"models\[0\].devices"),
+        (
+            on_nodes("one")
+            | {"batch": {"offline_models": [{"name": "o", "source": "demo", "device": "d0"}]}},
+            "batch.offline_models",
+        ),
         ({"server": {"host": "0.0.0.0", "api_keys_file": "keys.yaml"}}, "api_keys_file"),
         (on_nodes("one") | {"cluster": {}}, "cluster.gateways"),
         (on_nodes("head"), "'head'"),

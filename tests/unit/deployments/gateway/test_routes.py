@@ -168,3 +168,26 @@ def test_requests_go_to_a_model_that_comes_when_it_is_asked_for() -> None:
     assert models.find("chat", None).name == "chat"
     assert asked(models.list_models, None)["data"][0]["status"] == "unloaded"
     assert response(models.ready, None).status_code == 200
+
+
+def test_load_balancers_keep_a_gateway_while_one_model_answers() -> None:
+    routes = ModelRoutes(lambda _: True)
+
+    def heard() -> tuple[int, bytes]:
+        answer = response(routes.takes_clients, None)
+        return answer.status_code, bytes(answer.body)
+
+    good, refused = (200, b"success"), (503, b"not ready")
+    assert heard() == refused
+    routes.apply([route("a"), route("b", ModelStatus.LOADING, replicas=0)])
+    assert heard() == refused, "the first time it waits for all"
+    routes.apply([route("a"), route("b", ModelStatus.FAILED, replicas=0)])
+    assert heard() == good, "what has failed is not waited for"
+    routes.apply([route("a"), route("c", ModelStatus.LOADING, replicas=0)])
+    assert heard() == good, "an operator loads another"
+    assert response(routes.ready, None).status_code == 503
+    routes.drained = True
+    assert heard() == refused
+    routes.drained = False
+    routes.apply([route("a", ModelStatus.LOADING, replicas=0)])
+    assert heard() == refused, "no model answers"

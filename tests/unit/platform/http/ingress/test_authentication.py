@@ -113,7 +113,7 @@ def test_v1_is_open_where_there_are_no_keys(server: dict[str, Any]) -> None:
     assert entered(server, "/v1/chat/completions", "EMPTY") is None
 
 
-@pytest.mark.parametrize("path", ["/health", "/ready"])
+@pytest.mark.parametrize("path", ["/health", "/ready", "/-/healthz"])
 @pytest.mark.parametrize("server", SERVERS)
 def test_probes_need_no_key_and_know_whose_a_given_one_is(
     server: dict[str, Any], path: str

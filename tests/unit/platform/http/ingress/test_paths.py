@@ -21,10 +21,11 @@ from tests.unit.platform.http.raw import RawServer, serving
 
 KEY, ADMIN = "sk-loom-" + "k" * 32, "sk-loom-" + "a" * 32
 CREDENTIALS = (None, KEY, ADMIN)
-OPEN = {"/health", "/ready", "/admin/v1/docs", "/admin/v1/openapi.json"}
+OPEN = {"/health", "/ready", "/-/healthz", "/admin/v1/docs", "/admin/v1/openapi.json"}
 DOORS = {
     "/health": (200, 200, 200),
     "/ready": (200, 200, 200),
+    "/-/healthz": (200, 200, 200),
     "/admin/v1/docs": (200, 200, 200),
     "/admin/v1/openapi.json": (200, 200, 200),
     "/v1": (401, 200, 401),

@@ -1,0 +1,105 @@
+"""A batch lane that waits for its folder in the background, and meanwhile is there without it.
+
+During an upgrade on Kubernetes the clusters of both sides live at once, on one folder: the lane
+before it ends only when this side runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+from loomserve.deployments.batch.lane import BatchLaneDeployment
+from loomserve.platform.base.errors import StartError, Unavailable
+from loomserve.platform.base.reply import replies
+from loomserve.platform.batch.folder import BatchFolder
+from loomserve.platform.fleet.messages import LanePlace
+from loomserve.platform.state import BatchLaneState, BatchState
+
+_log = logging.getLogger("ray.serve")
+
+_CLAIM_TIMEOUT_S = 1.0
+_RETRY_S = 1.0
+
+
+class StandbyBatchLane(BatchLaneDeployment):
+    """A :class:`BatchLaneDeployment` that runs before it owns its folder."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self,
+        options: dict[str, Any],
+        offline: list[dict[str, Any]],
+        folder: str,
+        server: dict[str, Any],
+        internal_token: str,
+    ) -> None:
+        self._opening = asyncio.create_task(
+            self._open(options, offline, folder, server, internal_token)
+        )
+
+    async def _open(
+        self,
+        options: dict[str, Any],
+        offline: list[dict[str, Any]],
+        folder: str,
+        server: dict[str, Any],
+        internal_token: str,
+    ) -> None:
+        told = ""
+        while True:
+            claimed = BatchFolder(Path(folder))
+            try:
+                await asyncio.to_thread(claimed.claim, _CLAIM_TIMEOUT_S)
+            except StartError as error:
+                if str(error) != told:
+                    told = str(error)
+                    _log.warning("the batch lane is on standby: %s", error)
+                await asyncio.sleep(_RETRY_S)
+                continue
+            claimed.release()
+            await super().__init__(options, offline, folder, server, internal_token)
+            return
+
+    async def place(self) -> LanePlace:
+        self._check_open()
+        return await super().place()
+
+    @replies
+    async def state(self) -> BatchLaneState:
+        self._check_open()
+        return (await super().state()).get()
+
+    @replies
+    async def show(self, batch_id: str) -> BatchState:
+        self._check_open()
+        return (await super().show(batch_id)).get()
+
+    @replies
+    async def cancel(self, batch_id: str) -> BatchState:
+        self._check_open()
+        return (await super().cancel(batch_id)).get()
+
+    async def check_health(self) -> None:
+        if self._opening.done():
+            self._opening.result()
+            await super().check_health()
+
+    async def __del__(self) -> None:
+        if hasattr(self, "_opening"):
+            self._opening.cancel()
+        await super().__del__()
+
+    def _check_open(self) -> None:
+        """
+        Raises:
+            Unavailable: another lane still has the folder.
+        """
+        if not self._opening.done():
+            raise Unavailable(
+                "the batch lane is on standby: another one still has batch.folder, and this one "
+                "goes on where that ends",
+                reason="batch_lane_away",
+                retry_after_s=5,
+            )

@@ -1,0 +1,68 @@
+"""The controller of a cluster that KubeRay has started, where no command stands ahead of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+from loomserve.deployments.controller.controller import Controller
+from loomserve.deployments.kvstore.kv_store import store_plan
+from loomserve.deployments.kvstore.node_stores import start_node_stores
+from loomserve.deployments.planning import plan
+from loomserve.deployments.ray_node import living_nodes, wishes_folder
+from loomserve.platform.config import Config
+from loomserve.platform.fleet.wish_store import has_wishes
+
+_log = logging.getLogger("ray.serve")
+
+_LOOK_S = 1.0
+_TELL_S = 60.0
+
+
+class PodController(Controller):
+    """Does first what ``loomserve serve`` does: waits for nodes, checks them, plans replicas.
+
+    What is wrong is raised, and shown by ``kubectl describe rayservice``. One that is started anew
+    goes on with what there is.
+    """
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, config: dict[str, Any], internal_token: str, base: str
+    ) -> None:
+        """
+        Raises:
+            LoomserveError: a node cannot do what the configuration asks of it.
+        """
+        checked = Config.model_validate(config)
+        kept = store_plan(checked, Path(base))
+        first = not await asyncio.to_thread(has_wishes, wishes_folder(), internal_token)
+        replicas: dict[str, int] = {}
+        if first:
+            await asyncio.to_thread(await_nodes, checked.nodes)
+            replicas = await asyncio.to_thread(plan, checked, Path(base), _log.warning)
+            if kept is not None:
+                stores = kept.model_copy(update={"nodes": checked.nodes})
+                await asyncio.to_thread(start_node_stores, stores, internal_token)
+        await super().__init__(
+            config,
+            replicas,
+            internal_token,
+            base,
+            kept.here().model_dump(mode="json") if kept is not None else None,
+            stores_on=checked.nodes,
+        )
+        if first:
+            await self.load_configured()
+
+
+def await_nodes(names: tuple[str, ...]) -> None:
+    """Wait until these nodes are up, however long Kubernetes takes to have room for their pods."""
+    told_at = 0.0
+    while missing := [name for name in names if name not in living_nodes()]:
+        if time.monotonic() - told_at > _TELL_S:
+            told_at = time.monotonic()
+            _log.warning("waiting for nodes: %s", ", ".join(missing))
+        time.sleep(_LOOK_S)

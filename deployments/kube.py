@@ -1,0 +1,108 @@
+"""Serve applications that KubeRay starts: a ``serveConfigV2`` names these builders.
+
+Serve calls each in a task of its own, on any node, with the arguments that the chart gives:
+``config``, the configuration's path in the pods; ``digest``, of the text that it must have; and
+``node`` of a gateway that is not the head's. What they do not agree on by themselves, such as the
+token that processes ask each other for, comes from the pods' environment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+
+from loomserve.deployments.batch.standby import StandbyBatchLane
+from loomserve.deployments.controller.pod_controller import PodController
+from loomserve.deployments.gateway_apps import build_gateway_app
+from loomserve.deployments.kvstore.kv_store import store_plan
+from loomserve.deployments.readiness import Ready
+from loomserve.deployments.serve_logging import QUIET
+from loomserve.platform.access.given_hashes import with_given_hashes
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.batch.folder import batch_folder
+from loomserve.platform.config import Config
+from loomserve.platform.config.loader import parse
+from loomserve.platform.fleet.messages import (
+    BATCH_DEPLOYMENT,
+    CONTROLLER_DEPLOYMENT,
+    READY_DEPLOYMENT,
+)
+from loomserve.platform.http.audit_log import audit_log_path
+from loomserve.platform.kubernetes.pods import internal_token, read_config
+from loomserve.platform.nodes.resources import on_state
+
+# Kubernetes brings a changed Secret to its pods within a minute or so.
+_CONFIG_TIMEOUT_S = 180.0
+
+
+def controller(args: dict[str, str]) -> Any:
+    """The controller, which waits for the nodes and checks them before it runs."""
+    config, base = _given(args)
+    return _once(PodController, CONTROLLER_DEPLOYMENT).bind(
+        config.model_dump(mode="json"), internal_token(), str(base)
+    )
+
+
+def gateway(args: dict[str, str]) -> Any:
+    """The gateways of a node; without one, those of the head."""
+    config, base = _given(args)
+    plan = store_plan(config, base)
+    store = plan.here() if plan is not None else None
+    return build_gateway_app(config, internal_token(), store, args.get("node"))
+
+
+def batch(args: dict[str, str]) -> Any:
+    """The batch lane, which runs before it has its folder.
+
+    Raises:
+        StartError: the configuration has none.
+    """
+    config, base = _given(args)
+    folder = batch_folder(config, base)
+    if config.batch is None or folder is None:
+        raise StartError("the configuration has no section batch")
+    return _once(StandbyBatchLane, BATCH_DEPLOYMENT).bind(
+        config.batch.model_dump(mode="json"),
+        [],
+        str(folder),
+        config.server.model_dump(mode="json"),
+        internal_token(),
+    )
+
+
+def ready(args: dict[str, str]) -> Any:
+    """Runs once the configured models answer, and holds traffic back until then."""
+    config, _ = _given(args)
+    return _once(Ready, READY_DEPLOYMENT).bind([model.name for model in config.models])
+
+
+def _given(args: Mapping[str, str]) -> tuple[Config, Path]:
+    """The configuration, and the folder to which its paths are relative.
+
+    Raises:
+        ConfigError: it is wrong.
+        StartError: the pods have another one.
+    """
+    path = Path(args["config"])
+    config = with_given_hashes(
+        parse(read_config(path, args["digest"], _CONFIG_TIMEOUT_S), str(path))
+    )
+    audit_log = str(audit_log_path(config.server, path.parent))
+    server = config.server.model_copy(update={"audit_log": audit_log})
+    return config.model_copy(update={"server": server}), path.parent
+
+
+def _once(what: type, name: str) -> Any:
+    """A deployment of what there is but once."""
+    return serve.deployment(
+        what,
+        name=name,
+        num_replicas=1,
+        max_ongoing_requests=1000,
+        health_check_period_s=2,
+        ray_actor_options={"num_cpus": 0, "resources": on_state()},
+        logging_config=QUIET,
+    )
