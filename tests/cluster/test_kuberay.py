@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from loomserve.platform.access.keys import new_key
+from loomserve.platform.base.paths import cache_folder
 from loomserve.platform.config.loader import parse
 from loomserve.platform.fleet.messages import BATCH_APP, MODEL_APP_PREFIX, READY_APP, gateway_app
 from loomserve.platform.kubernetes.commands import values_file
@@ -121,7 +122,11 @@ class Cluster:
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     rendered = manifests(config())
     folder = tmp_path_factory.mktemp("kuberay")
-    (folder / "lib").mkdir()
+    # As from a claim that has models already.
+    models = cache_folder() / "models"
+    models.mkdir(parents=True, exist_ok=True)
+    (folder / "lib/home").mkdir(parents=True)
+    (folder / "lib/home/models").symlink_to(models)
     with network("head", "one") as machines, ray_cluster(rendered, machines, folder) as pods:
         running = Cluster(pods, rendered)
         until(running.operator.answers, 240, running.why_not)
