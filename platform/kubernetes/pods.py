@@ -36,8 +36,6 @@ def pod_environment() -> dict[str, str]:
         RUN_VARIABLE: str(run.path),
         "TMPDIR": str(run.temporary),
         "SPT_NOENV": "1",
-        # What Serve's replicas say is seen by kubectl logs.
-        "RAY_SERVE_LOG_TO_STDERR": "1",
     }
 
 

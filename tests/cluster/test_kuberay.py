@@ -115,6 +115,10 @@ class Cluster:
             }
         except httpx.HTTPError as error:
             said = {"": repr(error)}
+        script = f"tail -n 25 {self.head.machine.temporary}/ray/session_latest/logs/serve/*.log"
+        logs += [
+            pod.machine.output("sh", "-c", f"{script} || true") for pod in (self.head, self.worker)
+        ]
         return "\n".join([str(said), *logs])
 
 
@@ -210,3 +214,14 @@ def test_a_model_survives_the_second_time(cluster: Cluster) -> None:
     until(lambda: cluster.ask(4).status_code == 200, 60, cluster.why_not)
     refused = cluster.ask(1, prompt=["a"] * 8)
     assert (refused.status_code, "7" in refused.text) == (400, True)
+
+
+def test_a_stream_ends_well_when_its_pod_is_told_to_end(cluster: Cluster) -> None:
+    answers: list[httpx.Response] = []
+    streaming = Thread(target=lambda: answers.append(cluster.ask(300, stream=True)))
+    streaming.start()
+    time.sleep(1)
+    cluster.worker.end()
+    streaming.join(120)
+    (answer,) = answers
+    assert answer.text.rstrip().endswith("data: [DONE]")

@@ -1,0 +1,122 @@
+"""A controller of a cluster that KubeRay has started plans once, and goes on if started anew."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from loomserve.deployments.controller import pod_controller as module
+from loomserve.deployments.controller.pod_controller import PodController
+from loomserve.deployments.ray_node import LivingNode
+from loomserve.platform.base.errors import StartError
+from loomserve.platform.config import LOCAL_NODE, Config
+from tests.unit.deployments.controller.controllers import CONFIG, FakeServe, states, until
+from tests.unit.platform.fleet.heartbeats import COLD, HOT
+
+TOKEN = "t" * 32
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What has been planned so far; the nodes are there."""
+    made: list[str] = []
+
+    def plan(config: Config, base: Path, say: Any) -> dict[str, int]:
+        made.append("planned")
+        return {model.name: 1 for model in config.models}
+
+    monkeypatch.setattr(module, "plan", plan)
+    monkeypatch.setattr(module, "wishes_folder", lambda: tmp_path)
+    up = {LOCAL_NODE: LivingNode("id", has_state=False)}
+    monkeypatch.setattr(module, "living_nodes", lambda: up)
+    return made
+
+
+@asynccontextmanager
+async def pod_controller(token: str = TOKEN) -> AsyncIterator[PodController]:
+    """One that dies at the end of the block without a word."""
+    made = PodController.__new__(PodController)
+    await PodController.__init__(made, CONFIG.model_dump(mode="json"), token, "/")
+    try:
+        yield made
+    finally:
+        for task in [*made._tasks, *made._models._tasks]:
+            task.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+        await made._rebalancing._rebalancer.close()
+
+
+def test_it_loads_what_is_configured_by_itself(serve: FakeServe, planned: list[str]) -> None:
+    async def scenario() -> None:
+        async with pod_controller() as one:
+            assert set(states(one)) == {HOT.name, COLD.name}
+            await until(lambda: serve.devices(HOT.name) and serve.devices(COLD.name))
+
+    asyncio.run(scenario())
+    assert planned == ["planned"]
+
+
+def test_one_that_is_started_anew_plans_nothing_and_keeps_what_operators_said(
+    serve: FakeServe, planned: list[str]
+) -> None:
+    async def scenario() -> None:
+        async with pod_controller() as one:
+            await until(lambda: serve.devices(HOT.name) and serve.devices(COLD.name))
+            await one.unload(COLD.name, 0)
+            await until(lambda: COLD.name not in states(one))
+        # Memory is taken by the models that run: to plan again would find too little.
+        async with pod_controller() as other:
+            assert set(states(other)) == {HOT.name}
+
+    asyncio.run(scenario())
+    assert planned == ["planned"]
+
+
+def test_another_cluster_begins_with_the_configuration(
+    serve: FakeServe, planned: list[str]
+) -> None:
+    async def scenario() -> None:
+        async with pod_controller() as one:
+            await one.unload(COLD.name, 0)
+            await until(lambda: COLD.name not in states(one))
+        async with pod_controller("u" * 32) as other:
+            assert set(states(other)) == {HOT.name, COLD.name}
+
+    asyncio.run(scenario())
+    assert planned == ["planned", "planned"]
+
+
+def test_what_a_node_lacks_is_the_applications_message(
+    serve: FakeServe, planned: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> dict[str, int]:
+        raise StartError("node 'one': there is no C++ compiler")
+
+    monkeypatch.setattr(module, "plan", refuse)
+
+    async def scenario() -> None:
+        with pytest.raises(StartError, match="compiler"):
+            async with pod_controller():
+                pass
+
+    asyncio.run(scenario())
+    assert not serve.apps
+
+
+def test_it_waits_for_nodes_that_have_no_room_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[str] = []
+
+    def up() -> dict[str, LivingNode]:
+        looks.append("look")
+        return {"one": LivingNode("id", has_state=False)} if len(looks) > 2 else {}
+
+    monkeypatch.setattr(module, "living_nodes", up)
+    monkeypatch.setattr(module, "_LOOK_S", 0.01)
+    module.await_nodes(("one",))
+    assert len(looks) == 3
