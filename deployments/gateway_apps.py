@@ -38,6 +38,8 @@ def build_gateway_app(
         # Requests do not pass through Serve; of batches the lane sends only so many lines.
         max_ongoing_requests=1_000_000,
         health_check_period_s=2,
+        # One that replaces another listens beside it before that stops.
+        max_surge_percent=100,
         graceful_shutdown_timeout_s=config.server.drain_timeout_s + 15,
         ray_actor_options={
             "num_cpus": 0,
