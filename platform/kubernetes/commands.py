@@ -63,20 +63,30 @@ def environment_file() -> str:
 
 
 def _known_weights(config: Config, base: Path) -> dict[str, int]:
-    """Bytes of the weights that are on this machine; nothing is fetched."""
+    """Bytes of the weights that are on this machine; nothing is fetched.
+
+    Raises:
+        ConfigError: some are damaged.
+    """
     models: list[Model | OfflineModel] = [*config.models, *config.offline_models]
     found = {model.name: _weights_here(model, base) for model in models}
     return {name: size for name, size in found.items() if size is not None}
 
 
 def _weights_here(model: Model | OfflineModel, base: Path) -> int | None:
-    if catalog.copy_of(model.source) is not None and not catalog.is_here(model.source):
+    """
+    Raises:
+        ConfigError: they are damaged.
+    """
+    if catalog.copy_of(model.source) is not None:
+        is_here = catalog.is_here(model.source)
+    else:
+        # A folder may be the pods' own, and what is on the hub is not looked up.
+        is_here = (base / Path(model.source).expanduser()).exists()
+    if not is_here:
         return None
-    try:
-        found = catalog.resolve(model.source, base, lambda _: None, revision=model.revision)
-    except ConfigError:
-        return None  # a folder of the pods, perhaps
-    return catalog.known_weight_bytes(found) or None
+    found = catalog.resolve(model.source, base, lambda _: None, revision=model.revision)
+    return catalog.known_weight_bytes(found)
 
 
 def _size(given: str) -> tuple[str, int]:
