@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,9 @@ from loomserve.deployments.kvstore.kv_store import store_plan
 from loomserve.deployments.kvstore.node_stores import start_node_stores
 from loomserve.deployments.planning import plan
 from loomserve.deployments.ray_node import living_nodes, wishes_folder
-from loomserve.platform.config import Config
+from loomserve.platform.base.files import replace_private
+from loomserve.platform.base.reply import Reply
+from loomserve.platform.config import Config, Model
 from loomserve.platform.fleet.wish_store import has_wishes
 
 _log = logging.getLogger("ray.serve")
@@ -26,7 +30,8 @@ class PodController(Controller):
     """Does first what ``loomserve serve`` does: waits for nodes, checks them, plans replicas.
 
     What is wrong is raised, and shown by ``kubectl describe rayservice``. One that is started anew
-    goes on with what there is.
+    goes on with what there is; with another configuration it loads models that are new in it, and
+    unloads those that are gone.
     """
 
     async def __init__(  # type: ignore[misc]  # Serve awaits it
@@ -54,8 +59,50 @@ class PodController(Controller):
             kept.here().model_dump(mode="json") if kept is not None else None,
             stores_on=checked.nodes,
         )
+        configured = ConfiguredModels(wishes_folder() / "configured.json")
         if first:
             await self.load_configured()
+        else:
+            await self._follow(checked, configured.read())
+        configured.write(checked.models)
+
+    async def _follow(self, config: Config, before: Mapping[str, Model]) -> None:
+        """Load and unload what the configuration has gained and lost since it was ``before``."""
+        there, now = {model.name for model in self._fleet.registry.models}, set[str]()
+        for model in config.models:
+            now.add(model.name)
+            if model.name in before and model != before[model.name]:
+                _log.warning(
+                    "%s goes on as it was: unload it, and load it as the configuration has it now",
+                    model.name,
+                )
+            elif before and model.name not in before and model.name not in there:
+                _tell_refusal(model.name, await self.load(model))
+        for name in before.keys() - now & there:
+            _tell_refusal(name, await self.unload(name, None))
+
+
+class ConfiguredModels:
+    """The models of the configuration with which a controller started last, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self) -> dict[str, Model]:
+        """By name; none: it is not known."""
+        try:
+            kept = json.loads(self._path.read_text())
+            return {each["name"]: Model.model_validate_json(json.dumps(each)) for each in kept}
+        except (OSError, ValueError):
+            return {}
+
+    def write(self, models: Collection[Model]) -> None:
+        replace_private(self._path, json.dumps([model.model_dump(mode="json") for model in models]))
+
+
+def _tell_refusal(name: str, reply: Reply[Any]) -> None:
+    if reply.error is not None:
+        _log.warning("%s is not as the configuration has it: %s", name, reply.error)
 
 
 def await_nodes(names: tuple[str, ...]) -> None:

@@ -14,7 +14,7 @@ from loomserve.deployments.controller import pod_controller as module
 from loomserve.deployments.controller.pod_controller import PodController
 from loomserve.deployments.ray_node import LivingNode
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.config import LOCAL_NODE, Config
+from loomserve.platform.config import LOCAL_NODE, Config, Model
 from tests.unit.deployments.controller.controllers import CONFIG, FakeServe, states, until
 from tests.unit.platform.fleet.heartbeats import COLD, HOT
 
@@ -38,10 +38,12 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @asynccontextmanager
-async def pod_controller(token: str = TOKEN) -> AsyncIterator[PodController]:
+async def pod_controller(
+    token: str = TOKEN, config: Config = CONFIG
+) -> AsyncIterator[PodController]:
     """One that dies at the end of the block without a word."""
     made = PodController.__new__(PodController)
-    await PodController.__init__(made, CONFIG.model_dump(mode="json"), token, "/")
+    await PodController.__init__(made, config.model_dump(mode="json"), token, "/")
     try:
         yield made
     finally:
@@ -72,7 +74,7 @@ def test_one_that_is_started_anew_plans_nothing_and_keeps_what_operators_said(
             await until(lambda: COLD.name not in states(one))
         # Memory is taken by the models that run: to plan again would find too little.
         async with pod_controller() as other:
-            assert set(states(other)) == {HOT.name}
+            await until(lambda: set(states(other)) == {HOT.name})
 
     asyncio.run(scenario())
     assert planned == ["planned"]
@@ -90,6 +92,50 @@ def test_another_cluster_begins_with_the_configuration(
 
     asyncio.run(scenario())
     assert planned == ["planned", "planned"]
+
+
+def test_models_come_and_go_with_the_configuration_and_others_are_left_alone(
+    serve: FakeServe, planned: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    kept, gone, added, by_operator = (
+        Model(name=name, source="demo", devices=("core1",))
+        for name in ("kept", "gone", "added", "operators")
+    )
+    before = CONFIG.model_copy(update={"models": (kept, gone)})
+    changed = kept.model_copy(update={"max_concurrent_requests": 7})
+    after = CONFIG.model_copy(update={"models": (changed, added)})
+
+    async def scenario() -> None:
+        async with pod_controller(config=before) as one:
+            (await one.load(by_operator)).get()
+            await until(lambda: serve.devices("kept") and serve.devices("operators"))
+        async with pod_controller(config=after) as another:
+            await until(lambda: serve.devices("added"))
+            await until(lambda: set(states(another)) == {"kept", "added", "operators"})
+            assert another._fleet.registry.record("kept").model == kept
+        async with pod_controller(config=after) as again:
+            assert set(states(again)) == {"kept", "added", "operators"}
+
+    asyncio.run(scenario())
+    assert planned == ["planned"]
+    assert "kept goes on as it was" in caplog.text
+
+
+def test_what_an_operator_unloaded_stays_unloaded_when_the_configuration_changes(
+    serve: FakeServe, planned: list[str]
+) -> None:
+    other = CONFIG.model_copy(
+        update={"server": CONFIG.server.model_copy(update={"max_sequences": 7})}
+    )
+
+    async def scenario() -> None:
+        async with pod_controller() as one:
+            await one.unload(COLD.name, 0)
+            await until(lambda: COLD.name not in states(one))
+        async with pod_controller(config=other) as another:
+            await until(lambda: set(states(another)) == {HOT.name})
+
+    asyncio.run(scenario())
 
 
 def test_what_a_node_lacks_is_the_applications_message(
