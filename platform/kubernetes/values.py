@@ -15,7 +15,7 @@ from typing import Any
 from loomserve.platform.base.errors import ConfigError
 from loomserve.platform.config import Config, Device, Model
 from loomserve.platform.devices.memory import (
-    ENGINE_BYTES,
+    GPU_ENGINE_BYTES,
     least_replicas,
     node_bytes,
     offline_bytes,
@@ -148,7 +148,7 @@ def _check(config: Config, weights: Mapping[str, int]) -> None:
 
 def _head(config: Config) -> dict[str, Any]:
     """The pod with what there is but once, its gateway among it."""
-    memory = platform_bytes(config.server.front_ends)
+    memory = platform_bytes(config.server.front_ends, config.models)
     # KV stores are where engines are.
     return _pod(HEAD, _HEAD_CPUS, (), memory, OBJECT_STORE_BYTES) | {
         "offers": offered(HEAD, (), (), state=True)
@@ -163,7 +163,8 @@ def _node(config: Config, name: str, weights: Mapping[str, int]) -> dict[str, An
     gpus = sorted(device.gpu for device in devices if device.gpu is not None)
     alone = config.cluster is None
     front_ends = config.server.front_ends
-    memory = platform_bytes(front_ends) if alone else node_bytes(front_ends)
+    platform = platform_bytes if alone else node_bytes
+    memory = platform(front_ends, config.models)
     engines = 0
     for model in config.models:
         here = _replicas_on(model, names, config.devices)
@@ -190,8 +191,11 @@ def _replicas_on(model: Model, names: Collection[str], devices: Iterable[Device]
 
 
 def _host_bytes(model: Model, weight_bytes: int, *, on_gpus: bool) -> float:
-    """Memory of the host; of a model on GPUs, what its weights take on their way there."""
-    return ENGINE_BYTES + weight_bytes if on_gpus else replica_bytes(model, weight_bytes)
+    """Memory of the host; of a model on GPUs, what its weights take on their way there.
+
+    An engine on CPUs may compute in numbers that are twice as wide as those of the files.
+    """
+    return GPU_ENGINE_BYTES + weight_bytes if on_gpus else replica_bytes(model, 2 * weight_bytes)
 
 
 def _shared(config: Config, engines: int) -> int:
