@@ -27,6 +27,7 @@ from loomserve.platform.config.scaling import Scaling
 from loomserve.platform.config.scheduling import Scheduling
 from loomserve.platform.config.server import Server
 from loomserve.platform.config.tls import Tls
+from loomserve.platform.config.tracing import Tracing
 
 __all__ = [
     "LOCAL_NODE",
@@ -57,6 +58,7 @@ __all__ = [
     "Scheduling",
     "Server",
     "Tls",
+    "Tracing",
     "check_alias",
     "load",
     "load_keys",

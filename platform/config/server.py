@@ -10,6 +10,7 @@ from loomserve.platform.base.loopback import is_loopback
 from loomserve.platform.config.base import Bytes, FieldError, Section
 from loomserve.platform.config.keys import ApiKey, KeyHash, check_keys_differ
 from loomserve.platform.config.tls import Tls
+from loomserve.platform.config.tracing import Tracing
 from loomserve.platform.config.usage import Usage
 
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?$")]
@@ -111,6 +112,9 @@ class Server(Section):
     )
     usage: Usage = Field(
         Usage(), description="Keeps what each API key uses of each model, for accounting."
+    )
+    tracing: Tracing | None = Field(
+        None, description="Send traces of requests to a collector; null: there are none."
     )
     drain_timeout_s: float = Field(
         60.0, gt=0, description="How long unload, drain and stop wait for running requests."

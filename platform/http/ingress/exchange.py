@@ -8,6 +8,8 @@ from collections.abc import Awaitable
 
 from starlette.types import Message, Send
 
+from loomserve.platform.tracing import RequestTrace
+
 # Ids have to differ, and are no secrets; the kernel's own numbers take tens of microseconds each.
 _random = random.Random()
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
@@ -21,12 +23,12 @@ def choose_request_id(header: bytes | None) -> bytes:
 
 
 class Exchange:
-    """Wrapper of the server's ``send``: adds the request id and records how far the response got.
+    """Wrapper of the server's ``send``: adds the ids and records how far the response got.
 
     Every chunk of a stream passes it, so it does next to nothing.
     """
 
-    __slots__ = ("_send", "complete", "is_event_stream", "request_id", "status")
+    __slots__ = ("_send", "complete", "is_event_stream", "request_id", "status", "trace")
 
     def __init__(self, send: Send, request_id: bytes) -> None:
         self._send = send
@@ -34,6 +36,7 @@ class Exchange:
         self.status: int | None = None
         self.is_event_stream = False
         self.complete = False
+        self.trace: RequestTrace | None = None
 
     def send(self, message: Message) -> Awaitable[None]:
         kind = message["type"]
@@ -51,4 +54,7 @@ class Exchange:
             for name, value in headers
         )
         self.status = message["status"]
-        return {**message, "headers": [*headers, (b"x-request-id", self.request_id)]}
+        headers.append((b"x-request-id", self.request_id))
+        if self.trace is not None:
+            headers.append(self.trace.response_header)
+        return {**message, "headers": headers}

@@ -24,6 +24,7 @@ from loomserve.platform.http.ingress.responses import (
     error_response,
 )
 from loomserve.platform.http.ingress.slo import parse_slo_ms
+from loomserve.platform.http.ingress.traces import IngressTraces
 
 _log = logging.getLogger("loomserve.ingress")
 _EXCHANGE = "loomserve.exchange"
@@ -38,6 +39,7 @@ def ingress_middleware(
     audit: Callable[[str], None] | None = None,
     keys: LiveKeys | None = None,
     requests: RequestMeter | None = None,
+    traces: IngressTraces | None = None,
 ) -> ASGIApp:
     """Wrap ``app`` in request ids, CORS, error answers, authentication and limits.
 
@@ -50,6 +52,7 @@ def ingress_middleware(
         audit: takes a line for each request for a change by the admin API; None: there is no log.
         keys: those that may enter, kept up to date by the caller; None: those of ``server``.
         requests: admits each key's; None: by what this process alone has admitted.
+        traces: begins each request's; None: there are none.
     """
     authentication = Authentication(server, keys or LiveKeys(server))
     meter = requests or RequestMeter()
@@ -62,7 +65,7 @@ def ingress_middleware(
             allow_origins=server.cors_origins,
             allow_methods=("GET", "POST", "PUT", "PATCH", "DELETE"),
             allow_headers=("*",),
-            expose_headers=("X-Request-Id", "Retry-After"),
+            expose_headers=("X-Request-Id", "Retry-After", *(("traceresponse",) if traces else ())),
         )
 
     async def named(scope: Scope, receive: Receive, send: Send) -> None:
@@ -73,9 +76,23 @@ def ingress_middleware(
             await send({"type": "websocket.close", "code": 1008})
         else:
             scope, exchange = _named(scope, send)
-            await inner(scope, receive, exchange.send)
+            if traces is None:
+                await inner(scope, receive, exchange.send)
+            else:
+                await _traced(inner, traces, scope, receive, exchange)
 
     return named
+
+
+async def _traced(
+    app: ASGIApp, traces: IngressTraces, scope: Scope, receive: Receive, exchange: Exchange
+) -> None:
+    exchange.trace = scope["state"]["trace"] = trace = traces.begin(scope)
+    try:
+        await app(scope, receive, exchange.send)
+    finally:
+        if trace is not None:
+            trace.end(exchange.status)
 
 
 def _named(scope: Scope, send: Send) -> tuple[Scope, Exchange]:
@@ -187,6 +204,8 @@ class _Guard:
         if exchange.complete and exchange.status is not None and exchange.status < 400:
             return
         self._rejected(answered.code)
+        if exchange.trace is not None:
+            exchange.trace.failed(answered.code)
         if exchange.status is None:
             await error_response(answered)(scope, receive, send)
         elif exchange.complete:
