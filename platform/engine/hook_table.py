@@ -870,6 +870,7 @@ TABLE: tuple[Hook, ...] = (
             "_run_output_handler",
             "errored",
             "is_running",
+            "is_tracing_enabled",
         ),
         HookKind.SUBCLASS,
         "Its constructor makes its own client by a static method, so what else it assigns is "
@@ -878,9 +879,15 @@ TABLE: tuple[Hook, ...] = (
     ),
     Hook(
         "vllm.v1.engine.output_processor:OutputProcessor",
-        ("__init__(tokenizer)", "request_states", "abort_requests(request_ids, internal)"),
+        (
+            "__init__(tokenizer)",
+            "request_states",
+            "abort_requests(request_ids, internal)",
+            "tracing_enabled",
+        ),
         HookKind.READ,
-        "Ends a request that cannot go on, with the other answers to its prompt.",
+        "Ends a request that cannot go on, with the other answers to its prompt; knows whether it "
+        "makes spans.",
         "platform/front_end/engine/llm.py",
     ),
     Hook(

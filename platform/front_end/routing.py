@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from loomserve.platform.base.errors import RequestError
 from loomserve.platform.requests.usage import RequestUsage
+from loomserve.platform.tracing import RequestTrace
 
 
 @dataclass(eq=False)
@@ -20,6 +21,8 @@ class RoutingContext:
     """What the front end has ended the request with, which vLLM tells its client in its own way."""
     usage: RequestUsage = field(default_factory=RequestUsage)
     """What engines have computed for it."""
+    trace: RequestTrace | None = None
+    """Where its stays with replicas are told; None: nowhere."""
 
 
 routing_context: ContextVar[RoutingContext | None] = ContextVar("routing_context", default=None)

@@ -31,8 +31,14 @@ class FrontEndLLM(GrammarCheckingLLM):
     engine_core: ReplicaSetClient
 
     def __init__(
-        self, vllm_config: VllmConfig, client: ReplicaSetClient, *, log_requests: bool = False
+        self,
+        vllm_config: VllmConfig,
+        client: ReplicaSetClient,
+        *,
+        log_requests: bool = False,
+        traced: bool = False,
     ) -> None:
+        """``traced``: vLLM's spans go where this process's do."""
         maybe_register_config_serialize_by_value()
         vllm_config.parallel_config._api_process_count = _SEVERAL_PROCESSES
         self.vllm_config = vllm_config
@@ -40,7 +46,7 @@ class FrontEndLLM(GrammarCheckingLLM):
         self.scheduler_config = vllm_config.scheduler_config
         self.observability_config = vllm_config.observability_config
         traces_to = self.observability_config.otlp_traces_endpoint
-        if traces_to is not None:
+        if traces_to is not None and not traced:
             init_tracer("vllm.llm_engine", traces_to)
         self._elastic_ep_lock = asyncio.Lock()
         self._client_count = 1
@@ -61,7 +67,7 @@ class FrontEndLLM(GrammarCheckingLLM):
             self.renderer.tokenizer,
             log_stats=True,
             stream_interval=vllm_config.scheduler_config.stream_interval,
-            tracing_enabled=traces_to is not None,
+            tracing_enabled=traced or traces_to is not None,
         )
         self.logger_manager = self.statistics = ReplicaStatistics(vllm_config)
         self.output_handler = None
@@ -76,6 +82,11 @@ class FrontEndLLM(GrammarCheckingLLM):
     def errored(self) -> bool:
         """Whether the front end itself has failed: a model without a replica has not."""
         return not self.is_running
+
+    async def is_tracing_enabled(self) -> bool:
+        """Whether vLLM's server takes the trace out of requests' headers."""
+        enabled: bool = self.output_processor.tracing_enabled
+        return enabled
 
     def page(self, replica_id: str) -> str | None:
         """A replica's metrics as text; None: it is not connected."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -28,6 +28,7 @@ from loomserve.platform.front_end.policy.continuation import (
     ending,
 )
 from loomserve.platform.front_end.routing import RoutingContext, RoutingRequest
+from loomserve.platform.front_end.stays import Stays
 from loomserve.platform.requests.computed_tokens import ComputedTokens
 
 _DIGEST_BYTES = 16
@@ -77,11 +78,20 @@ class OpenRequest:
     last_token_at: float | None = None
     paused_since: float | None = None
     computed: ComputedTokens = field(default_factory=ComputedTokens)
+    stays: Stays | None = None
+    """Its spans; None: its HTTP request is not traced."""
+    trace_headers: Mapping[str, str] | None = None
+    """What vLLM places its own span of it by."""
     _noted: int = -1
 
     @property
     def id(self) -> str:
         return str(self.request.request_id)
+
+    @property
+    def prompt_id(self) -> str:
+        """The id that answers to one prompt share."""
+        return str(self.request.external_req_id or self.id)
 
     @property
     def wire_id(self) -> str:
@@ -107,6 +117,12 @@ class OpenRequest:
                 key: value for key, value in params.extra_args.items() if key != RESUMED
             }
 
+    def keep_trace(self) -> None:
+        """Keep what its trace needs here: engines would send it back with each token."""
+        self.trace_headers, self.request.trace_headers = self.request.trace_headers, None
+        if self.context is not None and self.context.trace is not None:
+            self.stays = Stays(self.context.trace, self.id)
+
     def note_loss(self, lost: Loss) -> bool:
         """Remember why it has to leave; whether that is an engine's end not noted yet."""
         self.lost = lost
@@ -116,6 +132,21 @@ class OpenRequest:
         self.deaths.append(Death(len(self.tokens), len(self.tokens) - self.placed_at))
         self.ended_with.add(self.replica_id)
         return True
+
+    def place(self, chosen: ChosenReplica) -> None:
+        """It has been sent to a replica."""
+        self.replica_id, self.routing = chosen
+        self.waiting_since = None
+        self.placed_at = len(self.tokens)
+        if self.stays is not None:
+            prompt_only = self.answers is not None
+            self.stays.begin(self.replica_id, prompt_only=prompt_only, attempt=self.attempt)
+
+    def end(self) -> None:
+        """It is with no replica any more, nor will it be."""
+        self.replica_id = None
+        if self.stays is not None:
+            self.stays.done(self.prompt_id, prompt_length(self.request), len(self.tokens))
 
     def leave(self) -> None:
         """It is with no replica, and what the last one still sends is not for it."""
@@ -142,7 +173,7 @@ class OpenRequest:
         most = params.max_tokens if params is not None else None
         return RoutingRequest(
             request_id=self.id,
-            external_id=request.external_req_id or self.id,
+            external_id=self.prompt_id,
             prompt_token_ids=[*(request.prompt_token_ids or ()), *self.tokens],
             max_tokens=max(0, (most or 0) - len(self.tokens)),
             candidates=(self.ended_with and candidates - self.ended_with) or candidates,
@@ -200,6 +231,9 @@ class OpenRequest:
         """
         if output.prefill_stats is not None:
             self.computed.begin(output.prefill_stats)
+        if self.trace_headers is not None:
+            # Any may be the last: vLLM ends answers at stop strings by itself.
+            output.trace_headers = self.trace_headers
         if self.attempt:
             output.request_id = self.id
             if self.tokens:
@@ -240,7 +274,13 @@ class OpenRequest:
 
     def _last_output(self, ended: Ending) -> EngineCoreOutput:
         reason = FinishReason.STOP if ended.reason == "stop" else FinishReason.LENGTH
-        return EngineCoreOutput(self.id, [], finish_reason=reason, stop_reason=ended.stop_token)
+        return EngineCoreOutput(
+            self.id,
+            [],
+            finish_reason=reason,
+            stop_reason=ended.stop_token,
+            trace_headers=self.trace_headers,
+        )
 
     def digest(self) -> bytes:
         """By which an equal request is known again."""

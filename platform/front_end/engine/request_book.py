@@ -33,6 +33,7 @@ from loomserve.platform.front_end.policy.continuation import (
     suspicions,
 )
 from loomserve.platform.front_end.routing import Choose, Left, RoutingContext, checked
+from loomserve.platform.front_end.stays import ABORTED, FINISHED, HANDED_OVER
 from loomserve.platform.requests.query_of_death import QueriesOfDeath
 
 _log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ class RequestBook:
         self._adapters.address(request)
         one = OpenRequest(request, context)
         one.forget_foreign_tokens()
+        one.keep_trace()
         self.open[one.id] = self._unplaced[one.id] = one
         if self._deadly and len(self._deadly.replicas(one.digest())) >= self._bounds.most_suspected:
             self._fail(one, Fate.END_SUSPECT)
@@ -231,7 +233,7 @@ class RequestBook:
     def _hand_over(self, one: OpenRequest, answers: ChosenReplica, now: float) -> None:
         """The prompt is computed, and the request goes to the replica that answers it."""
         one.answers = None
-        self._part(one, abort=False)
+        self._part(one, HANDED_OVER, abort=False)
         one.hand_over(now)
         self._unplaced[one.id] = one
         if not self._handoffs.takes_over(answers.replica_id, self._usable.ids()):
@@ -245,8 +247,7 @@ class RequestBook:
         if not replica.add(one, self._encoder.encode(by_age(one.to_send()))):
             self._left(chosen.routing, replica.id)
             return False
-        one.replica_id, one.routing, one.waiting_since = replica.id, chosen.routing, None
-        one.placed_at = len(one.tokens)
+        one.place(chosen)
         self._unplaced.pop(one.id, None)
         if one.attempt and one.lost is not None:
             self._metrics.continued(one.lost)
@@ -256,7 +257,7 @@ class RequestBook:
         self._note(one, lost)
         if one.answers is not None:
             self._handoffs.placed(one.answers.replica_id, PromptPlace.PREFILL_AWAY)
-        self._part(one, abort=abort)
+        self._part(one, lost, abort=abort)
         one.leave()
         self._unplaced[one.id] = one
 
@@ -264,8 +265,10 @@ class RequestBook:
         if one.note_loss(lost) and one.replica_id is not None:
             self._deadly.ended(one.digest(), one.replica_id)
 
-    def _part(self, one: OpenRequest, *, abort: bool) -> None:
+    def _part(self, one: OpenRequest, why: str, *, abort: bool) -> None:
         """Take a request from its replica, if it has one."""
+        if one.stays is not None:
+            one.stays.end(why, len(one.tokens))
         if one.answers is not None:
             self._left(one.answers.routing, one.answers.replica_id)
             one.answers = None
@@ -278,7 +281,7 @@ class RequestBook:
             self._left(one.routing, one.replica_id)
 
     def _end(self, one: OpenRequest, *, abort: bool) -> None:
-        self._part(one, abort=abort)
+        self._part(one, ABORTED if abort else FINISHED, abort=abort)
         one.end()
         self.open.pop(one.id, None)
         self._unplaced.pop(one.id, None)

@@ -85,6 +85,7 @@ class ModelServing:
         loaded: Loaded = _unasked,
         bounds: ContinuationBounds | None = None,
         handoffs: Handoffs | None = None,
+        traced: bool = False,
     ) -> None:
         """
         Args:
@@ -96,8 +97,10 @@ class ModelServing:
             loaded: Is told of replicas' loads with their outputs.
             bounds: Of continuation.
             handoffs: Of prompts to replicas that answer them; None: all are unified.
+            traced: vLLM makes a span of each request, by this process's tracer.
         """
         self._name = name
+        self._traced = traced
         self._options = options
         self._bounds = bounds or ContinuationBounds()
         self._client = ReplicaSetClient(
@@ -129,7 +132,8 @@ class ModelServing:
     def _load(self) -> FrontEndLLM:
         self._args, config = server_options(self._name, self._options)
         share_tokenizer(config.model_config)
-        llm = FrontEndLLM(config, self._client, log_requests=self._args.enable_log_requests)
+        log_requests = self._args.enable_log_requests
+        llm = FrontEndLLM(config, self._client, log_requests=log_requests, traced=self._traced)
         # Reading a tokenizer leaves much of it behind.
         give_back_freed()
         return llm
