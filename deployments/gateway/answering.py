@@ -14,6 +14,7 @@ from loomserve.deployments.gateway.store_readings import StoreReadings
 from loomserve.platform.fleet.messages import ModelRoute
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.usage import RequestUsage
+from loomserve.platform.tracing import RequestTrace
 from loomserve.routers.in_flight import InFlight
 
 
@@ -34,6 +35,13 @@ class ForwardRequest:
     """Monotonic seconds; a request that is predicted to end later is refused."""
     usage: RequestUsage = field(default_factory=RequestUsage)
     """Whoever answers it adds up here what engines computed."""
+    trace: RequestTrace | None = None
+    """What becomes of it is told there, if it is recorded; None: it has no trace."""
+
+    @property
+    def recorded(self) -> RequestTrace | None:
+        """Its trace, if that is one to tell something."""
+        return self.trace if self.trace is not None and self.trace.recorded else None
 
 
 class CollectedAnswer:

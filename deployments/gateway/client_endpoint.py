@@ -29,6 +29,7 @@ from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.media import check_media
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.requests.usage import RequestUsage
+from loomserve.platform.tracing import RequestTrace
 from loomserve.platform.usage.meter import UsageMeter
 
 # As nginx says it: the client went away before there was an answer.
@@ -87,6 +88,8 @@ class ClientEndpoint:
         check_media(request.fields, self._media_hosts)
         key: ApiKey | None = state.get("api_key")
         route = self._routes.choose(request.fields, key)
+        if (trace := state.get("trace")) is not None:
+            _tell(trace, route, request, key)
         request = request.for_model(route.asked)
         request.check_texts(route.max_model_len)
         sequences = request.sequences
@@ -144,10 +147,24 @@ class ClientEndpoint:
             expected_tokens=expected.tokens if expected else None,
             refuse_after=deadline if key is not None and key.refuse_late else None,
             usage=usage,
+            trace=state.get("trace"),
         )
         await self._forwarder.forward(forwarded, receive, answer.send)
         if predicted and answer.length and (tokens := answer.length.tokens):
             self._lengths.ended(route.name, predicted, tokens, key.name if key else "")
+
+
+def _tell(
+    trace: RequestTrace, route: ModelRoute, request: EngineRequest, key: ApiKey | None
+) -> None:
+    told: dict[str, str | bool] = {
+        "gen_ai.request.model": str(request.fields.get("model", route.asked)),
+        "loomserve.model": route.name,
+        "loomserve.stream": bool(request.fields.get("stream")),
+    }
+    if key is not None:
+        told["loomserve.key"] = key.name
+    trace.tell(told)
 
 
 class _WatchedAnswer:

@@ -171,6 +171,8 @@ class _PassedAnswer:
             if not self._chunks:
                 self._first = time.monotonic()
                 self.watch.start()
+                if self._streams and self._context.trace is not None:
+                    self._context.trace.event("first_token")
             self._chunks += 1
         self._complete = not message.get("more_body", False)
         self.watch.taken += 1
@@ -213,7 +215,7 @@ class _PassedAnswer:
 
 
 def _scope(context: AnswerContext) -> Scope:
-    content = context.request.content
+    content, trace = context.request.content, context.request.trace
     path = content.engine_path
     return {
         "type": "http",
@@ -230,6 +232,7 @@ def _scope(context: AnswerContext) -> Scope:
             (b"content-type", b"application/json"),
             (b"content-length", str(len(content.encoded)).encode()),
             (b"x-request-id", context.request.request_id.encode()),
+            *(trace.headers if trace is not None else ()),
         ],
         "client": ("127.0.0.1", 0),
         "server": ("127.0.0.1", 80),

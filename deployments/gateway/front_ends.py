@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Collection, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from typing import Any
 
 import aiohttp
@@ -53,6 +53,7 @@ class ModelFrontEnds:
         idle_timeout_s: float,
         ask_for: AskFor,
         elastic: Elastic,
+        traced: bool = False,
     ) -> None:
         """
         Args:
@@ -62,6 +63,7 @@ class ModelFrontEnds:
             idle_timeout_s: an answer that has begun ends after so long without a byte.
             ask_for: has the controller make a model ready.
             elastic: how requests wait for it.
+            traced: vLLM's spans go where this process's do.
         """
         verify("vllm")
         settle_environment()
@@ -74,6 +76,7 @@ class ModelFrontEnds:
             hang_s=min(ContinuationBounds.hang_s, idle_timeout_s / 2),
             begun_timeout_s=idle_timeout_s,
         )
+        self._traced = traced
         self._comment_s = elastic.comment_s
         self._room = WaitingRoom(ask_for, elastic, WaitingMetrics(registry))
         self._client = InternalClient(internal_token)
@@ -99,6 +102,7 @@ class ModelFrontEnds:
                     *(route, self.ledger, self._metrics, self._continuation.of(name)),
                     get=self.get,
                     bounds=self._bounds,
+                    traced=self._traced,
                 )
             self._models[name].apply(route)
         self._room.apply(routes)
@@ -131,7 +135,8 @@ class ModelFrontEnds:
             return
         try:
             async with self._held(request, send) as held:
-                await while_connected(self._room.until_ready(request.model), receive)
+                with _told_wait(request):
+                    await while_connected(self._room.until_ready(request.model), receive)
                 await self._answer(request, receive, held)
         except ClientGoneError:
             self._metrics.client_disconnected(request.model)
@@ -154,7 +159,12 @@ class ModelFrontEnds:
                 reason="model_not_ready",
                 retry_after_s=5,
             )
-        context = AnswerContext(request=request, carried_on=request.carried_on, usage=request.usage)
+        context = AnswerContext(
+            request=request,
+            carried_on=request.carried_on,
+            usage=request.usage,
+            trace=request.recorded,
+        )
         token = routing_context.set(context)
         try:
             await answer(
@@ -184,6 +194,13 @@ class ModelFrontEnds:
         task = asyncio.create_task(_logged(work))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+def _told_wait(request: ForwardRequest) -> AbstractContextManager[None]:
+    trace = request.recorded
+    if trace is None:
+        return nullcontext()
+    return trace.during("wait_for_model", {"loomserve.model": request.model})
 
 
 async def _close(model: ModelFrontEnd) -> None:

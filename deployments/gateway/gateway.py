@@ -50,7 +50,7 @@ from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.access.model_meter import ModelMeter
 from loomserve.platform.access.policy.bank import LimitAnswer, LimitReport
 from loomserve.platform.access.request_meter import RequestMeter
-from loomserve.platform.access.shared_counts import LOOK_S, OnlyOne
+from loomserve.platform.access.shared_counts import LOOK_S, Counts, OnlyOne
 from loomserve.platform.access.token_meter import SAVE_S, TokenMeter, usage_path
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.base.generation import LatestGeneration
@@ -74,6 +74,7 @@ from loomserve.platform.http.audit_log import AuditLog
 from loomserve.platform.http.console.files import console_routes
 from loomserve.platform.http.direct_posts import DirectPosts
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware, respond
+from loomserve.platform.http.ingress.traces import IngressTraces
 from loomserve.platform.http.other_front_ends import OtherFrontEnds, take_place
 from loomserve.platform.http.protocol import Bounds, bounded_protocol
 from loomserve.platform.http.server import HttpServer, listen
@@ -82,6 +83,7 @@ from loomserve.platform.http.tls_listener import TlsOptions
 from loomserve.platform.lengths.service import LengthPredictions
 from loomserve.platform.requests.engine_request import FORWARDED, EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.tracing import RequestTracer
 from loomserve.platform.usage.admin import build_usage_router
 from loomserve.platform.usage.files import UsageFiles, usage_folder_path
 from loomserve.platform.usage.meter import UsageMeter
@@ -126,8 +128,10 @@ class Gateway:
         self._requests = RequestMeter(place, allowances=allowances)
         self._lengths = LengthPredictions(self._metrics)
         self._controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
+        self._tracer = await _tracer(self._server, self._node)
         self._forwarder = await _answering(
             *(self._server, internal_token, self._metrics, registry),
+            traced=self._tracer is not None,
             ask_for=_asking(self._controller),
             elastic=Elastic.model_validate(elastic or {}),
         )
@@ -155,6 +159,7 @@ class Gateway:
             *(self._server, self._keys, self._meter, self._routes, self._forwarder),
             isolates_tenants=isolates_tenants,
             usage=self._usage,
+            tracer=self._tracer,
         )
         self._batches = BatchProxy(
             serve.get_deployment_handle(BATCH_DEPLOYMENT, BATCH_APP) if batch else None,
@@ -204,6 +209,8 @@ class Gateway:
             await self._others.close()
             await self._forwarder.close()
             self._lengths.close()
+            if self._tracer is not None:
+                await asyncio.to_thread(self._tracer.close)
 
     async def _look(self) -> None:
         """Take over what other front ends have counted."""
@@ -256,13 +263,10 @@ class Gateway:
             audit=self._audit.write if self._audit is not None else None,
             keys=self._keys,
             requests=self._requests,
+            traces=_traces(self._tracer),
         )
         sock = listen(server.host, server.port, shared=True)
-        by_address = AddressLimit(
-            server.max_connections_per_address or max(1, server.max_connections // 4),
-            spare_loopback=server.max_connections_per_address is None,
-            counts=self._others.counts,
-        )
+        by_address = _address_limit(server, self._others.counts)
         bounds = Bounds(
             head_timeout_s=server.header_timeout_s,
             max_connections=server.max_connections,
@@ -361,6 +365,14 @@ def _usage_meter(server: Server, registry: CollectorRegistry, node: str | None) 
     return UsageMeter(UsageMetrics(registry), files)
 
 
+def _address_limit(server: Server, counts: Counts) -> AddressLimit:
+    return AddressLimit(
+        server.max_connections_per_address or max(1, server.max_connections // 4),
+        spare_loopback=server.max_connections_per_address is None,
+        counts=counts,
+    )
+
+
 def _tls_options(server: Server, by_address: AddressLimit) -> TlsOptions | None:
     if server.tls is None:
         return None
@@ -383,12 +395,29 @@ def _asking(controller: DeploymentHandle) -> AskFor:
     return ask_for
 
 
+async def _tracer(server: Server, node: str | None) -> RequestTracer | None:
+    """What makes and sends the spans of this process; None: it makes none."""
+    if server.tracing is None:
+        return None
+    # It imports OpenTelemetry's SDK.
+    from loomserve.platform.tracing.export import start_tracing
+
+    return await asyncio.to_thread(start_tracing, server.tracing, node=node)
+
+
+def _traces(tracer: RequestTracer | None) -> IngressTraces | None:
+    if tracer is None:
+        return None
+    return IngressTraces(tracer, (*FORWARDED, "/v1/models", FILES, BATCHES))
+
+
 async def _answering(
     server: Server,
     internal_token: str,
     metrics: GatewayMetrics,
     registry: CollectorRegistry,
     *,
+    traced: bool,
     ask_for: AskFor,
     elastic: Elastic,
 ) -> Answering:
@@ -398,6 +427,7 @@ async def _answering(
         idle_timeout_s=server.stream_idle_timeout_s,
         ask_for=ask_for,
         elastic=elastic,
+        traced=traced,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 from loomserve.deployments.gateway.answering import Answering, ForwardRequest
 from loomserve.deployments.gateway.routes import ModelRoutes
@@ -26,6 +27,7 @@ from loomserve.platform.fleet.messages import LineRequest
 from loomserve.platform.requests.answer_tokens import LastUsage
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.media import check_media
+from loomserve.platform.tracing import RequestTrace, RequestTracer
 from loomserve.platform.usage.meter import UsageMeter
 
 
@@ -42,12 +44,15 @@ class LineEndpoint:
         *,
         isolates_tenants: bool,
         usage: UsageMeter | None = None,
+        tracer: RequestTracer | None = None,
     ) -> None:
         """
         Args:
             isolates_tenants: no API key reads another's KV blocks.
             usage: keeps what API keys use; None: nobody does.
+            tracer: begins a trace for each line; None: lines have none.
         """
+        self._tracer = tracer
         self._max_body = server.max_body
         self._max_sequences = server.max_sequences
         self._media_hosts = server.media_hosts
@@ -60,10 +65,24 @@ class LineEndpoint:
         self._lanes = LatestGeneration()
 
     async def complete(self, line: LineRequest) -> tuple[int, bytes]:
+        if self._tracer is None:
+            return await self._complete(line, None)
+        told = {"loomserve.request_id": line.request_id, "http.route": line.path}
+        trace = self._tracer.begin("batch line", {**told, "loomserve.key": line.owner})
+        status: int | None = None
+        try:
+            status, body = await self._complete(line, trace)
+        finally:
+            trace.end(status)
+        return status, body
+
+    async def _complete(self, line: LineRequest, trace: RequestTrace | None) -> tuple[int, bytes]:
         try:
             self._lanes.check(line.generation)
             key = self._keys.named(line.owner)
-            request = self._request(line, key)
+            request = replace(self._request(line, key), trace=trace)
+            if trace is not None:
+                trace.tell({"loomserve.model": request.model})
             status, body = await self._answer(key, request, line.timeout_s)
         except RequestError as error:
             return _refused(error)

@@ -48,6 +48,7 @@ class ModelFrontEnd:
         *,
         get: Get,
         bounds: ContinuationBounds,
+        traced: bool = False,
     ) -> None:
         """
         Args:
@@ -57,6 +58,7 @@ class ModelFrontEnd:
             continuation: counts those that go on elsewhere.
             get: asks replicas for their loads.
             bounds: of continuation.
+            traced: vLLM's spans go where this process's do.
         """
         assert route.front_end is not None
         self.spec = route.front_end
@@ -76,6 +78,7 @@ class ModelFrontEnd:
             loaded=self._loads.told,
             bounds=bounds,
             handoffs=handoffs,
+            traced=traced,
         )
         self._app: MissingEndpoints | None = None
         self._draining: dict[str, asyncio.Task[int]] = {}

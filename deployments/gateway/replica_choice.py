@@ -12,6 +12,8 @@ from loomserve.platform.config import Router
 from loomserve.platform.front_end.routing import RoutingContext, RoutingRequest
 from loomserve.platform.http.engine_errors import no_replica
 from loomserve.platform.requests.metrics import GatewayMetrics
+from loomserve.platform.tracing import RequestTrace
+from loomserve.routers.base import Decision
 from loomserve.routers.block_keys import token_keys
 from loomserve.routers.in_flight import InFlight
 from loomserve.routers.policy_choice import NodesKv, ReplicaChooser
@@ -36,6 +38,8 @@ class AnswerContext(RoutingContext):
         if not self._waiting:
             self._waiting = True
             self._waits.enter_context(counted)
+            if self.trace is not None:
+                self._waits.enter_context(self.trace.during("wait_for_replica"))
 
     def goes_on(self) -> None:
         self._waiting = False
@@ -62,6 +66,7 @@ class ReplicaChoice:
             table: the model's replicas, kept up to date by the caller.
         """
         self._model = model
+        self._policy = router.policy
         self._chooser = ReplicaChooser(model, router.policy, table, load_limit=router.load_limit)
         self._ledger = ledger
         self._metrics = metrics
@@ -93,6 +98,8 @@ class ReplicaChoice:
                 refuse_if_late(request, ticket, self._metrics)
             if context is not None:
                 context.goes_on()
+                if context.trace is not None:
+                    self._tell(context.trace, routing, decision)
             booking.enter_context(self._metrics.in_flight(self._model, decision.replica_id))
             self._booked[routing] = booking.pop_all()
             return decision.replica_id
@@ -129,6 +136,20 @@ class ReplicaChoice:
             excluded = self._table.known_ids - candidates
             self._last_excluded = self._table.known_ids, candidates, excluded
         return excluded
+
+    def _tell(self, trace: RequestTrace, routing: RoutingRequest, decision: Decision) -> None:
+        trace.event(
+            "route",
+            {
+                "loomserve.sequence": routing.request_id,
+                "loomserve.replica": decision.replica_id,
+                "loomserve.policy": self._policy,
+                "loomserve.reason": decision.reason,
+                "loomserve.candidates": len(routing.candidates),
+                "loomserve.attempt": routing.attempt,
+                "loomserve.prompt_only": routing.prompt_only,
+            },
+        )
 
     def _note_wait(self, ticket: RoutingTicket, context: AnswerContext | None) -> None:
         if ticket.pinned_to is not None:

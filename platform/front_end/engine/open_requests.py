@@ -143,8 +143,10 @@ class OpenRequest:
             self.stays.begin(self.replica_id, prompt_only=prompt_only, attempt=self.attempt)
 
     def end(self) -> None:
-        """It is with no replica any more, nor will it be."""
+        """It is with no replica any more, and its HTTP request has what engines computed."""
         self.replica_id = None
+        if self.context is not None:
+            self.computed.add_to(self.context.usage, self.prompt_id, len(self.tokens))
         if self.stays is not None:
             self.stays.done(self.prompt_id, prompt_length(self.request), len(self.tokens))
 
@@ -249,13 +251,6 @@ class OpenRequest:
         self.last_token_at = now
         paused_since, self.paused_since = self.paused_since, None
         return None if paused_since is None else now - paused_since
-
-    def end(self) -> None:
-        """It is with no replica any more, and its HTTP request has what engines computed."""
-        self.replica_id = None
-        if self.context is not None:
-            prompt_id = self.request.external_req_id or self.id
-            self.computed.add_to(self.context.usage, prompt_id, len(self.tokens))
 
     def ending(self, max_model_len: int) -> EngineCoreOutput | None:
         """The last output of an answer whose engine ended before it could send that."""

@@ -21,12 +21,14 @@ from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.scheduling.policy.background import is_background
 from loomserve.platform.scheduling.policy.deadline import DEADLINE
 from loomserve.platform.state import ModelStatus
+from loomserve.platform.tracing import RequestTracer
 from tests.unit.deployments.gateway.engines import (
     Answer,
     AnsweringEngines,
     answered,
     replica_route,
 )
+from tests.unit.platform.tracing.spans import Spans, attributes, id_of
 
 KEYS = (ApiKey(name="alice", hash="sha256:" + "0" * 64),)
 ROUTE = ModelRoute(
@@ -75,12 +77,17 @@ def complete(
     timeout_s: float = 60,
     charged: list[tuple[str, int, int]] | None = None,
     generations: Sequence[int] = (1,),
+    tracer: RequestTracer | None = None,
 ) -> tuple[int, Any, list[ForwardRequest]]:
     models: Any = Models()
     engines = AnsweringEngines(answers_unless_it_hangs)
     server = Server(api_keys=keys, max_body="1KiB")  # type: ignore[arg-type]
     meter: Any = Meter([] if charged is None else charged)
-    endpoint = LineEndpoint(server, LiveKeys(server), meter, models, engines, isolates_tenants=True)
+    endpoint = LineEndpoint(
+        *(server, LiveKeys(server), meter, models, engines),
+        isolates_tenants=True,
+        tracer=tracer,
+    )
     line = LineRequest(
         generation=0,
         owner=owner,
@@ -105,6 +112,27 @@ def test_a_line_goes_to_the_engine_with_room_as_work_that_may_wait() -> None:
     assert json.loads(request.content.encoded) == sent
     isolated = EngineRequest("/v1/completions", {}).isolated("alice").fields
     assert (sent["cache_salt"], request.request_id) == (isolated["cache_salt"], "q")
+
+
+def test_a_line_has_a_trace_of_its_own() -> None:
+    spans = Spans()
+    _, _, (request,) = complete({"model": "m", "prompt": "x"}, tracer=spans.tracer)
+    span = spans.one("batch line")
+    assert span.parent is None
+    assert request.trace is not None
+    assert (
+        f"{request.trace.id}-{id_of(span):016x}".encode()
+        in dict(request.trace.headers)[b"traceparent"]
+    )
+    assert attributes(span) == {
+        "loomserve.request_id": "q",
+        "http.route": "/v1/completions",
+        "loomserve.key": "alice",
+        "loomserve.model": "m",
+        "http.response.status_code": 200,
+    }
+    assert complete({"model": "other", "prompt": "x"}, tracer=spans.tracer)[0] == 403
+    assert attributes(spans.all[-1])["http.response.status_code"] == 403
 
 
 def test_a_line_is_charged_to_its_key_and_one_that_is_refused_is_not() -> None:
