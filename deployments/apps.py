@@ -14,7 +14,7 @@ from ray.serve.schema import ApplicationStatus
 from loomserve.deployments.batch.lane import BatchLaneDeployment
 from loomserve.deployments.controller.controller import Controller
 from loomserve.deployments.gateway_apps import build_gateway_app
-from loomserve.deployments.serve_logging import QUIET
+from loomserve.deployments.serve_logging import serve_logging
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.batch.folder import batch_folder
@@ -98,7 +98,7 @@ def _controller_app(
         max_ongoing_requests=1000,
         health_check_period_s=2,
         ray_actor_options={"num_cpus": 0, "resources": on_state()},
-        logging_config=QUIET,
+        logging_config=serve_logging(config.server.log_format),
     )
     return deployment.bind(
         config.model_dump(mode="json"),
@@ -119,7 +119,7 @@ def _batch_app(config: Config, internal_token: str, base: str) -> Any:
         max_ongoing_requests=1000,
         health_check_period_s=2,
         ray_actor_options={"num_cpus": 0, "resources": on_state()},
-        logging_config=QUIET,
+        logging_config=serve_logging(config.server.log_format),
     )
     offline = [
         OfflineSpec(

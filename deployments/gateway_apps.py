@@ -12,7 +12,7 @@ import ray
 from ray import serve
 
 from loomserve.deployments.gateway.gateway import Gateway
-from loomserve.deployments.serve_logging import QUIET
+from loomserve.deployments.serve_logging import serve_logging
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.config import Config
 from loomserve.platform.engine.process.environment import GATEWAY_ENVIRONMENT
@@ -46,7 +46,7 @@ def build_gateway_app(
             "resources": on_state() if node is None else on_node(node),
             "runtime_env": {"env_vars": GATEWAY_ENVIRONMENT},
         },
-        logging_config=QUIET,
+        logging_config=serve_logging(config.server.log_format),
     )
     several = config.cluster is not None
     access = KvAccess(address=store.address, each_node=several) if store else None

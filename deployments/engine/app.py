@@ -8,7 +8,7 @@ from typing import Any
 from ray import serve
 
 from loomserve.deployments.engine.engine_replica import EngineReplica
-from loomserve.deployments.serve_logging import QUIET
+from loomserve.deployments.serve_logging import serve_logging
 from loomserve.platform.adapters.table import ROOM
 from loomserve.platform.config import LOCAL_PROMPT_TOKENS, Adapters, Model
 from loomserve.platform.devices.precision import cpu_dtype
@@ -71,7 +71,7 @@ def _serve_options(spec: EngineSpec) -> dict[str, Any]:
         "health_check_period_s": 2,
         "health_check_timeout_s": 15,
         "graceful_shutdown_timeout_s": spec.drain_timeout_s + 15,
-        "logging_config": QUIET,
+        "logging_config": serve_logging(spec.log_format),
     }
 
 

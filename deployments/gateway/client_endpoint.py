@@ -88,6 +88,8 @@ class ClientEndpoint:
         check_media(request.fields, self._media_hosts)
         key: ApiKey | None = state.get("api_key")
         route = self._routes.choose(request.fields, key)
+        if (logged := state.get("logged")) is not None:
+            logged.model = route.name
         if (trace := state.get("trace")) is not None:
             _tell(trace, route, request, key)
         request = request.for_model(route.asked)

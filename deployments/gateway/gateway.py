@@ -43,6 +43,7 @@ from loomserve.deployments.gateway.store_readings import follow_stores
 from loomserve.deployments.kvstore.admin import build_kv_router
 from loomserve.deployments.kvstore.stores import stores_of
 from loomserve.deployments.ray_node import keep_calls_on_node, node_address, own_node
+from loomserve.deployments.serve_logging import log_requests
 from loomserve.platform.access.admin import build_keys_router
 from loomserve.platform.access.allowances import Allowances
 from loomserve.platform.access.live_keys import LiveKeys
@@ -113,6 +114,7 @@ class Gateway:
     ) -> None:
         keep_calls_on_node()
         self._server = Server.model_validate(server)
+        log_requests(self._server.log_format)
         self._keys = LiveKeys(self._server)
         self._kv = KvAccess.model_validate(kv) if kv else None
         place = take_place(self._server)

@@ -22,6 +22,7 @@ from loomserve.platform.base.errors import (
     RequestError,
 )
 from loomserve.platform.base.generation import LatestGeneration
+from loomserve.platform.base.request_logs import LoggedRequest, logged_request
 from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest
 from loomserve.platform.requests.answer_tokens import LastUsage
@@ -53,6 +54,7 @@ class LineEndpoint:
             tracer: begins a trace for each line; None: lines have none.
         """
         self._tracer = tracer
+        self._logs = server.log_format == "json"
         self._max_body = server.max_body
         self._max_sequences = server.max_sequences
         self._media_hosts = server.media_hosts
@@ -65,10 +67,15 @@ class LineEndpoint:
         self._lanes = LatestGeneration()
 
     async def complete(self, line: LineRequest) -> tuple[int, bytes]:
+        logged = LoggedRequest(line.request_id, line.model or line.body.get("model"))
+        if self._logs:
+            # Of this call alone, which is a task of its own.
+            logged_request.set(logged)
         if self._tracer is None:
             return await self._complete(line, None)
         told = {"loomserve.request_id": line.request_id, "http.route": line.path}
         trace = self._tracer.begin("batch line", {**told, "loomserve.key": line.owner})
+        logged.trace_id = trace.id
         status: int | None = None
         try:
             status, body = await self._complete(line, trace)

@@ -25,7 +25,7 @@ from loomserve.platform.config.root import Config
 from loomserve.platform.config.router import Router
 from loomserve.platform.config.scaling import Scaling
 from loomserve.platform.config.scheduling import Scheduling
-from loomserve.platform.config.server import Server
+from loomserve.platform.config.server import LogFormat, Server
 from loomserve.platform.config.tls import Tls
 from loomserve.platform.config.tracing import Tracing
 
@@ -48,6 +48,7 @@ __all__ = [
     "KvStore",
     "Lending",
     "Lengths",
+    "LogFormat",
     "Model",
     "OfflineModel",
     "Pipeline",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -14,6 +14,8 @@ from loomserve.platform.config.tracing import Tracing
 from loomserve.platform.config.usage import Usage
 
 HostName = Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?$")]
+
+LogFormat = Literal["text", "json"]
 
 
 class Server(Section):
@@ -112,6 +114,11 @@ class Server(Section):
     )
     usage: Usage = Field(
         Usage(), description="Keeps what each API key uses of each model, for accounting."
+    )
+    log_format: LogFormat = Field(
+        "text",
+        description="Of the logs of Serve's processes, in the run's folder. json: an object a "
+        "line, with request_id, model and trace_id where it is about a request.",
     )
     tracing: Tracing | None = Field(
         None, description="Send traces of requests to a collector; null: there are none."

@@ -13,6 +13,7 @@ from loomserve.platform.config import (
     LOCAL_PROMPT_TOKENS,
     Alias,
     Device,
+    LogFormat,
     Model,
     OfflineModel,
     Router,
@@ -122,6 +123,7 @@ class EngineSpec(_Message):
     base: str = Field("", description="Folder to which the model's source is relative.")
     internal_token: str
     drain_timeout_s: float
+    log_format: LogFormat = Field("text", description="Of its replica's log.")
     media_hosts: tuple[str, ...] = Field((), description="Hosts that it may fetch media from.")
     kv_transfer_config: dict[str, Any] | None = Field(
         description="vLLM's option that connects to the KV store; None: blocks are not stored."

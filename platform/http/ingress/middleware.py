@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -12,6 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from loomserve.platform.access.live_keys import LiveKeys
 from loomserve.platform.access.request_meter import RequestMeter
 from loomserve.platform.base.errors import RequestTimeout, UnexpectedBody
+from loomserve.platform.base.request_logs import LoggedRequest, logged_request
 from loomserve.platform.config import Server
 from loomserve.platform.http.ingress.audit import Audit
 from loomserve.platform.http.ingress.authentication import Authentication, under
@@ -68,6 +70,8 @@ def ingress_middleware(
             expose_headers=("X-Request-Id", "Retry-After", *(("traceresponse",) if traces else ())),
         )
 
+    logs = server.log_format == "json"
+
     async def named(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
             await app(scope, receive, send)
@@ -76,21 +80,31 @@ def ingress_middleware(
             await send({"type": "websocket.close", "code": 1008})
         else:
             scope, exchange = _named(scope, send)
-            if traces is None:
+            if traces is None and not logs:
                 await inner(scope, receive, exchange.send)
             else:
-                await _traced(inner, traces, scope, receive, exchange)
+                with _observed(scope, exchange, traces, logs=logs):
+                    await inner(scope, receive, exchange.send)
 
     return named
 
 
-async def _traced(
-    app: ASGIApp, traces: IngressTraces, scope: Scope, receive: Receive, exchange: Exchange
-) -> None:
-    exchange.trace = scope["state"]["trace"] = trace = traces.begin(scope)
+@contextmanager
+def _observed(
+    scope: Scope, exchange: Exchange, traces: IngressTraces | None, *, logs: bool
+) -> Iterator[None]:
+    """What becomes of a request is told in its trace, and lines of the log tell the request."""
+    state = scope["state"]
+    trace = traces.begin(scope) if traces is not None else None
+    exchange.trace = state["trace"] = trace
+    logged = LoggedRequest(state["request_id"], trace_id=trace.id if trace is not None else None)
+    if logs:
+        state["logged"] = logged
+    token = logged_request.set(logged if logs else None)
     try:
-        await app(scope, receive, exchange.send)
+        yield
     finally:
+        logged_request.reset(token)
         if trace is not None:
             trace.end(exchange.status)
 

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.base.errors import Unavailable
+from loomserve.platform.base.request_logs import LoggedRequest, logged_request
 from loomserve.platform.config import Server
 from loomserve.platform.http.ingress import ingress_middleware
 from loomserve.platform.http.ingress.traces import IngressTraces
@@ -30,15 +31,17 @@ CHAT = "/v1/chat/completions"
 
 
 class Door:
-    def __init__(self, *, traced: bool = True) -> None:
+    def __init__(self, *, traced: bool = True, log_format: str = "text") -> None:
         self.spans = Spans()
         self.scopes: list[Scope] = []
+        self.logged: list[LoggedRequest | None] = []
         self.app = ingress_middleware(
             self._app,
             Server.model_validate(
                 {
                     "api_keys": [{"name": "k", "hash": hash_key(KEY)}],
                     "admin_token_hash": hash_key("admin"),
+                    "log_format": log_format,
                     "cors_origins": ["https://site.example"],
                 }
             ),
@@ -48,6 +51,7 @@ class Door:
 
     async def _app(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scopes.append(scope)
+        self.logged.append(logged_request.get())
         if scope["query_string"]:
             raise Unavailable("no", reason="no_replica")
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -137,3 +141,16 @@ def test_without_traces_nothing_is_told() -> None:
     assert "traceresponse" not in answer.headers["access-control-expose-headers"]
     (scope,) = door.scopes
     assert "trace" not in scope["state"]
+
+
+def test_the_log_knows_the_request_where_it_is_to_tell_it() -> None:
+    door = Door(log_format="json")
+    door.ask("POST", CHAT, traceparent=SAMPLED, **{"x-request-id": "mine"})
+    assert door.logged == [LoggedRequest("mine", None, TRACE_ID)]
+    assert door.scopes[0]["state"]["logged"] is door.logged[0]
+    untraced = Door(log_format="json", traced=False)
+    untraced.ask("POST", CHAT, **{"x-request-id": "mine"})
+    assert untraced.logged == [LoggedRequest("mine")]
+    text = Door()
+    text.ask("POST", CHAT)
+    assert text.logged == [None]
