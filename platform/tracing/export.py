@@ -29,7 +29,7 @@ def start_tracing(options: Tracing, *, node: str | None = None) -> RequestTracer
         node: the name of this one, where there are several.
     """
     provider = make_provider(options, node=node)
-    provider.add_span_processor(BatchSpanProcessor(_exporter(options)))
+    provider.add_span_processor(BatchSpanProcessor(make_exporter(options)))
     # vLLM's tracer asks for the process's.
     trace.set_tracer_provider(provider)
     return RequestTracer(provider.get_tracer("loomserve"), provider.shutdown)
@@ -52,7 +52,8 @@ def make_provider(options: Tracing, *, node: str | None = None) -> TracerProvide
     )
 
 
-def _exporter(options: Tracing) -> SpanExporter:
+def make_exporter(options: Tracing) -> SpanExporter:
+    """What sends spans to the collector."""
     if options.protocol == "grpc":
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
