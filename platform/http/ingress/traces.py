@@ -9,6 +9,7 @@ from starlette.types import Scope
 from loomserve.platform.tracing import RequestTrace, RequestTracer
 
 _API = "/v1"
+_BELOW = "/v1/"
 
 
 class IngressTraces:
@@ -22,7 +23,7 @@ class IngressTraces:
     def begin(self, scope: Scope) -> RequestTrace | None:
         """The trace of a request whose scope has its id; None: it has none."""
         path: str = scope["path"]
-        if not path.startswith(_API):
+        if not path.startswith(_BELOW):
             return None
         method: str = scope["method"]
         endpoint = self._endpoint(path)
