@@ -67,15 +67,14 @@ class LineEndpoint:
         self._lanes = LatestGeneration()
 
     async def complete(self, line: LineRequest) -> tuple[int, bytes]:
-        logged = LoggedRequest(line.request_id, line.model or line.body.get("model"))
+        trace = self._begin(line)
         if self._logs:
+            model = line.model or line.body.get("model")
+            trace_id = trace.id if trace is not None else None
             # Of this call alone, which is a task of its own.
-            logged_request.set(logged)
-        if self._tracer is None:
+            logged_request.set(LoggedRequest(line.request_id, model, trace_id))
+        if trace is None:
             return await self._complete(line, None)
-        told = {"loomserve.request_id": line.request_id, "http.route": line.path}
-        trace = self._tracer.begin("batch line", {**told, "loomserve.key": line.owner})
-        logged.trace_id = trace.id
         status: int | None = None
         try:
             status, body = await self._complete(line, trace)
@@ -83,12 +82,19 @@ class LineEndpoint:
             trace.end(status)
         return status, body
 
+    def _begin(self, line: LineRequest) -> RequestTrace | None:
+        if self._tracer is None:
+            return None
+        told = {"loomserve.request_id": line.request_id, "http.route": line.path}
+        return self._tracer.begin("batch line", {**told, "loomserve.key": line.owner})
+
     async def _complete(self, line: LineRequest, trace: RequestTrace | None) -> tuple[int, bytes]:
         try:
             self._lanes.check(line.generation)
             key = self._keys.named(line.owner)
-            request = replace(self._request(line, key), trace=trace)
+            request = self._request(line, key)
             if trace is not None:
+                request = replace(request, trace=trace)
                 trace.tell({"loomserve.model": request.model})
             status, body = await self._answer(key, request, line.timeout_s)
         except RequestError as error:

@@ -97,15 +97,18 @@ def _observed(
     state = scope["state"]
     trace = traces.begin(scope) if traces is not None else None
     exchange.trace = state["trace"] = trace
-    logged = LoggedRequest(state["request_id"], trace_id=trace.id if trace is not None else None)
     if logs:
-        state["logged"] = logged
-    token = logged_request.set(logged if logs else None)
+        trace_id = trace.id if trace is not None else None
+        state["logged"] = logged = LoggedRequest(state["request_id"], trace_id=trace_id)
+        token = logged_request.set(logged)
     try:
         yield
     finally:
-        logged_request.reset(token)
+        if logs:
+            logged_request.reset(token)
         if trace is not None:
+            if not exchange.complete:
+                trace.tell({"loomserve.complete": False})
             trace.end(exchange.status)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.base.errors import Unavailable
@@ -154,3 +154,25 @@ def test_the_log_knows_the_request_where_it_is_to_tell_it() -> None:
     text = Door()
     text.ask("POST", CHAT)
     assert text.logged == [None]
+
+
+def test_an_answer_that_has_no_end_is_told() -> None:
+    door = Door()
+
+    async def run() -> None:
+        async def gone(_: Message) -> None:
+            raise BrokenPipeError
+
+        scope = {
+            **{"type": "http", "method": "POST", "path": CHAT, "query_string": b""},
+            "headers": [(b"authorization", f"Bearer {KEY}".encode())],
+        }
+
+        async def body() -> Message:
+            return {"type": "http.request"}
+
+        with pytest.raises(BrokenPipeError):
+            await door.app(scope, body, gone)
+
+    asyncio.run(run())
+    assert attributes(door.spans.one(f"POST {CHAT}"))["loomserve.complete"] is False
