@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 TESTED_VERSIONS = {"vllm": ("0.29.0", "0.32.0"), "ray": ("2.60.0",)}
-"""By package, the version that is pinned, then others that it was tested with."""
+"""By package, the version that is pinned, then others that have all hooks."""
 
 
 class HookKind(StrEnum):

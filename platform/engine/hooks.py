@@ -233,7 +233,7 @@ def markdown() -> str:
         "`python -m loomserve.platform.engine.hooks` prints this page from",
         "`platform/engine/hook_table.py`; a test compares the two.",
         "",
-        "| package | pinned | runs, too |",
+        "| package | pinned, and tested whole | has all hooks, too |",
         "|---|---|---|",
         *(f"| `{name}` | {one} | {', '.join(more)} |" for name, (one, *more) in versions),
         "",
