@@ -123,7 +123,9 @@ def test_each_page_shows_the_platform_and_can_be_read(
             page.screenshot(path=pictures / f"{picture}.png", full_page=True)
 
 
-def test_a_model_sleeps_and_wakes_by_the_console(running: Any, platform: Platform) -> None:
+def test_a_model_sleeps_and_wakes_by_the_console(
+    running: Any, platform: Platform, pictures: Path
+) -> None:
     with tab(running, platform.url, **DESKTOP) as page:
         log_in(page, platform.admin_token)
         open_page(page, "models", "Models")
@@ -135,6 +137,7 @@ def test_a_model_sleeps_and_wakes_by_the_console(running: Any, platform: Platfor
         open_page(page, "events", "Events")
         page.get_by_label("Only those with").fill(COLD)
         page.get_by_role("row", name="asleep").first.wait_for()
+        page.screenshot(path=pictures / "events.png")
 
 
 def test_a_plan_is_asked_for_by_the_console(running: Any, platform: Platform) -> None:
