@@ -193,7 +193,6 @@ def test_a_model_survives_the_second_time(cluster: Cluster) -> None:
     text = config(max_sequences=7)
     changed = manifests(text)
     answers: list[httpx.Response] = []
-    # A stream that began before goes on by the gateway that is replaced.
     streaming = Thread(target=lambda: answers.append(cluster.ask(300, stream=True)))
     streaming.start()
     time.sleep(1)
@@ -223,6 +222,7 @@ def test_a_stream_ends_well_when_its_pod_is_told_to_end(cluster: Cluster) -> Non
     streaming = Thread(target=lambda: answers.append(cluster.ask(300, stream=True)))
     streaming.start()
     time.sleep(1)
+    assert streaming.is_alive()
     cluster.worker.end()
     streaming.join(120)
     (answer,) = answers
