@@ -71,7 +71,7 @@ class Answers:
 def _line(query: Query, series: Mapping[str, Any]) -> Line:
     # {{model}} is $model to a template.
     legend = Template(query.legend.replace("{{", "${").replace("}}", "}"))
-    points = [(at, float(value)) for at, value in series["values"]]
+    points = [(at, float(value)) for at, value in series["values"] if value != "NaN"]
     return Line(
         legend.safe_substitute(series["metric"]),
         [at for at, _ in points],
@@ -113,7 +113,8 @@ def draw(page: Dashboard, answers: Answers, file: Path) -> None:
 
 def _number(axes: Any, panel: Panel, lines: Sequence[Line]) -> None:
     axes.axis("off")
-    shown = shown_as(lines[0].values[-1], panel.unit) if lines else "no data"
+    values = lines[0].values if lines else ()
+    shown = shown_as(values[-1], panel.unit) if values else "no data"
     axes.text(0.5, 0.4, shown, fontsize=18, ha="center", va="center", transform=axes.transAxes)
 
 
