@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from loomserve.deployments import planning
 from loomserve.platform.access.keys import hash_key
 from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.cli import main, serve
@@ -135,10 +136,10 @@ def test_too_little_memory_is_said_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path, models=[{**MODEL, "kv_cache_memory": "100TiB"}])
-    monkeypatch.setattr(serve.catalog, "resolve", lambda *_, **__: tmp_path)
-    monkeypatch.setattr(serve.model_files, "held_bytes", lambda *_: 0)
+    monkeypatch.setattr(planning.catalog, "resolve", lambda *_, **__: tmp_path)
+    monkeypatch.setattr(planning.model_files, "held_bytes", lambda *_: 0)
     with pytest.raises(StartError, match="lower kv_cache_memory"):
-        serve.plan(load(path), tmp_path, print)
+        planning.plan(load(path), tmp_path, print)
 
 
 def test_too_little_shared_memory_is_said_before_anything_starts(
@@ -176,6 +177,6 @@ def test_a_predictor_that_was_not_trained_is_told_before_anything_starts(
     monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path / "home"))
     path = write(tmp_path, models=[{**MODEL, "lengths": {"predictor": "chat-v1"}}])
     with pytest.raises(ConfigError, match="loomserve lengths train FILES --name chat-v1"):
-        serve.plan(load(path), tmp_path, print)
+        planning.plan(load(path), tmp_path, print)
     assert run(monkeypatch, "config", "check", str(path)) == 2
     assert "lengths train FILES --name chat-v1" in capsys.readouterr().err
