@@ -269,14 +269,8 @@ class Gateway:
         )
         sock = listen(server.host, server.port, shared=True)
         by_address = _address_limit(server, self._others.counts)
-        bounds = Bounds(
-            head_timeout_s=server.header_timeout_s,
-            max_connections=server.max_connections,
-            by_address=by_address,
-            send_timeout_s=server.send_timeout_s,
-        )
-        tls = _tls_options(server, by_address)
-        return HttpServer(app, sock, protocol=bounded_protocol(bounds), tls=tls)
+        protocol = bounded_protocol(_bounds(server, by_address))
+        return HttpServer(app, sock, protocol=protocol, tls=_tls_options(server, by_address))
 
     def _build_app(self, page: MetricsPage) -> ASGIApp:
         endpoints = {path: self._clients.at(path) for path in FORWARDED}
@@ -352,10 +346,8 @@ class Gateway:
         request = EngineRequest(path, body)
         if tenant is not None and self._isolates_tenants:
             request = request.isolated(tenant)
-        return await self._forwarder.collect(
-            ForwardRequest(route.name, request, request_id=uuid.uuid4().hex),
-            receive,
-        )
+        forwarded = ForwardRequest(route.name, request, request_id=uuid.uuid4().hex)
+        return await self._forwarder.collect(forwarded, receive)
 
 
 def _saving(period_s: float, save: Callable[[], None]) -> asyncio.Task[None]:
@@ -372,6 +364,15 @@ def _address_limit(server: Server, counts: Counts) -> AddressLimit:
         server.max_connections_per_address or max(1, server.max_connections // 4),
         spare_loopback=server.max_connections_per_address is None,
         counts=counts,
+    )
+
+
+def _bounds(server: Server, by_address: AddressLimit) -> Bounds:
+    return Bounds(
+        head_timeout_s=server.header_timeout_s,
+        max_connections=server.max_connections,
+        by_address=by_address,
+        send_timeout_s=server.send_timeout_s,
     )
 
 

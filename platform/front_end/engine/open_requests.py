@@ -109,7 +109,12 @@ class OpenRequest:
             carried_on=self.context is None or self.context.carried_on,
         )
 
-    def forget_foreign_tokens(self) -> None:
+    def begin(self) -> None:
+        """Take from it what is not for engines."""
+        self._forget_foreign_tokens()
+        self._keep_trace()
+
+    def _forget_foreign_tokens(self) -> None:
         """Only this front end says which tokens an answer has; clients may write ``extra_args``."""
         params = self.request.sampling_params
         if params is not None and RESUMED in (params.extra_args or {}):
@@ -117,7 +122,7 @@ class OpenRequest:
                 key: value for key, value in params.extra_args.items() if key != RESUMED
             }
 
-    def keep_trace(self) -> None:
+    def _keep_trace(self) -> None:
         """Keep what its trace needs here: engines would send it back with each token."""
         self.trace_headers, self.request.trace_headers = self.request.trace_headers, None
         if self.context is not None and self.context.trace is not None:
@@ -277,27 +282,27 @@ class OpenRequest:
             trace_headers=self.trace_headers,
         )
 
-    def digest(self) -> bytes:
-        """By which an equal request is known again."""
-        request = self.request
-        features: Sequence[Any] = request.mm_features or ()
-        adapter = request.lora_request.lora_name if request.lora_request else None
-        said = msgspec.msgpack.encode(
-            (request.prompt_token_ids, [each.identifier for each in features], adapter)
-        )
-        digest = hashlib.blake2b(said, digest_size=_DIGEST_BYTES)
-        params, bias = request.params, None
-        if request.sampling_params is not None:
-            bias = request.sampling_params.logit_bias
-            params = copy(request.sampling_params)
-            left = {
-                key: value
-                for key, value in (params.extra_args or {}).items()
-                if not key.startswith(_HINTS)
-            }
-            params.extra_args = left or None
-        digest.update(repr((params, bias)).encode())
-        return digest.digest()
+
+def digest(request: EngineCoreRequest) -> bytes:
+    """By which an equal request is known again."""
+    features: Sequence[Any] = request.mm_features or ()
+    adapter = request.lora_request.lora_name if request.lora_request else None
+    said = msgspec.msgpack.encode(
+        (request.prompt_token_ids, [each.identifier for each in features], adapter)
+    )
+    found = hashlib.blake2b(said, digest_size=_DIGEST_BYTES)
+    params, bias = request.params, None
+    if request.sampling_params is not None:
+        bias = request.sampling_params.logit_bias
+        params = copy(request.sampling_params)
+        left = {
+            key: value
+            for key, value in (params.extra_args or {}).items()
+            if not key.startswith(_HINTS)
+        }
+        params.extra_args = left or None
+    found.update(repr((params, bias)).encode())
+    return found.digest()
 
 
 def prompt_length(request: EngineCoreRequest) -> int:

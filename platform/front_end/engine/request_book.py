@@ -22,7 +22,7 @@ from loomserve.platform.front_end.engine.lost_requests import (
     LostRequestError,
     lost_request,
 )
-from loomserve.platform.front_end.engine.open_requests import ChosenReplica, OpenRequest
+from loomserve.platform.front_end.engine.open_requests import ChosenReplica, OpenRequest, digest
 from loomserve.platform.front_end.engine.replica import Clock, ConnectedReplica, UsableReplicas
 from loomserve.platform.front_end.metrics import ModelContinuationMetrics
 from loomserve.platform.front_end.policy.continuation import (
@@ -83,10 +83,10 @@ class RequestBook:
             return
         self._adapters.address(request)
         one = OpenRequest(request, context)
-        one.forget_foreign_tokens()
-        one.keep_trace()
+        one.begin()
         self.open[one.id] = self._unplaced[one.id] = one
-        if self._deadly and len(self._deadly.replicas(one.digest())) >= self._bounds.most_suspected:
+        ended_with = self._deadly.replicas(digest(request)) if self._deadly else ()
+        if len(ended_with) >= self._bounds.most_suspected:
             self._fail(one, Fate.END_SUSPECT)
         else:
             self._decide(one, None)
@@ -128,7 +128,7 @@ class RequestBook:
                 self._hand_over(one, one.answers, now)
         if output.finish_reason is not None and not one.request.resumable:
             if one.deaths:
-                self._deadly.answered(one.digest())
+                self._deadly.answered(digest(one.request))
             self._end(one, abort=False)
         return True
 
@@ -154,7 +154,7 @@ class RequestBook:
                     continue
                 one.waiting_since = None
                 if self._deadly and one.deaths and not suspicions(one.view, self._bounds):
-                    self._deadly.answered(one.digest())
+                    self._deadly.answered(digest(one.request))
         for one in list(self._unplaced.values()):
             self._decide(one, one.lost)
         self.flush()
@@ -263,7 +263,7 @@ class RequestBook:
 
     def _note(self, one: OpenRequest, lost: Loss) -> None:
         if one.note_loss(lost) and one.replica_id is not None:
-            self._deadly.ended(one.digest(), one.replica_id)
+            self._deadly.ended(digest(one.request), one.replica_id)
 
     def _part(self, one: OpenRequest, why: str, *, abort: bool) -> None:
         """Take a request from its replica, if it has one."""

@@ -9,7 +9,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from loomserve.platform.adapters.messages import Adapter, AdapterRoute
 from loomserve.platform.front_end.engine.adapters import AdapterBook
-from loomserve.platform.front_end.engine.open_requests import OpenRequest
+from loomserve.platform.front_end.engine.open_requests import OpenRequest, digest
 from tests.unit.platform.front_end.engine.scene import Scene, played, request, until
 
 
@@ -48,7 +48,7 @@ def test_other_weights_have_another_name_for_engines_and_routers() -> None:
     assert OpenRequest(request("c")).route(frozenset({"a"})).adapter is None
     # A query of death with one adapter is none with another.
     asked[1].prompt_token_ids = asked[0].prompt_token_ids
-    assert OpenRequest(asked[0]).digest() != OpenRequest(asked[1]).digest()
+    assert digest(asked[0]) != digest(asked[1])
 
 
 def test_a_request_goes_to_the_replica_that_has_its_adapter() -> None:

@@ -15,7 +15,7 @@ from vllm.v1.engine import (
 from vllm.v1.metrics.stats import PrefillStats
 
 from loomserve.platform.engine.resumption.tokens import RESUMED
-from loomserve.platform.front_end.engine.open_requests import OpenRequest
+from loomserve.platform.front_end.engine.open_requests import OpenRequest, digest
 from loomserve.platform.front_end.policy.continuation import Death, Loss
 from loomserve.platform.front_end.routing import RoutingContext
 from loomserve.platform.scheduling.policy.background import BACKGROUND
@@ -48,7 +48,7 @@ def test_the_first_attempt_is_the_request_itself() -> None:
 
 def test_a_client_cannot_say_what_it_has_been_answered() -> None:
     one = opened(extra_args={"x": 1, RESUMED: [5]})
-    one.forget_foreign_tokens()
+    one.begin()
     assert one.to_send().sampling_params.extra_args == {"x": 1}
 
 
@@ -118,12 +118,12 @@ def test_a_death_tells_what_that_engine_had_given() -> None:
 
 
 def test_equal_requests_have_one_digest() -> None:
-    assert opened().digest() == opened().digest()
+    assert digest(opened().request) == digest(opened().request)
     for hint in (DEADLINE, BACKGROUND, EXPECTED):
-        assert opened(extra_args={hint: 1.0}).digest() == opened().digest()
-    assert opened(extra_args={"a processor's": 1}).digest() != opened().digest()
+        assert digest(opened(extra_args={hint: 1.0}).request) == digest(opened().request)
+    assert digest(opened(extra_args={"a processor's": 1}).request) != digest(opened().request)
     others = (opened([1, 3]), opened(max_tokens=11), opened(logit_bias={1: 2.0}))
-    assert len({opened().digest(), *(each.digest() for each in others)}) == 4
+    assert len({digest(opened().request), *(digest(each.request) for each in others)}) == 4
 
 
 def told(seconds: float) -> dict[str, float]:
