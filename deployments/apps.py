@@ -14,7 +14,7 @@ from ray.serve.schema import ApplicationStatus
 from loomserve.deployments.batch.lane import BatchLaneDeployment
 from loomserve.deployments.controller.controller import Controller
 from loomserve.deployments.gateway_apps import build_gateway_app
-from loomserve.deployments.serve_logging import serve_logging
+from loomserve.deployments.single import single
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.batch.folder import batch_folder
@@ -28,7 +28,7 @@ from loomserve.platform.fleet.messages import (
     OfflineSpec,
 )
 from loomserve.platform.models import catalog
-from loomserve.platform.nodes.resources import on_devices, on_state
+from loomserve.platform.nodes.resources import on_devices
 
 _POLL_S = 0.2
 
@@ -91,15 +91,7 @@ def _controller_app(
     store: StoreOptions | None,
     placed: dict[str, str],
 ) -> Any:
-    deployment = serve.deployment(
-        Controller,
-        name=CONTROLLER_DEPLOYMENT,
-        num_replicas=1,
-        max_ongoing_requests=1000,
-        health_check_period_s=2,
-        ray_actor_options={"num_cpus": 0, "resources": on_state()},
-        logging_config=serve_logging(config.server.log_format),
-    )
+    deployment = single(Controller, CONTROLLER_DEPLOYMENT, config)
     return deployment.bind(
         config.model_dump(mode="json"),
         replicas,
@@ -112,15 +104,7 @@ def _controller_app(
 
 def _batch_app(config: Config, internal_token: str, base: str) -> Any:
     assert config.batch is not None
-    deployment = serve.deployment(
-        BatchLaneDeployment,
-        name=BATCH_DEPLOYMENT,
-        num_replicas=1,
-        max_ongoing_requests=1000,
-        health_check_period_s=2,
-        ray_actor_options={"num_cpus": 0, "resources": on_state()},
-        logging_config=serve_logging(config.server.log_format),
-    )
+    deployment = single(BatchLaneDeployment, BATCH_DEPLOYMENT, config)
     offline = [
         OfflineSpec(
             model=model,

@@ -12,14 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ray import serve
-
 from loomserve.deployments.batch.standby import StandbyBatchLane
 from loomserve.deployments.controller.pod_controller import PodController
 from loomserve.deployments.gateway_apps import build_gateway_app
 from loomserve.deployments.kvstore.kv_store import store_plan
 from loomserve.deployments.readiness import Ready
-from loomserve.deployments.serve_logging import serve_logging
+from loomserve.deployments.single import single
 from loomserve.platform.access.given_hashes import with_given_hashes
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.batch.folder import batch_folder
@@ -32,7 +30,6 @@ from loomserve.platform.fleet.messages import (
 )
 from loomserve.platform.http.audit_log import audit_log_path
 from loomserve.platform.kubernetes.pods import internal_token, read_config
-from loomserve.platform.nodes.resources import on_state
 
 # Kubernetes brings a changed Secret to its pods within a minute or so.
 _CONFIG_TIMEOUT_S = 180.0
@@ -41,7 +38,7 @@ _CONFIG_TIMEOUT_S = 180.0
 def controller(args: dict[str, str]) -> Any:
     """The controller, which waits for the nodes and checks them before it runs."""
     config, base = _given(args)
-    return _once(PodController, CONTROLLER_DEPLOYMENT, config).bind(
+    return single(PodController, CONTROLLER_DEPLOYMENT, config).bind(
         config.model_dump(mode="json"), internal_token(), str(base)
     )
 
@@ -64,7 +61,7 @@ def batch(args: dict[str, str]) -> Any:
     folder = batch_folder(config, base)
     if config.batch is None or folder is None:
         raise StartError("the configuration has no section batch")
-    return _once(StandbyBatchLane, BATCH_DEPLOYMENT, config).bind(
+    return single(StandbyBatchLane, BATCH_DEPLOYMENT, config).bind(
         config.batch.model_dump(mode="json"),
         [],
         str(folder),
@@ -76,7 +73,7 @@ def batch(args: dict[str, str]) -> Any:
 def ready(args: dict[str, str]) -> Any:
     """Runs once the configured models answer, and holds traffic back until then."""
     config, _ = _given(args)
-    return _once(Ready, READY_DEPLOYMENT, config).bind([model.name for model in config.models])
+    return single(Ready, READY_DEPLOYMENT, config).bind([model.name for model in config.models])
 
 
 def _given(args: Mapping[str, str]) -> tuple[Config, Path]:
@@ -93,16 +90,3 @@ def _given(args: Mapping[str, str]) -> tuple[Config, Path]:
     audit_log = str(audit_log_path(config.server, path.parent))
     server = config.server.model_copy(update={"audit_log": audit_log})
     return config.model_copy(update={"server": server}), path.parent
-
-
-def _once(what: type, name: str, config: Config) -> Any:
-    """A deployment of what there is but once."""
-    return serve.deployment(
-        what,
-        name=name,
-        num_replicas=1,
-        max_ongoing_requests=1000,
-        health_check_period_s=2,
-        ray_actor_options={"num_cpus": 0, "resources": on_state()},
-        logging_config=serve_logging(config.server.log_format),
-    )

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +37,13 @@ class StandbyBatchLane(BatchLaneDeployment):
         server: dict[str, Any],
         internal_token: str,
     ) -> None:
-        self._opening = asyncio.create_task(
-            self._open(options, offline, folder, server, internal_token)
-        )
+        begin = partial(super().__init__, options, offline, folder, server, internal_token)
+        self._opening = asyncio.create_task(self._open(Path(folder), begin))
 
-    async def _open(
-        self,
-        options: dict[str, Any],
-        offline: list[dict[str, Any]],
-        folder: str,
-        server: dict[str, Any],
-        internal_token: str,
-    ) -> None:
+    async def _open(self, folder: Path, begin: Callable[[], Awaitable[None]]) -> None:
         told = ""
         while True:
-            claimed = BatchFolder(Path(folder))
+            claimed = BatchFolder(folder)
             try:
                 await asyncio.to_thread(claimed.claim, _CLAIM_TIMEOUT_S)
             except StartError as error:
@@ -59,7 +53,7 @@ class StandbyBatchLane(BatchLaneDeployment):
                 await asyncio.sleep(_RETRY_S)
                 continue
             claimed.release()
-            await super().__init__(options, offline, folder, server, internal_token)
+            await begin()
             return
 
     async def place(self) -> LanePlace:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from loomserve.deployments.controller.controller import Controller
 from loomserve.deployments.kvstore.kv_store import store_plan
@@ -24,6 +25,7 @@ _log = logging.getLogger("ray.serve")
 
 _LOOK_S = 1.0
 _TELL_S = 60.0
+_MODELS = TypeAdapter(list[Model])
 
 
 class PodController(Controller):
@@ -91,13 +93,12 @@ class ConfiguredModels:
     def read(self) -> dict[str, Model]:
         """By name; none: it is not known."""
         try:
-            kept = json.loads(self._path.read_text())
-            return {each["name"]: Model.model_validate_json(json.dumps(each)) for each in kept}
+            return {each.name: each for each in _MODELS.validate_json(self._path.read_bytes())}
         except (OSError, ValueError):
             return {}
 
     def write(self, models: Collection[Model]) -> None:
-        replace_private(self._path, json.dumps([model.model_dump(mode="json") for model in models]))
+        replace_private(self._path, _MODELS.dump_json(list(models)).decode())
 
 
 def _tell_refusal(name: str, reply: Reply[Any]) -> None:

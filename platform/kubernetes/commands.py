@@ -78,12 +78,8 @@ def _weights_here(model: Model | OfflineModel, base: Path) -> int | None:
     Raises:
         ConfigError: they are damaged.
     """
-    if catalog.copy_of(model.source) is not None:
-        is_here = catalog.is_here(model.source)
-    else:
-        # A folder may be the pods' own, and what is on the hub is not looked up.
-        is_here = (base / Path(model.source).expanduser()).exists()
-    if not is_here:
+    # A folder may be the pods' own, and what is on the hub is not looked up.
+    if catalog.folder_here(model.source, base) is None:
         return None
     found = catalog.resolve(model.source, base, lambda _: None, revision=model.revision)
     return catalog.known_weight_bytes(found)

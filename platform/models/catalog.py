@@ -69,7 +69,7 @@ def resolve(
         except ConfigError as error:
             raise ConfigError(f"{error}; delete {fetched} to have it made again") from None
         return fetched
-    folder = (base / Path(source).expanduser()).absolute()
+    folder = _folder_of(source, base)
     if folder.exists():
         check_folder(folder)
         return folder
@@ -97,8 +97,12 @@ def copy_of(source: str) -> Path | None:
 
 def folder_here(source: str, base: Path) -> Path | None:
     """The folder that this machine has of a source, without fetching anything."""
-    folder = copy_of(source) or (base / Path(source).expanduser()).absolute()
-    return folder if folder.is_dir() else None
+    folder = copy_of(source) or _folder_of(source, base)
+    return folder if folder.exists() else None
+
+
+def _folder_of(path: str, base: Path) -> Path:
+    return (base / Path(path).expanduser()).absolute()
 
 
 def _is_hub_id(source: str, base: Path) -> bool:

@@ -101,8 +101,7 @@ def placed_late(model: Model, devices: Sequence[Device], base: Path) -> Model:
     """
     if model.is_placed:
         return model
-    gpus = [each for each in devices if each.kind == "cuda"]
-    there = gpus or list(devices)
+    there = _of_one_kind(devices)
     return _filled(
         model,
         there,
@@ -110,6 +109,11 @@ def placed_late(model: Model, devices: Sequence[Device], base: Path) -> Model:
         devices=tuple(each.name for each in there),
         start="on_demand",
     )
+
+
+def _of_one_kind(devices: Sequence[Device]) -> list[Device]:
+    """Those that a model may come to which names none: GPUs, where there are some."""
+    return [each for each in devices if each.kind == "cuda"] or list(devices)
 
 
 def _filled(model: Model, there: Sequence[Device], base: Path, **update: Any) -> Model:
@@ -137,9 +141,12 @@ class _Planner:
         self._config, self._base, self._devices = config, base, devices
         self._spots = [_spot(each) for each in devices]
         gpus = gpus_of(devices)
+        anywhere = {"devices": tuple(each.name for each in _of_one_kind(devices))}
         self.sizes = {
             model.name: replica_bytes(
-                placed_late(model, devices, base), weights.get(model.name, 0), gpus
+                model if model.is_placed else model.model_copy(update=anywhere),
+                weights.get(model.name, 0),
+                gpus,
             )
             for model in config.models
         }
