@@ -93,11 +93,16 @@ async def controlled(*, first: bool = False, config: Config = CONFIG) -> AsyncIt
             await until(lambda: all(apps.devices(model.name) for model in config.models))
         yield made
     finally:
-        for task in [*made._tasks, *made._models._tasks]:
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
-        await made._rebalancing._rebalancer.close()
+        await end(made)
+
+
+async def end(controller: Controller) -> None:
+    """Have it die without a word."""
+    for task in [*controller._tasks, *controller._models._tasks]:
+        task.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await task
+    await controller._rebalancing._rebalancer.close()
 
 
 async def until(holds: Callable[[], object]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from loomserve.deployments.controller.pod_controller import PodController
 from loomserve.deployments.ray_node import LivingNode
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import LOCAL_NODE, Config, Model
-from tests.unit.deployments.controller.controllers import CONFIG, FakeServe, states, until
+from tests.unit.deployments.controller.controllers import CONFIG, FakeServe, end, states, until
 from tests.unit.platform.fleet.heartbeats import COLD, HOT
 
 TOKEN = "t" * 32
@@ -47,11 +47,7 @@ async def pod_controller(
     try:
         yield made
     finally:
-        for task in [*made._tasks, *made._models._tasks]:
-            task.cancel()
-            with suppress(asyncio.CancelledError, Exception):
-                await task
-        await made._rebalancing._rebalancer.close()
+        await end(made)
 
 
 def test_it_loads_what_is_configured_by_itself(serve: FakeServe, planned: list[str]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from types import SimpleNamespace
+from typing import Any
 
 import aiohttp
 from starlette.types import Message, Receive, Send
@@ -28,6 +30,19 @@ def answered(*pieces: bytes, status: int = 200) -> Answer:
 
 async def good(request: ForwardRequest) -> Answer:
     return answered(b"{}")
+
+
+def one_model() -> Any:
+    """Routes that lead each request to one model, ``m``."""
+    route = SimpleNamespace(
+        name="m",
+        asked="m",
+        adapter=None,
+        predictor=None,
+        max_concurrent_requests=9,
+        max_model_len=None,
+    )
+    return SimpleNamespace(choose=lambda fields, key, preferred=None: route)
 
 
 class AnsweringEngines:

@@ -21,7 +21,7 @@ from loomserve.platform.config import ApiKey, Server
 from loomserve.platform.fleet.messages import LineRequest
 from loomserve.platform.requests.engine_request import FORWARDED
 from loomserve.platform.requests.metrics import GatewayMetrics
-from tests.unit.deployments.gateway.engines import AnsweringEngines
+from tests.unit.deployments.gateway.engines import AnsweringEngines, one_model
 
 ALICE, BOB = (
     ApiKey(name=name, hash=f"sha256:{number:064}", tokens_per_minute=1000)
@@ -38,15 +38,7 @@ class Gateway:
         self.engines = AnsweringEngines()
         registry = CollectorRegistry()
         meter = TokenMeter(KeyMetrics(registry), Path("/nowhere"))
-        route = SimpleNamespace(
-            name="m",
-            asked="m",
-            adapter=None,
-            predictor=None,
-            max_concurrent_requests=9,
-            max_model_len=None,
-        )
-        routes: Any = SimpleNamespace(choose=lambda fields, key, preferred=None: route)
+        routes = one_model()
         lengths: Any = SimpleNamespace(predict=self._predict)
         server = Server(api_keys=(ALICE, BOB))
         self.clients = ClientEndpoint(

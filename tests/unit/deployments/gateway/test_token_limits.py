@@ -20,7 +20,7 @@ from loomserve.platform.base.errors import TooManyRequests, Unavailable
 from loomserve.platform.config import ApiKey
 from loomserve.platform.http.held_answer import COMMENT
 from loomserve.platform.requests.metrics import GatewayMetrics
-from tests.unit.deployments.gateway.engines import AnsweringEngines
+from tests.unit.deployments.gateway.engines import AnsweringEngines, one_model
 
 CHAT = "/v1/chat/completions"
 PROMPT = 30
@@ -78,15 +78,7 @@ class Gateway:
         self.now_s = 1000.0
         self.registry = CollectorRegistry()
         meter = TokenMeter(KeyMetrics(self.registry), file, clock=lambda: self.now_s)
-        route = SimpleNamespace(
-            name="m",
-            asked="m",
-            adapter=None,
-            predictor=None,
-            max_concurrent_requests=9,
-            max_model_len=None,
-        )
-        routes: Any = SimpleNamespace(choose=lambda fields, key, preferred=None: route)
+        routes = one_model()
         lengths: Any = SimpleNamespace(predict=_nothing)
         self.engine = Engine(self)
         self.endpoint = ClientEndpoint(

@@ -29,7 +29,7 @@ from loomserve.platform.usage.files import UsageFiles
 from loomserve.platform.usage.meter import UsageMeter
 from loomserve.platform.usage.metrics import UsageMetrics
 from loomserve.platform.usage.records import UsageRecord
-from tests.unit.deployments.gateway.engines import Answer, AnsweringEngines, answered
+from tests.unit.deployments.gateway.engines import Answer, AnsweringEngines, answered, one_model
 
 ALICE = ApiKey(name="alice", hash=f"sha256:{0:064}")
 PATH = "/v1/completions"
@@ -44,15 +44,7 @@ class Gateway:
         self.usage = UsageMeter(UsageMetrics(CollectorRegistry()), UsageFiles(folder))
         registry = CollectorRegistry()
         meter = TokenMeter(KeyMetrics(registry), folder / "tokens.json")
-        route = SimpleNamespace(
-            name="m",
-            asked="m",
-            adapter=None,
-            predictor=None,
-            max_concurrent_requests=9,
-            max_model_len=None,
-        )
-        routes: Any = SimpleNamespace(choose=lambda fields, key, preferred=None: route)
+        routes = one_model()
         engines = AnsweringEngines(self._compute)
         server = Server(api_keys=(ALICE,))
         lengths: Any = SimpleNamespace(predict=_nothing)
