@@ -91,10 +91,8 @@ class Fleet:
         prompt = rng.randrange(PROMPTS)
         tokens = [*range(prompt, prompt + SHARED_BLOCKS * BLOCK_TOKENS)]
         tokens += [rng.randrange(50_000)] * ((BLOCKS - SHARED_BLOCKS) * BLOCK_TOKENS)
-        candidates = self._usable
-        if rng.random() < 0.1:
-            candidates -= {rng.choice(self.ids)}
-        return RoutingRequest("id", "id", tokens, 256, candidates)
+        ended_with = {rng.choice(self.ids)} if rng.random() < 0.1 else ()
+        return RoutingRequest("id", "id", tokens, 256, self._usable, frozenset(ended_with))
 
     def decide(self, request: RoutingRequest) -> float:
         """Seconds of a decision; the request stays until so many others have come."""

@@ -124,18 +124,18 @@ class ReplicaChoice:
             ),
             output_tokens=min(output_tokens, routing.max_tokens or output_tokens),
             sequences=routing.sequences,
-            exclude=self._excluded(routing.candidates),
+            exclude=self._excluded(routing),
             # What it has been pinned for is gone with the first replica.
             pinned_to=request.pinned_to if request is not None and _is_first(routing) else None,
         )
 
-    def _excluded(self, candidates: frozenset[str]) -> frozenset[str]:
-        """The replicas that are no candidates; nearly all requests have the same ones."""
+    def _excluded(self, routing: RoutingRequest) -> frozenset[str]:
+        """The replicas that it cannot go to; nearly all requests have the same candidates."""
         known, of, excluded = self._last_excluded
-        if known is not self._table.known_ids or of is not candidates:
-            excluded = self._table.known_ids - candidates
-            self._last_excluded = self._table.known_ids, candidates, excluded
-        return excluded
+        if known is not self._table.known_ids or of is not routing.candidates:
+            excluded = self._table.known_ids - routing.candidates
+            self._last_excluded = self._table.known_ids, routing.candidates, excluded
+        return excluded | routing.excluded if routing.exclude else excluded
 
     def _tell(self, trace: RequestTrace, routing: RoutingRequest, decision: Decision) -> None:
         trace.event(

@@ -45,9 +45,9 @@ class RoutingRequest:
     max_tokens: int
     """The most tokens that are to come."""
     candidates: frozenset[str]
-    """Ids of the replicas that can take it."""
+    """Ids of the replicas that can take it; nearly all requests of a moment share one set."""
     exclude: frozenset[str] = frozenset()
-    """Ids of replicas whose engine ended with it; they are no candidates while there are others."""
+    """Ids of replicas whose engine ended with it; it goes to them only if there are no others."""
     cache_salt: str | None = None
     adapter: str | None = None
     """By which its adapter's KV is told from others'; None: it asks for the model itself."""
@@ -58,6 +58,11 @@ class RoutingRequest:
     """It is computed up to its first token, for a replica that has been chosen for its answer."""
     context: RoutingContext | None = None
     """Of :data:`routing_context`, as it was when the request came."""
+
+    @property
+    def excluded(self) -> frozenset[str]:
+        """Ids that it does not go to, candidates or not."""
+        return frozenset() if self.candidates <= self.exclude else self.exclude
 
 
 Choose = Callable[[RoutingRequest], str | None]
@@ -79,8 +84,11 @@ def checked(choose: Choose) -> Choose:
 
     def chosen(routing: RoutingRequest) -> str | None:
         replica_id = choose(routing)
-        if replica_id is not None and replica_id not in routing.candidates:
-            raise InvalidChoiceError(f"{replica_id!r} is none of {sorted(routing.candidates)}")
+        allowed = replica_id in routing.candidates and replica_id not in routing.excluded
+        if replica_id is not None and not allowed:
+            raise InvalidChoiceError(
+                f"{replica_id!r} is none of {sorted(routing.candidates - routing.excluded)}"
+            )
         return replica_id
 
     return chosen

@@ -183,7 +183,7 @@ class OpenRequest:
             external_id=self.prompt_id,
             prompt_token_ids=[*(request.prompt_token_ids or ()), *self.tokens],
             max_tokens=max(0, (most or 0) - len(self.tokens)),
-            candidates=(self.ended_with and candidates - self.ended_with) or candidates,
+            candidates=candidates,
             exclude=frozenset(self.ended_with),
             cache_salt=request.cache_salt,
             adapter=request.lora_request.lora_name if request.lora_request else None,

@@ -125,6 +125,13 @@ def test_only_candidates_are_chosen_and_none_that_drains() -> None:
     assert bench.choice.choose(bench.routing("three")) is None
 
 
+def test_a_replica_whose_engine_ended_with_it_is_chosen_only_if_there_is_no_other() -> None:
+    bench = Bench(one=stats(), two=stats(waiting=9), three=stats())
+    ended = frozenset({"one"})
+    assert bench.choice.choose(bench.routing("one", "two", exclude=ended)) == "two"
+    assert bench.choice.choose(bench.routing("one", exclude=ended)) == "one"
+
+
 def test_a_request_that_waits_is_counted_until_it_goes_on() -> None:
     bench = Bench(one=stats(draining=True))
     waiting = context()

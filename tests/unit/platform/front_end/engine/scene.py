@@ -81,7 +81,8 @@ class Scene:
             raise self.refuses
         if routing.prompt_only and self.refuses_prompts is not None:
             raise self.refuses_prompts
-        return self.first if self.first in routing.candidates else min(routing.candidates)
+        among = routing.candidates - routing.excluded
+        return self.first if self.first in among else min(among)
 
     def count(self, name: str, **labels: str) -> float:
         labels["model"] = "chat"

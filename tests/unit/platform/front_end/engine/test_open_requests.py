@@ -69,8 +69,8 @@ def test_a_router_sees_what_is_left() -> None:
     assert routing.prompt_token_ids == [1, 2, 7, 8]
     assert (routing.max_tokens, routing.cache_salt, routing.attempt) == (8, "salt", 1)
     assert (routing.request_id, routing.external_id) == ("r", "http")
-    assert (routing.candidates, routing.exclude) == ({"b"}, {"a"})
-    assert one.route(frozenset({"a"})).candidates == {"a"}, "better than none"
+    assert (routing.candidates, routing.excluded) == ({"a", "b"}, {"a"})
+    assert one.route(frozenset({"a"})).excluded == frozenset(), "better than none"
 
 
 def test_a_request_that_has_a_replica_looks_for_its_next() -> None:
