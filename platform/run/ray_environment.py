@@ -30,6 +30,9 @@ _LONE_ENVIRONMENT = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 _NODE_ENVIRONMENT = {
     "RAY_raylet_start_wait_time_s": "90",
     "RAY_agent_register_timeout_ms": "200000",
+    # The head gives a node up that is silent five times so long, some 28 s; with Ray's 10 s it were
+    # 53, until which nothing of that node is started elsewhere, or on the node once it is back.
+    "RAY_health_check_timeout_ms": "5000",
     # Nodes and what runs on them wait so long for a head that is away.
     "RAY_gcs_rpc_server_reconnect_timeout_s": "300",
     # Ray's dashboard would show its own metrics to everybody; at no such port it cannot.
