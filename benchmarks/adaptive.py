@@ -51,7 +51,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, offline_engine
-from benchmarks.report import Spread, machine, publish
+from benchmarks.report import Spread
+from benchmarks.result_files import machine, publish
 from benchmarks.transfer import put_link
 from benchmarks.workload import Likeness
 from loomserve.kvstore.server.client import StoreClient
@@ -68,7 +69,6 @@ from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.policy.deadline import DEADLINE
 from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected
 
-RESULTS = Path(__file__).parent / "results"
 BLOCKS = 2048 // BLOCK_TOKENS
 CONTEXT = 1536
 STEP_TOKENS = 512
@@ -158,6 +158,18 @@ class Served:
     @property
     def throughput(self) -> float:
         return sum(map(len, self.answers)) / self.seconds
+
+    def figures(self) -> dict[str, float]:
+        return {
+            "requests": len(self.answers),
+            "seconds": self.seconds,
+            "tokens_per_second": self.throughput,
+            "turnaround_s": self.turnaround_s,
+            "weighted_turnaround": self.weighted_turnaround,
+            "late": self.late,
+            "computed_ratio": self.computed_ratio,
+            **self.counts,
+        }
 
     def differs_from(self, other: Served) -> int:
         """Requests whose answers are not the same tokens."""
@@ -541,7 +553,8 @@ def point(setting: Setting, runs: Sequence[Mapping[str, Served]]) -> dict[str, A
         for baseline in baselines(arms)
         for name, values in compared(runs, baseline).items()
     }
-    return {**asdict(setting), "arms": arms, **ratios}
+    by_run = [{arm: served.figures() for arm, served in run.items()} for run in runs]
+    return {**asdict(setting), "arms": arms, "by_run": by_run, **ratios}
 
 
 def headline(measured: Mapping[Setting, Sequence[Mapping[str, Served]]]) -> dict[str, Any]:
@@ -693,6 +706,7 @@ def main() -> int:
         name: Lengths(name, options.data, options.predictor, options.prediction_error)
         for name in options.sets
     }
+    facts = machine()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         places = max(options.batch_limit)
@@ -705,11 +719,7 @@ def main() -> int:
         "step_tokens": STEP_TOKENS,
         "scaled_down": SCALED_DOWN,
     }
-    publish(
-        "adaptive",
-        {"benchmark": "adaptive", **figures, "setup": setup, "machine": machine()},
-        RESULTS,
-    )
+    publish("adaptive", figures, setup=setup, facts=facts)
     return 0
 
 

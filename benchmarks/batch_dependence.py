@@ -16,10 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import block_bytes, offline_engine
-from benchmarks.report import machine, publish
+from benchmarks.result_files import machine, publish, said_by
 from loomserve.platform.models import catalog
 
-RESULTS = Path(__file__).parent / "results"
 FORMATS = ("float32", "bfloat16")
 PROMPT_TOKENS = (10, 60)
 BLOCKS = 400
@@ -76,14 +75,13 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32, help="of an answer")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    facts = machine()
     figures = {
-        "benchmark": "batch_dependence",
         **{f"differ_in_{dtype}": measure(args, dtype) for dtype in FORMATS},
         "of": args.requests,
         "runs": 1,
-        "machine": machine(),
     }
-    publish("batch_dependence", figures, RESULTS)
+    publish("batch_dependence", figures, setup=said_by(args), facts=facts)
 
 
 if __name__ == "__main__":

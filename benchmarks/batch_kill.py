@@ -29,10 +29,9 @@ import openai
 import psutil
 import yaml
 
-from benchmarks.report import machine, publish
+from benchmarks.result_files import machine, publish, said_by
 from benchmarks.servers import Server
 
-RESULTS = Path(__file__).parent / "results"
 MODEL = "demo"
 _BAD_EVERY = 10
 _ENDED = {"completed", "failed", "expired", "cancelled"}
@@ -201,9 +200,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1, help="of the times of the kills")
     parser.add_argument("--start-timeout", type=float, default=900)
     options = parser.parse_args()
+    facts = machine()
     with tempfile.TemporaryDirectory() as folder:
         result = run(options, Path(folder))
-    publish("batch-kill", {**result, "machine": machine()}, RESULTS)
+    publish("batch_kill", result, setup=said_by(options, "port"), facts=facts)
 
 
 if __name__ == "__main__":

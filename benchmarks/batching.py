@@ -56,7 +56,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import continuous_lane, static_lane, task_lengths
-from benchmarks.report import Spread, machine, percentile, publish
+from benchmarks.report import Spread, percentile
+from benchmarks.result_files import machine, publish
 from benchmarks.static_lane import FittedBatches, LaneRequest, Ran, Run, Served
 from benchmarks.task_lengths import LONGEST_ANSWER, LONGEST_PROMPT, Length, drawn
 from loomserve.platform.costs.batch_time import BatchShape, BatchTimes, TimedBatch
@@ -70,7 +71,6 @@ from loomserve.routers.static_batching.s3 import s3
 from loomserve.routers.static_batching.slo_odbs import OutputTerm, SloOdbs, odbs, slo_dbs
 from loomserve.routers.static_batching.wma import Wma
 
-RESULTS = Path(__file__).parent / "results"
 VANILLA_SIZE = 7
 CONTEXT = LONGEST_PROMPT + LONGEST_ANSWER
 KV_TOKENS = VANILLA_SIZE * CONTEXT
@@ -136,8 +136,9 @@ def candidates(memory: KvBudget) -> dict[str, list[Policy]]:
 
 @dataclass(frozen=True)
 class Figures:
-    """One arm's run of a set of requests."""
+    """One arm's run of so many requests."""
 
+    requests: int
     throughput: float
     mean_response_s: float
     p95_response_s: float
@@ -156,6 +157,7 @@ class Figures:
     ) -> Figures:
         took = [finished_s[one.known.id] - one.known.arrived_s for one in requests]
         return cls(
+            requests=len(requests),
             throughput=len(requests) / max(finished_s.values()),
             mean_response_s=statistics.fmean(took),
             p95_response_s=percentile(took, 95),
@@ -402,7 +404,8 @@ def point(
         }
         spreads = {name: asdict(of) for name, of in ratios(runs, arm).items()}
         arms[arm] = {**medians, **spreads}
-    return {"load": load, "slo_bound": statistics.median(bounds), "arms": arms}
+    by_run = [{arm: asdict(figures) for arm, figures in run.items()} for run in runs]
+    return {"load": load, "slo_bound": statistics.median(bounds), "arms": arms, "by_run": by_run}
 
 
 def best_ratios(points: Sequence[Mapping[str, Any]], arm: str) -> dict[str, Any]:
@@ -556,6 +559,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main() -> int:
     options = arguments()
+    facts = machine()
     figures = measure(options)
     setup = {
         **{name: value for name, value in vars(options).items() if name != "data"},
@@ -563,11 +567,7 @@ def main() -> int:
         "kv_tokens": KV_TOKENS,
         "vanilla_size": VANILLA_SIZE,
     }
-    publish(
-        "batching",
-        {"benchmark": "batching", **figures, "setup": setup, "machine": machine()},
-        RESULTS,
-    )
+    publish("batching", figures, setup=setup, facts=facts)
     return 0
 
 

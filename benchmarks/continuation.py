@@ -48,9 +48,9 @@ from benchmarks.continuation_requests import (
     stream,
     with_stop_strings,
 )
-from benchmarks.report import machine, percentile, publish
+from benchmarks.report import percentile, percentiles
+from benchmarks.result_files import machine, publish, said_by
 
-RESULTS = Path(__file__).parent / "results"
 PREFILL_CONTEXT = 1500
 BOTH_AT, DRAIN_AT, STOP_AT = 10, 50, 20
 MAX_MODEL_LEN = 4096
@@ -304,13 +304,6 @@ def later(answers: Sequence[Answer], base: Sequence[Answer], at: float) -> list[
 # Figures
 
 
-def spread(values: Sequence[float], name: str) -> dict[str, float | None]:
-    ranks = (("p50", 50), ("p99", 99))
-    return {
-        f"{name}_{rank}": percentile(values, number) if values else None for rank, number in ranks
-    }
-
-
 def figures(scenario: Scenario, base: Undisturbed, runs: Sequence[Disturbed]) -> dict[str, Any]:
     lost = [f"{one.asked.kind}: {one.lost}" for run in runs for one in run.answers if one.lost]
     wrong = [differences(base.answers, run.answers) for run in runs]
@@ -328,22 +321,25 @@ def figures(scenario: Scenario, base: Undisturbed, runs: Sequence[Disturbed]) ->
             number not in base.differences for run in wrong for number in run
         ),
         "undisturbed_differences": len(base.differences),
-        **spread([gap for run in runs for gap in run.pauses], "pause_ms"),
+        **percentiles("pause_ms", [gap for run in runs for gap in run.pauses]),
         "pause_ms_p50_by_run": [percentile(each, 50) for each in paused],
         "pause_ms_p99_by_run": [percentile(each, 99) for each in paused],
+        "pause_ms_n_by_run": [len(each) for each in paused],
         "pause_ms_mean_by_platform": [run.platforms_mean_ms for run in runs],
         "paused_streams": sum(len(run.pauses) for run in runs),
         "continued": [run.continued for run in runs],
-        **spread([gap for run in runs for gap in run.others], "others_gap_ms"),
-        **spread([gap for run in runs for gap in run.first_tokens_later], "first_token_later_ms"),
-        **spread(
+        **percentiles("others_gap_ms", [gap for run in runs for gap in run.others]),
+        **percentiles(
+            "first_token_later_ms", [gap for run in runs for gap in run.first_tokens_later]
+        ),
+        **percentiles(
+            "undisturbed_gap_ms",
             [
                 1000 * (b - a)
                 for one in base.answers
                 for choice in one.choices.values()
                 for a, b in choice.gaps
             ],
-            "undisturbed_gap_ms",
         ),
         "undisturbed_longest_gap_ms_by_kind": longest_gaps(base.answers),
         "drain_s": drains,
@@ -371,9 +367,9 @@ def overall(scenarios: Sequence[dict[str, Any]], pauses: dict[int, list[float]])
     return {
         **{name: sum(one[name] for one in scenarios) for name in totals},
         "undisturbed_differences": sum(one["undisturbed_differences"] for one in pairs.values()),
-        **spread([gap for of in pauses.values() for gap in of], "pause_ms"),
+        **percentiles("pause_ms", [gap for of in pauses.values() for gap in of]),
         "by_context": {
-            str(context): {**spread(of, "pause_ms"), "paused_streams": len(of)}
+            str(context): {**percentiles("pause_ms", of), "paused_streams": len(of)}
             for context, of in pauses.items()
         },
         "drain_s": [took for one in scenarios for took in one["drain_s"]],
@@ -449,16 +445,14 @@ def main() -> None:
         "--folder", type=Path, help="where configuration and log of the platform stay"
     )
     args = parser.parse_args()
+    facts = machine()
     config = configuration(args.port, MAX_MODEL_LEN, tokens_at_once(args), args.batched_tokens)
     with tempfile.TemporaryDirectory() as passing:
         platform = DisturbedPlatform(config, args.folder or Path(passing))
         with platform.running(args.start_timeout):
             result = measure(args, platform)
-    publish(
-        "continuation",
-        {"benchmark": "continuation", **result, "config": config, "machine": machine()},
-        RESULTS,
-    )
+    setup = {**said_by(args, "folder", "port"), "config": config}
+    publish("continuation", result, setup=setup, facts=facts)
     if result["lost_streams"] or result["wrong_though_undisturbed_alike"]:
         sys.exit("streams were lost or differ from undisturbed ones")
 

@@ -46,10 +46,9 @@ from benchmarks.popularity import (
     replay,
     serve,
 )
-from benchmarks.report import machine, publish
+from benchmarks.result_files import machine, publish, said_by
 from loomserve.platform.models import catalog
 
-RESULTS = Path(__file__).parent / "results"
 SEED = "day"
 LAYERS_AWAY = 10
 _SAMPLE_S = 2.0
@@ -267,11 +266,12 @@ def main() -> int:
     parser.add_argument("--port", type=int, default=18_672)
     parser.add_argument("--start-timeout", type=float, default=600)
     args = parser.parse_args()
+    facts = machine()
     with tempfile.TemporaryDirectory() as folder:
         result, day = measure(args, Path(folder))
     if args.plot:
         plot(day, phases(args.minutes, args.rate), args.plot)
-    publish("day", {"benchmark": "day", **result, "machine": machine()}, RESULTS)
+    publish("day", result, setup=said_by(args, "plot", "port"), facts=facts)
     return int(bool(result["different_answers"] or result["failed_requests"] or day.failed))
 
 

@@ -20,10 +20,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
-from benchmarks.report import Spread, machine, percentile, publish
+from benchmarks.report import Spread, percentile
+from benchmarks.result_files import machine, publish
 from loomserve.platform.config.router import RoutingPolicy
 
-RESULTS = Path(__file__).parent / "results"
 HERE = Path(__file__).parents[1]
 POLICIES: tuple[str, ...] = get_args(RoutingPolicy)
 REPLICAS = (10, 100, 1_000)
@@ -81,6 +81,10 @@ def decided(trees: Sequence[Tree], options: argparse.Namespace) -> list[dict[str
         print(f"run {run + 1}/{options.runs} of decisions", flush=True)
     return [
         {
+            # Of each run; a policy that takes too long has fewer.
+            "decisions_n": {name: min(map(len, of)) for name, of in found.items()},
+        }
+        | {
             f"decision_us_p{rank}": {
                 name: asdict(Spread.of([percentile(took, rank) for took in of]))
                 for name, of in found.items()
@@ -165,7 +169,7 @@ def main() -> int:
         {**decisions, **times}
         for decisions, times in zip(decided(trees, options), timed(trees, options), strict=True)
     ]
-    result: dict[str, Any] = {"benchmark": "decisions", **found[0]}
+    result: dict[str, Any] = {**found[0]}
     result |= {
         f"decision_us_p99_{replicas}": max(
             found[0]["decision_us_p99"][f"{policy}_{replicas}"]["median"] for policy in POLICIES
@@ -175,7 +179,7 @@ def main() -> int:
     if len(found) > 1:
         result |= {"other": found[1], "same_plans_and_maps": _same(*found)}
     setup = {"runs": options.runs, "decisions": options.decisions}
-    publish("decisions", {**result, "setup": setup, "machine": facts}, RESULTS)
+    publish("decisions", result, setup=setup, facts=facts)
     return 0
 
 

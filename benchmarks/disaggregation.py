@@ -40,7 +40,8 @@ import uvloop
 
 from benchmarks.load import EventStream, Target, new_session
 from benchmarks.overhead import RequestsFailedError, in_turn
-from benchmarks.report import Spread, machine, percentile, publish
+from benchmarks.report import Spread, percentile, percentiles
+from benchmarks.result_files import machine, publish
 from benchmarks.servers import Arm, ServerFailedError, configured_arm, running
 from benchmarks.store import (
     BLOCKS,
@@ -67,7 +68,6 @@ from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
-RESULTS = Path(__file__).parent / "results"
 FIRST_PORT = 18700
 MODEL = "chat"
 CONTEXT = 2048
@@ -427,17 +427,15 @@ def describe(what: str, pair: Pair, slo: Slo) -> str:
     )
 
 
-def figures(answers: Sequence[Answer], slo: Slo) -> dict[str, float]:
+def figures(answers: Sequence[Answer], slo: Slo) -> dict[str, Any]:
     """Latencies in ms; ``goodput`` as a share of the requests."""
     ttft = [one.ttft_ms for one in answers]
     tpot = [one.tpot_ms for one in answers]
     gaps = [gap for one in answers for gap in one.gaps_ms]
     return {
-        **{
-            f"{name}_ms_p{rank}": percentile(values, rank)
-            for name, values in (("ttft", ttft), ("tpot", tpot), ("itl", gaps))
-            for rank in (50, 99)
-        },
+        **percentiles("ttft_ms", ttft),
+        **percentiles("tpot_ms", tpot),
+        **percentiles("itl_ms", gaps),
         "goodput": sum(map(slo.met, answers)) / len(answers),
     }
 
@@ -473,11 +471,12 @@ def ratios(pairs: Sequence[Pair], slo: Slo) -> dict[str, Any]:
         for ratio, name in _RATIOS.items()
     }
     return {name: spread.median for name, spread in spreads.items()} | {
-        "spread": {name: [spread.min, spread.max] for name, spread in spreads.items()}
+        "spread": {name: [spread.min, spread.max] for name, spread in spreads.items()},
+        "by_run": [dict(zip((SEPARATED, UNIFIED), pair, strict=True)) for pair in found],
     }
 
 
-def absolutes(pairs: Sequence[Pair], slo: Slo) -> dict[str, dict[str, float]]:
+def absolutes(pairs: Sequence[Pair], slo: Slo) -> dict[str, dict[str, Any]]:
     """Each arm's figures over the requests of all runs."""
     return {
         name: {
@@ -565,8 +564,8 @@ def main() -> int:
         "slo_tpot_times_idle": options.slo_tpot,
         "block_tokens": BLOCK_TOKENS,
     }
-    result = {"benchmark": "disaggregation", **found, "runs": options.runs, "setup": setup}
-    publish("disaggregation", {**result, "machine": facts}, RESULTS)
+    result = {**found, "runs": options.runs}
+    publish("disaggregation", result, setup=setup, facts=facts)
     return 0
 
 

@@ -37,7 +37,8 @@ from benchmarks.elastic_platform import ElasticPlatform, Models
 from benchmarks.elastic_scaling import Burst, scale_up
 from benchmarks.elastic_timeline import Timeline, plot
 from benchmarks.popularity import Answer, Asked
-from benchmarks.report import Spread, machine, percentile, publish
+from benchmarks.report import Spread, percentile
+from benchmarks.result_files import FOLDER, machine, publish, said_by
 from benchmarks.servers import EngineFlags, bare_arm, loomserve_arm
 from benchmarks.start import started
 from benchmarks.workload import BLOCK_TOKENS, PrefixRequest
@@ -46,7 +47,6 @@ from loomserve.platform.devices.memory import replica_bytes
 from loomserve.platform.models import catalog
 from loomserve.platform.placement import model_files
 
-RESULTS = Path(__file__).parent / "results"
 _PORT = 18460
 _ALWAYS, _COLD = "always", "cold"
 _KV_BYTES = 128 * 2**20
@@ -192,7 +192,11 @@ def _said(answers: Sequence[Answer]) -> dict[str, Any]:
         "requests": len(answers),
         "failed": len(answers) - len(good),
         "errors": sorted({str(answer.error)[:200] for answer in answers if answer.error})[:5],
-        "first_token_s": {f"p{rank}": percentile(good, rank) for rank in (50, 90, 99)},
+        "first_token_s": {
+            **{f"p{rank}": percentile(good, rank) for rank in (50, 90, 99)},
+            "n": len(good),
+            "all": good,
+        },
     }
 
 
@@ -213,7 +217,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", default="zipf")
     parser.add_argument("--plot", type=Path, help="draw what models were while many had a load")
     parser.add_argument("--start-timeout", type=float, default=900, help="for each server, s")
-    parser.add_argument("--logs", type=Path, default=RESULTS / "elastic-logs")
+    parser.add_argument("--logs", type=Path, default=FOLDER / "elastic-logs")
     parsed = parser.parse_args(words)
     if parsed.runs < 1 or parsed.servers < 1 or parsed.sleeping < 1 or parsed.names < 1:
         parser.error("--runs, --servers, --sleeping and --names must be positive")
@@ -267,11 +271,10 @@ def main() -> int:
     options = arguments()
     facts = machine()
     source = str(catalog.resolve(options.model, Path.cwd()))
-    result: dict[str, Any] = {"benchmark": "elastic"}
+    result: dict[str, Any] = {}
     for part in options.parts:
         result |= _PARTS[part](source, options)
-    setup = {name: value for name, value in vars(options).items() if name not in {"logs", "plot"}}
-    publish("elastic", result | {"setup": setup, "machine": facts}, RESULTS)
+    publish("elastic", result, setup=said_by(options, "logs", "plot"), facts=facts)
     return 0
 
 

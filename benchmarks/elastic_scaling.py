@@ -23,12 +23,12 @@ import httpx
 
 from benchmarks.elastic_platform import ElasticPlatform
 from benchmarks.load import Outcome, Target, arrivals, new_session, prompts, request
-from benchmarks.report import Spread, machine, percentile, publish
+from benchmarks.report import Spread, percentile
+from benchmarks.result_files import FOLDER, machine, publish, said_by
 from benchmarks.servers import ENGINE_CORE, OTHER_CORE, EngineFlags
 from loomserve.platform.cli.admin_token import token_for
 from loomserve.platform.models import catalog
 
-RESULTS = Path(__file__).parent / "results"
 _PORT = 18470
 _MODEL = "scaled"
 _CORES = (ENGINE_CORE, OTHER_CORE)
@@ -180,6 +180,7 @@ def scale_up(
                 name: {
                     "requests": sum(len(each.ttft_s) for each in of),
                     "failed": sum(each.failed for each in of),
+                    "ttft_n": [len(each.ttft_s) for each in of],
                     "ttft_p50_s": [percentile(each.ttft_s, 50) for each in of],
                     "ttft_p99_s": [each.p99_s for each in of],
                 }
@@ -202,7 +203,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=usual.seconds, help="of the burst")
     parser.add_argument("--tokens", type=int, default=usual.max_tokens, help="of each answer")
     parser.add_argument("--start-timeout", type=float, default=900, help="for each platform, s")
-    parser.add_argument("--logs", type=Path, default=RESULTS / "elastic-logs")
+    parser.add_argument("--logs", type=Path, default=FOLDER / "elastic-logs")
     parsed = parser.parse_args(words)
     if parsed.runs < 1 or parsed.rate <= 0 or parsed.seconds <= 0 or parsed.tokens < 1:
         parser.error("--runs, --rate, --seconds and --tokens must be positive")
@@ -215,9 +216,7 @@ def main() -> int:
     source = str(catalog.resolve(options.model, Path.cwd()))
     burst = Burst(rate=options.rate, seconds=options.seconds, max_tokens=options.tokens)
     result = scale_up(source, burst, options.runs, options.logs, options.start_timeout)
-    publish(
-        "elastic_scaling", {"benchmark": "elastic_scaling", **result, "machine": facts}, RESULTS
-    )
+    publish("elastic_scaling", result, setup=said_by(options, "logs"), facts=facts)
     return 0
 
 

@@ -30,7 +30,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.engine import BLOCK_TOKENS, offline_engine
 from benchmarks.load import Target, new_session
-from benchmarks.report import machine, publish
+from benchmarks.result_files import machine, publish
 from benchmarks.servers import configured_arm, running
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.opening import open_store
@@ -40,7 +40,6 @@ from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
-RESULTS = Path(__file__).parent / "results"
 BATCH = 8
 MODEL = "demo"
 PORT = 18660
@@ -241,11 +240,11 @@ def main() -> int:
     parser.add_argument("--answer", type=int, default=16, help="tokens of an answer")
     parser.add_argument("--memory-mib", type=int, default=256, help="the store's memory")
     options = parser.parse_args()
+    facts = machine()
     with tempfile.TemporaryDirectory(dir=Path.home()) as folder:
         figures = passes(options, Path(folder))
     setup = {name: getattr(options, name) for name in ("count", "tokens", "answer", "memory_mib")}
-    result = {"benchmark": "exactness", **figures, "setup": setup, "machine": machine()}
-    publish("exactness", result, RESULTS)
+    publish("exactness", figures, setup=setup, facts=facts)
     return 0
 
 

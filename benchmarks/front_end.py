@@ -32,9 +32,8 @@ import psutil
 import uvloop
 
 from benchmarks.load import prompts
-from benchmarks.report import machine, publish
+from benchmarks.result_files import machine, publish
 
-RESULTS = Path(__file__).parent / "results"
 GOAL = 20_000.0
 WHOLE_GOAL = 2_000.0
 MODEL = "m"
@@ -393,15 +392,16 @@ def main() -> int:
         options.bare,
     )
     os.sched_setaffinity(0, {OTHER_CORE})
+    facts = machine()
     try:
         figures = measure(plan, options.spy)
     except RequestFailedError as error:
         print(f"not measured: {error}", file=sys.stderr)
         return 1
     goal = GOAL if plan.stream else WHOLE_GOAL
-    result = {**figures, "goal": goal, "plan": asdict(plan), "machine": machine()}
     name = "front_end" if plan.stream else "front_end_whole"
-    publish(f"{name}_bare" if plan.bare else name, result, RESULTS)
+    name = f"{name}_bare" if plan.bare else name
+    publish(name, {**figures, "goal": goal}, setup=asdict(plan), facts=facts)
     return 0
 
 

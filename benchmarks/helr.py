@@ -32,7 +32,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engine import token_times
-from benchmarks.report import Spread, machine, publish
+from benchmarks.report import Spread
+from benchmarks.result_files import machine, publish, said_by
 from loomserve.platform.config import Device
 from loomserve.platform.devices.claims import pipeline_environment
 from loomserve.platform.models import catalog
@@ -41,7 +42,6 @@ from loomserve.platform.placement.policy.device_times import DeviceProfile
 from loomserve.platform.placement.policy.graph import Pipeline, Stage, even, latency_s, period_s
 from loomserve.platform.placement.policy.placer import PlacedModel, Wanted, place_models
 
-RESULTS = Path(__file__).parent / "results"
 SOURCE = "demo"
 PROMPT = 16
 NEIGHBOURS = (-4, -2, -1, 1, 2, 4)
@@ -245,7 +245,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     times = {device.name: device.models[0].times[-1] for device in profile.devices}
     slow, quick = (times[f"core{core}"] for core in (args.slow_core, fast))
     return {
-        "benchmark": "helr",
         "throughput_vs_even": weakest.median,
         # HELR's own map may be the best, which is 1.
         "share_of_best": min(1.0, of_best.median),
@@ -275,11 +274,6 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         ],
         "predicted_period_ms": 1e3 * placement.period_s,
         "profile": profile.model_dump(mode="json"),
-        "setup": {
-            each: getattr(args, each)
-            for each in ("batch", "tokens", "throttle", "slow_core", "grid")
-        },
-        "machine": machine(),
     }
 
 
@@ -297,7 +291,9 @@ def main() -> None:
     parser.add_argument(
         "--grid", type=int, default=5, help="layers between splits; 1: all, 0: neighbours only"
     )
-    publish("helr", asyncio.run(measure(parser.parse_args())), RESULTS)
+    args = parser.parse_args()
+    facts = machine()
+    publish("helr", asyncio.run(measure(args)), setup=said_by(args), facts=facts)
 
 
 if __name__ == "__main__":

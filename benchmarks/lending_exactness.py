@@ -28,9 +28,8 @@ from benchmarks.engine import (
     demo_lending_engine,
     end,
 )
-from benchmarks.report import machine, publish
+from benchmarks.result_files import machine, publish, said_by
 
-RESULTS = Path(__file__).parent / "results"
 SHARES = (0.0, 0.5, 1.0)
 OWN_BLOCKS, LENT_BLOCKS = 24, 72
 LONGEST_PROMPT, LONGEST_ANSWER = 100, 30
@@ -167,13 +166,10 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         with suppress(Exception):  # some have no worker any more
             end(llm)
     return {
-        "benchmark": "lending_exactness",
         "compared": compared,
         "identical": identical,
         "lenders_killed": lenders.killed,
         "by_share": lent,
-        "setup": {"requests": args.requests, "seed": args.seed, "own_blocks": OWN_BLOCKS},
-        "machine": machine(),
     }
 
 
@@ -183,13 +179,15 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    facts = machine()
     result = measure(args)
     if result["lenders_killed"] < args.kills:
         parser.error(
             f"only {result['lenders_killed']} of {args.kills} lenders were killed before all was "
             "answered: ask for more requests, or fewer kills"
         )
-    publish("lending_exactness", result, RESULTS)
+    setup = {**said_by(args), "own_blocks": OWN_BLOCKS}
+    publish("lending_exactness", result, setup=setup, facts=facts)
 
 
 if __name__ == "__main__":

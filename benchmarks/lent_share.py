@@ -19,13 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import BLOCK_BYTES
-from benchmarks.report import Spread, machine, publish
+from benchmarks.report import Spread
+from benchmarks.result_files import machine, publish, said_by
 from benchmarks.weave import Load, Run, served_woven, woven
 from benchmarks.weave import arrivals as scaled_arrivals
 
-RESULTS = Path(__file__).parent / "results"
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
-SETUP = ("rate", "requests", "runs", "blocks", "places")
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -50,12 +49,9 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         hot.close()
         cold.close()
     return {
-        "benchmark": "lent_share",
         "hot_tpot": {str(share): ratios(runs, share, "hot") for share in SHARES},
         "cold_tpot": {str(share): ratios(runs, share, "cold") for share in SHARES},
         "runs": args.runs,
-        "setup": {name: getattr(args, name) for name in SETUP},
-        "machine": machine(),
     }
 
 
@@ -101,10 +97,11 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="an Azure conversation trace, .csv.gz")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the points (SVG)")
     args = parser.parse_args()
+    facts = machine()
     figures = asyncio.run(measure(args))
     if args.plot:
         plot(figures, args.plot)
-    publish("lent_share", figures, RESULTS)
+    publish("lent_share", figures, setup=said_by(args, "plot"), facts=facts)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.engine import (
@@ -29,9 +28,9 @@ from benchmarks.engine import (
     call_loans,
     demo_lending_engine,
 )
-from benchmarks.report import Spread, machine, percentile, publish
+from benchmarks.report import Spread, percentiles
+from benchmarks.result_files import machine, publish, said_by
 
-RESULTS = Path(__file__).parent / "results"
 Part = dict[str, Any]
 LOADS = ("1x512", "1x2048", "1x8000", "8x512", "8x2048", "32x512")
 BEFORE_STEPS, AWAY_STEPS = 8, 8
@@ -174,10 +173,8 @@ def figures(moves: list[Move], kind: str) -> dict[str, Any]:
     pauses = [pause for one in moves for pause in one.pauses_s]
     steps = [pause / one.step_s for one in moves for pause in one.pauses_s]
     return {
-        f"{kind}_pause_ms_p50": 1000 * percentile(pauses, 50),
-        f"{kind}_pause_ms_p99": 1000 * percentile(pauses, 99),
-        f"{kind}_pause_steps_p50": percentile(steps, 50),
-        f"{kind}_pause_steps_p99": percentile(steps, 99),
+        **percentiles(f"{kind}_pause_ms", [1000 * pause for pause in pauses]),
+        **percentiles(f"{kind}_pause_steps", steps),
         f"{kind}_move_ms": 1000 * statistics.median(s for one in moves for s in one.durations_s),
         f"{kind}_step_while_away": asdict(
             Spread.of([one.away_step_s / one.step_s for one in moves])
@@ -209,13 +206,11 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         for kind in parts
     }
     return {
-        "benchmark": "migrate",
         **{name: value for kind in parts for name, value in figures(every[kind], kind).items()},
         "tokens_changed": sum(one.tokens_changed for some in moves.values() for one in some),
         "runs": args.runs,
         "by_load": {f"{kind} {load}": figures(some, kind) for (kind, load), some in moves.items()},
-        "setup": {**parts["head"], **parts["layer"], "tokens": args.tokens, "blocks": blocks},
-        "machine": machine(),
+        "blocks": blocks,
     }
 
 
@@ -226,7 +221,9 @@ def main() -> None:
     parser.add_argument("--layers", default="15-30", help="layers that move: first-end")
     parser.add_argument("--tokens", type=int, default=120, help="output tokens of a stream")
     parser.add_argument("--runs", type=int, default=3)
-    publish("migrate", measure(parser.parse_args()), RESULTS)
+    args = parser.parse_args()
+    facts = machine()
+    publish("migrate", measure(args), setup=said_by(args), facts=facts)
 
 
 if __name__ == "__main__":

@@ -49,11 +49,10 @@ from benchmarks.continuation_requests import (
     new_session,
     stream,
 )
-from benchmarks.report import machine, publish
+from benchmarks.result_files import machine, publish, said_by
 from tests.cluster.cluster import MODEL, PORT, Cluster, RunningNode, answers, cluster, until
 from tests.cluster.nodes import network, why_not
 
-RESULTS = Path(__file__).parent / "results"
 HEAD, WORKERS = "one", ("two", "three")
 KINDS, TOKENS = 11, 40
 WHOLE_S = 400.0
@@ -210,9 +209,10 @@ def main() -> int:
     options = parser.parse_args()
     if (problem := why_not()) is not None:
         parser.error(problem)
+    facts = machine()
     with tempfile.TemporaryDirectory() as folder:
         figures = measure(Path(folder), options.runs, options.away_s, options.every_s)
-    publish("nodes", {**machine(), "options": vars(options), **figures}, RESULTS)
+    publish("nodes", figures, setup=said_by(options), facts=facts)
     bad = ("failed_requests", "lost_streams", "wrong_answers")
     return int(any(figures[f"{name}_{key}"] for name in ("cut", "head_cut") for key in bad))
 

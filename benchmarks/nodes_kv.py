@@ -34,7 +34,8 @@ from typing import Any
 
 import psutil
 
-from benchmarks.report import Spread, machine, percentile, publish
+from benchmarks.report import Spread, percentile
+from benchmarks.result_files import machine, publish, said_by
 from loomserve.kvstore.index.journal import Change, Tier
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.peers.members import Member
@@ -59,7 +60,6 @@ from loomserve.kvstore.server.protocol import (
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import BlockLayout, layer_digest, seed
 
-RESULTS = Path(__file__).parent / "results"
 SPACE = b"benchmark-nodes-"
 LAYOUT = BlockLayout(30, 3 * 32 * 2 * 64 * 4)
 SMALL = BlockLayout(1, 4000)
@@ -334,7 +334,10 @@ def benchmark(folder: Path, runs: int) -> dict[str, Any]:
         "fetch_first": cold,
         "directory_blocks": directory[0]["blocks"],
         "runs": runs,
-        "events_a_run": EVENTS,
+        "directory_chain128_us_n": LOOKUPS,
+        "event_visible_ms_n": len(visible[0]),
+        "lookup_beside_fetch_ms_n": min(map(len, lookups)),
+        "lookup_beside_busy_cores_ms_n": min(map(len, busy)),
         "spread": {name: asdict(of) for name, of in spreads.items()},
     }
 
@@ -348,7 +351,7 @@ def main() -> int:
     facts = machine()
     with tempfile.TemporaryDirectory() as folder:
         figures = benchmark(Path(folder), options.runs)
-    publish("nodes_kv", {"benchmark": "nodes_kv", **figures, "machine": facts}, RESULTS)
+    publish("nodes_kv", figures, setup=said_by(options), facts=facts)
     return 0
 
 

@@ -39,11 +39,10 @@ from benchmarks.report import (
     WindowTooShortError,
     absolute,
     comparison,
-    machine,
-    publish,
     sample,
     throughput_ratio,
 )
+from benchmarks.result_files import machine, publish
 from benchmarks.servers import (
     ENGINE_CORE,
     OTHER_CORE,
@@ -61,7 +60,6 @@ from loomserve.platform.base.errors import LoomserveError, StartError
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
-RESULTS = Path(__file__).parent / "results"
 LOADS = ("first", "1", "8", "32", "64", "open")
 """Closed loops by their number of streams; ``first`` is one stream of two-token answers, since only
 many requests tell a first token's few milliseconds of delay from the machine's noise."""
@@ -341,8 +339,7 @@ def main() -> int:
         "unmeasured_arm": "frozen",
         "wall_seconds": round(time.monotonic() - begin),
     }
-    result = {"benchmark": "overhead", **figures, "errors": 0, "setup": setup, "machine": facts}
-    publish("overhead", result, RESULTS)
+    publish("overhead", {**figures, "errors": 0}, setup=setup, facts=facts)
     return 0
 
 

@@ -31,7 +31,8 @@ import uvloop
 
 from benchmarks.load import Outcome, Target, new_session, post
 from benchmarks.overhead import RequestsFailedError, in_turn
-from benchmarks.report import Spread, machine, percentile, publish
+from benchmarks.report import Spread, percentile
+from benchmarks.result_files import machine, publish
 from benchmarks.servers import Arm, ServerFailedError, configured_arm, running
 from benchmarks.workload import (
     BLOCK_TOKENS,
@@ -44,7 +45,6 @@ from benchmarks.workload import (
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
-RESULTS = Path(__file__).parent / "results"
 FIRST_PORT = 18600
 MODEL = "chat"
 CONTEXT = 2048
@@ -265,8 +265,7 @@ def main() -> int:
         "ideal_hit_rate": reuse(workload(options, "run 0")),
         "block_tokens": BLOCK_TOKENS,
     }
-    result = {"benchmark": "prefix", **report(found), "runs": options.runs, "setup": setup}
-    publish("prefix", {**result, "machine": facts}, RESULTS)
+    publish("prefix", {**report(found), "runs": options.runs}, setup=setup, facts=facts)
     return 0
 
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.report import machine, publish
+from benchmarks.result_files import machine, publish, said_by
 from benchmarks.workload import trace_rows
 from loomserve.kvstore.index.directory import Directory
 from loomserve.kvstore.index.eviction import cost
@@ -44,7 +44,6 @@ from loomserve.routers.snapshot import RoutingStats
 from loomserve.routers.table import ReplicaTable
 from loomserve.routers.ticket import RoutingTicket
 
-RESULTS = Path(__file__).parent / "results"
 SPACE = b"m" * 16
 BLOCK_TOKENS, KEYS_A_BLOCK = 512, 8
 # An 8B model on a GPU, as the trace's were: KV of a token, and seconds of one of a prompt.
@@ -249,6 +248,7 @@ def main() -> int:
     parser.add_argument("--shares", type=float, nargs="+", default=[1.0, 0.5, 0.25, 0.1])
     parser.add_argument("--gb-per-s", type=float, nargs="+", default=[10.0, 1.2])
     options = parser.parse_args()
+    facts = machine()
     prompts = read(options.trace, options.requests)
     asked, different = sum(each.blocks for each in prompts), different_blocks(prompts)
     rows = []
@@ -270,11 +270,7 @@ def main() -> int:
         "goal": GOAL,
         "rows": rows,
     }
-    publish(
-        "prefix_nodes",
-        {**machine(), "options": {**vars(options), "trace": options.trace.name}, **result},
-        RESULTS,
-    )
+    publish("prefix_nodes", result, setup=said_by(options), facts=facts)
     return 0
 
 

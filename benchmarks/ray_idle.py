@@ -12,17 +12,15 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import psutil
 
-from benchmarks.report import machine, publish
+from benchmarks.result_files import machine, publish, said_by
 from loomserve.deployments.ray_start import init_own_ray
 from loomserve.platform.run.folder import RunFolder
 from loomserve.platform.run.leftovers import end_run
 from loomserve.platform.run.ray_environment import set_environment
 
-RESULTS = Path(__file__).parent / "results"
 _SETTLE_S = 15.0
 
 
@@ -75,13 +73,10 @@ def main() -> int:
         for name in before.keys() & after.keys()
     }
     result = {
-        "benchmark": "ray_idle",
         "ray_idle_cores": round(sum(cores.values()), 4),
         "by_process": dict(sorted(cores.items(), key=lambda each: -each[1])),
-        "setup": {"replicas": options.replicas, "seconds": options.seconds},
-        "machine": facts,
     }
-    publish("ray_idle", result, RESULTS)
+    publish("ray_idle", result, setup=said_by(options), facts=facts)
     return 0
 
 

