@@ -1,14 +1,17 @@
 """What does Loomserve cost over vLLM's own bare server?
 
-Both arms serve the same model folder with the same engine flags and pinning. On core 0 the measured
+Arms go in pairs, a baseline and one that is compared with it, and each pair is started anew. Both
+serve the same model folder with the same engine flags, KV memory and pinning
+(:mod:`benchmarks.overhead_arms`). On core 0 the measured
 engine computes: of vLLM's server its worker alone, of Loomserve the engine's one process but for
 its threads for sockets. On core 1 are front ends, vLLM's EngineCore, an idle second engine and this
 load generator. Both stay up all the time, so that the two sides of a pair are seconds apart; the
 side that is not measured is frozen (SIGSTOP), because idle Ray processes and idle engines take a
-measurable share of core 1. Each arm holds two engines, of which one is idle: several models are
-what Loomserve is for, and a user without it would run two servers.
+measurable share of core 1. But for ``one``, each arm holds two engines, of which one is idle:
+several models are what Loomserve is for, and a user without it would run two servers.
 
-``--arms bare,bare`` compares bare vLLM with itself: the noise floor of the method.
+The first of ``--arms`` is the baseline of all others. Where it is among them too, that is the noise
+floor of the method, and each ratio says whether it lies beyond it.
 ``--arms loomserve:FOLDER,loomserve`` compares this checkout with another one, installed in FOLDER.
 
 The last line of the output is one JSON object, also written to ``benchmarks/results``. Exit codes:
@@ -23,7 +26,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,15 @@ import psutil
 import uvloop
 
 from benchmarks.load import Target, Window, closed_loop, open_loop
+from benchmarks.overhead_arms import (
+    DEFAULT_ARMS,
+    KINDS,
+    comparison_name,
+    make_arms,
+    pair_options,
+    pairs,
+    parse_kinds,
+)
 from benchmarks.report import (
     Pair,
     Sample,
@@ -43,24 +55,13 @@ from benchmarks.report import (
     throughput_ratio,
 )
 from benchmarks.result_files import machine, publish
-from benchmarks.servers import (
-    ENGINE_CORE,
-    OTHER_CORE,
-    PROGRAMS,
-    Arm,
-    EngineFlags,
-    ServerFailedError,
-    bare_arm,
-    configured_arm,
-    loomserve_arm,
-    loomserve_config,
-    running,
-)
+from benchmarks.servers import ENGINE_CORE, OTHER_CORE, Arm, EngineFlags, ServerFailedError, running
 from loomserve.platform.base.errors import LoomserveError, StartError
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
 LOADS = ("first", "1", "8", "32", "64", "open")
+USUAL_LOADS = ("first", "1", "8", "32", "64")
 """Closed loops by their number of streams; ``first`` is one stream of two-token answers, since only
 many requests tell a first token's few milliseconds of delay from the machine's noise."""
 STREAMS = {"first": 1, "1": 1, "8": 8, "32": 32, "64": 64}
@@ -68,7 +69,6 @@ LONGER = {"32": 3, "64": 5}
 """A window must hold requests that begin and end in it; with many streams each takes longer."""
 OPEN_SHARE = 0.6
 """The open loop's rate, as a share of what the first arm serves with 8 streams."""
-FIRST_PORT = 18500
 ARM_BYTES = 7 * 2**30
 """Memory of one arm: two engines of a small model and their front ends, rounded up."""
 
@@ -139,7 +139,7 @@ def in_turn(run: int) -> tuple[int, int]:
 
 
 def measure_pairs(arms: Sequence[Arm], plan: Plan, rate: float) -> dict[str, list[Pair]]:
-    pairs: dict[str, list[Pair]] = {name: [] for name in plan.loads}
+    measured: dict[str, list[Pair]] = {name: [] for name in plan.loads}
     for run in range(plan.runs):
         for name in plan.loads:
             # Both arms get the same prompts, and no two loads share one: prefix caches stay cold.
@@ -148,9 +148,9 @@ def measure_pairs(arms: Sequence[Arm], plan: Plan, rate: float) -> dict[str, lis
                 for index in in_turn(run)
             }
             pair = (samples[0], samples[1])
-            pairs[name].append(pair)
+            measured[name].append(pair)
             print(describe(f"run {run + 1}/{plan.runs}, load {name}", pair), flush=True)
-    return pairs
+    return measured
 
 
 def describe(what: str, pair: Pair) -> str:
@@ -192,17 +192,24 @@ def benchmark(arms: Sequence[Arm], plan: Plan) -> dict[str, Any]:
     capacity = drive(arms[0], "8", warm, "warm-up/8").tokens_per_second()
     rate = OPEN_SHARE * capacity / plan.max_tokens
     print(f"warm; the open loop sends {rate:.2f} requests/s", flush=True)
-    pairs = measure_pairs(arms, plan, rate)
-    print(summary({name: throughput_ratio(of) for name, of in pairs.items()}), flush=True)
+    measured = measure_pairs(arms, plan, rate)
+    print(summary({name: throughput_ratio(of) for name, of in measured.items()}), flush=True)
     return {
-        **comparison(pairs),
-        **({"open_loop": open_loop_figures(pairs["open"], rate)} if "open" in pairs else {}),
+        **comparison(measured),
+        **({"open_loop": open_loop_figures(measured["open"], rate)} if "open" in measured else {}),
         "absolute": {
-            arm.name: {name: absolute([pair[side] for pair in of]) for name, of in pairs.items()}
+            arm.name: {name: absolute([pair[side] for pair in of]) for name, of in measured.items()}
             for side, arm in enumerate(arms)
         },
         "at_rest": at_rest,
-        "memory_two_engines_gib": at_rest[arms[1].name]["memory_gib"],
+        "by_run": [
+            {
+                name: {arm.name: absolute([one]) for arm, one in zip(arms, of[run], strict=True)}
+                for name, of in measured.items()
+            }
+            for run in range(plan.runs)
+        ],
+        "memory_gib": at_rest[arms[1].name]["memory_gib"],
         "idle_cores": sum(at_rest[arms[1].name][core] for core in ("core0", "core1")),
     }
 
@@ -215,22 +222,39 @@ def open_loop_figures(pairs: Sequence[Pair], rate: float) -> dict[str, Any]:
     }
 
 
-def make_arms(kinds: Sequence[str], model: str, flags: EngineFlags, logs: Path) -> list[Arm]:
-    first, second = ("loomserve-there" if ":" in kind else kind for kind in kinds)
-    names = (first, f"{second}-again" if first == second else second)
-    arms = []
-    for number, (kind, name) in enumerate(zip(kinds, names, strict=True)):
-        port = FIRST_PORT + 10 * number
-        if kind == "bare":
-            arms.append(bare_arm(name, model, flags, port, logs))
-        elif kind == "lending":
-            lends = loomserve_config(model, flags, port, lending="auto")
-            arms.append(configured_arm(name, lends, "measured", port, logs))
-        else:
-            checkout = kind.partition(":")[2]
-            programs = Path(checkout, ".venv/bin").absolute() if checkout else PROGRAMS
-            arms.append(loomserve_arm(name, model, flags, port, logs, programs))
-    return arms
+def compared(
+    kinds: tuple[str, str],
+    model: str,
+    flags: EngineFlags,
+    plan: Plan,
+    options: argparse.Namespace,
+    logs: Path,
+) -> dict[str, Any]:
+    """Start a pair of arms, measure it, and end it."""
+    here = os.sched_getaffinity(0)
+    arms = make_arms(kinds, model, flags, logs)
+    with running(arms, options.start_timeout):
+        # Servers that start inherit where this process may run, so it is bound only after that.
+        os.sched_setaffinity(0, {OTHER_CORE})
+        try:
+            found = benchmark(arms, plan)
+        finally:
+            os.sched_setaffinity(0, here)
+    return {"baseline": kinds[0], **found, "setup": asdict(pair_options(kinds, flags))}
+
+
+def beyond_noise(comparisons: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, bool]]:
+    """Of each comparison but the noise floor's, which medians lie outside of what that spans."""
+    if "noise" not in comparisons:
+        return {}
+    floor = comparisons["noise"]["spread"]
+    return {
+        name: {
+            figure: not least <= found[figure] <= most for figure, (least, most) in floor.items()
+        }
+        for name, found in comparisons.items()
+        if name != "noise"
+    }
 
 
 def check_machine(arms: int) -> None:
@@ -256,17 +280,17 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="demo", help="demo, a folder, or a hub id")
     parser.add_argument(
         "--arms",
-        default="bare,loomserve",
-        type=_arms,
-        help="baseline and compared: bare,loomserve; bare,bare for the noise floor; "
-        "loomserve,lending for models that may lend to each other; "
-        "loomserve:FOLDER,loomserve for another checkout",
+        default=list(DEFAULT_ARMS),
+        type=parse_kinds,
+        help="the baseline, and what is compared with it: "
+        + "; ".join(f"{kind}: {what}" for kind, what in KINDS.items())
+        + "; loomserve:FOLDER: another checkout, installed there",
     )
     parser.add_argument(
         "--loads",
-        default=LOADS,
+        default=USUAL_LOADS,
         type=_loads,
-        help=f"which loads, by their streams, of {','.join(LOADS)} (the default)",
+        help=f"which loads, by their streams, of {','.join(LOADS)}; all but the last by default",
     )
     parser.add_argument("--runs", type=int, default=5, help="pairs of each load")
     parser.add_argument("--seconds", type=float, default=8, help="measured time a load and arm")
@@ -283,20 +307,6 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--runs and --seconds must be positive, --warmup not negative, "
                      "--max-tokens at least 2")  # fmt: skip
     return parsed
-
-
-def _arms(text: str) -> list[str]:
-    kinds = text.split(",")
-    known = {"bare", "loomserve", "lending"}
-    if len(kinds) != 2 or not {kind.partition(":")[0] for kind in kinds} <= known:
-        raise argparse.ArgumentTypeError(
-            "give two of bare, loomserve and lending, such as bare,loomserve"
-        )
-    for kind in kinds:
-        checkout = kind.partition(":")[2]
-        if checkout and not Path(checkout, ".venv/bin/loomserve").exists():
-            raise argparse.ArgumentTypeError(f"{checkout} is not installed: run make install there")
-    return kinds
 
 
 def _loads(text: str) -> tuple[str, ...]:
@@ -316,30 +326,33 @@ def main() -> int:
     facts = machine()
     begin = time.monotonic()
     try:
-        check_machine(len(options.arms))
+        check_machine(2)
         model = str(catalog.resolve(options.model, Path.cwd()))
         print(f"serving {model}; logs in {logs}", flush=True)
-        arms = make_arms(options.arms, model, flags, logs)
-        with running(arms, options.start_timeout):
-            os.sched_setaffinity(0, {OTHER_CORE})
-            figures = benchmark(arms, plan)
+        comparisons = {}
+        for kinds in pairs(options.arms):
+            name = comparison_name(*kinds)
+            comparisons[name] = compared(kinds, model, flags, plan, options, logs / name)
     except (LoomserveError, WindowTooShortError) as error:
         print(f"overhead: {error}", file=sys.stderr)
         return 2
     except (ServerFailedError, RequestsFailedError) as error:
         print(f"overhead: {error}", file=sys.stderr)
         return 1
+    figures = {
+        "comparisons": comparisons,
+        "beyond_noise": beyond_noise(comparisons),
+        "errors": 0,
+    }
     setup = {
         "arms": options.arms,
         "plan": asdict(plan),
-        "engine": asdict(flags),
         "model": Path(model).name,
         "cores": {"engine": ENGINE_CORE, "other": OTHER_CORE},
-        "second_engine": "idle, in both arms",
         "unmeasured_arm": "frozen",
         "wall_seconds": round(time.monotonic() - begin),
     }
-    publish("overhead", {**figures, "errors": 0}, setup=setup, facts=facts)
+    publish("overhead", figures, setup=setup, facts=facts)
     return 0
 
 

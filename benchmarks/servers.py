@@ -289,16 +289,17 @@ def running(arms: Sequence[Arm], start_timeout: float, *, bind: bool = True) -> 
             server.stop()
 
 
-def bare_arm(name: str, model: str, flags: EngineFlags, port: int, logs: Path) -> Arm:
-    """vLLM's own server, and a second one that stays idle.
+def bare_arm(
+    name: str, model: str, flags: EngineFlags, port: int, logs: Path, engines: int = 2
+) -> Arm:
+    """vLLM's own server, and a second one that stays idle where there are two engines.
 
-    The second stands for the second model: Loomserve is measured with two models configured, so
+    The second stands for the second model: where Loomserve is measured with two models configured,
     both arms hold two engines, and the difference is the platform alone.
     """
-    servers = [
-        _bare(f"{name}-measured", model, flags, port, ENGINE_CORE, logs),
-        _bare(f"{name}-idle", model, flags, port + 1, OTHER_CORE, logs),
-    ]
+    servers = [_bare(f"{name}-measured", model, flags, port, ENGINE_CORE, logs)]
+    if engines > 1:
+        servers.append(_bare(f"{name}-idle", model, flags, port + 1, OTHER_CORE, logs))
     return Arm(name, servers, Target(f"http://127.0.0.1:{port}", "measured"))
 
 
@@ -317,12 +318,9 @@ PROGRAMS = Path(sys.executable).parent
 """Where this checkout's ``loomserve`` is."""
 
 
-def loomserve_arm(
-    name: str, model: str, flags: EngineFlags, port: int, logs: Path, programs: Path = PROGRAMS
-) -> Arm:
+def loomserve_arm(name: str, model: str, flags: EngineFlags, port: int, logs: Path) -> Arm:
     """Loomserve with two models: the measured one on one core, an idle one on the other."""
-    config = loomserve_config(model, flags, port)
-    return configured_arm(name, config, "measured", port, logs, programs)
+    return configured_arm(name, loomserve_config(model, flags, port), "measured", port, logs)
 
 
 def configured_arm(
@@ -349,9 +347,16 @@ def configured_arm(
 
 
 def loomserve_config(
-    model: str, flags: EngineFlags, port: int, lending: str | None = None
+    model: str,
+    flags: EngineFlags,
+    port: int,
+    lending: str | None = None,
+    engines: int = 2,
+    store_bytes: int | None = None,
 ) -> dict[str, object]:
-    """The configuration file's content; see ``loomserve config describe``."""
+    """The configuration file's content: the measured model on one core, and, of two engines, an
+    idle one on the other; with a KV store of so much memory, if any.
+    """
 
     def served(name: str, device: str) -> dict[str, object]:
         return {
@@ -369,6 +374,7 @@ def loomserve_config(
             {"name": "engine", "kind": "cpu", "cores": [ENGINE_CORE]},
             {"name": "other", "kind": "cpu", "cores": [OTHER_CORE]},
         ],
-        "models": [served("measured", "engine"), served("idle", "other")],
+        "models": [served("measured", "engine"), served("idle", "other")][:engines],
+        **({} if store_bytes is None else {"kvstore": {"memory": store_bytes}}),
         "server": {"host": "127.0.0.1", "port": port},
     }
