@@ -98,16 +98,23 @@ def call_loans(llm: Any, method: str, *args: Any) -> Any:
     return llm.collective_rpc(f"loans.{method}", args=args)[0]
 
 
-async def token_times(llm: Any, prompt: list[int], tokens: int, name: str) -> list[float]:
-    """When each token of a greedy answer of so many tokens came; monotonic seconds.
+async def token_times(
+    llm: Any, prompt: list[int], tokens: int, name: str, times: list[float]
+) -> None:
+    """Add to ``times`` when each token of a greedy answer came, in monotonic seconds.
 
-    ``llm`` is vLLM's ``AsyncLLM``, ``name`` the request's of which no other has the same.
+    Who cancels this aborts the request, and keeps the times of what came.
+
+    Args:
+        llm: vLLM's ``AsyncLLM``.
+        prompt: its tokens.
+        tokens: of the answer.
+        name: the request's, of which no other has the same.
     """
     from vllm import SamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.sampling_params import RequestOutputKind
 
-    times: list[float] = []
     async for output in llm.generate(
         TokensPrompt(prompt_token_ids=prompt),
         SamplingParams(
@@ -120,4 +127,3 @@ async def token_times(llm: Any, prompt: list[int], tokens: int, name: str) -> li
         name,
     ):
         times += [time.monotonic()] * len(output.outputs[0].token_ids)
-    return times

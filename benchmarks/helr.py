@@ -83,10 +83,11 @@ class Engine:
     async def decode(self, tokens: int, seed: int) -> float:
         """Output tokens a second while all of its requests decode."""
         prompts = np.random.default_rng(seed).integers(1000, size=(self._requests, PROMPT))
-        times = await asyncio.gather(
+        times: list[list[float]] = [[] for _ in prompts]
+        await asyncio.gather(
             *(
-                token_times(self._llm, each.tolist(), tokens, str(next(self._names)))
-                for each in prompts
+                token_times(self._llm, each.tolist(), tokens, str(next(self._names)), of)
+                for each, of in zip(prompts, times, strict=True)
             )
         )
         begin, end = max(of[0] for of in times), min(of[-1] for of in times)

@@ -1,9 +1,9 @@
 """What share of a hot model's attention should a cold one compute?
 
 The engines and loads of :mod:`benchmarks.weave`, with so much memory of the hot engine's own that
-no request needs the lender's. At one rate, the share of its requests that is placed there grows
-(Weaver, figure 5b): the hot model's and the cold one's time per output token over those of share 0
-in the same run. ``--plot FILE`` draws them. The last line of the output is one JSON object.
+no request needs the lender's. At one rate, of both models, the share of the hot one's requests that
+is placed there grows (Weaver, figure 5b): the hot model's and the cold one's time per output token
+over those of share 0 in the same run. ``--plot FILE`` draws them. The last line of the output is one JSON object.
 
 Run it as ``python -m benchmarks.lent_share`` or ``make bench-lent-share``.
 """
@@ -19,16 +19,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.engine import BLOCK_BYTES
-from benchmarks.report import Spread
+from benchmarks.report import Spread, percentiles
 from benchmarks.result_files import machine, publish, said_by
-from benchmarks.weave import Load, Run, served_woven, woven
+from benchmarks.weave import Load, Run, served_woven
 from benchmarks.weave import arrivals as scaled_arrivals
+from benchmarks.weave_engines import woven
 
 SHARES = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    load = Load(scaled_arrivals(args.trace), args.requests)
+    load = Load(scaled_arrivals(args.trace), args.cold_requests, args.cold_share)
     blocks = args.blocks
     hot = woven(
         0, blocks + 1, args.places, borrow_bytes=blocks * BLOCK_BYTES, patience_ms=5000,
@@ -51,6 +52,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
     return {
         "hot_tpot": {str(share): ratios(runs, share, "hot") for share in SHARES},
         "cold_tpot": {str(share): ratios(runs, share, "cold") for share in SHARES},
+        "by_share": {str(share): absolute(runs, share) for share in SHARES},
         "runs": args.runs,
     }
 
@@ -61,6 +63,17 @@ def ratios(runs: list[dict[float, Run]], share: float, of: str) -> dict[str, flo
         [statistics.fmean(getattr(run[each], of).tpot_ms) for each in (share, 0.0)] for run in runs
     ]
     return asdict(Spread.of([with_it / without for with_it, without in means]))
+
+
+def absolute(runs: list[dict[float, Run]], share: float) -> dict[str, Any]:
+    """Of both models, over the requests of all runs."""
+    return {
+        name: value
+        for of in ("hot", "cold")
+        for name, value in percentiles(
+            f"{of}_tpot_ms", [each for run in runs for each in getattr(run[share], of).tpot_ms]
+        ).items()
+    }
 
 
 def plot(figures: Mapping[str, Any], file: Path) -> None:
@@ -90,7 +103,8 @@ def plot(figures: Mapping[str, Any], file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rate", type=float, default=0.35)
-    parser.add_argument("--requests", type=int, default=24, help="of the hot model, a run")
+    parser.add_argument("--cold-requests", type=int, default=34, help="a run, which they end")
+    parser.add_argument("--cold-share", type=float, default=1.0, help="of the hot model's rate")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--blocks", type=int, default=96, help="of the hot engine's own")
     parser.add_argument("--places", type=int, default=32, help="requests in a step at most")

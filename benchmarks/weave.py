@@ -3,10 +3,13 @@
 Two real engines, the hot one on core 0 and the cold one on core 1. The hot model's requests come
 at rates up to saturation, with lengths of the Azure conversation trace scaled down, prompts more
 than outputs: a core computes a prompt's token in an eighth of a decode step, a GPU in a hundredth,
-and prefill would hide what decode gains. The cold model's requests come at a tenth of the rate. The
-hot engine's own KV memory is too small for its batch
-(``--own-blocks``), and the cold engine lends ``--lent-blocks`` blocks of its own. Arms:
+and prefill would hide what decode gains. The cold model's requests come at ``--cold-share`` of the
+rate, for as long as a run lasts: it ends with the ``--cold-requests``-th of them, and what the hot
+model has not answered by then is given up and counted. The hot engine's own KV memory is too small
+for its batch (``--own-blocks``), and the cold engine lends ``--lent-blocks`` blocks of its own.
+All arms have the same memory in all (:func:`benchmarks.weave_memory.divisions`):
 
+* ``stock``: vLLM's own worker, scheduler and executor, nothing is lent.
 * ``dedicated``: nothing is lent.
 * ``steps``, ``operators``, ``slices``: woven; the lender looks for tasks between its steps only,
   between operators too, and between the slices of sliced operators too (Weaver, figure 7).
@@ -14,8 +17,9 @@ hot engine's own KV memory is too small for its batch
 * ``multiplexed``: both models on both cores, half of the layers on each, in each other's idle time.
   (Tensor parallelism cannot divide the model's 9 query heads.)
 
-``--disturb`` has another process take a share of the lender's core. Each run serves the same
-requests in all arms, one after the other.
+``--lent-over-own 0.5 1 2 5`` divides ``--own-blocks`` plus ``--lent-blocks`` anew for each of these
+ratios: the curve of what is gained by how much is lent. ``--disturb`` has another process take a
+share of the lender's core. Each run serves the same requests in all arms, one after the other.
 
 Run it as ``python -m benchmarks.weave`` or ``make bench-weave``.
 """
@@ -25,140 +29,36 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import math
 import os
 import statistics
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from multiprocessing import Process
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, token_times
-from benchmarks.report import Spread, percentile
+from benchmarks.engine import BLOCK_BYTES
+from benchmarks.report import Spread, percentile, percentiles
 from benchmarks.result_files import machine, publish, said_by
+from benchmarks.weave_engines import CONTEXT, Engine, Served, loan, plain, stock, woven
+from benchmarks.weave_memory import Division, divisions
 from benchmarks.workload import (
     Arrival,
     PrefixRequest,
     brief_conversations,
     window,
 )
-from loomserve.platform.devices.precision import cpu_dtype
-from loomserve.platform.models import catalog
-from loomserve.platform.state.lending_options import LENDING_CONFIG
 
-CONTEXT = 512
-STEP_TOKENS = 256
-COLD_SHARE = 0.1
+COLD_REQUESTS = 100
+"""A p99 of fewer is hardly more than the slowest of them."""
+LONGEST_ANSWER_S = 60.0
+"""Of the cold model, at most: hot requests go on so long after the last cold one has come."""
 WOVEN = ("steps", "operators", "slices")
-ARMS = ("dedicated", *WOVEN, "local", "multiplexed")
-
-
-@dataclass(frozen=True)
-class Served:
-    """One model's requests of one run; milliseconds."""
-
-    output_tokens: int
-    seconds: float
-    tpot_ms: list[float]
-    ttft_ms: list[float]
-
-    @property
-    def throughput(self) -> float:
-        return self.output_tokens / self.seconds
-
-
-class Engine:
-    """A real engine in processes of its own, whose worker is bound to ``cores``."""
-
-    def __init__(self, cores: Sequence[int], blocks: int, places: int, **options: Any) -> None:
-        os.environ.update(
-            VLLM_CPU_OMP_THREADS_BIND="|".join(map(str, cores)),
-            OMP_NUM_THREADS="1",
-            VLLM_USE_V2_MODEL_RUNNER="0",
-            VLLM_LOGGING_LEVEL="ERROR",
-        )
-        from vllm.engine.arg_utils import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        from loomserve.platform.engine.executor import NonSpinningExecutor
-
-        self._llm = AsyncLLM.from_engine_args(
-            AsyncEngineArgs(
-                model=str(catalog.resolve("demo", Path.cwd())),
-                dtype=cpu_dtype(),
-                enforce_eager=True,
-                block_size=BLOCK_TOKENS,
-                max_model_len=CONTEXT,
-                max_num_seqs=places,
-                max_num_batched_tokens=STEP_TOKENS,
-                kv_cache_memory_bytes=blocks * BLOCK_BYTES,
-                pipeline_parallel_size=len(cores),
-                # vLLM takes no name of a class for more than one stage.
-                distributed_executor_backend=NonSpinningExecutor,
-                **options,
-            )
-        )
-        self._names = itertools.count()
-
-    async def call(self, method: str, *args: Any) -> Any:
-        return (await self._llm.collective_rpc(f"loans.{method}", args=args))[0]
-
-    async def forget(self) -> None:
-        await self._llm.reset_prefix_cache()
-
-    async def serve(self, requests: Sequence[PrefixRequest], seed: str) -> Served:
-        begin = time.monotonic()
-        times = await asyncio.gather(*(self._serve(one, begin, seed) for one in requests))
-        ends = [token_times[-1] for token_times in times]
-        return Served(
-            output_tokens=sum(map(len, times)),
-            seconds=max(ends) - begin,
-            tpot_ms=[1000 * (of[-1] - of[0]) / (len(of) - 1) for of in times if len(of) > 1],
-            ttft_ms=[
-                1000 * (of[0] - begin - one.at_s) for of, one in zip(times, requests, strict=True)
-            ],
-        )
-
-    async def _serve(self, one: PrefixRequest, begin: float, seed: str) -> list[float]:
-        """When each of its tokens came."""
-        await asyncio.sleep(begin + one.at_s - time.monotonic())
-        name = str(next(self._names))
-        return await token_times(self._llm, one.prompt(seed), one.output_tokens, name)
-
-    def close(self) -> None:
-        self._llm.shutdown()
-
-
-def woven(core: int, blocks: int, places: int, **lending: Any) -> Engine:
-    return Engine(
-        [core],
-        blocks,
-        places,
-        worker_cls="loomserve.platform.lending.engine.worker.RemoteAttentionWorker",
-        scheduler_cls="loomserve.platform.lending.engine.scheduler.make_scheduler",
-        additional_config={"loomserve": {"queue": "fcfs"}, LENDING_CONFIG: lending},
-    )
-
-
-def plain(cores: Sequence[int], blocks: int, places: int) -> Engine:
-    worker = "loomserve.platform.engine.worker.NonSpinningWorker"
-    return Engine(cores, blocks, places, worker_cls=worker)
-
-
-@asynccontextmanager
-async def loan(hot: Engine, cold: Engine) -> AsyncIterator[int]:
-    """While open, the hot engine may place requests with the cold one."""
-    name = f"weave-{time.monotonic_ns()}"
-    path = f"/dev/shm/loomserve-ring-{name}"
-    await cold.call("lend", name, path, await hot.call("borrowing"))
-    side = await hot.call("borrow", name, path)
-    try:
-        yield side
-    finally:
-        await hot.call("end_loan", side)
-        await cold.call("end_lending", name)
+ARMS = ("stock", "dedicated", *WOVEN, "local", "multiplexed")
+USUAL_ARMS = ("stock", "dedicated", "slices", "local", "multiplexed")
 
 
 @contextmanager
@@ -186,17 +86,31 @@ def _compute(core: int, share: float) -> None:
 
 
 class Load(NamedTuple):
-    """A trace of which each run takes another window."""
+    """A trace of which each run takes another window.
+
+    Attributes:
+        arrivals: of the trace.
+        cold_requests: of the cold model, a run.
+        cold_share: of the hot model's rate.
+    """
 
     arrivals: list[Arrival]
-    requests: int
+    cold_requests: int
+    cold_share: float
 
-    def hot(self, rate: float, seed: str) -> list[PrefixRequest]:
-        return window(self.arrivals, requests=self.requests, rate=rate, seed=seed)
+    def cold(self, rate: float, seed: str) -> list[PrefixRequest]:
+        """So many, beside so many hot ones a second."""
+        return window(
+            self.arrivals,
+            requests=self.cold_requests,
+            rate=rate * self.cold_share,
+            seed=f"{seed}/cold",
+        )
 
-    def cold(self, rate: float, until_s: float, seed: str) -> list[PrefixRequest]:
-        count = max(2, round(rate * until_s))
-        return window(self.arrivals, requests=count, rate=rate, seed=f"{seed}/cold")
+    def hot(self, rate: float, until_s: float, seed: str) -> list[PrefixRequest]:
+        """More than come until the last cold one is answered."""
+        count = math.ceil(rate * (until_s + LONGEST_ANSWER_S))
+        return window(self.arrivals, requests=count, rate=rate, seed=seed)
 
 
 @dataclass(frozen=True)
@@ -212,10 +126,17 @@ class Run:
 async def served(hot: Engine, cold: Engine, rate: float, load: Load, seed: str) -> Run:
     """Both models' requests at once, from empty prefix caches."""
     await asyncio.gather(hot.forget(), cold.forget())
-    ours = load.hot(rate, seed)
-    theirs = load.cold(rate * COLD_SHARE, ours[-1].at_s, seed)
-    runs = await asyncio.gather(hot.serve(ours, seed), cold.serve(theirs, f"{seed}/cold"))
-    return Run(*runs, figures={})
+    theirs = load.cold(rate, seed)
+    ours = load.hot(rate, theirs[-1].at_s, seed)
+    ended = asyncio.Event()
+
+    async def serve_cold() -> Served:
+        try:
+            return await cold.serve(theirs, f"{seed}/cold")
+        finally:
+            ended.set()
+
+    return Run(*await asyncio.gather(hot.serve(ours, seed, ended), serve_cold()), figures={})
 
 
 async def served_woven(
@@ -245,38 +166,39 @@ async def served_woven(
 
 
 class Fleet:
-    """All engines, of which two compute at a time."""
+    """All engines, of which two compute at a time; blocks as :func:`divisions` has them."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
-        own, lent, places = args.own_blocks, args.lent_blocks, args.places
-        # One block of each engine is vLLM's placeholder.
+    def __init__(self, arms: Sequence[str], division: Division, places: int) -> None:
+        lent = division.lent * BLOCK_BYTES
+        shares = divisions(division)
+        self._pairs: dict[str, tuple[Engine, Engine]] = {}
+        # Engines that lend and borrow also serve the arm in which nothing is lent.
+        apart = shares["dedicated"]
         # Without polling within steps, a task may wait for a whole one of the lender.
-        self.hot = woven(0, own + 1, places, borrow_bytes=lent * BLOCK_BYTES, patience_ms=5000)
-        self.cold = woven(1, args.cold_blocks + lent + 1, places, lend_bytes=lent * BLOCK_BYTES)
-        self.ideal = plain([0], own + lent + 1, places) if "local" in args.arms else None
-        self.shared: tuple[Engine, Engine] | None = None
-        if "multiplexed" in args.arms:
-            self.shared = (
-                plain([0, 1], own + lent + 1, places),
-                plain([0, 1], args.cold_blocks + 1, places),
-            )
+        lending = (
+            woven(0, apart.hot + 1, places, borrow_bytes=lent, patience_ms=5000),
+            woven(1, apart.cold + 1, places, lend_bytes=lent),
+        )
+        for arm in arms:
+            hot, cold = (blocks + 1 for blocks in shares[arm])
+            if arm == "stock":
+                self._pairs[arm] = stock(0, hot, places), stock(1, cold, places)
+            elif arm == "local":
+                self._pairs[arm] = plain([0], hot, places), plain([1], cold, places)
+            elif arm == "multiplexed":
+                self._pairs[arm] = plain([0, 1], hot, places), plain([0, 1], cold, places)
+            else:
+                self._pairs[arm] = lending
 
     async def run(self, arm: str, rate: float, load: Load, seed: str) -> Run:
+        hot, cold = self._pairs[arm]
         if arm in WOVEN:
-            return await served_woven(self.hot, self.cold, arm, rate, load, seed)
-        hot, cold = self.hot, self.cold
-        if arm == "local":
-            assert self.ideal is not None
-            hot = self.ideal
-        elif arm == "multiplexed":
-            assert self.shared is not None
-            hot, cold = self.shared
+            return await served_woven(hot, cold, arm, rate, load, seed)
         return await served(hot, cold, rate, load, seed)
 
     def close(self) -> None:
-        for engine in (self.hot, self.cold, self.ideal, *(self.shared or ())):
-            if engine is not None:
-                engine.close()
+        for engine in {id(each): each for pair in self._pairs.values() for each in pair}.values():
+            engine.close()
 
 
 Runs = dict[str, dict[float, list[Run]]]
@@ -298,7 +220,7 @@ def compared(runs: Runs) -> dict[str, Any]:
     woven, apart = runs[best][busiest], runs["dedicated"][busiest]
     result: dict[str, Any] = {
         f"hot_peak_vs_{arm}": _ratios(peaks(runs, best), peaks(runs, arm))
-        for arm in ("dedicated", "multiplexed")
+        for arm in ("stock", "dedicated", "multiplexed")
         if arm in runs
     }
     if "local" in runs:
@@ -316,6 +238,7 @@ def compared(runs: Runs) -> dict[str, Any]:
             [percentile(one.cold.tpot_ms, 99) for one in woven],
             [percentile(one.cold.tpot_ms, 99) for one in apart],
         ),
+        "cold_tpot_ratio_p99_n": [len(one.cold.tpot_ms) for one in woven],
     }
     for arm, name in zip(WOVEN, ("cpu_control", "polling", "splitting"), strict=True):
         if taken := _of_tasks(runs.get(arm, {}), "pickup_us"):
@@ -337,15 +260,31 @@ def _ratios(values: Sequence[float], base: Sequence[float]) -> dict[str, float]:
 
 
 def arrivals(trace: Path | None) -> list[Arrival]:
-    return brief_conversations(trace, CONTEXT, requests=2000)
+    return brief_conversations(trace, CONTEXT, requests=4000)
 
 
 async def measure(args: argparse.Namespace) -> dict[str, Any]:
-    load = Load(arrivals(args.trace), args.requests)
-    fleet = Fleet(args)
+    load = Load(arrivals(args.trace), args.cold_requests, args.cold_share)
+    given = Division(args.own_blocks, args.lent_blocks, args.cold_blocks)
+    if not args.lent_over_own:
+        return await measure_division(args, load, given)
+    curve = {
+        str(ratio): await measure_division(args, load, given.with_ratio(ratio))
+        for ratio in args.lent_over_own
+    }
+    return {"by_lent_over_own": curve, "runs": args.runs}
+
+
+async def measure_division(
+    args: argparse.Namespace, load: Load, division: Division
+) -> dict[str, Any]:
+    """All arms with one division of the memory."""
+    fleet = Fleet(args.arms, division, args.places)
     runs: Runs = {arm: {rate: [] for rate in args.rates} for arm in args.arms}
     try:
-        await fleet.run("dedicated", max(args.rates), Load(load.arrivals, 6), "warm-up")
+        few = load._replace(cold_requests=2, cold_share=1.0)
+        for arm in args.arms:
+            await fleet.run(arm, max(args.rates), few, "warm-up")
         with disturbed(1, args.disturb):
             for number, rate, arm in itertools.product(range(args.runs), args.rates, args.arms):
                 one = await fleet.run(arm, rate, load, f"{number}/{rate}")
@@ -355,6 +294,7 @@ async def measure(args: argparse.Namespace) -> dict[str, Any]:
         fleet.close()
     return {
         **compared(runs),
+        "blocks": asdict(division),
         "by_arm": {
             arm: {str(rate): _figures(of) for rate, of in by_rate.items()}
             for arm, by_rate in runs.items()
@@ -373,14 +313,21 @@ def _line(number: int, count: int, rate: float, arm: str, one: Run) -> str:
     )
 
 
-def _figures(of: Sequence[Run]) -> dict[str, float]:
+def _figures(of: Sequence[Run]) -> dict[str, Any]:
+    """Percentiles are over the requests of all runs."""
     names = set[str]().union(*(one.figures for one in of))
     return {
         "hot_tokens_per_second": statistics.median(one.hot.throughput for one in of),
         "hot_tpot_ms_mean": statistics.fmean(t for one in of for t in one.hot.tpot_ms),
-        "hot_ttft_ms_p50": percentile([t for one in of for t in one.hot.ttft_ms], 50),
         "cold_tpot_ms_mean": statistics.fmean(t for one in of for t in one.cold.tpot_ms),
-        "cold_tpot_ms_p99": percentile([t for one in of for t in one.cold.tpot_ms], 99),
+        **percentiles("hot_tpot_ms", [t for one in of for t in one.hot.tpot_ms]),
+        # Of those that had a token; the others waited for longer.
+        **percentiles("hot_ttft_ms", [t for one in of for t in one.hot.ttft_ms]),
+        **percentiles("cold_tpot_ms", [t for one in of for t in one.cold.tpot_ms]),
+        **percentiles("cold_ttft_ms", [t for one in of for t in one.cold.ttft_ms]),
+        "hot_given_up": sum(one.hot.given_up for one in of),
+        "hot_tokens_per_second_by_run": [one.hot.throughput for one in of],
+        "cold_requests_by_run": [len(one.cold.ttft_ms) for one in of],
         **{
             name: statistics.median(one.figures[name] for one in of if name in one.figures)
             for name in sorted(names)
@@ -390,9 +337,16 @@ def _figures(of: Sequence[Run]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
-    parser.add_argument("--rates", type=float, nargs="+", default=[0.3, 0.6, 0.9])
-    parser.add_argument("--requests", type=int, default=32, help="of the hot model, a run")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(USUAL_ARMS))
+    parser.add_argument("--rates", type=float, nargs="+", default=[6.0], help="of the hot model")
+    parser.add_argument(
+        "--cold-requests", type=int, default=COLD_REQUESTS, help="a run, which they end"
+    )
+    parser.add_argument("--cold-share", type=float, default=0.1, help="of the hot model's rate")
+    parser.add_argument(
+        "--lent-over-own", type=float, nargs="+", default=[], metavar="RATIO",
+        help="divide own and lent blocks anew, such as 0.5 1 2 5",
+    )  # fmt: skip
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--own-blocks", type=int, default=16)
     parser.add_argument("--cold-blocks", type=int, default=48, help="beside those that it lends")
