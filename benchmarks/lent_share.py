@@ -3,7 +3,8 @@
 The engines and loads of :mod:`benchmarks.weave`, with so much memory of the hot engine's own that
 no request needs the lender's. At one rate, of both models, the share of the hot one's requests that
 is placed there grows (Weaver, figure 5b): the hot model's and the cold one's time per output token
-over those of share 0 in the same run. ``--plot FILE`` draws them. The last line of the output is one JSON object.
+over those of share 0 in the same run. ``--plot FILE`` draws them. The last line of the output is
+one JSON object.
 
 Run it as ``python -m benchmarks.lent_share`` or ``make bench-lent-share``.
 """

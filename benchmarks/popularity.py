@@ -1,7 +1,8 @@
 """Two models whose popularity shifts: the fleet, its requests, and what a client sees of them.
 
 Each has a core. ``NORTH`` has little KV memory of its own (``OWN_BLOCKS``), ``SOUTH`` more than it
-needs but when it is popular itself (``LENDER_BLOCKS``), of which it can lend ``LENT_BLOCKS``.
+needs but when it is popular itself (``LENDER_BLOCKS``), of which it can lend ``LENT_BLOCKS``. All
+kinds of fleets have the same blocks in all.
 """
 
 from __future__ import annotations
@@ -76,16 +77,27 @@ class Answer:
         return (self.times[-1] - self.times[0]) / (len(self.tokens) - 1)
 
 
-def config(kind: str, model: str, port: int, dtype: str) -> dict[str, Any]:
+def blocks_of(kind: str, name: str) -> int:
+    """KV blocks of each replica of a model."""
+    if kind == "lending":
+        return BLOCKS[name]
+    if kind.endswith("_even"):
+        return sum(BLOCKS.values()) // (2 * len(BLOCKS))
+    return BLOCKS[name] // 2
+
+
+def config(kind: str, model: str, port: int, dtype: str, store: bool = False) -> dict[str, Any]:
     """Of a platform.
 
     Args:
         kind: ``lending``: each model on its core, and one lends to the other; ``unified`` and
             ``separated``: each has a replica on either core with half of its memory, and both do
-            the same, or one prefills and one decodes.
+            the same, or one prefills and one decodes; ``unified_even``, ``separated_even``: the
+            same, with a quarter of all memory for each replica.
         model: a name or folder.
         port: that it listens on.
         dtype: as vLLM names it; in ``float32`` tokens do not depend on who shares a batch.
+        store: with a KV store, as roles have in any case, through which they hand requests over.
     """
     engine = {
         "max_model_len": CONTEXT,
@@ -96,10 +108,11 @@ def config(kind: str, model: str, port: int, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
     }
     lending = kind == "lending"
+    separated = kind.startswith("separated")
     models: list[dict[str, Any]] = []
     for name, device in DEVICES.items():
         replicas = 1 if lending else 2
-        blocks = BLOCKS[name] // replicas + _PLACEHOLDER
+        blocks = blocks_of(kind, name) + _PLACEHOLDER
         of: dict[str, Any] = {
             "name": name,
             "source": model,
@@ -115,13 +128,13 @@ def config(kind: str, model: str, port: int, dtype: str) -> dict[str, Any]:
                 if name == NORTH
                 else {"lend_memory": most}
             )
-        elif kind == "separated":
+        elif separated:
             of["roles"] = {"prefill": 1, "decode": 1, "local_prompt_tokens": BLOCK_TOKENS}
         models.append(of)
     return {
         "devices": [{"name": f"core{core}", "kind": "cpu", "cores": [core]} for core in range(2)],
         "models": models,
-        **({} if lending else {"kvstore": {"memory": "1GiB"}}),
+        **({"kvstore": {"memory": "1GiB"}} if store or separated else {}),
         "rebalancing": {
             "controller": "advise",
             "folder": "plans",
@@ -146,10 +159,12 @@ def _with_token(request: httpx.Request) -> httpx.Request:
 class Fleet:
     """A running platform and its admin API."""
 
-    def __init__(self, kind: str, model: str, port: int, folder: Path, dtype: str) -> None:
+    def __init__(
+        self, kind: str, model: str, port: int, folder: Path, dtype: str, store: bool = False
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.config = folder / "config.yaml"
-        written = config(kind, model, port, dtype)
+        written = config(kind, model, port, dtype, store)
         self.config.write_text(yaml.safe_dump(written, sort_keys=False))
         executable = str(Path(sys.executable).parent / "loomserve")
         self._command = executable

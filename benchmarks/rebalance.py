@@ -8,6 +8,10 @@ after a rest the other does. The same requests go to each arm in turn:
 * ``auto``: it does, and the controller carries out its plans: heads, layers, limits of loans.
 * ``unified``: each model has a replica on either core, with half of its memory each.
 * ``separated``: likewise, but one replica prefills and one decodes (DistServe).
+* ``unified_even``, ``separated_even``: the same, but all memory is divided evenly among the four
+  replicas, as whoever puts both models on both cores would.
+
+All arms have the same memory in all, and a KV store, which those with roles need.
 
 Then a steady load, the rate before the burst, goes to ``static`` and ``auto``.
 
@@ -47,14 +51,14 @@ from benchmarks.popularity import (
     replay,
     serve,
 )
-from benchmarks.report import Spread, percentile
+from benchmarks.report import Spread, percentiles
 from benchmarks.result_files import machine, publish, said_by
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
 WATCHED = ("static", "lent", "auto")
 """Arms of the fleet that lends."""
-ARMS = (*WATCHED, "unified", "separated")
+ARMS = (*WATCHED, "unified", "unified_even", "separated", "separated_even")
 SLO = 5.0
 """Times the idle medians of first token and of time per token."""
 PROBES = 6
@@ -111,17 +115,15 @@ class Run:
     def goodput(self, slo: Slo) -> float:
         return sum(slo.met(one) for one in self.answers if one.due >= self.begin) / self.seconds
 
-    def figures(self, slo: Slo) -> dict[str, float]:
+    def figures(self, slo: Slo) -> dict[str, Any]:
         ttft = [one.ttft_s for one in self.answers]
-        tpot = [one.tpot_s for one in self.answers]
+        tpot = [1000 * one.tpot_s for one in self.answers]
         return {
             "throughput": self.throughput,
             "serving": self._tokens(self.begin, math.inf) / self.seconds,
             "goodput": self.goodput(slo),
-            "ttft_s_p50": percentile(ttft, 50),
-            "ttft_s_p99": percentile(ttft, 99),
-            "tpot_ms_p50": 1000 * percentile(tpot, 50),
-            "tpot_ms_p99": 1000 * percentile(tpot, 99),
+            **percentiles("ttft_s", ttft),
+            **percentiles("tpot_ms", tpot),
             "moves": float(len(self.moves)),
             "failed": float(self.failed),
         }
@@ -218,7 +220,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         runs[arm].append(run(fleet, arm, load(trace, of, str(number)), str(number), bursts(of)))
         say(number, arm, runs[arm][-1])
 
-    with Fleet("lending", model, args.port, folder / "lending", cpu_dtype()).running(
+    with Fleet("lending", model, args.port, folder / "lending", cpu_dtype(), True).running(
         args.start_timeout
     ) as fleet:
         slo = idle(fleet, trace)
@@ -232,7 +234,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 found.append(run(fleet, arm, calm, f"{number}/steady", [(0.0, args.burst_s)]))
                 say(number, f"{arm}, steady", found[-1])
     for kind in [arm for arm in args.arms if arm not in WATCHED]:
-        with Fleet(kind, model, args.port, folder / kind, cpu_dtype()).running(
+        with Fleet(kind, model, args.port, folder / kind, cpu_dtype(), True).running(
             args.start_timeout
         ) as fleet:
             for number in range(args.runs):

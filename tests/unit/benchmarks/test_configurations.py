@@ -7,14 +7,24 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks import batch_kill, continuation_platform, elastic_scaling, popularity, prefix
+from benchmarks import (
+    batch_kill,
+    continuation_platform,
+    elastic_scaling,
+    popularity,
+    prefix,
+    rebalance,
+)
 from benchmarks.engine import BLOCK_TOKENS, block_bytes
 from loomserve.platform import config
 
 PORT = 18_999
 
 
-@pytest.mark.parametrize("kind", ["lending", "unified", "separated"])
+KINDS = ["lending", "unified", "unified_even", "separated", "separated_even"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_both_models_of_a_fleet_can_hold_a_request(kind: str, dtype: str) -> None:
     fleet = config.parse(yaml.safe_dump(popularity.config(kind, "demo", PORT, dtype)))
@@ -25,6 +35,26 @@ def test_both_models_of_a_fleet_can_hold_a_request(kind: str, dtype: str) -> Non
         model.kv_cache_memory >= block_bytes(dtype) * popularity.CONTEXT // BLOCK_TOKENS
         for model in fleet.models
     )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_arms_of_shifting_popularity_have_the_same_memory(kind: str) -> None:
+    written = popularity.config(kind, "demo", PORT, "float32", store=True)
+    fleet = config.parse(yaml.safe_dump(written))
+    blocks = [
+        model.kv_cache_memory // block_bytes("float32") - 1
+        for model in fleet.models
+        for _ in range(int(model.replicas))
+    ]
+    assert sum(blocks) == popularity.OWN_BLOCKS + popularity.LENDER_BLOCKS
+    if kind.endswith("_even"):
+        assert len(set(blocks)) == 1
+    assert fleet.kvstore is not None
+    assert fleet.kvstore.memory == 2**30
+
+
+def test_every_arm_of_shifting_popularity_is_one_of_these() -> None:
+    assert {*rebalance.ARMS} - {*rebalance.WATCHED} == {*KINDS} - {"lending"}
 
 
 def test_only_one_arm_of_the_shared_prefixes_has_a_store(tmp_path: Path) -> None:
