@@ -1,10 +1,10 @@
 """What does one KV store for all replicas gain on shared prefixes?
 
-Two replicas of one model serve conversations whose turns share prefixes. Compared are Loomserve
-with its store (any replica reuses what any other computed, and the router looks at load alone)
-and, without it, the same router, the prefix-aware router, and round robin. Arms run in pairs,
-the store against each other one, in turn and with the same requests; a run's requests are new to
-all of them. Requests arrive as an open loop.
+Two replicas of one model serve conversations whose turns share prefixes. Arms have the store (any
+replica reuses what any other computed) or not, and a router: by load, in turn, by prefixes, or the
+less loaded of two; and there are two of vLLM's own servers, which get requests in turn. All have
+the same memory (:mod:`benchmarks.prefix_arms`). Arms run in pairs, in turn and with the same
+requests; a run's requests are new to both. Requests arrive as an open loop.
 
 ``--trace`` takes a Mooncake trace (gzipped JSON lines), else conversations are generated in its
 likeness. The last line of the output is one JSON object, also written to ``benchmarks/results``.
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import re
 import signal
@@ -22,7 +23,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,10 @@ import uvloop
 
 from benchmarks.load import Outcome, Target, new_session, post
 from benchmarks.overhead import RequestsFailedError, in_turn
-from benchmarks.report import Spread, percentile
+from benchmarks.prefix_arms import CONTEXT, KINDS, MEMORY_BYTES, PAIRS, arm, targets
+from benchmarks.report import Spread, percentile, percentiles
 from benchmarks.result_files import machine, publish
-from benchmarks.servers import Arm, ServerFailedError, configured_arm, running
+from benchmarks.servers import Arm, ServerFailedError, running
 from benchmarks.workload import (
     BLOCK_TOKENS,
     PrefixRequest,
@@ -42,17 +44,8 @@ from benchmarks.workload import (
     reuse,
     spread_over,
 )
-from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
-FIRST_PORT = 18600
-MODEL = "chat"
-CONTEXT = 2048
-OTHERS = {
-    "no_store": {"policy": "load_aware"},
-    "prefix_router": {"policy": "prefix_aware"},
-    "round_robin": {"policy": "round_robin"},
-}
 _SERVED = re.compile(r"^vllm:prompt_tokens_total\{([^}]*)\} ([0-9.e+]+)$", re.MULTILINE)
 _REPLICA = re.compile(r'replica="([^"]+)"')
 
@@ -73,55 +66,35 @@ class Replay:
     def p99(self) -> float:
         return percentile(self.ttft_ms, 99)
 
-
-def arm(name: str, model: str, router: dict[str, str], port: int, folder: Path) -> Arm:
-    """Two replicas, one a core; ``store`` has the KV store, the others have not."""
-    config: dict[str, Any] = {
-        "devices": [{"name": f"core{core}", "kind": "cpu", "cores": [core]} for core in range(2)],
-        "models": [
-            {
-                "name": MODEL,
-                "source": model,
-                "devices": ["core0", "core1"],
-                "replicas": 2,
-                # Little over one request of full length: prefixes come back later than an engine
-                # remembers them, as in a service with more conversations than memory.
-                "kv_cache_memory": "128MiB",
-                "router": router,
-                "engine": {
-                    "max_model_len": CONTEXT,
-                    "max_num_seqs": 16,
-                    "block_size": BLOCK_TOKENS,
-                    "enforce_eager": True,
-                    "dtype": cpu_dtype(),
-                    "enable_prompt_tokens_details": True,
-                },
-            }
-        ],
-        "server": {"host": "127.0.0.1", "port": port},
-    }
-    if name == "store":
-        config["kvstore"] = {"memory": "2GiB"}
-    return configured_arm(name, config, MODEL, port, folder)
+    def figures(self) -> dict[str, Any]:
+        return {
+            **percentiles("ttft_ms", self.ttft_ms),
+            "hit_rate": self.hit_rate,
+            "load_cv": self.load_cv,
+        }
 
 
-def served_tokens(target: Target) -> dict[str, float]:
-    """Prompt tokens that each replica has taken so far."""
-    with urllib.request.urlopen(f"{target.url}/metrics", timeout=10) as response:
-        page = response.read().decode()
+def served_tokens(of: Sequence[Target]) -> dict[str, float]:
+    """Prompt tokens that each replica, or server, has taken so far."""
     found: dict[str, float] = {}
-    for labels, value in _SERVED.findall(page):
-        if replica := _REPLICA.search(labels):
-            found[replica[1]] = float(value)
+    for target in of:
+        with urllib.request.urlopen(f"{target.url}/metrics", timeout=10) as response:
+            page = response.read().decode()
+        for labels, value in _SERVED.findall(page):
+            replica = _REPLICA.search(labels)
+            if replica or len(of) > 1:
+                found[replica[1] if replica else target.url] = float(value)
     return found
 
 
-async def send(target: Target, requests: Sequence[PrefixRequest], seed: str) -> list[Outcome]:
+async def send(of: Sequence[Target], requests: Sequence[PrefixRequest], seed: str) -> list[Outcome]:
+    """Each to the next target when it is due."""
     prompts = [request.prompt(seed) for request in requests]
     begin = time.perf_counter()
     async with new_session() as session:
 
-        async def one(request: PrefixRequest, prompt: list[int]) -> Outcome:
+        async def one(place: int, request: PrefixRequest, prompt: list[int]) -> Outcome:
+            target = of[place % len(of)]
             due = begin + request.at_s
             await asyncio.sleep(due - time.perf_counter())
             body = {
@@ -138,7 +111,7 @@ async def send(target: Target, requests: Sequence[PrefixRequest], seed: str) -> 
                 session, f"{target.url}/v1/completions", data, request.output_tokens, due
             )
 
-        return await asyncio.gather(*map(one, requests, prompts))
+        return await asyncio.gather(*map(one, itertools.count(), requests, prompts))
 
 
 def replay(arm: Arm, requests: Sequence[PrefixRequest], seed: str) -> Replay:
@@ -148,10 +121,10 @@ def replay(arm: Arm, requests: Sequence[PrefixRequest], seed: str) -> Replay:
         RequestsFailedError: a request failed.
     """
     arm.thaw()
-    before = served_tokens(arm.target)
-    outcomes = uvloop.run(send(arm.target, requests, seed))
+    before = served_tokens(targets(arm))
+    outcomes = uvloop.run(send(targets(arm), requests, seed))
     time.sleep(2.5)  # replicas report their metrics every two seconds
-    after = served_tokens(arm.target)
+    after = served_tokens(targets(arm))
     arm.freeze()
     if errors := {outcome.error for outcome in outcomes if outcome.error}:
         raise RequestsFailedError(f"{arm.name}: {sorted(errors)[:3]}\n{arm.servers[0].tail()}")
@@ -164,23 +137,21 @@ def replay(arm: Arm, requests: Sequence[PrefixRequest], seed: str) -> Replay:
 
 
 def pairing(
-    model: str, other: str, options: argparse.Namespace, folder: Path
+    model: str, names: tuple[str, str], options: argparse.Namespace, folder: Path
 ) -> list[tuple[Replay, Replay]]:
-    """Replays of the store and of one other arm, run by run."""
-    arms = [
-        arm("store", model, {"policy": "load_aware"}, FIRST_PORT, folder / other),
-        arm(other, model, OTHERS[other], FIRST_PORT + 10, folder / other),
-    ]
+    """Replays of two arms, run by run."""
+    pair = "_vs_".join(names)
+    arms = [arm(name, model, place, folder / pair) for place, name in enumerate(names)]
     pairs = []
     with running(arms, options.start_timeout, bind=False):
         for one in arms:
-            replay(one, workload(options, "warm")[:6], f"warm-up/{other}")
+            replay(one, workload(options, "warm")[:6], f"warm-up/{pair}")
         for run in range(options.runs):
             requests = workload(options, f"run {run}")
-            seed = f"{other}/{run}"
+            seed = f"{pair}/{run}"
             found = {side: replay(arms[side], requests, seed) for side in in_turn(run)}
             pairs.append((found[0], found[1]))
-            print(describe(f"run {run + 1}/{options.runs}", requests, other, pairs[-1]), flush=True)
+            print(describe(f"run {run + 1}/{options.runs}", requests, names, pairs[-1]), flush=True)
     return pairs
 
 
@@ -193,13 +164,16 @@ def workload(options: argparse.Namespace, seed: str) -> list[PrefixRequest]:
 
 
 def describe(
-    what: str, requests: Sequence[PrefixRequest], other: str, pair: tuple[Replay, Replay]
+    what: str,
+    requests: Sequence[PrefixRequest],
+    names: tuple[str, str],
+    pair: tuple[Replay, Replay],
 ) -> str:
-    store, base = pair
+    one, base = pair
     return (
-        f"{what}: store and {other} TTFT p50 {store.p50:.0f} and {base.p50:.0f} ms, p99 "
-        f"{store.p99:.0f} and {base.p99:.0f} ms, hit rate {store.hit_rate:.2f} and "
-        f"{base.hit_rate:.2f} of {reuse(requests):.2f}, load CV {store.load_cv:.2f} and "
+        f"{what}: {' and '.join(names)} TTFT p50 {one.p50:.0f} and {base.p50:.0f} ms, p99 "
+        f"{one.p99:.0f} and {base.p99:.0f} ms, hit rate {one.hit_rate:.2f} and "
+        f"{base.hit_rate:.2f} of {reuse(requests):.2f}, load CV {one.load_cv:.2f} and "
         f"{base.load_cv:.2f}"
     )
 
@@ -208,32 +182,32 @@ def ratio(pairs: Sequence[tuple[Replay, Replay]], rank: str) -> dict[str, float]
     return asdict(Spread.of([getattr(s, rank) / getattr(b, rank) for s, b in pairs]))
 
 
-def medians(pairs: Sequence[tuple[Replay, Replay]], rank: str) -> list[float]:
-    """Of the store and of the other arm."""
-    return [
-        statistics.median(getattr(one, rank) for one in side) for side in zip(*pairs, strict=True)
-    ]
-
-
-def report(found: dict[str, list[tuple[Replay, Replay]]]) -> dict[str, Any]:
-    stores = [store for pairs in found.values() for store, _ in pairs]
-    result: dict[str, Any] = {
-        f"ttft_ratio_vs_{other}": ratio(pairs, "p50")["median"] for other, pairs in found.items()
-    }
-    result["hit_rate"] = statistics.median(store.hit_rate for store in stores)
-    result["load_cv"] = statistics.median(store.load_cv for store in stores)
-    result["against"] = {
-        other: {
-            "ttft_p50_ratio": ratio(pairs, "p50"),
-            "ttft_p99_ratio": ratio(pairs, "p99"),
-            "hit_rate": statistics.median(base.hit_rate for _, base in pairs),
-            "load_cv": statistics.median(base.load_cv for _, base in pairs),
-            "ttft_ms_p50": medians(pairs, "p50"),
-            "ttft_ms_p99": medians(pairs, "p99"),
+def report(found: Mapping[tuple[str, str], Sequence[tuple[Replay, Replay]]]) -> dict[str, Any]:
+    """Of each pair, the first arm over the second, a run; then each run's own figures."""
+    return {
+        "pairs": {
+            "_vs_".join(names): {
+                "ttft_p50_ratio": ratio(pairs, "p50"),
+                "ttft_p99_ratio": ratio(pairs, "p99"),
+                "hit_rate": {
+                    name: statistics.median(one.hit_rate for one in side)
+                    for name, side in zip(names, zip(*pairs, strict=True), strict=True)
+                },
+                "by_run": [
+                    {name: one.figures() for name, one in zip(names, pair, strict=True)}
+                    for pair in pairs
+                ],
+            }
+            for names, pairs in found.items()
         }
-        for other, pairs in found.items()
-    }  # fmt: skip
-    return result
+    }
+
+
+def _pair(text: str) -> tuple[str, str]:
+    first, _, second = text.partition(":")
+    if not {first, second} <= KINDS.keys() or first == second:
+        raise argparse.ArgumentTypeError(f"give two of {', '.join(KINDS)} as ONE:OTHER")
+    return first, second
 
 
 def main() -> int:
@@ -241,10 +215,13 @@ def main() -> int:
         prog="python -m benchmarks.prefix", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--trace", type=Path, help="a Mooncake trace, .jsonl.gz")
-    parser.add_argument("--runs", type=int, default=5, help="pairs against each other arm")
+    parser.add_argument("--runs", type=int, default=5, help="of each pair")
     parser.add_argument("--requests", type=int, default=40, help="a run and arm")
     parser.add_argument("--rate", type=float, default=0.8, help="requests a second")
-    parser.add_argument("--against", nargs="+", choices=list(OTHERS), default=list(OTHERS))
+    parser.add_argument(
+        "--pairs", nargs="+", type=_pair, default=list(PAIRS), metavar="ONE:OTHER",
+        help=f"of {', '.join(KINDS)}",
+    )  # fmt: skip
     parser.add_argument("--start-timeout", type=float, default=600)
     options = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
@@ -253,7 +230,7 @@ def main() -> int:
     model = str(catalog.resolve("demo", Path.cwd()))
     print(f"serving {model}; logs in {folder}", flush=True)
     try:
-        found = {other: pairing(model, other, options, folder) for other in options.against}
+        found = {names: pairing(model, names, options, folder) for names in options.pairs}
     except (ServerFailedError, RequestsFailedError) as error:
         print(f"prefix: {error}", file=sys.stderr)
         return 1
@@ -264,6 +241,8 @@ def main() -> int:
         "trace": options.trace.name if options.trace else "generated",
         "ideal_hit_rate": reuse(workload(options, "run 0")),
         "block_tokens": BLOCK_TOKENS,
+        "memory_bytes": MEMORY_BYTES,
+        "pairs": options.pairs,
     }
     publish("prefix", {**report(found), "runs": options.runs}, setup=setup, facts=facts)
     return 0

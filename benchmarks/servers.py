@@ -290,25 +290,42 @@ def running(arms: Sequence[Arm], start_timeout: float, *, bind: bool = True) -> 
 
 
 def bare_arm(
-    name: str, model: str, flags: EngineFlags, port: int, logs: Path, engines: int = 2
+    name: str,
+    model: str,
+    flags: EngineFlags,
+    port: int,
+    logs: Path,
+    engines: int = 2,
+    more: Sequence[str] = (),
 ) -> Arm:
     """vLLM's own server, and a second one that stays idle where there are two engines.
+
+    ``more`` are further words of their command lines.
 
     The second stands for the second model: where Loomserve is measured with two models configured,
     both arms hold two engines, and the difference is the platform alone.
     """
-    servers = [_bare(f"{name}-measured", model, flags, port, ENGINE_CORE, logs)]
+    servers = [_bare(f"{name}-measured", model, flags, port, ENGINE_CORE, logs, more)]
     if engines > 1:
-        servers.append(_bare(f"{name}-idle", model, flags, port + 1, OTHER_CORE, logs))
+        servers.append(_bare(f"{name}-idle", model, flags, port + 1, OTHER_CORE, logs, more))
     return Arm(name, servers, Target(f"http://127.0.0.1:{port}", "measured"))
 
 
-def _bare(name: str, model: str, flags: EngineFlags, port: int, core: int, logs: Path) -> Server:
+def _bare(
+    name: str,
+    model: str,
+    flags: EngineFlags,
+    port: int,
+    core: int,
+    logs: Path,
+    more: Sequence[str],
+) -> Server:
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", model, "--served-model-name", "measured"),
         *("--host", "127.0.0.1", "--port", str(port)),
         *flags.arguments(),
+        *more,
     ]
     environment = {"VLLM_CPU_OMP_THREADS_BIND": str(core), "OMP_NUM_THREADS": "1"}
     return Server(name, command, environment, port, "/health", logs / f"{name}.log")

@@ -12,7 +12,7 @@ from benchmarks import (
     continuation_platform,
     elastic_scaling,
     popularity,
-    prefix,
+    prefix_arms,
     rebalance,
 )
 from benchmarks.engine import BLOCK_TOKENS, block_bytes
@@ -57,15 +57,51 @@ def test_every_arm_of_shifting_popularity_is_one_of_these() -> None:
     assert {*rebalance.ARMS} - {*rebalance.WATCHED} == {*KINDS} - {"lending"}
 
 
-def test_only_one_arm_of_the_shared_prefixes_has_a_store(tmp_path: Path) -> None:
-    routers = {"store": {"policy": "load_aware"}, **prefix.OTHERS}
-    for name, router in routers.items():
-        prefix.arm(name, "demo", router, PORT, tmp_path)
-    arms = {name: config.parse((tmp_path / f"{name}.yaml").read_text()) for name in routers}
-    assert [name for name, arm in arms.items() if arm.kvstore] == ["store"]
-    assert {name: arm.models[0].router.policy for name, arm in arms.items()} == {
-        name: router["policy"] for name, router in routers.items()
+def memory_of_prefix_arm(name: str, folder: Path) -> int:
+    """Bytes of both engines and of the store, as the built arm has them."""
+    arm = prefix_arms.arm(name, "demo", 0, folder)
+    path = folder / f"{name}.yaml"
+    if path.exists():
+        served = config.parse(path.read_text())
+        store = served.kvstore.memory if served.kvstore else 0
+        return store + sum(int(each.replicas) * each.kv_cache_memory for each in served.models)
+    words = [word for server in arm.servers for word in server.command]
+    given = [word for word in words if word.startswith("--kv-cache-memory-bytes=")]
+    return sum(int(word.partition("=")[2]) for word in given)
+
+
+@pytest.mark.parametrize("name", prefix_arms.KINDS)
+def test_arms_of_shared_prefixes_have_the_same_memory(name: str, tmp_path: Path) -> None:
+    assert memory_of_prefix_arm(name, tmp_path) == prefix_arms.MEMORY_BYTES
+
+
+def test_arms_of_shared_prefixes_are_those_that_their_names_say(tmp_path: Path) -> None:
+    built = {name: prefix_arms.arm(name, "demo", 0, tmp_path) for name in prefix_arms.KINDS}
+    arms = {
+        name: config.parse((tmp_path / f"{name}.yaml").read_text())
+        for name in built
+        if name != "stock"
     }
+    assert {name for name, arm in arms.items() if arm.kvstore} == {"store", "store_round_robin"}
+    assert {name: arm.models[0].router.policy for name, arm in arms.items()} == {
+        name: kind.policy for name, kind in prefix_arms.KINDS.items() if kind.policy
+    }
+    # Requests take turns at vLLM's servers.
+    assert [len(prefix_arms.targets(arm)) for arm in built.values()] == [1] * len(arms) + [2]
+
+
+def test_pairs_tell_the_store_and_the_router_apart() -> None:
+    pairs = {
+        tuple((kind.policy, kind.store) for kind in map(prefix_arms.KINDS.__getitem__, pair))
+        for pair in prefix_arms.PAIRS
+    }
+    load, turn = "load_aware", "round_robin"
+    assert {
+        ((load, True), (load, False)),
+        ((load, True), (turn, True)),
+        ((load, False), (turn, False)),
+    } <= pairs
+    assert {"stock", "power_of_two"} <= {name for pair in prefix_arms.PAIRS for name in pair}
 
 
 def test_the_batch_lane_that_is_killed_has_a_folder(tmp_path: Path) -> None:

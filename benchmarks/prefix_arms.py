@@ -1,0 +1,104 @@
+"""Arms of :mod:`benchmarks.prefix`: two engines of one model, a core each, with the same memory.
+
+An arm with a KV store gives half of the memory to it, so that what the store holds is not memory
+that the others lack.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from benchmarks.load import Target
+from benchmarks.servers import Arm, EngineFlags, bare_arm, configured_arm
+from benchmarks.workload import BLOCK_TOKENS
+from loomserve.platform.devices.precision import cpu_dtype
+
+CONTEXT = 2048
+MODEL = "measured"
+MEMORY_BYTES = 512 * 2**20
+"""Of both engines and the store: some requests of full length, so that prefixes come back later
+than an engine remembers them, as in a service with more conversations than memory."""
+FIRST_PORT = 18600
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How an arm chooses a replica; ``None`` for vLLM's own servers, dealt requests in turn."""
+
+    policy: str | None
+    store: bool = False
+
+    @property
+    def store_bytes(self) -> int:
+        return MEMORY_BYTES // 2 if self.store else 0
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of each engine."""
+        return (MEMORY_BYTES - self.store_bytes) // 2
+
+
+KINDS = {
+    "store": Kind("load_aware", store=True),
+    "store_round_robin": Kind("round_robin", store=True),
+    "no_store": Kind("load_aware"),
+    "round_robin": Kind("round_robin"),
+    "prefix_router": Kind("prefix_aware"),
+    "power_of_two": Kind("power_of_two"),
+    "stock": Kind(None),
+}
+PAIRS = (
+    ("store", "no_store"),
+    ("store", "store_round_robin"),
+    ("no_store", "round_robin"),
+    ("store", "round_robin"),
+    ("store", "prefix_router"),
+    ("store", "power_of_two"),
+    ("store", "stock"),
+)
+"""The first over the second. The first four tell BanaServe's store and its algorithm 4-2 apart: the
+store with either router, and the router with and without the store."""
+
+
+def flags(kind: Kind) -> EngineFlags:
+    """Of each engine."""
+    return EngineFlags(
+        max_model_len=CONTEXT,
+        max_num_batched_tokens=CONTEXT,
+        max_num_seqs=16,
+        block_size=BLOCK_TOKENS,
+        kv_cache_memory_bytes=kind.kv_bytes,
+        dtype=cpu_dtype(),
+    )
+
+
+def arm(name: str, model: str, place: int, folder: Path) -> Arm:
+    """Not started; ``place`` in its pair tells its ports."""
+    kind, port = KINDS[name], FIRST_PORT + 10 * place
+    if kind.policy is None:
+        more = ("--enable-prompt-tokens-details",)
+        return bare_arm(name, model, flags(kind), port, folder, more=more)
+    config: dict[str, object] = {
+        "devices": [{"name": f"core{core}", "kind": "cpu", "cores": [core]} for core in range(2)],
+        "models": [
+            {
+                "name": MODEL,
+                "source": model,
+                "devices": ["core0", "core1"],
+                "replicas": 2,
+                "kv_cache_memory": kind.kv_bytes,
+                "router": {"policy": kind.policy},
+                "engine": {**flags(kind).options(), "enable_prompt_tokens_details": True},
+            }
+        ],
+        "server": {"host": "127.0.0.1", "port": port},
+    }
+    if kind.store:
+        config["kvstore"] = {"memory": kind.store_bytes}
+    return configured_arm(name, config, MODEL, port, folder)
+
+
+def targets(of: Arm) -> list[Target]:
+    """Where its requests go, in turn: one address of the platform, or each server's own."""
+    return [replace(of.target, url=f"http://127.0.0.1:{server.port}") for server in of.servers]
