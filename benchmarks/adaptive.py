@@ -2,11 +2,12 @@
 
 AdaptiveLLM's setting (section 4), scaled to a small machine: the paper's 2,048 tokens of KV memory
 and 1,024 of swap space, all requests sent at once, answers of at most 64 to 256 tokens, and three
-sets of lengths. Three arms, with the same engine flags, serve the same lengths one after the other
-on one core: stock vLLM, which recomputes what it preempts; "swap", which always swaps, first come,
-first served, and starts only what swap space can take (the paper's vLLM_s); and "adaptive", which
-chooses by predicted costs and serves by fairness. ``--arms`` takes others too: first come, first
-served, and adaptive without one of its switches.
+sets of lengths. Arms, with the same engine flags, serve the same lengths one after the other on one
+core: stock vLLM, which recomputes what it preempts, and once more with the memory of the others'
+swap space as KV memory; "swap", which always swaps, first come, first served, and starts only what
+swap space can take (the paper's vLLM_s); and "adaptive", which chooses by predicted costs and
+serves by fairness. Its parts stand apart: adaptive first come, first served, without predictions,
+and without one of its switches (:mod:`benchmarks.adaptive_arms`).
 
 Every arm answers the same prompts, and its answers are compared with the first arm's. A request
 asks for the maximum, and its answer ends by itself after its reference answer's length, as nobody
@@ -17,7 +18,8 @@ it would without preemption, in tokens: what is above 1 was computed again. ``--
 every second request ask for its answer within so many seconds. ``--predictor KIND`` tells the
 schedulers of all arms but "without_predictions" how long each answer is expected to be, by a
 predictor that was trained on the other requests of its set (no near-duplicates of it among them);
-``--prediction-error`` by its real length, each off by a log-normal factor.
+``--prediction-error`` by its real length, each off by a log-normal factor, of 0.5 unless there is a
+predictor; ``--no-predictions`` tells none.
 
 Beside that stand the two cost curves, and from which bandwidth on swapping a request is cheaper
 than computing it again. ``--links`` makes each copy last as long as a link of so many MB/s would
@@ -50,6 +52,15 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.adaptive_arms import (
+    ARMS,
+    BLOCKS,
+    USUAL_ARMS,
+    blocks_of,
+    kv_bytes,
+    memory_bytes,
+    store_bytes,
+)
 from benchmarks.engine import BLOCK_BYTES, BLOCK_TOKENS, offline_engine
 from benchmarks.report import Spread
 from benchmarks.result_files import machine, publish
@@ -69,29 +80,10 @@ from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.policy.deadline import DEADLINE
 from loomserve.platform.scheduling.policy.expected import EXPECTED, Expected
 
-BLOCKS = 2048 // BLOCK_TOKENS
 CONTEXT = 1536
 STEP_TOKENS = 512
 LONG_SCALE = 26
 """Documents are so many times as long as what is made of them: 340 tokens on average."""
-_ADAPTIVE = {"preemption": "adaptive", "queue": "fair"}
-SWITCHES = (
-    "deadlines", "overlap_swap", "prefetch_swap_in", "chunked_recompute", "peak_admission",
-)  # fmt: skip
-ARMS: Mapping[str, Mapping[str, Any] | None] = {
-    "recompute": None,
-    "swap": {
-        "preemption": "swap",
-        "queue": "fcfs",
-        "overlap_swap": False,
-        "prefetch_swap_in": False,
-    },
-    "adaptive": _ADAPTIVE,
-    "adaptive_fcfs": {"preemption": "adaptive", "queue": "fcfs"},
-    **{f"without_{switch}": {**_ADAPTIVE, switch: False} for switch in SWITCHES},
-    "without_predictions": _ADAPTIVE,
-}
-"""What the scheduler is told; nothing for stock vLLM."""
 SETS: Mapping[str, tuple[str, Likeness]] = {
     "short": ("alpaca_sample", Likeness(0.0, (2.64, 0.61), (3.74, 0.76))),
     "chat": ("alpaca_long_answers", Likeness(0.0, (2.64, 0.72), (4.62, 0.82))),
@@ -265,7 +257,11 @@ class Engine:
     """A real engine within this process; with the KV store and our scheduler, or without."""
 
     def __init__(
-        self, kv_transfer_config: dict[str, Any] | None, places: int, swap_bytes: int
+        self,
+        kv_transfer_config: dict[str, Any] | None,
+        places: int,
+        swap_bytes: int,
+        blocks: int = BLOCKS,
     ) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # limits and options change between runs
         ours: dict[str, Any] = {}
@@ -279,8 +275,8 @@ class Engine:
             logits_processors=["benchmarks.answer_end:AnswerEnd"],
             max_num_batched_tokens=STEP_TOKENS,
             # One is vLLM's placeholder.
-            num_gpu_blocks_override=BLOCKS + 1,
-            kv_cache_memory_bytes=(BLOCKS + 1) * BLOCK_BYTES,
+            num_gpu_blocks_override=blocks + 1,
+            kv_cache_memory_bytes=(blocks + 1) * BLOCK_BYTES,
             disable_log_stats=False,
             **ours,
         )
@@ -427,10 +423,6 @@ class Engine:
         self._scheduler.costs.transfer_times = TransferTimes.unprofiled()
 
 
-def kv_bytes(tokens: int) -> int:
-    return -(-tokens // BLOCK_TOKENS) * BLOCK_BYTES
-
-
 class EngineProcess:
     """An engine in a process of its own, which it binds to a core; idle between calls."""
 
@@ -460,16 +452,21 @@ def _call(method: str, *args: Any) -> Any:
 
 
 class Arms:
-    """The two engines, vLLM's own and ours, and the store behind ours."""
+    """The engines, vLLM's own and ours, and the store behind ours."""
 
-    def __init__(self, folder: Path, places: int, swap_tokens: int, stack: ExitStack) -> None:
+    def __init__(
+        self,
+        names: Collection[str],
+        folder: Path,
+        places: int,
+        swap_tokens: int,
+        stack: ExitStack,
+    ) -> None:
         swap_bytes = kv_bytes(swap_tokens)
         store_options = StoreOptions(
             folder=folder,
             arena=Path(f"/dev/shm/loomserve-kv-adaptive-{os.getpid()}"),
-            # Half of it is swap space, as in the platform unless it is told otherwise, and no less
-            # of it than a store can be.
-            memory=max(2 * swap_bytes, 2**25),
+            memory=store_bytes(swap_tokens),
             ssd_folder=None,
             ssd=0,
             eviction="cost",
@@ -484,6 +481,11 @@ class Arms:
         stack.callback(server.stop)
         self.vllm = EngineProcess(None, places, swap_bytes)
         stack.callback(self.vllm.close)
+        self._more: EngineProcess | None = None
+        if "recompute_all_memory" in names:
+            blocks = blocks_of("recompute_all_memory", swap_tokens)
+            self._more = EngineProcess(None, places, swap_bytes, blocks)
+            stack.callback(self._more.close)
         self.ours = EngineProcess(store_options.kv_transfer_config("demo"), places, swap_bytes)
         stack.callback(self.ours.close)
 
@@ -497,6 +499,9 @@ class Arms:
     ) -> Served:
         options = ARMS[arm]
         engine = self.vllm if options is None else self.ours
+        if arm == "recompute_all_memory":
+            assert self._more is not None
+            engine = self._more
         told = arm != "without_predictions"
         cut = [
             replace(
@@ -682,9 +687,7 @@ def main() -> int:
         prog="python -m benchmarks.adaptive", description=(__doc__ or "").partition("\n")[0]
     )
     parser.add_argument("--sets", nargs="+", choices=SETS, default=list(SETS))
-    parser.add_argument(
-        "--arms", nargs="+", choices=ARMS, default=["recompute", "swap", "adaptive"]
-    )
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(USUAL_ARMS))
     parser.add_argument(
         "--requests", type=int, default=60, help="of a set, and of long ones a third"
     )
@@ -695,13 +698,21 @@ def main() -> int:
     parser.add_argument("--deadline-s", type=float, help="of every second request; else none")
     predicted = parser.add_mutually_exclusive_group()
     predicted.add_argument("--predictor", choices=KINDS, help="of lengths; else none is predicted")
-    predicted.add_argument("--prediction-error", type=float, help="of logarithms of lengths")
+    predicted.add_argument(
+        "--prediction-error", type=float, help="of logarithms of lengths; 0.5 without --predictor"
+    )
+    predicted.add_argument("--no-predictions", action="store_true")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--links", type=float, nargs="*", default=[], help="MB/s")
     parser.add_argument("--data", type=Path, help="folder with the sets' lengths")
     options = parser.parse_args()
     if options.predictor and options.data is None:
         parser.error("--predictor needs --data: a predictor is trained on texts")
+    if not options.predictor and not options.no_predictions and options.prediction_error is None:
+        options.prediction_error = 0.5
+    if options.no_predictions:
+        # It would be adaptive once more.
+        options.arms = [arm for arm in options.arms if arm != "without_predictions"]
     sets = {
         name: Lengths(name, options.data, options.predictor, options.prediction_error)
         for name in options.sets
@@ -710,11 +721,13 @@ def main() -> int:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         places = max(options.batch_limit)
-        figures = measure(options, sets, Arms(folder, places, options.swap_tokens, stack))
+        arms = Arms(options.arms, folder, places, options.swap_tokens, stack)
+        figures = measure(options, sets, arms)
     setup = {
         **{name: getattr(options, name) for name in SETUP},
         "lengths": "data" if options.data else "in the data's likeness",
-        "kv_blocks": BLOCKS,
+        "kv_blocks": {arm: blocks_of(arm, options.swap_tokens) for arm in options.arms},
+        "memory_bytes": {arm: memory_bytes(arm, options.swap_tokens) for arm in options.arms},
         "block_tokens": BLOCK_TOKENS,
         "step_tokens": STEP_TOKENS,
         "scaled_down": SCALED_DOWN,
