@@ -74,7 +74,7 @@ from loomserve.routers.static_batching.wma import Wma
 VANILLA_SIZE = 7
 CONTEXT = LONGEST_PROMPT + LONGEST_ANSWER
 KV_TOKENS = VANILLA_SIZE * CONTEXT
-REAL_ARMS = ("vanilla", "s3_hrrn", "wma_hrrn", "slo_odbs", "vllm")
+REAL_ARMS = ("vanilla", "s3", "s3_hrrn", "wma", "wma_hrrn", "slo_odbs", "slo_odbs_sum", "vllm")
 NOISE = 0.25
 CLOCKS = {"cpu": time.process_time, "wall": time.perf_counter}
 _BATCH_SIZES = (1, 2, 4, 7, 7, 12, 16, 20, 24, 28, 32, 40)
@@ -377,6 +377,25 @@ def really(
     return Real(found, error, len(whole)), steps
 
 
+def real_ratios(reals: Sequence[Real]) -> dict[str, Any]:
+    """Of each arm that really ran, over vanilla of the same run."""
+    return {
+        arm: {
+            name: asdict(
+                Spread.of(
+                    [
+                        real.arms[arm]["real"][name] / real.arms["vanilla"]["real"][name]
+                        for real in reals
+                    ]
+                )
+            )
+            for name in ("throughput", "mean_response_s", "p95_response_s")
+        }
+        for arm in REAL_ARMS
+        if arm != "vanilla"
+    }
+
+
 def ratios(runs: Sequence[Mapping[str, Figures]], arm: str) -> dict[str, Spread]:
     """An arm over vanilla, run by run."""
     return {
@@ -480,15 +499,18 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     print(json.dumps(parameters), flush=True)
 
     few = partial(drawn_requests, options.real_requests, options.real)
-    real, steps = really(
-        lane,
-        policies,
-        batches,
-        few("real"),
-        few("warm-up"),
-        static_lane.measured(executor, clock),
-        options.clock,
-    )
+    reals: list[Real] = []
+    for number in range(options.real_runs):
+        real, steps = really(
+            lane,
+            policies,
+            batches,
+            few(f"real/{number}"),
+            few("warm-up"),
+            static_lane.measured(executor, clock),
+            options.clock,
+        )
+        reals.append(real)
 
     def compare(
         load: float, run_number: int, slo: Sequence[float], noise: float | None
@@ -514,19 +536,24 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "oom_recovered": sum(
             one["out_of_memory"] or 0 for at in points for one in at["arms"].values()
         ),
-        "oom_recovered_really": sum(one["real"]["out_of_memory"] for one in real.arms.values()),
+        "oom_recovered_really": sum(
+            one["real"]["out_of_memory"] for real in reals for one in real.arms.values()
+        ),
         "runs": options.runs,
         "vanilla_requests_per_second": capacity,
         "throughput_bound_vs_vanilla": len(at_once)
         / sum(batches.least_share(one, memory) for one in at_once)
         / capacity,
         "batch_model_error": static_lane.fit_error(samples),
-        "batch_model_error_really": real.batch_error,
-        "batches_really": real.batches,
+        "batch_model_error_really": [real.batch_error for real in reals],
+        "batches_really": [real.batches for real in reals],
         "model_error": max(
-            abs(one["mean_response_model_over_real"] - 1) for one in real.arms.values()
+            abs(one["mean_response_model_over_real"] - 1)
+            for real in reals
+            for one in real.arms.values()
         ),
-        "real": real.arms,
+        "real_over_vanilla": real_ratios(reals),
+        "real": [real.arms for real in reals],
         "points": points,
         "perfect_lengths": compared(options.real, options.slo, 0.0),
         "papers_deadlines": compared(options.slo_load, (1.0, 350.0), noise),
@@ -543,7 +570,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=400, help="of each simulated run")
     parser.add_argument("--runs", type=int, default=3, help="simulated, at each load")
     parser.add_argument("--real", type=float, default=3.0, help="load of the real run")
-    parser.add_argument("--real-requests", type=int, default=48)
+    parser.add_argument("--real-requests", type=int, default=100, help="of each real run")
+    parser.add_argument("--real-runs", type=int, default=3)
     parser.add_argument("--noise", type=float, help="instead of predictions")
     parser.add_argument("--reserve", type=float, default=0.2, help="share of memory")
     parser.add_argument("--slo", type=float, nargs=2, default=[60.0, 350.0], help="seconds")
@@ -552,6 +580,8 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(words)
     if options.slo_load is None:
         options.slo_load = min(options.loads)
+    if options.real_runs < 1:
+        parser.error("--real-runs must be positive")
     if options.slo_load not in options.loads:
         parser.error(f"--slo-load {options.slo_load} is none of --loads")
     return options
