@@ -16,6 +16,7 @@ import pytest
 from benchmarks.engine import BLOCK_TOKENS, offline_engine
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import Done, Flush, Inspect, StoreUsage
+from loomserve.platform.config.scheduling import Scheduling
 from loomserve.platform.costs.transfer_time import TransferTimes
 from loomserve.platform.models import catalog
 from loomserve.platform.scheduling.options import SchedulerOptions
@@ -184,6 +185,18 @@ def test_tokens_are_the_same_however_requests_make_room(
     assert engine.stats()["swap_used_bytes"] == 0
 
 
+def test_tokens_are_the_same_with_the_options_that_the_platform_has_by_default(
+    engine: SchedulingEngine, expected: dict[str, list[int]]
+) -> None:
+    # Of a configuration that has a store and says nothing of scheduling. Admission then keeps room
+    # for what answers may come to, so few have to leave.
+    unsaid = Scheduling().model_dump(exclude={"preemption", "swap_space"})
+    engine.begin(SchedulerOptions(preemption="adaptive", swap_bytes=SWAP_SPACE, **unsaid))
+    assert answers(engine) == expected
+    assert engine.since_begin("lost_tokens") == 0
+    assert engine.stats()["swap_used_bytes"] == 0
+
+
 @pytest.mark.slow
 def test_fewer_leave_where_it_is_known_how_long_answers_are(
     engine: SchedulingEngine, expected: dict[str, list[int]]
@@ -214,10 +227,19 @@ def test_no_more_blocks_are_saved_as_they_fill_than_are_copied_beside_a_step(
         scheduler.swap.copied_out_at = -math.inf
         engine.add(f"link-{bytes_per_s}", long, max_tokens=4)
         engine.finish()
-        time.sleep(1.0)  # blocks are committed beside the next step
-        used = engine.ask_store(Inspect(), StoreUsage).used_bytes
-        # The store's own lines of a block take less than one block in all.
-        assert used // scheduler.costs.block_bytes == saved
+
+        def saved_blocks() -> int:
+            # The store's own lines of a block take less than one block in all.
+            used = engine.ask_store(Inspect(), StoreUsage).used_bytes
+            return int(used // scheduler.costs.block_bytes)
+
+        # Blocks are committed beside the next step.
+        until = time.monotonic() + 30
+        while saved_blocks() < saved:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        time.sleep(1.0)  # one that is too many may still come
+        assert saved_blocks() == saved
     scheduler.costs.transfer_times = measured
 
 
@@ -365,7 +387,7 @@ def test_of_two_deadlines_the_one_with_the_longer_predicted_answer_is_served_fir
 ) -> None:
     def order(**lengths: int) -> list[str]:
         engine.begin(ADAPTIVE.model_copy(update={"queue": "deadline"}))
-        for name, deadline_s in (("early", 1000.0), ("late", 1001.0)):
+        for name, deadline_s in (("early", 1000.0), ("late", 1000.05)):
             extra: dict[str, Any] = {DEADLINE: time.monotonic() + deadline_s}
             if lengths:
                 extra[EXPECTED] = [lengths[name]] * 2
@@ -377,7 +399,7 @@ def test_of_two_deadlines_the_one_with_the_longer_predicted_answer_is_served_fir
         return found
 
     assert order() == ["early", "late"]
-    # As long as a step takes more than 1.2 ms.
+    # As long as a step takes more than 0.06 ms, of which no engine is capable.
     assert order(early=10, late=850) == ["late", "early"]
     assert not engine.scheduler.order._hints, "nothing is kept of requests that are gone"
 
