@@ -158,6 +158,37 @@ def scaling() -> str:
     return "\n\n".join([sources("elastic_scaling"), said, table(head, rows)])
 
 
+def prefix_nodes() -> str:
+    result = cited("prefix_nodes")
+    found = {
+        (row["stores_share_of_blocks"], row["link_gb_per_s"], row["policy"]): row
+        for row in result.data["rows"]
+    }
+
+    def hits(share: float, link: float, policy: str) -> str:
+        row = found[share, link, policy]
+        shown = number(row["of_endless"], 3)
+        return shown + (
+            f", of which {number(row['fetched_of_hits'])} fetched" if row["fetched_of_hits"] else ""
+        )
+
+    policies = ("prefix_aware", "load_aware")
+    rows = [
+        ["all blocks" if share == 1 else f"{share:g} of them", f"{link:g} GB/s"]
+        + [hits(share, link, policy) for policy in policies]
+        for link in result.setup["gb_per_s"]
+        for share in result.setup["shares"]
+    ]
+    data = result.data
+    said = (
+        f"n = {data['prompts']:,} prompts over {result.setup['nodes']} nodes, {data['blocks']:,} "
+        f"blocks, of which an endless cache has {100 * data['endless_hit_rate']:.0f} %; goal: "
+        f"{data['goal']} with memory for all."
+    )
+    head = ["stores together hold", "links", *(f"`{policy}`" for policy in policies)]
+    return "\n\n".join([sources("prefix_nodes"), said, table(head, rows)])
+
+
 def nodes() -> str:
     result = cited("nodes")
     found = result.data
@@ -234,6 +265,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "elastic": elastic,
     "scaling": scaling,
     "nodes": nodes,
+    "prefix-nodes": prefix_nodes,
     "lending-at-rest": lending_at_rest,
     "unloaded": inline("elastic", "first_token_unloaded_s", unit="s"),
     "asleep": inline("elastic", "first_token_asleep_s", unit="s"),
