@@ -82,3 +82,14 @@ def test_a_number_has_the_digits_that_count(value: float, digits: int, shown: st
 def test_extremes_are_shown_where_they_differ() -> None:
     assert spread({"median": 3.76, "min": 3.7, "max": 3.8}, "s") == "3.8 s (3.7 to 3.8)"
     assert spread({"median": 25.16, "min": 25.16, "max": 25.16}, "s") == "25 s"
+
+
+def test_every_benchmark_is_listed_with_its_question() -> None:
+    listed = (ROOT / "benchmarks/README.md").read_text(encoding="utf-8")
+    ends_in_a_file = [
+        path.name
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if re.search(r"^    publish\(", path.read_text(encoding="utf-8"), re.MULTILINE)
+    ]
+    assert len(ends_in_a_file) > 20
+    assert [name for name in ends_in_a_file if f"| `{name}` |" not in listed] == []
