@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -21,7 +23,7 @@ from benchmarks.weave import (
     compared,
     served,
 )
-from benchmarks.weave_engines import Served, served_of
+from benchmarks.weave_engines import Engine, Served, served_of
 from benchmarks.weave_memory import Division, divisions
 from benchmarks.workload import PrefixRequest
 
@@ -131,3 +133,54 @@ def test_a_run_ends_with_the_last_cold_request() -> None:
     assert hot.cut
     assert not cold.cut
     assert cold.asked == 5 < hot.asked
+
+
+async def slow_answers(
+    llm: object, prompt: list[int], tokens: int, name: str, times: list[float]
+) -> None:
+    """A token at once and, where more are asked for than two, never the rest."""
+    times += [time.monotonic()] * min(tokens, 2)
+    if tokens > 2:
+        await asyncio.sleep(3600)
+
+
+def engine() -> Engine:
+    """Without vLLM, whose tokens are :func:`slow_answers`'s."""
+    made = object.__new__(Engine)
+    made._llm, made._names = None, itertools.count()
+    return made
+
+
+def test_requests_that_are_not_answered_are_given_up_when_the_others_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("benchmarks.weave_engines.token_times", slow_answers)
+
+    async def serve() -> Served:
+        ended = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.05, ended.set)
+        requests = [asked(0, 2), asked(0, 5), asked(3600, 2)]
+        return await asyncio.wait_for(engine().serve(requests, "a", ended), 5)
+
+    found = asyncio.run(serve())
+    assert found.output_tokens == 4
+    assert len(found.tpot_ms) == 1
+    assert len(found.ttft_ms) == 2
+    assert found.given_up == 1
+
+
+def test_a_request_that_fails_is_told_even_if_others_are_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def fails(*_: object) -> None:
+        raise ConnectionError("the engine is gone")
+
+    monkeypatch.setattr("benchmarks.weave_engines.token_times", fails)
+
+    async def serve() -> None:
+        ended = asyncio.Event()
+        asyncio.get_running_loop().call_later(0.01, ended.set)
+        await engine().serve([asked(0, 2)], "a", ended)
+
+    with pytest.raises(ConnectionError):
+        asyncio.run(serve())
