@@ -58,6 +58,7 @@ from loomserve.kvstore.storage.ssd import SsdTier
 LAYERS, KV_HEADS, HEAD_BYTES = 30, 3, 2 * 64 * 4
 LAYER_BYTES = KV_HEADS * BLOCK_TOKENS * HEAD_BYTES
 BLOCKS = 128
+LOOKUPS_A_RUN = 200
 SPACE, SMALL = b"benchmark-store-", b"benchmark-lookup"
 CONCURRENCY = (1, 2, 4, 8)
 LOOKUPS = (1, 100, 10_000)
@@ -216,7 +217,7 @@ def in_threads(threads: int, work: Callable[[int], None]) -> None:
         list(pool.map(work, range(BLOCKS)))
 
 
-def lookup_us(store_options: StoreOptions, blocks: int, times: int = 200) -> float:
+def lookup_us(store_options: StoreOptions, blocks: int, times: int = LOOKUPS_A_RUN) -> float:
     """Median time of a lookup through the socket that finds and leases so many blocks.
 
     The blocks are of a page each, since 10,000 of the demo model's would need 15 GB.
@@ -266,7 +267,8 @@ def benchmark(store_options: StoreOptions, disk: Path, runs: int) -> dict[str, A
         "ssd_get_over_raw": spread(
             [run["ssd_get_gbps"] / run["ssd_raw_gbps"] for run in on_ssd[threads]]
         ),
-        "lookup_us_p50": {str(blocks): statistics.median(of) for blocks, of in lookups.items()},
+        "lookup_us_p50": {str(blocks): asdict(Spread.of(of)) for blocks, of in lookups.items()},
+        "lookup_us_n": LOOKUPS_A_RUN,
         "runs": runs,
         "spread": figures,
         "ssd_threads": threads,
