@@ -189,6 +189,18 @@ def test_every_pinned_version_has_hashes() -> None:
     assert sorted(version for version, _ in entries) == sorted([*pins, torch])
 
 
+def test_the_cuda_compiler_is_of_the_runtimes_release() -> None:
+    # Else cuda/atomic and others fail: "CUDA compiler and CUDA toolkit headers are incompatible".
+    pinned = dict(
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if not line.startswith("#")
+    )
+    compiler = ("nvidia-cuda-nvcc", "nvidia-cuda-crt", "nvidia-nvvm", "nvidia-cuda-nvrtc")
+    releases = {name: pinned[name].split(".")[:2] for name in ("nvidia-cuda-runtime", *compiler)}
+    assert releases == dict.fromkeys(releases, releases["nvidia-cuda-runtime"])
+
+
 def test_make_help_shows_every_target() -> None:
     text = (ROOT / "Makefile").read_text()
     phony = re.search(r"^\.PHONY: (.+)$", text, re.M)
