@@ -80,16 +80,28 @@ void relax() {
 #endif
 }
 
+// Bytes are copied from and to the addresses of tensors, which must be the CPU's own.
+at::Tensor on_cpu(at::Tensor tensor, const char* what) {
+  TORCH_CHECK(tensor.is_cpu(), what, " on ", tensor.device(),
+              " cannot be lent: the task ring copies between tensors on the CPU only");
+  return tensor;
+}
+
 // One ring as this process maps it. The tensors keep the mapping alive.
 class Ring {
  public:
   Ring(at::Tensor control, at::Tensor query_start_loc, at::Tensor seq_lens, at::Tensor block_table,
        at::Tensor slot_mapping, at::Tensor query, at::Tensor key, at::Tensor value,
        at::Tensor output)
-      : query_start_loc(std::move(query_start_loc)), seq_lens(std::move(seq_lens)),
-        block_table(std::move(block_table)), slot_mapping(std::move(slot_mapping)),
-        query(std::move(query)), key(std::move(key)), value(std::move(value)),
-        output(std::move(output)), control_(std::move(control)),
+      : query_start_loc(on_cpu(std::move(query_start_loc), "a step's metadata")),
+        seq_lens(on_cpu(std::move(seq_lens), "a step's metadata")),
+        block_table(on_cpu(std::move(block_table), "a step's metadata")),
+        slot_mapping(on_cpu(std::move(slot_mapping), "a step's metadata")),
+        query(on_cpu(std::move(query), "a ring's rows")),
+        key(on_cpu(std::move(key), "a ring's rows")),
+        value(on_cpu(std::move(value), "a ring's rows")),
+        output(on_cpu(std::move(output), "a ring's rows")),
+        control_(on_cpu(std::move(control), "a ring's control words")),
         words_(reinterpret_cast<Word*>(control_.data_ptr<int64_t>())) {}
 
   Word& word(ControlLine line, int place = 0) { return words_[line * kLineWords + place]; }
@@ -187,6 +199,7 @@ class RingPeer {
 // Copy between rows of a [tokens, heads, size] or [tokens, heads * size] tensor and packed rows.
 template <typename Copy>
 void each_row(const at::Tensor& rows, const at::Tensor& packed, Copy copy) {
+  on_cpu(rows, "a task's tensor");
   const int64_t tokens = rows.size(0), row = packed.stride(0) * packed.element_size();
   TORCH_CHECK(rows.stride(-1) == 1 && rows.scalar_type() == packed.scalar_type() &&
                   rows.numel() == tokens * packed.stride(0) && tokens <= packed.size(0),
@@ -373,7 +386,7 @@ class ServedRing {
  public:
   ServedRing(std::shared_ptr<Ring> of, at::Tensor own, Attention::Shape shape, Caches caches,
              py::handle layers, Rows rows)
-      : ring(of), borrower(of, kBorrower), own_(std::move(own)),
+      : ring(of), borrower(of, kBorrower), own_(on_cpu(std::move(own), "a lender's own words")),
         own_words_(reinterpret_cast<Word*>(own_.data_ptr<int64_t>())), shape_(std::move(shape)), caches_(std::move(caches)),
         layers_(layers), rows_(rows),
         blocks_(rows.blocks(caches_.at(0).first.size(0))), block_size_(caches_.at(0).first.size(2)),
@@ -564,6 +577,10 @@ class AttentionServer {
   void open(std::shared_ptr<Ring> ring, at::Tensor own, int64_t query_heads, double scale, const std::string& isa,
             int64_t sliding_window, double softcap, bool split_kv, Caches caches,
             py::handle layers, int64_t abreast, int64_t apart) {
+    for (const auto& [key, value] : caches) {
+      on_cpu(key, "a KV cache");
+      on_cpu(value, "a KV cache");
+    }
     const auto& cache = caches.at(0).first;
     Attention::Shape shape{query_heads,    cache.size(1), cache.size(3), sliding_window,
                            scale,          softcap,       split_kv,      cache.scalar_type(),

@@ -644,6 +644,28 @@ def test_caches_of_another_geometry_are_refused(tmp_path: Path, implementation: 
     assert made.pid(ControlLine.LENDER) == 0
 
 
+def test_the_native_ring_refuses_memory_that_is_not_the_cpus(tmp_path: Path) -> None:
+    # torch's meta tensors have, as a GPU's, no memory here: a copy would end the process.
+    pair, one = Pair(tmp_path, GQA), step(GQA, [0], [4])
+    pair.begin(one)
+    for far in range(3):
+        rows = list(one.of_layer(0, GQA))
+        rows[far] = rows[far].to("meta")
+        with pytest.raises(RuntimeError, match="a task's tensor on meta cannot be lent"):
+            pair.borrower.post(0, *rows)
+    pair.post(one)
+    assert pair.server.poll() == 1
+    with pytest.raises(RuntimeError, match="a task's tensor on meta cannot be lent"):
+        pair.borrower.wait(pair.output(one).to("meta"), PATIENCE_S)
+    elsewhere = [(key.to("meta"), value.to("meta")) for key, value in pair.memory.caches]
+    made = LentRing.create(tmp_path / "ring", GQA, 1, 1, 1)
+    with pytest.raises(RuntimeError, match="a KV cache on meta cannot be lent"):
+        AttentionServer().open(made, elsewhere)
+    areas = made.areas
+    with pytest.raises(RuntimeError, match="a ring's rows on meta cannot be lent"):
+        native.load().Ring(*areas._replace(query=areas.query.to("meta")))
+
+
 def test_all_that_happens_is_counted(tmp_path: Path, implementation: None) -> None:
     pair = Pair(tmp_path, GQA)
     begin = time.monotonic_ns()
