@@ -19,6 +19,7 @@ from loomserve.kvstore.server.options import left_behind
 from loomserve.platform.base.errors import LoomserveError, StartError
 from loomserve.platform.config import Config, Device, Model
 from loomserve.platform.devices.compiler import check_compiler
+from loomserve.platform.devices.gpus import check_devices, gpus_here
 from loomserve.platform.devices.machine import MachineParts, available_memory, parts_here
 from loomserve.platform.devices.memory import check_shared_memory
 from loomserve.platform.engine.hooks import verify
@@ -100,9 +101,12 @@ def _check_devices(config: Config) -> None:
         if missing:
             kind = "cores" if device.kind == "cpu" else "gpu"
             numbers = ", ".join(name.rpartition(":")[2] for name in missing)
+            like = missing[0].rpartition(":")[0] + ":"
+            has = sorted(int(name.removeprefix(like)) for name in there if name.startswith(like))
             raise StartError(
                 f"devices[{index}].{kind}: node {device.on!r} has no {kind.rstrip('s')} {numbers}, "
-                f"of which device {device.name!r} is to consist"
+                f"of which device {device.name!r} is to consist; it has "
+                f"{', '.join(map(str, has)) or 'none'}"
             )
 
 
@@ -159,6 +163,7 @@ def _checked(config: Config, name: str, base: Path) -> NodeReport:
     verify("ray")
     mine = [device for device in config.devices if device.on == name]
     models = dict(_models_on(config, {device.name for device in mine}))
+    check_devices(config.devices, name, gpus_here())
     check_compiler(models.values())
     _check_affinity(mine)
     weights = {}

@@ -16,10 +16,11 @@ from rich.table import Table
 from typer.core import TyperGroup
 
 from loomserve.platform import config as configuration
-from loomserve.platform.base.errors import ConfigError
+from loomserve.platform.base.errors import ConfigError, StartError
 from loomserve.platform.cli.tables import display, new_table
-from loomserve.platform.config import Device, parse_bytes
+from loomserve.platform.config import LOCAL_NODE, Device, parse_bytes
 from loomserve.platform.costs.profile import Transfer, save
+from loomserve.platform.devices.gpus import check_devices, gpus_here, lack_of
 from loomserve.platform.models import catalog
 from loomserve.platform.placement import device_profile
 from loomserve.platform.placement.own_placement import placed_here
@@ -61,6 +62,8 @@ def profile_model(
 ) -> None:
     """Measure a model's costs on a device, so that schedulers predict them from the start."""
     place = parse_device(device)
+    if (lack := lack_of(place, gpus_here())) is not None:
+        raise StartError(f"--device: {lack.why}")
     path = catalog.resolve(model, Path(), progress=_say)
     # Read when vLLM is imported.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -106,6 +109,7 @@ def profile_devices(
             f"{path}: cluster: devices are measured on this machine, and these are on several: "
             "measure each node's with a file of its own, which has no cluster section"
         )
+    check_devices(checked.devices, LOCAL_NODE, gpus_here())
     checked = placed_here(checked, path.parent, _say).config
     models = {
         model.source: (

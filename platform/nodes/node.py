@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from loomserve.platform.base.errors import StartError
+from loomserve.platform.devices.gpus import gpus_here
 from loomserve.platform.nodes.reaping import adopt_orphans, reap_orphans
 from loomserve.platform.nodes.resources import offered
 from loomserve.platform.run.folder import RunFolder
@@ -178,7 +178,7 @@ def start_command(options: NodeOptions, temporary: Path) -> list[str]:
     """The command that runs Ray's part of a node until it ends."""
     host, port = options.head
     resources = offered(
-        options.name, range(os.cpu_count() or 1), _gpus(), state=options.state is not None
+        options.name, range(os.cpu_count() or 1), gpus_here(), state=options.state is not None
     )
     where = (
         [
@@ -229,15 +229,6 @@ def _ports_of_agents() -> list[str]:
             chosen.bind(("", 0))
             ports.append(chosen.getsockname()[1])
     return [f"--{name}-port={port}" for name, port in zip(names, ports, strict=True)]
-
-
-def _gpus() -> range:
-    """The numbers of this machine's GPUs, as nvidia-smi counts."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return range(0)
-    listed = subprocess.run([tool, "--list-gpus"], capture_output=True, text=True, check=False)
-    return range(sum(line.startswith("GPU ") for line in listed.stdout.splitlines()))
 
 
 def _last_lines(log: Path) -> str:

@@ -76,7 +76,10 @@ def placed(
     """
     devices = config.devices or own_devices(nodes)
     if not devices:
-        raise StartError("devices: nothing was found that engines could run on: list the devices")
+        raise StartError(
+            "devices: nothing was found that engines could run on: list the devices, or install "
+            "for those that are there (DEVICE=cpu or DEVICE=cuda make install)"
+        )
     devices = with_memory(devices, nodes)
     planner = _Planner(config, base, devices, weights)
     models, berths = planner.models()

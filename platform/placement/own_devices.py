@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import LOCAL_NODE, Device
+from loomserve.platform.devices.gpus import Gpu
 from loomserve.platform.devices.machine import MachineParts
 from loomserve.platform.placement.policy.division import divided
 
-# What is free shall not be used to the last byte: of a node's memory, and of a GPU's, in which its
-# driver and vLLM's own buffers are too.
+# What is free shall not be used to the last byte: of a node's memory, and of a GPU's, in which
+# vLLM's own buffers are too.
 _CPU_SHARE, _GPU_SHARE = 15 / 16, 0.9
 _MIB = 2**20
 _NAME = 48
@@ -64,7 +65,10 @@ def with_memory(devices: Sequence[Device], nodes: Mapping[str, NodeParts]) -> tu
 
 def _with_share(device: Device, devices: Sequence[Device], node: NodeParts) -> Device:
     if device.gpu is not None:
-        memory = _GPU_SHARE * node.parts.gpus.get(device.gpu, 0)
+        gpu = node.parts.gpus.get(device.gpu)
+        if gpu is None or _GPU_SHARE * gpu.free < _MIB:
+            raise _nothing_free(device, gpu)
+        memory = _GPU_SHARE * gpu.free
     else:
         there = [each for each in devices if each.kind == "cpu" and each.on == device.on]
         given = sum(each.memory or 0 for each in there)
@@ -79,3 +83,18 @@ def _with_share(device: Device, devices: Sequence[Device], node: NodeParts) -> D
             f"{node.taken / 2**30:.1f}: end other programs, or set devices.memory"
         )
     return device.model_copy(update={"memory": int(memory) // _MIB * _MIB})
+
+
+def _nothing_free(device: Device, gpu: Gpu | None) -> StartError:
+    on = f" on node {device.on!r}" if device.on != LOCAL_NODE else ""
+    if gpu is None:
+        return StartError(f"device {device.name!r} is GPU {device.gpu}, which is not there{on}")
+    what = (
+        f"{gpu.free / 2**30:.1f} of its {gpu.total / 2**30:.1f} GiB are free"
+        if gpu.total
+        else "its driver does not tell how much it has"
+    )
+    return StartError(
+        f"no memory is known for models on device {device.name!r}, GPU {device.gpu}{on}: {what}; "
+        "end other programs there, or set devices.memory"
+    )

@@ -92,6 +92,8 @@ def _speed(device: Device, memory: int) -> MeasuredDevice:
         where = torch.device("cpu")
         dtype = torch.float32 if cpu_dtype() == "float32" else torch.bfloat16
     else:
+        # As nvidia-smi counts; this process has not touched CUDA yet.
+        os.environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
         where, dtype = torch.device("cuda", device.gpu or 0), torch.bfloat16
         memory = torch.cuda.mem_get_info(where)[0]
     matrix = torch.rand(_MATRIX, _MATRIX, device=where).to(dtype)

@@ -10,6 +10,7 @@ import pytest
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import LOCAL_NODE, Config, Idle, Lending, parse
+from loomserve.platform.devices.gpus import Gpu
 from loomserve.platform.devices.machine import MachineParts, parts_here
 from loomserve.platform.models import catalog
 from loomserve.platform.placement import division_of_model
@@ -24,7 +25,9 @@ TWENTY = ", ".join(f"m{number}: org/name" for number in range(20))
 
 
 def node(memory: float = 24, cores: int = 2, gpus: Mapping[int, int] | None = None) -> NodeParts:
-    parts = MachineParts((tuple(range(cores)),), dict(gpus or {}), int(memory * GIB))
+    """``gpus``: bytes that are free of each; it has twice as many."""
+    on_gpus = {number: Gpu(2 * free, free) for number, free in (gpus or {}).items()}
+    parts = MachineParts((tuple(range(cores)),), on_gpus, int(memory * GIB))
     return NodeParts(parts, 2 * GIB)
 
 
@@ -90,9 +93,22 @@ def test_gpus_are_used_where_there_are_some() -> None:
     found = made("models: {a: demo}", **{LOCAL_NODE: node(gpus={0: 80 * GIB, 1: 80 * GIB})})
     config = found.counted
     assert [(each.name, each.gpu) for each in config.devices] == [("gpu0", 0), ("gpu1", 1)]
+    assert {each.memory for each in config.devices} == {72 * GIB}
     assert config.models[0].devices == ("gpu0", "gpu1")
     assert (config.models[0].replicas, found.config.models[0].replicas) == (2, "auto")
     assert config.models[0].engine == {}
+
+
+def test_a_gpu_without_free_memory_takes_no_models() -> None:
+    full = {LOCAL_NODE: node(gpus={0: 0})}
+    with pytest.raises(StartError, match=r"'gpu0', GPU 0: its driver does not tell"):
+        made("models: {a: demo}", **full)
+    full[LOCAL_NODE].parts.gpus[0] = Gpu(80 * GIB, 2**19)
+    with pytest.raises(StartError, match=r"GPU 0: 0\.0 of its 80\.0 GiB are free; end other"):
+        made("models: {a: demo}", **full)
+    given = "devices: [{name: g, kind: cuda, gpu: 1}]\nmodels: {a: demo}"
+    with pytest.raises(StartError, match=r"device 'g' is GPU 1, which is not there"):
+        made(given, **full)
 
 
 def test_a_cluster_s_devices_are_all_that_its_nodes_have() -> None:

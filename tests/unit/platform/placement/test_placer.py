@@ -271,4 +271,8 @@ def test_the_environment_binds_each_stage_to_its_device() -> None:
         "OMP_NUM_THREADS": "2",
     }
     gpus = [Device(name=f"g{i}", kind="cuda", gpu=i) for i in (3, 1)]
-    assert pipeline_environment(gpus, [2, 4])["CUDA_VISIBLE_DEVICES"] == "3,1"
+    assert pipeline_environment(gpus, [2, 4]) == {
+        "VLLM_PP_LAYER_PARTITION": "2,4",
+        "CUDA_VISIBLE_DEVICES": "3,1",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
