@@ -155,7 +155,9 @@ def zipf(source: str, options: argparse.Namespace) -> dict[str, Any]:
         kv_cache_memory=_KV_BYTES,
         engine=_FLAGS.options(),
     )
-    room = int(options.room * replica_bytes(one, model_files.held_bytes(Path(source), one)))
+    room = int(
+        options.room * replica_bytes(one, model_files.held_bytes(Path(source), one, on_gpus=False))
+    )
     arms = {
         "elastic": Models(source, dict.fromkeys(names, "on_demand"), _KV_BYTES, room),
         "all_loaded": Models(source, dict.fromkeys(names, "now"), _KV_BYTES),

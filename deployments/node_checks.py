@@ -19,9 +19,9 @@ from loomserve.kvstore.server.options import left_behind
 from loomserve.platform.base.errors import LoomserveError, StartError
 from loomserve.platform.config import Config, Device, Model
 from loomserve.platform.devices.compiler import check_compiler
-from loomserve.platform.devices.gpus import check_devices, gpus_here
+from loomserve.platform.devices.gpus import Gpu, check_devices, gpus_here
 from loomserve.platform.devices.machine import MachineParts, available_memory, parts_here
-from loomserve.platform.devices.memory import check_shared_memory
+from loomserve.platform.devices.memory import check_shared_memory, gpus_of, is_on_gpus
 from loomserve.platform.engine.hooks import verify
 from loomserve.platform.models import catalog
 from loomserve.platform.nodes.resources import name_in, on_devices, on_node
@@ -41,10 +41,12 @@ class NodeReport:
     Attributes:
         memory: Bytes that are free for engines.
         weights: Bytes of the weights of each model that may run there.
+        gpus: By their numbers.
     """
 
     memory: int
     weights: dict[str, int] = field(default_factory=dict)
+    gpus: dict[int, Gpu] = field(default_factory=dict)
 
 
 def check_nodes(config: Config, base: Path, say: Callable[[str], None]) -> dict[str, NodeReport]:
@@ -163,7 +165,8 @@ def _checked(config: Config, name: str, base: Path) -> NodeReport:
     verify("ray")
     mine = [device for device in config.devices if device.on == name]
     models = dict(_models_on(config, {device.name for device in mine}))
-    check_devices(config.devices, name, gpus_here())
+    gpus = gpus_here()
+    check_devices(config.devices, name, gpus)
     check_compiler(models.values())
     _check_affinity(mine)
     weights = {}
@@ -174,13 +177,14 @@ def _checked(config: Config, name: str, base: Path) -> NodeReport:
             path = catalog.resolve(model.source, base, revision=model.revision)
         except LoomserveError as error:
             raise StartError(f"models[{index}].source: {error}") from None
-        weights[model.name] = model_files.held_bytes(path, model)
+        on_gpus = is_on_gpus(model, gpus_of(config.devices))
+        weights[model.name] = model_files.held_bytes(path, model, on_gpus=on_gpus)
     available = available_memory()
     if config.kvstore is not None:
         left = left_behind(config.server.port)
         check_shared_memory(config.kvstore.memory, left)
         available += left
-    return NodeReport(available, weights)
+    return NodeReport(available, weights, gpus)
 
 
 def _models_on(config: Config, devices: set[str]) -> Iterator[tuple[int, Model]]:

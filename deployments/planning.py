@@ -11,12 +11,15 @@ from pathlib import Path
 from loomserve.kvstore.server.options import left_behind
 from loomserve.platform.adapters.sources import take_configured
 from loomserve.platform.batch.offline.models import check_offline_models
-from loomserve.platform.config import Config, Model
+from loomserve.platform.config import LOCAL_NODE, Config, Model
+from loomserve.platform.devices.gpus import gpus_here
 from loomserve.platform.devices.machine import available_memory
 from loomserve.platform.devices.memory import (
     NodeMemory,
     check_budgets,
     gpus_of,
+    gpus_there,
+    is_on_gpus,
     least_replicas,
     node_bytes,
     plan_on_nodes,
@@ -43,10 +46,12 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
     weights: dict[str, int] = {}
     for offline in config.offline_models:
         check_predictor(offline)
+    gpus = gpus_of(config.devices)
     for model in config.models:
         check_predictor(model)
         path = catalog.resolve(model.source, base, progress=say, revision=model.revision)
-        weights[model.name] = model_files.held_bytes(path, model)
+        on_gpus = is_on_gpus(model, gpus)
+        weights[model.name] = model_files.held_bytes(path, model, on_gpus=on_gpus)
         take_configured(model, base)
         if model.pipeline is not None:
             stages = ", ".join(f"{device} {n}" for device, n in stages_of(model, base))
@@ -63,7 +68,7 @@ def plan(config: Config, base: Path, say: Say) -> dict[str, int]:
             store,
             check_offline_models(config, base, say),
             config.server.front_ends,
-            gpus_of(config.devices),
+            gpus_there(config.devices, {LOCAL_NODE: gpus_here()} if gpus else {}),
             config.models,
         )
     check_budgets(present, weights, replicas, config.devices)
@@ -106,7 +111,7 @@ def _plan_on_nodes(config: Config, base: Path, say: Say) -> dict[str, int]:
             name: NodeMemory(report.memory, taken[name] + store, with_store=bool(store))
             for name, report in reports.items()
         },
-        gpus_of(config.devices),
+        gpus_there(config.devices, {name: report.gpus for name, report in reports.items()}),
     )
 
 

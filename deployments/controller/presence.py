@@ -19,7 +19,7 @@ from loomserve.platform.base.errors import (
 )
 from loomserve.platform.base.periodic import every
 from loomserve.platform.config import Config, Model
-from loomserve.platform.devices.memory import gpus_of
+from loomserve.platform.devices.memory import gpus_of, is_on_gpus
 from loomserve.platform.elastic.observe import ElasticObserver, is_settled
 from loomserve.platform.elastic.policy.decide import decide
 from loomserve.platform.elastic.policy.growth import grow
@@ -68,7 +68,8 @@ class ModelPresence:
         options = config.elastic
         self._rules = ElasticRules(options.residence_s, options.wait_timeout_s)
         budgets = {each.name: float(each.memory) for each in config.devices if each.memory}
-        self._observer = ElasticObserver(fleet, budgets, mover.wake_s, gpus_of(config.devices))
+        self._gpus = gpus_of(config.devices)
+        self._observer = ElasticObserver(fleet, budgets, mover.wake_s, self._gpus)
         self._sizes_matter = bool(budgets)
         self._demands: dict[str, float] = {}
         self._waiting_at: Mapping[str, str] = {}
@@ -178,7 +179,8 @@ class ModelPresence:
 
     async def _learn_size(self, model: Model) -> None:
         if self._sizes_matter and not self._observer.sizes.knows(model.name):
-            size = await asyncio.to_thread(_held_bytes, model, self._base)
+            on_gpus = is_on_gpus(model, self._gpus)
+            size = await asyncio.to_thread(_held_bytes, model, self._base, on_gpus=on_gpus)
             self._observer.sizes.set_weights(model.name, size)
 
     # What is decided
@@ -258,10 +260,10 @@ def _say(error: Exception) -> None:
     _log.error("models could not be looked at", exc_info=error)
 
 
-def _held_bytes(model: Model, base: Path) -> int:
+def _held_bytes(model: Model, base: Path, *, on_gpus: bool) -> int:
     """What an engine of a model holds of its weights; 0 where that cannot be told."""
     try:
         path = catalog.resolve(model.source, base, revision=model.revision)
-        return model_files.held_bytes(path, model)
+        return model_files.held_bytes(path, model, on_gpus=on_gpus)
     except (LoomserveError, OSError):
         return 0

@@ -11,6 +11,7 @@ from loomserve.deployments.engine.engine_replica import EngineReplica
 from loomserve.deployments.serve_logging import serve_logging
 from loomserve.platform.adapters.table import ROOM
 from loomserve.platform.config import LOCAL_PROMPT_TOKENS, Adapters, Model
+from loomserve.platform.devices.gpus import FREE_AT_START
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.engine.options.names import of_engine
 from loomserve.platform.engine.process.environment import KEEPS_GPUS_VISIBLE, VLLM_ENVIRONMENT
@@ -97,6 +98,7 @@ def _cpu_options() -> dict[str, str]:
 
 def _cuda_options(model: Model) -> dict[str, Any]:
     return {
+        "gpu_memory_utilization": FREE_AT_START,
         "worker_cls": "loomserve.platform.engine.resumption.gpu_worker.ResumingGpuWorker",
         # vLLM then allocates what can be given back; others need not.
         **({"enable_sleep_mode": True} if model.idle_rules is not None else {}),

@@ -12,6 +12,12 @@ from typing import Literal, NamedTuple
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import LOCAL_NODE, Device
 
+FREE_AT_START = 0.01
+"""Share of a GPU's memory that vLLM shall demand to be free when an engine starts.
+
+It demands some though it is told how much KV memory the engine has, by itself 0.92: a second model
+on the GPU would not start. Whether models fit is planned before that (:mod:`.memory`)."""
+
 _ASKED = "--query-gpu=index,memory.total,memory.free"
 
 

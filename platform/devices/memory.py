@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import psutil
 
 from loomserve.platform.base.errors import StartError
 from loomserve.platform.config import LOCAL_NODE, Device, Model, OfflineModel, Scaling
+from loomserve.platform.devices.gpus import Gpu
 
 # What an engine on a CPU, forked by its node's fork server, and its replica have of their own,
 # without weights and KV; measured (docs/placement.md), and a quarter more.
 ENGINE_BYTES = 192 * 2**20
-# The same on a GPU, of whose memory its context and activations are part: a guess.
+# The same of an engine on a GPU, once in the GPU's memory, for its context and activations, and
+# once in the host's: a guess.
 GPU_ENGINE_BYTES = 1.25 * 2**30
 # Each worker process of a pipeline's engine.
 STAGE_BYTES = 0.75 * 2**30
@@ -32,7 +34,7 @@ TOKENIZER_BYTES = 100 * 2**20
 
 
 def replica_bytes(model: Model, held_bytes: int, gpus: Collection[str] = ()) -> float:
-    """Memory of one replica.
+    """Memory of one replica on its devices: the host's, or that of GPUs.
 
     Args:
         model: the replica's.
@@ -40,13 +42,46 @@ def replica_bytes(model: Model, held_bytes: int, gpus: Collection[str] = ()) -> 
         gpus: the devices that are GPUs.
     """
     stages = len(model.devices) if model.pipeline is not None else 0
-    own = ENGINE_BYTES if set(gpus).isdisjoint(model.devices) else GPU_ENGINE_BYTES
-    return own + stages * STAGE_BYTES + held_bytes + model.kv_cache_memory
+    if is_on_gpus(model, gpus):
+        return max(stages, 1) * GPU_ENGINE_BYTES + held_bytes + model.kv_cache_memory
+    return ENGINE_BYTES + stages * STAGE_BYTES + held_bytes + model.kv_cache_memory
+
+
+def host_bytes(model: Model, held_bytes: int, gpus: Collection[str] = ()) -> float:
+    """Memory of the host that one replica takes; arguments are as of :func:`replica_bytes`.
+
+    Of a model on GPUs weights are there only while it sleeps.
+    """
+    if not is_on_gpus(model, gpus):
+        return replica_bytes(model, held_bytes)
+    stages = len(model.devices) if model.pipeline is not None else 1
+    return stages * GPU_ENGINE_BYTES + (held_bytes if model.idle_rules is not None else 0)
+
+
+def is_on_gpus(model: Model, gpus: Collection[str]) -> bool:
+    """Whether its devices are among those that are GPUs."""
+    return not set(gpus).isdisjoint(model.devices)
 
 
 def gpus_of(devices: Iterable[Device]) -> frozenset[str]:
     """The names of those that are GPUs."""
     return frozenset(each.name for each in devices if each.kind == "cuda")
+
+
+def gpus_there(
+    devices: Iterable[Device], on_nodes: Mapping[str, Mapping[int, Gpu]]
+) -> dict[str, Gpu]:
+    """What there is of each device that is a GPU, by the device's name.
+
+    Args:
+        devices: all.
+        on_nodes: GPUs by their numbers, by node.
+    """
+    return {
+        each.name: on_nodes.get(each.on, {}).get(each.gpu, Gpu(0, 0))
+        for each in devices
+        if each.gpu is not None
+    }
 
 
 def offline_bytes(model: OfflineModel, weight_bytes: int) -> float:
@@ -70,7 +105,7 @@ def plan_replicas(
     kvstore_bytes: int = 0,
     offline_bytes: float = 0,
     front_ends: int = 1,
-    gpus: Collection[str] = (),
+    gpus: Mapping[str, Gpu] | None = None,
     served: Collection[Model] = (),
 ) -> dict[str, int]:
     """Plan the number of replicas to start for each model, on this machine alone.
@@ -81,7 +116,7 @@ def plan_replicas(
         kvstore_bytes: Memory of the KV store.
         offline_bytes: Memory of all offline models.
         front_ends: Processes that take requests.
-        gpus: The devices that are GPUs.
+        gpus: The devices that are GPUs, and what there is of them.
         served: All models that may be asked for.
 
     Raises:
@@ -128,41 +163,92 @@ def plan_on_nodes(
     held_bytes: Mapping[str, int],
     node_of: Mapping[str, str],
     memory: Mapping[str, NodeMemory],
-    gpus: Collection[str] = (),
+    gpus: Mapping[str, Gpu] | None = None,
 ) -> dict[str, int]:
     """Plan the number of replicas to start for each model.
 
     Every model gets its fewest replicas, on the first of its devices. The memory that is left goes
-    to models with ``replicas: auto``, a replica each in turn, up to one a device.
+    to models with ``replicas: auto``, a replica each in turn, up to one a device. A replica on a
+    GPU takes memory of it, and of its node.
 
     Args:
         held_bytes: What an engine of each holds of its weights.
         node_of: Each device's node.
         memory: Of each node.
-        gpus: The devices that are GPUs.
+        gpus: The devices that are GPUs, and what there is of them.
 
     Raises:
-        StartError: the least that the configuration asks for does not fit on a node.
+        StartError: the least that the configuration asks for does not fit on a node or a GPU.
     """
     wanted = {model.name: least_replicas(model) for model in models}
-    cost = {model.name: replica_bytes(model, held_bytes[model.name], gpus) for model in models}
-    left = {node: each.available_bytes - each.taken_bytes for node, each in memory.items()}
+    pools = _Pools(memory, gpus or {}, node_of, held_bytes)
     for model in models:
         for device in model.devices[: wanted[model.name]]:
-            left[node_of[device]] -= cost[model.name]
-    for node, bytes_left in left.items():
-        if bytes_left < 0:
-            raise _too_little(node, memory[node], bytes_left)
+            pools.take(model, device)
+    pools.check()
     growing = [model for model in models if model.replicas == "auto"]
     while growing:
         for model in tuple(growing):
             have = wanted[model.name]
-            if have == model.most_replicas or cost[model.name] > left[node_of[model.devices[have]]]:
+            if have == model.most_replicas or not pools.has(model, model.devices[have]):
                 growing.remove(model)
             else:
                 wanted[model.name] += 1
-                left[node_of[model.devices[have]]] -= cost[model.name]
+                pools.take(model, model.devices[have])
     return wanted
+
+
+class _Pools:
+    """What is left of the memory of nodes and of GPUs."""
+
+    def __init__(
+        self,
+        memory: Mapping[str, NodeMemory],
+        gpus: Mapping[str, Gpu],
+        node_of: Mapping[str, str],
+        held_bytes: Mapping[str, int],
+    ) -> None:
+        self._memory, self._gpus, self._node_of, self._held = memory, gpus, node_of, held_bytes
+        self._nodes = {
+            node: each.available_bytes - each.taken_bytes for node, each in memory.items()
+        }
+        # Where a driver does not tell, nobody knows.
+        self._left = {name: float(gpu.free) for name, gpu in gpus.items() if gpu.total}
+        self._on: dict[str, list[str]] = {name: [] for name in self._left}
+
+    def take(self, model: Model, device: str) -> None:
+        """Count a replica that is on this device, or begins there."""
+        self._nodes[self._node_of[device]] -= self._on_host(model)
+        for name, size in self._on_gpus(model, device):
+            self._left[name] -= size
+            self._on[name].append(model.name)
+
+    def has(self, model: Model, device: str) -> bool:
+        """Whether such a replica still fits."""
+        return self._on_host(model) <= self._nodes[self._node_of[device]] and all(
+            size <= self._left[name] for name, size in self._on_gpus(model, device)
+        )
+
+    def check(self) -> None:
+        """
+        Raises:
+            StartError: more was taken than there is.
+        """
+        for node, left in self._nodes.items():
+            if left < 0:
+                raise _too_little(node, self._memory[node], left)
+        for name, left in self._left.items():
+            if left < 0:
+                raise _too_little_on_gpu(name, self._gpus[name], left, self._on[name])
+
+    def _on_host(self, model: Model) -> float:
+        return host_bytes(model, self._held[model.name], self._gpus)
+
+    def _on_gpus(self, model: Model, device: str) -> Iterator[tuple[str, float]]:
+        size = model.largest_share * replica_bytes(model, self._held[model.name], self._gpus)
+        for name in model.devices if model.pipeline is not None else (device,):
+            if name in self._left:
+                yield name, size
 
 
 def check_budgets(
@@ -209,6 +295,14 @@ def _too_little(node: str, memory: NodeMemory, bytes_left: float) -> StartError:
         f"the configuration needs about {(memory.available_bytes - bytes_left) / 2**30:.1f} GiB of "
         f"memory{where} and {memory.available_bytes / 2**30:.1f} GiB is available: lower "
         f"{to_lower} or replicas, or serve fewer models"
+    )
+
+
+def _too_little_on_gpu(name: str, gpu: Gpu, left: float, models: Sequence[str]) -> StartError:
+    return StartError(
+        f"{', '.join(models)} need about {(gpu.free - left) / 2**30:.1f} GiB of the memory of "
+        f"device {name!r}, and {gpu.free / 2**30:.1f} of its {gpu.total / 2**30:.1f} GiB are free: "
+        "lower their kv_cache_memory, give some another device, or set start: on_demand for some"
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from loomserve.platform.config import Model
-from loomserve.platform.devices.memory import replica_bytes
+from loomserve.platform.devices.memory import is_on_gpus, replica_bytes
 from loomserve.platform.fleet.registry import ModelRecord, ReplicaRecord
 
 # So long after a model is to sleep, it does.
@@ -48,14 +48,23 @@ class ModelSizes:
 
     def ready(self, model: Model) -> float:
         """What a replica takes at most."""
-        awake = self._dropped.get(model.name, 0) + model.kv_cache_memory
+        awake = self._left_in_sleep(model) + model.kv_cache_memory
         return model.largest_share * (self._asleep_bytes(model) + awake)
 
     def _asleep_bytes(self, model: Model) -> float:
         measured = self._asleep.get(model.name)
         if measured is not None:
             return measured
-        return self._estimate(model) - self._dropped.get(model.name, 0)
+        return self._estimate(model) - self._left_in_sleep(model)
+
+    def _left_in_sleep(self, model: Model) -> float:
+        """What of its weights a replica's device is without in its sleep.
+
+        A GPU's go to the host's memory.
+        """
+        if is_on_gpus(model, self._gpus):
+            return self._weights.get(model.name, 0)
+        return self._dropped.get(model.name, 0)
 
     def _estimate(self, model: Model) -> float:
         """A replica without KV memory, before any has slept."""

@@ -54,16 +54,18 @@ def read(folder: Path) -> ModelShape:
     )
 
 
-def held_bytes(resolved: Path | str, model: Model) -> int:
-    """What an engine on a CPU holds of the weights that were found; 0 of a hub id.
+def held_bytes(resolved: Path | str, model: Model, *, on_gpus: bool) -> int:
+    """What an engine holds of the weights that were found; 0 of a hub id.
 
-    Each floating-point number is as wide as the engine computes. The output head is there a second
-    time, packed for the CPU's kernels, as vLLM needs it in both forms.
+    Each floating-point number is as wide as the engine computes. On a CPU the output head is there
+    a second time, packed for its kernels, as vLLM needs it in both forms.
     """
     if not isinstance(resolved, Path):
         return 0
-    wide = model.engine.get("dtype", cpu_dtype()) in _WIDE
+    wide = model.engine.get("dtype", "auto" if on_gpus else cpu_dtype()) in _WIDE
     held = {name: _held(size, kind, wide) for name, (size, kind) in _tensors(resolved).items()}
+    if on_gpus:
+        return sum(held.values())
     head = sum(size for name, size in held.items() if _HEAD.search(name))
     # Without one of its own the embeddings are the head.
     head = head or sum(size for name, size in held.items() if _EMBEDDINGS.search(name))

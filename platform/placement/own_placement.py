@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 from loomserve.platform.config import LOCAL_NODE, Config, Model, OfflineModel
 from loomserve.platform.devices.machine import MachineParts, parts_here
-from loomserve.platform.devices.memory import node_bytes, offline_bytes, platform_bytes
+from loomserve.platform.devices.memory import (
+    gpus_of,
+    is_on_gpus,
+    node_bytes,
+    offline_bytes,
+    platform_bytes,
+)
 from loomserve.platform.models import catalog
 from loomserve.platform.placement import model_files
 from loomserve.platform.placement.by_itself import Placed, leaves_something, placed
@@ -31,9 +37,10 @@ def placed_here(config: Config, base: Path, say: Say, left_behind: int = 0) -> P
     """
     if not leaves_something(config):
         return Placed(config)
-    weights = _weights(config, base, say)
+    parts = parts_here()
+    weights = _weights(config, base, say, [parts])
     taken = _taken_once(config, weights) + _store(config)
-    here = NodeParts(parts_here(), taken - left_behind)
+    here = NodeParts(parts, taken - left_behind)
     return placed(config, base, {LOCAL_NODE: here}, weights)
 
 
@@ -41,7 +48,7 @@ def placed_on(
     config: Config, base: Path, say: Say, nodes: Mapping[str, MachineParts], own: str | None
 ) -> Placed:
     """The same on a cluster's nodes, of which ``own`` has what there is but once."""
-    weights = _weights(config, base, say)
+    weights = _weights(config, base, say, nodes.values())
     front_ends = config.server.front_ends if config.has_gateways_on_each_node else 0
     once = _taken_once(config, weights)
     elsewhere = node_bytes(front_ends, config.models)
@@ -63,15 +70,19 @@ def said(placed: Placed) -> Iterator[str]:
         yield f"{name}: {berth.why}"
 
 
-def _weights(config: Config, base: Path, say: Say) -> dict[str, int]:
+def _weights(config: Config, base: Path, say: Say, nodes: Iterable[MachineParts]) -> dict[str, int]:
     """What engines hold of all models' weights, which are fetched if need be, and the bytes of
     offline models' on disk; 0 where only the hub knows."""
     found = {}
+    gpus = gpus_of(config.devices)
+    # What names no devices goes to GPUs, where there are some.
+    any_gpus = bool(gpus) if config.devices else any(parts.gpus for parts in nodes)
     models: list[Model | OfflineModel] = [*config.models, *config.offline_models]
     for model in models:
         path = catalog.resolve(model.source, base, progress=say, revision=model.revision)
         if isinstance(model, Model):
-            found[model.name] = model_files.held_bytes(path, model)
+            on_gpus = is_on_gpus(model, gpus) if model.is_placed else any_gpus
+            found[model.name] = model_files.held_bytes(path, model, on_gpus=on_gpus)
         else:
             found[model.name] = catalog.known_weight_bytes(path)
     return found

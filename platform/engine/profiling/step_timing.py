@@ -21,6 +21,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from loomserve.platform.config import Device
 from loomserve.platform.costs.step_time import Step, TimedStep
 from loomserve.platform.devices.claims import engine_environment, on_cores
+from loomserve.platform.devices.gpus import FREE_AT_START
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.engine.blocking_wait import sleep_instead_of_spinning
 
@@ -115,12 +116,12 @@ class ProfiledEngine:
         )
         from vllm import LLM
 
-        on_cpu = {}
+        bound_to: dict[str, Any] = {"gpu_memory_utilization": FREE_AT_START}
         if device.kind == "cpu":
             torch.set_num_threads(len(device.cores))
             # The platform's engines do so too: a spinning thread takes time on the worker's core.
             sleep_instead_of_spinning()
-            on_cpu = {
+            bound_to = {
                 "dtype": cpu_dtype(),
                 "worker_cls": "loomserve.platform.engine.worker.NonSpinningWorker",
             }
@@ -130,7 +131,7 @@ class ProfiledEngine:
                 model=model,
                 scheduler_cls=f"{__name__}.{timing_scheduler.__name__}",
                 use_tqdm_on_load=False,
-                **{**on_cpu, **options},
+                **{**bound_to, **options},
             ).llm_engine
             self._bound = bound.pop_all()
         self.core = self._engine.engine_core.engine_core

@@ -73,7 +73,7 @@ def calls(serve: FakeServe, monkeypatch: pytest.MonkeyPatch) -> FakeCalls:
     monkeypatch.setattr(presence, "_TICK_S", 0.02)
     monkeypatch.setattr(presence, "_RETRY_S", 0.02)
     monkeypatch.setattr(presence, "_PLACE_AGAIN_S", 0.05)
-    monkeypatch.setattr(presence, "_held_bytes", lambda *_: 0)
+    monkeypatch.setattr(presence, "_held_bytes", lambda *_, on_gpus: 0)
     monkeypatch.setattr(presence_mover, "_GATEWAYS_KNOW_S", 0.0)
     return fake
 

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
+from vllm.config import CacheConfig
+from vllm.v1.worker.utils import request_memory
 
 from loomserve.deployments.engine.app import _engine_options
 from loomserve.platform.config import Device, Model
 from loomserve.platform.fleet.messages import EngineSpec
 from loomserve.platform.scheduling.options import SchedulerOptions
 
+GIB = 2**30
 CORE, GPU = Device(name="d", cores=(0,)), Device(name="d", kind="cuda", gpu=0)
 
 
@@ -42,6 +47,17 @@ def test_a_gpus_engine_can_sleep_if_its_model_comes_and_goes(
         {"name": "m", "source": "org/m", "devices": ("d",), "start": start}
     )
     assert _engine_options(spec_of(model, device)).get("enable_sleep_mode") is can_sleep
+
+
+def test_a_second_engine_starts_on_a_gpu_that_another_fills_in_part() -> None:
+    taken = SimpleNamespace(total_memory=80 * GIB, free_memory=20 * GIB, device_="cuda")
+    options = _engine_options(spec_of(Model(name="m", source="org/m", devices=("d",)), GPU))
+    assert options["kv_cache_memory_bytes"] > 0
+    ours = CacheConfig(gpu_memory_utilization=options["gpu_memory_utilization"])
+    assert 0 < request_memory(taken, ours) < GIB
+    # Without it vLLM would refuse, although it is told how much KV memory there is.
+    with pytest.raises(ValueError, match="less than desired GPU memory utilization"):
+        request_memory(taken, CacheConfig(kv_cache_memory_bytes=GIB))
 
 
 def test_an_engine_has_room_for_adapters_that_are_replaced() -> None:

@@ -137,7 +137,7 @@ def test_too_little_memory_is_said_before_anything_starts(
 ) -> None:
     path = write(tmp_path, models=[{**MODEL, "kv_cache_memory": "100TiB"}])
     monkeypatch.setattr(planning.catalog, "resolve", lambda *_, **__: tmp_path)
-    monkeypatch.setattr(planning.model_files, "held_bytes", lambda *_: 0)
+    monkeypatch.setattr(planning.model_files, "held_bytes", lambda *_, on_gpus: 0)
     with pytest.raises(StartError, match="lower kv_cache_memory"):
         planning.plan(load(path), tmp_path, print)
 

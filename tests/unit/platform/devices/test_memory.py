@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from loomserve.platform.base.errors import StartError
-from loomserve.platform.config import Device, Model, OfflineModel, Pipeline, Roles
+from loomserve.platform.config import Device, Idle, Model, OfflineModel, Pipeline, Roles
+from loomserve.platform.devices.gpus import Gpu
 from loomserve.platform.devices.memory import (
-    ENGINE_BYTES,
     FRONT_END_BYTES,
     GPU_ENGINE_BYTES,
     NODE_BYTES,
@@ -19,6 +19,9 @@ from loomserve.platform.devices.memory import (
     NodeMemory,
     check_budgets,
     gpus_of,
+    gpus_there,
+    host_bytes,
+    is_on_gpus,
     offline_bytes,
     plan_on_nodes,
     plan_replicas,
@@ -163,13 +166,72 @@ def test_what_starts_with_the_platform_fits_into_its_devices() -> None:
     check_budgets([pipeline], {"p": 0}, {"p": 1}, small)
 
 
-def test_an_engine_on_a_gpu_counts_with_what_its_device_needs() -> None:
+def on(model: Model, *devices: str, **update: object) -> Model:
+    return model.model_copy(update={"devices": devices, **update})
+
+
+def test_an_engine_on_a_gpu_takes_its_memory_and_less_of_the_host_s() -> None:
     there = [Device(name="g", kind="cuda", gpu=0), Device(name="d0", cores=(0,))]
     assert gpus_of(there) == {"g"}
-    on_gpu = model("a").model_copy(update={"devices": ("g",)})
-    needed = replica_bytes(on_gpu, 0, {"g"})
-    assert needed - replica_bytes(model("b"), 0, {"g"}) == GPU_ENGINE_BYTES - ENGINE_BYTES
-    available = PLATFORM_BYTES + needed
-    assert plan_replicas([on_gpu], {"a": 0}, available, gpus={"g"}) == {"a": 1}
-    with pytest.raises(StartError):
-        plan_replicas([on_gpu], {"a": 0}, available - 1, gpus={"g"})
+    big = on(model("a"), "g")
+    assert (is_on_gpus(big, {"g"}), is_on_gpus(model("b"), {"g"})) == (True, False)
+    assert replica_bytes(big, 16 * GIB, {"g"}) == GPU_ENGINE_BYTES + 16 * GIB + big.kv_cache_memory
+    assert host_bytes(model("b"), GIB, {"g"}) == replica_bytes(model("b"), GIB)
+    # Asleep it has its weights there.
+    assert host_bytes(big, 16 * GIB, {"g"}) == GPU_ENGINE_BYTES
+    sleeps = on(big, "g", idle=Idle())
+    assert host_bytes(sleeps, 16 * GIB, {"g"}) == GPU_ENGINE_BYTES + 16 * GIB
+    divided = on(big, "g", "h", pipeline=Pipeline())
+    assert host_bytes(divided, 16 * GIB, {"g", "h"}) == 2 * GPU_ENGINE_BYTES
+    # 20 GiB of KV memory are not the host's.
+    gpu = {"g": Gpu(80 * GIB, 79 * GIB)}
+    large = on(big, "g", kv_cache_memory=20 * GIB)
+    enough = PLATFORM_BYTES + GPU_ENGINE_BYTES
+    assert plan_replicas([large], {"a": 16 * GIB}, enough, gpus=gpu) == {"a": 1}
+    with pytest.raises(StartError, match="is available: lower"):
+        plan_replicas([large], {"a": 16 * GIB}, enough - 1, gpus=gpu)
+
+
+def test_models_that_one_gpu_does_not_hold_together_are_refused_with_the_amounts() -> None:
+    models = [on(model(name), "g", kv_cache_memory=20 * GIB) for name in "ab"]
+    held = {"a": 16 * GIB, "b": 1 * GIB}
+    needed = 57 * GIB + int(2 * GPU_ENGINE_BYTES)
+    fits = {"g": Gpu(80 * GIB, needed)}
+    assert plan_replicas(models, held, 64 * GIB, gpus=fits) == {"a": 1, "b": 1}
+    lacks = {"g": Gpu(80 * GIB, needed - 1)}
+    amounts = (
+        r"^a, b need about 59\.5 GiB .* device 'g', and 59\.5 of its 80\.0 GiB are free: lower"
+    )
+    with pytest.raises(StartError, match=amounts):
+        plan_replicas(models, held, 64 * GIB, gpus=lacks)
+    # Whose driver tells nothing has whatever is asked for.
+    assert plan_replicas(models, held, 64 * GIB, gpus={"g": Gpu(0, 0)}) == {"a": 1, "b": 1}
+
+
+def test_replicas_grow_where_gpus_have_room() -> None:
+    grows = on(model("a"), "g", "h", kv_cache_memory=20 * GIB)
+    room = 20 * GIB + int(GPU_ENGINE_BYTES)
+    gpus = {"g": Gpu(80 * GIB, room), "h": Gpu(80 * GIB, room)}
+    assert plan_replicas([grows], {"a": 0}, 64 * GIB, gpus=gpus) == {"a": 2}
+    gpus["h"] = Gpu(80 * GIB, room - 1)
+    assert plan_replicas([grows], {"a": 0}, 64 * GIB, gpus=gpus) == {"a": 1}
+
+
+def test_a_pipeline_takes_a_share_of_each_of_its_gpus() -> None:
+    divided = on(model("a"), "g", "h", kv_cache_memory=20 * GIB, pipeline=Pipeline(layers=(3, 1)))
+    room = int(0.75 * (20 * GIB + 2 * GPU_ENGINE_BYTES))
+    gpus = {"g": Gpu(80 * GIB, room), "h": Gpu(80 * GIB, room)}
+    assert plan_replicas([divided], {"a": 0}, 64 * GIB, gpus=gpus) == {"a": 1}
+    gpus["h"] = Gpu(80 * GIB, room - 1)
+    with pytest.raises(StartError, match="device 'h'"):
+        plan_replicas([divided], {"a": 0}, 64 * GIB, gpus=gpus)
+
+
+def test_what_there_is_of_devices_is_looked_up_by_node_and_number() -> None:
+    devices = [
+        Device(name="one-g", kind="cuda", gpu=1, node="one"),
+        Device(name="two-g", kind="cuda", gpu=1, node="two"),
+        Device(name="core", cores=(0,), node="one"),
+    ]
+    there = {"one": {1: Gpu(8, 7)}, "two": {0: Gpu(8, 6)}}
+    assert gpus_there(devices, there) == {"one-g": Gpu(8, 7), "two-g": Gpu(0, 0)}
