@@ -23,6 +23,9 @@ _EVERYWHERE = ("0.0.0.0", "::")
 # vLLM's options that set a KV connector, where the store's own is.
 _KV_TRANSFER_OPTIONS = ("kv_transfer_config", "kv_offloading_size")
 
+# vLLM's options that divide an engine among several GPUs.
+_PARALLEL_OPTIONS = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+
 
 class Config(Section):
     """The whole configuration file."""
@@ -273,12 +276,26 @@ def _check_model_devices(config: Config, index: int, model: Model) -> None:
             *("models", index, "devices"),
         )
     _check_model_memory(config, index, model)
-    if model.lending is not None and "cuda" in (kinds[name] for name in model.devices):
+    if "cuda" in (kinds[name] for name in model.devices):
+        _check_on_gpus(index, model)
+
+
+def _check_on_gpus(index: int, model: Model) -> None:
+    """What works on CPU devices only, or would fail when vLLM starts."""
+    if model.lending is not None:
         raise FieldError(
             f"model {model.name!r} runs on GPUs, and lending works on CPU devices only, "
-            "not yet on GPUs: leave it out",
+            "not yet on GPUs: its ring, mapped memory and attention are the host's. Leave it out",
             *("models", index, "lending"),
         )
+    for option in _PARALLEL_OPTIONS:
+        if model.engine.get(option, 1) != 1:
+            raise FieldError(
+                f"an engine of model {model.name!r} has one GPU, that of its device, and no other "
+                "to divide itself among: leave it out, or give the model several devices and "
+                "pipeline",
+                *("models", index, "engine", option),
+            )
 
 
 def _check_model_memory(config: Config, index: int, model: Model) -> None:

@@ -166,6 +166,10 @@ BAD_FIELDS = [
     ("    gpu: 0", "    cores: [2]", "devices[2].cores", "give it gpu, and no cores"),
     ("    gpu: 0", "    gpu: 0\n  - name: gpu1\n    kind: cuda\n    gpu: 0", "devices[3].gpu",
      "'gpu0' and 'gpu1' both claim gpu 0"),
+    ("devices: [core0, core1]\n    replicas: 2\n    kv_cache_memory: 512MiB\n    engine:\n"
+     "      max_model_len: 4096",
+     "devices: [gpu0]\n    engine:\n      tensor_parallel_size: 2",
+     "models[0].engine.tensor_parallel_size", "has one GPU, that of its device"),
     # Options of the engine that we set
     ("max_model_len: 4096", "port: 9000", "models[0].engine.port", "'server.port'"),
     ("max_model_len: 4096", "model: x", "models[0].engine.model", "'source'"),

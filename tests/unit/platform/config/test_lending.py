@@ -106,7 +106,7 @@ def test_lending_that_says_neither_what_is_lent_nor_borrowed_is_refused() -> Non
 
 def test_lending_is_not_yet_for_gpus() -> None:
     message = error_of(GOOD.replace("devices: [core1]", "devices: [gpu0]"))
-    assert re.search(r"^my\.yaml:22: models\[1\]\.lending: .*not yet on GPUs", message)
+    assert re.search(r"^my\.yaml:22: models\[1\]\.lending: .*not yet on GPUs: its ring", message)
 
 
 def test_what_is_said_of_lending_reaches_the_engines() -> None:
