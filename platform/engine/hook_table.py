@@ -1360,6 +1360,7 @@ TABLE: tuple[Hook, ...] = (
             "shared_kv_cache_layers",
             "cache_config",
             "compilation_config",
+            "device",
         ),
         HookKind.SUBCLASS,
         "KV memory with address space for all partitions; rows in order of their partitions.",

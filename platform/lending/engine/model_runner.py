@@ -33,7 +33,7 @@ class RemoteAttentionModelRunner(SeedKeepingModelRunner):
             kv_cache_config, torch.device("meta"), layout, kernel_block_sizes
         )
         nbytes = next(iter(placed.values())).untyped_storage().nbytes()
-        self.kv_memory = MappedMemory(nbytes)
+        self.kv_memory = MappedMemory(nbytes, self.device)
         caches = {name: self.kv_memory.tensor(like) for name, like in placed.items()}
         for cache in caches.values():
             cache.zero_()  # fail now, not in a step, if there is too little memory

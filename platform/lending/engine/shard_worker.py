@@ -81,7 +81,7 @@ class ShardWorker:
         needed: dict[str, Any] = {"least": own, **self._limits}
         if "heads" in spec:
             geometry = geometry_of_heads(every, spec["heads"])
-            blocks = room_without_heads(own, every, geometry.kv_heads)
+            blocks = room_without_heads(own, every, geometry.kv_heads, self._kv.device)
         else:
             layers = range(*spec["layers"])
             check_layers(layers, every, self._model.hidden_size)

@@ -11,11 +11,29 @@ import mmap
 
 import torch
 
+# What CUDA's driver maps at once, of GPUs with their own memory.
+_CUDA_PAGE = 2 * 2**20
+
+
+def page_bytes(device: torch.device) -> int:
+    """The least memory of a device that can be given back by itself."""
+    return mmap.PAGESIZE if device.type == "cpu" else _CUDA_PAGE
+
 
 class MappedMemory:
-    """One anonymous mapping of ``nbytes``, of which only written pages take memory."""
+    """One anonymous mapping of ``nbytes`` of the host, of which only written pages take memory."""
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        """
+        Args:
+            nbytes: address space.
+            device: on which the engine computes.
+
+        Raises:
+            ValueError: it does not compute on the host's memory.
+        """
+        if device.type != "cpu":
+            raise ValueError(f"KV memory that is lent is of the host, and this engine on {device}")
         self._memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._bytes = torch.frombuffer(self._memory, dtype=torch.int8)
 

@@ -9,16 +9,14 @@ outputs are only put side by side.
 
 from __future__ import annotations
 
-import mmap
 from dataclasses import replace
 
 import torch
 
+from loomserve.platform.lending.engine.memory.mapped import page_bytes
 from loomserve.platform.lending.engine.shards.shard import LocalKv, RemoteShard, room
 from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import Geometry
-
-PAGE_BYTES = mmap.PAGESIZE
 
 
 def geometry_of_heads(geometry: Geometry, heads: int) -> Geometry:
@@ -36,14 +34,14 @@ def geometry_of_heads(geometry: Geometry, heads: int) -> Geometry:
     return replace(geometry, kv_heads=heads, query_heads=heads * group)
 
 
-def room_without_heads(blocks: int, geometry: Geometry, heads: int) -> int:
-    """Return how many blocks fit into the memory of ``blocks`` once these heads have left."""
-    return room(blocks, *_shares_of(geometry, heads))
+def room_without_heads(blocks: int, geometry: Geometry, heads: int, device: torch.device) -> int:
+    """Return how many blocks fit into the memory of ``blocks`` once these heads have left it."""
+    return room(blocks, *_shares_of(geometry, heads, device))
 
 
-def _shares_of(geometry: Geometry, heads: int) -> tuple[int, int, int]:
+def _shares_of(geometry: Geometry, heads: int, device: torch.device) -> tuple[int, int, int]:
     """Only whole pages are given back: heads that share one with others leave no room."""
-    together = geometry.layer_block_bytes // geometry.kv_heads % PAGE_BYTES
+    together = geometry.layer_block_bytes // geometry.kv_heads % page_bytes(device)
     return (1, 0, 0) if together else (geometry.kv_heads, heads, 0)
 
 
@@ -55,7 +53,7 @@ class RemoteHeads(RemoteShard):
         every, remote = kv.geometry, borrower.ring.geometry
         self.kept = geometry_of_heads(every, every.kv_heads - remote.kv_heads)
         """The attention that stays."""
-        self._of_block = _shares_of(every, remote.kv_heads)
+        self._of_block = _shares_of(every, remote.kv_heads, kv.device)
         self._held = list(range(len(kv.caches)))
 
     @property

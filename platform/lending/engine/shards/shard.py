@@ -45,6 +45,11 @@ class LocalKv:
     numbers: int
     geometry: Geometry
 
+    @property
+    def device(self) -> torch.device:
+        """Where its caches are."""
+        return self.caches[0].device
+
 
 class RemoteShard(ABC):
     """Heads or layers that one lender computes for all requests, from :meth:`hand_over` on.

@@ -5,15 +5,17 @@ from __future__ import annotations
 import mmap
 
 import psutil
+import pytest
 import torch
 
 from loomserve.platform.lending.engine.memory.mapped import MappedMemory
 
 PAGES = 4096
+CPU = torch.device("cpu")
 
 
 def test_zeros_take_memory_when_they_are_written_and_give_it_back_in_parts() -> None:
-    memory, process = MappedMemory(PAGES * mmap.PAGESIZE), psutil.Process()
+    memory, process = MappedMemory(PAGES * mmap.PAGESIZE, CPU), psutil.Process()
     taken = memory.tensor(torch.empty(PAGES * mmap.PAGESIZE, dtype=torch.int8, device="meta"))
     before = process.memory_info().rss
     rows = taken.view(4, -1)
@@ -29,7 +31,7 @@ def test_zeros_take_memory_when_they_are_written_and_give_it_back_in_parts() -> 
 
 
 def test_a_page_that_is_released_in_part_stays() -> None:
-    memory = MappedMemory(3 * mmap.PAGESIZE)
+    memory = MappedMemory(3 * mmap.PAGESIZE, CPU)
     taken = memory.tensor(torch.empty(3 * mmap.PAGESIZE // 2, dtype=torch.float16, device="meta"))
     taken.fill_(1)
     memory.release(taken[8 : mmap.PAGESIZE + 8])
@@ -42,10 +44,15 @@ def test_a_page_that_is_released_in_part_stays() -> None:
 
 
 def test_a_tensor_lies_where_the_one_that_it_is_like_would_lie() -> None:
-    memory = MappedMemory(2 * mmap.PAGESIZE)
+    memory = MappedMemory(2 * mmap.PAGESIZE, CPU)
     whole = memory.tensor(torch.empty(mmap.PAGESIZE, dtype=torch.float16, device="meta"))
     planned = torch.empty(mmap.PAGESIZE, dtype=torch.float16, device="meta")
     every_other = memory.tensor(planned[7:].as_strided((3, 2), (4, 1), 7))
     every_other.fill_(1)
     assert whole.nonzero().flatten().tolist() == [7, 8, 11, 12, 15, 16]
     assert every_other.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
+
+
+def test_an_engine_on_a_gpu_gets_no_memory_of_the_host_in_its_place() -> None:
+    with pytest.raises(ValueError, match="of the host, and this engine on cuda:0"):
+        MappedMemory(mmap.PAGESIZE, torch.device("cuda", 0))

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from loomserve.platform.lending.engine.memory.mapped import page_bytes
 from loomserve.platform.lending.engine.shards import heads as remote_heads
 from loomserve.platform.lending.engine.shards.heads import (
     RemoteHeads,
@@ -30,6 +31,7 @@ from loomserve.platform.lending.ring.geometry import Geometry
 from loomserve.platform.lending.ring.ring import RingTask
 
 LAYERS, SIZE, HEAD, GROUP = 3, 4, 2, 2
+CPU = torch.device("cpu")
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -110,14 +112,22 @@ def cases(draw: st.DrawFn) -> tuple[int, int, int, list[int]]:
 @pytest.fixture(autouse=True, scope="module")
 def small_pages() -> Iterator[None]:
     """Only whole ones are given back."""
-    with patch.object(remote_heads, "PAGE_BYTES", 2 * SIZE * HEAD * 4):
+    with patch.object(remote_heads, "page_bytes", lambda _: 2 * SIZE * HEAD * 4):
         yield
 
 
 def test_heads_that_share_pages_with_others_make_no_room() -> None:
-    with patch.object(remote_heads, "PAGE_BYTES", 4 * SIZE * HEAD * 4):
-        assert room_without_heads(10, geometry(3), 2) == 10
-    assert room_without_heads(10, geometry(3), 2) == 30
+    with patch.object(remote_heads, "page_bytes", lambda _: 4 * SIZE * HEAD * 4):
+        assert room_without_heads(10, geometry(3), 2, CPU) == 10
+    assert room_without_heads(10, geometry(3), 2, CPU) == 30
+
+
+def test_heads_make_no_room_on_a_gpu_whose_pages_hold_many_of_them() -> None:
+    # 32 tokens of 128 numbers, keys and values, in float32: 32 KiB a head.
+    of = Geometry(4, 8, 4, 128, 32, "float32", 1.0, "vec")
+    with patch.object(remote_heads, "page_bytes", page_bytes):
+        assert room_without_heads(12, of, 2, CPU) == 24
+        assert room_without_heads(12, of, 2, torch.device("cuda")) == 12
 
 
 @given(cases())
