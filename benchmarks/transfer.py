@@ -39,7 +39,7 @@ from benchmarks.engine import BLOCK_TOKENS, offline_engine
 from benchmarks.report import Spread
 from benchmarks.result_files import machine, publish, said_by
 from benchmarks.store import LAYER_BYTES, LAYERS, memory_run, running_store
-from loomserve.kvstore.engine.memory import Bytes, KvMemory
+from loomserve.kvstore.engine.memory import BlockPieces, KvMemory
 from loomserve.kvstore.engine.transfer import Copied, TransferTime
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.models import catalog
@@ -78,15 +78,15 @@ class Link:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._memory, name)
 
-    def from_host(self, layer: int, first: int, pieces: Bytes) -> None:
+    def from_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
         begin = time.perf_counter()
-        self._memory.from_host(layer, first, pieces)
-        self._carry(pieces.nbytes, begin)
+        self._memory.from_host(layer, runs)
+        self._carry(sum(run.pieces.nbytes for run in runs), begin)
 
-    def to_host(self, layer: int, first: int, pieces: Bytes) -> None:
+    def to_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
         begin = time.perf_counter()
-        self._memory.to_host(layer, first, pieces)
-        self._carry(pieces.nbytes, begin)
+        self._memory.to_host(layer, runs)
+        self._carry(sum(run.pieces.nbytes for run in runs), begin)
 
     def _carry(self, size: int, begin: float) -> None:
         # Sleeps last longer than asked for: the next piece makes up for it, if it comes at once.

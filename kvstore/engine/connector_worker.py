@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from concurrent.futures import Future
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from loomserve.kvstore.engine.memory import BlockMemory, KvMemory, pin, stream_for
+from loomserve.kvstore.engine.batched_memory import memory_of
+from loomserve.kvstore.engine.memory import BlockMemory, pinned, stream_for
 from loomserve.kvstore.engine.messages import StepTransfers, Transferred
 from loomserve.kvstore.engine.transfer import Loader, Save, Saver
 from loomserve.kvstore.server.client import StoreClient
@@ -32,19 +34,21 @@ class StoreConnectorWorker:
         self._fetches: dict[str, Future[set[int]]] = {}
         self._reported = Transferred(0, 0.0, 0, 0.0)
         self._computed: set[int] = set()
+        self._closing = ExitStack()
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        memory = KvMemory(kv_caches)
-        stream = stream_for(memory.device)
+        memory = memory_of(kv_caches)
+        device = memory.device
         arena = Arena.attach(Path(self._options["arena"]))
-        pin(memory.device, arena.base_address, arena.nbytes)
+        self._closing.enter_context(pinned(device, arena.base_address, arena.nbytes))
         address = self._options["address"]
         self.memory = memory
+        # A stream each, so that a GPU copies both ways at once.
         self._threads = (
-            Loader(memory, arena, stream, StoreClient(address)),
+            Loader(memory, arena, stream_for(device), StoreClient(address)),
             # What is fetched must not keep a step's loads waiting.
-            Loader(memory, arena, stream_for(memory.device), StoreClient(address)),
-            Saver(memory, arena, stream, StoreClient(address), self._options["model"]),
+            Loader(memory, arena, stream_for(device), StoreClient(address)),
+            Saver(memory, arena, stream_for(device), StoreClient(address), self._options["model"]),
         )
 
     def settle(self) -> None:
@@ -133,3 +137,4 @@ class StoreConnectorWorker:
             for thread in self._threads:
                 thread.close()
             self._threads = None
+        self._closing.close()

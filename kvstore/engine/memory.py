@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +15,16 @@ import torch
 _logger = logging.getLogger(__name__)
 
 Bytes = npt.NDArray[np.uint8]
+
+
+class BlockPieces(NamedTuple):
+    """Blocks from ``first`` on, and the host's bytes of a layer of each, ``[blocks, layer_bytes]``.
+
+    The bytes of a block lie together, and blocks as far apart as their slots.
+    """
+
+    first: int
+    pieces: Bytes
 
 
 class BlockMemory(Protocol):
@@ -24,6 +36,7 @@ class BlockMemory(Protocol):
         layer_of: Number of each layer, by its name in vLLM.
         layers_here: Layers that the engine's own forward pass computes.
         beside_steps: Whether blocks may be copied while a forward pass runs.
+        copy_bytes: The most bytes of a copy; only then are checksums computed of it.
     """
 
     layers: int
@@ -31,22 +44,24 @@ class BlockMemory(Protocol):
     layer_of: Mapping[str, int]
     layers_here: frozenset[int]
     beside_steps: bool
+    # Few enough to be in the processor's cache for the checksums.
+    copy_bytes: int = 2**18
 
-    def to_host(self, layer: int, first: int, pieces: Bytes) -> None:
-        """Copy the layer of a run of blocks to ``pieces``, ``[blocks, layer_bytes]``."""
+    def to_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
+        """Copy the layer of these blocks to their pieces."""
 
-    def from_host(self, layer: int, first: int, pieces: Bytes) -> None:
-        """Copy ``pieces``, ``[blocks, layer_bytes]``, to the layer of a run of blocks."""
+    def from_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
+        """Copy these pieces to the layer of their blocks."""
 
     def on_host(self, layer: int, first: int, blocks: int) -> Bytes | None:
         """View of the engine's bytes, ``[blocks, layer_bytes]``; None: out of the CPU's reach."""
 
-    def equals_host(self, layer: int, first: int, pieces: Bytes) -> bool:
-        """Whether the layer of a run of blocks equals ``pieces``, ``[blocks, layer_bytes]``."""
+    def equals_host(self, layer: int, runs: Sequence[BlockPieces]) -> bool:
+        """Whether the layer of these blocks equals their pieces."""
 
 
 class KvMemory(BlockMemory):
-    """KV cache of an engine, copied to and from host memory.
+    """KV cache of an engine on a CPU, copied to and from the store's arena.
 
     ``kv_caches`` maps layer names, in the order of computation, to vLLM's views
     ``[blocks, kv_heads, block_size, 2 * head_size]``. The layout within a block depends on the
@@ -75,32 +90,29 @@ class KvMemory(BlockMemory):
         self.layers_here = frozenset(range(self.layers))
         self.layer_bytes = sizes.pop()
         self.device = self._rows[0].device
+
+    @cached_property
+    def _host_rows(self) -> list[Bytes]:
         # NumPy copies within host memory: torch would spread each piece over OpenMP's threads,
         # which compute the forward pass meanwhile.
-        self._host_rows = (
-            [rows.numpy() for rows in self._rows] if self.device.type == "cpu" else None
-        )
+        return [rows.numpy() for rows in self._rows]
 
-    def to_host(self, layer: int, first: int, pieces: Bytes) -> None:
-        run = slice(first, first + len(pieces))
-        if self._host_rows is not None:
-            np.copyto(pieces, self._host_rows[layer][run])
-        else:
-            torch.from_numpy(pieces).copy_(self._rows[layer][run], non_blocking=True)
+    def to_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
+        for first, pieces in runs:
+            np.copyto(pieces, self._host_rows[layer][first : first + len(pieces)])
 
-    def from_host(self, layer: int, first: int, pieces: Bytes) -> None:
-        run = slice(first, first + len(pieces))
-        if self._host_rows is not None:
-            np.copyto(self._host_rows[layer][run], pieces)
-        else:
-            self._rows[layer][run].copy_(torch.from_numpy(pieces), non_blocking=True)
+    def from_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
+        for first, pieces in runs:
+            np.copyto(self._host_rows[layer][first : first + len(pieces)], pieces)
 
     def on_host(self, layer: int, first: int, blocks: int) -> Bytes | None:
-        return None if self._host_rows is None else self._host_rows[layer][first : first + blocks]
+        return self._host_rows[layer][first : first + blocks]
 
-    def equals_host(self, layer: int, first: int, pieces: Bytes) -> bool:
-        rows = self._rows[layer][first : first + len(pieces)]
-        return bool(torch.equal(rows, torch.from_numpy(pieces).to(rows.device)))
+    def equals_host(self, layer: int, runs: Sequence[BlockPieces]) -> bool:
+        rows = self._host_rows[layer]
+        return all(
+            np.array_equal(rows[first : first + len(pieces)], pieces) for first, pieces in runs
+        )
 
 
 class HostStream:
@@ -111,7 +123,7 @@ class HostStream:
         return None
 
     def wait(self, mark: Any) -> None:
-        """Return when everything before ``mark`` has been computed."""
+        """Have copies that are issued from now on come after everything before ``mark``."""
 
     def settle(self) -> None:
         """Return when the copies issued so far are done."""
@@ -122,11 +134,13 @@ class HostStream:
 
 
 class CudaStream(HostStream):
-    """CUDA stream for copies beside the forward pass."""
+    """CUDA stream for the copies of one thread, beside the forward pass and other copies."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
-        self._current = torch.cuda.stream(self._stream)
+        # Its waits leave the core to others.
+        self._copied = torch.cuda.Event(blocking=True)
+        self._entered: list[AbstractContextManager[None]] = []
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
@@ -134,25 +148,36 @@ class CudaStream(HostStream):
         return event
 
     def wait(self, mark: torch.cuda.Event) -> None:
-        mark.synchronize()
+        self._stream.wait_event(mark)
 
     def settle(self) -> None:
-        self._stream.synchronize()
+        self._copied.record(self._stream)
+        self._copied.synchronize()
 
     def __enter__(self) -> None:
-        self._current.__enter__()
+        # Which stream is current is of a thread, so the context is made in the one that copies.
+        current = torch.cuda.stream(self._stream)
+        current.__enter__()
+        self._entered.append(current)
 
-    def __exit__(self, *exception: object) -> None:
-        self._current.__exit__(*exception)
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)
 
 
-def pin(device: torch.device, address: int, nbytes: int) -> None:
-    """Register host memory with the GPU; copies of other memory block and are slower."""
+@contextmanager
+def pinned(device: torch.device, address: int, nbytes: int) -> Iterator[None]:
+    """Host memory that is registered with the GPU meanwhile: it copies no other by itself."""
     if device.type != "cuda":
+        yield
         return
-    error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0)
-    if int(error):
-        _logger.warning("the KV arena cannot be pinned (CUDA error %s)", error)
+    error = torch.cuda.cudart().cudaHostRegister(address, nbytes, 0).value
+    if error:
+        _logger.warning("the KV arena cannot be pinned (CUDA error %s): copies are slow", error)
+    try:
+        yield
+    finally:
+        if not error:
+            torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def stream_for(device: torch.device) -> HostStream:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from loomserve.kvstore.engine.memory import BlockMemory, HostStream
+from loomserve.kvstore.engine.memory import BlockMemory, BlockPieces, HostStream
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient, StoreRefusedError
 from loomserve.kvstore.server.protocol import (
@@ -40,9 +40,6 @@ from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import PAGE, BlockLayout, layer_digest, seed
 
 _logger = logging.getLogger(__name__)
-
-# Bytes of a copy, few enough to be in the processor's cache for the checksums.
-_CACHED_BYTES = 2**18
 
 
 @dataclass(frozen=True)
@@ -91,6 +88,9 @@ class BlockRun:
     pieces: NDArray[np.uint8]
     checksums: NDArray[np.uint64]
     seeds: Sequence[int]
+
+    def of(self, layer: int) -> BlockPieces:
+        return BlockPieces(self.first, self.pieces[:, layer])
 
 
 class Copied(NamedTuple):
@@ -152,7 +152,7 @@ class TransferThread:
     ) -> Iterator[BlockRun]:
         """Copies between ``slots`` and ``blocks``, as few as contiguity allows."""
         pages = self._layout.slot_bytes // PAGE
-        most = max(1, _CACHED_BYTES // self.memory.layer_bytes)
+        most = max(1, self.memory.copy_bytes // self.memory.layer_bytes)
 
         def run_of(at: tuple[int, tuple[int, int]]) -> tuple[int, int, int]:
             number, (slot, block) = at
@@ -165,6 +165,19 @@ class TransferThread:
             view = view.reshape(len(places), self._layout.slot_bytes)
             seeds = [seed(namespace, keys[n * KEY_BYTES :][:KEY_BYTES]) for n in numbers]
             yield BlockRun(block, self._layout.pieces(view), self._layout.checksums(view), seeds)
+
+    def _copies(self, runs: Iterable[BlockRun]) -> list[list[BlockRun]]:
+        """The runs, together as far as a copy goes."""
+        most = max(1, self.memory.copy_bytes // self.memory.layer_bytes)
+        copies: list[list[BlockRun]] = []
+        blocks = most
+        for run in runs:
+            blocks += len(run.seeds)
+            if blocks > most:
+                copies.append([])
+                blocks = len(run.seeds)
+            copies[-1].append(run)
+        return copies
 
     def _tell(self, message: Release | Abandon | Commit | Corrupt) -> None:
         try:
@@ -227,11 +240,11 @@ class Loader(TransferThread):
     def _run(self, loads: Sequence[Load], step: LoadStep) -> set[int]:
         try:
             ahead: list[BlockRun] = []
-            runs = [run for load in loads for run in self._split(load, ahead)]
+            runs = self._copies([run for load in loads for run in self._split(load, ahead)])
             with self._stream:
                 self._stream.wait(step.mark)
                 for layer in range(self.memory.layers):
-                    step.failed.update(self._load_layer(layer, ahead))
+                    step.failed.update(self._load_layer(layer, self._copies(ahead)))
                 step.ahead.set()
                 for layer, event in enumerate(step.loaded):
                     step.failed.update(self._load_layer(layer, runs))
@@ -252,15 +265,16 @@ class Loader(TransferThread):
         keys = keys[rest * KEY_BYTES :]
         ahead += self._runs(load.namespace, keys, load.slots[rest:], load.blocks[rest:])
 
-    def _load_layer(self, layer: int, runs: Sequence[BlockRun]) -> list[int]:
+    def _load_layer(self, layer: int, copies: Sequence[Sequence[BlockRun]]) -> list[int]:
         """Load a layer; returns the engine's blocks that hold wrong bytes of it."""
         begin = time.perf_counter()
         failed: list[int] = []
-        for run in runs:
-            self.memory.from_host(layer, run.first, run.pieces[:, layer])
+        for runs in copies:
+            self.memory.from_host(layer, [run.of(layer) for run in runs])
             self._stream.settle()
-            failed += self._wrong(layer, run)
-        self.time.add(_layer_bytes(layer, runs), time.perf_counter() - begin)
+            for run in runs:
+                failed += self._wrong(layer, run)
+        self.time.add(_layer_bytes(layer, copies), time.perf_counter() - begin)
         return failed
 
     def _wrong(self, layer: int, run: BlockRun) -> Iterator[int]:
@@ -383,10 +397,10 @@ class Saver(TransferThread):
         writers: list[tuple[int, Save]] = []
         whole = False
         try:
-            runs = list(self._reserve(saves, writers))
+            copies = self._copies(list(self._reserve(saves, writers)))
             with self._stream:
                 whole = all(
-                    self._save_layer(layer, runs, step) for layer in range(self.memory.layers)
+                    self._save_layer(layer, copies, step) for layer in range(self.memory.layers)
                 )
         except Exception:
             _logger.exception("saving KV blocks failed")
@@ -432,36 +446,40 @@ class Saver(TransferThread):
             self._refused.add(refusal)
             _logger.warning("nothing of this model is saved: %s", refusal)
 
-    def _save_layer(self, layer: int, runs: Sequence[BlockRun], step: SaveStep) -> bool:
+    def _save_layer(self, layer: int, copies: Sequence[Sequence[BlockRun]], step: SaveStep) -> bool:
         """Save a layer; returns whether its bytes are whole in their slots."""
-        if not runs:
+        if not copies:
             return True
         if not (step.in_time(step.computed[layer]) and step.sound):
             return False
         begin = time.perf_counter()
         self._stream.wait(step.marks[layer])
         whole = True
-        for run in runs:
-            self.memory.to_host(layer, run.first, run.pieces[:, layer])
+        for runs in copies:
+            self.memory.to_host(layer, [run.of(layer) for run in runs])
             self._stream.settle()
-            whole = self._seal(layer, run) and whole
-        self.time.add(_layer_bytes(layer, runs), time.perf_counter() - begin)
+            whole = self._seal(layer, runs) and whole
+        self.time.add(_layer_bytes(layer, copies), time.perf_counter() - begin)
         return whole
 
-    def _seal(self, layer: int, run: BlockRun) -> bool:
+    def _seal(self, layer: int, runs: Sequence[BlockRun]) -> bool:
         """Store the layer's checksums; returns whether the slots hold the engine's bytes.
 
         A writer that the store gave up may still write here, even after the copy. So the checksum
         is of the engine's bytes; if the CPU cannot read those, the slots are compared with them.
         """
-        own = self.memory.on_host(layer, run.first, len(run.seeds))
-        pieces = run.pieces[:, layer]
-        run.checksums[:, layer] = [
-            layer_digest(piece, layer, block_seed)
-            for piece, block_seed in zip(pieces if own is None else own, run.seeds, strict=True)
-        ]
-        return own is not None or self.memory.equals_host(layer, run.first, pieces)
+        unread: list[BlockPieces] = []
+        for run in runs:
+            own = self.memory.on_host(layer, run.first, len(run.seeds))
+            if own is None:
+                unread.append(run.of(layer))
+            pieces = run.pieces[:, layer] if own is None else own
+            run.checksums[:, layer] = [
+                layer_digest(piece, layer, block_seed)
+                for piece, block_seed in zip(pieces, run.seeds, strict=True)
+            ]
+        return not unread or self.memory.equals_host(layer, unread)
 
 
-def _layer_bytes(layer: int, runs: Sequence[BlockRun]) -> int:
-    return sum(run.pieces[:, layer].nbytes for run in runs)
+def _layer_bytes(layer: int, copies: Sequence[Sequence[BlockRun]]) -> int:
+    return sum(run.pieces[:, layer].nbytes for runs in copies for run in runs)

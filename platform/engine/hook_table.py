@@ -1128,6 +1128,13 @@ TABLE: tuple[Hook, ...] = (
         "kvstore/engine/messages.py",
     ),
     Hook(
+        "vllm._custom_ops",
+        ("swap_blocks_batch(src_ptrs, dst_ptrs, sizes)",),
+        HookKind.READ,
+        "Copies many KV blocks between a GPU and the store in one call.",
+        "kvstore/engine/batched_memory.py",
+    ),
+    Hook(
         "vllm.v1.core.sched.output:KVConnectorBlockState",
         ("block_ids|get_block_ids",),
         HookKind.READ,

@@ -7,7 +7,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from loomserve.kvstore.engine.memory import KvMemory, pin, stream_for
+from loomserve.kvstore.engine.batched_memory import memory_of
+from loomserve.kvstore.engine.memory import pinned, stream_for
 from loomserve.kvstore.engine.transfer import Load, Loader, Save, Saver
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreClient
@@ -221,12 +222,13 @@ class _Worker:
         place = torch.device(device.kind)
         shape = (layout.layers, blocks, layout.layer_bytes)
         cache = torch.randint(0, 255, shape, dtype=torch.uint8, device=place)
-        memory = KvMemory({str(layer): cache[layer] for layer in range(layout.layers)})
+        memory = memory_of({str(layer): cache[layer] for layer in range(layout.layers)})
         arena = Arena.attach(store_options.arena)
-        pin(place, arena.base_address, arena.nbytes)
-        stream = stream_for(place)
-        self._loader = Loader(memory, arena, stream, StoreClient(store_options.address))
-        self._saver = Saver(memory, arena, stream, StoreClient(store_options.address), "profile")
+        self._closing = ExitStack()
+        self._closing.enter_context(pinned(place, arena.base_address, arena.nbytes))
+        clients = [StoreClient(store_options.address) for _ in range(2)]
+        self._loader = Loader(memory, arena, stream_for(place), clients[0])
+        self._saver = Saver(memory, arena, stream_for(place), clients[1], "profile")
         self._client = StoreClient(store_options.address, timeout_ms=10_000)
         self._layers = range(layout.layers)
 
@@ -257,6 +259,7 @@ class _Worker:
     def close(self) -> None:
         for part in (self._loader, self._saver, self._client):
             part.close()
+        self._closing.close()
 
     def _find(self, keys: bytes, blocks: int) -> Found:
         """Look the blocks up, until the save is committed: a moment after it is finished."""

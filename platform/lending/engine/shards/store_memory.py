@@ -5,12 +5,12 @@ Copies go through the lender's task ring. A forward pass uses that, too, so none
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
-from loomserve.kvstore.engine.memory import BlockMemory, Bytes
+from loomserve.kvstore.engine.memory import BlockMemory, BlockPieces, Bytes
 from loomserve.platform.lending.engine.shards.shard import RemoteShard
 from loomserve.platform.lending.ring.geometry import Geometry
 
@@ -40,18 +40,22 @@ class ShardedMemory(BlockMemory):
         self._shape = (geometry.kv_heads, 2 * geometry.block_size, geometry.head_size)
         self._dtype: torch.dtype = getattr(torch, geometry.dtype)
 
-    def to_host(self, layer: int, first: int, pieces: Bytes) -> None:
-        np.copyto(pieces, self._read(layer, first, len(pieces)))
+    def to_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
+        for first, pieces in runs:
+            np.copyto(pieces, self._read(layer, first, len(pieces)))
 
-    def from_host(self, layer: int, first: int, pieces: Bytes) -> None:
-        rows = torch.from_numpy(pieces).view(self._dtype).view(len(pieces), *self._shape)
-        self._copy(self._shard.write_whole, layer, first, rows)
+    def from_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
+        for first, pieces in runs:
+            rows = torch.from_numpy(pieces).view(self._dtype).view(len(pieces), *self._shape)
+            self._copy(self._shard.write_whole, layer, first, rows)
 
     def on_host(self, layer: int, first: int, blocks: int) -> None:
         """Some of the bytes are in the lender's process."""
 
-    def equals_host(self, layer: int, first: int, pieces: Bytes) -> bool:
-        return bool(np.array_equal(pieces, self._read(layer, first, len(pieces))))
+    def equals_host(self, layer: int, runs: Sequence[BlockPieces]) -> bool:
+        return all(
+            np.array_equal(pieces, self._read(layer, first, len(pieces))) for first, pieces in runs
+        )
 
     def _read(self, layer: int, first: int, blocks: int) -> Bytes:
         rows = torch.empty((blocks, *self._shape), dtype=self._dtype)

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from loomserve.kvstore.engine import transfer
-from loomserve.kvstore.engine.memory import HostStream, KvMemory
+from loomserve.kvstore.engine.memory import BlockPieces, HostStream, KvMemory
 from loomserve.kvstore.engine.transfer import Copied, Load, Loader, Save, Saver, TransferTime
 from loomserve.kvstore.index.eviction import lru
 from loomserve.kvstore.index.index import Index
@@ -93,9 +93,10 @@ class Engine:
         stream: HostStream | None = None,
         # More than in service, so that a busy machine does not look like a store away.
         timeout_ms: int = 2000,
+        make: Callable[[Mapping[str, torch.Tensor]], KvMemory] = KvMemory,
     ) -> None:
         self.caches = random_caches(number)
-        memory = KvMemory({f"layer {i}": self.caches[i] for i in range(LAYERS)})
+        memory = make({f"layer {i}": self.caches[i] for i in range(LAYERS)})
         arena = Arena.attach(store.folder / "arena")
         stream = stream or HostStream()
         clients = [StoreClient(store.address, timeout_ms) for _ in range(2)]
@@ -221,7 +222,7 @@ def test_blocks_in_a_row_and_scattered_ones_arrive_alike(
     blocks: list[int],
     together: int,
 ) -> None:
-    monkeypatch.setattr(transfer, "_CACHED_BYTES", together * LAYER_BYTES)
+    monkeypatch.setattr(KvMemory, "copy_bytes", together * LAYER_BYTES)
     one, other = engines
     one.save([save_of("a", blocks)])
     store.settled()
@@ -544,13 +545,13 @@ def test_blocks_whose_dimensions_are_permuted_move_whole() -> None:
     base = torch.arange(2 * 4 * 3 * 8, dtype=torch.int16).reshape(2, 4, 3, 8)
     memory = KvMemory({"layer": base.permute(0, 2, 1, 3)})
     pieces = np.zeros((1, 4 * 3 * 8 * 2), np.uint8)
-    memory.to_host(0, 1, pieces)
+    memory.to_host(0, [BlockPieces(1, pieces)])
     assert pieces.tobytes() == base[1].numpy().tobytes()
-    memory.from_host(0, 0, pieces)
+    memory.from_host(0, [BlockPieces(0, pieces)])
     assert torch.equal(base[0], base[1])
-    assert memory.equals_host(0, 0, pieces)
+    assert memory.equals_host(0, [BlockPieces(0, pieces)])
     base[0, 3, 2, 7] += 1
-    assert not memory.equals_host(0, 0, pieces)
+    assert not memory.equals_host(0, [BlockPieces(0, pieces)])
 
 
 def test_layers_that_share_their_kv_are_one() -> None:
