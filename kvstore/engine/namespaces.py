@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from vllm.config import VllmConfig
 from vllm.lora.request import LoRARequest
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheSpec
 from vllm.version import __version__ as vllm_version
 
@@ -35,7 +36,7 @@ class Namespaces:
             "model": model.compute_hash(),
             "kv_dtype": f"{cache.cache_dtype} {spec.dtype}",
             "block": [self.block_size, spec.page_size_bytes],
-            "layout": f"{layout} {_instruction_set()}",
+            "layout": f"{layout} {_inside_of_blocks(vllm_config)}",
             "layers": model.get_total_num_hidden_layers(),
             "parallel": [parallel.tensor_parallel_size, parallel.pipeline_parallel_size],
             "vllm": vllm_version,
@@ -68,7 +69,15 @@ def _weights(model: str, revision: str | None, digests: Path) -> str:
     return folder_digest(Path(folder), digests)
 
 
+def _inside_of_blocks(config: VllmConfig) -> str:
+    """What the order of numbers within a block depends on, beside its layout."""
+    if current_platform.is_cpu():
+        return _instruction_set()
+    # By these vLLM chooses the attention backend, whose keys and values lie as it has them.
+    capability = current_platform.get_device_capability()
+    return f"cuda {capability and tuple(capability)} {config.attention_config.compute_hash()}"
+
+
 def _instruction_set() -> str:
-    """The CPU's kind, on which the inside of a block depends where the device is a CPU."""
     capabilities = torch.backends.cpu.get_cpu_capability()
     return f"{capabilities} amx={torch.cpu._is_amx_tile_supported()}"

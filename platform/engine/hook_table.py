@@ -1128,6 +1128,20 @@ TABLE: tuple[Hook, ...] = (
         "kvstore/engine/messages.py",
     ),
     Hook(
+        "vllm.platforms.interface:Platform",
+        ("is_cpu", "get_device_capability(device_id)"),
+        HookKind.READ,
+        "Of what the bytes of a KV block are.",
+        "kvstore/engine/namespaces.py",
+    ),
+    Hook(
+        "vllm.config:AttentionConfig",
+        ("compute_hash",),
+        HookKind.READ,
+        "The same, on a GPU.",
+        "kvstore/engine/namespaces.py",
+    ),
+    Hook(
         "vllm._custom_ops",
         ("swap_blocks_batch(src_ptrs, dst_ptrs, sizes)",),
         HookKind.READ,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from vllm.lora.request import LoRARequest
 
+from loomserve.kvstore.engine import namespaces
 from loomserve.kvstore.engine.namespaces import Namespaces
 
 
@@ -20,8 +21,7 @@ def folder(path: Path, content: bytes) -> Path:
     return path
 
 
-@pytest.fixture
-def names(tmp_path: Path) -> Namespaces:
+def made(tmp_path: Path, layout: str = "LBHNC", attention: str = "auto") -> Namespaces:
     model = folder(tmp_path / "model", b"base")
     config: Any = SimpleNamespace(
         model_config=SimpleNamespace(
@@ -35,9 +35,44 @@ def names(tmp_path: Path) -> Namespaces:
         ),
         cache_config=SimpleNamespace(cache_dtype="auto"),
         load_config=SimpleNamespace(load_format="auto"),
+        attention_config=SimpleNamespace(compute_hash=lambda: attention),
     )
     spec: Any = SimpleNamespace(block_size=32, dtype=torch.float32, page_size_bytes=64)
-    return Namespaces(config, "LBHNC", spec, tmp_path / "digests")
+    return Namespaces(config, layout, spec, tmp_path / "digests")
+
+
+@pytest.fixture
+def names(tmp_path: Path) -> Namespaces:
+    return made(tmp_path)
+
+
+def test_blocks_of_a_gpu_are_told_apart_by_what_their_bytes_depend_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def of(
+        *, cpu: bool, avx: str = "AVX2", capability: tuple[int, int] = (9, 0), **options: str
+    ) -> bytes:
+        monkeypatch.setattr(namespaces.current_platform, "is_cpu", lambda: cpu)
+        monkeypatch.setattr(
+            namespaces.current_platform, "get_device_capability", lambda: capability
+        )
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: avx)
+        return made(tmp_path, **options).of_ranks(None)[0]
+
+    on_gpu, on_cpu = of(cpu=False), of(cpu=True)
+    # Two machines with the same GPU share blocks, whatever their CPUs are.
+    assert of(cpu=False, avx="AVX512") == on_gpu
+    different = [
+        on_gpu,
+        on_cpu,
+        of(cpu=False, layout="LBNHC"),
+        of(cpu=False, capability=(10, 0)),
+        of(cpu=False, attention="FLASHINFER"),
+        of(cpu=True, avx="AVX512"),
+        of(cpu=True, layout="LBNHC"),
+    ]
+    assert len(set(different)) == len(different)
+    assert of(cpu=True, capability=(10, 0), attention="FLASHINFER") == on_cpu
 
 
 def test_an_adapter_has_namespaces_of_its_own_by_its_weights(
