@@ -118,7 +118,7 @@ check-day: install ## twenty minutes of bursts, moves and failures; see that no 
 performance: install ## make the pages' figures from the files of results that they cite
 	@$(PYTHON) -m benchmarks.pages
 
-dashboards: install ## write Grafana's dashboards from their tables
+dashboards: install ## write Grafana's dashboards from their tables, and the chart's files of them and of alerts
 	@$(PYTHON) -m dashboards
 
 hashes: install ## write hashes.txt anew, after a change of constraints.txt

@@ -11,11 +11,12 @@ import kubernetes_validate
 import yaml
 
 from tests.unit.kubernetes.chart import ROOT, Manifest
+from tests.unit.kubernetes.monitoring_schemas import MONITORING
 
 NEWEST, OLDEST = "1.37", "1.30"
 CRDS = ROOT / "k8s/crds-for-tests"
 # What the tests have no schema of; their shape is asserted by hand.
-OTHERS = {"PodMonitor", "HTTPRoute"}
+OTHERS = {"HTTPRoute"}
 
 
 def problems(manifest: Manifest, version: str = NEWEST) -> list[str]:
@@ -23,7 +24,10 @@ def problems(manifest: Manifest, version: str = NEWEST) -> list[str]:
     if manifest["kind"] in OTHERS:
         return []
     if manifest["apiVersion"].startswith("ray.io/"):
-        return _problems_of_ray(manifest)
+        schema = _schema(manifest["kind"])
+        return _problems_by(schema, _with_defaults(copy.deepcopy(manifest), schema))
+    if manifest["kind"] in MONITORING:
+        return _problems_by(MONITORING[manifest["kind"]], manifest)
     try:
         kubernetes_validate.validate(manifest, version, strict=True)
     except kubernetes_validate.ValidationError as error:
@@ -31,12 +35,10 @@ def problems(manifest: Manifest, version: str = NEWEST) -> list[str]:
     return []
 
 
-def _problems_of_ray(manifest: Manifest) -> list[str]:
-    schema = _schema(manifest["kind"])
-    filled = _with_defaults(copy.deepcopy(manifest), schema)
+def _problems_by(schema: dict[str, Any], manifest: Manifest) -> list[str]:
     return [
         f"{'.'.join(map(str, error.path))}: {error.message}"
-        for error in jsonschema.Draft202012Validator(schema).iter_errors(filled)
+        for error in jsonschema.Draft202012Validator(schema).iter_errors(manifest)
     ]
 
 

@@ -64,7 +64,19 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
     "own claim": ("node-cpu", {"storage": {"state": {"existingClaim": "s"}}}),
     "own secret": ("nodes-cpu", {"secrets": {"existing": "ours"}}),
     "route": ("node-cpu", {"route": {"enabled": True, "parentRefs": [{"name": "public"}]}}),
-    "monitoring": ("nodes-cpu", {"monitoring": {"enabled": True}}),
+    "monitoring": (
+        "nodes-cpu",
+        {"monitoring": {"enabled": True, "labels": {"release": "prometheus"}}},
+    ),
+    "alerts": (
+        "node-cpu",
+        {"monitoring": {"rules": {"enabled": True, "labels": {"release": "prometheus"}}}},
+    ),
+    "no dashboards": ("node-cpu", {"monitoring": {"dashboards": {"enabled": False}}}),
+    "dashboards in a folder": (
+        "node-cpu",
+        {"monitoring": {"dashboards": {"annotations": {"grafana_folder": "Loomserve"}}}},
+    ),
     "no policies": (
         "nodes-cpu",
         {"networkPolicy": {"enabled": False}, "podDisruptionBudget": {"enabled": False}},
@@ -342,10 +354,4 @@ def test_what_has_no_schema_here_names_ports_and_services_that_there_are() -> No
     assert route["matches"] == [{"path": {"type": "PathPrefix", "value": "/v1"}}]
     # KubeRay's name of it.
     assert route["backendRefs"] == [{"name": "loom-serve-svc", "port": 8000}]
-    (endpoint,) = only(made, "PodMonitor")["spec"]["podMetricsEndpoints"]
-    assert endpoint["authorization"]["credentials"] == {
-        "name": "loom-tokens",
-        "key": "metrics-token",
-    }
-    assert (endpoint["port"], endpoint["path"]) == ("serve", "/metrics")
     assert {each["kind"] for each in made} >= OTHERS

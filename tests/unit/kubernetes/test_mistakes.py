@@ -42,6 +42,16 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "a misspelt value": ("node-cpu", {"monitorin": {"enabled": True}}, "monitorin"),
     "a misspelt value within": ("node-cpu", {"storage": {"stat": {}}}, "stat"),
+    "a label that is no text": (
+        "node-cpu",
+        {"monitoring": {"dashboards": {"labels": {"grafana_dashboard": 1}}}},
+        "grafana_dashboard",
+    ),
+    "alerts by another name": (
+        "node-cpu",
+        {"monitoring": {"alerts": {"enabled": True}}},
+        "alerts",
+    ),
     "a route to nowhere": ("node-cpu", {"route": {"enabled": True}}, "route.parentRefs"),
 }
 
@@ -115,17 +125,39 @@ def test_the_operators_rules_see(case: str) -> None:
     assert broken_rules(service) != []
 
 
+def _endpoint(spec: Any) -> Any:
+    return spec["podMetricsEndpoints"][0]
+
+
+def _rule(spec: Any) -> Any:
+    return spec["groups"][0]["rules"][0]
+
+
 @pytest.mark.parametrize(
     ("kind", "name", "mistake"),
     [
+        ("PodMonitor", "loom", lambda spec: spec.update(selectors={})),
+        ("PodMonitor", "loom", lambda spec: spec.pop("selector")),
+        ("PodMonitor", "loom", lambda spec: _endpoint(spec).update(ports="serve")),
+        ("PodMonitor", "loom", lambda spec: _endpoint(spec).update(interval="15")),
+        ("PodMonitor", "loom", lambda spec: _endpoint(spec).update(port=8000)),
+        ("PrometheusRule", "loom", lambda spec: _rule(spec).update({"for": "2 minutes"})),
+        ("PrometheusRule", "loom", lambda spec: _rule(spec).update(fors="2m")),
+        ("PrometheusRule", "loom", lambda spec: _rule(spec).pop("expr")),
+        ("PrometheusRule", "loom", lambda spec: _rule(spec)["labels"].update(severity=1)),
+        ("PrometheusRule", "loom", lambda spec: spec["groups"][0].pop("name")),
+        ("PrometheusRule", "loom", lambda spec: spec.update(rules=[])),
+        ("ConfigMap", "loom-dashboards", lambda spec: spec.update({"a.json": 1})),
         ("PodDisruptionBudget", "loom-node", lambda spec: spec.update(minAvailabel=1)),
         ("StatefulSet", "loom", lambda spec: spec.update(replica=2)),
         ("NetworkPolicy", "loom", lambda spec: spec["ingress"].append({"form": []})),
         ("Service", "loom", lambda spec: spec["ports"].append({"port": "http"})),
     ],
 )
-def test_kubernetes_schemas_see(kind: str, name: str, mistake: Callable[[Any], Any]) -> None:
-    manifest = copy.deepcopy(only(render(values_of("node-cpu")), kind, name))
+def test_schemas_see(kind: str, name: str, mistake: Callable[[Any], Any]) -> None:
+    watched = {"monitoring": {"enabled": True, "rules": {"enabled": True}}}
+    values = merged(values_of("node-cpu"), watched)
+    manifest = copy.deepcopy(only(render(values), kind, name))
     assert problems(manifest) == []
-    mistake(manifest["spec"])
+    mistake(manifest.get("spec") or manifest["data"])
     assert problems(manifest) != []
