@@ -85,7 +85,7 @@ def check_nodes_listening(config: Config) -> None:
         StartError: something does.
     """
     asked = {
-        name: _look_at_listening.options(resources=on_node(name)).remote(config.server.port)
+        name: _look_at_listening.options(resources=on_node(name)).remote(config.server.ports)
         for name in config.nodes
     }
     for name, work in asked.items():
@@ -144,10 +144,10 @@ def _check_node(config: str, name: str, base: str) -> NodeReport | str:
 
 
 @ray.remote(num_cpus=0, max_retries=0)  # type: ignore[untyped-decorator]
-def _look_at_listening(server_port: int) -> NodeReport | str:
+def _look_at_listening(server_ports: tuple[int, ...]) -> NodeReport | str:
     try:
         ours = [one for one in processes_of(own_run()) if _is_ours(one)]
-        check_listening(ours, server_port, node_address())
+        check_listening(ours, server_ports, node_address())
     except StartError as error:
         return str(error)
     return NodeReport(memory=0)

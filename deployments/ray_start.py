@@ -117,7 +117,7 @@ class OwnRay:
 
     def check_listening(self, config: Config) -> None:
         mine = psutil.Process().children(recursive=True)
-        check_listening(mine, config.server.port)
+        check_listening(mine, config.server.ports)
 
     def end(self) -> None:
         import ray

@@ -51,7 +51,7 @@ from loomserve.platform.access.metrics import KeyMetrics
 from loomserve.platform.access.model_meter import ModelMeter
 from loomserve.platform.access.policy.bank import LimitAnswer, LimitReport
 from loomserve.platform.access.request_meter import RequestMeter
-from loomserve.platform.access.shared_counts import LOOK_S, Counts, OnlyOne
+from loomserve.platform.access.shared_counts import LOOK_S, OnlyOne
 from loomserve.platform.access.token_meter import SAVE_S, TokenMeter, usage_path
 from loomserve.platform.base.errors import Conflict
 from loomserve.platform.base.generation import LatestGeneration
@@ -70,17 +70,13 @@ from loomserve.platform.fleet.messages import (
     Routes,
 )
 from loomserve.platform.fleet.nodes import GatewayHeartbeat, GatewayOrders
-from loomserve.platform.http.address_limit import AddressLimit
 from loomserve.platform.http.audit_log import AuditLog
 from loomserve.platform.http.console.files import console_routes
 from loomserve.platform.http.direct_posts import DirectPosts
 from loomserve.platform.http.ingress import exception_handlers, ingress_middleware, respond
+from loomserve.platform.http.ingress.listeners import Listeners
 from loomserve.platform.http.ingress.traces import IngressTraces
 from loomserve.platform.http.other_front_ends import OtherFrontEnds, take_place
-from loomserve.platform.http.protocol import Bounds, bounded_protocol
-from loomserve.platform.http.server import HttpServer, listen
-from loomserve.platform.http.tls import LiveCertificate
-from loomserve.platform.http.tls_listener import TlsOptions
 from loomserve.platform.lengths.service import LengthPredictions
 from loomserve.platform.requests.engine_request import FORWARDED, EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -172,7 +168,7 @@ class Gateway:
         )
         page = self._metrics_page(registry, key_metrics, with_batches=options is not None)
         self._audit = AuditLog(Path(self._server.audit_log)) if self._server.audit_log else None
-        self._http = self._http_server(page, streamed={FILES} if batch else set())
+        self._http = self._listeners(page, streamed={FILES} if batch else set())
         # A gateway that restarts must not answer before it knows the models.
         self._controllers = LatestGeneration()
         self._version = self._apply(await self._controller.watch.remote(_NO_VERSION))
@@ -255,7 +251,7 @@ class Gateway:
             others=self._others,
         )
 
-    def _http_server(self, page: MetricsPage, streamed: Collection[str]) -> HttpServer:
+    def _listeners(self, page: MetricsPage, streamed: Collection[str]) -> Listeners:
         server = self._server
         app = ingress_middleware(
             self._build_app(page),
@@ -267,10 +263,7 @@ class Gateway:
             requests=self._requests,
             traces=_traces(self._tracer),
         )
-        sock = listen(server.host, server.port, shared=True)
-        by_address = _address_limit(server, self._others.counts)
-        protocol = bounded_protocol(_bounds(server, by_address))
-        return HttpServer(app, sock, protocol=protocol, tls=_tls_options(server, by_address))
+        return Listeners(app, server, self._others.counts)
 
     def _build_app(self, page: MetricsPage) -> ASGIApp:
         endpoints = {path: self._clients.at(path) for path in FORWARDED}
@@ -357,30 +350,6 @@ def _saving(period_s: float, save: Callable[[], None]) -> asyncio.Task[None]:
 def _usage_meter(server: Server, registry: CollectorRegistry, node: str | None) -> UsageMeter:
     files = UsageFiles(usage_folder_path(server, Path()), node)
     return UsageMeter(UsageMetrics(registry), files)
-
-
-def _address_limit(server: Server, counts: Counts) -> AddressLimit:
-    return AddressLimit(
-        server.max_connections_per_address or max(1, server.max_connections // 4),
-        spare_loopback=server.max_connections_per_address is None,
-        counts=counts,
-    )
-
-
-def _bounds(server: Server, by_address: AddressLimit) -> Bounds:
-    return Bounds(
-        head_timeout_s=server.header_timeout_s,
-        max_connections=server.max_connections,
-        by_address=by_address,
-        send_timeout_s=server.send_timeout_s,
-    )
-
-
-def _tls_options(server: Server, by_address: AddressLimit) -> TlsOptions | None:
-    if server.tls is None:
-        return None
-    certificate = LiveCertificate(server.tls)
-    return TlsOptions(certificate, server.header_timeout_s, server.max_connections, by_address)
 
 
 async def _health(request: Request) -> Response:

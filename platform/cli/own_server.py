@@ -70,13 +70,13 @@ def tenancy(config: Config) -> Iterator[str]:
         )
 
 
-def url_of(server: Server) -> str:
-    """URL at which this machine reaches the server."""
+def url_of(server: Server, port: int | None = None) -> str:
+    """URL at which this machine reaches the server; ``port`` is that of clients without one."""
     host = server.host
     if host in {"0.0.0.0", "::"}:
         host = "127.0.0.1"
     scheme = "http" if server.tls is None else "https"
-    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.port}"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port or server.port}"
 
 
 def trust_of(server: Server) -> ssl.SSLContext | None:

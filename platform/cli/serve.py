@@ -87,21 +87,25 @@ def check_machine(config: Config, base: Path) -> None:
 
 
 def check_what_one_has(config: Config, base: Path) -> None:
-    """Check what only one platform at a time can have: its port, its folders.
+    """Check what only one platform at a time can have: its ports, its folders.
 
     Raises:
         StartError: another has it.
     """
-    server = config.server
-    try:
-        listen(server.host, server.port).close()
-    except OSError as error:
-        raise StartError(
-            f"cannot listen on {server.host}:{server.port} ({error.strerror}): stop what uses it, "
-            "or set server.port"
-        ) from None
+    for name, port in zip(("port", "admin_port"), config.server.ports, strict=False):
+        _check_port(name, config.server.host, port)
     _check_batch_folder(config, base)
     _check_plans_folder(config, base)
+
+
+def _check_port(name: str, host: str, port: int) -> None:
+    try:
+        listen(host, port).close()
+    except OSError as error:
+        raise StartError(
+            f"cannot listen on {host}:{port} ({error.strerror}): stop what uses it, or set "
+            f"server.{name}"
+        ) from None
 
 
 def _check_batch_folder(config: Config, base: Path) -> None:
@@ -361,8 +365,9 @@ def _greet(config: Config, say: Say) -> None:
     say(f"try it:\n  curl {url}/v1/chat/completions{headers} \\\n    -d '{body}'")
     if not config.server.asks_for_keys:
         say(_first_answer(url, body, trust_of(config.server)))
-    console = f"{url}/console   ·   " if config.server.console else ""
-    say(f"see it work: {console}loomserve status --watch --url {url}   ·   stop: Ctrl-C")
+    admin = url_of(config.server, config.server.operators_port)
+    console = f"{admin}/console   ·   " if config.server.console else ""
+    say(f"see it work: {console}loomserve status --watch --url {admin}   ·   stop: Ctrl-C")
 
 
 def _first_answer(url: str, body: str, trust: ssl.SSLContext | None = None) -> str:

@@ -113,7 +113,8 @@ def fetch(client: httpx.Client, url: str, token: str | None) -> PlatformState:
     except ValidationError:
         raise StatusError(
             f"{url} answered {answer.status_code} with something that is not Loomserve's state; "
-            "another server may listen there, or another version: check --url"
+            "it may be the port of clients (server.admin_port is that of operators), another "
+            "server, or another version: check --url"
         ) from None
 
 

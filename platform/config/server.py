@@ -23,6 +23,11 @@ class Server(Section):
 
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(8000, ge=1, le=65535, description="Port to listen on.")
+    admin_port: Annotated[int, Field(ge=1, le=65535)] | None = Field(
+        None,
+        description="Port of the operators' own, which a firewall can close to clients: it answers "
+        "all that there is, and port answers /v1 and the probes alone. null: port answers all.",
+    )
     tls: Tls | None = Field(
         None,
         description="Speak HTTPS; null: HTTP, which others on the way can read.",
@@ -145,6 +150,16 @@ class Server(Section):
         return is_loopback(self.host)
 
     @property
+    def ports(self) -> tuple[int, ...]:
+        """Where it listens: for clients, then for operators alone, if they have a port."""
+        return (self.port,) if self.admin_port is None else (self.port, self.admin_port)
+
+    @property
+    def operators_port(self) -> int:
+        """Where the admin API, the console and metrics are."""
+        return self.ports[-1]
+
+    @property
     def asks_for_keys(self) -> bool:
         """Whether nobody may ask without an API key."""
         return bool(self.api_keys) or self.api_keys_file is not None
@@ -158,6 +173,14 @@ class Server(Section):
             "key create); or set allow_unauthenticated: true",
             "host",
         )
+
+    @model_validator(mode="after")
+    def _ports_differ(self) -> Server:
+        if self.admin_port == self.port:
+            raise FieldError(
+                "is port, where clients ask: take another, or leave it out", "admin_port"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_body_fits(self) -> Server:

@@ -64,6 +64,7 @@ def derived_values(text: str, config: Config, weights: Mapping[str, int]) -> dic
         "config": digest(text),
         "mode": "rayservice" if in_cluster else "node",
         "port": config.server.port,
+        "adminPort": config.server.admin_port,
         "batch": config.batch is not None,
         "ssd": (config.kvstore.ssd or 0) if config.kvstore is not None else 0,
         "head": _head(config) if in_cluster else None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import psutil
 
@@ -11,19 +11,19 @@ from loomserve.platform.base.loopback import is_loopback
 
 
 def check_listening(
-    processes: Iterable[psutil.Process], server_port: int, node: str | None = None
+    processes: Iterable[psutil.Process], server_ports: Collection[int], node: str | None = None
 ) -> None:
     """Check that nothing but the server listens beyond loopback, or the cluster's network.
 
     Args:
         processes: those of the platform on this machine.
-        server_port: the server's.
+        server_ports: the server's.
         node: this machine's address in the cluster's network; None: there is no cluster.
 
     Raises:
         StartError: something does; says which process and port.
     """
-    found = "; ".join(_elsewhere(processes, server_port, node))
+    found = "; ".join(_elsewhere(processes, server_ports, node))
     if found:
         raise StartError(
             f"other machines could reach what is for the platform alone: {found}. Install the "
@@ -32,7 +32,7 @@ def check_listening(
 
 
 def _elsewhere(
-    processes: Iterable[psutil.Process], server_port: int, node: str | None
+    processes: Iterable[psutil.Process], server_ports: Collection[int], node: str | None
 ) -> Iterator[str]:
     for process in processes:
         try:
@@ -40,6 +40,6 @@ def _elsewhere(
         except psutil.Error:  # it has just ended
             continue
         for one in sockets:
-            listens = one.status == psutil.CONN_LISTEN and one.laddr.port != server_port
+            listens = one.status == psutil.CONN_LISTEN and one.laddr.port not in server_ports
             if listens and not is_loopback(one.laddr.ip) and one.laddr.ip != node:
                 yield f"process {process.pid} ({name}) listens on {one.laddr.ip}:{one.laddr.port}"

@@ -20,6 +20,9 @@
 {{- if and (eq .Values.mode "rayservice") (eq .Values.upgrade.strategy "NewCluster") (ne .Values.storage.state.accessMode "ReadWriteMany") }}
 {{- fail "upgrade.strategy NewCluster: two heads have the state's claim at once, so storage.state.accessMode must be ReadWriteMany" }}
 {{- end }}
+{{- if and .Values.monitoring.enabled .Values.derived.adminPort .Values.networkPolicy.enabled (not .Values.networkPolicy.monitoring) }}
+{{- fail "networkPolicy.monitoring is missing: server.admin_port is closed to all but its peers, and Prometheus reads metrics there: name its pods" }}
+{{- end }}
 {{- if and .Values.route.enabled (not .Values.route.parentRefs) }}{{ fail "route.parentRefs is missing: name the Gateway" }}{{ end }}
 {{- end }}
 

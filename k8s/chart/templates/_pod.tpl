@@ -113,6 +113,18 @@ storageClassName: {{ . }}
 resources: {requests: {storage: {{ .size | quote }}}}
 {{- end }}
 
+{{- define "loomserve.ports" -}}
+- {name: serve, containerPort: {{ .Values.derived.port | int }}}
+{{- with .Values.derived.adminPort }}
+- {name: admin, containerPort: {{ . | int }}}
+{{- end }}
+{{- end }}
+
+{{/* The port's name at which operators and Prometheus ask. */}}
+{{- define "loomserve.operatorsPort" -}}
+{{ if .Values.derived.adminPort }}admin{{ else }}serve{{ end }}
+{{- end }}
+
 {{/* Probes ask for what clients may: the gateway answers once configured models do. */}}
 {{- define "loomserve.probe" -}}
 httpGet:

@@ -42,14 +42,22 @@ class Authentication:
         if server.is_loopback and not server.asks_for_keys and metrics is None:
             self._open |= {_METRICS}
 
-    def check(self, path: str, headers: Mapping[bytes, bytes]) -> ApiKey | None:
+    def check(
+        self, path: str, headers: Mapping[bytes, bytes], *, for_clients: bool = False
+    ) -> ApiKey | None:
         """The request's API key; None where none is needed.
+
+        Args:
+            path: what is asked for.
+            headers: the request's.
+            for_clients: it came by a port where there is nothing for operators.
 
         Raises:
             Unauthorized: the key or token is missing or wrong.
             Forbidden: the request is for another server, or a web page of another site sends it
                 without a key.
-            NotFound: the path is not listed, and the token is missing or wrong.
+            NotFound: the path is not listed, and the token is missing or wrong; or it is not for
+                clients.
         """
         # Probes of a server in a network ask it by its address.
         if self._loopback or path not in _PROBES:
@@ -62,6 +70,9 @@ class Authentication:
             if key is None:
                 self._sites.check_origin(headers.get(b"origin"))
             return key
+        if for_clients:
+            # Whoever has a token learns no more than who has none.
+            raise NotFound(f"There is nothing at {path}. The OpenAI API is under /v1.")
         if self._has_console and under(path, _CONSOLE):
             return None  # files that are the same for everyone
         if path in self._open:

@@ -29,6 +29,8 @@ from loomserve.platform.http.ingress.slo import parse_slo_ms
 from loomserve.platform.http.ingress.traces import IngressTraces
 
 _log = logging.getLogger("loomserve.ingress")
+FOR_CLIENTS = "loomserve.for_clients"
+"""Key of a scope whose request came by a port where there is nothing for operators."""
 _EXCHANGE = "loomserve.exchange"
 
 
@@ -166,7 +168,8 @@ class _Guard:
 
     async def _admit(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
-        key = self._authentication.check(scope["path"], headers)
+        for_clients = FOR_CLIENTS in scope
+        key = self._authentication.check(scope["path"], headers, for_clients=for_clients)
         state = scope["state"]
         state["api_key"] = key
         state["slo_ms"] = parse_slo_ms(headers.get(b"x-slo-ms"))

@@ -86,6 +86,7 @@ FLAGS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "networkPolicy": {
                 "clients": [{"podSelector": {}}],
+                "admins": [{"ipBlock": {"cidr": "10.1.0.0/16"}}],
                 "egress": [{"to": [{"ipBlock": {"cidr": "10.0.0.0/8"}}]}],
             }
         },

@@ -52,6 +52,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"monitoring": {"alerts": {"enabled": True}}},
         "alerts",
     ),
+    "a Prometheus that may not ask": (
+        "node-gpu",
+        {"networkPolicy": {"monitoring": []}},
+        "networkPolicy.monitoring is missing",
+    ),
     "a route to nowhere": ("node-cpu", {"route": {"enabled": True}}, "route.parentRefs"),
 }
 

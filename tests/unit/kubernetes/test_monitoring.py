@@ -90,7 +90,8 @@ def test_prometheus_scrapes_one_gateway_as_the_job_that_alerts_ask_for(folder: s
     assert spec["selector"]["matchLabels"] == {**labels, **of_kuberay}
     assert f'up{{job="{labels[spec["jobLabel"]]}"}}' in ALERTS.read_text()
     ports = {one["name"]: one["containerPort"] for one in pod["spec"]["containers"][0]["ports"]}
-    assert ports[endpoint["port"]] == parse(values_of(folder)["config"]).server.port
+    server = parse(values_of(folder)["config"]).server
+    assert ports[endpoint["port"]] == server.operators_port
 
 
 def test_kinds_that_a_cluster_may_not_have_are_asked_for() -> None:

@@ -125,6 +125,16 @@ def test_the_url_says_https(host: str, url: str, pair: Pair, tmp_path: Path) -> 
     assert url_of(Server(host=host, tls=tls, allow_unauthenticated=True)) == url
 
 
+def test_operators_ask_at_their_own_port_if_they_have_one() -> None:
+    for server, ports, url in (
+        (Server(port=8005), (8005,), "http://127.0.0.1:8005"),
+        (Server(port=8005, admin_port=8006), (8005, 8006), "http://127.0.0.1:8006"),
+    ):
+        assert server.ports == ports
+        assert url_of(server, server.operators_port) == url
+        assert url_of(server) == "http://127.0.0.1:8005"
+
+
 def test_the_platform_asks_itself_and_trusts_its_own_certificate_only(
     serving: Server, tmp_path: Path
 ) -> None:

@@ -207,6 +207,8 @@ BAD_FIELDS = [
     ("replicas: 2", "kvstore: false\n    roles: {prefill: 1, decode: 1}", "models[0].roles",
      "through the KV store"),
     ("port: 8000", "front_ends: 17", "server.front_ends", "less than or equal to 16"),
+    ("port: 8000", "port: 8000\n  admin_port: 8000", "server.admin_port", "where clients ask"),
+    ("port: 8000", "port: 8000\n  admin_port: 0", "server.admin_port", "equal to 1"),
     # Doors open to the network
 ]  # fmt: skip
 

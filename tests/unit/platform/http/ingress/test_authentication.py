@@ -144,6 +144,22 @@ def test_probes_in_a_network_come_by_any_name() -> None:
     assert entered(server, "/v1/models", "lsk-bob", Host="127.0.0.1:8000") == "bob"
 
 
+def test_a_clients_port_has_nothing_for_operators_and_does_not_say_so() -> None:
+    server = Server.model_validate(ADMIN | METRICS | KEYS)
+    authentication = Authentication(server, LiveKeys(server))
+    for path in (*ADMIN_PATHS, *DOCS, "/metrics", "/console/", "/new"):
+        for token in ("admin", "metrics", "lsk-alice", "wrong"):
+            headers = {b"authorization": f"Bearer {token}".encode()}
+            with pytest.raises(NotFound) as refused:
+                authentication.check(path, headers, for_clients=True)
+            assert "admin" not in str(refused.value).replace(path, "")
+    headers = {b"authorization": b"Bearer lsk-bob"}
+    bob = authentication.check("/v1/models", headers, for_clients=True)
+    assert bob is not None
+    assert bob.name == "bob"
+    assert authentication.check("/ready", {}, for_clients=True) is None
+
+
 CONSOLE = ["/console", "/console/", "/console/main.js", "/console/pages/fleet.js"]
 
 
