@@ -81,6 +81,7 @@ from loomserve.platform.lengths.service import LengthPredictions
 from loomserve.platform.requests.engine_request import FORWARDED, EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
 from loomserve.platform.tracing import RequestTracer
+from loomserve.platform.tracing.admin import build_tracing_router
 from loomserve.platform.usage.admin import build_usage_router
 from loomserve.platform.usage.files import UsageFiles, usage_folder_path
 from loomserve.platform.usage.meter import UsageMeter
@@ -293,6 +294,7 @@ class Gateway:
             build_batch_router(self._ask_lane),
             build_usage_router(self._usage),
             build_keys_router(self._keys, asked_for=self._server.asks_for_keys),
+            build_tracing_router(self._server.tracing),
         )
 
     def _tenants(self) -> tuple[str, ...]:

@@ -12,6 +12,8 @@ from loomserve.platform.config.base import FieldError, Section
 _ENDPOINT = re.compile(
     r"https?://(?:\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::[0-9]{1,5})?(?P<path>/[!-~]*)?"
 )
+# Whoever operates the platform is sent there: no other scheme.
+_PAGE = re.compile(r"https?://[!-~]+")
 HeaderName = Annotated[str, Field(pattern=r"^[a-z0-9._-]{1,64}$")]
 HeaderValue = Annotated[str, Field(pattern=r"^[!-~]([ -~]{0,4094}[!-~])?$")]
 
@@ -39,6 +41,22 @@ class Tracing(Section):
         description="Headers for the collector, as for its key; then let no other user read this "
         "file.",
     )
+
+    trace_url: str | None = Field(
+        None,
+        description="Page of the collector's that shows a trace, with {trace_id} in it, such as "
+        "http://localhost:16686/trace/{trace_id}: where the console links to.",
+    )
+
+    @field_validator("trace_url")
+    @classmethod
+    def _names_a_trace(cls, url: str | None) -> str | None:
+        if url is not None and (_PAGE.fullmatch(url) is None or "{trace_id}" not in url):
+            raise ValueError(
+                f"{url!r} is no page of a trace; write one such as "
+                "http://localhost:16686/trace/{trace_id}"
+            )
+        return url
 
     @field_validator("endpoint")
     @classmethod

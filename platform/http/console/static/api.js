@@ -57,11 +57,13 @@ export async function metrics() {
   return answer.text();
 }
 
-// Events of a streamed answer of the OpenAI API, as JSON; `path` is below /v1/.
-export async function* stream(path, body, signal) {
+// Events of a streamed answer of the OpenAI API, as JSON; `path` is below /v1/. With a `traceId` it
+// is part of that trace, which is sent whatever share of others is.
+export async function* stream(path, body, signal, traceId) {
+  const trace = traceId && { traceparent: `00-${traceId}-${randomHex(8)}-01` };
   const answer = await send(`v1/${path}`, {
     method: "POST",
-    headers: headers(session.apiKey, body),
+    headers: { ...headers(session.apiKey, body), ...trace },
     body: JSON.stringify(body),
     signal,
   });
@@ -80,6 +82,12 @@ export async function* stream(path, body, signal) {
       yield event;
     }
   }
+}
+
+// Random bytes, such as the 16 of a trace's id.
+export function randomHex(bytes) {
+  const drawn = crypto.getRandomValues(new Uint8Array(bytes));
+  return Array.from(drawn, (each) => each.toString(16).padStart(2, "0")).join("");
 }
 
 // A name as a part of a path; names of models may have slashes, which the API takes as they are.

@@ -37,6 +37,9 @@ def test_the_url_follows_from_the_protocol(endpoint: str, protocol: str, url: st
         ({"endpoint": "http://a", "protocol": "thrift"}, "'grpc' or 'http/protobuf'"),
         ({"endpoint": "http://a", "headers": {"Api-Key": "x"}}, "should match pattern"),
         ({"endpoint": "http://a", "headers": {"api-key": "x\ny"}}, "should match pattern"),
+        ({"endpoint": "http://a", "trace_url": "http://a/trace/"}, "is no page of a trace"),
+        ({"endpoint": "http://a", "trace_url": "javascript:{trace_id}"}, "is no page of a trace"),
+        ({"endpoint": "http://a", "trace_url": "http://a b/{trace_id}"}, "is no page of a trace"),
         ({}, "Field required"),
     ],
 )

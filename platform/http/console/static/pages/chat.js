@@ -1,18 +1,18 @@
 // A chat with any model, with what its answer took.
 
-import { ApiError, session, stream } from "../api.js";
+import { ApiError, randomHex, session, stream } from "../api.js";
 import { el } from "../dom.js";
 import { number, seconds } from "../format.js";
 import { field, heading, notice, select, valuesOf } from "../parts.js";
 
 export const title = "Chat";
-export const paths = { state: "state" };
+export const paths = { state: "state", tracing: "tracing" };
 
 // What was said in this tab, and the answer that is under way.
 let turns = [];
 let stopping = null;
 
-export function show({ state }, redraw, asked) {
+export function show({ state, tracing }, redraw, asked) {
   const names = namesOf(state);
   return [
     heading("Chat", "With a model as clients see it, over the OpenAI API."),
@@ -24,11 +24,11 @@ export function show({ state }, redraw, asked) {
         "aria-label": "Conversation",
         "aria-busy": stopping ? "true" : "false",
       },
-      turns.map(turn),
+      turns.map((said) => turn(said, tracing)),
     ),
     el(
       "form",
-      { class: "column chat", onsubmit: (event) => send(event, redraw) },
+      { class: "column chat", onsubmit: (event) => send(event, redraw, tracing.enabled) },
       el(
         "div",
         { class: "row" },
@@ -118,15 +118,25 @@ function namesOf(state) {
   ];
 }
 
-function turn(said) {
+function turn(said, tracing) {
   return el(
     "article",
     { class: `turn ${said.role}`, "aria-label": said.role === "user" ? "You" : said.model },
     el("h2", {}, said.role === "user" ? "You" : said.model),
     el("p", { class: "said" }, said.content || (said.done ? "" : "…")),
     said.error && notice(said.error, "bad"),
-    said.done && said.role === "assistant" ? el("p", { class: "about" }, took(said)) : null,
+    said.done && said.role === "assistant"
+      ? el("p", { class: "about" }, took(said), traceOf(said, tracing))
+      : null,
   );
+}
+
+// Where its time went, in the words of the collector.
+function traceOf({ traceId }, { trace_url: url }) {
+  if (!traceId) return null;
+  if (!url) return ` · trace ${traceId}`;
+  const href = url.replaceAll("{trace_id}", traceId);
+  return [" · ", el("a", { href, target: "_blank", rel: "noopener noreferrer" }, "its trace")];
 }
 
 function took({ firstS, wholeS, usage, stopped }) {
@@ -150,7 +160,7 @@ function sendOnEnter(event) {
   if (!stopping) event.currentTarget.form.requestSubmit();
 }
 
-async function send(event, redraw) {
+async function send(event, redraw, traced) {
   const form = event.currentTarget;
   const given = valuesOf(event);
   if (!given.text || stopping) return;
@@ -161,7 +171,8 @@ async function send(event, redraw) {
     .filter((each) => each.content)
     .map(({ role, content }) => ({ role, content }));
   if (given.system) messages.unshift({ role: "system", content: given.system });
-  const answer = { role: "assistant", model: given.model, content: "", done: false };
+  const traceId = traced ? randomHex(16) : null;
+  const answer = { role: "assistant", model: given.model, content: "", done: false, traceId };
   turns.push(answer);
   stopping = new AbortController();
   redraw();
@@ -192,7 +203,12 @@ function request({ model, max_tokens: most, temperature }, messages) {
 async function take(answer, body, redraw) {
   const began = performance.now();
   let drawn = false;
-  for await (const event of stream("chat/completions", body, stopping.signal)) {
+  for await (const event of stream(
+    "chat/completions",
+    body,
+    stopping.signal,
+    answer.traceId,
+  )) {
     const text = event.choices?.[0]?.delta?.content ?? "";
     if (text) {
       answer.wholeS = (performance.now() - began) / 1000;

@@ -62,8 +62,10 @@ from loomserve.platform.state import (
     WorkState,
 )
 from loomserve.platform.state.roles import Role
+from loomserve.platform.tracing.admin import TracingState
 
 TOKEN = "made-up-token"
+TRACE_URL = "http://localhost:16686/trace/{trace_id}"
 HOSTILE = "<img src=x onerror=\"document.title='owned'\">"
 """What a model's message would be that tries to run in the console."""
 NOON = 1_790_000_000.0
@@ -260,6 +262,7 @@ ANSWERS: dict[str, BaseModel] = {
     "keys": KEYS,
     "events": MODEL_EVENTS,
     "rebalancing/events": PLAN_EVENTS,
+    "tracing": TracingState(enabled=True, trace_url=TRACE_URL),
 }
 
 
@@ -270,6 +273,8 @@ class MadeUp:
         self.more_models = more_models
         self.changes: list[tuple[str, str, Any]] = []
         """Method, path and body of each request for a change."""
+        self.traces: list[str | None] = []
+        """What each request of the chat said of its trace."""
         self.away = False
         """Whether each request for what there is is refused as by a controller that restarts."""
         self._turns = itertools.count(2)
@@ -310,6 +315,7 @@ class MadeUp:
 
     async def _chat(self, request: Request) -> Response:
         self.changes.append(("POST", "chat", await request.json()))
+        self.traces.append(request.headers.get("traceparent"))
 
         async def events() -> Any:
             for text in ("Two ", "threads, ", HOSTILE):

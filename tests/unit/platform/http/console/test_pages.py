@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.browser import DESKTOP, PHONE, browser, check_readable, log_in, open_page, tab
-from tests.unit.platform.http.console.made_up import ENDED, HOSTILE, PLAN, TOKEN, MadeUp
+from tests.unit.platform.http.console.made_up import (
+    ENDED,
+    HOSTILE,
+    PLAN,
+    TOKEN,
+    TRACE_URL,
+    MadeUp,
+)
 from tests.unit.served import served
 
 PAGES = {
@@ -158,6 +166,14 @@ def test_a_chat_streams_its_answer_and_goes_on(page: Any, platform: MadeUp) -> N
     assert first["messages"] == [{"role": "user", "content": "How many threads?"}]
     assert (first["model"], first["stream"]) == ("code", True)
     assert [each["role"] for each in second["messages"]] == ["user", "assistant", "user"]
+    # Each answer has a trace of its own, which is sent, and its page is a link away.
+    header = re.compile(r"00-([0-9a-f]{32})-[0-9a-f]{16}-01")
+    ids = [found[1] for each in platform.traces if (found := header.fullmatch(each or ""))]
+    assert len(set(ids)) == 2
+    links = [answer.nth(n).get_by_role("link", name="its trace") for n in range(2)]
+    pages = [TRACE_URL.replace("{trace_id}", each) for each in ids]
+    assert [each.get_attribute("href") for each in links] == pages
+    assert links[0].get_attribute("rel") == "noopener noreferrer"
 
 
 def test_what_is_typed_and_where_stays_while_the_page_is_drawn_anew(page: Any) -> None:
