@@ -11,9 +11,16 @@ from typing import Any
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1 import structured_output
 from vllm.v1.structured_output import StructuredOutputManager
-from vllm.v1.structured_output.utils import maybe_wrap_mistral_common_tokenizer
 
 _READ = "_tokenizer_read"
+
+
+def _as_it_is(tokenizer: Any) -> Any:
+    """What vLLM 0.32 takes; 0.29 wraps one of Mistral's."""
+    return tokenizer
+
+
+_wrapped = getattr(structured_output, "maybe_wrap_mistral_common_tokenizer", _as_it_is)
 
 
 def read_with_first_grammar() -> None:
@@ -34,5 +41,5 @@ def _tokenizer(manager: StructuredOutputManager) -> Any:
     found = vars(manager).get(_READ)
     if found is None:
         read = cached_tokenizer_from_config(model_config=manager.vllm_config.model_config)
-        found = vars(manager)[_READ] = maybe_wrap_mistral_common_tokenizer(read)
+        found = vars(manager)[_READ] = _wrapped(read)
     return found

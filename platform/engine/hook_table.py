@@ -570,7 +570,10 @@ TABLE: tuple[Hook, ...] = (
     ),
     Hook(
         "vllm.v1.structured_output",
-        ("cached_tokenizer_from_config", "maybe_wrap_mistral_common_tokenizer"),
+        (
+            "cached_tokenizer_from_config",
+            "maybe_wrap_mistral_common_tokenizer?",  # gone from vLLM 0.32
+        ),
         HookKind.REPLACE,
         "An engine reads its tokenizer when a grammar needs it, not at its start.",
         "platform/engine/grammar_tokenizer.py",
