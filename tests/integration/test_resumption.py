@@ -91,9 +91,9 @@ def test_an_answer_goes_on_as_it_would_have(case: str, front_end: BareFrontEnd) 
 
 
 def test_an_answer_stops_where_it_would_have(front_end: BareFrontEnd) -> None:
-    (plain,) = answers(front_end, [front_end.add(PROMPT, ignore_eos=True)])
-    # Each token of it would be the last, were there not a least number.
-    params = {"stop_token_ids": sorted(set(plain.tokens)), "min_tokens": 20, **SEEDED}
+    # A fourth of all tokens would be the last, were there not a least number: whatever the noise
+    # that a version of vLLM draws of a seed, one of them comes soon.
+    params = {"stop_token_ids": list(range(0, 49152, 4)), "min_tokens": 20, **SEEDED}
     (whole,) = answers(front_end, [front_end.add(PROMPT, salt=salt(), **params)])
     assert 20 <= len(whole.tokens) < TOKENS
     assert whole.finish == "stop"
