@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -45,6 +46,24 @@ app.command()(plan)
 
 _console = Console(stderr=False, highlight=False, soft_wrap=True)
 ConfigPath = Annotated[Path, typer.Argument(help="The configuration file.")]
+
+
+def _say_version(asked: bool) -> None:
+    if asked:
+        print(f"loomserve {metadata.version('loomserve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Say which version this is.", callback=_say_version, is_eager=True
+        ),
+    ] = False,
+) -> None:
+    """Options of the command itself; its first line of help is the app's."""
 
 
 @app.command()

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,14 @@ def model_folder(folder: Path, weights: bytes | None, config: bool = True) -> st
     if weights is not None:
         (model / "model.safetensors").write_bytes(weights)
     return str(model)
+
+
+def test_the_command_says_which_version_it_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "--version") == 0
+    project = tomllib.loads((Path(__file__).parents[4] / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"loomserve {project['version']}\n"
 
 
 @pytest.mark.parametrize(
