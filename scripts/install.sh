@@ -2,11 +2,14 @@
 # Makes .venv with everything Loomserve needs at the versions of constraints.txt, and the
 # files whose hashes hashes.txt has. Needs no root.
 # DEVICE=cpu (the default) or DEVICE=cuda. A second run with nothing changed does nothing.
+# PURPOSE=serve copies the code and leaves out what only developers need; VENV is another folder
+# than .venv. The container image is made so.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 device=${DEVICE:-cpu}
-venv=$PWD/.venv
+purpose=${PURPOSE:-develop}
+venv=${VENV:-$PWD/.venv}
 log=$venv/install.log
 stamp=$venv/install.stamp
 
@@ -20,9 +23,14 @@ case $device in
     cuda) needed_gb=16 ;;
     *) fail "DEVICE is '$device'; set it to cpu or cuda." ;;
 esac
+case $purpose in
+    develop) what=(--editable ".[$device,dev]") ;;
+    serve) what=(".[$device]") ;;
+    *) fail "PURPOSE is '$purpose'; set it to develop or serve." ;;
+esac
 
 # The folder belongs to the fingerprint because a venv does not survive being moved.
-fingerprint=$(printf '%s\n' "$device" "$PWD" |
+fingerprint=$(printf '%s\n' "$device" "$purpose" "$PWD" |
     cat - pyproject.toml constraints.txt hashes.txt overrides.txt |
     sha256sum | cut -d' ' -f1)
 if [[ -x $venv/bin/loomserve && -f $stamp && $(<"$stamp") == "$fingerprint" ]]; then
@@ -120,16 +128,18 @@ install_loomserve() {
     # Gateways and engines are processes that import vLLM, and Ray's processes write no bytecode.
     # uv checks a file against the hashes of its constraint.
     uv install "${overrides[@]}" --compile-bytecode --constraint constraints.txt --constraint hashes.txt \
-        --build-constraint constraints.txt --build-constraint hashes.txt --editable ".[$device,dev]"
+        --build-constraint constraints.txt --build-constraint hashes.txt "${what[@]}"
 }
 
-echo "Installing Loomserve for $device in .venv (details: .venv/install.log)"
+echo "Installing Loomserve for $device in ${venv#"$PWD/"} (details: ${log#"$PWD/"})"
 step "Python environment ($("$python" --version))" "$python" -m venv "$venv" || give_up
 step "uv" install_uv || give_up
 if [[ $device == cpu ]]; then
     step "PyTorch for CPU" install_cpu_torch || give_up
 fi
 step "Loomserve, vLLM, Ray and tools" install_loomserve || give_up
+# Not in the installing user's cache, where nobody else would find it.
+[[ $purpose == develop ]] || export LOOMSERVE_HOME=$venv/share/loomserve
 step "Task ring of lending, in C++" "$venv/bin/python" -m loomserve.platform.lending.ring.native ||
     echo "    Lending will run in Python, slowly; $log says why."
 printf '%s\n' "$fingerprint" >"$stamp"

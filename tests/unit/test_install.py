@@ -75,8 +75,8 @@ def install(checkout: Path, **variables: str) -> subprocess.CompletedProcess[str
     )
 
 
-def fingerprint(checkout: Path, device: str) -> str:
-    text = f"{device}\n{checkout}\n".encode()
+def fingerprint(checkout: Path) -> str:
+    text = f"cpu\ndevelop\n{checkout}\n".encode()
     return hashlib.sha256(
         text + b"".join((checkout / name).read_bytes() for name in INPUTS)
     ).hexdigest()
@@ -108,11 +108,15 @@ def test_the_installer_refuses_in_one_sentence(
     assert not (checkout / ".venv").exists()
 
 
-def test_an_unknown_device_is_refused(checkout: Path) -> None:
-    result = install(checkout, DEVICE="tpu")
+@pytest.mark.parametrize(
+    ("name", "value", "known"),
+    [("DEVICE", "tpu", "cpu or cuda"), ("PURPOSE", "play", "develop or serve")],
+)
+def test_an_unknown_setting_is_refused(checkout: Path, name: str, value: str, known: str) -> None:
+    result = install(checkout, **{name: value})
     assert (result.returncode, result.stderr) == (
         1,
-        "install: DEVICE is 'tpu'; set it to cpu or cuda.\n",
+        f"install: {name} is '{value}'; set it to {known}.\n",
     )
 
 
@@ -130,20 +134,24 @@ def test_without_a_network_the_installer_says_so_and_leaves_no_stamp(checkout: P
     assert not (checkout / ".venv/install.stamp").exists()
 
 
-@pytest.mark.parametrize("changed", [None, "device", *INPUTS])
+@pytest.mark.parametrize("changed", [None, "device", "purpose", *INPUTS])
 def test_only_a_changed_input_starts_a_new_installation(
     checkout: Path, changed: str | None
 ) -> None:
     loomserve = checkout / ".venv/bin/loomserve"
     loomserve.parent.mkdir(parents=True)
     loomserve.touch(mode=0o755)
-    (checkout / ".venv/install.stamp").write_text(fingerprint(checkout, "cpu") + "\n")
+    (checkout / ".venv/install.stamp").write_text(fingerprint(checkout) + "\n")
     if changed in INPUTS:
         with (checkout / changed).open("a") as file:
             file.write("# changed\n")
     # Without a compiler an installation ends as soon as it has begun.
     (checkout.parent / "bin/g++").unlink()
-    result = install(checkout, DEVICE="cuda" if changed == "device" else "cpu")
+    result = install(
+        checkout,
+        DEVICE="cuda" if changed == "device" else "cpu",
+        PURPOSE="serve" if changed == "purpose" else "develop",
+    )
     assert result.returncode == (0 if changed is None else 1)
     assert ("C++ compiler" in result.stderr) == (changed is not None)
     assert result.stdout == ""

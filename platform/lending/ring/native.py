@@ -1,7 +1,8 @@
 """The native extension with the ring's hot path: built once a machine, then loaded.
 
 It lies in ``native`` under Loomserve's cache folder, by a hash of all that it depends on. ``python
--m loomserve.platform.lending.ring.native`` builds it; else its first user does.
+-m loomserve.platform.lending.ring.native`` builds it; else its first user does. An environment that
+many machines have, such as a container image's, brings it along under ``share/loomserve``.
 """
 
 from __future__ import annotations
@@ -85,7 +86,9 @@ def target() -> Path:
         " ".join(FLAGS).encode(),
     )
     key = hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
-    return cache_folder() / "native" / key / f"{NAME}.so"
+    below = Path("native", key, f"{NAME}.so")
+    brought = Path(sys.prefix, "share/loomserve") / below
+    return brought if brought.exists() else cache_folder() / below
 
 
 def mapped(module: Any, ring: Ring) -> Any:

@@ -804,6 +804,23 @@ def test_of_all_who_need_the_module_one_builds_it(
     assert native.target().is_relative_to(tmp_path)
 
 
+def test_a_module_that_the_environment_brings_along_is_not_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native.load()
+    made = native.target()
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    monkeypatch.setenv("LOOMSERVE_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(native, "_build", lambda path: shutil.copy(made, path))
+    assert native.target().is_relative_to(tmp_path / "home")
+    brought = tmp_path / "share/loomserve/native" / made.parent.name / made.name
+    brought.parent.mkdir(parents=True)
+    shutil.copy(made, brought)
+    native.load()
+    assert native.target() == brought
+    assert not (tmp_path / "home").exists()
+
+
 def test_a_changed_source_is_another_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
