@@ -5,7 +5,7 @@ export DEVICE
 PYTHON := .venv/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve performance dashboards test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-continue bench-start bench-elastic bench-decisions check-batch check-day hashes sbom clean
+.PHONY: help install serve performance dashboards test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-rebalance-replicas bench-continue bench-start bench-elastic bench-decisions check-batch check-day hashes sbom clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -96,6 +96,9 @@ bench-helr: install ## measure what HELR's division of layers gains over unequal
 
 bench-rebalance: install ## measure what the controller gains while the popularity of models shifts
 	@$(PYTHON) -m benchmarks.rebalance
+
+bench-rebalance-replicas: install ## measure what it gains by replicas, where nothing can be lent
+	@$(PYTHON) -m benchmarks.rebalance_replicas
 
 bench-continue: install ## measure what clients see when engines are killed, stopped and drained
 	@$(PYTHON) -m benchmarks.continuation

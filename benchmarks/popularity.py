@@ -36,6 +36,8 @@ NORTH, SOUTH = "north", "south"
 DEVICES = {NORTH: "core0", SOUTH: "core1"}
 OWN_BLOCKS, LENDER_BLOCKS, LENT_BLOCKS = 16, 128, 80
 BLOCKS = {NORTH: OWN_BLOCKS, SOUTH: LENDER_BLOCKS}
+AMPLE_BLOCKS = 160
+"""Of each model in the fleets of :mod:`benchmarks.rebalance_replicas`, for all of its requests."""
 PLACES = 32
 _PLACEHOLDER = 1
 """A block that vLLM keeps for itself, in every engine."""
@@ -79,6 +81,10 @@ class Answer:
 
 def blocks_of(kind: str, name: str) -> int:
     """KV blocks of each replica of a model."""
+    if kind == "alone":
+        return AMPLE_BLOCKS
+    if kind in ("by_controller", "ample_unified"):
+        return AMPLE_BLOCKS // 2
     if kind == "lending":
         return BLOCKS[name]
     if kind.endswith("_even"):
@@ -93,7 +99,9 @@ def config(kind: str, model: str, port: int, dtype: str, store: bool = False) ->
         kind: ``lending``: each model on its core, and one lends to the other; ``unified`` and
             ``separated``: each has a replica on either core with half of its memory, and both do
             the same, or one prefills and one decodes; ``unified_even``, ``separated_even``: the
-            same, with a quarter of all memory for each replica.
+            same, with a quarter of all memory for each replica; ``alone``: each model on its core,
+            with all the memory that it needs; ``by_controller`` and ``ample_unified``: the same
+            memory for two replicas of each, as many as there are or on either core.
         model: a name or folder.
         port: that it listens on.
         dtype: as vLLM names it; in ``float32`` tokens do not depend on who shares a batch.
@@ -108,16 +116,18 @@ def config(kind: str, model: str, port: int, dtype: str, store: bool = False) ->
         "dtype": dtype,
     }
     lending = kind == "lending"
+    one_each = lending or kind == "alone"
     separated = kind.startswith("separated")
     models: list[dict[str, Any]] = []
     for name, device in DEVICES.items():
-        replicas = 1 if lending else 2
+        # Its own comes first.
+        devices = [device, *(each for each in DEVICES.values() if each != device and not one_each)]
         blocks = blocks_of(kind, name) + _PLACEHOLDER
         of: dict[str, Any] = {
             "name": name,
             "source": model,
-            "devices": [device] if lending else sorted(DEVICES.values()),
-            "replicas": replicas,
+            "devices": devices,
+            "replicas": "auto" if kind == "by_controller" else len(devices),
             "kv_cache_memory": blocks * block_bytes(dtype),
             "engine": engine,
         }

@@ -14,6 +14,7 @@ from benchmarks import (
     popularity,
     prefix_arms,
     rebalance,
+    rebalance_replicas,
 )
 from benchmarks.engine import BLOCK_TOKENS, block_bytes
 from loomserve.platform import config
@@ -51,6 +52,16 @@ def test_arms_of_shifting_popularity_have_the_same_memory(kind: str) -> None:
         assert len(set(blocks)) == 1
     assert fleet.kvstore is not None
     assert fleet.kvstore.memory == 2**30
+
+
+@pytest.mark.parametrize("kind", rebalance_replicas.KINDS.values())
+def test_arms_that_differ_in_replicas_have_the_same_memory(kind: str) -> None:
+    fleet = config.parse(yaml.safe_dump(popularity.config(kind, "demo", PORT, "float32")))
+    for model in fleet.models:
+        blocks = model.kv_cache_memory // block_bytes("float32") - 1
+        assert blocks * len(model.devices) == popularity.AMPLE_BLOCKS
+        assert model.devices[0] == popularity.DEVICES[model.name]
+        assert model.lending is None
 
 
 def test_every_arm_of_shifting_popularity_is_one_of_these() -> None:

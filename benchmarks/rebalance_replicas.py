@@ -1,0 +1,196 @@
+"""What does a controller gain where lending cannot: by replicas on devices that are cold?
+
+The load is that of :mod:`benchmarks.rebalance`: one model gets ten times its requests for a
+while, and after a rest the other does. No model lends, and each has the memory that it needs, so
+what a popular model lacks is a second core. The same requests go to each arm in turn:
+
+* ``static``: a replica of each model on a core of its own, with all of its model's memory.
+* ``auto``: begins as ``static`` with half of the memory; the controller gives a popular model a
+  second replica, with the other half, on the other model's core, and may end it.
+* ``unified``: each model has a replica with half of its memory on either core all the time.
+
+Then a steady load, the rate before the burst, goes to ``static`` and ``auto``.
+
+Figures are those of :mod:`benchmarks.rebalance`; an oscillation is a replica that is ended in the
+phase that it was started in, or the reverse. The last line of the output is one JSON object. Run
+it as ``python -m benchmarks.rebalance_replicas`` or ``make bench-rebalance-replicas``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.popularity import (
+    AMPLE_BLOCKS,
+    DEVICES,
+    Asked,
+    Fleet,
+    Phase,
+    arrivals,
+    load,
+    replay,
+    serve,
+)
+from benchmarks.rebalance import PROBES, Run, Slo, bursts, phases
+from benchmarks.report import Spread
+from benchmarks.result_files import machine, publish, said_by
+from loomserve.platform.devices.precision import cpu_dtype
+from loomserve.platform.models import catalog
+
+KINDS = {"static": "alone", "auto": "by_controller", "unified": "ample_unified"}
+"""The fleet of each arm."""
+NAMES = {
+    "throughput": "throughput",
+    "goodput": "goodput",
+    "p99_ttft": "ttft_s_p99",
+    "p99_tpot": "tpot_ms_p99",
+}
+
+
+def begin(fleet: Fleet) -> None:
+    """One replica of each model, on its own device, and everything measured that plans need."""
+    for model in DEVICES:
+        fleet.put(f"models/{model}/replicas", {"replicas": 1})
+    fleet.wait(lambda: places(fleet) == {name: [DEVICES[name]] for name in DEVICES}, 120, "alone")
+    fleet.wait(lambda: not fleet.get("rebalancing")["flaws"], 120, "everything is measured")
+
+
+def places(fleet: Fleet) -> dict[str, list[str]]:
+    """The devices of each model's replicas."""
+    models = fleet.get("state")["models"]
+    return {
+        each["name"]: sorted(replica["device"] for replica in each["replicas"]) for each in models
+    }
+
+
+def run(
+    fleet: Fleet, arm: str, all_: Sequence[Asked], seed: str, counted: Sequence[tuple[float, float]]
+) -> Run:
+    """
+    Args:
+        counted: begin and end of the time whose throughput counts, after the load's begin.
+    """
+    if arm == "auto":
+        begin(fleet)
+        fleet.mode("auto")
+    began, clock = time.time(), time.perf_counter()
+    answers = asyncio.run(serve(fleet.url, all_, seed, clock))
+    done = []
+    if arm == "auto":
+        fleet.mode("advise")
+        fleet.idle()
+        done = [
+            {**event, "at_s": event["at"] - began}
+            for event in fleet.events(began)
+            if event["kind"] == "done"
+        ]
+    if errors := [one.error for one in answers if one.error]:
+        print(f"{arm}: {len(errors)} requests failed, such as: {errors[0]}", flush=True)
+    return Run(
+        [one for one in answers if not one.error],
+        [(clock + start, clock + end) for start, end in counted],
+        done,
+        len(errors),
+    )
+
+
+def oscillations(actions: Sequence[Mapping[str, Any]], edges: Sequence[float]) -> int:
+    """Replicas that were started and ended within a phase; ``edges`` are their ends, seconds."""
+    kinds = [
+        (sum(each["at_s"] >= edge for edge in edges), each["action"]["action"]) for each in actions
+    ]
+    return sum(
+        min(kinds.count((phase, "add_replica")), kinds.count((phase, "remove_replica")))
+        for phase in range(len(edges) + 1)
+    )
+
+
+def idle(fleet: Fleet, trace: Any) -> Slo:
+    """What single requests take of the static fleet."""
+    probes = load(trace, [Phase(PROBES, dict.fromkeys(DEVICES, 1.0))], "probes")
+    return Slo.over(asyncio.run(replay(fleet.url, probes, "probes", 1)))
+
+
+def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    trace, model = arrivals(args.trace), str(catalog.resolve("demo", Path.cwd()))
+    of, slo = phases(args), None
+    runs: dict[str, list[Run]] = {arm: [] for arm in KINDS}
+    steady: dict[str, list[Run]] = {"static": [], "auto": []}
+    for number, arm in itertools.product(range(args.runs), KINDS):
+        with ExitStack() as stack:
+            fleet = Fleet(KINDS[arm], model, args.port, folder / f"{arm}{number}", cpu_dtype())
+            stack.enter_context(fleet.running(args.start_timeout))
+            slo = slo or idle(fleet, trace)
+            found = run(fleet, arm, load(trace, of, str(number)), str(number), bursts(of))
+            runs[arm].append(found)
+            print(f"run {number + 1}, {arm}: {found.figures(slo)}", flush=True)
+            for action in found.moves:
+                print(f"  {action['at_s']:.0f} s: {action['action']}", flush=True)
+            if arm in steady:
+                calm = load(trace, [Phase(args.burst_s, of[0].rates)], f"{number}/steady")
+                found = run(fleet, arm, calm, f"{number}/steady", [(0.0, args.burst_s)])
+                steady[arm].append(found)
+                print(f"run {number + 1}, {arm}, steady: {found.figures(slo)}", flush=True)
+    assert slo is not None
+    return figures(runs, steady, slo, of)
+
+
+def figures(
+    runs: Mapping[str, Sequence[Run]],
+    steady: Mapping[str, Sequence[Run]],
+    slo: Slo,
+    of: Sequence[Phase],
+) -> dict[str, Any]:
+    def ratios(name: str, base: str, source: Mapping[str, Sequence[Run]]) -> Any:
+        pairs = zip(source["auto"], source[base], strict=True)
+        both = [(one.figures(slo)[name], two.figures(slo)[name]) for one, two in pairs]
+        # No request of a base that is swamped may meet the SLO.
+        return asdict(Spread.of([a / b for a, b in both])) if all(b for _, b in both) else None
+
+    edges = list(itertools.accumulate(phase.seconds for phase in of))
+    return {
+        **{
+            f"{short}_vs_{base}": ratios(name, base, runs)
+            for base in ("static", "unified")
+            for short, name in NAMES.items()
+        },
+        "steady_throughput_vs_static": ratios("throughput", "static", steady),
+        "steady_goodput_vs_static": ratios("goodput", "static", steady),
+        "oscillations": [oscillations(one.moves, edges) for one in runs["auto"]],
+        "actions": [
+            [{"at_s": each["at_s"], **each["action"]} for each in one.moves] for one in runs["auto"]
+        ],
+        "by_arm": {arm: [one.figures(slo) for one in of_arm] for arm, of_arm in runs.items()},
+        "steady": {arm: [one.figures(slo) for one in of_arm] for arm, of_arm in steady.items()},
+        "slo": asdict(slo),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rate", type=float, default=0.35, help="of a model outside bursts")
+    parser.add_argument("--burst-s", type=float, default=60.0)
+    parser.add_argument("--rest-s", type=float, default=20.0)
+    parser.add_argument("--runs", type=int, default=2)
+    parser.add_argument("--trace", type=Path, help="an Azure conversation trace, .csv.gz")
+    parser.add_argument("--port", type=int, default=18_671)
+    parser.add_argument("--start-timeout", type=float, default=600)
+    args = parser.parse_args()
+    facts = machine()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measure(args, Path(folder))
+    setup = {**said_by(args, "port"), "blocks": AMPLE_BLOCKS}
+    publish("rebalance_replicas", found, setup=setup, facts=facts)
+
+
+if __name__ == "__main__":
+    main()
