@@ -296,7 +296,7 @@ async def measure_division(
         **compared(runs),
         "blocks": asdict(division),
         "by_arm": {
-            arm: {str(rate): _figures(of) for rate, of in by_rate.items()}
+            arm: {str(rate): figures(of) for rate, of in by_rate.items()}
             for arm, by_rate in runs.items()
         },
         "runs": args.runs,
@@ -313,7 +313,7 @@ def _line(number: int, count: int, rate: float, arm: str, one: Run) -> str:
     )
 
 
-def _figures(of: Sequence[Run]) -> dict[str, Any]:
+def figures(of: Sequence[Run]) -> dict[str, Any]:
     """Percentiles are over the requests of all runs."""
     names = set[str]().union(*(one.figures for one in of))
     return {

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import statistics
+from dataclasses import asdict
 
 import pytest
 
+from benchmarks.report import Spread
 from benchmarks.slo import ARMS, Served, likely_jobs, named, ratios, timed
 from loomserve.platform.scheduling.policy.expected import Expected
 
@@ -25,8 +27,8 @@ def test_ratios_are_taken_run_by_run() -> None:
         {arm: served(2 if arm == ("fcfs", "none") else 4) for arm in ARMS},
     ]
     found = ratios(runs)
-    assert found["goodput_vs_fcfs"]["fair"] == {"median": 1.5, "min": 1.0, "max": 2.0}
-    assert found["share_of_oracle"]["sjf"] == {"median": 0.75, "min": 0.5, "max": 1.0}
+    assert found["goodput_vs_fcfs"]["fair"] == asdict(Spread.of([1.0, 2.0]))
+    assert found["share_of_oracle"]["sjf"] == asdict(Spread.of([0.5, 1.0]))
     assert set(found["goodput_vs_fcfs"]) == {named(arm) for arm in ARMS} - {"fcfs"}
 
 

@@ -1,0 +1,217 @@
+"""Tables of benchmarks whose arms are compared: the overhead, weaving, prefixes, queues, moves.
+
+A table whose file is not cited is empty: its page keeps what it says without one.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from benchmarks.result_files import CITED, Result, cited
+from benchmarks.table_text import number, sources, spread, table
+
+_LOADS = {"1": "1 stream", "8": "8 streams", "32": "32 streams", "64": "64 streams"}
+
+
+def overhead(result: Result) -> str:
+    """Each arm over bare vLLM; the first column is what two equal arms differ by."""
+    found: Mapping[str, Mapping[str, Any]] = result.data["comparisons"]
+
+    def ratio(of: Mapping[str, Any], figure: str, unit: str = "") -> str:
+        if figure not in of:
+            return ""
+        least, most = of["spread"][figure]
+        return spread({"median": of[figure], "min": least, "max": most}, unit, 3)
+
+    def asked(load: str) -> str:
+        each = next(iter(found.values()))
+        return str(next(iter(each["absolute"].values()))[load]["requests"])
+
+    loads = [load for load in _LOADS if f"throughput_ratio_{load}" in next(iter(found.values()))]
+    rows = [
+        [
+            f"output tokens/s, {_LOADS[load]} (n = {asked(load)})",
+            *(ratio(of, f"throughput_ratio_{load}") for of in found.values()),
+        ]
+        for load in loads
+    ]
+    if any("ttft_added_ms_p50" in of for of in found.values()):
+        later = (ratio(of, "ttft_added_ms_p50", "ms") for of in found.values())
+        rows.append([f"median first token, later by (n = {asked('first')})", *later])
+    rows.append(["memory at rest", *(f"{number(of['memory_gib'])} GiB" for of in found.values())])
+    rows.append(["cores at rest", *(number(of["idle_cores"]) for of in found.values())])
+    runs = next(iter(found.values()))["runs"]
+    return _with_head(f"{runs} pairs of each arm.", ["", *found], rows)
+
+
+def weave(result: Result) -> str:
+    """Each arm's own figures, then what is woven over the others."""
+    by_arm = result.data["by_arm"]
+    rows = []
+    for arm, by_rate in by_arm.items():
+        for rate, of in by_rate.items():
+            rows.append(
+                [
+                    arm,
+                    rate,
+                    number(of["hot_tokens_per_second"], 3),
+                    f"{number(of['hot_tpot_ms_mean'])} ms (n = {of['hot_tpot_ms_n']})",
+                    str(of["hot_given_up"]),
+                    f"{number(of['cold_tpot_ms_mean'])} ms",
+                    f"{number(of['cold_tpot_ms_p99'])} ms (n = {of['cold_tpot_ms_n']})",
+                ]
+            )
+    head = [
+        *("arm", "hot requests/s", "hot tokens/s", "hot time per token", "hot given up"),
+        *("cold time per token", "p99"),
+    ]
+    names = {
+        "hot_peak_vs_stock": "hot tokens/s over stock vLLM",
+        "hot_peak_vs_dedicated": "over nothing lent",
+        "hot_peak_vs_multiplexed": "over both models on both cores",
+        "share_of_all_local": "over all memory its own",
+        "hot_tpot_vs_dedicated_at_peak": "hot time per token over nothing lent",
+        "cold_tpot_ratio_mean": "cold time per token over nothing lent",
+        "cold_tpot_ratio_p99": "its p99 "
+        f"(n = {min(result.data['cold_tpot_ratio_p99_n'])} a run and arm)",
+    }
+    ratios = [
+        [what, spread(result.data[name], digits=3)]
+        for name, what in names.items()
+        if name in result.data
+    ]
+    of_runs = f"woven, {result.data['runs']} runs"
+    return "\n\n".join([_blocks(result.data), table(head, rows), table(["", of_runs], ratios)])
+
+
+def weave_curve(result: Result) -> str:
+    """What is gained by how much is lent of the same memory."""
+    rows = [
+        [
+            f"{float(ratio):g}",
+            f"{of['blocks']['own']} and {of['blocks']['lent']}",
+            spread(of["hot_peak_vs_stock"], digits=3) if "hot_peak_vs_stock" in of else "",
+            spread(of["hot_peak_vs_dedicated"], digits=3),
+            spread(of["cold_tpot_ratio_mean"], digits=3),
+            f"{spread(of['cold_tpot_ratio_p99'], digits=3)}; "
+            f"n = {min(of['cold_tpot_ratio_p99_n'])} a run",
+        ]
+        for ratio, of in result.data["by_lent_over_own"].items()
+    ]
+    head = [
+        *("lent over own", "blocks own and lent", "hot tokens/s over stock vLLM"),
+        *("over nothing lent", "cold time per token over nothing lent", "its p99"),
+    ]
+    return _with_head(f"{result.data['runs']} runs.", head, rows)
+
+
+def lent_share(result: Result) -> str:
+    data = result.data
+    rows = [
+        [
+            f"{100 * float(share):.0f} %",
+            *(spread(data[f"{of}_tpot"][share], digits=3) for of in ("hot", "cold")),
+            str(data["by_share"][share]["cold_tpot_ms_n"]),
+        ]
+        for share in data["hot_tpot"]
+    ]
+    head = ["requests lent", "hot time per token over 0 %", "cold", "cold requests"]
+    return _with_head(f"{data['runs']} runs.", head, rows)
+
+
+def prefix(result: Result) -> str:
+    rows = []
+    for pair, of in result.data["pairs"].items():
+        first, second = of["hit_rate"]
+        asked = of["by_run"][0][first]["ttft_ms_n"]
+        rows.append(
+            [
+                pair.replace("_vs_", " over ").replace("_", " "),
+                spread(of["ttft_p50_ratio"]),
+                f"{spread(of['ttft_p99_ratio'])}; n = {asked} a run",
+                f"{number(of['hit_rate'][first])}, {number(of['hit_rate'][second])}",
+            ]
+        )
+    head = ["", "TTFT, median", "TTFT, p99", "hit rates"]
+    return _with_head(f"{result.data['runs']} runs of each pair.", head, rows)
+
+
+def rebalance(result: Result) -> str:
+    arms: Mapping[str, list[Mapping[str, Any]]] = result.data["by_arm"]
+
+    def row(what: str, name: str, unit: str = "") -> list[str]:
+        medians = (statistics.median(run[name] for run in runs) for runs in arms.values())
+        return [what, *(f"{number(each)} {unit}".rstrip() for each in medians)]
+
+    asked = min(run["ttft_s_n"] for runs in arms.values() for run in runs)
+    rows = [
+        row("output tokens a second within bursts", "throughput"),
+        row("goodput, requests a second", "goodput"),
+        row(f"first token, p50 (n = {asked} a run or more)", "ttft_s_p50", "s"),
+        row("p99", "ttft_s_p99", "s"),
+        row("time per token, p50", "tpot_ms_p50", "ms"),
+        row("p99", "tpot_ms_p99", "ms"),
+        row("moves", "moves"),
+        row("requests that failed", "failed"),
+    ]
+    said = f"Medians of {result.data['runs']} runs."
+    return _with_head(said, ["", *(f"`{arm}`" for arm in arms)], rows)
+
+
+def adaptive(result: Result) -> str:
+    data = result.data
+    sets = result.setup["sets"]
+    others = [arm for arm in result.setup["arms"] if arm != "adaptive"]
+    asked = {
+        point["lengths"]: min(run["adaptive"]["requests"] for run in point["by_run"])
+        for point in data["points"]
+    }
+    rows = [
+        [f"`{other}`", what, *(spread(data[f"{name}_vs_{other}_{each}"]) for each in sets)]
+        for other in others
+        for name, what in (
+            ("throughput", "throughput"),
+            ("turnaround", "turnaround"),
+            ("weighted_turnaround", "weighted turnaround"),
+        )
+    ]
+    head = ["adaptive over", "", *(f"{each} (n = {asked[each]} a run)" for each in sets)]
+    return _with_head(f"{data['runs']} runs.", head, rows)
+
+
+def _with_head(said: str, head: list[str], rows: list[list[str]]) -> str:
+    return f"{said}\n\n{table(head, rows)}"
+
+
+def _blocks(of: Mapping[str, Any]) -> str:
+    blocks = of["blocks"]
+    return (
+        f"Of {sum(blocks.values())} blocks the hot model has {blocks['own']}, and {blocks['lent']} "
+        "of the cold one's are lent where something is."
+    )
+
+
+def of_file(name: str, made: Callable[[Result], str]) -> Callable[[], str]:
+    """What is made of a file, under where that is from; nothing while it is not cited."""
+
+    def text() -> str:
+        if not (CITED / f"{name}.json").exists():
+            return ""
+        return f"{sources(name)}\n\n{made(cited(name))}"
+
+    return text
+
+
+TABLES: Mapping[str, Callable[[Result], str]] = {
+    "overhead": overhead,
+    "weave": weave,
+    "weave_curve": weave_curve,
+    "lent_share": lent_share,
+    "prefix": prefix,
+    "rebalance": rebalance,
+    "adaptive": adaptive,
+}
+"""By the name of the file, ``_`` standing for ``-`` in the name of the marker."""
+TEXTS = {name.replace("_", "-"): of_file(name, made) for name, made in TABLES.items()}

@@ -1,0 +1,128 @@
+"""Tables of arms take what the benchmarks' own figures are, with n beside percentiles."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from benchmarks import adaptive, lent_share, prefix, rebalance, tables_of_arms, weave
+from benchmarks.adaptive_engine import Served as AdaptiveServed
+from benchmarks.adaptive_engine import Setting
+from benchmarks.popularity import Answer, Asked
+from benchmarks.report import Sample, absolute, comparison
+from benchmarks.result_files import CITED, Result
+from benchmarks.weave_engines import Served
+from benchmarks.weave_memory import Division
+from benchmarks.workload import PrefixRequest
+
+ASKED = PrefixRequest(at_s=0.0, blocks=(0,), tokens=8, output_tokens=2)
+
+
+def kept(figures: Mapping[str, Any], **setup: Any) -> Result:
+    """As a file has it."""
+    return Result(json.loads(json.dumps({**figures, "setup": setup})))
+
+
+def test_each_arm_stands_beside_the_noise() -> None:
+    def of(ratio: float) -> dict[str, Any]:
+        base, arm = (
+            Sample(speed, (30.0, 40.0), (20.0, 30.0), 70.0, 1.0) for speed in (100.0, 100 * ratio)
+        )
+        pairs = {load: [(base, arm)] for load in ("first", "8", "32")}
+        own = {load: absolute([base]) for load in pairs}
+        rest = {"absolute": {"bare": own}, "memory_gib": 4.13, "idle_cores": 0.12}
+        return {**comparison(pairs), **rest}
+
+    text = tables_of_arms.overhead(kept({"comparisons": {"noise": of(1.0), "default": of(0.95)}}))
+    assert "|  | noise | default |" in text
+    assert "| output tokens/s, 8 streams (n = 2) | 1.00 | 0.950 |" in text
+    assert "median first token, later by (n = 2)" in text
+
+
+def runs_of(share: float = 1.0) -> list[weave.Run]:
+    hot = Served(200, 2.0, [10.0 * share] * 3, [50.0])
+    return [weave.Run(hot, Served(20, 2.0, [20.0, 30.0], [9.0, 9.0]), {})]
+
+
+def woven() -> dict[str, Any]:
+    runs = {arm: {6.0: runs_of()} for arm in ("stock", "dedicated", "slices")}
+    return {
+        **weave.compared(runs),
+        "blocks": asdict(Division(16, 80, 48)),
+        "by_arm": {
+            arm: {str(rate): weave.figures(of) for rate, of in by_rate.items()}
+            for arm, by_rate in runs.items()
+        },
+        "runs": 1,
+    }
+
+
+def test_weaving_is_told_with_how_many_cold_requests() -> None:
+    text = tables_of_arms.weave(kept(woven()))
+    assert "Of 144 blocks the hot model has 16, and 80 of the cold one's" in text
+    assert "| stock | 6.0 | 100 | 10 ms (n = 3) | 0 | 25 ms | 30 ms (n = 2) |" in text
+    assert "| its p99 (n = 2 a run and arm) | 1.00 |" in text
+
+
+def test_the_curve_has_a_row_a_ratio() -> None:
+    curve = {"by_lent_over_own": {"0.5": woven(), "5.0": woven()}, "runs": 1}
+    text = tables_of_arms.weave_curve(kept(curve))
+    assert "| 0.5 | 16 and 80 | 1.00 | 1.00 | 1.00 | 1.00; n = 2 a run |" in text
+    assert "| 5 |" in text
+
+
+def test_the_share_to_lend_has_a_row_a_point() -> None:
+    runs = [{share: runs_of(1 + share)[0] for share in lent_share.SHARES}]
+    data = {
+        "hot_tpot": {str(each): lent_share.ratios(runs, each, "hot") for each in runs[0]},
+        "cold_tpot": {str(each): lent_share.ratios(runs, each, "cold") for each in runs[0]},
+        "by_share": {str(each): lent_share.absolute(runs, each) for each in runs[0]},
+        "runs": 1,
+    }
+    assert "| 50 % | 1.50 | 1.00 | 2 |" in tables_of_arms.lent_share(kept(data))
+
+
+def test_pairs_of_prefixes_have_both_hit_rates() -> None:
+    pair = prefix.Replay([100.0, 200.0], 0.4, 0.1), prefix.Replay([200.0, 400.0], 0.2, 0.1)
+    text = tables_of_arms.prefix(
+        kept({**prefix.report({("store", "no_store"): [pair]}), "runs": 1})
+    )
+    assert "| store over no store | 0.50 | 0.50; n = 2 a run | 0.40, 0.20 |" in text
+
+
+def test_moves_are_told_an_arm_a_column() -> None:
+    answer = Answer(Asked("north", 0.0, ASKED), 10.0, [10.5, 10.7], [1, 2])
+    of_run = rebalance.Run([answer], [(10.0, 11.0)], []).figures(rebalance.Slo(1.0, 1.0))
+    data = {"by_arm": {"static": [of_run], "unified_even": [of_run]}, "runs": 1}
+    text = tables_of_arms.rebalance(kept(data))
+    assert "|  | `static` | `unified_even` |" in text
+    assert "| first token, p50 (n = 1 a run or more) | 0.50 s | 0.50 s |" in text
+    assert "| time per token, p50 | 200 ms | 200 ms |" in text
+
+
+def test_adaptive_is_told_over_each_other_arm() -> None:
+    def served(seconds: float) -> AdaptiveServed:
+        return AdaptiveServed(seconds, [[1] * 10] * 4, 2 * seconds, 3.0, 0.0, 1.0, {})
+
+    run = {"recompute": served(2.0), "adaptive": served(1.0), "adaptive_fcfs": served(1.0)}
+    setting = Setting("chat", 128, 64)
+    data = {
+        **adaptive.headline({setting: [run]}),
+        "points": [adaptive.point(setting, [run])],
+        "runs": 1,
+    }
+    text = tables_of_arms.adaptive(kept(data, sets=["chat"], arms=list(run)))
+    assert "| adaptive over |  | chat (n = 4 a run) |" in text
+    assert "| `recompute` | throughput | 2.0 |" in text
+    assert "| `adaptive_fcfs` | turnaround | 1.0 |" in text
+
+
+def test_nothing_is_told_of_a_file_that_is_not_cited() -> None:
+    missing = [name for name in tables_of_arms.TABLES if not (CITED / f"{name}.json").exists()]
+    texts = [tables_of_arms.TEXTS[name.replace("_", "-")]() for name in missing]
+    assert texts == [""] * len(missing)
+    assert tables_of_arms.of_file("decisions", lambda result: result.commit)().endswith(
+        Result.read(CITED / "decisions.json").commit
+    )
