@@ -11,6 +11,7 @@ from typing import Any
 import ray
 from ray import serve
 
+from loomserve.deployments.ending import EMPTY_LOOK_S
 from loomserve.deployments.gateway.gateway import Gateway
 from loomserve.deployments.serve_logging import serve_logging
 from loomserve.kvstore.server.options import StoreOptions
@@ -41,6 +42,7 @@ def build_gateway_app(
         # One that replaces another listens beside it before that stops.
         max_surge_percent=100,
         graceful_shutdown_timeout_s=config.server.drain_timeout_s + 15,
+        graceful_shutdown_wait_loop_s=EMPTY_LOOK_S,
         ray_actor_options={
             "num_cpus": 0,
             "resources": on_state() if node is None else on_node(node),

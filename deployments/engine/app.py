@@ -7,6 +7,7 @@ from typing import Any
 
 from ray import serve
 
+from loomserve.deployments.ending import EMPTY_LOOK_S
 from loomserve.deployments.engine.engine_replica import EngineReplica
 from loomserve.deployments.serve_logging import serve_logging
 from loomserve.platform.adapters.table import ROOM
@@ -72,6 +73,7 @@ def _serve_options(spec: EngineSpec) -> dict[str, Any]:
         "health_check_period_s": 2,
         "health_check_timeout_s": 15,
         "graceful_shutdown_timeout_s": spec.drain_timeout_s + 15,
+        "graceful_shutdown_wait_loop_s": EMPTY_LOOK_S,
         "logging_config": serve_logging(spec.log_format),
     }
 

@@ -1,0 +1,8 @@
+"""How replicas of the platform's deployments end."""
+
+from __future__ import annotations
+
+EMPTY_LOOK_S = 0.25
+"""How long Serve waits before it looks, and looks again, whether calls through Serve still run on
+a replica that ends. Its own 2 s are for callers that hear of the end late, and ours do at once;
+requests of clients do not pass through Serve, and each deployment waits for them itself."""
