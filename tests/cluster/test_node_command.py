@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 
 import psutil
 import pytest
 
-from tests.cluster.cluster import Cluster, RunningNode, cluster, until
-from tests.cluster.nodes import Node
+from tests.cluster.cluster import Cluster, RunningNode, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
 END_S = 60.0
 REAPED_S = 5.0
-
-
-@pytest.fixture
-def two_nodes(
-    nodes: tuple[Node, ...], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Cluster]:
-    with cluster(nodes, tmp_path_factory.mktemp("cluster")) as running:
-        yield running
 
 
 def called(node: RunningNode, part: str) -> list[psutil.Process]:
@@ -54,6 +44,7 @@ def test_a_raylet_that_ends_is_started_again_and_what_it_had_ends(two_nodes: Clu
     assert head.said.count(" is up at ") == 1, "the other node takes no notice"
 
 
+# Of the cluster nothing is left either, so it comes last.
 def test_nothing_is_left_of_a_node_that_is_stopped_or_whose_supervisor_is_killed(
     two_nodes: Cluster,
 ) -> None:
