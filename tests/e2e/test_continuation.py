@@ -99,10 +99,8 @@ def asked(platform: Platform) -> list[Asked]:
 
 @pytest.fixture(scope="module")
 def expected(platform: Platform, asked: list[Asked]) -> list[Answer]:
-    """Undisturbed, and alike twice."""
-    one, other = answers(platform, asked), answers(platform, asked)
-    assert differences(one, other) == {}
-    return one
+    """Undisturbed; that they are alike each time, tests see once they have disturbed them."""
+    return answers(platform, asked)
 
 
 @pytest.mark.parametrize("at", [pytest.param(1, marks=pytest.mark.slow), 40])

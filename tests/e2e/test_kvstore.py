@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,29 +72,30 @@ def store_answers(platform: Platform) -> bool:
 
 
 @contextmanager
-def only_on(platform: Platform, device: str) -> Iterator[None]:
-    """All requests go to the replica on this device."""
-    others = [r["id"] for r in model_state(platform, HOT)["replicas"] if r["device"] != device]
-    drain(platform, others, True)
-    time.sleep(5)  # reports and routing statistics must have gone round
-    yield
-    drain(platform, others, False)
-    time.sleep(5)
+def only_on(platform: Platform, device: str) -> Iterator[Callable[[str], None]]:
+    """All requests go to the replica on this device, or the one that is named after it."""
 
+    def turn_to(device: str | None) -> None:
+        with platform.admin() as admin:
+            replicas = model_state(platform, HOT)["replicas"]
+            # There is always one that takes them.
+            for replica in sorted(replicas, key=lambda each: each["device"] != device):
+                path = f"/admin/v1/replicas/{replica['id']}/draining"
+                draining = device not in (None, replica["device"])
+                admin.put(path, json={"draining": draining}).raise_for_status()
+        time.sleep(5)  # reports and routing statistics must have gone round
 
-def drain(platform: Platform, replicas: list[str], draining: bool) -> None:
-    with platform.admin() as admin:
-        for replica in replicas:
-            path = f"/admin/v1/replicas/{replica}/draining"
-            admin.put(path, json={"draining": draining}).raise_for_status()
+    turn_to(device)
+    yield turn_to
+    turn_to(None)
 
 
 def test_a_prompt_computed_by_one_replica_is_not_computed_by_another(platform: Platform) -> None:
     prompt = new_prompt()
-    with only_on(platform, "core0"):
+    with only_on(platform, "core0") as turn_to:
         text, cached = complete(platform, prompt)
         assert cached == 0
-    with only_on(platform, "core1"):
+        turn_to("core1")
         again, cached = complete(platform, prompt)
     assert cached > 5 * TOKENS_A_BLOCK
     assert again == text

@@ -154,23 +154,29 @@ def test_a_stream_hears_comments_until_its_model_has_come(platform: Platform, te
     until(lambda: status(platform, THIRD) == "unloaded")
     body = {"model": THIRD, "prompt": "Once upon a time there was", "max_tokens": 8,
             "temperature": 0, "stream": True, "ignore_eos": True}  # fmt: skip
+
+    def told_openai() -> str:
+        """OpenAI's own client passes over them."""
+        chunks = platform.client().completions.create(
+            model=THIRD, prompt="Once upon a time there was", max_tokens=8, temperature=0,
+            stream=True, extra_body={"ignore_eos": True}, timeout=200,
+        )  # fmt: skip
+        return "".join(chunk.choices[0].text for chunk in chunks)
+
     with (
+        ThreadPoolExecutor(1) as pool,
         platform.http() as client,
         client.stream("POST", "/v1/completions", json=body, timeout=200) as response,
     ):
         assert response.status_code == 200
+        assert status(platform, THIRD) == "loading"
+        other = pool.submit(told_openai)
         lines = [line for line in response.iter_lines() if line]
+        assert other.result() == text
     comments = [line for line in lines if line.startswith(":")]
     assert len(comments) > 3
     assert lines[: len(comments)] == comments, "comments come before the answer, and not in it"
     assert lines[-1] == "data: [DONE]"
-    # OpenAI's own client passes over them.
-    until(lambda: admin(platform, THIRD, "unload").status_code == 200)
-    chunks = platform.client().completions.create(
-        model=THIRD, prompt="Once upon a time there was", max_tokens=8, temperature=0, stream=True,
-        extra_body={"ignore_eos": True}, timeout=200,
-    )  # fmt: skip
-    assert "".join(chunk.choices[0].text for chunk in chunks) == text
 
 
 def test_an_error_after_comments_is_an_event_of_the_stream(platform: Platform) -> None:
