@@ -19,6 +19,7 @@ from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import Done, Flush, Inspect, StoreUsage
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.models import catalog
+from tests.integration.cores import core
 from tests.integration.lending_pair import (
     OWN_BLOCKS,
     Pair,
@@ -127,6 +128,7 @@ def stored_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEn
         engine.llm = offline_engine(
             str(catalog.resolve("demo", folder)),
             options.kv_transfer_config("demo"),
+            core=core(),
             # On every machine, so that a block has one size, and an answer the same tokens.
             dtype="float32",
             max_model_len=1024,
@@ -154,7 +156,7 @@ def _pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     cold = lending_engine(
         model,
         kv_cache_memory_bytes=(OWN_BLOCKS + lent) * EXACT_BLOCK_BYTES,
-        core=1 % (os.cpu_count() or 1),
+        number=1,
         lending={"lend_bytes": lent * EXACT_BLOCK_BYTES},
     )
     yield Pair(hot, cold)

@@ -14,16 +14,19 @@ from typing import Any
 from benchmarks import engine as engines
 from benchmarks.engine import EXACT, call_loans
 from loomserve.platform.lending.ring.ring import Ring, RingStats
+from tests.integration.cores import core
 
 OWN_BLOCKS = 24
 _names = itertools.count()
 
 
-def lending_engine(model: str, *, lending: dict[str, Any], **options: Any) -> Any:
+def lending_engine(model: str, *, lending: dict[str, Any], number: int = 0, **options: Any) -> Any:
+    """One that runs on the test's core of this number."""
     return engines.lending_engine(
         model,
         lending,
         {"queue": "fair", "preemption": "recompute"},
+        core=core(number),
         dtype=EXACT,
         max_model_len=512,
         max_num_seqs=16,

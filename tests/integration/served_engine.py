@@ -32,6 +32,7 @@ from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from loomserve.platform.state.told_load import ToldLoad, load_of
+from tests.integration.cores import core
 
 T = TypeVar("T")
 
@@ -116,10 +117,10 @@ def engine_start(model: str, folder: Path, **options: Any) -> EngineStart:
     )
 
 
-def environment(core: int = 0) -> dict[str, str]:
-    core %= os.cpu_count() or 1
+def environment(number: int = 0) -> dict[str, str]:
+    """Of an engine on the test's core of this number."""
     return {
-        **engine_environment(Device(name="here", cores=(core,))),
+        **engine_environment(Device(name="here", cores=(core(number),))),
         "VLLM_USE_V2_MODEL_RUNNER": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "TORCHDYNAMO_DISABLE": "1",
@@ -127,8 +128,9 @@ def environment(core: int = 0) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def served(start: EngineStart, core: int = 0) -> Iterator[ServedEngine]:
-    engine = ServedEngine(start, environment(core))
+def served(start: EngineStart, number: int = 0) -> Iterator[ServedEngine]:
+    """One that runs on the test's core of this number."""
+    engine = ServedEngine(start, environment(number))
     try:
         yield engine
     finally:

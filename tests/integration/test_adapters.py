@@ -18,6 +18,7 @@ from loomserve.kvstore.server.opening import open_store
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.platform.models import catalog
+from tests.integration.cores import core
 from tests.integration.served_engine import (
     BareFrontEnd,
     ServedEngine,
@@ -72,7 +73,7 @@ def expected(given: Given) -> Answers:
     from vllm.lora.request import LoRARequest
 
     llm = offline_engine(
-        str(given.model), None, dtype="float32", max_model_len=512,
+        str(given.model), None, core=core(), dtype="float32", max_model_len=512,
         kv_cache_memory_bytes=96 * 2**20, **LORA,
     )  # fmt: skip
     greedy = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True)

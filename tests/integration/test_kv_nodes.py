@@ -32,6 +32,7 @@ from loomserve.kvstore.server.protocol import (
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.platform.models import catalog
 from tests.integration.conftest import StoredEngine
+from tests.integration.cores import core
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -129,6 +130,7 @@ def _nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
             llm = offline_engine(
                 str(catalog.resolve("demo", folder)),
                 one.kv_transfer_config("demo"),
+                core=core(),
                 # On every machine, so that a block has one size, and an answer the same tokens.
                 dtype="float32",
                 max_model_len=1024,

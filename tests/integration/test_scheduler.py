@@ -24,6 +24,7 @@ from loomserve.platform.scheduling.policy.background import BACKGROUND
 from loomserve.platform.scheduling.policy.deadline import DEADLINE
 from loomserve.platform.scheduling.policy.expected import EXPECTED
 from tests.integration.conftest import StoredEngine, with_store
+from tests.integration.cores import core
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -102,6 +103,7 @@ def _engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SchedulingEngi
             engine.llm = offline_engine(
                 str(catalog.resolve("demo", folder)),
                 store_options.kv_transfer_config("demo"),
+                core=core(),
                 dtype="float32",
                 max_model_len=1024,
                 max_num_seqs=16,

@@ -32,6 +32,7 @@ from loomserve.platform.scheduling.simulator import (
     StepShare,
     replay,
 )
+from tests.integration.cores import core
 
 pytestmark = pytest.mark.engine
 
@@ -182,6 +183,7 @@ def engine_of(scheduler: type[Any], kv_transfer_config: dict[str, Any] | None) -
     return offline_engine(
         str(catalog.resolve("demo", Path.cwd())),
         kv_transfer_config,
+        core=core(),
         dtype="float32",
         scheduler_cls=scheduler,
         max_model_len=256,

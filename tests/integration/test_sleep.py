@@ -10,9 +10,6 @@ from collections.abc import Iterator, Sequence
 import psutil
 import pytest
 
-from tests.integration.lending_pair import Pair
-from tests.integration.lending_pair import answers as pair_answers
-from tests.integration.lending_pair import prompts as pair_prompts
 from tests.integration.served_engine import (
     BareFrontEnd,
     ServedEngine,
@@ -139,23 +136,3 @@ def test_sleeping_and_waking_take_milliseconds(served_engine: ServedEngine) -> N
         sleep(served_engine)
         served_engine.run(served_engine.host.wake(timeout_s=CALL_S))
         assert time.monotonic() - began < 2
-
-
-@pytest.mark.parametrize("side", ["hot", "cold"])
-def test_memory_of_a_borrower_and_a_lender_goes_back_and_loans_work_afterwards(
-    pair: Pair, side: str
-) -> None:
-    asked = pair_prompts(81, 6, 60)
-    engine = getattr(pair, side)
-    expected = pair_answers(pair.hot, asked)
-    assert pair_answers(engine, asked) == expected
-    (pid,) = engine.collective_rpc("process_id")
-    used = own_bytes(pid)
-    assert engine.reset_prefix_cache()
-    engine.collective_rpc("sleep", args=(1,))
-    assert own_bytes(pid) < used
-    engine.collective_rpc("wake_up")
-    assert pair_answers(engine, asked) == expected
-    with pair.loan() as stats:
-        assert pair_answers(pair.hot, asked) == expected
-        assert stats().tasks > 0
