@@ -4,6 +4,9 @@ export DEVICE
 
 PYTHON := .venv/bin/python
 
+# As many as there are cores where it is decided what may be merged; tests/groups.py says who runs what.
+SIDE_BY_SIDE := -n 2 --dist loadscope --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
 .PHONY: help install serve performance dashboards test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-rebalance-replicas bench-continue bench-start bench-elastic bench-decisions check-batch check-day hashes sbom clean
 
@@ -19,7 +22,7 @@ serve: install ## serve CONFIG (default examples/laptop.yaml) until Ctrl-C
 
 test: install ## run the tests, but for those that take minutes each
 	@$(PYTHON) -m pytest -m "not slow" -n auto tests/unit
-	@$(PYTHON) -m pytest -m "not slow" --durations=30 tests/integration tests/e2e tests/cluster
+	@$(PYTHON) -m pytest -m "not slow" $(SIDE_BY_SIDE) --durations=30 tests/integration tests/e2e tests/cluster
 
 test-all: install ## run all tests, some 90 minutes on two cores
 	@$(PYTHON) -m pytest -n auto tests/unit

@@ -166,17 +166,7 @@ def write_files(path: Path, config: dict[str, Any]) -> None:
     replace_private(path.parent / "keys.yaml", "api_keys: []")
 
 
-# They serve other models instead of the shared platform's, which do not come back.
-LAST = ("test_lending.py", "test_lending_kills.py", "test_shards_of_replicas.py")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(
-        key=lambda item: item.path.parent == Path(__file__).parent and item.path.name in LAST
-    )
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     with started(tmp_path_factory.mktemp("platform"), platform_config) as running:
         yield running
@@ -268,7 +258,7 @@ def wait_ready(platform: Platform, process: subprocess.Popen[bytes] | None = Non
                 return
         except httpx.HTTPError:
             pass
-        time.sleep(1)
+        time.sleep(0.25)
     pytest.fail(f"not ready in {START_TIMEOUT_S} s: {platform.log.read_text()[-3000:]}")
 
 
