@@ -140,14 +140,15 @@ def test_a_front_end_that_does_not_read_stops_nobody(served_engine: ServedEngine
             # Large outputs fill what there is between the two soon.
             endless(slow, logprobs=20)
         kept = endless(other)
-        pump_until(lambda: open_requests(served_engine) == 5, other)
-        pump_until(lambda: bool(other.streams[kept].tokens), other)
 
-        def let_go() -> bool:
+        def are_open(requests: int) -> bool:
+            """Whether there are so many; it is not for silence that one is let go."""
             slow.hello()
-            return open_requests(served_engine) == 1
+            return open_requests(served_engine) == requests
 
-        pump_until(let_go, other, within_s=45)
+        pump_until(lambda: are_open(5), other)
+        pump_until(lambda: bool(other.streams[kept].tokens), other)
+        pump_until(lambda: are_open(1), other, within_s=45)
         gaps = [
             b - a for a, b in zip(*(other.streams[kept].came_at[n:] for n in (0, 1)), strict=False)
         ]
