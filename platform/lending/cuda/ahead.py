@@ -1,0 +1,78 @@
+"""The kernels compiled ahead of time, on a machine that needs no GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from loomserve.platform.lending.cuda import borrowing, serving
+from loomserve.platform.lending.cuda.buffer import TaskShape
+from loomserve.platform.lending.cuda.kernel import INTERPRETED
+
+_NUMBERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+_WORDS = ("posted", "closed", "state", "done", "caches", "granted", "slots")
+_INDICES = ("requests", "contexts", "block_table")
+_ROWS = ("query", "key", "value", "to_query", "to_key", "to_value", "output", "from_output")
+_LOGARITHMS = ("lse", "from_lse")
+
+KERNELS = (
+    borrowing.post_rows,
+    borrowing.wait_for_answer,
+    borrowing.fetch_rows,
+    borrowing.merge_rows,
+    serving.poll_task,
+    serving.write_rows,
+    serving.attend_rows,
+)
+
+
+def compiled(shape: TaskShape, capability: int) -> dict[str, Any]:
+    """Compile all kernels for a shape and a GPU, such as 90 for sm_90.
+
+    Returns:
+        Triton's compiled kernels by name; ``asm["ptx"]`` and ``asm["cubin"]`` of each.
+
+    Raises:
+        RuntimeError: Triton interprets its kernels in this process.
+    """
+    if INTERPRETED:
+        raise RuntimeError("interpreted kernels cannot be compiled: unset TRITON_INTERPRET")
+    return {one.fn.__name__: _compiled(one, shape, capability) for one in KERNELS}
+
+
+def _compiled(kernel: Any, shape: TaskShape, capability: int) -> Any:
+    types = dict.fromkeys(_WORDS, "*i64") | dict.fromkeys(_INDICES, "*i32")
+    types |= dict.fromkeys(_ROWS, _NUMBERS[shape.dtype]) | dict.fromkeys(_LOGARITHMS, "*fp32")
+    group = shape.query_heads // shape.kv_heads
+    one_warp = kernel in (borrowing.wait_for_answer, serving.poll_task)
+    width = shape.query_width if kernel is borrowing.fetch_rows else shape.key_width
+    tile = serving.CONTEXT_TILE if kernel is serving.attend_rows else serving.ROW_TILE
+    fixed = {
+        "query_width": shape.query_width,
+        "key_width": shape.key_width,
+        "width": width,
+        "query_heads": shape.query_heads,
+        "kv_heads": shape.kv_heads,
+        "head_size": shape.head_size,
+        "padded": 1 << (shape.head_size - 1).bit_length(),
+        "padded_head": 1 << (shape.head_size - 1).bit_length(),
+        "group": group,
+        "padded_group": max(16, 1 << (group - 1).bit_length()),
+        "block_size": shape.block_size,
+        "scale": shape.scale,
+        "tile": tile,
+    }
+    names = [parameter.name for parameter in kernel.params]
+    constants = {p.name: fixed[p.name] for p in kernel.params if p.is_constexpr}
+    signature = {
+        name: "constexpr" if name in constants else types.get(name, "i32") for name in names
+    }
+    return triton.compile(
+        ASTSource(kernel, signature, constexprs=constants),
+        target=GPUTarget("cuda", capability, 32),
+        options={"num_warps": 1 if one_warp else 4},
+    )

@@ -1,0 +1,347 @@
+"""The borrower's kernels: post rows of a layer, wait for their attention, fetch or merge it.
+
+The number of a task is counted on the device, and rows and patience are read there, so that a graph
+may capture all of these and be replayed in each step.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from loomserve.platform.lending.cuda.buffer import (
+    LAYER,
+    LINE_WORDS,
+    NUMBER,
+    POSTED_AT,
+    ROWS,
+    TIMED_OUT,
+    TaskBuffer,
+    TaskShape,
+)
+from loomserve.platform.lending.cuda.kernel import kernel, now_ns, rest
+
+TILE = 1024
+"""Numbers that a program copies at once."""
+
+# Words of a borrower's own state, int64 in its memory. NUMBER is of the last task posted, ROWS of
+# the step.
+ARRIVED = tl.constexpr(3)
+ANSWERED = tl.constexpr(4)
+PATIENCE_NS = tl.constexpr(5)
+TAKEN_AT = tl.constexpr(6)
+HANDED_AT = tl.constexpr(7)
+
+
+@kernel()
+def copy_row(source: tl.tensor, target: tl.tensor, width: tl.constexpr, tile: tl.constexpr) -> None:
+    for first in range(0, width, tile):
+        place = first + tl.arange(0, tile)
+        inside = place < width
+        tl.store(target + place, tl.load(source + place, mask=inside), mask=inside)
+
+
+@kernel("layer")
+def post_rows(
+    query: tl.tensor,
+    key: tl.tensor,
+    value: tl.tensor,
+    to_query: tl.tensor,
+    to_key: tl.tensor,
+    to_value: tl.tensor,
+    posted: tl.tensor,
+    closed: tl.tensor,
+    state: tl.tensor,
+    layer: tl.tensor,
+    query_stride: tl.tensor,
+    key_stride: tl.tensor,
+    value_stride: tl.tensor,
+    query_width: tl.constexpr,
+    key_width: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Copy a row a program into the task buffer; the last program publishes the task.
+
+    Args:
+        query: [rows, query_width], rows ``query_stride`` apart; ``key`` and ``value`` likewise.
+        layer: int32, from 0.
+
+    A closed loan gets no task, but its number, so that no wait takes an old answer for its own.
+    """
+    row = tl.program_id(0)
+    rows = tl.load(state + ROWS)
+    if row < rows:
+        copy_row(query + row * query_stride, to_query + row * query_width, query_width, tile)
+        copy_row(key + row * key_stride, to_key + row * key_width, key_width, tile)
+        copy_row(value + row * value_stride, to_value + row * key_width, key_width, tile)
+        tl.debug_barrier()
+        before = tl.atomic_add(state + ARRIVED, 1, sem="acq_rel", scope="sys")
+        if before == rows - 1:
+            number = tl.load(state + NUMBER) + 1
+            tl.store(state + ARRIVED, 0)
+            tl.store(state + NUMBER, number)
+            if tl.load(closed, volatile=True) == 0:
+                tl.store(posted + LAYER, layer.to(tl.int64))
+                tl.store(posted + ROWS, rows)
+                now = now_ns()
+                tl.store(state + HANDED_AT, now)
+                tl.store(posted + POSTED_AT, now)
+                tl.debug_barrier()
+                tl.atomic_xchg(posted + NUMBER, number, sem="release", scope="sys")
+
+
+@kernel()
+def wait_for_answer(done: tl.tensor, closed: tl.tensor, state: tl.tensor) -> None:
+    """Spin, as one warp of one program, until the last task is done, or the loan closed, or
+    patience at its end, which closes the loan.
+
+    Leaves in ``state`` whether there is an answer. A grid that spins would hold multiprocessors
+    which the lender may need, if both are on one GPU; so others copy.
+    """
+    number = tl.load(state + NUMBER)
+    patience = tl.load(state + PATIENCE_NS)
+    begin = now_ns()
+    answered = tl.full((), 0, tl.int64)
+    waiting = tl.full((), 1, tl.int32)
+    while waiting != 0:
+        # Before it looks for the result, lest a halt of this kernel pass for the lender's.
+        now = now_ns()
+        if tl.atomic_add(done + NUMBER, 0, sem="acquire", scope="sys") == number:
+            answered = tl.full((), 1, tl.int64)
+            waiting = tl.full((), 0, tl.int32)
+        elif tl.load(closed, volatile=True) != 0:
+            waiting = tl.full((), 0, tl.int32)
+        elif now - begin >= patience:
+            tl.store(closed, tl.full((), TIMED_OUT, tl.int64))
+            waiting = tl.full((), 0, tl.int32)
+        else:
+            rest()
+    tl.store(state + ANSWERED, answered)
+    tl.store(state + TAKEN_AT, now_ns())
+
+
+@kernel()
+def fetch_rows(
+    output: tl.tensor,
+    from_output: tl.tensor,
+    state: tl.tensor,
+    output_stride: tl.tensor,
+    width: tl.constexpr,
+    tile: tl.constexpr,
+) -> None:
+    """Copy a row a program of the answer, or zeros if there is none.
+
+    Args:
+        output: [rows, width], rows ``output_stride`` apart.
+    """
+    row = tl.program_id(0)
+    answered = tl.load(state + ANSWERED) != 0
+    if row < tl.load(state + ROWS):
+        for first in range(0, width, tile):
+            place = first + tl.arange(0, tile)
+            inside = place < width
+            values = tl.load(from_output + row * width + place, mask=inside & answered, other=0.0)
+            tl.store(output + row * output_stride + place, values, mask=inside)
+
+
+@kernel()
+def merge_rows(
+    output: tl.tensor,
+    lse: tl.tensor,
+    from_output: tl.tensor,
+    from_lse: tl.tensor,
+    state: tl.tensor,
+    output_stride: tl.tensor,
+    lse_row_stride: tl.tensor,
+    lse_head_stride: tl.tensor,
+    query_heads: tl.constexpr,
+    head_size: tl.constexpr,
+    padded: tl.constexpr,
+) -> None:
+    """Merge the answer, over one part of a row's context, with ``output`` over the rest of it.
+
+    One program a row and query head. With l = log(sum of exp(logits)) of each part, the whole is
+    their outputs weighted by exp(l) (as of FlashDecoding). Without an answer ``output`` stays.
+
+    Args:
+        output: [rows, query_heads, head_size], rows ``output_stride`` apart, heads contiguous.
+        lse: float32, of ``output``; -inf for an empty part. The merged one is left there.
+        padded: ``head_size``, up to a power of two.
+    """
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    if (row < tl.load(state + ROWS)) & (tl.load(state + ANSWERED) != 0):
+        place = tl.arange(0, padded)
+        inside = place < head_size
+        at_lse = lse + row * lse_row_stride + head * lse_head_stride
+        own_lse = tl.load(at_lse)
+        their_lse = tl.load(from_lse + row * query_heads + head)
+        top = tl.maximum(own_lse, their_lse)
+        own_weight = tl.exp(own_lse - top)
+        their_weight = tl.exp(their_lse - top)
+        whole = own_weight + their_weight
+        at = output + row * output_stride + head * head_size + place
+        own = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        theirs = tl.load(
+            from_output + (row * query_heads + head) * head_size + place, mask=inside, other=0.0
+        ).to(tl.float32)
+        merged = (own * own_weight + theirs * their_weight) / whole
+        tl.store(at, merged.to(output.dtype.element_ty), mask=inside)
+        tl.store(at_lse, top + tl.log(whole))
+
+
+class DeviceBorrower:
+    """A borrower's end of one loan, for the stream that runs its model.
+
+    Call :meth:`begin_step` once a step, then for each layer :meth:`post`, own work, and
+    :meth:`wait` or :meth:`wait_and_merge`. All of it is queued on the current stream: nothing here
+    waits for the device. Once the loan is closed, each answer is zeros, at once.
+    """
+
+    def __init__(self, shape: TaskShape, buffer: TaskBuffer, patience_s: float) -> None:
+        """
+        Args:
+            shape: of the borrower's attention.
+            buffer: as this end has it mapped.
+            patience_s: after it a wait closes the loan as timed out.
+        """
+        self._shape = shape
+        self._buffer = buffer
+        self._rows = 0
+        device = buffer.output.device
+        self._places = torch.arange(shape.max_rows, dtype=torch.int32, device=device)
+        self.state = torch.zeros(LINE_WORDS, dtype=torch.int64, device=device)
+        """On the device: ``ANSWERED`` tells whether the last wait had an answer."""
+        self.state[PATIENCE_NS.value] = int(patience_s * 1e9)
+
+    def begin_step(
+        self,
+        query_start_loc: torch.Tensor,
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write what the rows of this step's tasks are, as in vLLM's attention metadata.
+
+        All are on the device; no task may be in flight.
+
+        Args:
+            query_start_loc: int32 [requests + 1], counted from these rows' first.
+            seq_lens: int32 [requests], tokens in the cache after this step.
+            block_table: int32 [requests, up to max_blocks], in the loan's own numbering.
+            slot_mapping: int64 [rows].
+
+        Raises:
+            ValueError: the step is larger than the buffer, or empty.
+        """
+        shape, rows, requests = self._shape, len(slot_mapping), len(seq_lens)
+        width = block_table.shape[1]
+        if not (
+            1 <= rows <= shape.max_rows
+            and 1 <= requests <= shape.max_requests
+            and width <= shape.max_blocks
+        ):
+            raise ValueError(
+                f"a step of {rows} rows and {requests} requests of {width} blocks is not within "
+                f"the buffer's {shape.max_rows}, {shape.max_requests} and {shape.max_blocks}"
+            )
+        places, ends = self._places[:rows], query_start_loc[1:]
+        of = torch.searchsorted(ends, places, right=True)
+        self._buffer.requests[:rows] = of
+        self._buffer.contexts[:rows] = seq_lens[of] - (ends[of] - 1 - places)
+        self._buffer.block_table[:requests, :width] = block_table
+        self._buffer.slots[:rows] = slot_mapping
+        self.state[ROWS.value] = rows
+        self._rows = rows
+
+    def post(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Hand the step's rows of one layer to the lender.
+
+        Args:
+            layer: from 0.
+            query: [rows, query_heads, head_size] of the shape's dtype. A row is contiguous, here
+                as in the others.
+            key: [rows, kv_heads, head_size].
+            value: like ``key``.
+
+        Raises:
+            ValueError: the tensors are not of this step and shape.
+        """
+        shape, buffer = self._shape, self._buffer
+        self._check(query, shape.query_heads)
+        self._check(key, shape.kv_heads)
+        self._check(value, shape.kv_heads)
+        post_rows[(self._rows,)](
+            query,
+            key,
+            value,
+            buffer.query,
+            buffer.key,
+            buffer.value,
+            buffer.posted,
+            buffer.closed,
+            self.state,
+            layer,
+            query.stride(0),
+            key.stride(0),
+            value.stride(0),
+            query_width=shape.query_width,
+            key_width=shape.key_width,
+            tile=TILE,
+        )
+
+    def wait(self, output: torch.Tensor) -> None:
+        """Wait for the posted task, and copy its attention, or zeros, into ``output``.
+
+        Args:
+            output: [rows, query_heads, head_size]; a row is contiguous.
+        """
+        self._check(output, self._shape.query_heads)
+        self._await()
+        fetch_rows[(self._rows,)](
+            output,
+            self._buffer.output,
+            self.state,
+            output.stride(0),
+            width=self._shape.query_width,
+            tile=TILE,
+        )
+
+    def wait_and_merge(self, output: torch.Tensor, lse: torch.Tensor) -> None:
+        """Wait for the posted task, and merge its attention with ``output`` over the rest.
+
+        Args:
+            output: [rows, query_heads, head_size]; a row is contiguous.
+            lse: float32 [rows, query_heads], of any strides.
+        """
+        shape = self._shape
+        self._check(output, shape.query_heads)
+        self._await()
+        merge_rows[(self._rows, shape.query_heads)](
+            output,
+            lse,
+            self._buffer.output,
+            self._buffer.lse,
+            self.state,
+            output.stride(0),
+            lse.stride(0),
+            lse.stride(1),
+            query_heads=shape.query_heads,
+            head_size=shape.head_size,
+            padded=1 << (shape.head_size - 1).bit_length(),
+        )
+
+    def _await(self) -> None:
+        wait_for_answer[(1,)](self._buffer.done, self._buffer.closed, self.state, num_warps=1)
+
+    def _check(self, tensor: torch.Tensor, heads: int) -> None:
+        shape = (self._rows, heads, self._shape.head_size)
+        if (
+            tensor.shape != shape
+            or tensor.stride()[1:] != (self._shape.head_size, 1)
+            or tensor.dtype != self._shape.dtype
+        ):
+            raise ValueError(
+                f"{tensor.dtype} {tuple(tensor.shape)} of strides {tensor.stride()} is not "
+                f"a step's {self._shape.dtype} {shape} with contiguous rows"
+            )

@@ -1,0 +1,158 @@
+"""The task buffer of one loan between GPUs, and the words by which its two ends meet.
+
+It is what the ring's areas are between CPUs (:mod:`loomserve.platform.lending.ring.ring`), and one
+task is in it at a time, likewise. Each end polls its own memory and writes into the other's::
+
+    borrower: post            writes query, key, value → stores ``posted = n`` (release, system)
+    → lender: poll            loads ``posted = n`` (acquire, system)
+    → lender: write, attend   write KV, then the borrower's output and lse
+                              → store ``done = n`` (release, system)
+    → borrower: wait          loads ``done = n`` (acquire, system)
+    → borrower: fetch, merge  read output and lse
+    → borrower: the next task's post, or the next step's metadata
+
+A kernel of many programs publishes by its last one: each program writes, passes a barrier and
+counts itself (acquire and release, system); who finds that all others have counted themselves
+stores the flag. Release is cumulative in PTX's memory model (PTX ISA, "Memory Consistency Model",
+causality order), so the flag orders the writes of all programs. Kernels on one stream follow each
+other, so what ``poll`` acquired holds for ``write`` and ``attend`` behind it.
+
+The flags are stored by atomic exchange. Between GPUs that needs native atomics on the link
+(``cudaDevP2PAttrNativeAtomicSupported``: NVLink has them, PCIe mostly not); without them the words
+must be in pinned memory of the host, which both GPUs map.
+
+**Trust.** The lender believes nothing that it reads here: each number is loaded into a register,
+checked there, and that register is used. Its own state is in memory that no borrower maps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+
+LINE_WORDS = 16
+"""int64 words of 128 bytes: what one end writes shares no cache line with what the other writes."""
+
+# The line ``posted``, which the borrower writes, and ``done``, which the lender writes.
+NUMBER = tl.constexpr(0)
+LAYER = tl.constexpr(1)
+ROWS = tl.constexpr(2)
+POSTED_AT = tl.constexpr(3)
+PICKED_UP_AT = tl.constexpr(1)
+FINISHED_AT = tl.constexpr(2)
+
+# The values of ``closed`` that kernels write; as ``Closed`` of the ring has them.
+TIMED_OUT = tl.constexpr(3)
+REFUSED = tl.constexpr(5)
+
+
+@dataclass(frozen=True)
+class TaskShape:
+    """The geometry of a borrower's attention, and the most that one step has.
+
+    Neither sliding windows nor soft caps of logits: the kernels know none.
+
+    Attributes:
+        dtype: Of activations and KV alike.
+        scale: By which logits are multiplied.
+        block_size: Tokens of a KV block, a power of two.
+        max_blocks: Of one request.
+
+    Raises:
+        ValueError: the kernels cannot compute this.
+    """
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: torch.dtype
+    scale: float
+    max_rows: int
+    max_requests: int
+    max_blocks: int
+
+    def __post_init__(self) -> None:
+        counts = (self.layers, self.kv_heads, self.max_rows, self.max_requests, self.max_blocks)
+        if min(counts) < 1 or self.query_heads < 1 or self.query_heads % self.kv_heads:
+            raise ValueError(f"no attention has this geometry: {self}")
+        if self.block_size < 1 or self.block_size & (self.block_size - 1):
+            raise ValueError(f"a block of {self.block_size} tokens is no power of two")
+        if self.head_size < 16:
+            raise ValueError(f"heads of {self.head_size} are too small for the matrix units: 16")
+
+    @property
+    def query_width(self) -> int:
+        return self.query_heads * self.head_size
+
+    @property
+    def key_width(self) -> int:
+        return self.kv_heads * self.head_size
+
+
+class TaskBuffer(NamedTuple):
+    """The tensors of one loan, as each end has them mapped.
+
+    In the lender's memory, written by the borrower:
+
+    * ``posted``: int64 [LINE_WORDS]: number of the last task, its layer, its rows, when it was
+      posted (ns of the borrower's clock);
+    * ``requests``: int32 [max_rows], the row of ``block_table`` of each row of the batch;
+    * ``contexts``: int32 [max_rows], how many tokens of its request the row attends to, from the
+      first, itself included;
+    * ``block_table``: int32 [max_requests, max_blocks], in the loan's own numbering of blocks;
+    * ``slots``: int64 [max_rows], block * block_size + place in the block, of the row's own KV;
+    * ``query``: [max_rows, query_heads, head_size], ``key`` and ``value``: [max_rows, kv_heads,
+      head_size].
+
+    In the borrower's memory, written by the lender:
+
+    * ``done``: int64 [LINE_WORDS]: number of the last task done, when it was picked up, when it was
+      finished (ns of the lender's clock);
+    * ``output``: [max_rows, query_heads, head_size];
+    * ``lse``: float32 [max_rows, query_heads], the natural logarithm of the sum of exp(logits).
+
+    In either's, or the host's: ``closed``: int64 [1], 0 while the loan is open.
+    """
+
+    posted: torch.Tensor
+    requests: torch.Tensor
+    contexts: torch.Tensor
+    block_table: torch.Tensor
+    slots: torch.Tensor
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    done: torch.Tensor
+    output: torch.Tensor
+    lse: torch.Tensor
+    closed: torch.Tensor
+
+    @classmethod
+    def allocate(cls, shape: TaskShape, lender: str, borrower: str) -> TaskBuffer:
+        """Make a buffer within one process, of zeros, ``closed`` beside the borrower."""
+        rows, dtype = shape.max_rows, shape.dtype
+        queries = (rows, shape.query_heads, shape.head_size)
+        keys = (rows, shape.kv_heads, shape.head_size)
+
+        def zeros(size: tuple[int, ...], kind: torch.dtype, device: str) -> torch.Tensor:
+            return torch.zeros(size, dtype=kind, device=device)
+
+        return cls(
+            posted=zeros((LINE_WORDS,), torch.int64, lender),
+            requests=zeros((rows,), torch.int32, lender),
+            contexts=zeros((rows,), torch.int32, lender),
+            block_table=zeros((shape.max_requests, shape.max_blocks), torch.int32, lender),
+            slots=zeros((rows,), torch.int64, lender),
+            query=zeros(queries, dtype, lender),
+            key=zeros(keys, dtype, lender),
+            value=zeros(keys, dtype, lender),
+            done=zeros((LINE_WORDS,), torch.int64, borrower),
+            output=zeros(queries, dtype, borrower),
+            lse=zeros(queries[:2], torch.float32, borrower),
+            closed=zeros((1,), torch.int64, borrower),
+        )

@@ -1,0 +1,56 @@
+"""What Triton's kernels here need beyond Triton: a typed decorator, a clock, and a rest.
+
+Interpreted (``TRITON_INTERPRET=1`` before Triton is imported) the same kernels run as Python on CPU
+tensors, between processes too: the interpreter's atomics are the processor's. It knows no inline
+assembly, so clock and rest have a form for it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import triton
+import triton.language as tl
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+
+
+def kernel(*fixed: str) -> Callable[[Callable[..., Any]], Any]:
+    """Compile a function with Triton; of the parameters named, no value has a variant of its own.
+
+    Else Triton compiles a kernel again for the layer 1, and for each layer that 16 divides.
+    """
+
+    def compiled(function: Callable[..., Any]) -> Any:
+        return triton.jit(function, do_not_specialize=list(fixed))
+
+    return compiled
+
+
+if INTERPRETED:
+
+    def now_ns() -> Any:
+        """Return the nanoseconds of a clock that all processes of this machine share."""
+        return tl.full((), time.monotonic_ns(), tl.int64)
+
+    def rest() -> None:
+        """Let others run between two looks at a flag."""
+        time.sleep(100e-6)
+
+else:
+
+    @kernel()
+    def now_ns() -> Any:
+        # Of the GPU, alike for all its kernels; how coarsely it ticks depends on the GPU.
+        return tl.inline_asm_elementwise(
+            "mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1
+        )
+
+    @kernel()
+    def rest() -> Any:
+        # The warp leaves its scheduler for some 100 ns. The result is there for Triton alone.
+        tl.inline_asm_elementwise(
+            "nanosleep.u32 100; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )

@@ -1,0 +1,65 @@
+"""The kernels as a GPU would run them: compiled ahead of time, which needs none."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton, which compiles the kernels, is not installed")
+
+from loomserve.platform.lending.cuda.ahead import KERNELS, compiled
+from loomserve.platform.lending.cuda.buffer import TaskShape
+
+LLAMA_3_8B = TaskShape(
+    layers=32,
+    query_heads=32,
+    kv_heads=8,
+    head_size=128,
+    block_size=16,
+    dtype=torch.bfloat16,
+    scale=128**-0.5,
+    max_rows=128,
+    max_requests=128,
+    max_blocks=512,
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_flags_are_released_and_acquired_for_the_whole_system(capability: int) -> None:
+    kernels = compiled(LLAMA_3_8B, capability)
+    assert len(kernels) == len(KERNELS)
+    text = {name: str(one.asm["ptx"]) for name, one in kernels.items()}
+    assert all(f".target sm_{capability}" in ptx for ptx in text.values())
+    assert all(one.asm["cubin"] for one in kernels.values())
+    for name in ("post_rows", "attend_rows"):
+        # Each program's count, and the last one's flag behind it, with a barrier before each.
+        count = text[name].index("atom.global.sys.acq_rel.add")
+        flag = text[name].index("atom.global.sys.release.exch")
+        assert count < flag
+        assert "bar.sync" in text[name][:count]
+        assert "bar.sync" in text[name][count:flag]
+    for name in ("wait_for_answer", "poll_task"):
+        assert "ld.global.sys.acquire" in text[name]
+    # A deadline, and what else can end the wait, is looked at anew each time.
+    loop = text["wait_for_answer"]
+    assert all(word in loop for word in ("%globaltimer", "nanosleep", "ld.volatile.global"))
+
+
+def test_attention_runs_on_matrix_units_and_in_the_memory_of_a_multiprocessor() -> None:
+    attend = compiled(LLAMA_3_8B, 90)["attend_rows"]
+    assert re.search(r"mma.*bf16", attend.asm["ptx"])
+    assert attend.metadata.shared <= 100 * 1024
+
+
+def test_another_type_and_heads_that_are_no_power_of_two_compile() -> None:
+    change = {"dtype": torch.float16, "head_size": 80, "query_heads": 24}
+    small = TaskShape(**{**vars(LLAMA_3_8B), **change})
+    assert len(compiled(small, 90)) == len(KERNELS)

@@ -1,0 +1,398 @@
+"""Borrower and lender in two processes that share tensors; the kernels are interpreted."""
+
+from __future__ import annotations
+
+import math
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="Triton, which interprets the kernels, is not installed")
+
+from loomserve.platform.lending.cuda.buffer import (
+    LAYER,
+    NUMBER,
+    REFUSED,
+    ROWS,
+    TIMED_OUT,
+    TaskBuffer,
+    TaskShape,
+)
+from tests.unit.platform.lending.cuda import ends
+from tests.unit.platform.lending.cuda.ends import PATIENCE_S, Answer, Rows, Step
+
+DRAINED = 1
+GRANTED, BLOCKS = 20, 24
+SHAPE = TaskShape(
+    layers=3,
+    query_heads=6,
+    kv_heads=2,
+    head_size=32,
+    block_size=16,
+    dtype=torch.float32,
+    scale=32**-0.5,
+    max_rows=8,
+    max_requests=4,
+    max_blocks=8,
+)
+
+
+def _process() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=torch.multiprocessing.get_context("spawn"))
+
+
+class Processes:
+    """The two ends' processes."""
+
+    def __init__(self) -> None:
+        self._borrower = _process()
+        self._lender = _process()
+
+    def at_borrower(self, function: Any, *arguments: Any) -> Future[Any]:
+        return self._borrower.submit(function, *arguments)
+
+    def at_lender(self, function: Any, *arguments: Any) -> Future[Any]:
+        return self._lender.submit(function, *arguments)
+
+    def lender_died(self) -> None:
+        self._lender.shutdown()
+        self._lender = _process()
+
+    def end(self) -> None:
+        self._borrower.shutdown()
+        self._lender.shutdown()
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[Processes]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        both = Processes()
+        started = [both.at_borrower(ends.interpreted), both.at_lender(ends.interpreted)]
+        assert [one.result() for one in started] == [True, True]
+        yield both
+        both.end()
+
+
+def shared(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.share_memory_()
+
+
+class Loan:
+    """One loan between the two processes, and what its memory holds."""
+
+    def __init__(self, processes: Processes, shape: TaskShape, patience_s: float) -> None:
+        self.name, self.shape, self.processes = uuid.uuid4().hex, shape, processes
+        self.buffer = TaskBuffer(*map(shared, TaskBuffer.allocate(shape, "cpu", "cpu")))
+        self.granted = shared(torch.tensor([GRANTED]))
+        # As vLLM lays them on a GPU: a token's key and value side by side.
+        size = (shape.layers, BLOCKS, shape.kv_heads, shape.block_size, 2 * shape.head_size)
+        self.memory = shared(torch.randn(size).to(shape.dtype))
+        width = shape.head_size
+        self.caches = [(one[..., :width], one[..., width:]) for one in self.memory]
+        processes.at_borrower(
+            ends.open_borrower, self.name, shape, self.buffer, patience_s
+        ).result()
+        processes.at_lender(
+            ends.open_lender, self.name, shape, self.buffer, self.caches, self.granted
+        ).result()
+
+    @property
+    def closed(self) -> int:
+        return int(self.buffer.closed)
+
+    @property
+    def done(self) -> int:
+        return int(self.buffer.done[NUMBER.value])
+
+    def begin(self, step: Step) -> None:
+        self.processes.at_borrower(ends.begin_step, self.name, step).result()
+
+    def post(self, layer: int, rows: Rows) -> None:
+        self.processes.at_borrower(ends.post, self.name, layer, rows).result()
+
+    def waiting(self, rows: int) -> Future[Answer]:
+        return self.processes.at_borrower(ends.wait, self.name, rows, self.shape)
+
+    def lender(self, function: Any, *arguments: Any) -> Any:
+        return self.processes.at_lender(function, self.name, *arguments).result()
+
+    def whole(self, layer: int, query: torch.Tensor, step: Step) -> torch.Tensor:
+        """Attention of the step's rows over what the caches hold now, by torch, in float32."""
+        return torch.stack([
+            attention(query[row], *self.context(layer, step, request, end), self.shape.scale)[0]
+            for row, (request, end) in enumerate(contexts(step))
+        ])  # fmt: skip
+
+    def context(
+        self, layer: int, step: Step, request: int, end: int, first: int = 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [kv_heads, tokens, head_size] of tokens ``first`` to ``end``."""
+        blocks = step.block_table[request].long()
+        key, value = (
+            cache[blocks].transpose(0, 1).flatten(1, 2)[:, first:end].float()
+            for cache in self.caches[layer]
+        )
+        return key, value
+
+
+def contexts(step: Step) -> list[tuple[int, int]]:
+    """Request and length of the context of each row."""
+    starts = step.query_start_loc.tolist()
+    return [
+        (request, int(step.seq_lens[request]) - (starts[request + 1] - 1 - row))
+        for request in range(len(step.seq_lens))
+        for row in range(starts[request], starts[request + 1])
+    ]
+
+
+def attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output [query_heads, head_size] and lse [query_heads] of one row."""
+    group = len(query) // len(key)
+    key, value = key.repeat_interleave(group, 0), value.repeat_interleave(group, 0)
+    logits = torch.einsum("hd,htd->ht", query.float(), key) * scale
+    return torch.einsum("ht,htd->hd", logits.softmax(-1), value), logits.logsumexp(-1)
+
+
+def step_of(lens: list[int], added: list[int]) -> Step:
+    """Requests of so many tokens, of which so many are the step's, over blocks in no order."""
+    table = torch.randperm(GRANTED)[: len(lens) * (GRANTED // len(lens))]
+    table = table.view(len(lens), -1)[:, : SHAPE.max_blocks].to(torch.int32)
+    starts = torch.tensor([0, *added]).cumsum(0).to(torch.int32)
+    slots = [
+        int(table[request, place // SHAPE.block_size]) * SHAPE.block_size + place % SHAPE.block_size
+        for request, (tokens, rows) in enumerate(zip(lens, added, strict=True))
+        for place in range(tokens - rows, tokens)
+    ]
+    return Step(starts, torch.tensor(lens, dtype=torch.int32), table, torch.tensor(slots))
+
+
+def rows_of(step: Step, dtype: torch.dtype = torch.float32) -> Rows:
+    """Views into one product, as a model's projection leaves them."""
+    widths = (SHAPE.query_width, SHAPE.key_width, SHAPE.key_width)
+    whole = torch.randn(len(step.slot_mapping), sum(widths)).to(dtype)
+    parts = whole.split(widths, dim=1)
+    return Rows(*(part.unflatten(1, (-1, SHAPE.head_size)) for part in parts))
+
+
+TWO = ([40, 77], [1, 3])
+"""A decoding request, and one with three rows of a prompt."""
+
+
+@pytest.fixture
+def loan(processes: Processes) -> Loan:
+    torch.manual_seed(7)
+    return Loan(processes, SHAPE, PATIENCE_S)
+
+
+def test_answers_of_many_steps_are_whole_attention_over_a_permuted_block_table(loan: Loan) -> None:
+    steps = [step_of(*TWO), step_of([1, 16, 17], [1, 1, 1]), step_of([128], [2])]
+    serving = loan.processes.at_lender(ends.serve_until, loan.name, 3 * len(steps))
+    for step in steps:
+        loan.begin(step)
+        layers = [rows_of(step) for _ in range(SHAPE.layers)]
+        answers = loan.processes.at_borrower(ends.through_layers, loan.name, layers, SHAPE).result()
+        for layer, (rows, answer) in enumerate(zip(layers, answers, strict=True)):
+            assert answer.answered
+            written = loan.caches[layer][0].transpose(1, 2).flatten(0, 1)[step.slot_mapping]
+            assert torch.equal(written, rows.key)
+            whole = loan.whole(layer, rows.query, step)
+            torch.testing.assert_close(answer.output, whole, rtol=0, atol=2e-6)
+    serving.result()
+    assert (loan.closed, loan.done) == (0, 9)
+
+
+def test_in_half_precision_an_answer_is_as_near_as_its_mantissa(processes: Processes) -> None:
+    # Of bfloat16 the interpreter multiplies the bits.
+    shape = TaskShape(**{**vars(SHAPE), "dtype": torch.float16})
+    loan, step = Loan(processes, shape, PATIENCE_S), step_of(*TWO)
+    rows = rows_of(step, torch.float16)
+    loan.begin(step)
+    loan.post(1, rows)
+    loan.lender(ends.serve)
+    output = loan.waiting(4).result().output
+    # Weights and output are rounded to 11 bits once each.
+    torch.testing.assert_close(
+        output.float(), loan.whole(1, rows.query, step), rtol=2**-10, atol=2**-10
+    )
+
+
+@pytest.mark.parametrize("cut", [0, 1, 37])
+def test_two_parts_of_a_context_merge_to_the_whole(loan: Loan, cut: int) -> None:
+    """The first ``cut`` tokens of a request are at home, the rest with the lender."""
+    step, scale = step_of([40], [1]), SHAPE.scale
+    far = Step(step.query_start_loc, step.seq_lens - cut, step.block_table, step.slot_mapping)
+    rows, tokens = rows_of(step), 40 - cut
+    far.slot_mapping[0] = int(step.block_table[0, (tokens - 1) // 16]) * 16 + (tokens - 1) % 16
+    home = torch.randn(2, SHAPE.kv_heads, cut, SHAPE.head_size)
+    output, lse = attention(rows.query[0], home[0], home[1], scale)
+    loan.begin(far)
+    loan.post(0, rows)
+    loan.lender(ends.serve)
+    answer = loan.processes.at_borrower(
+        ends.wait_and_merge, loan.name, output[None].nan_to_num(), lse[None]
+    ).result()
+    there = loan.context(0, far, 0, tokens)
+    both = [torch.cat(parts, 1) for parts in zip(home, there, strict=True)]
+    whole, _ = attention(rows.query[0], both[0], both[1], scale)
+    torch.testing.assert_close(answer.output[0], whole, rtol=0, atol=2e-6)
+
+
+def test_lse_is_the_logarithm_of_the_sum_of_all_weights(loan: Loan) -> None:
+    step = step_of(*TWO)
+    rows = rows_of(step)
+    loan.begin(step)
+    loan.post(2, rows)
+    loan.lender(ends.serve)
+    for row, (request, end) in enumerate(contexts(step)):
+        _, lse = attention(rows.query[row], *loan.context(2, step, request, end), SHAPE.scale)
+        torch.testing.assert_close(loan.buffer.lse[row], lse, rtol=0, atol=2e-6)
+
+
+def test_a_lender_that_is_late_is_given_up_and_its_answer_is_nobodys(processes: Processes) -> None:
+    loan, step = Loan(processes, SHAPE, patience_s=0.2), step_of(*TWO)
+    loan.begin(step)
+    loan.post(0, rows_of(step))
+    loan.lender(ends.poll)
+    first = loan.waiting(4).result()
+    assert (first.answered, loan.closed) == (False, TIMED_OUT.value)
+    assert 0.2 <= first.seconds < 20
+    assert first.output.eq(0).all()
+    # The lender had the task before the loan was closed, and ends it.
+    loan.lender(ends.attend)
+    assert loan.done == 1
+    loan.post(1, rows_of(step))
+    second = loan.waiting(4).result()
+    assert not second.answered
+    assert second.output.eq(0).all()
+    # What was posted after the end is not there.
+    assert int(loan.buffer.posted[NUMBER.value]) == 1
+    loan.lender(ends.serve)
+    assert loan.done == 1
+
+
+def test_a_closed_loan_gets_no_task_and_is_not_waited_for(loan: Loan) -> None:
+    step = step_of(*TWO)
+    loan.begin(step)
+    loan.buffer.closed.fill_(DRAINED)
+    loan.post(0, rows_of(step))
+    answer = loan.waiting(4).result()
+    assert not answer.answered
+    assert answer.output.eq(0).all()
+    assert answer.seconds < PATIENCE_S / 2
+    assert int(loan.buffer.posted[NUMBER.value]) == 0
+    assert loan.closed == DRAINED
+
+
+def test_a_wait_ends_when_its_loan_is_closed(loan: Loan) -> None:
+    step = step_of(*TWO)
+    loan.begin(step)
+    loan.post(0, rows_of(step))
+    waiting = loan.waiting(4)
+    with pytest.raises(TimeoutError):
+        waiting.result(timeout=0.3)
+    loan.buffer.closed.fill_(DRAINED)
+    answer = waiting.result()
+    assert not answer.answered
+    assert answer.seconds < PATIENCE_S / 2
+    # A lender that looks only now serves nothing.
+    loan.lender(ends.serve)
+    assert loan.done == 0
+
+
+def _spoil(buffer: TaskBuffer, what: str, value: int) -> None:
+    word = {"number": NUMBER.value, "layer": LAYER.value, "rows": ROWS.value}
+    if what in word:
+        buffer.posted[word[what]] = value
+    elif what == "block":
+        # The second block of the second request.
+        buffer.block_table[1, 1] = value
+    else:
+        # Of the last row.
+        getattr(buffer, what)[3] = value
+
+
+@pytest.mark.parametrize(
+    ("what", "value"),
+    [
+        ("number", 2), ("number", -1),
+        ("layer", -1), ("layer", SHAPE.layers), ("layer", 2**40),
+        ("rows", 0), ("rows", SHAPE.max_rows + 1),
+        ("block", GRANTED), ("block", -1), ("block", 2**31 - 1),
+        ("slots", GRANTED * SHAPE.block_size), ("slots", -1), ("slots", 2**62),
+        ("requests", -1), ("requests", SHAPE.max_requests),
+        ("contexts", 0), ("contexts", -5), ("contexts", SHAPE.max_blocks * SHAPE.block_size + 1),
+    ],
+)  # fmt: skip
+def test_what_is_not_the_borrowers_closes_the_loan(loan: Loan, what: str, value: int) -> None:
+    step = step_of(*TWO)
+    loan.begin(step)
+    loan.post(1, rows_of(step))
+    _spoil(loan.buffer, what, value)
+    before = loan.memory.clone()
+    loan.lender(ends.serve)
+    assert (loan.closed, loan.done) == (REFUSED.value, 0)
+    # Other rows of the task may have been written; nothing outside of what is granted, ever.
+    assert torch.equal(loan.memory[:, GRANTED:], before[:, GRANTED:])
+    assert torch.equal(loan.memory[[0, 2]], before[[0, 2]])
+    assert not loan.waiting(4).result().answered
+
+
+def test_memory_that_was_taken_back_is_not_touched(loan: Loan) -> None:
+    step = step_of([40], [1])
+    loan.begin(step)
+    loan.post(0, rows_of(step))
+    loan.granted.fill_(0)
+    before = loan.memory.clone()
+    loan.lender(ends.serve)
+    assert (loan.closed, loan.done) == (REFUSED.value, 0)
+    assert torch.equal(loan.memory, before)
+
+
+def test_a_lender_that_dies_with_a_task_costs_no_more_than_patience(processes: Processes) -> None:
+    loan, step = Loan(processes, SHAPE, patience_s=1.0), step_of(*TWO)
+    loan.begin(step)
+    loan.post(0, rows_of(step))
+    waiting = loan.waiting(4)
+    with pytest.raises(BrokenProcessPool):
+        processes.at_lender(ends.poll_and_die, loan.name).result()
+    processes.lender_died()
+    answer = waiting.result()
+    assert (answer.answered, loan.closed) == (False, TIMED_OUT.value)
+    assert answer.output.eq(0).all()
+
+
+def test_a_step_that_does_not_fit_is_refused_before_anything_is_written(loan: Loan) -> None:
+    long = step_of([128], [9])
+    with pytest.raises(ValueError, match="9 rows"):
+        loan.begin(long)
+    step = step_of(*TWO)
+    loan.begin(step)
+    with pytest.raises(ValueError, match="not a step's"):
+        loan.post(0, rows_of(step_of([40], [1])))
+
+
+@pytest.mark.parametrize(
+    "change", [{"query_heads": 5}, {"block_size": 24}, {"head_size": 8}, {"layers": 0}]
+)
+def test_a_geometry_that_the_kernels_do_not_know_is_refused(change: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match=r"geometry|power of two|too small"):
+        TaskShape(**{**vars(SHAPE), **change})
+
+
+def test_times_of_a_task_follow_each_other(loan: Loan) -> None:
+    step = step_of(*TWO)
+    loan.begin(step)
+    loan.post(0, rows_of(step))
+    loan.lender(ends.serve)
+    assert loan.waiting(4).result().answered
+    posted, (picked, finished) = loan.buffer.posted[3], loan.buffer.done[1:3].tolist()
+    assert 0 < posted <= picked <= finished
+    assert math.isclose(posted, finished, rel_tol=0.5)
