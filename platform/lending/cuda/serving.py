@@ -112,7 +112,7 @@ def write_rows(
             for first in range(0, width, tile):
                 place = first + tl.arange(0, tile)
                 inside = place < width
-                into = to + place // head_size * head_stride + place % head_size
+                into = to + (place // head_size).to(tl.int64) * head_stride + place % head_size
                 keys = tl.load(key + row * width + place, mask=inside)
                 values = tl.load(value + row * width + place, mask=inside)
                 tl.store(key_cache + into, keys, mask=inside)
@@ -198,7 +198,7 @@ def attend_rows(
             theirs = inside & (block >= 0) & (block < limit)
             strange += tl.sum((inside & (theirs == 0)).to(tl.int32))
             from_block = block.to(tl.int64) * block_stride + tokens % block_size * token_stride
-            at_token = from_block[:, None] + head * head_stride + places[None, :]
+            at_token = from_block[:, None] + head.to(tl.int64) * head_stride + places[None, :]
             there = theirs[:, None] & inside_head[None, :]
             keys = tl.load(key_cache + at_token, mask=there, other=0.0)
             values = tl.load(value_cache + at_token, mask=there, other=0.0)
@@ -238,7 +238,8 @@ class DeviceLender:
     """A lender's end of one loan: queues kernels that serve the task which is posted, if one is.
 
     Which stream, and when, is the caller's: a stream of high priority when the host saw the flag,
-    or the model's own between two operators.
+    or the model's own between two operators. What was queued must have ended before memory that the
+    borrower had is used for anything else.
     """
 
     def __init__(

@@ -13,8 +13,8 @@ from loomserve.platform.lending.cuda.buffer import NUMBER, TaskBuffer, TaskShape
 from loomserve.platform.lending.cuda.kernel import INTERPRETED
 from loomserve.platform.lending.cuda.serving import SERVING, DeviceLender
 
-PATIENCE_S = 60.0
-"""Of a borrower that shall have its answer: far more than any takes."""
+PATIENCE_S = 500.0
+"""Of a borrower that shall have its answer: more than any takes on the busiest machine."""
 
 _borrowers: dict[str, DeviceBorrower] = {}
 _lenders: dict[str, DeviceLender] = {}
