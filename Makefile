@@ -8,7 +8,7 @@ PYTHON := .venv/bin/python
 SIDE_BY_SIDE := -n 2 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve performance dashboards test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-rebalance-replicas bench-continue bench-start bench-elastic bench-decisions check-batch check-day hashes sbom clean
+.PHONY: help install serve performance dashboards test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-rebalance-replicas bench-continue bench-start bench-elastic bench-decisions check-batch check-day gpu-check gpu-bundle hashes sbom clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -123,6 +123,12 @@ check-day: install ## twenty minutes of bursts, moves and failures; see that no 
 
 performance: install ## make the pages' figures from the files of results that they cite
 	@$(PYTHON) -m benchmarks.pages
+
+gpu-check: install ## run the steps of docs/gpu.md on a GPU, or what of them needs none (OUT, BUDGET, STEPS)
+	@PYTHONPATH=scripts/typing $(PYTHON) -m benchmarks.gpu
+
+gpu-bundle: install ## pack into .gpu what those steps need on a machine without a network
+	@PYTHONPATH=scripts/typing $(PYTHON) -m benchmarks.gpu.bundle
 
 dashboards: install ## write Grafana's dashboards from their tables, and the chart's files of them and of alerts
 	@$(PYTHON) -m dashboards

@@ -1,0 +1,168 @@
+"""Steps on a GPU: their limits, the budget, why one is skipped; and all of them without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import bundle
+from benchmarks.gpu.__main__ import STEPS
+from benchmarks.gpu.runner import Step, run
+
+ROOT = Path(__file__).parents[3]
+NO_TRITON = "Triton, which interprets and compiles the kernels, is not installed"
+GOOD = 'import pathlib, sys; pathlib.Path(sys.argv[1]).write_text(\'{"summary": "fine"}\')'
+
+
+@pytest.fixture
+def steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A package of steps, which tests write."""
+    package = tmp_path / "steps"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return package
+
+
+def step(package: Path, name: str, code: str, seconds: float = 100, *needs: str) -> Step:
+    (package / f"{name}.py").write_text(code)
+    return Step(name, seconds, needs, package="steps")
+
+
+def report(out: Path, name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / f"{name}.json").read_text())
+    return found
+
+
+def test_a_step_that_fails_leaves_what_it_found_and_the_next_one_runs(
+    steps: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = [
+        step(steps, "broken", f"{GOOD}; print('so far'); sys.exit('no such kernel')"),
+        step(steps, "silent", "pass"),
+        step(steps, "good", GOOD),
+    ]
+    outcomes = run(chosen, tmp_path / "out", budget_s=1000)
+    assert [outcome.state for outcome in outcomes] == ["failed", "failed", "done"]
+    assert outcomes[0].detail == "ended with 1: no such kernel"
+    assert outcomes[1].detail == "wrote nothing"
+    assert report(tmp_path / "out", "broken")["found"] == {"summary": "fine"}
+    assert report(tmp_path / "out", "good")["outcome"]["detail"] == "fine"
+    assert len(list((tmp_path / "out").iterdir())) == 3
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_a_step_that_takes_too_long_is_ended(steps: Path, tmp_path: Path) -> None:
+    slow = step(steps, "slow", "import time; time.sleep(600)", 0.5)
+    begin = time.monotonic()
+    (outcome,) = run([slow], tmp_path / "out", budget_s=1000)
+    assert outcome.state == "failed"
+    assert "took longer" in outcome.detail
+    assert time.monotonic() - begin < 60
+
+
+def test_what_may_not_end_within_the_budget_does_not_begin(steps: Path, tmp_path: Path) -> None:
+    chosen = [step(steps, "long", GOOD, 500), step(steps, "short", GOOD, 100)]
+    outcomes = run(chosen, tmp_path / "out", budget_s=400)
+    assert [outcome.state for outcome in outcomes] == ["skipped", "done"]
+    assert outcomes[0].detail.startswith("may take 500 s, and")
+    assert report(tmp_path / "out", "long")["found"] is None
+
+
+def test_a_step_whose_module_is_missing_says_which(steps: Path, tmp_path: Path) -> None:
+    chosen = [step(steps, "lacking", GOOD, 20, "no_such_module", "pytest")]
+    (outcome,) = run(chosen, tmp_path / "out", budget_s=1000)
+    assert (outcome.state, outcome.detail) == ("skipped", "there is no no_such_module")
+
+
+def check(out: Path, steps: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.gpu"],
+        cwd=ROOT,
+        env={**os.environ, "OUT": str(out), "STEPS": steps, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_an_unknown_step_is_named(tmp_path: Path) -> None:
+    result = check(tmp_path, "flags,weave")
+    assert result.returncode == 2
+    assert "there is no weave" in result.stdout
+
+
+def test_one_step_alone_is_run_and_printed_in_one_line(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason=NO_TRITON)
+    result = check(tmp_path, "probe")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.split()[:2] == ["probe", "done"]
+    assert len(result.stdout.splitlines()) == 1
+    assert [file.name for file in tmp_path.iterdir()] == ["probe.json"]
+
+
+def test_without_a_gpu_all_steps_do_what_they_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton", reason=NO_TRITON)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.chdir(ROOT)
+    # A busy machine must not fail it.
+    patient = [replace(step, seconds=500) for step in STEPS if step.name != "probe"]
+    outcomes = run(patient, tmp_path, budget_s=5000)
+    assert {outcome.name: outcome.state for outcome in outcomes} == dict.fromkeys(
+        (step.name for step in patient), "done"
+    ), outcomes
+    found = {step.name: report(tmp_path, step.name)["found"] for step in patient}
+    assert found["compile"]["form"] == "compiled, not run"
+    assert all(found[name]["form"] == "interpreted, not timed" for name in ("kernels", "lend"))
+
+
+def test_a_bundle_has_sources_kernels_and_shapes(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason=NO_TRITON)
+    sizes = {
+        part: bundle.pack(part, bundle.PARTS[part](tmp_path), tmp_path / "gpu") for part in "km"
+    }
+    assert all(0 < size < 2**20 for size in sizes.values())
+    with tarfile.open(tmp_path / "gpu/k/k.tar.xz") as archive:
+        names = set(archive.getnames())
+        archive.extractall(tmp_path / "there", filter="data")
+    assert {"loomserve/platform/lending/cuda/serving.py", "kernels/attend_rows.cubin"} <= names
+    # It stands alone: what is packed finds all that it imports.
+    there = {"PYTHONPATH": str(tmp_path / "there"), "PATH": os.environ["PATH"]}
+    ran = subprocess.run(
+        [sys.executable, "-P", "-m", "benchmarks.gpu.kernels", str(tmp_path / "found.json")],
+        cwd=tmp_path / "there",
+        env=there,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "greatest error" in (tmp_path / "found.json").read_text()
+
+
+def test_a_part_that_is_too_large_to_send_is_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle, "MOST_BYTES", 2**20)
+    with pytest.raises(bundle.PartTooLargeError, match=r"\.gpu/b has 1\.3 MiB, of at most 1"):
+        bundle.pack("b", [("noise", os.urandom(2**20 * 5 // 4))], tmp_path)
+    assert list((tmp_path / "b").iterdir()) == []
+
+
+def test_all_wheels_of_the_bundle_are_pinned() -> None:
+    text = bundle.pinned((*bundle.WHEELS, "vllm"))
+    assert text.count("==") == len(bundle.WHEELS) + 1
+    assert "--hash=sha256:" in text
+    with pytest.raises(ValueError, match=r"hashes\.txt has no no-such"):
+        bundle.pinned(["no-such"])
