@@ -77,7 +77,10 @@ def attributes() -> dict[str, int]:
     runtime = importlib.import_module("cuda.bindings.runtime")
     found = {}
     for name in ATTRIBUTES:
-        error, value = runtime.cudaDeviceGetAttribute(getattr(runtime.cudaDeviceAttr, name), 0)
+        # Not each version has each.
+        if (attribute := getattr(runtime.cudaDeviceAttr, name, None)) is None:
+            continue
+        error, value = runtime.cudaDeviceGetAttribute(attribute, 0)
         found[name] = int(value) if int(error) == 0 else -int(error)
     return found
 
