@@ -8,7 +8,7 @@ PYTHON := .venv/bin/python
 SIDE_BY_SIDE := -n 2 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve performance dashboards test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-rebalance-replicas bench-continue bench-start bench-elastic bench-decisions check-batch check-day gpu-check gpu-bundle hashes sbom clean
+.PHONY: help install serve performance dashboards test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-rebalance-replicas bench-continue bench-start bench-elastic bench-decisions check-batch check-day gpu-check gpu-bundle image check-image hashes sbom clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -130,6 +130,12 @@ gpu-check: install ## run the steps of docs/gpu.md on a GPU, or what of them nee
 gpu-bundle: install ## pack into .gpu what those steps need on a machine without a network
 	@PYTHONPATH=scripts/typing $(PYTHON) -m benchmarks.gpu.bundle
 
+image: ## build the container image, for DEVICE, with podman, buildah or docker
+	@image/build.sh
+
+check-image: ## run an image (IMAGE) as pods do, and see that it answers a request
+	@image/check.sh
+
 dashboards: install ## write Grafana's dashboards from their tables, and the chart's files of them and of alerts
 	@$(PYTHON) -m dashboards
 
@@ -139,9 +145,14 @@ hashes: install ## write hashes.txt anew, after a change of constraints.txt
 	    .venv/bin/uv --quiet pip compile --no-deps --no-annotate --no-header --generate-hashes -) > hashes.new
 	@mv hashes.new hashes.txt
 
-sbom: install ## write sbom.json, what is installed here in CycloneDX's format
+sbom: $(if $(IMAGE),,install) ## write sbom.json, what is installed here (or in IMAGE) in CycloneDX's format
+ifdef IMAGE
+	@image/run.sh $(IMAGE) cat /opt/loomserve/sbom.json >sbom.new
+	@mv sbom.new sbom.json
+else
 	@.venv/bin/uvx --quiet --from cyclonedx-bom==7.5.0 cyclonedx-py environment --pyproject pyproject.toml \
 	    --output-reproducible --output-format JSON --output-file sbom.json $(PYTHON)
+endif
 
 clean: ## remove caches and build output (delete .venv to start over)
 	@rm -rf build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
