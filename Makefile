@@ -124,7 +124,7 @@ check-day: install ## twenty minutes of bursts, moves and failures; see that no 
 performance: install ## make the pages' figures from the files of results that they cite
 	@$(PYTHON) -m benchmarks.pages
 
-gpu-check: install ## run the steps of docs/gpu.md on a GPU, or what of them needs none (OUT, BUDGET, STEPS)
+gpu-check: install ## run the steps of docs/lending_gpus.md on a GPU, or what of them needs none (OUT, BUDGET, STEPS)
 	@PYTHONPATH=scripts/typing $(PYTHON) -m benchmarks.gpu
 
 gpu-bundle: install ## pack into .gpu what those steps need on a machine without a network
