@@ -118,8 +118,8 @@ bench-decisions: install ## measure decisions of routing, rebalancing and placem
 check-batch: install ## kill the batch lane again and again, and see that each line is answered once
 	@$(PYTHON) -m benchmarks.batch_kill
 
-check-day: install ## twenty minutes of bursts, moves and failures; see that no answer changes
-	@$(PYTHON) -m benchmarks.day --plot docs/day.svg
+check-day: install ## twenty minutes of bursts, moves and failures; see that no answer changes and no alert is false
+	@$(PYTHON) -m benchmarks.day --plot docs/day.svg $(if $(shell command -v prometheus),--alerts --dashboard docs/dashboards.svg)
 
 performance: install ## make the pages' figures from the files of results that they cite
 	@$(PYTHON) -m benchmarks.pages

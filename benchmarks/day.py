@@ -9,7 +9,12 @@ lent or moved, all in float32, as rounding to bfloat16 may turn a token where th
 elsewhere. Any that differ, or any request that fails, fails the command; so does an operator's
 order that was not carried out.
 
-``--plot FILE`` draws the devices' loads over time, with what happened. The last line of the output
+``--alerts`` has a Prometheus with ``dashboards/alerts.yaml`` watch the day, and tells which alerts
+fired, and which of them no fault justifies; one of these fails the command, too. Most rules wait
+for minutes, some for a quarter of an hour: a short day says little of those.
+
+``--plot FILE`` draws the devices' loads over time, with what happened, and ``--dashboard FILE`` the
+overview's panels as Prometheus has seen the day. The last line of the output
 is one JSON object.
 
 Run it as ``python -m benchmarks.day`` or ``make check-day``.
@@ -33,6 +38,7 @@ from typing import Any
 import httpx
 import psutil
 
+from benchmarks.day_alerts import BURST, RULES, Fault, alarms, report
 from benchmarks.engine import EXACT
 from benchmarks.popularity import (
     DEVICES,
@@ -46,13 +52,17 @@ from benchmarks.popularity import (
     replay,
     serve,
 )
+from benchmarks.prometheus import Prometheus, scraping
 from benchmarks.result_files import machine, publish, said_by
+from dashboards.preview import Answers, draw
+from dashboards.table import DASHBOARDS
 from loomserve.platform.models import catalog
 
 SEED = "day"
 LAYERS_AWAY = 10
 _SAMPLE_S = 2.0
 _AT_ONCE = 8
+_SCRAPE_S = 5.0
 
 
 def phases(minutes: float, rate: float) -> list[Phase]:
@@ -191,8 +201,17 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Day
         fleet.lend(True)
         fleet.mode("auto")
         day = Day(fleet, 60 * args.minutes)
-        with day.going_on():
-            answers = asyncio.run(serve(fleet.url, all_, SEED, time.perf_counter()))
+        with contextlib.ExitStack() as watching:
+            prometheus = None
+            if args.alerts:
+                watched = scraping(fleet.url, folder, RULES, scrape_s=_SCRAPE_S)
+                prometheus = watching.enter_context(watched)
+            with day.going_on():
+                answers = asyncio.run(serve(fleet.url, all_, SEED, time.perf_counter()))
+            alerts = prometheus and alerts_of(day, of, prometheus)
+            if prometheus and args.dashboard:
+                overview = next(each for each in DASHBOARDS if each.name == "overview")
+                draw(overview, Answers(prometheus.url, day.now_s, _SCRAPE_S), args.dashboard)
         events = fleet.events(day.began)
         borrowing = fleet.replica(NORTH)["borrowing"]
     return {
@@ -206,12 +225,32 @@ def measure(args: argparse.Namespace, folder: Path) -> tuple[dict[str, Any], Day
         "why_actions_failed": Counter(
             event["message"] for event in events if event["kind"] == "failed"
         ),
+        "alerts": alerts,
         "broken_loans": borrowing and borrowing["broken"],
         "done": day.done,
         "minutes": args.minutes,
         "rate": args.rate,
         "runs": 1,
     }, day
+
+
+def alerts_of(day: Day, of: Sequence[Phase], prometheus: Prometheus) -> dict[str, Any]:
+    """What fired, and for what."""
+    faults = [Fault(each["what"], each["at_s"], each["until_s"]) for each in day.done]
+    faults += [Fault(BURST, begin, end) for begin, end, _ in bursts(of)]
+    end = time.time()
+    fired, pending = (alarms(prometheus, day.began, end, state) for state in ("firing", "pending"))
+    return report(fired, pending, faults, len(prometheus.rules()))
+
+
+def bursts(of: Sequence[Phase]) -> Iterator[tuple[float, float, list[str]]]:
+    """Begin and end of each, in seconds, and the models that are asked for most."""
+    begin, least = 0.0, of[0].rates[NORTH]
+    for phase in of:
+        popular = [name for name in DEVICES if phase.rates.get(name, 0.0) > 2 * least]
+        if popular:
+            yield begin, begin + phase.seconds, popular
+        begin += phase.seconds
 
 
 def compared(undisturbed: Sequence[Answer], answers: Sequence[Answer]) -> dict[str, Any]:
@@ -241,13 +280,9 @@ def plot(day: Day, of: Sequence[Phase], file: Path) -> None:
     for model, device in DEVICES.items():
         seen = [(each["at_s"] / 60, each[device]) for each in day.loads if device in each]
         axes.plot(*zip(*seen, strict=True), label=f"{device} ({model})")
-    begin, least = 0.0, of[0].rates[NORTH]
-    for phase in of:
-        popular = [name for name in DEVICES if phase.rates.get(name, 0.0) > 2 * least]
-        if popular:
-            axes.axvspan(begin / 60, (begin + phase.seconds) / 60, color="gray", alpha=0.15)
-            axes.text(begin / 60, axes.get_ylim()[1], f" {' and '.join(popular)}", va="bottom")
-        begin += phase.seconds
+    for begin, end, popular in bursts(of):
+        axes.axvspan(begin / 60, end / 60, color="gray", alpha=0.15)
+        axes.text(begin / 60, axes.get_ylim()[1], f" {' and '.join(popular)}", va="bottom")
     for number, each in enumerate(day.done):
         axes.axvline(each["at_s"] / 60, color="black", linewidth=0.7, linestyle=":")
         axes.text(each["at_s"] / 60, 0.02 + 0.09 * (number % 4), each["what"], fontsize=7)
@@ -263,6 +298,10 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=0.05, help="of a hot model outside bursts")
     parser.add_argument("--trace", type=Path, help="an Azure conversation trace, .csv.gz")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the loads (SVG)")
+    parser.add_argument(
+        "--dashboard", type=Path, metavar="FILE", help="with --alerts: draw the overview (SVG, PNG)"
+    )
+    parser.add_argument("--alerts", action="store_true", help="have Prometheus watch the alerts")
     parser.add_argument("--port", type=int, default=18_672)
     parser.add_argument("--start-timeout", type=float, default=600)
     args = parser.parse_args()
@@ -271,8 +310,10 @@ def main() -> int:
         result, day = measure(args, Path(folder))
     if args.plot:
         plot(day, phases(args.minutes, args.rate), args.plot)
-    publish("day", result, setup=said_by(args, "plot", "port"), facts=facts)
-    return int(bool(result["different_answers"] or result["failed_requests"] or day.failed))
+    publish("day", result, setup=said_by(args, "plot", "dashboard", "port"), facts=facts)
+    wrong = result["different_answers"], result["failed_requests"], day.failed
+    false_alarms = result["alerts"] and result["alerts"]["false_alarms"]
+    return int(any(wrong) or bool(false_alarms))
 
 
 if __name__ == "__main__":
