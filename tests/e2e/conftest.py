@@ -40,6 +40,8 @@ class Platform:
     log: Path
     narrow_key: str = ""
     """May use one model only; some platforms have no such key."""
+    operators_url: str = ""
+    """Where operators ask, if they have a port of their own."""
 
     def client(self, key: str | None = None) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key or self.key, max_retries=0)
@@ -49,7 +51,8 @@ class Platform:
         return httpx.Client(base_url=self.url, headers=headers, timeout=60)
 
     def admin(self) -> httpx.Client:
-        return self.http(self.admin_token)
+        headers = {"Authorization": f"Bearer {self.admin_token}"}
+        return httpx.Client(base_url=self.operators_url or self.url, headers=headers, timeout=60)
 
     def state(self) -> dict[str, Any]:
         with self.admin() as admin:
@@ -152,9 +155,10 @@ def platform_config(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
 
 
 def server_section(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
-    """Of a platform of a test's own: one key that may use all models."""
+    """Of a platform of a test's own: one key that may use all models, and a port for operators."""
     return {
         "port": port,
+        "admin_port": free_port(),
         "drain_timeout_s": 20,
         "admin_token_hash": hashes[2],
         "api_keys": [{"name": "all", "hash": hashes[0]}],
@@ -204,7 +208,8 @@ def started(
     """A platform of its own, ready; ``configured`` gives its configuration for a port and keys."""
     keys = [new_key() for _ in range(4)]
     port = free_port()
-    write_files(folder / "config.yaml", configured(port, tuple(digest for _, digest in keys)))
+    config = configured(port, tuple(digest for _, digest in keys))
+    write_files(folder / "config.yaml", config)
     log = folder / "serve.log"
     command = [str(Path(sys.executable).parent / "loomserve"), "serve", str(folder / "config.yaml")]
     with log.open("wb") as out:
@@ -223,6 +228,7 @@ def started(
         limited_key=keys[1][0],
         admin_token=keys[2][0],
         narrow_key=keys[3][0],
+        operators_url=f"http://127.0.0.1:{config['server'].get('admin_port', port)}",
         process=psutil.Process(process.pid),
         log=log,
     )

@@ -116,3 +116,18 @@ def test_a_number_that_an_operator_sets_holds_until_it_is_auto(platform: Platfor
     assert state(platform)["scaling"]["fixed"]
     assert set_replicas(platform, "auto") == 202
     assert not state(platform)["scaling"]["fixed"]
+
+
+def test_operators_have_a_port_of_their_own(platform: Platform) -> None:
+    """That of clients does not even say that there is more."""
+    paths = ("/admin/v1/state", "/metrics", "/console/")
+    with platform.admin() as operators, platform.http(platform.admin_token) as public:
+        assert operators.base_url != public.base_url
+        assert [operators.get(path).status_code for path in paths] == [200] * len(paths)
+        assert [public.get(path).status_code for path in paths] == [404] * len(paths)
+        assert [each.get("/ready").status_code for each in (operators, public)] == [200, 200]
+    with platform.http() as clients:
+        assert clients.get("/v1/models").status_code == 200
+        # The console's chat asks as clients do.
+        asked = clients.get(f"{platform.operators_url}/v1/models")
+        assert asked.json() == clients.get("/v1/models").json()
