@@ -23,6 +23,8 @@ import yaml
 
 from loomserve.platform.access.keys import new_key
 from loomserve.platform.base.files import replace_private
+from tests.e2e.traced import tracing
+from tests.unit.platform.tracing.collector import Collector, grpc_collector
 
 START_TIMEOUT_S = 600
 HOT = "smollm2-135m"
@@ -170,9 +172,20 @@ def write_files(path: Path, config: dict[str, Any]) -> None:
     replace_private(path.parent / "keys.yaml", "api_keys: []")
 
 
+@pytest.fixture(scope="session")
+def collector() -> Iterator[Collector]:
+    with grpc_collector() as collecting:
+        yield collecting
+
+
 @pytest.fixture(scope="package")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with started(tmp_path_factory.mktemp("platform"), platform_config) as running:
+def platform(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
+        config = platform_config(port, hashes)
+        config["server"]["tracing"] = tracing(collector)
+        return config
+
+    with started(tmp_path_factory.mktemp("platform"), configured) as running:
         yield running
 
 

@@ -13,6 +13,8 @@ import pytest
 from loomserve.platform.front_end.policy.continuation import ContinuationBounds
 from tests.e2e.conftest import COLD, COLD_MODEL, HOT, Platform
 from tests.e2e.test_admin import ask, model_state, wait_for
+from tests.e2e.traced import Traced, events, told
+from tests.unit.platform.tracing.collector import Collector
 
 pytestmark = pytest.mark.e2e
 
@@ -21,7 +23,7 @@ ORPHANS_END_S = 15
 REROUTE_S = ContinuationBounds().reroute_timeout_s
 
 
-def long_stream(platform: Platform, model: str, tokens: int = 900) -> openai.Stream:
+def long_stream(platform: Platform, model: str, tokens: int = 900, **headers: str) -> openai.Stream:
     return platform.client().completions.create(
         model=model,
         prompt="Once upon a time",
@@ -29,6 +31,7 @@ def long_stream(platform: Platform, model: str, tokens: int = 900) -> openai.Str
         stream=True,
         stream_options={"include_usage": True},
         extra_body={"ignore_eos": True},
+        extra_headers=headers,
     )
 
 
@@ -78,7 +81,13 @@ def test_a_killed_only_engine_holds_its_stream_until_another_comes_and_not_for_e
     assert ask(platform, COLD)
 
 
-def test_requests_of_a_model_survive_the_death_of_one_replica(platform: Platform) -> None:
+def test_requests_of_a_model_survive_the_death_of_one_replica(
+    platform: Platform, collector: Collector
+) -> None:
+    traces = [Traced() for _ in range(4)]
+    streams = [long_stream(platform, HOT, 200, **each.headers) for each in traces]
+    for stream in streams:
+        next(iter(stream))
     replica = model_state(platform, HOT)["replicas"][0]
     process = psutil.Process(replica["pid"])
     engine = engine_process(replica)
@@ -86,8 +95,33 @@ def test_requests_of_a_model_survive_the_death_of_one_replica(platform: Platform
     process.kill()
     for _ in range(10):
         ask(platform, HOT)
+    assert [rest_of(stream) for stream in streams] == [(200, None)] * len(streams)
+    moved = [found for each in traces if (found := moves(collector, each))]
+    assert moved, "all were with the other replica"
+    assert {(first, why) for first, _, why in moved} == {(replica["id"], "gone")}
     assert psutil.wait_procs(engines, timeout=ORPHANS_END_S)[1] == []
     wait_for(lambda: replica["id"] not in replica_ids(platform, HOT), 60)
+
+
+def moves(collector: Collector, trace: Traced) -> tuple[str, str, str] | None:
+    """From where to where a request went on, and why; None: it stayed.
+
+    One that stays has a span of vLLM's; of two stays the first engine is gone with its own.
+    """
+    name = "POST /v1/completions"
+    wait_for(lambda: any(each.name == name for each in collector.of(trace.id)), 30)
+    (request,) = (each for each in collector.of(trace.id) if each.name == name)
+    went = [what for event, what in events(request) if event == "continuation"]
+    stays = ["answer"] * (1 + len(went))
+    spans = trace.spans(collector, name, *stays, "llm_request")
+    if not went:
+        return None
+    (what,) = went
+    first, second = (told(each) for each in spans if each.name == "answer")
+    assert (first["replica"], second["replica"]) == (what["from"], what["to"])
+    assert (first["left"], second["left"]) == (what["why"], "finished")
+    assert 0 < first["tokens"] < second["tokens"] == 200
+    return what["from"], what["to"], what["why"]
 
 
 def command_line(process: psutil.Process) -> str:

@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import ENGINE, Platform, server_section, started
+from tests.e2e.traced import Traced, seconds, told, tracing
+from tests.unit.platform.tracing.collector import Collector
 
 pytestmark = pytest.mark.e2e
 
@@ -47,8 +49,13 @@ def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
-    with started(tmp_path_factory.mktemp("on_demand"), configured) as running:
+def platform(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
+    def traced(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
+        config = configured(port, hashes)
+        config["server"]["tracing"] = tracing(collector)
+        return config
+
+    with started(tmp_path_factory.mktemp("on_demand"), traced) as running:
         yield running
 
 
@@ -69,13 +76,14 @@ def until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
         time.sleep(0.1)
 
 
-def ask(platform: Platform, name: str, tokens: int = 8) -> str:
+def ask(platform: Platform, name: str, tokens: int = 8, **headers: str) -> str:
     answer = platform.client().completions.create(
         model=name,
         prompt="Once upon a time there was",
         max_tokens=tokens,
         temperature=0,
         extra_body={"ignore_eos": True},
+        extra_headers=headers,
         timeout=200,
     )
     return answer.choices[0].text
@@ -116,14 +124,21 @@ def test_a_request_loads_a_model_while_another_falls_asleep_for_it(
     assert state_of(platform, FIRST)["message"].startswith(f"{SECOND} needs its memory")
 
 
-def test_a_request_wakes_a_model_and_its_answer_is_as_before(platform: Platform, text: str) -> None:
+def test_a_request_wakes_a_model_and_its_answer_is_as_before(
+    platform: Platform, text: str, collector: Collector
+) -> None:
     put_to_sleep(platform, FIRST)
-    began = time.monotonic()
-    assert ask(platform, FIRST) == text
+    began, trace = time.monotonic(), Traced()
+    assert ask(platform, FIRST, **trace.headers) == text
     took_s = time.monotonic() - began
     assert status(platform, FIRST) == "ready"
     # One of a sleeping engine, not that of a start.
     assert took_s < 3
+    names = ("POST /v1/completions", "wait_for_model", "answer", "llm_request")
+    request, wait, answer, _ = trace.spans(collector, *names)
+    assert told(wait) == {"model": FIRST}
+    assert 0 < seconds(wait) < seconds(request)
+    assert wait.end_time_unix_nano <= answer.start_time_unix_nano
 
 
 def test_sleep_gives_memory_back_and_keeps_the_engine(platform: Platform) -> None:

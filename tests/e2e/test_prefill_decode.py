@@ -15,6 +15,8 @@ import pytest
 from tests.e2e.conftest import COLD, HOT, Platform
 from tests.e2e.test_admin import model_state, wait_for
 from tests.e2e.test_kvstore import store_answers, store_process
+from tests.e2e.traced import Traced, events, told
+from tests.unit.platform.tracing.collector import Collector
 
 pytestmark = pytest.mark.e2e
 
@@ -93,6 +95,25 @@ def test_an_answer_is_the_same_whoever_computes_its_prompt(separated: Platform) 
     assert apart.usage.prompt_tokens == by_one.usage.prompt_tokens
     assert apart.usage.completion_tokens == 12
     assert apart.choices[0].finish_reason == "length"
+
+
+def test_a_trace_tells_who_computed_the_prompt_and_who_answered(
+    separated: Platform, collector: Collector
+) -> None:
+    trace = Traced()
+    with hands_over(separated, "continued"):
+        usage = ask(separated, new_prompt(), extra_headers=trace.headers).usage
+    replicas = {one["device"]: one["id"] for one in model_state(separated, HOT)["replicas"]}
+    # vLLM's own is of the whole answer, not of each part.
+    names = ("POST /v1/completions", "prefill", "decode", "llm_request")
+    spans = trace.spans(collector, *names)
+    prefill, decode = (each for each in spans if each.name in ("prefill", "decode"))
+    for span, device, left in ((prefill, "core0", "handed_over"), (decode, "core1", "finished")):
+        assert (told(span)["replica"], told(span)["left"]) == (replicas[device], left)
+    assert told(decode)["tokens"] == usage.completion_tokens
+    assert prefill.end_time_unix_nano <= decode.start_time_unix_nano
+    (handed,) = [what for name, what in events(spans[0]) if name == "hand_off"]
+    assert (handed["from"], handed["to"]) == (replicas["core0"], replicas["core1"])
 
 
 def test_one_stream_carries_the_first_token_and_all_others_once(separated: Platform) -> None:
