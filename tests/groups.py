@@ -15,7 +15,6 @@ GROUPS = {
             "e2e/test_on_demand.py",
             "e2e/test_placed_by_itself.py",
             "e2e/test_scaling.py",
-            "e2e/test_traces.py",
             "e2e/test_two_front_ends.py",
         )
     },
@@ -40,7 +39,6 @@ FIRST = (
     "e2e/test_placed_by_itself.py",
     "e2e/test_adapters.py",
     "e2e/test_scaling.py",
-    "e2e/test_traces.py",
     "cluster",
     "pair",
     "served_engine",
