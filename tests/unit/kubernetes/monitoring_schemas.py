@@ -7,12 +7,8 @@ chart has a use for.
 
 from __future__ import annotations
 
-from typing import Any
+from tests.unit.kubernetes.schema_parts import TEXT, TEXTS, Schema, list_of, of
 
-Schema = dict[str, Any]
-
-_TEXT: Schema = {"type": "string"}
-_TEXTS: Schema = {"type": "object", "additionalProperties": _TEXT}
 _DURATION: Schema = {
     "type": "string",
     "pattern": "^(0|(([0-9]+)y)?(([0-9]+)w)?(([0-9]+)d)?(([0-9]+)h)?(([0-9]+)m)?(([0-9]+)s)?"
@@ -20,70 +16,57 @@ _DURATION: Schema = {
 }
 
 
-def _of(fields: Schema, *required: str) -> Schema:
-    return {
-        "type": "object",
-        "properties": fields,
-        "required": list(required),
-        "additionalProperties": False,
-    }
-
-
-def _list(items: Schema) -> Schema:
-    return {"type": "array", "items": items}
-
-
 def _manifest(spec: Schema) -> Schema:
-    fields = {"apiVersion": {"const": "monitoring.coreos.com/v1"}, "kind": _TEXT, "spec": spec}
-    return _of({**fields, "metadata": {"type": "object"}}, *fields)
+    fields = {"apiVersion": {"const": "monitoring.coreos.com/v1"}, "kind": TEXT, "spec": spec}
+    return of({**fields, "metadata": {"type": "object"}}, *fields)
 
 
-_RULE = _of(
+_RULE = of(
     {
-        "alert": _TEXT,
-        "annotations": _TEXTS,
+        "alert": TEXT,
+        "annotations": TEXTS,
         "expr": {"type": ["string", "integer"]},
         "for": _DURATION,
         "keep_firing_for": _DURATION,
-        "labels": _TEXTS,
-        "record": _TEXT,
+        "labels": TEXTS,
+        "record": TEXT,
     },
     "expr",
 )
-_GROUP = _of(
+_GROUP = of(
     {
         "interval": _DURATION,
-        "labels": _TEXTS,
+        "labels": TEXTS,
         "limit": {"type": "integer"},
         "name": {"type": "string", "minLength": 1},
-        "partial_response_strategy": _TEXT,
+        "partial_response_strategy": TEXT,
         "query_offset": _DURATION,
-        "rules": _list(_RULE),
+        "rules": list_of(_RULE),
     },
     "name",
 )
-_SECRET_KEY = _of({"key": _TEXT, "name": _TEXT, "optional": {"type": "boolean"}}, "key")
-_ENDPOINT = _of(
+_SECRET_KEY = of({"key": TEXT, "name": TEXT, "optional": {"type": "boolean"}}, "key")
+_ENDPOINT = of(
     {
-        "authorization": _of({"type": _TEXT, "credentials": _SECRET_KEY}),
+        "authorization": of({"type": TEXT, "credentials": _SECRET_KEY}),
         "interval": _DURATION,
-        "path": _TEXT,
-        "port": _TEXT,
+        "path": TEXT,
+        "port": TEXT,
         "scheme": {"enum": ["http", "https"]},
         "scrapeTimeout": _DURATION,
     }
 )
-_MONITOR = _of(
+_MONITOR = of(
     {
-        "jobLabel": _TEXT,
-        "podMetricsEndpoints": _list(_ENDPOINT),
-        "selector": _of({"matchLabels": _TEXTS}),
+        "jobLabel": TEXT,
+        "podMetricsEndpoints": list_of(_ENDPOINT),
+        "selector": of({"matchLabels": TEXTS}),
     },
     "selector",
 )
 
 MONITORING: dict[str, Schema] = {
     "PodMonitor": _manifest(_MONITOR),
-    "PrometheusRule": _manifest(_of({"groups": _list(_GROUP)})),
+    "PrometheusRule": _manifest(of({"groups": list_of(_GROUP)})),
 }
 """By kind."""

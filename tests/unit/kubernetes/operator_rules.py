@@ -1,9 +1,8 @@
 """What KubeRay's operator refuses in Go, and its schema lets pass.
 
 The rules are those of ``ValidateRayServiceMetadata``, ``ValidateRayServiceSpec`` and
-``ValidateRayClusterSpec`` in ``ray-operator/controllers/ray/utils/validation.go``, at the commit of
-``k8s/crds-for-tests``, as far as the chart writes the fields that they are about. Each is a
-sentence; a manifest that breaks none passes.
+``ValidateRayClusterSpec`` in KubeRay's ``validation.go`` on 2026-08-19, after v1.7.0, as far as the
+chart writes the fields that they are about. Each is a sentence; a manifest that breaks none passes.
 """
 
 from __future__ import annotations
