@@ -34,8 +34,8 @@ import torch
 from benchmarks.engine import BLOCK_TOKENS
 from benchmarks.report import Spread
 from benchmarks.result_files import machine, publish, said_by
-from loomserve.kvstore.engine.memory import KvMemory, stream_for
-from loomserve.kvstore.engine.transfer import Load, Loader, Save, Saver
+from loomserve.kvstore.engine.transfers.memory import KvMemory, stream_for
+from loomserve.kvstore.engine.transfers.transfer import Load, Loader, Save, Saver
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.opening import open_store
 from loomserve.kvstore.server.options import StoreOptions

@@ -1,1 +1,1 @@
-"""Connector of vLLM to the store, and the threads that copy blocks beside an engine's steps."""
+"""Connector of vLLM to the store: what it looks up, saves and swaps."""

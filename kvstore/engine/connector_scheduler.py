@@ -15,8 +15,8 @@ from loomserve.kvstore.engine.request_keys import chain_of, hands_over
 from loomserve.kvstore.engine.save_tracker import SaveTracker
 from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import SwapLedger
-from loomserve.kvstore.engine.transfer import Load
 from loomserve.kvstore.engine.transfer_policy import TransferAll, TransferPolicy
+from loomserve.kvstore.engine.transfers.transfer import Load
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
 from loomserve.kvstore.server.protocol import HANDED_OVER_BY, PROMPT_CHAIN, Done, Outdated
 

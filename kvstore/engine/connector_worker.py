@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from loomserve.kvstore.engine.batched_memory import memory_of
-from loomserve.kvstore.engine.memory import BlockMemory, pinned, stream_for
 from loomserve.kvstore.engine.messages import StepTransfers, Transferred
-from loomserve.kvstore.engine.transfer import Loader, Save, Saver
+from loomserve.kvstore.engine.transfers.batched_memory import memory_of
+from loomserve.kvstore.engine.transfers.memory import BlockMemory, pinned, stream_for
+from loomserve.kvstore.engine.transfers.transfer import Loader, Save, Saver
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.storage.arena import Arena
 

@@ -10,7 +10,7 @@ from loomserve.kvstore.engine.namespaces import Namespaces
 from loomserve.kvstore.engine.request_keys import chain_of, hands_over, tail_end, tail_key_of
 from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import HANDOFF_S
-from loomserve.kvstore.engine.transfer import Save
+from loomserve.kvstore.engine.transfers.transfer import Save
 from loomserve.kvstore.index.radix import KEY_BYTES
 
 if TYPE_CHECKING:

@@ -1149,7 +1149,7 @@ TABLE: tuple[Hook, ...] = (
         ("swap_blocks_batch(src_ptrs, dst_ptrs, sizes)",),
         HookKind.READ,
         "Copies many KV blocks between a GPU and the store in one call.",
-        "kvstore/engine/batched_memory.py",
+        "kvstore/engine/transfers/batched_memory.py",
     ),
     Hook(
         "vllm.v1.core.sched.output:KVConnectorBlockState",

@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 import torch
 
-from loomserve.kvstore.engine.memory import HostStream, KvMemory
-from loomserve.kvstore.engine.transfer import Save, Saver
+from loomserve.kvstore.engine.transfers.memory import HostStream, KvMemory
+from loomserve.kvstore.engine.transfers.transfer import Save, Saver
 from loomserve.kvstore.server import writers as writers_module
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.opening import open_store

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from loomserve.kvstore.engine.batched_memory import memory_of
-from loomserve.kvstore.engine.memory import pinned, stream_for
-from loomserve.kvstore.engine.transfer import Load, Loader, Save, Saver
+from loomserve.kvstore.engine.transfers.batched_memory import memory_of
+from loomserve.kvstore.engine.transfers.memory import pinned, stream_for
+from loomserve.kvstore.engine.transfers.transfer import Load, Loader, Save, Saver
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.opening import open_store

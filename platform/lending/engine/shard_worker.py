@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from loomserve.kvstore.engine.memory import BlockMemory, KvMemory
+from loomserve.kvstore.engine.transfers.memory import BlockMemory, KvMemory
 from loomserve.platform.lending.engine.block_partitions import OWN
 from loomserve.platform.lending.engine.borrower_worker import StepLimits
 from loomserve.platform.lending.engine.context import LendingContext

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from loomserve.kvstore.engine.memory import BlockMemory, BlockPieces, Bytes
+from loomserve.kvstore.engine.transfers.memory import BlockMemory, BlockPieces, Bytes
 from loomserve.platform.lending.engine.shards.shard import RemoteShard
 from loomserve.platform.lending.ring.geometry import Geometry
 

@@ -81,7 +81,7 @@ class _Servicer(TraceServiceServicer):
 def grpc_collector() -> Iterator[Collector]:
     collector = Collector()
     server = grpc.server(ThreadPoolExecutor(2))
-    add_TraceServiceServicer_to_server(_Servicer(collector), server)
+    add_TraceServiceServicer_to_server(_Servicer(collector), server)  # type: ignore[no-untyped-call]
     collector.url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from vllm import _custom_ops  # noqa: F401  (the kernels that the server looks for)
 
-from loomserve.kvstore.engine.memory import BlockMemory, KvMemory
+from loomserve.kvstore.engine.transfers.memory import BlockMemory, KvMemory
 from loomserve.platform.lending.engine.block_partitions import OWN, Partitions
 from loomserve.platform.lending.engine.borrower_worker import BorrowerWorker, StepLimits
 from loomserve.platform.lending.engine.context import LendingContext

@@ -15,9 +15,16 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from loomserve.kvstore.engine import transfer
-from loomserve.kvstore.engine.memory import BlockPieces, HostStream, KvMemory
-from loomserve.kvstore.engine.transfer import Copied, Load, Loader, Save, Saver, TransferTime
+from loomserve.kvstore.engine.transfers import transfer
+from loomserve.kvstore.engine.transfers.memory import BlockPieces, HostStream, KvMemory
+from loomserve.kvstore.engine.transfers.transfer import (
+    Copied,
+    Load,
+    Loader,
+    Save,
+    Saver,
+    TransferTime,
+)
 from loomserve.kvstore.index.eviction import lru
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.radix import KEY_BYTES

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from loomserve.kvstore.engine.memory import BlockMemory, BlockPieces, HostStream
+from loomserve.kvstore.engine.transfers.memory import BlockMemory, BlockPieces, HostStream
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient, StoreRefusedError
 from loomserve.kvstore.server.protocol import (

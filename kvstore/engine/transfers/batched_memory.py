@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from loomserve.kvstore.engine.memory import BlockPieces, KvMemory
+from loomserve.kvstore.engine.transfers.memory import BlockPieces, KvMemory
 
 Addresses = NDArray[np.int64]
 

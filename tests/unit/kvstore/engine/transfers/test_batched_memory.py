@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 import torch
 
-from loomserve.kvstore.engine import memory as engine_memory
-from loomserve.kvstore.engine.batched_memory import BatchedMemory, memory_of, pieces_at
-from loomserve.kvstore.engine.memory import BlockPieces, CudaStream, KvMemory, pinned
+from loomserve.kvstore.engine.transfers import memory as engine_memory
+from loomserve.kvstore.engine.transfers.batched_memory import BatchedMemory, memory_of, pieces_at
+from loomserve.kvstore.engine.transfers.memory import BlockPieces, CudaStream, KvMemory, pinned
 from loomserve.kvstore.storage.checksum import BlockLayout
-from tests.unit.kvstore.engine.test_transfer import (
+from tests.unit.kvstore.engine.transfers.test_transfer import (
     BLOCKS,
     LAYER_BYTES,
     LAYERS,

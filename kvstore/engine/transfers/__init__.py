@@ -1,0 +1,1 @@
+"""The threads that copy blocks beside an engine's steps, from and to CPUs and GPUs."""
