@@ -32,8 +32,9 @@ trap clean EXIT
 [[ $tool != buildah ]] || export CONTAINER=$(buildah from --pull-never "$image")
 
 echo "Checking $image with $tool"
+failed=0
 image/run.sh "$image" --volume="$PWD/k8s/values/node-cpu/config.yaml:/etc/loomserve/config.yaml:ro" \
-    bash -c "$(<image/inside.sh)" inside.sh "$version" "$ray"
+    bash -c "$(<image/inside.sh)" inside.sh "$version" "$ray" || failed=1
 case $tool in
     buildah) history=$(buildah inspect --type image --format '{{range .Docker.History}}{{println .CreatedBy}}{{end}}{{.Docker.Config.Env}}' "$image") ;;
     *) history=$("$tool" history --no-trunc --format '{{.CreatedBy}}' "$image") ;;
@@ -43,10 +44,13 @@ echo "  its history tells no addresses or secrets ... ok"
 
 if [[ ! -f $model/config.json ]]; then
     echo "check: not served, as there is no model in $model; make serve makes it, or MODEL=FOLDER names another."
-    exit 0
+    exit "$failed"
 fi
+# Readable for the image's user, which the cache of this one's is not.
+cp -rL "$model" "$folder/model"
+chmod -R a+rX "$folder"
 sed "s|port: 8000|port: $port|; s|source: demo|source: /models/model|" examples/laptop.yaml >"$folder/config.yaml"
-image/run.sh "$image" --volume="$folder/config.yaml:/etc/loomserve/config.yaml:ro" --volume="$model:/models/model:ro" \
+image/run.sh "$image" --volume="$folder/config.yaml:/etc/loomserve/config.yaml:ro" --volume="$folder/model:/models/model:ro" \
     bash -c 'date +%s.%N; exec loomserve serve /etc/loomserve/config.yaml' >"$folder/log" 2>&1 &
 served=$!
 question='{"model": "smollm2-135m", "messages": [{"role": "user", "content": "What is the capital of France?"}], "temperature": 0, "max_tokens": 16}'
@@ -60,3 +64,4 @@ echo "  it serves examples/laptop.yaml, and the first answer came $took s after 
 stop || fail "it ended with code $?: $(tail -n 20 "$folder/log")"
 served=
 echo "  it ends on SIGTERM ... ok"
+exit "$failed"

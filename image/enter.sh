@@ -8,6 +8,7 @@ shift
 
 mount --bind "$root" "$root"
 mount -t proc proc "$root/proc"
+mount --rbind /sys "$root/sys"
 mount --rbind /dev "$root/dev"
 mount -t tmpfs -o size=4g tmpfs "$root/dev/shm"
 while [[ $1 == --* ]]; do
