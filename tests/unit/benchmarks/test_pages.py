@@ -38,7 +38,7 @@ def test_all_that_is_made_is_on_a_page_and_all_that_is_cited_is_shown() -> None:
     assert hidden == []
 
 
-@pytest.mark.parametrize("name", sections(PERFORMANCE).keys() - NO_FIGURES)
+@pytest.mark.parametrize("name", sorted(sections(PERFORMANCE).keys() - NO_FIGURES))
 def test_a_section_names_a_file_or_the_day_and_commit_of_its_figures(name: str) -> None:
     text = sections(PERFORMANCE)[name]
     if not any(TEXTS[made]() for made in marked(text)):
