@@ -8,6 +8,7 @@ and a file differ. Each function here makes the text of one marker.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -165,25 +166,23 @@ def nodes() -> str:
 
     rows = [
         row("requests", "requests"),
-        row("failed, lost in mid-stream", "failed_requests"),
+        row("requests that failed", "failed_requests"),
         row("streams lost", "lost_streams"),
         row("wrong answers", "wrong_answers"),
         row("longest pause of a stream", "pause_s", "s"),
-        row("all replicas are back after", "back_after_s", "s"),
+        row("from its start until its gateway and engine answer", "back_after_s", "s"),
     ]
-    rows[1][0] = "requests that failed"
     said = (
-        f"A node's network is cut for {result.setup['away_s']:g} s; a request each "
-        f"{result.setup['every_s']:g} s; n = {result.setup['runs']} cut of each kind."
+        f"A node loses its power for {result.setup['away_s']:g} s; a request each "
+        f"{result.setup['every_s']:g} s; n = {result.setup['runs']} of each kind."
     )
-    head = ["", *(f"cut off: {each}" for each in kinds.values())]
+    head = ["", *(f"lost: {each}" for each in kinds.values())]
     return "\n\n".join([sources("nodes"), said, table(head, rows)])
 
 
 def spread_of_all(values: Sequence[float], unit: str) -> str:
-    ordered = sorted(values)
-    middle = ordered[len(ordered) // 2]
-    return spread({"median": middle, "min": ordered[0], "max": ordered[-1]}, unit)
+    middle = statistics.median(values)
+    return spread({"median": middle, "min": min(values), "max": max(values)}, unit)
 
 
 def lending_at_rest() -> str:
