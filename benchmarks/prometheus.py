@@ -77,7 +77,7 @@ def scraping(
     program = shutil.which("prometheus")
     if program is None:
         raise FileNotFoundError("there is no prometheus here (Debian: apt install prometheus)")
-    every = f"{scrape_s}s"
+    every = f"{round(1000 * scrape_s)}ms"  # it knows no fractions
     scraped: dict[str, Any] = {
         "job_name": JOB,
         "static_configs": [{"targets": [url.removeprefix("http://")]}],

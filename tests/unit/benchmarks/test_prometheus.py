@@ -68,7 +68,7 @@ def test_what_fires_is_told_from_what_may_yet(page: str, tmp_path: Path) -> None
 
 
 def test_the_platforms_rules_are_taken(page: str, tmp_path: Path) -> None:
-    with scraping(page, tmp_path, RULES, token=TOKEN, scrape_s=1) as prometheus:
+    with scraping(page, tmp_path, RULES, token=TOKEN, scrape_s=0.5) as prometheus:
         assert {each["health"] for each in prometheus.rules()} <= {"ok", "unknown"}
         assert len(prometheus.rules()) > 10
 
