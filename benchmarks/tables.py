@@ -218,11 +218,31 @@ def elastic_source() -> str:
     return f"{result.day}, commit {result.commit}, n = {result.setup['runs']}"
 
 
+def day() -> str:
+    result = cited("day")
+    data, alerts = result.data, result.data["alerts"]
+    rows = [
+        ["minutes", f"{data['minutes']:g}"],
+        ["requests", str(data["requests"])],
+        ["requests that failed", str(data["failed_requests"])],
+        ["answers that differ", str(data["different_answers"])],
+        ["alerts watched", str(alerts["rules"])],
+        ["alerts that fired", str(len(alerts["fired"]))],
+        ["of them falsely", str(alerts["false_alarms"])],
+        [
+            "alerts that were pending and did not fire",
+            ", ".join(f"`{name}`" for name in alerts["pending_but_not_fired"]) or "none",
+        ],
+    ]
+    return "\n\n".join([sources("day"), table(["a day in float32", "one run"], rows)])
+
+
 TEXTS: Mapping[str, Callable[[], str]] = {
     "decisions": decisions,
     "elastic": elastic,
     "scaling": scaling,
     "nodes": nodes,
+    "day": day,
     "prefix-nodes": prefix_nodes,
     "lending-at-rest": lending_at_rest,
     "unloaded": inline("elastic", "first_token_unloaded_s", unit="s"),
