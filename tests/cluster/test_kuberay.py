@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import httpx
@@ -28,6 +29,10 @@ from tests.unit.kubernetes.chart import Manifest, merged, only, render
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 KEY, KEY_HASH = new_key()
+DRAIN_S = 20
+SLACK_S = 3
+LONG_STREAMS = 4
+"""Which one core takes longer for than a gateway waits."""
 
 
 def config(**server: Any) -> str:
@@ -50,7 +55,7 @@ def config(**server: Any) -> str:
             "server": {
                 "host": "0.0.0.0",
                 "port": PORT,
-                "drain_timeout_s": 20,
+                "drain_timeout_s": DRAIN_S,
                 "api_keys": [{"name": "all", "hash": KEY_HASH}],
                 **server,
             },
@@ -95,8 +100,17 @@ class Cluster:
         return found
 
     def ask(self, tokens: int, **more: Any) -> httpx.Response:
+        with self._asking(tokens, **more) as answer:
+            answer.read()
+        return answer
+
+    def stream(self, tokens: int) -> AbstractContextManager[httpx.Response]:
+        return self._asking(tokens, stream=True)
+
+    def _asking(self, tokens: int, **more: Any) -> AbstractContextManager[httpx.Response]:
         body = {"model": MODEL, "prompt": "One, two,", "max_tokens": tokens, "temperature": 0}
-        return httpx.post(
+        return httpx.stream(
+            "POST",
             f"{self.url(self.worker)}/v1/completions",
             json=body | {"ignore_eos": True} | more,
             headers={"Authorization": f"Bearer {KEY}"},
@@ -141,6 +155,10 @@ def replicas(state: dict[str, Any]) -> list[tuple[str, int]]:
     """Serve's replicas of models, and the processes of their engines."""
     found = [one for model in state["models"] for one in model["replicas"]]
     return [(one["id"], one["engine_pid"]) for one in found]
+
+
+def in_flight(state: dict[str, Any]) -> int:
+    return sum(one["in_flight"] for model in state["models"] for one in model["replicas"])
 
 
 def test_traffic_moves_once_the_model_answers(cluster: Cluster) -> None:
@@ -215,6 +233,91 @@ def test_a_model_survives_the_second_time(cluster: Cluster) -> None:
     until(lambda: cluster.ask(4).status_code == 200, 60, cluster.why_not)
     refused = cluster.ask(1, prompt=["a"] * 8)
     assert (refused.status_code, "7" in refused.text) == (400, True)
+
+
+class Asking(Thread):
+    """A client that asks for a token again and again, each time by a connection of its own."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__()
+        self._cluster = cluster
+        self._ended = Event()
+        self.answers: list[int | str] = []
+        """Each one's status, or what became of its connection."""
+
+    def run(self) -> None:
+        while not self._ended.wait(0.1):
+            try:
+                self.answers.append(self._cluster.ask(1).status_code)
+            except httpx.HTTPError as error:
+                self.answers.append(repr(error))
+
+    def __enter__(self) -> Asking:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join(120)
+
+
+class Streaming(Thread):
+    """A client that reads a stream to its end, however that comes."""
+
+    def __init__(self, cluster: Cluster, tokens: int) -> None:
+        super().__init__()
+        self._cluster, self._tokens = cluster, tokens
+        self.lines: list[str] = []
+        self.ended_at = 0.0
+        self.start()
+
+    def run(self) -> None:
+        # Its connection may just end.
+        with suppress(httpx.HTTPError), self._cluster.stream(self._tokens) as answer:
+            for line in answer.iter_lines():
+                self.lines.append(line)
+        self.ended_at = time.monotonic()
+
+    @property
+    def tokens(self) -> int:
+        return sum('"text"' in line for line in self.lines)
+
+    @property
+    def whole(self) -> bool:
+        return "data: [DONE]" in self.lines
+
+
+def test_gateways_are_replaced_while_clients_ask_and_streams_have_their_time(
+    cluster: Cluster,
+) -> None:
+    before = cluster.state()
+    text = config(max_sequences=6)
+    long = [Streaming(cluster, 900) for _ in range(LONG_STREAMS)]
+    until(lambda: all(each.tokens > 0 for each in long), 60, cluster.why_not)
+    with Asking(cluster) as asking:
+        put = cluster.operator.update_deployments(serve_config(manifests(text), cluster.head))
+        assert put.status_code == 200, put.text
+        Path(cluster.head.here("/etc/loomserve/config.yaml")).write_text(text)
+        # The new one answers before the one that it replaces is told to end.
+        until(lambda: cluster.ask(1, prompt=["a"] * 7).status_code == 400, 240, cluster.why_not)
+        replaced_at = time.monotonic()
+        until(cluster.operator.moves_traffic, 240, cluster.why_not)
+    for each in long:
+        each.join(120)
+    print(
+        f"{len(asking.answers)} requests while gateways were replaced; streams of "
+        f"{[each.tokens for each in long]} tokens ended "
+        f"{[round(each.ended_at - replaced_at, 1) for each in long]} s after, "
+        f"whole: {[each.whole for each in long]}"
+    )
+    assert len(asking.answers) > 20
+    assert set(asking.answers) == {200}
+    # Those that take longer than their gateway waits end without an end, and no other does.
+    for each in long:
+        assert each.whole or each.ended_at >= replaced_at + DRAIN_S - SLACK_S
+    assert replicas(cluster.state()) == replicas(before)
+    # The engine computes for none of those that were cut.
+    until(lambda: in_flight(cluster.state()) == 0, 30, cluster.why_not)
 
 
 def test_a_stream_ends_well_when_its_pod_is_told_to_end(cluster: Cluster) -> None:
