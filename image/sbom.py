@@ -21,6 +21,8 @@ _QUERY = "${db:Status-Abbrev}\t${binary:Package}\t${Version}\t${Architecture}\n"
 
 
 def bill(components: list[Component]) -> dict[str, Any]:
+    """One that is found in two folders of the path, as an editable package is, counts once."""
+    by_ref = {component["bom-ref"]: component for component in components}
     return {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",
@@ -29,7 +31,7 @@ def bill(components: list[Component]) -> dict[str, Any]:
         "metadata": {
             "component": {"type": "container", "name": "loomserve", "bom-ref": "loomserve"}
         },
-        "components": sorted(components, key=lambda component: component["bom-ref"]),
+        "components": [by_ref[ref] for ref in sorted(by_ref)],
     }
 
 
