@@ -169,7 +169,7 @@ def _checked(config: Config, name: str, base: Path) -> NodeReport:
     check_devices(config.devices, name, gpus)
     check_compiler(models.values())
     _check_affinity(mine)
-    weights = {}
+    weights, gpu_devices = {}, gpus_of(config.devices)
     for index, model in models.items():
         try:
             # The command has it on its own node by now.
@@ -177,7 +177,7 @@ def _checked(config: Config, name: str, base: Path) -> NodeReport:
             path = catalog.resolve(model.source, base, revision=model.revision)
         except LoomserveError as error:
             raise StartError(f"models[{index}].source: {error}") from None
-        on_gpus = is_on_gpus(model, gpus_of(config.devices))
+        on_gpus = is_on_gpus(model, gpu_devices)
         weights[model.name] = model_files.held_bytes(path, model, on_gpus=on_gpus)
     available = available_memory()
     if config.kvstore is not None:

@@ -147,12 +147,16 @@ class TransferThread:
             event.wait()
             self.time.waited_s += time.perf_counter() - begin
 
+    @property
+    def _most_blocks(self) -> int:
+        """Of a copy."""
+        return max(1, self.memory.copy_bytes // self.memory.layer_bytes)
+
     def _runs(
         self, namespace: bytes, keys: bytes, slots: Sequence[int], blocks: Sequence[int]
     ) -> Iterator[BlockRun]:
         """Copies between ``slots`` and ``blocks``, as few as contiguity allows."""
-        pages = self._layout.slot_bytes // PAGE
-        most = max(1, self.memory.copy_bytes // self.memory.layer_bytes)
+        pages, most = self._layout.slot_bytes // PAGE, self._most_blocks
 
         def run_of(at: tuple[int, tuple[int, int]]) -> tuple[int, int, int]:
             number, (slot, block) = at
@@ -168,7 +172,7 @@ class TransferThread:
 
     def _copies(self, runs: Iterable[BlockRun]) -> list[list[BlockRun]]:
         """The runs, together as far as a copy goes."""
-        most = max(1, self.memory.copy_bytes // self.memory.layer_bytes)
+        most = self._most_blocks
         copies: list[list[BlockRun]] = []
         blocks = most
         for run in runs:
@@ -240,14 +244,15 @@ class Loader(TransferThread):
     def _run(self, loads: Sequence[Load], step: LoadStep) -> set[int]:
         try:
             ahead: list[BlockRun] = []
-            runs = self._copies([run for load in loads for run in self._split(load, ahead)])
+            copies = self._copies([run for load in loads for run in self._split(load, ahead)])
+            copies_ahead = self._copies(ahead)
             with self._stream:
                 self._stream.wait(step.mark)
                 for layer in range(self.memory.layers):
-                    step.failed.update(self._load_layer(layer, self._copies(ahead)))
+                    step.failed.update(self._load_layer(layer, copies_ahead))
                 step.ahead.set()
                 for layer, event in enumerate(step.loaded):
-                    step.failed.update(self._load_layer(layer, runs))
+                    step.failed.update(self._load_layer(layer, copies))
                     event.set()
         except Exception:
             _logger.exception("loading KV blocks failed; they are computed instead")

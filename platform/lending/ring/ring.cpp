@@ -81,9 +81,13 @@ void relax() {
 }
 
 // Bytes are copied from and to the addresses of tensors, which must be the CPU's own.
-at::Tensor on_cpu(at::Tensor tensor, const char* what) {
+void check_on_cpu(const at::Tensor& tensor, const char* what) {
   TORCH_CHECK(tensor.is_cpu(), what, " on ", tensor.device(),
               " cannot be lent: the task ring copies between tensors on the CPU only");
+}
+
+at::Tensor on_cpu(at::Tensor tensor, const char* what) {
+  check_on_cpu(tensor, what);
   return tensor;
 }
 
@@ -199,7 +203,7 @@ class RingPeer {
 // Copy between rows of a [tokens, heads, size] or [tokens, heads * size] tensor and packed rows.
 template <typename Copy>
 void each_row(const at::Tensor& rows, const at::Tensor& packed, Copy copy) {
-  on_cpu(rows, "a task's tensor");
+  check_on_cpu(rows, "a task's tensor");
   const int64_t tokens = rows.size(0), row = packed.stride(0) * packed.element_size();
   TORCH_CHECK(rows.stride(-1) == 1 && rows.scalar_type() == packed.scalar_type() &&
                   rows.numel() == tokens * packed.stride(0) && tokens <= packed.size(0),
@@ -578,8 +582,8 @@ class AttentionServer {
             int64_t sliding_window, double softcap, bool split_kv, Caches caches,
             py::handle layers, int64_t abreast, int64_t apart) {
     for (const auto& [key, value] : caches) {
-      on_cpu(key, "a KV cache");
-      on_cpu(value, "a KV cache");
+      check_on_cpu(key, "a KV cache");
+      check_on_cpu(value, "a KV cache");
     }
     const auto& cache = caches.at(0).first;
     Attention::Shape shape{query_heads,    cache.size(1), cache.size(3), sliding_window,
