@@ -64,6 +64,13 @@ SLO = 5.0
 PROBES = 6
 SETTLE_S = 10.0
 """After loans were opened or have ended."""
+_NAMES = {
+    "throughput": "throughput",
+    "goodput": "goodput",
+    "p99_ttft": "ttft_s_p99",
+    "p99_tpot": "tpot_ms_p99",
+}
+"""What arms are compared by, and the figures of a run with it."""
 
 
 @dataclass(frozen=True)
@@ -95,6 +102,29 @@ class Run:
     """The events of actions that were done, ``at_s`` after the load's begin."""
     failed: int = 0
     """Requests without an answer."""
+
+    @classmethod
+    def of(
+        cls,
+        arm: str,
+        answers: Sequence[Answer],
+        begin: float,
+        counted: Sequence[tuple[float, float]],
+        moves: list[dict[str, Any]],
+    ) -> Run:
+        """
+        Args:
+            begin: the load's, on the clock of the answers.
+            counted: begin and end of the time whose throughput counts, after the load's begin.
+        """
+        if errors := [one.error for one in answers if one.error]:
+            print(f"{arm}: {len(errors)} requests failed, such as: {errors[0]}", flush=True)
+        return cls(
+            [one for one in answers if not one.error],
+            [(begin + start, begin + end) for start, end in counted],
+            moves,
+            len(errors),
+        )
 
     @property
     def begin(self) -> float:
@@ -181,28 +211,25 @@ def run(
     answers = asyncio.run(serve(fleet.url, all_, seed, begin))
     moves = []
     if arm == "auto":
-        moves = [
-            {**event, "at_s": event["at"] - began}
-            for event in fleet.events(began)
-            if event["kind"] == "done"
-        ]
+        moves = actions_done(fleet, began)
         fleet.mode("advise")
         # The next arm begins where this one did.
         fleet.bring_home()
-    if errors := [one.error for one in answers if one.error]:
-        print(f"{arm}: {len(errors)} requests failed, such as: {errors[0]}", flush=True)
-    return Run(
-        [one for one in answers if not one.error],
-        [(begin + start, begin + end) for start, end in counted],
-        moves,
-        len(errors),
-    )
+    return Run.of(arm, answers, begin, counted, moves)
+
+
+def actions_done(fleet: Fleet, began: float) -> list[dict[str, Any]]:
+    """Events of the controller's actions since a Unix time, with ``at_s`` after it."""
+    return [
+        {**event, "at_s": event["at"] - began}
+        for event in fleet.events(began)
+        if event["kind"] == "done"
+    ]
 
 
 def idle(fleet: Fleet, trace: Any) -> Slo:
-    """What single requests take of the static fleet."""
+    """What single requests take of a fleet where nothing is lent."""
     probes = load(trace, [Phase(PROBES, dict.fromkeys(DEVICES, 1.0))], "probes")
-    fleet.lend(False)
     return Slo.over(asyncio.run(replay(fleet.url, probes, "probes", 1)))
 
 
@@ -223,6 +250,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with Fleet("lending", model, args.port, folder / "lending", cpu_dtype(), True).running(
         args.start_timeout
     ) as fleet:
+        fleet.lend(False)
         slo = idle(fleet, trace)
         print(f"SLO: {slo}", flush=True)
         fleet.wait(lambda: not fleet.get("rebalancing")["flaws"], 120, "everything is measured")
@@ -249,39 +277,49 @@ def figures(
     slo: Slo,
     of: Sequence[Phase],
 ) -> dict[str, Any]:
-    def ratios(name: str, arm: str, base: str, source: Mapping[str, Sequence[Run]]) -> Any:
-        pairs = zip(source[arm], source[base], strict=True)
-        both = [(one.figures(slo)[name], two.figures(slo)[name]) for one, two in pairs]
-        # No request of a base that is swamped may meet the SLO.
-        return asdict(Spread.of([a / b for a, b in both])) if all(b for _, b in both) else None
-
-    others = [arm for arm in args.arms if arm != "auto"]
     edges = list(itertools.accumulate(phase.seconds for phase in of))
-    names = {"throughput": "throughput", "goodput": "goodput", "p99_ttft": "ttft_s_p99",
-             "p99_tpot": "tpot_ms_p99"}  # fmt: skip
     return {
-        **{
-            f"{short}_vs_{base}": ratios(name, "auto", base, runs)
-            for base in others
-            for short, name in names.items()
-        },
-        "steady_throughput_vs_static": ratios("throughput", "auto", "static", steady),
-        "steady_goodput_vs_static": ratios("goodput", "auto", "static", steady),
+        **compared(runs, steady, [arm for arm in args.arms if arm != "auto"], slo),
         "oscillations": [oscillations(one.moves, edges) for one in runs["auto"]],
         "settled_s": [settled_s(one.moves, of) for one in runs["auto"]],
         "moves": [
             [{"at_s": move["at_s"], **move["action"]} for move in one.moves] for one in runs["auto"]
         ],
-        "by_arm": {arm: [one.figures(slo) for one in of_arm] for arm, of_arm in runs.items()},
-        "steady": {arm: [one.figures(slo) for one in of_arm] for arm, of_arm in steady.items()},
-        "slo": asdict(slo),
         "runs": args.runs,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+def compared(
+    runs: Mapping[str, Sequence[Run]],
+    steady: Mapping[str, Sequence[Run]],
+    others: Sequence[str],
+    slo: Slo,
+) -> dict[str, Any]:
+    """``auto`` over other arms, run by run, and the figures of all runs."""
+
+    def ratios(name: str, base: str, source: Mapping[str, Sequence[Run]]) -> Any:
+        pairs = zip(source["auto"], source[base], strict=True)
+        both = [(one.figures(slo)[name], two.figures(slo)[name]) for one, two in pairs]
+        # No request of a base that is swamped may meet the SLO.
+        return asdict(Spread.of([a / b for a, b in both])) if all(b for _, b in both) else None
+
+    return {
+        **{
+            f"{short}_vs_{base}": ratios(name, base, runs)
+            for base in others
+            for short, name in _NAMES.items()
+        },
+        "steady_throughput_vs_static": ratios("throughput", "static", steady),
+        "steady_goodput_vs_static": ratios("goodput", "static", steady),
+        "by_arm": {arm: [one.figures(slo) for one in of_arm] for arm, of_arm in runs.items()},
+        "steady": {arm: [one.figures(slo) for one in of_arm] for arm, of_arm in steady.items()},
+        "slo": asdict(slo),
+    }
+
+
+def parser_of_load(doc: str | None) -> argparse.ArgumentParser:
+    """Options of the load and of the platforms, for a benchmark with this docstring."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--rate", type=float, default=0.35, help="of a model outside bursts")
     parser.add_argument("--burst-s", type=float, default=60.0)
     parser.add_argument("--rest-s", type=float, default=20.0)
@@ -289,6 +327,12 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="an Azure conversation trace, .csv.gz")
     parser.add_argument("--port", type=int, default=18_671)
     parser.add_argument("--start-timeout", type=float, default=600)
+    return parser
+
+
+def main() -> None:
+    parser = parser_of_load(__doc__)
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
     args = parser.parse_args()
     if not {"static", "auto"} <= set(args.arms):
         parser.error("--arms needs static and auto")

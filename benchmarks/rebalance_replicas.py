@@ -24,8 +24,6 @@ import itertools
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -37,23 +35,23 @@ from benchmarks.popularity import (
     Phase,
     arrivals,
     load,
-    replay,
     serve,
 )
-from benchmarks.rebalance import PROBES, Run, Slo, bursts, phases
-from benchmarks.report import Spread
+from benchmarks.rebalance import (
+    Run,
+    actions_done,
+    bursts,
+    compared,
+    idle,
+    parser_of_load,
+    phases,
+)
 from benchmarks.result_files import machine, publish, said_by
 from loomserve.platform.devices.precision import cpu_dtype
 from loomserve.platform.models import catalog
 
 KINDS = {"static": "alone", "auto": "by_controller", "unified": "ample_unified"}
 """The fleet of each arm."""
-NAMES = {
-    "throughput": "throughput",
-    "goodput": "goodput",
-    "p99_ttft": "ttft_s_p99",
-    "p99_tpot": "tpot_ms_p99",
-}
 
 
 def begin(fleet: Fleet) -> None:
@@ -88,19 +86,8 @@ def run(
     if arm == "auto":
         fleet.mode("advise")
         fleet.idle()
-        done = [
-            {**event, "at_s": event["at"] - began}
-            for event in fleet.events(began)
-            if event["kind"] == "done"
-        ]
-    if errors := [one.error for one in answers if one.error]:
-        print(f"{arm}: {len(errors)} requests failed, such as: {errors[0]}", flush=True)
-    return Run(
-        [one for one in answers if not one.error],
-        [(clock + start, clock + end) for start, end in counted],
-        done,
-        len(errors),
-    )
+        done = actions_done(fleet, began)
+    return Run.of(arm, answers, clock, counted, done)
 
 
 def oscillations(actions: Sequence[Mapping[str, Any]], edges: Sequence[float]) -> int:
@@ -114,21 +101,14 @@ def oscillations(actions: Sequence[Mapping[str, Any]], edges: Sequence[float]) -
     )
 
 
-def idle(fleet: Fleet, trace: Any) -> Slo:
-    """What single requests take of the static fleet."""
-    probes = load(trace, [Phase(PROBES, dict.fromkeys(DEVICES, 1.0))], "probes")
-    return Slo.over(asyncio.run(replay(fleet.url, probes, "probes", 1)))
-
-
 def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     trace, model = arrivals(args.trace), str(catalog.resolve("demo", Path.cwd()))
     of, slo = phases(args), None
     runs: dict[str, list[Run]] = {arm: [] for arm in KINDS}
     steady: dict[str, list[Run]] = {"static": [], "auto": []}
     for number, arm in itertools.product(range(args.runs), KINDS):
-        with ExitStack() as stack:
-            fleet = Fleet(KINDS[arm], model, args.port, folder / f"{arm}{number}", cpu_dtype())
-            stack.enter_context(fleet.running(args.start_timeout))
+        of_arm = Fleet(KINDS[arm], model, args.port, folder / f"{arm}{number}", cpu_dtype())
+        with of_arm.running(args.start_timeout) as fleet:
             slo = slo or idle(fleet, trace)
             found = run(fleet, arm, load(trace, of, str(number)), str(number), bursts(of))
             runs[arm].append(found)
@@ -141,50 +121,18 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 steady[arm].append(found)
                 print(f"run {number + 1}, {arm}, steady: {found.figures(slo)}", flush=True)
     assert slo is not None
-    return figures(runs, steady, slo, of)
-
-
-def figures(
-    runs: Mapping[str, Sequence[Run]],
-    steady: Mapping[str, Sequence[Run]],
-    slo: Slo,
-    of: Sequence[Phase],
-) -> dict[str, Any]:
-    def ratios(name: str, base: str, source: Mapping[str, Sequence[Run]]) -> Any:
-        pairs = zip(source["auto"], source[base], strict=True)
-        both = [(one.figures(slo)[name], two.figures(slo)[name]) for one, two in pairs]
-        # No request of a base that is swamped may meet the SLO.
-        return asdict(Spread.of([a / b for a, b in both])) if all(b for _, b in both) else None
-
     edges = list(itertools.accumulate(phase.seconds for phase in of))
     return {
-        **{
-            f"{short}_vs_{base}": ratios(name, base, runs)
-            for base in ("static", "unified")
-            for short, name in NAMES.items()
-        },
-        "steady_throughput_vs_static": ratios("throughput", "static", steady),
-        "steady_goodput_vs_static": ratios("goodput", "static", steady),
+        **compared(runs, steady, ("static", "unified"), slo),
         "oscillations": [oscillations(one.moves, edges) for one in runs["auto"]],
         "actions": [
             [{"at_s": each["at_s"], **each["action"]} for each in one.moves] for one in runs["auto"]
         ],
-        "by_arm": {arm: [one.figures(slo) for one in of_arm] for arm, of_arm in runs.items()},
-        "steady": {arm: [one.figures(slo) for one in of_arm] for arm, of_arm in steady.items()},
-        "slo": asdict(slo),
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--rate", type=float, default=0.35, help="of a model outside bursts")
-    parser.add_argument("--burst-s", type=float, default=60.0)
-    parser.add_argument("--rest-s", type=float, default=20.0)
-    parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--trace", type=Path, help="an Azure conversation trace, .csv.gz")
-    parser.add_argument("--port", type=int, default=18_671)
-    parser.add_argument("--start-timeout", type=float, default=600)
-    args = parser.parse_args()
+    args = parser_of_load(__doc__).parse_args()
     facts = machine()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(args, Path(folder))
