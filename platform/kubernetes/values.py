@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from loomserve.platform.base.errors import ConfigError
@@ -168,9 +168,9 @@ def _node(config: Config, name: str, weights: Mapping[str, int]) -> dict[str, An
     memory = platform(front_ends, config.models)
     engines = 0
     for model in config.models:
-        here = _replicas_on(model, names, config.devices)
-        engines += here
-        memory += here * _host_bytes(model, weights[model.name], on_gpus=bool(gpus))
+        here = _engines_on(model, weights[model.name], devices)
+        engines += len(here)
+        memory += sum(here)
     for offline in config.offline_models:
         if offline.device in names:
             memory += offline_bytes(offline, weights[offline.name])
@@ -182,21 +182,25 @@ def _node(config: Config, name: str, weights: Mapping[str, int]) -> dict[str, An
     }
 
 
-def _replicas_on(model: Model, names: Collection[str], devices: Iterable[Device]) -> int:
-    """The most replicas that a node's devices may have, or stages of one."""
+def _engines_on(model: Model, weight_bytes: int, devices: Sequence[Device]) -> list[float]:
+    """Memory of the host for each of the most engines that a node's devices may have of a model."""
     if model.devices:
-        return sum(device in names for device in model.devices)
-    # Where it goes is the platform's to find out: each node needs the room.
-    mine = sum(device.name in names for device in devices)
-    return min(mine, max(1, least_replicas(model)))
+        named = {device.name: device for device in devices}
+        own = [named[name] for name in model.devices if name in named]
+        return [_host_bytes(model, weight_bytes, device) for device in own]
+    # Where it goes is the platform's to find out: each node needs the room, on whatever takes most.
+    each = [_host_bytes(model, weight_bytes, device) for device in devices]
+    return sorted(each, reverse=True)[: max(1, least_replicas(model))]
 
 
-def _host_bytes(model: Model, weight_bytes: int, *, on_gpus: bool) -> float:
-    """Memory of the host; of a model on GPUs, what its weights take on their way there.
+def _host_bytes(model: Model, weight_bytes: int, device: Device) -> float:
+    """Of an engine; of one on a GPU, what its weights take on their way there.
 
     An engine on CPUs may compute in numbers that are twice as wide as those of the files.
     """
-    return GPU_ENGINE_BYTES + weight_bytes if on_gpus else replica_bytes(model, 2 * weight_bytes)
+    if device.gpu is not None:
+        return GPU_ENGINE_BYTES + weight_bytes
+    return replica_bytes(model, 2 * weight_bytes)
 
 
 def _shared(config: Config, engines: int) -> int:

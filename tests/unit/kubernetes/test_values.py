@@ -81,6 +81,22 @@ def test_a_pod_has_room_for_all_that_its_devices_may_have() -> None:
     assert more["cpus"] == few["cpus"] + 1
 
 
+def test_a_model_on_a_core_takes_memory_of_the_pod_though_a_gpu_is_there_too() -> None:
+    core, gpu = {"name": "core0", "cores": [0]}, {"name": "gpu0", "kind": "cuda", "gpu": 0}
+    large = {"name": "m", "source": "demo", "devices": ["core0"], "kv_cache_memory": "20GiB"}
+    (alone,) = derived({"models": [large]})["nodes"]
+    (beside,) = derived({"devices": [core, gpu], "models": [large]})["nodes"]
+    assert beside["memory"] == alone["memory"] >= 20 * GIB
+    (on_gpu,) = derived({"devices": [core, gpu], "models": [large | {"devices": ["gpu0"]}]})[
+        "nodes"
+    ]
+    assert on_gpu["memory"] < 20 * GIB, "its KV is memory of the GPU"
+    (anywhere,) = derived({"devices": [core, gpu], "models": [large | {"devices": "auto"}]})[
+        "nodes"
+    ]
+    assert anywhere["memory"] == alone["memory"], "it may come to the core"
+
+
 def test_a_kv_store_is_shared_memory_of_the_pods_with_engines() -> None:
     without, with_store = (
         derived(on_nodes("one")),
