@@ -139,5 +139,6 @@ def _offline_queue(spec: OfflineSpec, places: int) -> OfflineQueue:
         ),
         kv_bytes,
         places=places,
+        rules=spec.model.batching,
         predictor=spec.model.lengths.predictor if spec.model.lengths else None,
     )

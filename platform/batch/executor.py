@@ -18,6 +18,7 @@ class LineCall:
         owner: Name of the API key that it is computed for; empty: no key is needed.
         model: Name of the model that takes it.
         engine: Id of the engine that takes it; None: the platform knows no such model.
+        left_s: Seconds until its batch's window ends.
         expected_tokens: Returns the predicted tokens of one answer, which change as lines finish.
         attempts: How often engines have failed on it.
     """
@@ -28,6 +29,7 @@ class LineCall:
     request_id: str
     model: str
     engine: str | None
+    left_s: float
     expected_tokens: Callable[[], float]
     attempts: int
 

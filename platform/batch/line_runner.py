@@ -208,6 +208,7 @@ class LineRunner:
             request_id=request_id,
             model=line.model,
             engine=running.engine,
+            left_s=record.expires_at - self._clock(),
             expected_tokens=lambda: batch.length(line).tokens,
             attempts=line.attempts,
         )

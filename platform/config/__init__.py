@@ -9,6 +9,7 @@ from loomserve.platform.config.adapters import Adapters, AdapterSource
 from loomserve.platform.config.aliases import Alias, check_alias
 from loomserve.platform.config.base import MODEL_NAME, Bytes, FieldError, parse_bytes
 from loomserve.platform.config.batch import Batch, OfflineModel
+from loomserve.platform.config.batching import Batching
 from loomserve.platform.config.cluster import Cluster
 from loomserve.platform.config.devices import LOCAL_NODE, Device
 from loomserve.platform.config.elastic import Elastic, Idle
@@ -38,6 +39,7 @@ __all__ = [
     "Alias",
     "ApiKey",
     "Batch",
+    "Batching",
     "Bytes",
     "Cluster",
     "Config",

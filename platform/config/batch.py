@@ -12,6 +12,7 @@ from loomserve.platform.config.base import (
     Revision,
     Section,
 )
+from loomserve.platform.config.batching import Batching
 from loomserve.platform.config.lengths import Lengths
 
 
@@ -31,6 +32,10 @@ class OfflineModel(Section):
     )
     lengths: Lengths | None = Field(
         None, description="Predict its answers' lengths; null: by lines that have finished."
+    )
+    batching: Batching = Field(
+        default_factory=Batching,
+        description="Which lines run together, and which batch is next.",
     )
 
 

@@ -1,6 +1,6 @@
 """First come, first served, in batches of a fixed size: Magnus's vanilla scheduling.
 
-The platform itself batches by S³; benchmarks compare this with it.
+The configuration chooses it (``batch.offline_models[].batching``); by itself the platform takes S³.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Batches by deadlines and output lengths: SLO-ODBS (UELLM, section 3.4, algorithm 3-1).
 
-The platform itself batches by S³; benchmarks compare this with it.
+The configuration chooses it (``batch.offline_models[].batching``); by itself the platform takes S³.
 """
 
 from __future__ import annotations

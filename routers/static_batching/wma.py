@@ -4,7 +4,7 @@ Each iteration of a static batch reads the KV of all its tokens, padding and end
 Wasted memory access (WMA) counts those reads, in tokens; a request joins the waiting batch where it
 wastes the least, if that is little enough.
 
-The platform itself batches by S³; benchmarks compare this with it.
+The configuration chooses it (``batch.offline_models[].batching``); by itself the platform takes S³.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Queue of one offline model: lines form static batches, which a process computes in turn.
 
-S³'s bin packing by predicted lengths decides who runs together; the highest response ratio, by
-times learnt from batches that ran, which batch is next. A batch that runs out of memory waits again
-as two halves. The queue is only in memory: after a restart the lane sends its lines again.
+Which lines run together, and which batch is next, the configuration chooses among the policies of
+:mod:`loomserve.routers.static_batching`; times of batches are learnt from those that ran. A batch
+that runs out of memory waits again as two halves. The queue is only in memory: after a restart the
+lane sends its lines again.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from loomserve.platform.batch.offline.worker import (
     OfflineWorker,
     WorkerGoneError,
 )
+from loomserve.platform.config import Batching
 from loomserve.platform.state import OfflineModelState
 from loomserve.routers.static_batching.base import BatchRequest, KvBudget, StaticBatch
-from loomserve.routers.static_batching.next_batch import hrrn, oldest
+from loomserve.routers.static_batching.choice import batcher
+from loomserve.routers.static_batching.next_batch import first, hrrn, oldest
 from loomserve.routers.static_batching.queue import BatchQueue
-from loomserve.routers.static_batching.s3 import s3
 
 if TYPE_CHECKING:
     from loomserve.platform.costs.batch_time import BatchShape, BatchTimes
@@ -70,6 +72,7 @@ class OfflineQueue:
         kv_bytes: int,
         *,
         places: int,
+        rules: Batching | None = None,
         predictor: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
@@ -78,6 +81,7 @@ class OfflineQueue:
         self._start = start
         self._kv_bytes = kv_bytes
         self._places = places
+        self._rules = rules or Batching()
         self._predictor = predictor
         self._clock = clock
         self._pause = pause
@@ -155,7 +159,8 @@ class OfflineQueue:
         assert self._queue is not None
         future = asyncio.get_running_loop().create_future()
         waiting = self._waiting[line.id] = _Waiting(line, call.expected_tokens, future)
-        request = BatchRequest(line.id, self._clock(), tokens, waiting.predicted_tokens)
+        now = self._clock()
+        request = BatchRequest(line.id, now, tokens, waiting.predicted_tokens, now + call.left_s)
         # A process may have died of this line; alone, it takes no other with it.
         (self._queue.add_alone if call.attempts else self._queue.add)(request)
         self._wake.set()
@@ -184,7 +189,7 @@ class OfflineQueue:
         self._facts = facts
         if self._queue is None:
             planned = KvBudget(int(self._kv_bytes * (1 - _RESERVE)), facts.token_bytes)
-            self._queue = BatchQueue(s3, self._next, planned)
+            self._queue = BatchQueue(batcher(self._rules), self._next, planned)
         self._worker, self._problem = worker, None
         while True:
             while not len(self._queue) and self._worker is worker:
@@ -241,6 +246,8 @@ class OfflineQueue:
     # Which batch is next
 
     def _next(self, batches: Sequence[StaticBatch], now: float) -> int:
+        if self._rules.order == "deadline":
+            return first(batches, now)
         choose = oldest if self._times is None else hrrn(self._seconds)
         return choose(batches, now)
 
@@ -252,8 +259,8 @@ class OfflineQueue:
         return [max(_SHORTEST_BATCH_S, float(seconds)) for seconds in found]
 
     async def _learn(self, batch: StaticBatch, generated: int, seconds: float) -> None:
-        if generated == 0:
-            return  # all lines were withdrawn
+        if generated == 0 or self._rules.order != "hrrn":
+            return  # all lines were withdrawn, or nobody asks
         if self._times is None:
             # scikit-learn takes seconds to import.
             await asyncio.to_thread(importlib.import_module, _BATCH_TIME)

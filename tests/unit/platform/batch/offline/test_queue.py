@@ -24,7 +24,7 @@ from loomserve.platform.batch.offline.worker import (
     OfflineLine,
     WorkerGoneError,
 )
-from loomserve.platform.config import ApiKey, Server
+from loomserve.platform.config import ApiKey, Batching, Server
 
 TOKEN_BYTES = 10
 KV_BYTES = 5000  # 500 tokens, of which plans take 400
@@ -38,6 +38,7 @@ def call(name: str, expected: float = 10, attempts: int = 0, **body: Any) -> Lin
         request_id=name,
         model="m",
         engine="offline:m",
+        left_s=3600.0,
         expected_tokens=lambda: expected,
         attempts=attempts,
     )
@@ -156,6 +157,67 @@ def test_answers_of_like_predicted_length_share_a_batch() -> None:
         ]
 
     asyncio.run(scenario())
+
+
+POLICIES = [
+    Batching(policy="wma"),
+    Batching(policy="slo_odbs"),
+    Batching(policy="slo_dbs", next="oldest"),
+    Batching(policy="odbs", next="hrrn"),
+    Batching(policy="fifo", size=3),
+]
+
+
+async def batches_by(rules: Batching, *calls: LineCall) -> list[list[str]]:
+    """What runs together, in the order of the batches, of lines that have all come."""
+    world = World()
+    world.queue = OfflineQueue("m", world.start, KV_BYTES, places=50, rules=rules)
+    async with running(world):
+        world.may_end.clear()
+        blocker = asyncio.create_task(world.queue.execute(call("blocker")))
+        await world.until(lambda: world.batches == [["blocker"]])
+        asked = asyncio.create_task(world.ask(*calls))
+        await asyncio.sleep(0.05)
+        world.may_end.set()
+        answers = await asyncio.gather(blocker, asked)
+    assert [json.loads(one.body)["to"] for one in answers[1]] == [one.request_id for one in calls]
+    return world.batches[1:]
+
+
+@pytest.mark.parametrize("rules", POLICIES, ids=lambda rules: rules.policy)
+def test_by_each_policy_every_line_is_answered_once(rules: Batching) -> None:
+    lengths = [10, 380, 40, 90, 390, 5, 10]
+    calls = [call(f"{at}", length) for at, length in enumerate(lengths)]
+    batches = asyncio.run(batches_by(rules, *calls))
+    assert sorted(name for batch in batches for name in batch) == [one.request_id for one in calls]
+
+
+def test_the_policy_is_the_configurations() -> None:
+    lines = [call("a", 50), call("b", 5), call("c", 50), call("d", 5), call("e", 50)]
+
+    def batches(**rules: Any) -> list[list[str]]:
+        return asyncio.run(batches_by(Batching(**rules), *lines))
+
+    assert batches(policy="fifo", size=2) == [["a", "b"], ["c", "d"], ["e"]]
+    # A short answer waits for a long one for 45 tokens, and reads some 40 again each time.
+    assert batches(policy="wma", most_waste=1_000) == [["a", "c", "e"], ["b", "d"]]
+    assert batches(policy="wma", most_waste=100_000) == [["a", "b", "c", "d", "e"]]
+
+
+def test_deadlines_are_the_ends_of_windows() -> None:
+    lines = [replace(call(f"{hours} h"), left_s=3600.0 * hours) for hours in (24, 1, 3, 2)]
+
+    def batches(**rules: Any) -> list[list[str]]:
+        return asyncio.run(batches_by(Batching(**rules), *lines))
+
+    by_deadline = ["1 h", "2 h", "3 h", "24 h"]
+    assert batches(policy="slo_odbs") == [by_deadline]
+    # Of two lines: twice the 3,600 s and the 7,200 s, a tenth of a token each.
+    assert batches(policy="odbs", slo_weight=0.1, threshold=2_200) == [
+        ["1 h", "2 h"],
+        ["3 h"],
+        ["24 h"],
+    ]
 
 
 def test_who_runs_together_follows_what_is_known_of_lengths_by_then() -> None:
@@ -375,7 +437,7 @@ def test_a_offline_models_lines_need_a_key_that_may_use_it_and_others_go_to_engi
 
     def of(owner: str, model: str = "m") -> LineCall:
         return LineCall(
-            owner, "/v1/completions", {"model": model}, owner, model, None, lambda: 5, 0
+            owner, "/v1/completions", {"model": model}, owner, model, None, 60.0, lambda: 5, 0
         )
 
     async def scenario() -> None:
