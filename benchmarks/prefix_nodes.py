@@ -64,10 +64,10 @@ class Prompt(NamedTuple):
         return len(self.keys) // 16
 
     @property
-    def router_keys(self) -> tuple[bytes, ...]:
+    def router_keys(self) -> tuple[int, ...]:
         """The router's blocks are smaller."""
-        blocks = (self.keys[at : at + 16] for at in range(0, len(self.keys), 16))
-        return tuple(key + bytes([part]) for key in blocks for part in range(KEYS_A_BLOCK))
+        blocks = (int.from_bytes(self.keys[at : at + 16]) for at in range(0, len(self.keys), 16))
+        return tuple(key * KEYS_A_BLOCK + part for key in blocks for part in range(KEYS_A_BLOCK))
 
 
 def read(path: Path, most: int | None) -> list[Prompt]:

@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
+from typing import NamedTuple
 
 from loomserve.routers.prefix_index import PrefixIndex
 
 
-@dataclass(frozen=True)
-class Assigned:
+class Assigned(NamedTuple):
     """Sequences of requests open on a replica, and the tokens of KV cache they may come to need."""
 
     requests: int = 0
@@ -140,7 +140,10 @@ class InFlight:
     def prefixes(self, model: str) -> PrefixIndex:
         """Index of the prompts that the model's replicas were sent by this process."""
         with self._lock:
-            return self._prefixes.setdefault(model, PrefixIndex())
+            index = self._prefixes.get(model)
+            if index is None:
+                index = self._prefixes[model] = PrefixIndex()
+            return index
 
     def replicas(self) -> frozenset[str]:
         """Ids of the replicas that have a record."""

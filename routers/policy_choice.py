@@ -117,7 +117,9 @@ class ReplicaChooser:
         matched = ticket.ledger.prefixes(self._model).match(keys, self._table.ids)
         if matched is None:
             return None
-        share = matched[candidates.rows] / max(1, len(keys))
+        if len(candidates) < len(matched):
+            matched = matched.take(candidates.rows)
+        share = matched / max(1, len(keys))
         if self.kv is None or len(self._table.nodes) < 2:
             return (1 - share) * tokens
         links = self._links

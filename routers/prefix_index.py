@@ -31,13 +31,13 @@ class PrefixIndex:
         """``most_keys``: bound for each replica; a key takes some 150 bytes, shared or not."""
         self._most_keys = most_keys
         self._lock = Lock()
-        self._sent: dict[str, OrderedDict[bytes, None]] = {}
-        self._holders: dict[bytes, int] = {}
+        self._sent: dict[str, OrderedDict[int, None]] = {}
+        self._holders: dict[int, int] = {}
         self._slots: dict[str, int] = {}
         self._free: list[int] = []
         self._ordered: tuple[tuple[str, ...], Ints] = (), np.zeros(0, np.int64)
 
-    def sent(self, replica_id: str, keys: Sequence[bytes], most_keys: int | None = None) -> None:
+    def sent(self, replica_id: str, keys: Sequence[int], most_keys: int | None = None) -> None:
         """Note that a replica was sent a prompt.
 
         ``most_keys`` is a tighter bound, such as the blocks that the replica's KV cache holds.
@@ -55,7 +55,7 @@ class PrefixIndex:
                 key, _ = known.popitem(last=False)
                 self._forget(key, bit)
 
-    def match(self, keys: Sequence[bytes], replica_ids: tuple[str, ...]) -> Ints | None:
+    def match(self, keys: Sequence[int], replica_ids: tuple[str, ...]) -> Ints | None:
         """Blocks at the prompt's beginning that each of the replicas was sent.
 
         None: none of all replicas was sent any.
@@ -69,7 +69,7 @@ class PrefixIndex:
             for blocks, holders in levels:
                 _write(matched, holders & ~seen, blocks)
                 seen = holders
-            return matched[slots]
+            return matched.take(slots)
 
     def retain(self, replica_ids: Collection[str]) -> None:
         """Forget all replicas but these."""
@@ -86,7 +86,7 @@ class PrefixIndex:
         with self._lock:
             return {id_: len(known) for id_, known in self._sent.items()}
 
-    def _known(self, replica_id: str) -> OrderedDict[bytes, None]:
+    def _known(self, replica_id: str) -> OrderedDict[int, None]:
         known = self._sent.get(replica_id)
         if known is None:
             known = self._sent[replica_id] = OrderedDict()
@@ -100,14 +100,14 @@ class PrefixIndex:
             self._slots[replica_id] = slot
         return slot
 
-    def _forget(self, key: bytes, bit: int) -> None:
+    def _forget(self, key: int, bit: int) -> None:
         holders = self._holders[key] & ~bit
         if holders:
             self._holders[key] = holders
         else:
             del self._holders[key]
 
-    def _levels(self, keys: Sequence[bytes]) -> Iterator[tuple[int, int]]:
+    def _levels(self, keys: Sequence[int]) -> Iterator[tuple[int, int]]:
         """Numbers of blocks, the most first, each with the replicas that were sent so many.
 
         Of the replicas that have no more than the beginning of another's, each number comes once.
@@ -140,9 +140,7 @@ def _last(most: int, holds: Callable[[int], bool]) -> int:
     return low
 
 
-def _differs(
-    holders: Mapping[bytes, int], keys: Sequence[bytes], bits: int
-) -> Callable[[int], bool]:
+def _differs(holders: Mapping[int, int], keys: Sequence[int], bits: int) -> Callable[[int], bool]:
     return lambda count: holders[keys[count - 1]] != bits
 
 

@@ -97,10 +97,10 @@ class _Columns:
 
     def among(self, rows: Ints) -> Candidates:
         return Candidates(
-            self.utilisation[rows],
-            self.queue_length[rows],
-            self.known[rows],
-            self.kv_capacity_tokens[rows],
+            self.utilisation.take(rows),
+            self.queue_length.take(rows),
+            self.known.take(rows),
+            self.kv_capacity_tokens.take(rows),
             rows,
         )
 
@@ -140,6 +140,8 @@ class ReplicaTable:
         self._row_of: dict[str, int] = {}
         self._columns = _Columns.of(0)
         self._all_answer = True
+        self._answering = self._columns.rows
+        """Rows of the replicas that take clients' requests."""
         # No load was measured earlier.
         self._oldest = np.inf
 
@@ -217,8 +219,11 @@ class ReplicaTable:
         columns = self._columns
         if pinned_to is not None:
             return columns.among(self._pinned(pinned_to, exclude))
-        if self._all_answer and not exclude:
-            return columns.all()
+        if not exclude:
+            if self._all_answer:
+                return columns.all()
+            if len(self._answering):
+                return columns.among(self._answering)
         answering = columns.answering.copy()
         excluded = [place for id_ in exclude if (place := self._row_of.get(id_)) is not None]
         answering[excluded] = False
@@ -261,7 +266,8 @@ class ReplicaTable:
         columns.utilisation[place] = queue_length / row.max_running + row.kv_share
 
     def _note_roles(self) -> None:
-        self._all_answer = bool(self._columns.answering.all())
+        self._answering = np.flatnonzero(self._columns.answering)
+        self._all_answer = len(self._answering) == len(self._rows)
 
     def _forget_stale(self, now: float) -> None:
         columns = self._columns

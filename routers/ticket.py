@@ -13,7 +13,7 @@ from loomserve.routers.base import Replica
 from loomserve.routers.in_flight import Booking, InFlight
 
 
-def _no_keys() -> tuple[bytes, ...]:
+def _no_keys() -> tuple[int, ...]:
     return ()
 
 
@@ -31,7 +31,7 @@ class RoutingTicket:
     ledger: InFlight
     prompt_tokens: int = 0
     """The prompt's length; an estimate, if the sender has no tokens."""
-    hash_prompt: Callable[[], tuple[bytes, ...]] = _no_keys
+    hash_prompt: Callable[[], tuple[int, ...]] = _no_keys
     """Makes the keys of the prompt's blocks, if the policy asks for them; see ``block_keys.py``."""
     output_tokens: int = 0
     """Tokens that each answer is expected to have; the most it may, if nobody predicts."""
@@ -51,7 +51,7 @@ class RoutingTicket:
         return self.prompt_tokens + self.output_tokens * self.sequences
 
     @cached_property
-    def block_keys(self) -> tuple[bytes, ...]:
+    def block_keys(self) -> tuple[int, ...]:
         """Chained keys of the prompt's full blocks; the sender's tokens, if it has them."""
         return self.hash_prompt()
 

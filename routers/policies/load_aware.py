@@ -21,7 +21,7 @@ def pick(candidates: Candidates, *, load_limit: float) -> Choice:
     """
     utilisation, queue_length = candidates.utilisation, candidates.queue_length
     ranked = utilisation
-    if not candidates.known.all() and candidates.known.any():
+    if candidates.some_unknown:
         ranked = np.where(candidates.known, utilisation, np.inf)
     place = least(ranked, queue_length)
     if utilisation[place] < load_limit:

@@ -47,13 +47,14 @@ def pick(
 
     if missing is None:
         return load_aware.pick(candidates, load_limit=load_limit)
-    # Of unknown capacity, as if the prompt filled it.
     capacity = candidates.kv_capacity_tokens
-    capacity = np.where(capacity > 0, capacity, max(1, prompt_tokens))
+    if np.count_nonzero(capacity) < len(capacity):
+        # Of unknown capacity, as if the prompt filled it.
+        capacity = np.where(capacity > 0, capacity, max(1, prompt_tokens))
     cost = candidates.utilisation + PREFILL_WEIGHT * missing / capacity
-    if not candidates.known.all() and candidates.known.any():
+    if candidates.some_unknown:
         cost[~candidates.known] = np.inf
     place = least(cost, candidates.utilisation, candidates.queue_length)
-    if missing[place] < missing.max():
+    if missing[place] < missing[missing.argmax()]:
         return Choice(place, "prefix")
     return load_aware.pick(candidates, load_limit=load_limit)

@@ -168,7 +168,7 @@ def prefix_aware(
     return load_aware(replicas, load_limit=load_limit)
 
 
-def matched_blocks(keys: Sequence[bytes], sent: Mapping[str, Collection[bytes]]) -> dict[str, int]:
+def matched_blocks(keys: Sequence[int], sent: Mapping[str, Collection[int]]) -> dict[str, int]:
     """Blocks at the prompt's beginning that each replica has; without those with none."""
     found = {}
     for replica_id, known in sent.items():

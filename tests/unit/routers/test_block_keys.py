@@ -12,11 +12,11 @@ BLOCK = 4
 TOKENS = st.lists(st.integers(0, 2), max_size=30)
 
 
-def keys(tokens: list[int], model: str = "m", salt: str | None = None) -> tuple[bytes, ...]:
+def keys(tokens: list[int], model: str = "m", salt: str | None = None) -> tuple[int, ...]:
     return token_keys(tokens, model=model, salt=salt, block_tokens=BLOCK)
 
 
-def common(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> int:
+def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return len(set(one) & set(other))
 
 

@@ -19,7 +19,7 @@ SALTS = st.sampled_from([None, "alice", "bob"])
 PROMPTS = st.lists(st.integers(0, 1), max_size=8).map(tuple)
 
 
-def keys(prompt: tuple[int, ...], salt: str | None = None) -> tuple[bytes, ...]:
+def keys(prompt: tuple[int, ...], salt: str | None = None) -> tuple[int, ...]:
     return token_keys(prompt, model="m", salt=salt, block_tokens=1)
 
 
@@ -102,7 +102,7 @@ def test_replicas_that_are_gone_are_forgotten() -> None:
 def test_the_match_is_the_same_where_many_replicas_were_sent_the_same(
     sent: list[tuple[int, tuple[int, ...]]], prompt: tuple[int, ...]
 ) -> None:
-    index, known = PrefixIndex(), {f"r{number}": set[bytes]() for number in range(40)}
+    index, known = PrefixIndex(), {f"r{number}": set[int]() for number in range(40)}
     for replica_id in list(known)[:30]:
         index.sent(replica_id, keys(prompt[:2]))
         known[replica_id].update(keys(prompt[:2]))
