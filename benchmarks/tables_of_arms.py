@@ -15,15 +15,30 @@ from benchmarks.table_text import number, sources, spread, table
 _LOADS = {"1": "1 stream", "8": "8 streams", "32": "32 streams", "64": "64 streams"}
 
 
+def _ratio(of: Mapping[str, Any], figure: str, unit: str = "") -> str:
+    if figure not in of:
+        return ""
+    least, most = of["spread"][figure]
+    return spread({"median": of[figure], "min": least, "max": most}, unit, 3)
+
+
+def overhead_of(arm: str, load: str) -> Callable[[], str]:
+    """Output tokens of an arm over bare vLLM's, within a sentence."""
+    return lambda: _ratio(cited("overhead").data["comparisons"][arm], f"throughput_ratio_{load}")
+
+
+def overhead_gib(arm: str) -> str:
+    return f"{number(cited('overhead').data['comparisons'][arm]['memory_gib'])} GiB"
+
+
+def overhead_source() -> str:
+    result = cited("overhead")
+    return f"{result.day}, commit {result.commit}, {result.setup['plan']['runs']} pairs"
+
+
 def overhead(result: Result) -> str:
     """Each arm over bare vLLM; the first column is what two equal arms differ by."""
     found: Mapping[str, Mapping[str, Any]] = result.data["comparisons"]
-
-    def ratio(of: Mapping[str, Any], figure: str, unit: str = "") -> str:
-        if figure not in of:
-            return ""
-        least, most = of["spread"][figure]
-        return spread({"median": of[figure], "min": least, "max": most}, unit, 3)
 
     def asked(load: str) -> str:
         each = next(iter(found.values()))
@@ -33,12 +48,12 @@ def overhead(result: Result) -> str:
     rows = [
         [
             f"output tokens/s, {_LOADS[load]} (n = {asked(load)})",
-            *(ratio(of, f"throughput_ratio_{load}") for of in found.values()),
+            *(_ratio(of, f"throughput_ratio_{load}") for of in found.values()),
         ]
         for load in loads
     ]
     if any("ttft_added_ms_p50" in of for of in found.values()):
-        later = (ratio(of, "ttft_added_ms_p50", "ms") for of in found.values())
+        later = (_ratio(of, "ttft_added_ms_p50", "ms") for of in found.values())
         rows.append([f"median first token, later by (n = {asked('first')})", *later])
     rows.append(["memory at rest", *(f"{number(of['memory_gib'])} GiB" for of in found.values())])
     rows.append(["cores at rest", *(number(of["idle_cores"]) for of in found.values())])
@@ -214,4 +229,14 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "adaptive": adaptive,
 }
 """By the name of the file, ``_`` standing for ``-`` in the name of the marker."""
-TEXTS = {name.replace("_", "-"): of_file(name, made) for name, made in TABLES.items()}
+TEXTS = {
+    **{name.replace("_", "-"): of_file(name, made) for name, made in TABLES.items()},
+    **{
+        f"overhead-{arm}-{load}": overhead_of(arm, load)
+        for arm in ("loomserve", "default")
+        for load in ("8", "32")
+    },
+    "overhead-memory": lambda: overhead_gib("loomserve"),
+    "overhead-bare-memory": lambda: overhead_gib("noise"),
+    "overhead-source": overhead_source,
+}
