@@ -1,0 +1,89 @@
+"""Predicted lengths: who would be late is refused, and answers tell how far predictions are off."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+import yaml
+
+from loomserve.platform.access.keys import new_key
+from loomserve.platform.base.files import replace_private
+from tests.e2e.conftest import COLD, Platform
+from tests.e2e.predicted import LONG, question, story
+from tests.e2e.test_admin import model_state, wait_for
+
+pytestmark = pytest.mark.e2e
+
+
+@pytest.fixture
+def hurried(platform: Platform) -> Iterator[str]:
+    """A key whose requests are refused where they would be late."""
+    key, digest = new_key()
+    file = platform.log.parent / "keys.yaml"
+    replace_private(
+        file,
+        yaml.safe_dump({"api_keys": [{"name": "hurried", "hash": digest, "refuse_late": True}]}),
+    )
+    wait_for(lambda: ask(platform, key, question(1), 1).status_code == 200, 10)
+    yield key
+    replace_private(file, "api_keys: []")
+
+
+def ask(
+    platform: Platform, key: str, text: str, tokens: int, slo_ms: float | None = None
+) -> httpx.Response:
+    headers = {} if slo_ms is None else {"x-slo-ms": str(round(slo_ms))}
+    body = {
+        "model": COLD,
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": tokens,
+        "temperature": 0,
+    }
+    with platform.http(key) as http:
+        return http.post("/v1/chat/completions", json=body, headers=headers)
+
+
+def pace(platform: Platform) -> dict[str, float] | None:
+    (replica,) = model_state(platform, COLD)["replicas"]
+    found: dict[str, float] | None = (replica["load"] or {}).get("pace")
+    return found
+
+
+def told(platform: Platform, name: str, **labels: str) -> float:
+    return platform.metric(f"loomserve_{name}_total", model=COLD, **labels)
+
+
+def test_a_long_answer_is_refused_where_a_short_one_is_in_time(
+    platform: Platform, hurried: str
+) -> None:
+    assert ask(platform, hurried, story(3), 40).status_code == 200
+    # The engine has told how long its requests take.
+    wait_for(lambda: pace(platform) is not None, 30)
+    refused = told(platform, "refused_late")
+    # Half of the time that the story would take, and ten times that of the question.
+    slo_ms = 1000 * (pace(platform) or {})["output_token_s"] * LONG / 2
+    late = ask(platform, hurried, story(5), 2 * LONG, slo_ms)
+    assert late.json()["error"]["code"] == "deadline_unreachable"
+    assert late.json()["error"]["param"] == "x-slo-ms"
+    assert late.headers["retry-after"].isdigit()
+    assert told(platform, "refused_late") == refused + 1
+    assert ask(platform, hurried, question(4), 2 * LONG, slo_ms).status_code == 200
+    assert ask(platform, platform.key, story(6), 2, slo_ms).status_code == 200
+
+
+def test_an_answer_that_ends_by_itself_tells_how_far_its_prediction_was_off(
+    platform: Platform,
+) -> None:
+    observed, error = told(platform, "length_observed"), told(platform, "length_error_tokens")
+    made = told(platform, "length_predictions", outcome="made")
+    answer = ask(platform, platform.key, question(8), 2 * LONG)
+    assert answer.json()["choices"][0]["finish_reason"] == "stop"
+    off = abs(answer.json()["usage"]["completion_tokens"] - 7)
+    assert told(platform, "length_predictions", outcome="made") == made + 1
+    assert told(platform, "length_observed") == observed + 1
+    assert told(platform, "length_error_tokens") - error == pytest.approx(off, abs=5)
+    cut_off = ask(platform, platform.key, story(8), 2)
+    assert cut_off.json()["choices"][0]["finish_reason"] == "length"
+    assert told(platform, "length_observed") == observed + 1
