@@ -4,7 +4,7 @@ export DEVICE
 
 PYTHON := .venv/bin/python
 
-# Each of two processes has a core for its engines; tests/groups.py says who runs what.
+# In two processes, of which each has a core for integration tests' engines; tests/groups.py says who runs what.
 SIDE_BY_SIDE := -n 2 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
@@ -23,7 +23,7 @@ serve: install ## serve CONFIG (default examples/laptop.yaml) until Ctrl-C
 test: install ## run the tests, but for those that take minutes each
 	@$(PYTHON) -m pytest -m "not slow" -n auto tests/unit
 	@$(PYTHON) -m pytest -m "not slow" $(SIDE_BY_SIDE) --durations=20 tests/integration
-	@$(PYTHON) -m pytest -m "not slow" --durations=30 tests/e2e tests/cluster
+	@$(PYTHON) -m pytest -m "not slow" $(SIDE_BY_SIDE) --durations=30 tests/e2e tests/cluster
 
 test-all: install ## run all tests, some 90 minutes on two cores
 	@$(PYTHON) -m pytest -n auto tests/unit
