@@ -15,7 +15,7 @@ from pathlib import Path
 from benchmarks.load import WORDS
 from loomserve.platform.base.paths import cache_folder
 
-SHORT, LONG = 6, 200
+SHORT, LONG = 6, 60
 _SAMPLES = 150
 
 

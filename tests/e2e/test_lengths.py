@@ -11,10 +11,13 @@ import yaml
 from loomserve.platform.access.keys import new_key
 from loomserve.platform.base.files import replace_private
 from tests.e2e.conftest import COLD, Platform
-from tests.e2e.predicted import LONG, question, story
+from tests.e2e.predicted import LONG, SHORT, question, story
 from tests.e2e.test_admin import model_state, wait_for
 
 pytestmark = pytest.mark.e2e
+
+MOST = 400
+"""More tokens than the model answers a question with."""
 
 
 @pytest.fixture
@@ -45,6 +48,18 @@ def ask(
         return http.post("/v1/chat/completions", json=body, headers=headers)
 
 
+def predicted(
+    platform: Platform, key: str, text: str, tokens: int, slo_ms: float | None = None
+) -> httpx.Response:
+    """The answer to a request whose length is predicted: on a busy machine that may come late."""
+    for _ in range(20):
+        made = told(platform, "length_predictions", outcome="made")
+        answer = ask(platform, key, text, tokens, slo_ms)
+        if told(platform, "length_predictions", outcome="made") > made:
+            return answer
+    pytest.fail("all predictions came late")
+
+
 def pace(platform: Platform) -> dict[str, float] | None:
     (replica,) = model_state(platform, COLD)["replicas"]
     found: dict[str, float] | None = (replica["load"] or {}).get("pace")
@@ -62,14 +77,14 @@ def test_a_long_answer_is_refused_where_a_short_one_is_in_time(
     # The engine has told how long its requests take.
     wait_for(lambda: pace(platform) is not None, 30)
     refused = told(platform, "refused_late")
-    # Half of the time that the story would take, and ten times that of the question.
+    # Half of the time that the story would take, and five times that of the question.
     slo_ms = 1000 * (pace(platform) or {})["output_token_s"] * LONG / 2
-    late = ask(platform, hurried, story(5), 2 * LONG, slo_ms)
+    late = predicted(platform, hurried, story(5), LONG, slo_ms)
     assert late.json()["error"]["code"] == "deadline_unreachable"
     assert late.json()["error"]["param"] == "x-slo-ms"
     assert late.headers["retry-after"].isdigit()
     assert told(platform, "refused_late") == refused + 1
-    assert ask(platform, hurried, question(4), 2 * LONG, slo_ms).status_code == 200
+    assert predicted(platform, hurried, question(4), LONG, slo_ms).status_code == 200
     assert ask(platform, platform.key, story(6), 2, slo_ms).status_code == 200
 
 
@@ -77,13 +92,11 @@ def test_an_answer_that_ends_by_itself_tells_how_far_its_prediction_was_off(
     platform: Platform,
 ) -> None:
     observed, error = told(platform, "length_observed"), told(platform, "length_error_tokens")
-    made = told(platform, "length_predictions", outcome="made")
-    answer = ask(platform, platform.key, question(8), 2 * LONG)
+    answer = predicted(platform, platform.key, question(8), MOST)
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
-    off = abs(answer.json()["usage"]["completion_tokens"] - 7)
-    assert told(platform, "length_predictions", outcome="made") == made + 1
+    off = abs(answer.json()["usage"]["completion_tokens"] - SHORT - 1)
     assert told(platform, "length_observed") == observed + 1
     assert told(platform, "length_error_tokens") - error == pytest.approx(off, abs=5)
-    cut_off = ask(platform, platform.key, story(8), 2)
+    cut_off = predicted(platform, platform.key, story(8), 2)
     assert cut_off.json()["choices"][0]["finish_reason"] == "length"
     assert told(platform, "length_observed") == observed + 1
