@@ -6,6 +6,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 _PLATFORM = "platform"
+_OTHER_MODELS = "other models"
 GROUPS = {
     # Each starts a platform of its own; the others of the folder share one.
     **{
@@ -18,6 +19,12 @@ GROUPS = {
             "e2e/test_two_front_ends.py",
         )
     },
+    # They serve other models instead of the shared platform's, which do not come back: after all of
+    # that, or in another process, on a platform like it.
+    **dict.fromkeys(
+        ("e2e/test_lending.py", "e2e/test_lending_kills.py", "e2e/test_shards_of_replicas.py"),
+        _OTHER_MODELS,
+    ),
     # By the engines that they share.
     "integration/test_lending.py": "pair",
     "integration/test_shards.py": "pair",
@@ -29,8 +36,6 @@ GROUPS = {
     "integration/test_kv_connector.py": "stored_engine",
     "integration/test_kv_faults.py": "stored_engine",
 }
-# They serve other models instead of the shared platform's, which do not come back.
-LAST = ("e2e/test_lending.py", "e2e/test_lending_kills.py", "e2e/test_shards_of_replicas.py")
 # Those that take minutes, the longest first, so that two processes end at about the same time;
 # after all that use both cores, for these pin their engines to a core of each process.
 FIRST = (
@@ -39,6 +44,7 @@ FIRST = (
     "e2e/test_placed_by_itself.py",
     "e2e/test_adapters.py",
     "e2e/test_scaling.py",
+    _OTHER_MODELS,
     "cluster",
     "pair",
     "served_engine",
@@ -62,11 +68,10 @@ def group(node_id: str) -> str:
 def put_in_order(items: list[pytest.Item]) -> None:
     """Groups one after the other; unit tests stay in front."""
 
-    def place(item: pytest.Item) -> tuple[int, bool]:
+    def place(item: pytest.Item) -> int:
         if item.nodeid.startswith("tests/unit/"):
-            return -1, False
-        last = item.nodeid.removeprefix("tests/").startswith(LAST)
-        return _PLACES.get(group(item.nodeid), len(_PLACES)), last
+            return -1
+        return _PLACES.get(group(item.nodeid), len(_PLACES))
 
     items.sort(key=place)
 

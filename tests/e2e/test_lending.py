@@ -54,7 +54,8 @@ def lending(platform: Platform) -> Platform:
 def serve_instead(platform: Platform, *models: dict[str, Any]) -> None:
     """Serve these models instead of those that there are, for which there is no memory.
 
-    The platform's own do not come back, so files that call it run last (``tests.groups``).
+    The platform's own do not come back, so files that call it are a group of their own
+    (``tests.groups``).
     """
     with platform.admin() as admin:
         for model in platform.state()["models"]:
