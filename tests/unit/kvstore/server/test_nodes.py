@@ -317,6 +317,18 @@ def serve_until_killed(options: StoreOptions, pipe: Connection) -> None:
     signal.pause()
 
 
+def at_rest(pid: int) -> bool:
+    """Whether no thread of a process runs any more; after a signal some may, for a while."""
+    try:
+        states = [
+            (task / "stat").read_text().rpartition(")")[2].split()[0]
+            for task in Path(f"/proc/{pid}/task").iterdir()
+        ]
+    except FileNotFoundError:
+        return not Path(f"/proc/{pid}").exists()
+    return set(states) <= {"T", "Z", "X"}
+
+
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_peer_that_ends_or_hangs_in_the_middle_of_a_fetch(
     tmp_path: Path, signal_number: int
@@ -339,7 +351,10 @@ def test_a_peer_that_ends_or_hangs_in_the_middle_of_a_fetch(
             second.wait_for(keys[0], 200)
             for one in keys[1:-1]:
                 assert second.ask(one).remote == 200
-            os.kill(process.pid or 0, signal_number)
+            assert process.pid is not None
+            pid = process.pid
+            os.kill(pid, signal_number)
+            within(5, lambda: at_rest(pid))
             begin = time.monotonic()
             # Some of them may have come by now; this one cannot.
             assert second.ask(keys[-1]).remote == 200
