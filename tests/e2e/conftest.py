@@ -23,7 +23,6 @@ import yaml
 
 from loomserve.platform.access.keys import new_key
 from loomserve.platform.base.files import replace_private
-from tests.e2e.predicted import trained
 from tests.e2e.traced import tracing
 from tests.unit.platform.tracing.collector import Collector, grpc_collector
 
@@ -180,19 +179,10 @@ def collector() -> Iterator[Collector]:
         yield collecting
 
 
-@pytest.fixture(scope="session")
-def predictor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with trained(tmp_path_factory.mktemp("lengths")) as name:
-        yield name
-
-
 @pytest.fixture(scope="package")
-def platform(
-    collector: Collector, predictor: str, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Platform]:
+def platform(collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Platform]:
     def configured(port: int, hashes: tuple[str, ...]) -> dict[str, Any]:
         config = platform_config(port, hashes)
-        config["models"][1] = COLD_MODEL | {"lengths": {"predictor": predictor}}
         config["server"]["tracing"] = tracing(collector)
         return config
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -10,14 +11,31 @@ import yaml
 
 from loomserve.platform.access.keys import new_key
 from loomserve.platform.base.files import replace_private
-from tests.e2e.conftest import COLD, Platform
-from tests.e2e.predicted import LONG, SHORT, question, story
+from tests.e2e.conftest import COLD, COLD_MODEL, Platform
+from tests.e2e.predicted import LONG, SHORT, question, story, trained
 from tests.e2e.test_admin import model_state, wait_for
 
 pytestmark = pytest.mark.e2e
 
 MOST = 400
 """More tokens than the model answers a question with."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _foretold(platform: Platform, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Predictions for a model, which is loaded anew for them."""
+    with trained(tmp_path_factory.mktemp("lengths")) as name:
+        load_anew(platform, COLD_MODEL | {"lengths": {"predictor": name}})
+        yield
+        load_anew(platform, COLD_MODEL)
+
+
+def load_anew(platform: Platform, model: dict[str, Any]) -> None:
+    with platform.admin() as admin:
+        admin.delete(f"/admin/v1/models/{COLD}").raise_for_status()
+        wait_for(lambda: model_state(platform, COLD) is None, 120)
+        admin.post("/admin/v1/models", json=model).raise_for_status()
+    wait_for(lambda: model_state(platform, COLD)["status"] == "ready", 240)
 
 
 @pytest.fixture
