@@ -249,6 +249,8 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "asleep": inline("elastic", "first_token_asleep_s", unit="s"),
     "vllm-start": inline("elastic", "vllm_server_start_s", unit="s"),
     "elastic-source": elastic_source,
+    "overhead-memory": inline("overhead", "comparisons", "loomserve", "memory_gib", unit="GiB"),
+    "overhead-bare-memory": inline("overhead", "comparisons", "noise", "memory_gib", unit="GiB"),
     **tables_of_arms.TEXTS,
 }
 """By the name in a marker."""

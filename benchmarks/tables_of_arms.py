@@ -27,10 +27,6 @@ def overhead_of(arm: str, load: str) -> Callable[[], str]:
     return lambda: _ratio(cited("overhead").data["comparisons"][arm], f"throughput_ratio_{load}")
 
 
-def overhead_gib(arm: str) -> str:
-    return f"{number(cited('overhead').data['comparisons'][arm]['memory_gib'])} GiB"
-
-
 def overhead_source() -> str:
     result = cited("overhead")
     return f"{result.day}, commit {result.commit}, {result.setup['plan']['runs']} pairs"
@@ -236,7 +232,5 @@ TEXTS = {
         for arm in ("loomserve", "default")
         for load in ("8", "32")
     },
-    "overhead-memory": lambda: overhead_gib("loomserve"),
-    "overhead-bare-memory": lambda: overhead_gib("noise"),
     "overhead-source": overhead_source,
 }

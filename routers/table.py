@@ -96,6 +96,8 @@ class _Columns:
         )
 
     def among(self, rows: Ints) -> Candidates:
+        if len(rows) == len(self.rows):
+            return self._all()
         return Candidates(
             self.utilisation.take(rows),
             self.queue_length.take(rows),
@@ -104,7 +106,7 @@ class _Columns:
             rows,
         )
 
-    def all(self) -> Candidates:
+    def _all(self) -> Candidates:
         return Candidates(
             self.utilisation,
             self.queue_length,
@@ -139,7 +141,6 @@ class ReplicaTable:
         self._rows: list[_Row] = []
         self._row_of: dict[str, int] = {}
         self._columns = _Columns.of(0)
-        self._all_answer = True
         self._answering = self._columns.rows
         """Rows of the replicas that take clients' requests."""
         # No load was measured earlier.
@@ -219,11 +220,8 @@ class ReplicaTable:
         columns = self._columns
         if pinned_to is not None:
             return columns.among(self._pinned(pinned_to, exclude))
-        if not exclude:
-            if self._all_answer:
-                return columns.all()
-            if len(self._answering):
-                return columns.among(self._answering)
+        if not exclude and len(self._answering):
+            return columns.among(self._answering)
         answering = columns.answering.copy()
         excluded = [place for id_ in exclude if (place := self._row_of.get(id_)) is not None]
         answering[excluded] = False
@@ -267,7 +265,6 @@ class ReplicaTable:
 
     def _note_roles(self) -> None:
         self._answering = np.flatnonzero(self._columns.answering)
-        self._all_answer = len(self._answering) == len(self._rows)
 
     def _forget_stale(self, now: float) -> None:
         columns = self._columns

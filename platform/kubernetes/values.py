@@ -185,8 +185,7 @@ def _node(config: Config, name: str, weights: Mapping[str, int]) -> dict[str, An
 def _engines_on(model: Model, weight_bytes: int, devices: Sequence[Device]) -> list[float]:
     """Memory of the host for each of the most engines that a node's devices may have of a model."""
     if model.devices:
-        named = {device.name: device for device in devices}
-        own = [named[name] for name in model.devices if name in named]
+        own = [device for device in devices if device.name in model.devices]
         return [_host_bytes(model, weight_bytes, device) for device in own]
     # Where it goes is the platform's to find out: each node needs the room, on whatever takes most.
     each = [_host_bytes(model, weight_bytes, device) for device in devices]
