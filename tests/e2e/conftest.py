@@ -27,6 +27,8 @@ from tests.e2e.traced import tracing
 from tests.unit.platform.tracing.collector import Collector, grpc_collector
 
 START_TIMEOUT_S = 600
+LOOMSERVE = str(Path(sys.executable).parent / "loomserve")
+"""The command that users have."""
 HOT = "smollm2-135m"
 COLD = "smollm2-135m-8k"
 OFFLINE = "smollm2-135m-offline"
@@ -225,7 +227,7 @@ def started(
     config = configured(port, tuple(digest for _, digest in keys))
     write_files(folder / "config.yaml", config)
     log = folder / "serve.log"
-    command = [str(Path(sys.executable).parent / "loomserve"), "serve", str(folder / "config.yaml")]
+    command = [LOOMSERVE, "serve", str(folder / "config.yaml")]
     with log.open("wb") as out:
         # In this session: Linux shares cores among sessions, and may let ours wait for seconds.
         process = subprocess.Popen(

@@ -6,14 +6,14 @@ import json
 import random
 import shutil
 import subprocess
-import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from benchmarks.load import WORDS
-from loomserve.platform.base.paths import cache_folder
+from loomserve.platform.lengths.stored import folder_of
+from tests.e2e.conftest import LOOMSERVE
 
 SHORT, LONG = 6, 60
 _SAMPLES = 150
@@ -42,9 +42,9 @@ def trained(folder: Path) -> Iterator[str]:
                 row = {"input": text, "out_tokens": tokens + number % 3, "in_tokens": 20}
                 out.write(json.dumps(row) + "\n")
     name = f"test-{uuid.uuid4().hex[:8]}"
-    command = [str(Path(sys.executable).parent / "loomserve"), "lengths", "train", str(samples)]
+    command = [LOOMSERVE, "lengths", "train", str(samples)]
     try:
         subprocess.run([*command, "--name", name, "--kind", "uellm"], check=True)
         yield name
     finally:
-        shutil.rmtree(cache_folder() / "lengths" / name, ignore_errors=True)
+        shutil.rmtree(folder_of(name), ignore_errors=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ import pytest
 import yaml
 
 from loomserve.platform.base.files import replace_private
-from tests.e2e.conftest import HOT, Platform
+from tests.e2e.conftest import HOT, LOOMSERVE, Platform
 from tests.e2e.test_batch import ended, line, lines_of, submit
 from tests.e2e.test_kvstore import TOKENS_A_BLOCK, new_prompt
 
@@ -31,7 +30,7 @@ NOTICED_S = 5.0
 
 
 def key_command(*words: str | Path) -> str:
-    command = [str(Path(sys.executable).parent / "loomserve"), "key", *map(str, words)]
+    command = [LOOMSERVE, "key", *map(str, words)]
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ import yaml
 
 from loomserve.platform.run.folder import RUN_VARIABLE
 from loomserve.platform.run.shared_memory import SHARED_MEMORY, mapped
-from tests.e2e.conftest import ENGINE, HOT, free_port
+from tests.e2e.conftest import ENGINE, HOT, LOOMSERVE, free_port
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -56,7 +55,7 @@ def write_config(folder: Path) -> tuple[Path, int]:
 @contextmanager
 def started(config: Path, until: Callable[[psutil.Process], bool]) -> Iterator[psutil.Process]:
     with (config.parent / "serve.log").open("ab") as out:
-        command = [str(Path(sys.executable).parent / "loomserve"), "serve", str(config)]
+        command = [LOOMSERVE, "serve", str(config)]
         process = subprocess.Popen(command, stdout=out, stderr=out, process_group=0)
     try:
         deadline = time.monotonic() + START_TIMEOUT_S

@@ -5,19 +5,17 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 
-from tests.e2e.conftest import ENGINE, Platform
+from tests.e2e.conftest import ENGINE, LOOMSERVE, Platform
 from tests.e2e.test_admin import model_state, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -57,10 +55,15 @@ def serve_instead(platform: Platform, *models: dict[str, Any]) -> None:
     The platform's own do not come back, so files that call it are a group of their own
     (``tests.groups``).
     """
+    replace_models(platform, {model["name"] for model in platform.state()["models"]}, *models)
+
+
+def replace_models(platform: Platform, gone: Collection[str], *models: dict[str, Any]) -> None:
+    """Unload some models, then load others, until these are ready."""
     with platform.admin() as admin:
-        for model in platform.state()["models"]:
-            admin.delete(f"/admin/v1/models/{model['name']}").raise_for_status()
-        wait_for(lambda: not platform.state()["models"], 120)
+        for name in gone:
+            admin.delete(f"/admin/v1/models/{name}").raise_for_status()
+        wait_for(lambda: not any(model_state(platform, name) for name in gone), 120)
         for given in models:
             admin.post("/admin/v1/models", json=given).raise_for_status()
     for given in models:
@@ -239,7 +242,7 @@ def test_a_pair_that_is_switched_off_has_its_loan_drained_and_gets_no_other(
 
 def admin_plans(platform: Platform, *words: str) -> str:
     """What the command prints."""
-    command = [str(Path(sys.executable).parent / "loomserve"), "admin", "plans", *words]
+    command = [LOOMSERVE, "admin", "plans", *words]
     command += ["--url", platform.url, "--token", platform.admin_token]
     environment = {**os.environ, "COLUMNS": "250"}
     return subprocess.run(
@@ -280,7 +283,7 @@ def profile_devices(platform: Platform) -> None:
     """Once, for all who make plans."""
     config = platform.log.parent / "config.yaml"
     profile = config.parent / "devices.yaml"
-    command = [str(Path(sys.executable).parent / "loomserve"), "profile", "devices", str(config)]
+    command = [LOOMSERVE, "profile", "devices", str(config)]
     if not profile.exists():
         assert get(platform, "rebalancing")["flaws"]
         command += ["--quick", "--out", str(profile)]

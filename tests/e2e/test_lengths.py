@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import httpx
 import pytest
@@ -14,6 +13,7 @@ from loomserve.platform.base.files import replace_private
 from tests.e2e.conftest import COLD, COLD_MODEL, Platform
 from tests.e2e.predicted import LONG, SHORT, question, story, trained
 from tests.e2e.test_admin import model_state, wait_for
+from tests.e2e.test_lending import replace_models
 
 pytestmark = pytest.mark.e2e
 
@@ -25,17 +25,9 @@ MOST = 400
 def _foretold(platform: Platform, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Predictions for a model, which is loaded anew for them."""
     with trained(tmp_path_factory.mktemp("lengths")) as name:
-        load_anew(platform, COLD_MODEL | {"lengths": {"predictor": name}})
+        replace_models(platform, [COLD], COLD_MODEL | {"lengths": {"predictor": name}})
         yield
-        load_anew(platform, COLD_MODEL)
-
-
-def load_anew(platform: Platform, model: dict[str, Any]) -> None:
-    with platform.admin() as admin:
-        admin.delete(f"/admin/v1/models/{COLD}").raise_for_status()
-        wait_for(lambda: model_state(platform, COLD) is None, 120)
-        admin.post("/admin/v1/models", json=model).raise_for_status()
-    wait_for(lambda: model_state(platform, COLD)["status"] == "ready", 240)
+        replace_models(platform, [COLD], COLD_MODEL)
 
 
 @pytest.fixture

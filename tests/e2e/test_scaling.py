@@ -7,17 +7,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 
-from tests.e2e.conftest import ENGINE, Platform, server_section, started, stream
+from tests.e2e.conftest import ENGINE, LOOMSERVE, Platform, server_section, started, stream
 from tests.e2e.test_admin import model_state, wait_for
 
 pytestmark = pytest.mark.e2e
@@ -160,7 +158,7 @@ def test_operators_have_a_port_of_their_own(platform: Platform) -> None:
 def balanced(platform: Platform) -> str:
     """A model that the controller may give replicas, with one of them, and all that it plans by."""
     config = platform.log.parent / "config.yaml"
-    command = [str(Path(sys.executable).parent / "loomserve"), "profile", "devices", str(config)]
+    command = [LOOMSERVE, "profile", "devices", str(config)]
     command += ["--quick", "--out", str(config.parent / PROFILE)]
     subprocess.run(command, check=True, capture_output=True, timeout=300)
     name = BALANCED["name"]
