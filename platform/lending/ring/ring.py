@@ -42,6 +42,11 @@ sides use C++ atomics, which are fences on ARM and POWER and plain moves on x86.
 has no fences, so it runs on x86 only, where stores become visible in program order and loads happen
 in it (Intel SDM vol. 3, section 9.2; AMD APM vol. 2, section 7.2).
 
+**Memory that is taken back.** A borrower says which blocks it uses (``vacated``) before it uses
+more (:meth:`Ring.claim`), and a lender says to what the borrower shall shrink (``wanted``) before
+it looks whether it has (:meth:`Ring.recall`). As each writes before it reads, a lender that takes
+what it has just granted either sees the claim, and waits, or is seen by who makes it.
+
 **Sleep.** A lender with nothing to do sets ``sleeping``, looks at ``posted`` again and then sleeps
 on the futex of its low half, which the kernel compares once more. The borrower stores ``posted``,
 passes a full fence and only then reads ``sleeping``. As each writes before it reads (Dekker's
@@ -57,6 +62,7 @@ import os
 import select
 import shutil
 import struct
+import threading
 from io import FileIO
 from math import prod
 from pathlib import Path
@@ -76,6 +82,7 @@ _PAGE = 4096
 # So that a counter that somebody spoiled does not outgrow its word.
 _MOST_COUNTED = 2**62 - 1
 _SUPERBLOCK = struct.Struct("<8sQQQQQQ")
+_BARRIER = threading.Lock()
 
 
 class Closed(enum.IntEnum):
@@ -168,6 +175,13 @@ class Areas(NamedTuple):
     key: torch.Tensor
     value: torch.Tensor
     output: torch.Tensor
+
+
+def _fence() -> None:
+    """Have all that was written be seen by the other end before anything is read from now on."""
+    # To take a lock is an atomic exchange, before which x86 empties its store buffer.
+    with _BARRIER:
+        pass
 
 
 class Ring:
@@ -269,6 +283,25 @@ class Ring:
     @vacated.setter
     def vacated(self, blocks: int) -> None:
         self.words[ControlLine.VACATED * LINE_WORDS] = blocks
+
+    def claim(self) -> int:
+        """Return how many blocks the borrower may use until the next claim; the lender knows.
+
+        Who may use fewer than before leaves them, and then writes ``vacated``.
+        """
+        blocks = min(self.granted, self.wanted)
+        if blocks > self.vacated:
+            self.vacated = blocks
+        _fence()
+        # In this order: a lender grants after it has said that it wants no more back.
+        wanted = self.wanted
+        return min(blocks, wanted, self.granted)
+
+    def recall(self, kept: int) -> bool:
+        """Want all blocks back but the first ``kept``; returns whether the borrower uses none."""
+        self.wanted = kept
+        _fence()
+        return self.vacated <= kept
 
     @property
     def closed(self) -> Closed:

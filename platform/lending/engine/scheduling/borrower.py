@@ -115,7 +115,7 @@ class BorrowerHooks(StepHooks):
         if loan.limit.phase is LoanPhase.EJECT:
             for request in self.use.running_on(loan.partition):
                 self._preempt(request)
-        granted = min(loan.ring.granted, loan.ring.wanted, len(loan.blocks))
+        granted = min(loan.ring.claim(), len(loan.blocks))
         usable = granted if loan.most is None else min(granted, loan.most)
         if usable != loan.usable:
             self._resize(loan, usable)
@@ -172,7 +172,7 @@ class BorrowerHooks(StepHooks):
 
     def _follow_shard(self, loan: Loan, shard: ShardMigration) -> None:
         """Move it, or let it come home; use as many more blocks as the lender has room for."""
-        granted = min(loan.ring.granted, loan.ring.wanted)
+        granted = loan.ring.claim()
         if not loan.open:
             shard.come_home(HomeReason.REQUESTED)
         elif loan.limit.phase is LoanPhase.EJECT:
@@ -181,7 +181,7 @@ class BorrowerHooks(StepHooks):
             shard.come_home(HomeReason.RECALLED)
         self._leave(shard.use(granted), loan)
         running = bool(self._engine.running)
-        if shard.advance(loan.ring.granted, self._costs.step_s, running):
+        if shard.advance(granted, self._costs.step_s, running):
             self._leave(shard.use(granted), loan)
             loan.ring.vacated = shard.has
         else:

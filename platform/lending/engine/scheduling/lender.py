@@ -231,8 +231,7 @@ class LenderHooks(StepHooks):
         if lent.asked_at is None:
             return
         kept = borrower_blocks(self._layout, lent.layout, lent.target)
-        lent.ring.wanted = kept
-        if lent.ring.vacated > kept and lent.ring.closed is Closed.OPEN:
+        if not lent.ring.recall(kept) and lent.ring.closed is Closed.OPEN:
             if now - lent.asked_at < GIVE_BACK_S:
                 return
             lent.ring.shut(Closed.REVOKED)

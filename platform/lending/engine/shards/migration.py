@@ -123,7 +123,10 @@ class ShardMigration:
         if self.phase is MigrationPhase.AWAY:
             self._let_go_of_memory(_COPY_SHARE * step_s if running else math.inf)
         leaving = self.phase is MigrationPhase.LEAVING
-        if not (leaving or self.phase is MigrationPhase.RETURNING) or not self.fits(granted):
+        if not (leaving or self.phase is MigrationPhase.RETURNING):
+            return True
+        # On the way home the lender waits, whatever it wants back.
+        if leaving and not self.fits(granted):
             return True
         if not leaving and not self._prepare(running):
             return True

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -244,6 +245,60 @@ def test_who_attaches_sees_what_the_maker_and_all_others_write(tmp_path: Path) -
         assert other.view(-1)[-1] == 3
     assert [area.shape for area in seen.areas[1:5]] == [(6,), (5,), (5, 7), (100,)]
     assert seen.areas.output.shape == (100, 9, 64)
+
+
+class Interrupted:
+    """Control words, in whose access number ``at`` the other end does something."""
+
+    def __init__(self, words: Any, at: int, act: Callable[[], object]) -> None:
+        self._words, self._left, self._act = words, at, act
+
+    def _pass(self) -> None:
+        self._left -= 1
+        if self._left == -1:
+            self._act()
+
+    def __getitem__(self, place: Any) -> Any:
+        self._pass()
+        return self._words[place]
+
+    def __setitem__(self, place: Any, value: Any) -> None:
+        self._pass()
+        self._words[place] = value
+
+
+@pytest.mark.parametrize("at", range(9))
+@pytest.mark.parametrize("interrupted", ["borrower", "lender"])
+def test_what_a_lender_has_just_granted_is_not_used_and_taken_back_at_once(
+    tmp_path: Path, at: int, interrupted: str
+) -> None:
+    lender = Ring.create(tmp_path / "ring", GQA, 100, 5, 7)
+    borrower = Ring.attach(tmp_path / "ring")
+    borrower.vacated = 4
+    lender.wanted = lender.granted = 8
+    used = []
+
+    def claim() -> None:
+        used.append(borrower.claim())
+
+    def take_back() -> None:
+        if lender.recall(5):
+            lender.granted = 5
+
+    if interrupted == "borrower":
+        borrower.words = cast("Any", Interrupted(borrower.words, at, take_back))
+        claim()
+    else:
+        lender.words = cast("Any", Interrupted(lender.words, at, claim))
+        take_back()
+        claim()
+    assert all(each <= lender.granted for each in used)
+    take_back()
+    assert used[-1] <= lender.granted, "the borrower has not left"
+    borrower.vacated = borrower.claim()
+    assert borrower.vacated == 5
+    take_back()
+    assert lender.granted == 5
 
 
 def test_no_two_control_words_share_a_pair_of_cache_lines(tmp_path: Path) -> None:
