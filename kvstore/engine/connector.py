@@ -18,6 +18,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
 )
+from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from loomserve.kvstore.engine.connector_scheduler import StoreConnectorScheduler
@@ -25,6 +26,7 @@ from loomserve.kvstore.engine.connector_worker import StoreConnectorWorker
 from loomserve.kvstore.engine.messages import StepTransfers, Transferred
 from loomserve.kvstore.engine.namespaces import Namespaces
 from loomserve.kvstore.engine.scheduling_stats import SchedulingMetrics, SchedulingStats
+from loomserve.kvstore.engine.tail_budget import COPIED_BESIDE, COPIED_BY_WHO_COMPUTES
 from loomserve.kvstore.server.client import StoreClient
 
 if TYPE_CHECKING:
@@ -62,7 +64,10 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
                 vllm_config, kv_cache_config.kv_cache_layout, spec, Path(options["digests"])
             )
             self._scheduler = StoreConnectorScheduler(
-                StoreClient(options["address"]), names, options.get("node", "")
+                StoreClient(options["address"]),
+                names,
+                options.get("node", ""),
+                tail_share=(COPIED_BY_WHO_COMPUTES if current_platform.is_cpu() else COPIED_BESIDE),
             )
         else:
             self._worker = StoreConnectorWorker(options, vllm_config.parallel_config.rank)
@@ -105,7 +110,7 @@ class StoreConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self.connector_scheduler.step_done(time.monotonic())
         transferred = connector_output.kv_connector_worker_meta
         if isinstance(transferred, Transferred):
-            self.connector_scheduler.policy.on_transfer(transferred)
+            self.connector_scheduler.on_transfer(transferred)
 
     def request_finished(
         self, request: Request, block_ids: list[int]

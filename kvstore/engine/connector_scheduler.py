@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.request import RequestStatus
 
 from loomserve.kvstore.engine.lookups import Lookups
-from loomserve.kvstore.engine.messages import StepTransfers
+from loomserve.kvstore.engine.messages import StepTransfers, Transferred
 from loomserve.kvstore.engine.namespaces import Namespaces
 from loomserve.kvstore.engine.request_keys import chain_of, hands_over
 from loomserve.kvstore.engine.save_tracker import SaveTracker
 from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import SwapLedger
+from loomserve.kvstore.engine.tail_budget import COPIED_BESIDE, TailBudget
 from loomserve.kvstore.engine.transfer_policy import TransferAll, TransferPolicy
 from loomserve.kvstore.engine.transfers.transfer import Load
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient
@@ -32,10 +33,17 @@ class StoreConnectorScheduler:
 
     It knows requests and block hashes, and no memory. It never waits but for the store's answers,
     which :class:`StoreClient` bounds. Times are monotonic seconds of the caller's clock. ``node``
-    is the store's name among those of other nodes; empty: there is no other.
+    is the store's name among those of other nodes; empty: there is no other. ``tail_share`` is of
+    the time, for blocks that are saved before they are full.
     """
 
-    def __init__(self, store: StoreClient, names: Namespaces, node: str = "") -> None:
+    def __init__(
+        self,
+        store: StoreClient,
+        names: Namespaces,
+        node: str = "",
+        tail_share: float = COPIED_BESIDE,
+    ) -> None:
         self.policy: TransferPolicy = TransferAll()
         self.names = names
         """What blocks are stored under."""
@@ -45,7 +53,8 @@ class StoreConnectorScheduler:
         self._pace = StepPace(names.block_size)
         self.swapped = SwapLedger(store, names, self._pace)
         self._lookups = Lookups(store, names, self.swapped, self._pace, node)
-        self._saves = SaveTracker(names, self._pace)
+        self._tails = TailBudget(tail_share)
+        self._saves = SaveTracker(names, self._pace, self._tails)
         self._loads: list[dict[int, Load]] = []
         self._fetches: dict[str, dict[int, Load]] = {}
 
@@ -126,13 +135,18 @@ class StoreConnectorScheduler:
         self.swapped.renew_leases(now)
         self._pace.begin(now, scheduled.total_num_scheduled_tokens)
         early = self.policy.early_blocks(scheduled.total_num_scheduled_tokens)
-        saves = list(self._saves.saves(scheduled, early, self.policy.in_own_memory))
+        saves = list(self._saves.saves(scheduled, early, self.policy.in_own_memory, now))
         loads, self._loads = self._loads, []
         fetches, self._fetches = self._fetches, {}
         return StepTransfers(loads, saves, self.swapped.take_saves(), fetches)
 
     def step_done(self, now: float) -> None:
         self._pace.end(now)
+
+    def on_transfer(self, done: Transferred) -> None:
+        """Learn from copies that have ended."""
+        self._tails.learn(done)
+        self.policy.on_transfer(done)
 
     def remove(self, request: Request) -> dict[str, Any] | None:
         """Forget a request that is finished or aborted; returns what its answer tells besides."""

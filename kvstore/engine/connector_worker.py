@@ -32,7 +32,7 @@ class StoreConnectorWorker:
         self._failed: set[int] = set()
         self._threads: tuple[Loader, Loader, Saver] | None = None
         self._fetches: dict[str, Future[set[int]]] = {}
-        self._reported = Transferred(0, 0.0, 0, 0.0)
+        self._reported = Transferred(0, 0.0, 0, 0.0, 0.0)
         self._computed: set[int] = set()
         self._closing = ExitStack()
 
@@ -91,13 +91,19 @@ class StoreConnectorWorker:
         out, loaded, fetched = saver.time.copied, loader.time.copied, fetcher.time.copied
         before, self._reported = (
             self._reported,
-            Transferred(*out, loaded.size + fetched.size, loaded.busy_s + fetched.busy_s),
+            Transferred(
+                *out,
+                loaded.size + fetched.size,
+                loaded.busy_s + fetched.busy_s,
+                out.size / (self.memory.layers * self.memory.layer_bytes),
+            ),
         )
         new = Transferred(
             self._reported.out_bytes - before.out_bytes,
             self._reported.out_s - before.out_s,
             self._reported.in_bytes - before.in_bytes,
             self._reported.in_s - before.in_s,
+            self._reported.out_blocks - before.out_blocks,
         )
         return new if new.out_bytes or new.in_bytes else None
 

@@ -28,12 +28,16 @@ class StepTransfers(KVConnectorMetadata):  # type: ignore[misc]
 
 @dataclass
 class Transferred(KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """Bytes that a worker copied since its last report, and the seconds that took."""
+    """Bytes that a worker copied since its last report, and the seconds that took.
+
+    ``out_blocks`` are the blocks that were saved, or its parts of them.
+    """
 
     out_bytes: int
     out_s: float
     in_bytes: int
     in_s: float
+    out_blocks: float
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> Transferred:
         """Sum the bytes of two workers; they copy at the same time, so the longer time counts."""
@@ -43,4 +47,5 @@ class Transferred(KVConnectorWorkerMetadata):  # type: ignore[misc]
             max(self.out_s, other.out_s),
             self.in_bytes + other.in_bytes,
             max(self.in_s, other.in_s),
+            max(self.out_blocks, other.out_blocks),
         )

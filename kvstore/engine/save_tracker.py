@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import TYPE_CHECKING
 
 from loomserve.kvstore.engine.namespaces import Namespaces
 from loomserve.kvstore.engine.request_keys import chain_of, hands_over, tail_end, tail_key_of
 from loomserve.kvstore.engine.step_pace import StepPace
 from loomserve.kvstore.engine.swap_ledger import HANDOFF_S
+from loomserve.kvstore.engine.tail_budget import TailBudget
 from loomserve.kvstore.engine.transfers.transfer import Save
 from loomserve.kvstore.index.radix import KEY_BYTES
 
@@ -35,18 +37,23 @@ class _Saved:
     tail: int = 0
     tail_chain: bytes = b""
 
+    def tokens(self, block_size: int) -> int:
+        """Tokens up to which something is saved."""
+        return max(self.tail, self.blocks * block_size)
+
 
 class SaveTracker:
     """Progress of saving, in blocks of each unfinished request; no full block is saved twice.
 
     Once the prompt is computed, the block that the answer fills is saved in parts, each of them
-    in the place of the one before.
+    in the place of the one before, as many as the budget has: first where most is not saved.
     """
 
-    def __init__(self, names: Namespaces, pace: StepPace) -> None:
+    def __init__(self, names: Namespaces, pace: StepPace, tails: TailBudget) -> None:
         self._names = names
         self._block_size = names.block_size
         self._pace = pace
+        self._tails = tails
         self._requests: dict[str, Request] = {}
         self._tables: dict[str, list[int]] = {}
         self._saved: dict[str, _Saved] = {}
@@ -72,7 +79,11 @@ class SaveTracker:
         saved.blocks = max(tokens // self._block_size, saved.blocks)
 
     def saves(
-        self, scheduled: SchedulerOutput, early: int, in_own_memory: Callable[[Request], bool]
+        self,
+        scheduled: SchedulerOutput,
+        early: int,
+        in_own_memory: Callable[[Request], bool],
+        now: float,
     ) -> Iterator[dict[int, Save]]:
         """Saves beside this step, by rank.
 
@@ -80,19 +91,24 @@ class SaveTracker:
             scheduled: the step.
             early: blocks that may be saved of requests that do not hand over.
             in_own_memory: whether a request's blocks are where they can be copied.
+            now: when the step begins.
         """
         self._tables.update(_block_tables(scheduled.kv_connector_block_state))
-        for request_id, computed in _computed_tokens(scheduled).items():
+        computed = {
+            request_id: before + scheduled.num_scheduled_tokens[request_id]
+            for request_id, before in _computed_tokens(scheduled).items()
+        }
+        tails = self._with_tails(computed, now)
+        for request_id, after in computed.items():
             request = self._requests.get(request_id)
             if request is None or not in_own_memory(request):
                 continue
-            after = computed + scheduled.num_scheduled_tokens[request_id]
             saved = self._saved[request_id]
             outdated, before = saved.tail_chain[-KEY_BYTES:], saved.blocks
             if hands_over(request):
                 keys = self._to_hand_over(request, after, saved)
             else:
-                keys = self._computed(request, after, saved, early)
+                keys = self._computed(request, after, saved, early, tail=request_id in tails)
                 early -= max(0, len(keys) // KEY_BYTES - before)
             if not keys:
                 continue
@@ -106,6 +122,16 @@ class SaveTracker:
                 rank: Save(name, keys, blocks, recompute_s, keep_s, outdated)
                 for rank, name in enumerate(self._names.of_ranks(request.lora_request))
             }
+
+    def _with_tails(self, computed: Mapping[str, int], now: float) -> set[str]:
+        """Requests whose unfilled block may be saved beside the step that computes so much."""
+        behind: dict[str, int] = {}
+        for request_id, tokens in computed.items():
+            request = self._requests.get(request_id)
+            saved = self._saved.get(request_id, _Saved())
+            if request is not None and (end := self._tail_end(request, tokens, saved)):
+                behind[request_id] = end - saved.tokens(self._block_size)
+        return set(nlargest(self._tails.blocks(now), behind, key=behind.__getitem__))
 
     def _full_keys(self, request: Request, tokens: int) -> bytes:
         """Keys of the blocks that are full once ``tokens`` are computed."""
@@ -123,7 +149,9 @@ class SaveTracker:
         saved.blocks = len(keys) // KEY_BYTES
         return keys
 
-    def _computed(self, request: Request, tokens: int, saved: _Saved, early: int) -> bytes:
+    def _computed(
+        self, request: Request, tokens: int, saved: _Saved, early: int, *, tail: bool
+    ) -> bytes:
         """Chain of what is computed of a request; empty if there is nothing to save.
 
         Args:
@@ -131,15 +159,17 @@ class SaveTracker:
             tokens: that are computed.
             saved: is brought up to date.
             early: blocks that may be saved.
+            tail: whether one may be that is not full.
         """
         keys = self._full_keys(request, tokens)
         full, before = len(keys) // KEY_BYTES, saved.blocks
         saved.blocks = max(before, min(full, before + early))
         keys = keys[: saved.blocks * KEY_BYTES]
-        room = early > saved.blocks - before
+        room = tail and early > saved.blocks - before
         if room and 0 < full == saved.blocks and (end := self._tail_end(request, tokens, saved)):
             keys += tail_key_of(request, keys, end, self._block_size, owned=False)
             saved.tail, saved.tail_chain = end, keys
+            self._tails.spend()
             return keys
         if saved.blocks == before:
             return b""
@@ -151,7 +181,7 @@ class SaveTracker:
         if tokens < request.num_prompt_tokens:
             return 0
         end = tail_end(min(tokens, len(request.all_token_ids)), self._block_size)
-        return end if end > max(saved.tail, saved.blocks * self._block_size) else 0
+        return end if end > saved.tokens(self._block_size) else 0
 
 
 def _block_tables(state: KVConnectorBlockState) -> Iterator[tuple[str, list[int]]]:
