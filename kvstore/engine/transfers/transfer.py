@@ -41,6 +41,9 @@ from loomserve.kvstore.storage.checksum import PAGE, BlockLayout, layer_digest, 
 
 _logger = logging.getLogger(__name__)
 
+WORTH_A_WAKE = 2**20
+"""Bytes: to copy fewer takes less time than to wake a thread for them."""
+
 
 @dataclass(frozen=True)
 class Load:
@@ -405,7 +408,8 @@ class Saver(TransferThread):
             copies = self._copies(list(self._reserve(saves, writers)))
             with self._stream:
                 whole = all(
-                    self._save_layer(layer, copies, step) for layer in range(self.memory.layers)
+                    self._save_layer(layer, last, copies, step)
+                    for layer, last in self._layers(copies)
                 )
         except Exception:
             _logger.exception("saving KV blocks failed")
@@ -451,11 +455,20 @@ class Saver(TransferThread):
             self._refused.add(refusal)
             _logger.warning("nothing of this model is saved: %s", refusal)
 
-    def _save_layer(self, layer: int, copies: Sequence[Sequence[BlockRun]], step: SaveStep) -> bool:
-        """Save a layer; returns whether its bytes are whole in their slots."""
+    def _layers(self, copies: Sequence[Sequence[BlockRun]]) -> Iterator[tuple[int, int]]:
+        """Each layer with the one until which it waits: of few bytes several are saved at once."""
+        layers = self.memory.layers
+        together = max(1, WORTH_A_WAKE // max(1, _layer_bytes(0, copies)))
+        for layer in range(layers):
+            yield layer, min(layer // together * together + together, layers) - 1
+
+    def _save_layer(
+        self, layer: int, last: int, copies: Sequence[Sequence[BlockRun]], step: SaveStep
+    ) -> bool:
+        """Save a layer once ``last`` is computed; returns whether its bytes are whole there."""
         if not copies:
             return True
-        if not (step.in_time(step.computed[layer]) and step.sound):
+        if not (step.in_time(step.computed[last]) and step.sound):
             return False
         begin = time.perf_counter()
         self._stream.wait(step.marks[layer])

@@ -519,6 +519,36 @@ class Onlooker(HostStream):
             self.seen.append(self.thread.time.copied)
 
 
+@pytest.mark.parametrize(
+    ("worth_a_wake", "copied_after"), [(1, (1, 2, 3)), (2, (0, 2, 3)), (9, (0, 0, 3))]
+)
+def test_layers_of_few_bytes_are_saved_together(
+    store: Store,
+    monkeypatch: pytest.MonkeyPatch,
+    worth_a_wake: int,
+    copied_after: tuple[int, ...],
+) -> None:
+    monkeypatch.setattr(transfer, "WORTH_A_WAKE", worth_a_wake * LAYER_BYTES)
+    copied: list[int] = []
+
+    class Watched(KvMemory):
+        def to_host(self, layer: int, runs: Sequence[BlockPieces]) -> None:
+            super().to_host(layer, runs)
+            copied.append(layer)
+
+    engine = Engine(store, 1, make=Watched)
+    engine.saver.start([save_of("a", [0])])
+    for layer, expected in enumerate(copied_after):
+        engine.saver.layer_done(layer)
+        until = time.monotonic() + 5
+        while len(copied) < expected and time.monotonic() < until:
+            time.sleep(0.001)
+        time.sleep(0.02)
+        assert copied == list(range(expected))
+    engine.saver.finish(sound=True)
+    engine.close()
+
+
 @pytest.mark.parametrize("thread", ["loader", "saver"])
 def test_bytes_are_never_told_without_the_seconds_that_they_took(store: Store, thread: str) -> None:
     onlooker = Onlooker()
