@@ -72,11 +72,16 @@ def open_page(page: Any, name: str, heading: str) -> None:
     page.get_by_role("heading", name=heading, exact=True, level=1).wait_for()
 
 
-def check_readable(page: Any) -> None:
-    """Nothing sticks out to the side, and axe finds nothing that keeps people out."""
-    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
+def check_fits(page: Any) -> None:
+    """Nothing sticks out to the side."""
     wider = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert page.evaluate(wider) <= 0, f"{page.url} is wider than its window"
+
+
+def check_readable(page: Any) -> None:
+    """It fits, and axe finds nothing that keeps people out."""
+    check_fits(page)
+    axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
     found = axe.run(page).response["violations"]
     grave = {
         each["id"]: [node["html"] for node in each["nodes"]]

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.e2e
 
 REQUESTS = 11
 """One of each kind."""
-TOKENS = 120
+TOKENS = 80
 LONG_TOKENS = 900
 LONG_REQUESTS = 4
 STOPPED_S = 5.0

@@ -97,12 +97,12 @@ def test_a_hot_model_borrows_from_a_cold_one_and_gives_back(platform: Platform) 
     if len(devices) < 2:
         pytest.skip("a lender is on another device")
     ask(platform, "one")
-    prompts = [f"{number}: " + "the quick brown fox jumps over it " * 60 for number in range(8)]
-    alone = ask(platform, "one", prompts[0], 100)
+    prompts = [f"{number}: " + "the quick brown fox jumps over it " * 60 for number in range(5)]
+    alone = ask(platform, "one", prompts[0], 60)
     until(lambda: ready_on(platform) >= 2)
     time.sleep(6)  # so that somebody else has had nothing to do
     with ThreadPoolExecutor(len(prompts)) as pool:
-        asked = [pool.submit(ask, platform, "one", each, 100) for each in prompts]
+        asked = [pool.submit(ask, platform, "one", each, 60) for each in prompts]
         until(lambda: any(borrower == "one" for borrower, _ in loans(platform)))
         answers = [each.result() for each in asked]
     assert answers[0] == alone

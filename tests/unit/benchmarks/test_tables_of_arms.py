@@ -35,7 +35,9 @@ def test_each_arm_stands_beside_the_noise() -> None:
         rest = {"absolute": {"bare": own}, "memory_gib": 4.13, "idle_cores": 0.12}
         return {**comparison(pairs), **rest}
 
-    text = tables_of_arms.overhead(kept({"comparisons": {"noise": of(1.0), "default": of(0.95)}}))
+    result = kept({"comparisons": {"noise": of(1.0), "default": of(0.95)}})
+    assert "|  | noise |\n" in tables_of_arms.overhead_of_models(result)
+    text = tables_of_arms.overhead(result)
     assert "|  | noise | default |" in text
     assert "| output tokens/s, 8 streams (n = 2) | 1.00 | 0.950 |" in text
     assert "median first token, later by (n = 2)" in text
