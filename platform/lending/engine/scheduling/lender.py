@@ -188,6 +188,9 @@ class LenderHooks(StepHooks):
 
     def _balance(self, now: float) -> None:
         """Ask borrowers for what own requests lack; lend again what these no longer need."""
+        for lent in self.lent.values():
+            # Who has left in time has as much time for what is asked for next.
+            self._take_back(lent, now)
         shall = tail(self._memory())
         for lent in reversed(self.lent.values()):
             # The loan that was opened last is the first to give back, and the last to get.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,25 @@ def test_a_borrower_is_asked_for_what_own_requests_lack_and_gives_it_back(lender
     lender.hooks.before_schedule()
     assert (lent.held, lent.taken_back, lender.ring.granted) == (0, 8, 0)
     assert lender.free == BLOCKS - 1
+
+
+def test_a_borrower_that_gives_back_in_time_has_as_long_for_what_is_asked_for_next(
+    lender: Lender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lent = lender.open()
+    lender.ring.vacated = 8
+    lender.engine.waiting.add_request(lender.engine.request(27 * SIZE))
+    lender.hooks.before_schedule()
+    first = lender.ring.wanted
+    assert 0 < first < 8
+    lender.ring.vacated = first
+    monkeypatch.setattr(module, "GIVE_BACK_S", 0.05)
+    time.sleep(0.1)
+    lender.engine.waiting.pop_request()
+    lender.engine.waiting.add_request(lender.engine.request(30 * SIZE))
+    lender.hooks.before_schedule()
+    assert lender.ring.wanted < first
+    assert (lender.ring.closed, lent.held, lender.ring.granted) == (Closed.OPEN, first, first)
 
 
 def test_a_borrower_that_does_not_give_back_in_time_loses_its_loan(
