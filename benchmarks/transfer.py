@@ -40,7 +40,7 @@ from benchmarks.report import Spread
 from benchmarks.result_files import machine, publish, said_by
 from benchmarks.store import LAYER_BYTES, LAYERS, memory_run, running_store
 from loomserve.kvstore.engine.transfers.memory import BlockPieces, KvMemory
-from loomserve.kvstore.engine.transfers.transfer import Copied, TransferTime
+from loomserve.kvstore.engine.transfers.transfer_time import Copied, TransferTime
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.models import catalog
 

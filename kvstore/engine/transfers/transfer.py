@@ -17,12 +17,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from loomserve.kvstore.engine.transfers.memory import BlockMemory, BlockPieces, HostStream
+from loomserve.kvstore.engine.transfers.transfer_time import TransferTime
 from loomserve.kvstore.index.radix import KEY_BYTES
 from loomserve.kvstore.server.client import StoreAwayError, StoreClient, StoreRefusedError
 from loomserve.kvstore.server.protocol import (
@@ -94,35 +94,6 @@ class BlockRun:
 
     def of(self, layer: int) -> BlockPieces:
         return BlockPieces(self.first, self.pieces[:, layer])
-
-
-class Copied(NamedTuple):
-    """Bytes copied since the start, and the seconds that these copies took."""
-
-    size: int = 0
-    busy_s: float = 0.0
-
-
-@dataclass
-class TransferTime:
-    """Copies of a transfer thread since the start; the forward pass waited ``waited_s`` for them.
-
-    ``copied`` is one object because the engine's thread reads it while the transfer thread copies:
-    bytes without their seconds would be a transfer that took no time.
-    """
-
-    copied: Copied = field(default_factory=Copied)
-    waited_s: float = 0.0
-
-    def add(self, size: int, busy_s: float) -> None:
-        """Count a copy; called by the transfer thread alone."""
-        self.copied = Copied(self.copied.size + size, self.copied.busy_s + busy_s)
-
-    @property
-    def hidden_share(self) -> float:
-        """Share of the transfers' time that was beside computation, in [0, 1]."""
-        busy_s = self.copied.busy_s
-        return 1.0 - min(1.0, self.waited_s / busy_s) if busy_s else 1.0
 
 
 class TransferThread:

@@ -17,14 +17,8 @@ from numpy.typing import NDArray
 
 from loomserve.kvstore.engine.transfers import transfer
 from loomserve.kvstore.engine.transfers.memory import BlockPieces, HostStream, KvMemory
-from loomserve.kvstore.engine.transfers.transfer import (
-    Copied,
-    Load,
-    Loader,
-    Save,
-    Saver,
-    TransferTime,
-)
+from loomserve.kvstore.engine.transfers.transfer import Load, Loader, Save, Saver
+from loomserve.kvstore.engine.transfers.transfer_time import Copied, TransferTime
 from loomserve.kvstore.index.eviction import lru
 from loomserve.kvstore.index.index import Index
 from loomserve.kvstore.index.radix import KEY_BYTES
