@@ -4,6 +4,8 @@ export DEVICE
 
 PYTHON := .venv/bin/python
 
+# Many unit tests wait for something, so there are two processes a core, though no more than memory has room for.
+UNIT_TESTS := -n $(shell n=$$((2 * $$(nproc))); echo $$((n < 16 ? n : 16))) tests/unit
 # In two processes, of which each has a core for integration tests' engines; tests/groups.py says who runs what.
 SIDE_BY_SIDE := -n 2 --dist loadscope --no-loadscope-reorder
 
@@ -21,12 +23,12 @@ serve: install ## serve CONFIG (default examples/laptop.yaml) until Ctrl-C
 	@exec .venv/bin/loomserve serve $(CONFIG)
 
 test: install ## run the tests, but for those that take minutes each
-	@$(PYTHON) -m pytest -m "not slow" -n auto tests/unit
+	@$(PYTHON) -m pytest -m "not slow" $(UNIT_TESTS)
 	@$(PYTHON) -m pytest -m "not slow" $(SIDE_BY_SIDE) --durations=20 tests/integration
 	@$(PYTHON) -m pytest -m "not slow" $(SIDE_BY_SIDE) --durations=30 tests/e2e tests/cluster
 
 test-all: install ## run all tests, some 90 minutes on two cores
-	@$(PYTHON) -m pytest -n auto tests/unit
+	@$(PYTHON) -m pytest $(UNIT_TESTS)
 	@$(PYTHON) -m pytest tests/integration tests/e2e tests/cluster
 
 lint: install ## check style, and which package imports which
