@@ -37,8 +37,7 @@ def overhead_source() -> str:
 
 def overhead_of_models(result: Result) -> str:
     """Without the default configuration, which has a later file."""
-    comparisons = {**result.data["comparisons"]}
-    comparisons.pop("default", None)
+    comparisons = {arm: of for arm, of in result.data["comparisons"].items() if arm != "default"}
     return overhead(replace(result, data={**result.data, "comparisons": comparisons}))
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from heapq import nlargest
 from typing import TYPE_CHECKING
 
 from loomserve.kvstore.engine.namespaces import Namespaces
@@ -98,17 +97,19 @@ class SaveTracker:
             request_id: before + scheduled.num_scheduled_tokens[request_id]
             for request_id, before in _computed_tokens(scheduled).items()
         }
-        tails = self._with_tails(computed, now)
-        for request_id, after in computed.items():
-            request = self._requests.get(request_id)
-            if request is None or not in_own_memory(request):
+        known = [request_id for request_id in computed if request_id in self._requests]
+        for request_id in sorted(
+            known, key=lambda name: self._saved[name].tokens(self._block_size) - computed[name]
+        ):
+            request, after = self._requests[request_id], computed[request_id]
+            if not in_own_memory(request):
                 continue
             saved = self._saved[request_id]
             outdated, before = saved.tail_chain[-KEY_BYTES:], saved.blocks
             if hands_over(request):
                 keys = self._to_hand_over(request, after, saved)
             else:
-                keys = self._computed(request, after, saved, early, tail=request_id in tails)
+                keys = self._computed(request, after, saved, early, now)
                 early -= max(0, len(keys) // KEY_BYTES - before)
             if not keys:
                 continue
@@ -122,16 +123,6 @@ class SaveTracker:
                 rank: Save(name, keys, blocks, recompute_s, keep_s, outdated)
                 for rank, name in enumerate(self._names.of_ranks(request.lora_request))
             }
-
-    def _with_tails(self, computed: Mapping[str, int], now: float) -> set[str]:
-        """Requests whose unfilled block may be saved beside the step that computes so much."""
-        behind: dict[str, int] = {}
-        for request_id, tokens in computed.items():
-            request = self._requests.get(request_id)
-            saved = self._saved.get(request_id, _Saved())
-            if request is not None and (end := self._tail_end(request, tokens, saved)):
-                behind[request_id] = end - saved.tokens(self._block_size)
-        return set(nlargest(self._tails.blocks(now), behind, key=behind.__getitem__))
 
     def _full_keys(self, request: Request, tokens: int) -> bytes:
         """Keys of the blocks that are full once ``tokens`` are computed."""
@@ -150,7 +141,7 @@ class SaveTracker:
         return keys
 
     def _computed(
-        self, request: Request, tokens: int, saved: _Saved, early: int, *, tail: bool
+        self, request: Request, tokens: int, saved: _Saved, early: int, now: float
     ) -> bytes:
         """Chain of what is computed of a request; empty if there is nothing to save.
 
@@ -159,13 +150,13 @@ class SaveTracker:
             tokens: that are computed.
             saved: is brought up to date.
             early: blocks that may be saved.
-            tail: whether one may be that is not full.
+            now: when the step begins.
         """
         keys = self._full_keys(request, tokens)
         full, before = len(keys) // KEY_BYTES, saved.blocks
         saved.blocks = max(before, min(full, before + early))
         keys = keys[: saved.blocks * KEY_BYTES]
-        room = tail and early > saved.blocks - before
+        room = early > saved.blocks - before and self._tails.blocks(now)
         if room and 0 < full == saved.blocks and (end := self._tail_end(request, tokens, saved)):
             keys += tail_key_of(request, keys, end, self._block_size, owned=False)
             saved.tail, saved.tail_chain = end, keys

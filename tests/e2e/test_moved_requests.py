@@ -47,7 +47,8 @@ def made_once_seen(platform: Platform, plan: dict[str, Any]) -> str:
 def test_streams_go_on_with_the_other_replica_as_a_plan_says(platform: Platform) -> None:
     profile_devices(platform)
     with ThreadPoolExecutor(len(ASKED)) as pool:
-        alone = list(pool.map(lambda prompt: stream(platform, HOT, prompt, TOKENS), PROMPTS))
+        told = pool.map(lambda prompt: stream(platform, HOT, prompt, TOKENS), PROMPTS)
+        alone = dict(zip(PROMPTS, told, strict=True))
         before = moved(platform)
         answers = [pool.submit(stream, platform, HOT, prompt, TOKENS) for prompt in ASKED]
         wait_for(lambda: in_flight(replicas(platform)[0]) >= 3, 30)
@@ -58,7 +59,7 @@ def test_streams_go_on_with_the_other_replica_as_a_plan_says(platform: Platform)
         post(platform, f"plans/{plan}/apply").raise_for_status()
         wait_for(lambda: plan_status(platform, plan)[1] in {"settling", "done"}, 30)
         assert not any(each.done() for each in answers), "they ended before they could move"
-        assert [each.result() for each in answers] == alone * 3
+        assert [each.result() for each in answers] == [alone[prompt] for prompt in ASKED]
     assert moved(platform) == before + 2
     wait_for(lambda: plan_status(platform, plan)[0] == "done", 120)
     (step,) = get(platform, f"plans/{plan}")["steps"]

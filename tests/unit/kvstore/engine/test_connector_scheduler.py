@@ -274,42 +274,57 @@ def test_the_block_that_an_answer_fills_is_saved_in_parts_each_in_the_place_of_t
     assert store.asked == [], "all that is saved are full blocks"
 
 
-def test_parts_of_blocks_are_saved_as_far_as_their_share_of_the_time_goes_the_longest_first(
-    store: Store,
-) -> None:
+@pytest.fixture
+def hurried(store: Store) -> StoreConnectorScheduler:
+    """To save an unfilled block takes a second, and a tenth of the time may go to that."""
     names = SimpleNamespace(block_size=SIZE, of_ranks=lambda adapter: RANKS)
     half = StoreConnectorScheduler(cast("Any", store), cast("Any", names), tail_share=0.1)
-    requests = {name: Asked(name, 6, 6) for name in ("a", "b", "c")}
-    for request in requests.values():
-        half.add(cast("Any", request))
-
-    def saved(tokens: Sequence[int], now: float) -> set[str]:
-        """Requests with an unfilled block that is saved, once they have so many tokens."""
-        for request, count in zip(requests.values(), tokens, strict=True):
-            request.num_tokens = count
-        scheduled = SimpleNamespace(
-            total_num_scheduled_tokens=3,
-            num_scheduled_tokens=dict.fromkeys(requests, 1),
-            scheduled_new_reqs=[],
-            scheduled_cached_reqs=SimpleNamespace(
-                req_ids=list(requests), num_computed_tokens=[count - 1 for count in tokens]
-            ),
-            kv_connector_block_state=SimpleNamespace(
-                block_ids={name: ([10 * at, 10 * at + 1],) for at, name in enumerate(requests, 1)}
-            ),
-        )
-        saves = half.step(cast("Any", scheduled), now).saves
-        return {" abc"[one[0].blocks[0] // 10] for one in saves if len(one[0].blocks) == 2}
-
-    assert saved((6, 6, 6), 0.0) == {"a", "b", "c"}, "at first, as many as there are"
-    # One takes a second, so there is one in ten seconds; of those saved up none shall be left.
+    for name in "abc":
+        half.add(cast("Any", Asked(name, 6, 6)))
+    assert unfilled(half, (6, 6, 6), 0.0) == {"a", "b", "c"}, "at first, as many as there are"
     half.on_transfer(Transferred(100, 1.0, 0, 0.0, 1.0))
+    # Of those saved up none shall be left.
     while half._tails.blocks(0.0):
         half._tails.spend()
-    assert saved((7, 7, 7), 5.0) == set()
-    assert saved((7, 7, 7), 11.0) == {"a"}
-    assert saved((7, 7, 7), 21.0) == {"b"}
-    assert saved((7, 7, 7), 121.0) == {"c"}
+    return half
+
+
+def unfilled(half: StoreConnectorScheduler, tokens: Sequence[int], now: float) -> set[str]:
+    """Requests whose unfilled block is saved, once they have so many tokens."""
+    requests = half._saves._requests
+    for request, count in zip(requests.values(), tokens, strict=True):
+        cast("Any", request).num_tokens = count
+    scheduled = SimpleNamespace(
+        total_num_scheduled_tokens=3,
+        num_scheduled_tokens=dict.fromkeys(requests, 1),
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=list(requests), num_computed_tokens=[count - 1 for count in tokens]
+        ),
+        kv_connector_block_state=SimpleNamespace(
+            block_ids={name: ([10 * at, 10 * at + 1],) for at, name in enumerate(requests, 1)}
+        ),
+    )
+    saves = half.step(cast("Any", scheduled), now).saves
+    return {" abc"[one[0].blocks[0] // 10] for one in saves if len(one[0].blocks) == 2}
+
+
+def test_parts_of_blocks_are_saved_as_far_as_their_share_of_the_time_goes_the_longest_first(
+    hurried: StoreConnectorScheduler,
+) -> None:
+    assert unfilled(hurried, (7, 7, 7), 5.0) == set()
+    assert unfilled(hurried, (7, 7, 7), 11.0) == {"a"}
+    assert unfilled(hurried, (7, 7, 7), 21.0) == {"b"}
+    assert unfilled(hurried, (7, 7, 7), 121.0) == {"c"}
+
+
+def test_who_cannot_be_saved_keeps_nobody_from_it(hurried: StoreConnectorScheduler) -> None:
+    class WithLender(Policy):
+        def in_own_memory(self, request: Any) -> bool:
+            return bool(request.request_id != "a")
+
+    hurried.policy = WithLender()
+    assert unfilled(hurried, (7, 7, 7), 11.0) == {"b"}
 
 
 def test_no_part_of_a_block_is_saved_before_the_blocks_ahead_of_it(
