@@ -987,12 +987,13 @@ def test_a_wait_for_a_lender_that_is_stopped_ends_in_time(shm: Path, how: str) -
         borrower.begin_step(one.query_start_loc, one.seq_lens, one.block_table, one.slot_mapping)
         assert lender.pid is not None
         os.kill(lender.pid, signal.SIGSTOP)
+        # The signal is only sent by then: a thread on another core may still answer.
+        threads = list(Path(f"/proc/{lender.pid}/task").iterdir())
+        while any("State:\tT" not in (each / "status").read_text() for each in threads):
+            time.sleep(0.01)
         begin = time.monotonic()
-        # One may be on its way already.
-        for _ in range(2):
-            borrower.post(0, *one.of_layer(0, GQA))
-            if not borrower.wait(output, 0.2):
-                break
+        borrower.post(0, *one.of_layer(0, GQA))
+        assert not borrower.wait(output, 0.2)
         assert made.closed is Closed.TIMED_OUT
         assert 0.2 <= time.monotonic() - begin < 10
         output.fill_(5)
