@@ -11,6 +11,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
+from loomserve.deployments.ending import ended_with_caller
 from loomserve.platform.base.errors import (
     QUERY_OF_DEATH,
     EngineGone,
@@ -106,14 +107,10 @@ class GatewayExecutor:
         response = self._gateway.complete_line.remote(line.model_dump())
         try:
             async with asyncio.timeout(self._line_timeout_s + _GATEWAY_GRACE_S):
-                status, body = await response
+                status, body = await ended_with_caller(response)
         except TimeoutError:
-            response.cancel()
             _log.warning("a gateway holds a batch's line without end")
             return LineAnswer(LineOutcome.AWAY, 503, _GATEWAY_AWAY)
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
         except RayTaskError as error:
             _log.warning("a gateway has failed on a batch's line: %r", error)
             return LineAnswer(LineOutcome.ENGINE_FAILED, 500, _GATEWAY_FAILED)

@@ -26,6 +26,7 @@ from starlette.routing import Mount, Route
 from starlette.types import ASGIApp, Receive
 
 from loomserve.deployments.batch.proxy import BATCHES, FILES, BatchProxy
+from loomserve.deployments.ending import ended_with_caller
 from loomserve.deployments.gateway.admin import build_admin_api
 from loomserve.deployments.gateway.answering import Answering, ForwardRequest
 from loomserve.deployments.gateway.client_endpoint import ClientEndpoint
@@ -307,7 +308,8 @@ class Gateway:
 
     async def _follow_controller(self) -> None:
         """Take in the next routes; the controller answers once there are any."""
-        self._version = self._apply(await self._controller.watch.remote(self._version))
+        routes = await ended_with_caller(self._controller.watch.remote(self._version))
+        self._version = self._apply(routes)
 
     def _keep_routes(self, error: Exception) -> None:
         # Serve restarts the controller; until then the last routes hold.

@@ -1,9 +1,9 @@
-"""A gateway's orders: those of a controller that another has taken over from change nothing."""
+"""What a gateway and its controller are to each other: whose orders hold, and how one ends."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -55,3 +55,33 @@ def test_limits_and_others_of_an_earlier_controller_are_not_taken_over(
 
     assert asyncio.run(report()) is (limits if others else None)
     assert made._others.elsewhere == others
+
+
+class Call:
+    """As of Serve: who waits for it no longer does not end it by that."""
+
+    def __init__(self) -> None:
+        self.is_cancelled = False
+        self._answer = asyncio.get_running_loop().create_future()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.shield(self._answer).__await__()
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+
+async def _ended_while_it_watches() -> Call:
+    call, made = Call(), gateway()
+    made._version = 1
+    made._controller = SimpleNamespace(watch=SimpleNamespace(remote=lambda version: call))
+    following = asyncio.create_task(made._follow_controller())
+    await asyncio.sleep(0)
+    following.cancel()
+    await asyncio.wait([following])
+    assert following.cancelled()
+    return call
+
+
+def test_a_gateway_that_ends_lets_its_controller_end() -> None:
+    assert asyncio.run(_ended_while_it_watches()).is_cancelled
