@@ -90,12 +90,15 @@ class OwnRay:
         self._run: RunFolder | None = None
         self._guard: subprocess.Popen[bytes] | None = None
         self._forks: subprocess.Popen[bytes] | None = None
+        self._others = set[psutil.Process]()
         self._ended = threading.Event()
 
     def start(self) -> None:
         self._run = run = RunFolder.create()
         set_environment(run)
         self._guard = start_guard(run, self._keep)
+        # Also what follows semaphores, once a process has been spawned to check something.
+        self._others = set(psutil.Process().children(recursive=True))
         # It imports what engines need while Ray starts.
         self._forks = start_fork_server(run, os.environ)
         try:
@@ -122,12 +125,11 @@ class OwnRay:
     def end(self) -> None:
         import ray
 
-        guard = self._guard.pid if self._guard else None
         if self._forks is not None:
             self._forks.terminate()
-        mine = [one for one in psutil.Process().children(recursive=True) if one.pid != guard]
+        ending = set(psutil.Process().children(recursive=True)) - self._others
         ray.shutdown()
-        psutil.wait_procs(mine, timeout=5)
+        psutil.wait_procs(ending, timeout=5)
         self.kill()
 
     def kill(self) -> None:
