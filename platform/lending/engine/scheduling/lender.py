@@ -238,9 +238,10 @@ class LenderHooks(StepHooks):
             if now - lent.asked_at < GIVE_BACK_S:
                 return
             lent.ring.shut(Closed.REVOKED)
-        lent.ring.granted = kept
         lent.taken_back += max(0, lent.held - lent.target)
-        lent.asked_at, lent.held = None, lent.target
+        # Of what it shall have, own requests may still use some.
+        lent.asked_at, lent.held = None, min(lent.held, lent.target)
+        lent.ring.granted = borrower_blocks(self._layout, lent.layout, lent.held)
         self._use.pool.offer(lent.blocks[lent.target :])
 
     def _grant(self, lent: Lent) -> None:

@@ -85,6 +85,27 @@ def test_blocks_in_use_are_lent_once_they_are_free(lender: Lender) -> None:
     assert (lent.held, lender.ring.granted) == (8, 8)
 
 
+@pytest.mark.parametrize("queued", range(2, 9))
+def test_blocks_in_use_are_not_lent_when_fewer_shall_be(lender: Lender, queued: int) -> None:
+    first, later, last = (lender.engine.run(blocks * SIZE, OWN) for blocks in (16, 11, 1))
+    lender.engine.preempt(later)
+    lent = lender.open()
+    assert (lent.held, lender.ring.granted) == (4, 4)
+    lender.ring.vacated = 4
+    lender.engine.waiting.add_request(lender.engine.request(queued * SIZE))
+    lender.hooks.before_schedule()
+    if lent.target >= 4:
+        assert (lent.held, lender.ring.granted) == (4, 4)
+    lender.ring.vacated = min(4, lent.target)
+    lender.engine.preempt(first)
+    lender.engine.waiting.pop_request()
+    lender.hooks.before_schedule()
+    assert lender.ring.granted >= lender.ring.vacated
+    lender.engine.preempt(last)
+    lender.hooks.after_update(scheduled_tokens=0)
+    assert (lent.held, lender.ring.granted) == (8, 8)
+
+
 def test_a_borrower_is_asked_for_what_own_requests_lack_and_gives_it_back(lender: Lender) -> None:
     lent = lender.open()
     lender.engine.waiting.add_request(lender.engine.request(30 * SIZE))
