@@ -61,6 +61,31 @@ class Lender:
     def free(self) -> int:
         return self.engine.kv_cache_manager.pool.free_on(OWN)
 
+    @property
+    def used(self) -> set[int]:
+        """Blocks of own requests."""
+        coordinator = self.engine.kv_cache_manager.coordinator
+        return {
+            block.block_id
+            for request in self.engine.running
+            for block in coordinator.get_blocks(request.request_id)[0]
+        }
+
+    def step(self, values: random.Random) -> None:
+        """One in which requests come, go, wait or wait no more."""
+        running, waiting = self.engine.running, self.engine.waiting
+        self.hooks.before_schedule()
+        match values.randrange(4):
+            case 0 if (blocks := values.randrange(1, 9)) <= self.free:
+                self.engine.run(blocks * SIZE, OWN)
+            case 1 if running:
+                self.engine.preempt(values.choice(running))
+            case 2:
+                waiting.add_request(self.engine.request(values.randrange(1, 17) * SIZE))
+            case 3 if waiting:
+                waiting.pop_request()
+        self.hooks.after_update(scheduled_tokens=0)
+
 
 @pytest.fixture
 def lender(tmp_path: Path) -> Lender:
@@ -172,6 +197,23 @@ def test_an_idle_lender_lends_all_again(lender: Lender) -> None:
     for _ in range(4):
         lender.hooks.on_idle()
     assert lent.held == 8
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_nothing_is_lent_that_a_request_has_and_nothing_taken_that_a_borrower_uses(
+    lender: Lender, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    monkeypatch.setattr(module, "GIVE_BACK_S", 1e9)
+    lent, theirs, values = lender.open(), Ring.attach(lender.ring.path), random.Random(seed)
+    used, seen = 0, set[int]()
+    for _ in range(500):
+        lender.step(values)
+        assert not lender.used & set(lent.blocks[: lent.held])
+        assert used <= lent.ring.granted == lent.held
+        if values.random() < 0.5:
+            used = theirs.vacated = theirs.claim()
+            seen.add(used)
+    assert seen == set(range(LENDABLE + 1))
 
 
 def test_whatever_a_borrower_writes_its_lender_schedules_on(
