@@ -349,12 +349,14 @@ def test_a_peer_that_ends_or_hangs_in_the_middle_of_a_fetch(
             assert process.pid is not None
             pid = process.pid
             os.kill(pid, signal_number)
-            # Of one that has ended, the other store hears at once.
-            within(5, lambda: signal_number == signal.SIGKILL or stopped(pid))
+            ended = signal_number == signal.SIGKILL
+            within(5, lambda: ended or stopped(pid))
             begin = time.monotonic()
-            # Some of them may have come by now; this one cannot.
-            assert second.ask(keys[-1]).remote == 200
-            within(8, lambda: second.usage().failed_fetches.get("gone", 0) > 0)
+            # Some of them may have come by now; this one cannot. The other store may have heard of
+            # a peer's end before it is asked, and then asks it for nothing more.
+            asks = second.ask(keys[-1]).remote
+            assert asks == 200 or (ended and asks == 0)
+            within(8, lambda: asks == 0 or second.usage().failed_fetches.get("gone", 0) > 0)
             within(8, lambda: second.knows(keys[-1]) == 0)
             assert time.monotonic() - begin < 8
             second.engine.save(chain("on", 5))
