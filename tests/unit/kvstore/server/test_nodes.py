@@ -38,6 +38,7 @@ from tests.unit.kvstore.server.test_server import (
     Engine,
     chain,
 )
+from tests.unit.stopping import stopped
 
 TOKEN = "the run's token"
 BLOCK_S = 0.1
@@ -315,13 +316,6 @@ def serve_until_killed(options: StoreOptions, pipe: Connection) -> None:
     assert network is not None
     pipe.send(network.member)
     signal.pause()
-
-
-def stopped(pid: int) -> bool:
-    """Whether no thread of a process runs any more; after the signal some may, for a while."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks]
-    return set(states) == {"T"}
 
 
 @pytest.mark.parametrize("signal_number", [signal.SIGKILL, signal.SIGSTOP])

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import psutil
 import pytest
 import zmq
 
@@ -42,6 +41,7 @@ from loomserve.kvstore.server.server import StoreServer
 from loomserve.kvstore.storage.arena import Arena
 from loomserve.kvstore.storage.checksum import BlockLayout, seed
 from tests.unit.kvstore.sealing import seal_layer
+from tests.unit.stopping import stop
 
 SPAWN = multiprocessing.get_context("spawn")
 SPACE = b"n" * 16
@@ -298,7 +298,7 @@ def test_room_and_leases_of_an_answer_that_came_too_late_are_given_back(
     engine = Engine.of(options)
     engine.save(chain("a", 3))
     impatient = [StoreClient(options.address, timeout_ms=50) for _ in range(2)]
-    os.kill(process.pid, signal.SIGSTOP)
+    stop(process.pid)
     requests: list[tuple[Request, type[Reply]]] = [
         (Reserve(SPACE, chain("b", 2), "model", LAYOUT.layers, LAYOUT.layer_bytes), Reserved),
         (Lookup(SPACE, chain("a", 3), 0, 60.0, False), Found),
@@ -353,9 +353,7 @@ def test_a_store_that_hangs_costs_short_waits_and_is_used_again(options: StoreOp
     engine = Engine.of(options)
     engine.save(chain("a", 3))
     engine.client._timeout_ms = 100
-    os.kill(process.pid, signal.SIGSTOP)
-    while psutil.Process(process.pid).status() != psutil.STATUS_STOPPED:
-        time.sleep(0.01)
+    stop(process.pid)
     try:
         begin = time.monotonic()
         for _ in range(1000):

@@ -35,6 +35,7 @@ from loomserve.platform.lending.ring.borrower import Borrower
 from loomserve.platform.lending.ring.geometry import ITEM_BYTES, Geometry
 from loomserve.platform.lending.ring.lent_ring import LentRing
 from loomserve.platform.lending.ring.ring import LINE_WORDS, Closed, ControlLine, Ring, RingTask
+from tests.unit.stopping import stop
 
 IMPLEMENTATIONS = ("native", "python")
 BLOCK = 32
@@ -986,11 +987,7 @@ def test_a_wait_for_a_lender_that_is_stopped_ends_in_time(shm: Path, how: str) -
             borrower = Borrower(Ring.attach(made.path))
         borrower.begin_step(one.query_start_loc, one.seq_lens, one.block_table, one.slot_mapping)
         assert lender.pid is not None
-        os.kill(lender.pid, signal.SIGSTOP)
-        # The signal is only sent by then: a thread on another core may still answer.
-        threads = list(Path(f"/proc/{lender.pid}/task").iterdir())
-        while any("State:\tT" not in (each / "status").read_text() for each in threads):
-            time.sleep(0.01)
+        stop(lender.pid)
         begin = time.monotonic()
         borrower.post(0, *one.of_layer(0, GQA))
         assert not borrower.wait(output, 0.2)
