@@ -96,6 +96,7 @@ class OwnRay:
     def start(self) -> None:
         self._run = run = RunFolder.create()
         set_environment(run)
+        # It is held for its pipe, with whose end it ends the run.
         self._guard = start_guard(run, self._keep)
         # Also what follows semaphores, once a process has been spawned to check something.
         self._others = set(psutil.Process().children(recursive=True))
