@@ -197,11 +197,10 @@ class LenderHooks(StepHooks):
             others = sum(each.target for each in self.lent.values() if each is not lent)
             target = min(max(shall - others, 0), len(lent.blocks))
             if target < lent.target:
-                lent.asked_at = lent.asked_at or now
-            elif lent.asked_at is not None:
-                target = lent.target
-            lent.target = target
-            self._take_back(lent, now)
+                lent.target, lent.asked_at = target, lent.asked_at or now
+                self._take_back(lent, now)
+            elif lent.asked_at is None:
+                lent.target = target
             self._grant(lent)
 
     def _memory(self) -> Memory:
