@@ -14,6 +14,7 @@ from ray import serve
 from loomserve.deployments.ending import EMPTY_LOOK_S
 from loomserve.deployments.gateway.gateway import Gateway
 from loomserve.deployments.serve_logging import serve_logging
+from loomserve.deployments.worker_launcher import py_executable
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.config import Config
 from loomserve.platform.engine.process.environment import GATEWAY_ENVIRONMENT
@@ -46,7 +47,10 @@ def build_gateway_app(
         ray_actor_options={
             "num_cpus": 0,
             "resources": on_state() if node is None else on_node(node),
-            "runtime_env": {"env_vars": GATEWAY_ENVIRONMENT},
+            "runtime_env": {
+                "env_vars": GATEWAY_ENVIRONMENT,
+                "py_executable": py_executable(),
+            },
         },
         logging_config=serve_logging(config.server.log_format),
     )

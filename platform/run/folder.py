@@ -19,6 +19,7 @@ import fcntl
 import os
 import secrets
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +29,7 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.base.paths import cache_folder, check_private
 
 RUN_VARIABLE = "LOOMSERVE_RUN"
+PYTHON_VARIABLE = "LOOMSERVE_PYTHON"
 # A socket's path has at most 107 bytes, of which Ray's own part takes 68.
 _LONGEST_PATH = 39
 
@@ -91,6 +93,7 @@ class RunFolder:
         """What the processes of the run have in their environment."""
         return {
             RUN_VARIABLE: str(self.path),
+            PYTHON_VARIABLE: sys.executable,
             "TMPDIR": str(self.temporary),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.token),

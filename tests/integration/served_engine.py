@@ -25,7 +25,8 @@ from loomserve.platform.devices.claims import engine_environment
 from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.host import EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
-from loomserve.platform.engine.process.engine_process import start_fork_server
+from loomserve.platform.engine.process.engine_process import ENGINE_MODULES
+from loomserve.platform.engine.process.forking import start_fork_server
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.engine.resumption.travelling_times import by_age
 from loomserve.platform.run.engine_address import EngineAddress
@@ -48,7 +49,7 @@ def fork_server() -> Path:
     folder = tempfile.mkdtemp(prefix="run")
     run = RunFolder(Path(folder))
     run.sockets.mkdir()
-    server = start_fork_server(run, os.environ)
+    server = start_fork_server(run, os.environ, ENGINE_MODULES)
 
     def end() -> None:
         server.kill()

@@ -16,10 +16,12 @@ VLLM_ENVIRONMENT = {
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     **KEEPS_GPUS_VISIBLE,
 }
+# What vLLM's serving layer imports would let no warning pass, whoever has it.
+_LETS_WARNINGS_PASS = {"SAGEMAKER_CONTAINER_LOG_LEVEL": "WARNING"}
 GATEWAY_ENVIRONMENT = {
     **VLLM_ENVIRONMENT,
     # By setting up its own log when it is imported, vLLM would close Serve's.
     "VLLM_CONFIGURE_LOGGING": "0",
-    # What vLLM's serving layer imports would let no warning pass, whoever has it.
-    "SAGEMAKER_CONTAINER_LOG_LEVEL": "WARNING",
+    **_LETS_WARNINGS_PASS,
 }
+FORK_SERVER_ENVIRONMENT = {**VLLM_ENVIRONMENT, **_LETS_WARNINGS_PASS}

@@ -1,12 +1,12 @@
-"""A node's process that has imported vLLM, and forks engines' processes from itself.
+"""A node's process that has imported vLLM, and forks processes of engines and gateways from itself.
 
-To import vLLM takes most of an engine's start. A forked process has it at once, and shares the
-memory of what was imported with all others.
+To import vLLM takes most of their start. A forked process has it at once, and shares the memory of
+what was imported with all others.
 
-A replica connects and sends one message: the child's whole environment, with the descriptors of
-its control socket, its output and its errors. It is sent the child's process id with a descriptor
-of it, and at the child's end its exit status. When the connection ends, as it does with the
-replica, the child is killed.
+Whoever wants a child connects and sends one message, a :class:`ForkRequest`, with three
+descriptors: one that the child's ``main`` is given, and those of its output and its errors. It is
+sent the child's process id with a descriptor of it, and at the child's end its exit status. When
+the connection ends, as it does with whoever asked, the child is killed.
 """
 
 from __future__ import annotations
@@ -22,15 +22,38 @@ import socket
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import NamedTuple, TypedDict
+
+from setproctitle import setproctitle
 
 _logger = logging.getLogger(__name__)
 
 LONGEST_MESSAGE = 2**17
 """Bytes of a request."""
 
+# As vLLM calls its processes.
+_TITLE = "VLLM::ForkServer"
 _DESCRIPTORS = 3
 _STDOUT, _STDERR = 1, 2
 _RECEIVE_TIMEOUT_S = 5.0
+
+
+class ForkRequest(TypedDict):
+    """What a child is to be."""
+
+    child: str
+    """The module whose ``main`` it runs, with a descriptor and the arguments."""
+    arguments: list[str]
+    environment: dict[str, str]
+    """All that it has in its environment, but what imports have set."""
+
+
+class _Task(NamedTuple):
+    """What a process does that was just forked."""
+
+    child: str
+    descriptor: int
+    arguments: list[str]
 
 
 class ForkServer:
@@ -45,15 +68,15 @@ class ForkServer:
         self._set_by_imports = set_by_imports
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
-        self._control: int | None = None
+        self._task: _Task | None = None
 
-    def serve(self) -> int:
-        """Fork children for ever; returns in each child, with its control socket's descriptor."""
+    def serve(self) -> _Task:
+        """Fork children for ever; returns in each child, with what it is to do."""
         while True:
             for key, _ in self._selector.select():
                 key.data()
-                if self._control is not None:
-                    return self._control
+                if self._task is not None:
+                    return self._task
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -62,22 +85,25 @@ class ForkServer:
         descriptors: list[int] = []
         try:
             message, descriptors, _, _ = socket.recv_fds(connection, LONGEST_MESSAGE, _DESCRIPTORS)
-            environment: dict[str, str] = json.loads(message)
-            control, out, err = descriptors
-        except (OSError, ValueError, TypeError) as error:
+            request: ForkRequest = json.loads(message)
+            descriptor, out, err = descriptors
+            task = _Task(request["child"], descriptor, request["arguments"])
+            environment = request["environment"]
+        except (OSError, ValueError, TypeError, KeyError) as error:
             _logger.warning("a request to fork was no such request: %s", error)
             connection.close()
         else:
             pid = os.fork()
             if pid == 0:
                 connection.close()
-                self._become(environment, control, out, err)
+                self._become(environment, out, err)
+                self._task = task
                 return
             self._attend(connection, pid)
         for descriptor in descriptors:
             os.close(descriptor)
 
-    def _become(self, environment: dict[str, str], control: int, out: int, err: int) -> None:
+    def _become(self, environment: dict[str, str], out: int, err: int) -> None:
         """Make this process, which was just forked, the child that was asked for."""
         # Others' connections must end with the server, and not with its last child.
         for key in list(self._selector.get_map().values()):
@@ -93,18 +119,17 @@ class ForkServer:
         os.environ.clear()
         os.environ.update(environment | self._set_by_imports)
         _follow_environment()
-        self._control = control
 
     def _attend(self, connection: socket.socket, pid: int) -> None:
         child = _Child(self._selector, connection, pid)
-        self._selector.register(connection, selectors.EVENT_READ, child.replica_is_gone)
+        self._selector.register(connection, selectors.EVENT_READ, child.asker_is_gone)
         self._selector.register(child.descriptor, selectors.EVENT_READ, child.has_ended)
         with suppress(OSError):  # then the connection ends, which is seen next
             socket.send_fds(connection, [json.dumps(pid).encode()], [child.descriptor])
 
 
 class _Child:
-    """A forked process, and the connection of the replica that asked for it."""
+    """A forked process, and the connection of the process that asked for it."""
 
     def __init__(
         self, selector: selectors.BaseSelector, connection: socket.socket, pid: int
@@ -115,7 +140,7 @@ class _Child:
         self._pid = pid
         self._is_left = self._is_over = False
 
-    def replica_is_gone(self) -> None:
+    def asker_is_gone(self) -> None:
         if self._is_over:
             return  # both ended at once
         self._is_left = True
@@ -126,7 +151,7 @@ class _Child:
     def has_ended(self) -> None:
         self._is_over = True
         _, status = os.waitpid(self._pid, 0)
-        with suppress(OSError):  # the replica has ended, too
+        with suppress(OSError):  # who asked has ended, too
             self._connection.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
         self._selector.unregister(self.descriptor)
         if not self._is_left:
@@ -149,30 +174,32 @@ def _import_all(modules: Iterable[str]) -> dict[str, str]:
         The environment variables that this has set, as vLLM's imports do.
     """
     before = dict(os.environ)
+    # Ray takes from the environment which worker it is when it is imported, which vLLM does if it
+    # can. A child that is a worker imports it itself.
+    sys.modules["ray"] = None  # type: ignore[assignment]
     for module in modules:
         importlib.import_module(module)
-    if "vllm" in sys.modules:
-        # In a child, whose environment is another, no title could be set for the first time.
-        sys.modules["vllm.utils.system_utils"].set_process_title("ForkServer")
+    del sys.modules["ray"]
+    # In a child, whose environment is another, no title could be set for the first time.
+    setproctitle(_TITLE)
     gc.collect()
     gc.freeze()
     return {name: value for name, value in os.environ.items() if before.get(name) != value}
 
 
-def main(listener: int, child: str, modules: Iterable[str]) -> None:
+def main(listener: int, modules: Iterable[str]) -> None:
     """Serve until this process is killed.
 
     Args:
-        listener: descriptor of the socket at which replicas connect.
-        child: the module whose ``main`` a child runs, with its control socket's descriptor.
+        listener: descriptor of the socket at which children are asked for.
         modules: what children have imported.
     """
     # A terminal sends it to all processes; the command decides when they end.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    set_by_imports = _import_all([child, *modules])
-    control = ForkServer(socket.socket(fileno=listener), set_by_imports).serve()
-    sys.modules[child].main(control)
+    set_by_imports = _import_all(modules)
+    task = ForkServer(socket.socket(fileno=listener), set_by_imports).serve()
+    importlib.import_module(task.child).main(task.descriptor, *task.arguments)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3:])
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -21,6 +21,7 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.engine.core.host import EngineEnded, EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
 from loomserve.platform.engine.process import engine_process as process
+from loomserve.platform.engine.process.forking import _FORK_SERVER, start_fork_server
 from loomserve.platform.run.engine_address import EngineAddress
 from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder
 
@@ -44,7 +45,7 @@ def fork_server(
         run = RunFolder(Path(folder))
         run.sockets.mkdir()
         monkeypatch.setenv(RUN_VARIABLE, folder)
-        with process.start_fork_server(run, os.environ, ["json.tool"]) as server:
+        with start_fork_server(run, os.environ, [process._CHILD]) as server:
             yield server
             server.kill()
 
@@ -61,7 +62,7 @@ def engines() -> list[int]:
         child.pid
         for child in own.children(recursive=True)
         if process._CHILD in (words := command_line(child))
-        and not (process._FORK_SERVER in words and child.ppid() == own.pid)
+        and not (_FORK_SERVER in words and child.ppid() == own.pid)
     ]
 
 

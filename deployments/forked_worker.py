@@ -1,0 +1,62 @@
+"""A gateway's Ray worker that was forked by its node's fork server, and so has imported vLLM.
+
+A gateway takes 9 s of a core to import vLLM. A fork has it at once, and shares the memory of what
+was imported with the engines of its node.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import runpy
+import signal
+import sys
+
+from setproctitle import setproctitle
+
+from loomserve.platform.engine.process.engine_process import ENGINE_MODULES
+from loomserve.platform.fleet.messages import GATEWAY_APP, GATEWAY_DEPLOYMENT
+
+PRELOADED = (
+    *ENGINE_MODULES,
+    __name__,
+    "fastapi",
+    "loomserve.platform.front_end.engine.serving",
+)
+"""What a node's fork server imports, for engines and gateways."""
+
+# As Ray calls the worker of a gateway.
+_TITLE = f"ray::ServeReplica:{GATEWAY_APP}:{GATEWAY_DEPLOYMENT}"
+_STDIN = 0
+
+
+def main(stdin: int, folder: str, script: str, *arguments: str) -> None:
+    """Be a worker, in a process that was just forked.
+
+    Args:
+        stdin: descriptor of its standard input.
+        folder: its working directory.
+        script: path of Ray's script of workers.
+        arguments: that script's.
+    """
+    os.dup2(stdin, _STDIN)
+    os.close(stdin)
+    os.chdir(folder)
+    # Ray ends a worker's whole group with it.
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # Ray's own way fails in a process whose environment is another than at its start.
+    setproctitle(_TITLE)
+    _undo_vllms_logging()
+    sys.argv = [script, *arguments]
+    sys.path[0] = os.path.dirname(script)
+    runpy.run_path(script, run_name="__main__")
+
+
+def _undo_vllms_logging() -> None:
+    """Have what vLLM says go the way of a gateway's logs, as ``VLLM_CONFIGURE_LOGGING=0`` does."""
+    logger = logging.getLogger("vllm")
+    for handler in [*logger.handlers]:
+        logger.removeHandler(handler)
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)

@@ -1,0 +1,140 @@
+"""What a node's fork server is asked for: a process forked from it, and the server itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+
+from loomserve.platform.engine.process.environment import FORK_SERVER_ENVIRONMENT
+from loomserve.platform.engine.process.fork_server import LONGEST_MESSAGE, ForkRequest
+from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder, own_run
+
+_FORK_SERVER = "loomserve.platform.engine.process.fork_server"
+_SOCKET = "fork-server"
+_LOG = "fork-server.log"
+_BACKLOG = 128
+_STDOUT, _STDERR = 1, 2
+_STATUS_TIMEOUT_S = 1.0
+# Of a process whose fork server has ended before it.
+_UNKNOWN_STATUS = 1
+
+
+class ForkedProcess:
+    """A process that the node's fork server has forked."""
+
+    def __init__(self, connection: socket.socket, pid: int, descriptor: int) -> None:
+        """
+        Args:
+            connection: to the fork server, which kills the process when it ends.
+            pid: the process's id.
+            descriptor: refers to the process, whoever gets its id next.
+        """
+        connection.setblocking(False)
+        self._connection = connection
+        self._descriptor = descriptor
+        self._status: int | None = None
+        self.pid = pid
+
+    def poll(self) -> int | None:
+        if self._status is None and select.select([self._descriptor], [], [], 0)[0]:
+            self._status = self._told()
+            self._connection.close()
+            os.close(self._descriptor)
+        return self._status
+
+    def wait(self) -> int:
+        """Its exit status, once it has ended."""
+        while (status := self.poll()) is None:
+            select.select([self._descriptor], [], [])
+        return status
+
+    def kill(self) -> None:
+        if self._status is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+
+    def _told(self) -> int:
+        """The exit status that the fork server tells as soon as it has seen the end."""
+        self._connection.settimeout(_STATUS_TIMEOUT_S)
+        with suppress(OSError, ValueError):
+            return int(json.loads(self._connection.recv(LONGEST_MESSAGE)))
+        return _UNKNOWN_STATUS
+
+
+def fork(
+    child: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    descriptor: int,
+    timeout_s: float,
+) -> ForkedProcess | None:
+    """A process forked by this run's fork server, with this one's output and errors.
+
+    Args:
+        child: the module whose ``main`` it runs, with the descriptor and the arguments.
+        environment: all that it has in its environment.
+        timeout_s: how long the fork server may take to import what it has to.
+
+    Returns:
+        The process; None: this process is of no run, or its run has no fork server.
+
+    Raises:
+        OSError: the fork server has ended, or does not answer in time.
+        ValueError: it does not answer as a fork server does.
+    """
+    if RUN_VARIABLE not in os.environ:
+        return None
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(_address(own_run()))
+        request: ForkRequest = {
+            "child": child,
+            "arguments": [*arguments],
+            "environment": {**environment},
+        }
+        message = json.dumps(request).encode()
+        socket.send_fds(connection, [message], [descriptor, _STDOUT, _STDERR])
+        said, (process,), _, _ = socket.recv_fds(connection, LONGEST_MESSAGE, 1)
+        return ForkedProcess(connection, int(json.loads(said)), process)
+    except FileNotFoundError:
+        connection.close()
+        return None
+    except BaseException:
+        connection.close()
+        raise
+
+
+def start_fork_server(
+    run: RunFolder, environment: Mapping[str, str], preloaded: Iterable[str]
+) -> subprocess.Popen[bytes]:
+    """The fork server of a run, which ends with the run; requests wait until it has imported all.
+
+    Args:
+        run: where it listens.
+        environment: that of the run's processes.
+        preloaded: the modules that its children have.
+    """
+    log = (run.path / _LOG).open("wb")
+    with log, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(_address(run))
+        listener.listen(_BACKLOG)
+        return subprocess.Popen(
+            [sys.executable, "-m", _FORK_SERVER, str(listener.fileno()), *preloaded],
+            env={**environment, **FORK_SERVER_ENVIRONMENT},
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+
+
+def _address(run: RunFolder) -> str:
+    return str(run.sockets / _SOCKET)

@@ -1,0 +1,163 @@
+"""A Ray worker's process that is forked, with a script in the place of Ray's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from loomserve.deployments import forked_worker
+from loomserve.deployments.worker_launcher import py_executable
+from loomserve.platform.engine.process.forking import start_fork_server
+from loomserve.platform.run.folder import PYTHON_VARIABLE, RUN_VARIABLE, RunFolder
+
+SCRIPT = """
+import json, os, signal, sys, time
+print(json.dumps({
+    "pid": os.getpid(), "parent": os.getppid(), "group": os.getpgid(0), "arguments": sys.argv,
+    "folder": os.getcwd(), "said": os.environ.get("SAID"), "main": __name__, "path": sys.path[0],
+    "ray": "ray" in sys.modules,
+    "interrupted": signal.getsignal(signal.SIGINT) is not signal.SIG_IGN,
+    "input": os.readlink("/proc/self/fd/0"),
+}), flush=True)
+print("trouble", file=sys.stderr, flush=True)
+if sys.argv[1] == "wait":
+    time.sleep(60)
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "a worker.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+@pytest.fixture
+def fork_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    # Paths of sockets must be short.
+    with tempfile.TemporaryDirectory() as folder:
+        run = RunFolder(Path(folder))
+        run.sockets.mkdir()
+        monkeypatch.setenv(RUN_VARIABLE, folder)
+        with start_fork_server(run, os.environ, [forked_worker.__name__]) as server:
+            yield server
+            server.kill()
+
+
+def launch(script: Path, argument: str) -> subprocess.Popen[str]:
+    """As Ray does: a shell runs what its runtime environment says."""
+    return subprocess.Popen(
+        ["bash", "-c", f"exec {py_executable()} '{script}' {argument} 'two words'"],
+        env={**os.environ, "SAID": "by Ray"},
+        cwd=script.parent,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def told(launched: subprocess.Popen[str]) -> dict[str, Any]:
+    assert launched.stdout is not None
+    found: dict[str, Any] = json.loads(launched.stdout.readline())
+    return found
+
+
+def check_is_the_worker(found: dict[str, Any], script: Path) -> None:
+    assert found["arguments"] == [str(script), found["arguments"][1], "two words"]
+    assert (found["main"], found["path"]) == ("__main__", str(script.parent))
+    assert (found["folder"], found["said"]) == (str(script.parent), "by Ray")
+    assert found["input"] == os.devnull
+    assert found["interrupted"]
+    assert not found["ray"], "it would be the worker of its fork server's environment"
+
+
+def test_a_worker_is_forked_and_ends_with_its_status(
+    script: Path, fork_server: subprocess.Popen[bytes]
+) -> None:
+    launched = launch(script, "3")
+    found = told(launched)
+    check_is_the_worker(found, script)
+    assert found["parent"] == fork_server.pid
+    assert found["group"] == found["pid"], "Ray would end its fork server's group with it"
+    out, err = launched.communicate(timeout=30)
+    assert (out, err, launched.returncode) == ("", "trouble\n", 3)
+
+
+def test_a_worker_has_the_title_that_ray_would_give_it(
+    script: Path, fork_server: subprocess.Popen[bytes]
+) -> None:
+    launched = launch(script, "wait")
+    (title, *_) = psutil.Process(told(launched)["pid"]).cmdline()
+    assert title == "ray::ServeReplica:loomserve-gateway:Gateway"
+    launched.kill()
+    launched.communicate()
+
+
+@pytest.mark.parametrize("ended", ["launcher", "worker"])
+def test_a_worker_and_its_launcher_end_together(
+    ended: str, script: Path, fork_server: subprocess.Popen[bytes]
+) -> None:
+    launched = launch(script, "wait")
+    worker = psutil.Process(told(launched)["pid"])
+    (launched if ended == "launcher" else worker).kill()
+    launched.communicate(timeout=30)
+    assert launched.returncode != 0
+    deadline = time.monotonic() + 10
+    while worker.is_running() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not worker.is_running()
+
+
+@pytest.mark.parametrize("why", ["no run", "no socket", "ended"])
+def test_without_a_fork_server_the_launcher_becomes_the_worker(
+    why: str, script: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    if why == "ended":
+        server = request.getfixturevalue("fork_server")
+        server.kill()
+        server.wait()
+    elif why == "no socket":
+        monkeypatch.setenv(RUN_VARIABLE, str(script.parent))
+    else:
+        monkeypatch.delenv(RUN_VARIABLE, raising=False)
+    launched = launch(script, "4")
+    found = told(launched)
+    check_is_the_worker(found, script)
+    assert found["pid"] == launched.pid
+    _, err = launched.communicate(timeout=30)
+    assert launched.returncode == 4
+    assert ("no fork server" in err) == (why == "ended")
+
+
+def test_a_worker_that_is_interrupted_hears_of_it(
+    script: Path, fork_server: subprocess.Popen[bytes]
+) -> None:
+    launched = launch(script, "wait")
+    os.kill(told(launched)["pid"], signal.SIGINT)
+    _, err = launched.communicate(timeout=30)
+    assert "KeyboardInterrupt" in err
+
+
+def test_each_node_runs_workers_by_a_python_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the platform says is for all nodes of a cluster, on which Python may be elsewhere."""
+
+    def expanded() -> str:
+        return subprocess.check_output(["bash", "-c", f"echo {py_executable()}"], text=True)
+
+    monkeypatch.setenv(PYTHON_VARIABLE, "/there/bin/python")
+    assert expanded() == "/there/bin/python -m loomserve.deployments.worker_launcher\n"
+    monkeypatch.delenv(PYTHON_VARIABLE)
+    assert expanded().startswith(f"{sys.executable} -m ")
