@@ -27,6 +27,11 @@ EXACT = "float32"
 (:mod:`benchmarks.batch_dependence`)."""
 EXACT_BLOCK_BYTES = block_bytes(EXACT)
 
+ONE_PROCESS = {
+    "distributed_executor_backend": "loomserve.platform.engine.executor.OneProcessExecutor"
+}
+"""As the platform's engines on a core: vLLM's own have a process for their worker."""
+
 
 def offline_engine(
     model: str, kv_transfer_config: dict[str, Any] | None, core: int | str = 0, **options: Any
@@ -90,7 +95,7 @@ def lending_engine(
         kv_transfer_config,
         worker_cls="loomserve.platform.lending.engine.worker.RemoteAttentionWorker",
         scheduler_cls="loomserve.platform.lending.engine.scheduler.make_scheduler",
-        distributed_executor_backend="loomserve.platform.engine.executor.NonSpinningExecutor",
+        **ONE_PROCESS,
         additional_config={ADDITIONAL_CONFIG: scheduling, LENDING_CONFIG: lending},
         **options,
     )

@@ -1,7 +1,7 @@
-"""A gateway's Ray worker that was forked by its node's fork server, and so has imported vLLM.
+"""A Ray worker that was forked by its node's fork server, and so has imported vLLM and torch.
 
-A gateway takes 9 s of a core to import vLLM. A fork has it at once, and shares the memory of what
-was imported with the engines of its node.
+A gateway takes 9 s of a core to import vLLM, and an offline model's process 5 s to import torch and
+transformers. A fork has them at once, and shares their memory with the engines of its node.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import sys
 from setproctitle import setproctitle
 
 from loomserve.platform.engine.process.engine_process import ENGINE_MODULES
-from loomserve.platform.fleet.messages import GATEWAY_APP, GATEWAY_DEPLOYMENT
 
 PRELOADED = (
     *ENGINE_MODULES,
     __name__,
     "fastapi",
     "loomserve.platform.front_end.engine.serving",
+    "loomserve.platform.batch.offline.executor",
+    "loomserve.platform.batch.offline.lines",
 )
-"""What a node's fork server imports, for engines and gateways."""
+"""What a node's fork server imports, for engines, gateways and offline models."""
 
-# As Ray calls the worker of a gateway.
-_TITLE = f"ray::ServeReplica:{GATEWAY_APP}:{GATEWAY_DEPLOYMENT}"
 _STDIN = 0
 
 
-def main(stdin: int, folder: str, script: str, *arguments: str) -> None:
+def main(stdin: int, title: str, folder: str, script: str, *arguments: str) -> None:
     """Be a worker, in a process that was just forked.
 
     Args:
         stdin: descriptor of its standard input.
+        title: what lists of processes call it.
         folder: its working directory.
         script: path of Ray's script of workers.
         arguments: that script's.
@@ -46,7 +46,7 @@ def main(stdin: int, folder: str, script: str, *arguments: str) -> None:
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Ray's own way fails in a process whose environment is another than at its start.
-    setproctitle(_TITLE)
+    setproctitle(title)
     _undo_vllms_logging()
     sys.argv = [script, *arguments]
     sys.path[0] = os.path.dirname(script)

@@ -18,8 +18,16 @@ from loomserve.deployments.worker_launcher import py_executable
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.config import Config
 from loomserve.platform.engine.process.environment import GATEWAY_ENVIRONMENT
-from loomserve.platform.fleet.messages import GATEWAY_DEPLOYMENT, KvAccess, gateway_app
+from loomserve.platform.fleet.messages import (
+    GATEWAY_APP,
+    GATEWAY_DEPLOYMENT,
+    KvAccess,
+    gateway_app,
+)
 from loomserve.platform.nodes.resources import on_node, on_state
+
+# As Ray calls such a worker.
+_TITLE = f"ray::ServeReplica:{GATEWAY_APP}:{GATEWAY_DEPLOYMENT}"
 
 
 def build_gateway_app(
@@ -49,7 +57,7 @@ def build_gateway_app(
             "resources": on_state() if node is None else on_node(node),
             "runtime_env": {
                 "env_vars": GATEWAY_ENVIRONMENT,
-                "py_executable": py_executable(),
+                "py_executable": py_executable(_TITLE),
             },
         },
         logging_config=serve_logging(config.server.log_format),

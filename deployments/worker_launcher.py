@@ -1,8 +1,8 @@
-"""What Ray starts for a gateway's worker in the place of Python: it asks for a fork that has vLLM.
+"""What Ray starts for a worker in the place of Python: it asks for a fork that has vLLM and torch.
 
-It is run as ``python -m loomserve.deployments.worker_launcher``, with the path of Ray's script of
-workers and that script's arguments, as Python would be. On a node without a fork server it becomes
-that Python itself.
+It is run as ``python -m loomserve.deployments.worker_launcher``, with the worker's title and then,
+as Python would be, with the path of Ray's script of workers and that script's arguments. On a node
+without a fork server it becomes that Python itself.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ _STDIN = 0
 _TIMEOUT_S = 120.0
 
 
-def py_executable() -> str:
-    """How a runtime environment names this launcher; a shell on the worker's node expands it."""
-    return f'"${{{PYTHON_VARIABLE}:-{sys.executable}}}" -m {__name__}'
+def py_executable(title: str) -> str:
+    """How a runtime environment names this launcher; a shell on the worker's node expands it.
+
+    Args:
+        title: of the process, without spaces.
+    """
+    return f'"${{{PYTHON_VARIABLE}:-{sys.executable}}}" -m {__name__} {title}'
 
 
-def _launch(script: list[str]) -> int:
+def _launch(title: str, *script: str) -> int:
     """Run a worker as a fork, and end with it, or become the worker."""
     try:
-        worker = fork(_CHILD, (os.getcwd(), *script), os.environ, _STDIN, _TIMEOUT_S)
+        worker = fork(_CHILD, (title, os.getcwd(), *script), os.environ, _STDIN, _TIMEOUT_S)
     except (OSError, ValueError) as error:
-        print(f"no fork server: the gateway takes longer to start ({error!r})", file=sys.stderr)
+        print(f"no fork server: {title} takes longer to start ({error!r})", file=sys.stderr)
         worker = None
     if worker is None:
         sys.stderr.flush()
@@ -38,4 +42,4 @@ def _launch(script: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_launch(sys.argv[1:]))
+    sys.exit(_launch(*sys.argv[1:]))

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from loomserve.deployments.worker_launcher import py_executable
 from loomserve.platform.base.errors import BadRequest, RequestError
 from loomserve.platform.batch.offline.worker import (
     OfflineAnswer,
@@ -24,6 +25,7 @@ from loomserve.platform.batch.offline.worker import (
 )
 
 _ALIVE_S = 60.0
+_TITLE = "ray::OfflineProcess"
 
 
 class OfflineProcess:
@@ -119,7 +121,11 @@ class RayOfflineWorker:
     ) -> None:
         """``resources``: what the actor asks Ray for, to be on its device; None: any place."""
         actor = ray.remote(OfflineProcess).options(
-            num_cpus=0, max_restarts=0, max_task_retries=0, resources=dict(resources or {})
+            num_cpus=0,
+            max_restarts=0,
+            max_task_retries=0,
+            resources=dict(resources or {}),
+            runtime_env={"py_executable": py_executable(_TITLE)},
         )
         self._actor = actor.remote(source, revision, list(cores), kv_bytes)
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from benchmarks.engine import EXACT_BLOCK_BYTES, end, offline_engine
+from benchmarks.engine import EXACT_BLOCK_BYTES, ONE_PROCESS, end, offline_engine
 from loomserve.kvstore.server.client import StoreClient
 from loomserve.kvstore.server.opening import open_store
 from loomserve.kvstore.server.options import StoreOptions
@@ -135,6 +135,7 @@ def stored_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoredEn
             max_num_seqs=4,
             max_num_batched_tokens=256,
             kv_cache_memory_bytes=96 * 2**20,
+            **ONE_PROCESS,
         )
         yield engine
 

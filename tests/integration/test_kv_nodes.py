@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.engine import end, offline_engine
+from benchmarks.engine import ONE_PROCESS, end, offline_engine
 from loomserve.kvstore.peers.members import Member
 from loomserve.kvstore.peers.network import PeerNetwork
 from loomserve.kvstore.server.opening import start_server
@@ -137,6 +137,7 @@ def _nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
                 max_num_seqs=4,
                 max_num_batched_tokens=256,
                 kv_cache_memory_bytes=96 * 2**20,
+                **ONE_PROCESS,
             )
             stack.callback(end, llm)
             engines.append(StoredEngine(llm, one))

@@ -37,6 +37,9 @@ sys.exit(int(sys.argv[1]))
 """
 
 
+PYTHON = py_executable("ray::Some")
+
+
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
     path = tmp_path / "a worker.py"
@@ -59,7 +62,7 @@ def fork_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[by
 def launch(script: Path, argument: str) -> subprocess.Popen[str]:
     """As Ray does: a shell runs what its runtime environment says."""
     return subprocess.Popen(
-        ["bash", "-c", f"exec {py_executable()} '{script}' {argument} 'two words'"],
+        ["bash", "-c", f"exec {py_executable('ray::Some')} '{script}' {argument} 'two words'"],
         env={**os.environ, "SAID": "by Ray"},
         cwd=script.parent,
         stdin=subprocess.DEVNULL,
@@ -96,12 +99,12 @@ def test_a_worker_is_forked_and_ends_with_its_status(
     assert (out, err, launched.returncode) == ("", "trouble\n", 3)
 
 
-def test_a_worker_has_the_title_that_ray_would_give_it(
+def test_a_worker_has_the_title_that_it_was_given(
     script: Path, fork_server: subprocess.Popen[bytes]
 ) -> None:
     launched = launch(script, "wait")
     (title, *_) = psutil.Process(told(launched)["pid"]).cmdline()
-    assert title == "ray::ServeReplica:loomserve-gateway:Gateway"
+    assert title == "ray::Some"
     launched.kill()
     launched.communicate()
 
@@ -155,9 +158,11 @@ def test_each_node_runs_workers_by_a_python_of_its_own(monkeypatch: pytest.Monke
     """What the platform says is for all nodes of a cluster, on which Python may be elsewhere."""
 
     def expanded() -> str:
-        return subprocess.check_output(["bash", "-c", f"echo {py_executable()}"], text=True)
+        return subprocess.check_output(
+            ["bash", "-c", f"echo {py_executable('ray::Some')}"], text=True
+        )
 
     monkeypatch.setenv(PYTHON_VARIABLE, "/there/bin/python")
-    assert expanded() == "/there/bin/python -m loomserve.deployments.worker_launcher\n"
+    assert expanded() == "/there/bin/python -m loomserve.deployments.worker_launcher ray::Some\n"
     monkeypatch.delenv(PYTHON_VARIABLE)
     assert expanded().startswith(f"{sys.executable} -m ")
