@@ -1,4 +1,4 @@
-"""Tables of benchmarks whose arms are compared: the overhead, weaving, prefixes, queues, moves.
+"""Tables of benchmarks whose arms are compared: overhead, starts, weaving, prefixes, queues, moves.
 
 A table whose file is not cited is empty: its page keeps what it says without one.
 """
@@ -201,6 +201,20 @@ def adaptive(result: Result) -> str:
     return _with_head(f"{data['runs']} runs.", head, rows)
 
 
+def start(result: Result) -> str:
+    data = result.data
+    rows = [
+        [
+            "Loomserve with two models, until both have answered",
+            spread(data["two_engines_ready_s"], "s"),
+        ],
+        ["two of vLLM's own servers", spread(data["two_vllm_servers_start_s"], "s")],
+        ["the first over the second", spread(data["start_ratio"])],
+        ["another engine in the place of one that was killed", spread(data["engine_back_s"], "s")],
+    ]
+    return _with_head(f"{result.setup['runs']} runs.", ["", "measured"], rows)
+
+
 def _with_head(said: str, head: list[str], rows: list[list[str]]) -> str:
     return f"{said}\n\n{table(head, rows)}"
 
@@ -233,6 +247,7 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "prefix": prefix,
     "rebalance": rebalance,
     "adaptive": adaptive,
+    "start": start,
 }
 """By the name of the file, ``_`` standing for ``-`` in the name of the marker."""
 TEXTS = {

@@ -33,7 +33,16 @@ esac
 fingerprint=$(printf '%s\n' "$device" "$purpose" "$PWD" |
     cat - pyproject.toml constraints.txt hashes.txt overrides.txt |
     sha256sum | cut -d' ' -f1)
+
+# Of an editable installation, whose files change. Ray's processes write no bytecode: each would
+# compile what it imports.
+compile_own() {
+    [[ $purpose == serve ]] ||
+        "$venv/bin/python" -m compileall -qq platform deployments kvstore routers || true
+}
+
 if [[ -x $venv/bin/loomserve && -f $stamp && $(<"$stamp") == "$fingerprint" ]]; then
+    compile_own
     exit 0
 fi
 
@@ -142,5 +151,6 @@ step "Loomserve, vLLM, Ray and tools" install_loomserve || give_up
 [[ $purpose == develop ]] || export LOOMSERVE_HOME=$venv/share/loomserve
 step "Task ring of lending, in C++" "$venv/bin/python" -m loomserve.platform.lending.ring.native ||
     echo "    Lending will run in Python, slowly; $log says why."
+compile_own
 printf '%s\n' "$fingerprint" >"$stamp"
 echo "Installed in $SECONDS s. Next: make serve"

@@ -157,6 +157,26 @@ def test_only_a_changed_input_starts_a_new_installation(
     assert result.stdout == ""
 
 
+@pytest.mark.parametrize("broken", [False, True])
+def test_changed_files_are_compiled_even_where_nothing_is_to_install(
+    checkout: Path, broken: bool
+) -> None:
+    python = checkout / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.symlink_to(sys.executable)
+    (checkout / ".venv/bin/loomserve").touch(mode=0o755)
+    (checkout / ".venv/install.stamp").write_text(fingerprint(checkout) + "\n")
+    for name in ("platform", "kvstore"):
+        (checkout / name).mkdir()
+        (checkout / name / "changed.py").write_text("SIZE = 1\n")
+    (checkout / "platform/other.py").write_text("SIZE =\n" if broken else "SIZE = 2\n")
+    result = install(checkout)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    compiled = {path.name.split(".")[0] for path in checkout.rglob("*.pyc")}
+    assert compiled == ({"changed"} if broken else {"changed", "other"})
+    assert len(list(checkout.rglob("changed.*.pyc"))) == 2
+
+
 def test_every_direct_dependency_has_a_reason_and_every_reason_a_dependency() -> None:
     page = (ROOT / "docs/dependencies.md").read_text()
     documented = {

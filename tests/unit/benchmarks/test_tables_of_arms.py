@@ -121,6 +121,20 @@ def test_adaptive_is_told_over_each_other_arm() -> None:
     assert "| `adaptive_fcfs` | turnaround | 1.0 |" in text
 
 
+def test_a_start_is_told_beside_that_of_vllms_servers() -> None:
+    figure = {"median": 20.0, "min": 19.0, "max": 22.0}
+    data = {
+        "two_engines_ready_s": figure,
+        "two_vllm_servers_start_s": {"median": 40.0, "min": 38.0, "max": 44.0},
+        "start_ratio": {"median": 0.5, "min": 0.5, "max": 0.5},
+        "engine_back_s": {"median": 4.0, "min": 3.0, "max": 5.0},
+    }
+    text = tables_of_arms.start(kept(data, runs=3))
+    assert text.startswith("3 runs.")
+    assert "| Loomserve with two models, until both have answered | 20 s (19 to 22) |" in text
+    assert "| the first over the second | 0.50 |" in text
+
+
 def test_nothing_is_told_of_a_file_that_is_not_cited() -> None:
     missing = [name for name in tables_of_arms.TABLES if not (CITED / f"{name}.json").exists()]
     texts = [tables_of_arms.TEXTS[name.replace("_", "-")]() for name in missing]
