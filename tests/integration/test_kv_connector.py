@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,6 +12,7 @@ from benchmarks.engine import BLOCK_TOKENS
 from loomserve.kvstore.server.protocol import HANDED_OVER, HANDS_OVER
 from loomserve.kvstore.storage.arena import Arena
 from tests.integration.conftest import StoredEngine
+from tests.waiting import within
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -30,13 +30,6 @@ def _engine(stored_engine: StoredEngine) -> StoredEngine:
     stored_engine.forget()
     stored_engine.flush_store()
     return stored_engine
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def blocks_in_memory(engine: StoredEngine) -> int:

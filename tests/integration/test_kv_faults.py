@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -28,6 +28,7 @@ from loomserve.kvstore.server.protocol import Done, Found, Inspect, Lookup, Rele
 from loomserve.kvstore.server.server import StoreServer
 from loomserve.kvstore.storage.arena import Arena
 from tests.integration.conftest import StoredEngine
+from tests.waiting import within
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -46,13 +47,6 @@ def options_in(folder: Path) -> StoreOptions:
         eviction="lru",
         quotas={},
     )
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 # An engine.

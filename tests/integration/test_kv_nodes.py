@@ -8,7 +8,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -33,6 +33,7 @@ from loomserve.kvstore.storage.arena import Arena
 from loomserve.platform.models import catalog
 from tests.integration.conftest import StoredEngine
 from tests.integration.cores import core
+from tests.waiting import within
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 
@@ -44,13 +45,6 @@ def prompt(seed: int, tokens: int) -> list[int]:
     """Sequences that differ from the first token on, of the vocabulary's plain words."""
     source = random.Random(seed)
     return [source.randrange(1000, 40000) for _ in range(tokens)]
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.02)
 
 
 def serve(options: StoreOptions, pipe: Connection) -> None:

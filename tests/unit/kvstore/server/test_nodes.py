@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -39,6 +39,7 @@ from tests.unit.kvstore.server.test_server import (
     chain,
 )
 from tests.unit.stopping import stopped
+from tests.waiting import within
 
 TOKEN = "the run's token"
 BLOCK_S = 0.1
@@ -74,13 +75,6 @@ class Node:
         """Blocks of a chain that its directory has of another node."""
         held = self.network.directory.holdings(SPACE, keys)
         return max((holding.resident for holding in held), default=0)
-
-
-def within(seconds: float, holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < until
-        time.sleep(0.002)
 
 
 def options_of(
