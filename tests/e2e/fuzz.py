@@ -9,12 +9,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from pydantic import TypeAdapter
-from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
-from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest
-from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
 
 Schema: TypeAlias = Mapping[str, Any]
 
@@ -139,15 +133,7 @@ class Requests:
         ]
         self._model = model
         self._seed = seed
-        self._generated = {
-            "/v1/chat/completions": _schema(ChatCompletionRequest),
-            "/v1/completions": _schema(CompletionRequest),
-            "/v1/responses": _schema(ResponsesRequest),
-            "/v1/messages": _schema(AnthropicMessagesRequest),
-            "/v1/embeddings": _schema(EmbeddingRequest),
-            "/v1/tokenize": _schema(TokenizeRequest),
-            "/v1/detokenize": _schema(DetokenizeRequest),
-        }
+        self._generated = _schemas()
 
     def __iter__(self) -> Iterator[Sent]:
         number = 0
@@ -264,6 +250,27 @@ class Requests:
                 sent.headers[name] = dice.choice(values)
         if sent.method in ("GET", "HEAD", "OPTIONS", "TRACE"):
             sent.content = b""
+
+
+def _schemas() -> dict[str, Schema]:
+    """Schemas of requests that an engine answers, by path."""
+    # Here, since to import vLLM takes seconds, and no other test of the folder needs it.
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.pooling.embed.protocol import EmbeddingRequest
+    from vllm.entrypoints.serve.tokenize.protocol import DetokenizeRequest, TokenizeRequest
+
+    return {
+        "/v1/chat/completions": _schema(ChatCompletionRequest),
+        "/v1/completions": _schema(CompletionRequest),
+        "/v1/responses": _schema(ResponsesRequest),
+        "/v1/messages": _schema(AnthropicMessagesRequest),
+        "/v1/embeddings": _schema(EmbeddingRequest),
+        "/v1/tokenize": _schema(TokenizeRequest),
+        "/v1/detokenize": _schema(DetokenizeRequest),
+    }
 
 
 def _schema(of: Any) -> Schema:

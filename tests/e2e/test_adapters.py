@@ -181,7 +181,7 @@ def test_other_weights_under_a_name_answer_at_once_and_streams_keep_theirs(
 ) -> None:
     load(platform, "shifting", "loras/sql")
     assert text(platform, "shifting") == texts[SQL]
-    stream = answer(platform, "shifting", stream=True, max_tokens=200)
+    stream = answer(platform, "shifting", stream=True, max_tokens=120)
     first = next(stream).choices[0].text
     load(platform, "shifting", "loras/poet")
     assert text(platform, "shifting") == texts[POET]
@@ -240,7 +240,7 @@ def test_answers_go_on_when_an_engine_is_killed_and_the_next_has_them(
     shutil.rmtree(folder / "loras" / "poet")
     names = [SQL, POET, BASE] * 2
     with ThreadPoolExecutor(len(names)) as pool:
-        streams = list(pool.map(lambda n: answer(platform, n, stream=True, max_tokens=200), names))
+        streams = list(pool.map(lambda n: answer(platform, n, stream=True, max_tokens=120), names))
         begun = [next(stream).choices[0].text for stream in streams]
         replicas = model_state(platform, BASE)["replicas"]
         victim = max(replicas, key=lambda one: one["in_flight"])

@@ -99,7 +99,7 @@ def story(platform: Platform, model: str, began: threading.Event | None = None) 
     with platform.client().completions.create(
         model=model,
         prompt="Once upon a time",
-        max_tokens=200,
+        max_tokens=120,
         temperature=0,
         stream=True,
         extra_body={"ignore_eos": True},

@@ -74,7 +74,7 @@ class Streaming(threading.Thread):
         body = {
             "model": HOT,
             "messages": [{"role": "user", "content": "Count."}],
-            "max_tokens": 200,
+            "max_tokens": 120,
             "ignore_eos": True,
             "stream": True,
         }

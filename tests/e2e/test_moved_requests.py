@@ -13,7 +13,7 @@ from tests.e2e.test_lending import admin_plans, get, plan_status, post, profile_
 
 pytestmark = pytest.mark.e2e
 
-TOKENS = 400
+TOKENS = 240
 PROMPTS = ("Once upon a time", "The capital of France is")
 ASKED = PROMPTS * 3
 
