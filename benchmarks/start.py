@@ -61,24 +61,24 @@ def back(model: str, port: int) -> float:
     Raises:
         TimeoutError: it has none in two minutes.
     """
-    replica = _replica(model, port)
+    (replica,) = _replicas(model, port)
     psutil.Process(replica["engine_pid"]).kill()
     begin = time.monotonic()
     while time.monotonic() - begin < _BACK_S:
-        now = _replica(model, port)
-        if now and now["id"] != replica["id"]:
+        # The one that is gone is told of until its silence tells that it is.
+        if any(each["id"] != replica["id"] for each in _replicas(model, port)):
             return time.monotonic() - begin
         time.sleep(_POLL_S)
     raise TimeoutError(f"{model} has no other replica after {_BACK_S:.0f} s")
 
 
-def _replica(model: str, port: int) -> dict[str, Any]:
+def _replicas(model: str, port: int) -> list[dict[str, Any]]:
     url = f"http://127.0.0.1:{port}"
     said = httpx.get(
         f"{url}/admin/v1/state", headers={"Authorization": f"Bearer {token_for(url)}"}, timeout=30
     )
     (found,) = (each for each in said.json()["models"] if each["name"] == model)
-    return dict(found["replicas"][0]) if found["replicas"] else {}
+    return list(found["replicas"])
 
 
 def measured(options: argparse.Namespace) -> dict[str, list[float]]:

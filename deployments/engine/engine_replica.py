@@ -7,6 +7,8 @@ and ends it. It imports no vLLM.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import time
 from typing import Any
@@ -63,6 +65,10 @@ _AWAKE_TIMEOUT_S = 60.0
 _SLEEP_LEVEL = 1
 _EMPTY_POLL_S = 0.25
 _STOP_TIMEOUT_S = 5.0
+# What is left to do when an engine has ended asks only its own replica and lenders.
+_LEAVE_TIMEOUT_S = 2.0
+
+_log = logging.getLogger("ray.serve")
 
 
 class EngineReplica:
@@ -116,6 +122,7 @@ class EngineReplica:
                 )
             ),
         ]
+        self._ending = asyncio.create_task(self._end_with_engine())
 
     async def _started(self, options: dict[str, Any], environment: dict[str, str]) -> EngineHost:
         store = self._spec.kv_transfer_config
@@ -182,6 +189,21 @@ class EngineReplica:
             raise RuntimeError(f"the engine has ended: {await self._engine.ended()}")
         if not self._http.alive or self._heart.done():
             raise RuntimeError("the replica's HTTP server or its heartbeats have ended")
+
+    async def _end_with_engine(self) -> None:
+        """End this process when its engine has ended, which no call of Serve's asked for.
+
+        Serve replaces a replica that is gone at its next look, within 2 s, and one that is
+        unhealthy after three, or 6 s.
+        """
+        how = await self._engine.ended()
+        _log.error("the engine of %s has ended: %s", self._spec.model.name, how)
+        with contextlib.suppress(Exception):
+            async with asyncio.timeout(_LEAVE_TIMEOUT_S):
+                await self._loans.take_back()
+                await self._leave()
+                await self._engine.stop(0)
+        os._exit(1)
 
     async def _show_load(self, request: Request) -> Response:
         await self._read_load()
@@ -254,17 +276,21 @@ class EngineReplica:
     async def __del__(self) -> None:
         """Serve's last call: have requests go on elsewhere, then stop the engine."""
         if hasattr(self, "_tasks"):
+            self._ending.cancel()
             self._stopping = True
             await self._loans.take_back()
             await self._until_empty()
-            await self._moves.close()
-            for task in self._tasks:
-                task.cancel()
-            await self._loans.give_back()
-            await self._gate.close()
-            await self._http.stop(0)
+            await self._leave()
         if hasattr(self, "_engine"):
             await self._engine.stop(_STOP_TIMEOUT_S)
+
+    async def _leave(self) -> None:
+        await self._moves.close()
+        for task in self._tasks:
+            task.cancel()
+        await self._loans.give_back()
+        await self._gate.close()
+        await self._http.stop(0)
 
     async def _until_empty(self) -> None:
         """Gateways learn of it with the next heartbeat, and move what can go on elsewhere."""

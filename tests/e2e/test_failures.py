@@ -66,9 +66,11 @@ def test_a_killed_only_engine_holds_its_stream_until_another_comes_and_not_for_e
     stream = long_stream(platform, COLD, 160)
     next(iter(stream))
     replica = model_state(platform, COLD)["replicas"][0]
+    process = psutil.Process(replica["pid"])
     engine_process(replica).kill()
     began = time.monotonic()
     assert ask(platform, HOT), "another model stopped serving"
+    assert psutil.wait_procs([process], timeout=ORPHANS_END_S)[1] == []
     # The machine decides whether another engine is there in time.
     completed, error = rest_of(stream)
     if error is None:
