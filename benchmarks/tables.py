@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from benchmarks import tables_of_arms
-from benchmarks.result_files import cited
+from benchmarks.result_files import Result, cited
 from benchmarks.table_text import number, sources, spread, table
 
 
@@ -180,6 +180,46 @@ def nodes() -> str:
     return "\n\n".join([sources("nodes"), said, table(head, rows)])
 
 
+def store(result: Result) -> str:
+    data = result.data
+    rows = [
+        [
+            "blocks from the arena into an engine's memory, checksums verified",
+            spread(data["spread"]["get_gbps"], "GB/s"),
+            f"{spread(data['get_over_memcpy'])} of plain copies of the same pieces; goal 0.7",
+        ],
+        [
+            "blocks from an engine into the arena, sealed and committed",
+            spread(data["spread"]["put_gbps"], "GB/s"),
+            f"{spread(data['put_over_memcpy'])} of the same",
+        ],
+        [
+            "blocks from SSD",
+            spread(data["spread"]["ssd_get_gbps"], "GB/s"),
+            f"{spread(data['ssd_get_over_raw'])} of sequential `O_DIRECT` reads by "
+            f"{data['ssd_threads']} threads",
+        ],
+        *(
+            [
+                f"a lookup that finds and leases {int(blocks):,} blocks, "
+                f"p50 of {data['lookup_us_n']:,} a run",
+                spread(of, "µs"),
+                "",
+            ]
+            for blocks, of in data["lookup_us_p50"].items()
+        ),
+        *(
+            [
+                f"share of a {way} that the forward pass hides, of one sweep of prompts",
+                f"{number(of['median'])}, the least {number(of['min'])}",
+                "",
+            ]
+            for way, of in data["hidden_share"].items()
+        ),
+    ]
+    return f"{data['runs']} runs.\n\n{table(['what', 'measured', 'against'], rows)}"
+
+
 def spread_of_all(values: Sequence[float], unit: str) -> str:
     middle = statistics.median(values)
     return spread({"median": middle, "min": min(values), "max": max(values)}, unit)
@@ -245,6 +285,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "day": day,
     "prefix-nodes": prefix_nodes,
     "lending-at-rest": lending_at_rest,
+    "store": tables_of_arms.of_file("store", store),
     "unloaded": inline("elastic", "first_token_unloaded_s", unit="s"),
     "asleep": inline("elastic", "first_token_asleep_s", unit="s"),
     "vllm-start": inline("elastic", "vllm_server_start_s", unit="s"),

@@ -7,7 +7,16 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from benchmarks import adaptive, lent_share, prefix, rebalance, tables_of_arms, weave
+from benchmarks import (
+    adaptive,
+    lent_share,
+    prefix,
+    rebalance,
+    store,
+    tables,
+    tables_of_arms,
+    weave,
+)
 from benchmarks.adaptive_engine import Served as AdaptiveServed
 from benchmarks.adaptive_engine import Setting
 from benchmarks.popularity import Answer, Asked
@@ -133,6 +142,27 @@ def test_a_start_is_told_beside_that_of_vllms_servers() -> None:
     assert text.startswith("3 runs.")
     assert "| Loomserve with two models, until both have answered | 20 s (19 to 22) |" in text
     assert "| the first over the second | 0.50 |" in text
+
+
+def test_the_stores_speed_is_told_against_the_machines() -> None:
+    def of(*values: float) -> dict[str, Any]:
+        return store.spread(values)
+
+    data = {
+        "spread": {name: of(2, 3, 4) for name in ("get_gbps", "put_gbps", "ssd_get_gbps")},
+        "get_over_memcpy": of(0.6, 0.7, 0.8),
+        "put_over_memcpy": of(0.5, 0.5, 0.5),
+        "ssd_get_over_raw": of(1, 1, 1),
+        "ssd_threads": 4,
+        "lookup_us_p50": {"10000": of(440, 450, 460)},
+        "lookup_us_n": 200,
+        "hidden_share": {"load": {"median": 1.0, "min": 0.9}},
+        "runs": 3,
+    }
+    text = tables.store(kept(data))
+    assert "| 3.0 GB/s (2.0 to 4.0) | 0.70 (0.60 to 0.80) of plain copies" in text
+    assert "leases 10,000 blocks, p50 of 200 a run | 450 µs (440 to 460) |" in text
+    assert "| 1.0, the least 0.90 |" in text
 
 
 def test_nothing_is_told_of_a_file_that_is_not_cited() -> None:
