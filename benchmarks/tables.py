@@ -201,8 +201,8 @@ def store(result: Result) -> str:
         ],
         *(
             [
-                f"a lookup that finds and leases {int(blocks):,} blocks, "
-                f"p50 of {data['lookup_us_n']:,} a run",
+                f"a lookup, p50 of {data['lookup_us_n']:,} a run, by the blocks that it finds and "
+                f"leases: {int(blocks):,}",
                 spread(of, "µs"),
                 "",
             ]
