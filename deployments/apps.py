@@ -9,11 +9,16 @@ from typing import Any
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import ApplicationStatus
+from ray.serve.schema import (
+    ApplicationStatus,
+    ApplicationStatusOverview,
+    DeploymentStatus,
+)
 
 from loomserve.deployments.batch.lane import BatchLaneDeployment
 from loomserve.deployments.controller.controller import Controller
 from loomserve.deployments.gateway_apps import build_gateway_app
+from loomserve.deployments.ray_node import session_folder
 from loomserve.deployments.single import single
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.platform.base.errors import StartError
@@ -31,6 +36,7 @@ from loomserve.platform.models import catalog
 from loomserve.platform.nodes.resources import on_devices
 
 _POLL_S = 0.2
+_FAILED = frozenset({DeploymentStatus.UNHEALTHY, DeploymentStatus.DEPLOY_FAILED})
 
 
 def run_platform(
@@ -77,10 +83,20 @@ def _await_running(names: Collection[str]) -> None:
         found = serve.status().applications
         for name in names:
             if found[name].status is ApplicationStatus.DEPLOY_FAILED:
-                raise StartError(f"{name} does not start: {found[name].message}")
+                raise StartError(f"{name} does not start: {why_failed(found[name])}")
         if all(found[name].status is ApplicationStatus.RUNNING for name in names):
             return
         time.sleep(_POLL_S)
+
+
+def why_failed(app: ApplicationStatusOverview) -> str:
+    """Why an application's deployment failed, in a line, and where all is that is known of it."""
+    logs = session_folder() / "logs" / "serve"
+    for deployment in app.deployments.values():
+        if deployment.status in _FAILED and (lines := deployment.message.strip().splitlines()):
+            # First it says how often it was tried, then the traceback, and at last the error.
+            return f"{lines[-1].strip()} (more in {logs})"
+    return f"{app.message} (more in {logs})"
 
 
 def _controller_app(

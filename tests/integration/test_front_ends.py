@@ -136,6 +136,8 @@ def test_a_front_end_that_does_not_read_stops_nobody(served_engine: ServedEngine
         connected(served_engine.address, high_water=1) as slow,
         connected(served_engine.address) as other,
     ):
+        # The first step with log probabilities takes seconds on a busy machine.
+        answers(other, [other.add(PROMPT, max_tokens=2, logprobs=20)])
         for _ in range(4):
             # Large outputs fill what there is between the two soon.
             endless(slow, logprobs=20)
