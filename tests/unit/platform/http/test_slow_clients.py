@@ -23,7 +23,7 @@ from tests.unit.platform.http.raw import serving
 pytestmark = pytest.mark.anyio
 GET = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
 SEND_TIMEOUT_S = 0.5
-REQUEST_TIMEOUT_S = 6.0
+REQUEST_TIMEOUT_S = 2.0
 # More of them in the test's own event loop would be late on a busy machine, as would be all others.
 STOPPED = 60
 
