@@ -68,7 +68,7 @@ def run_platform(
     )
     _await_running([CONTROLLER_APP])
     controller = serve.get_deployment_handle(CONTROLLER_DEPLOYMENT, CONTROLLER_APP)
-    # A gateway imports vLLM first, for as long as an engine takes to start.
+    # Gateways and engines then start side by side.
     controller.load_configured.remote().result(timeout_s=60)
     _await_running([name for name, _ in targets])
     return controller

@@ -7,8 +7,6 @@ import atexit
 import contextlib
 import functools
 import os
-import shutil
-import tempfile
 import threading
 import time
 import uuid
@@ -26,13 +24,13 @@ from loomserve.platform.engine.core.addresses import BEAT, DEAD, HELLO, READY
 from loomserve.platform.engine.core.host import EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
 from loomserve.platform.engine.process.engine_process import ENGINE_MODULES
-from loomserve.platform.engine.process.forking import start_fork_server
 from loomserve.platform.engine.resumption.tokens import RESUMED
 from loomserve.platform.engine.resumption.travelling_times import by_age
 from loomserve.platform.run.engine_address import EngineAddress
-from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder
+from loomserve.platform.run.folder import RUN_VARIABLE
 from loomserve.platform.scheduling.options import ADDITIONAL_CONFIG
 from loomserve.platform.state.told_load import ToldLoad, load_of
+from tests.fork_servers import fork_server_of
 from tests.integration.cores import core
 
 T = TypeVar("T")
@@ -45,18 +43,9 @@ START_S = 180.0
 @functools.cache
 def fork_server() -> Path:
     """The folder of a run whose fork server imports vLLM once for all engines of all tests."""
-    # Paths of sockets must be short.
-    folder = tempfile.mkdtemp(prefix="run")
-    run = RunFolder(Path(folder))
-    run.sockets.mkdir()
-    server = start_fork_server(run, os.environ, ENGINE_MODULES)
-
-    def end() -> None:
-        server.kill()
-        server.wait()
-        shutil.rmtree(folder)
-
-    atexit.register(end)
+    running = contextlib.ExitStack()
+    folder, _ = running.enter_context(fork_server_of(ENGINE_MODULES))
+    atexit.register(running.close)
     return Path(folder)
 
 

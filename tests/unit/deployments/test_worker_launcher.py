@@ -7,8 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,9 @@ import pytest
 
 from loomserve.deployments import forked_worker
 from loomserve.deployments.worker_launcher import py_executable
-from loomserve.platform.engine.process.forking import start_fork_server
-from loomserve.platform.run.folder import PYTHON_VARIABLE, RUN_VARIABLE, RunFolder
+from loomserve.platform.run.folder import PYTHON_VARIABLE, RUN_VARIABLE
+from tests.fork_servers import fork_server_of
+from tests.waiting import within
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -49,14 +48,9 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def fork_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
-    # Paths of sockets must be short.
-    with tempfile.TemporaryDirectory() as folder:
-        run = RunFolder(Path(folder))
-        run.sockets.mkdir()
+    with fork_server_of([forked_worker.__name__]) as (folder, server):
         monkeypatch.setenv(RUN_VARIABLE, folder)
-        with start_fork_server(run, os.environ, [forked_worker.__name__]) as server:
-            yield server
-            server.kill()
+        yield server
 
 
 def launch(script: Path, argument: str) -> subprocess.Popen[str]:
@@ -118,10 +112,7 @@ def test_a_worker_and_its_launcher_end_together(
     (launched if ended == "launcher" else worker).kill()
     launched.communicate(timeout=30)
     assert launched.returncode != 0
-    deadline = time.monotonic() + 10
-    while worker.is_running() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not worker.is_running()
+    within(10, lambda: not worker.is_running())
 
 
 @pytest.mark.parametrize("why", ["no run", "no socket", "ended"])

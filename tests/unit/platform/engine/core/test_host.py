@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +20,10 @@ from loomserve.platform.base.errors import StartError
 from loomserve.platform.engine.core.host import EngineEnded, EngineHost
 from loomserve.platform.engine.core.messages import EngineStart
 from loomserve.platform.engine.process import engine_process as process
-from loomserve.platform.engine.process.forking import _FORK_SERVER, start_fork_server
+from loomserve.platform.engine.process.forking import _FORK_SERVER
 from loomserve.platform.run.engine_address import EngineAddress
-from loomserve.platform.run.folder import RUN_VARIABLE, RunFolder
+from loomserve.platform.run.folder import RUN_VARIABLE
+from tests.fork_servers import fork_server_of
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +40,9 @@ def fork_server(
     if request.param == "spawned":
         yield None
         return
-    # Paths of sockets must be short.
-    with tempfile.TemporaryDirectory() as folder:
-        run = RunFolder(Path(folder))
-        run.sockets.mkdir()
+    with fork_server_of([process._CHILD]) as (folder, server):
         monkeypatch.setenv(RUN_VARIABLE, folder)
-        with start_fork_server(run, os.environ, [process._CHILD]) as server:
-            yield server
-            server.kill()
+        yield server
 
 
 def start(folder: Path, mode: str, timeout_s: float = 30) -> Any:
