@@ -10,7 +10,7 @@ UNIT_TESTS := -n $(shell n=$$((2 * $$(nproc))); echo $$((n < 16 ? n : 16))) test
 SIDE_BY_SIDE := -n 2 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve performance dashboards test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-rebalance-replicas bench-continue bench-start bench-elastic bench-decisions check-batch check-day gpu-check gpu-bundle image check-image hashes sbom clean
+.PHONY: help install serve performance dashboards test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-documents bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-rebalance-replicas bench-continue bench-start bench-elastic bench-decisions check-batch check-day gpu-check gpu-bundle image check-image hashes sbom clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ bench-transfer: install ## measure what of the KV store's transfers is hidden, a
 
 bench-prefix: install ## measure what the KV store gains on shared prefixes
 	@$(PYTHON) -m benchmarks.prefix
+
+bench-documents: install ## measure what the KV store gains on documents that are asked about again
+	@$(PYTHON) -m benchmarks.documents
 
 bench-pd: install ## measure what separating prefill from decode gains or costs
 	@$(PYTHON) -m benchmarks.disaggregation

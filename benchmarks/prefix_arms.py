@@ -1,4 +1,4 @@
-"""Arms of :mod:`benchmarks.prefix`: two engines of one model, a core each, with the same memory.
+"""Arms of benchmarks of prefixes: two engines of one model, a core each, with the same memory.
 
 An arm with a KV store gives half of the memory to it, so that what the store holds is not memory
 that the others lack.
@@ -28,6 +28,8 @@ class Kind:
 
     policy: str | None
     store: bool = False
+    disk_bytes: int = 0
+    """Of the store, which no engine can use by itself."""
 
     @property
     def store_bytes(self) -> int:
@@ -41,6 +43,7 @@ class Kind:
 
 KINDS = {
     "store": Kind("load_aware", store=True),
+    "store_and_disk": Kind("load_aware", store=True, disk_bytes=4 * 2**30),
     "store_round_robin": Kind("round_robin", store=True),
     "no_store": Kind("load_aware"),
     "round_robin": Kind("round_robin"),
@@ -95,7 +98,8 @@ def arm(name: str, model: str, place: int, folder: Path) -> Arm:
         "server": {"host": "127.0.0.1", "port": port},
     }
     if kind.store:
-        config["kvstore"] = {"memory": kind.store_bytes}
+        disk = {"ssd": kind.disk_bytes, "ssd_path": str(folder / f"{name}-disk")}
+        config["kvstore"] = {"memory": kind.store_bytes, **(disk if kind.disk_bytes else {})}
     return configured_arm(name, config, MODEL, port, folder)
 
 

@@ -61,18 +61,19 @@ def back(model: str, port: int) -> float:
     Raises:
         TimeoutError: it has none in two minutes.
     """
-    (replica,) = _replicas(model, port)
+    (replica,) = replicas(model, port)
     psutil.Process(replica["engine_pid"]).kill()
     begin = time.monotonic()
     while time.monotonic() - begin < _BACK_S:
         # The one that is gone is told of until its silence tells that it is.
-        if any(each["id"] != replica["id"] for each in _replicas(model, port)):
+        if any(each["id"] != replica["id"] for each in replicas(model, port)):
             return time.monotonic() - begin
         time.sleep(_POLL_S)
     raise TimeoutError(f"{model} has no other replica after {_BACK_S:.0f} s")
 
 
-def _replicas(model: str, port: int) -> list[dict[str, Any]]:
+def replicas(model: str, port: int) -> list[dict[str, Any]]:
+    """Those of a model in the platform's state; one that has ended is among them for a while."""
     url = f"http://127.0.0.1:{port}"
     said = httpx.get(
         f"{url}/admin/v1/state", headers={"Authorization": f"Bearer {token_for(url)}"}, timeout=30

@@ -158,6 +158,49 @@ def prefix(result: Result) -> str:
     return _with_head(f"{result.data['runs']} runs of each pair.", head, rows)
 
 
+def documents(result: Result) -> str:
+    """What was asked again and after a restart, the first arm over the others; then each arm."""
+    data, runs = result.data, result.data["by_run"]
+    ours, *others = runs[0]
+    parts = {
+        "all": "all rounds",
+        "first": "the first round",
+        "again": "the rounds after it",
+        "after_restart": "after a restart of all engines",
+    }
+
+    def asked(part: str) -> int:
+        return int(runs[0][ours][part]["ttft_ms_n"])
+
+    ratios = [
+        [
+            f"{what}, {said} (n = {asked(part)} a run and arm)",
+            *(spread(data["over"][other][part][figure]) for other in others),
+        ]
+        for figure, what in (("ttft_p50", "median TTFT"), ("seconds", "time"))
+        for part, said in parts.items()
+        if figure == "ttft_p50" or part in ("all", "after_restart")
+    ]
+
+    def median(arm: str, part: str, figure: str) -> float:
+        return float(statistics.median(run[arm][part][figure] for run in runs))
+
+    own = [
+        [
+            f"`{arm}`",
+            *(
+                f"{number(median(arm, part, 'ttft_ms_p50') / 1000)} s, "
+                f"{number(median(arm, part, 'hit_rate'))}"
+                for part in parts
+            ),
+        ]
+        for arm in runs[0]
+    ]
+    over = table([f"`{ours}` over", *(f"`{other}`" for other in others)], ratios)
+    head = ["median TTFT, hit rate", *parts.values()]
+    return f"{_with_head(f'{len(runs)} runs.', head, own)}\n\n{over}"
+
+
 def rebalance(result: Result) -> str:
     arms: Mapping[str, list[Mapping[str, Any]]] = result.data["by_arm"]
 
@@ -245,6 +288,7 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "weave_curve": weave_curve,
     "lent_share": lent_share,
     "prefix": prefix,
+    "documents": documents,
     "rebalance": rebalance,
     "adaptive": adaptive,
     "start": start,

@@ -151,6 +151,26 @@ def conversations(
     return found
 
 
+def documents(
+    *, documents: int, rounds: int, tokens: tuple[int, int], output_tokens: int, seed: str
+) -> list[list[PrefixRequest]]:
+    """Rounds in which each document is asked about once, in another order each and each time with
+    another question, of a block. Lengths of documents are even between the bounds in whole blocks.
+    """
+    source = random.Random(seed)
+    fresh = count()
+    least, most = (of // BLOCK_TOKENS for of in tokens)
+    texts = [tuple(islice(fresh, source.randint(least, most))) for _ in range(documents)]
+    found = []
+    for _ in range(rounds):
+        order = source.sample(texts, len(texts))
+        asked = [(*text, next(fresh)) for text in order]
+        found.append(
+            [PrefixRequest(0.0, of, len(of) * BLOCK_TOKENS, output_tokens) for of in asked]
+        )
+    return found
+
+
 def spread_over(counts: Sequence[int]) -> float:
     """Coefficient of variation of the load over replicas: 0 where all got the same."""
     mean = sum(counts) / len(counts)

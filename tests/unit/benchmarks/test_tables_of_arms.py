@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks import (
     adaptive,
+    documents,
     lent_share,
     prefix,
     rebalance,
@@ -93,6 +94,26 @@ def test_the_share_to_lend_has_a_row_a_point() -> None:
         "runs": 1,
     }
     assert "| 50 % | 1.50 | 1.00 | 2 |" in tables_of_arms.lent_share(kept(data))
+
+
+def test_documents_are_told_by_round_and_over_each_other_arm() -> None:
+    def rounds(again_ms: float) -> dict[str, documents.Round]:
+        first = documents.Round([1000.0, 3000.0], 100, 0, 2.0)
+        again = documents.Round([again_ms, again_ms], 100, 90, 1.0)
+        return {
+            "first": first,
+            "again": again,
+            "all": documents.together([first, again]),
+            "after_restart": again,
+        }
+
+    run = {"store_and_disk": rounds(200.0), "no_store": rounds(800.0)}
+    text = tables_of_arms.documents(kept(documents.report([run])))
+    assert "| `store_and_disk` | 0.60 s, 0.45 | 2.0 s, 0 | 0.20 s, 0.90 | 0.20 s, 0.90 |" in text
+    assert "| `store_and_disk` over | `no_store` |" in text
+    assert "| median TTFT, all rounds (n = 4 a run and arm) | 0.67 |" in text
+    assert "| median TTFT, the rounds after it (n = 2 a run and arm) | 0.25 |" in text
+    assert "| time, after a restart of all engines (n = 2 a run and arm) | 1.0 |" in text
 
 
 def test_pairs_of_prefixes_have_both_hit_rates() -> None:

@@ -19,6 +19,7 @@ from benchmarks.workload import (
     azure,
     azure_like,
     conversations,
+    documents,
     mooncake,
     reuse,
     scaled_down,
@@ -49,6 +50,18 @@ def test_generated_conversations_share_most_of_their_blocks_and_fit_the_context(
     assert max(len(one.blocks) for one in found) <= 40
     assert found[-1].at_s == pytest.approx(100, rel=0.4)
     assert found == conversations(requests=200, rate=2.0, max_blocks=40, seed="s")
+
+
+def test_each_round_asks_about_each_document_once_in_another_order() -> None:
+    rounds = documents(documents=30, rounds=3, tokens=(1024, 1792), output_tokens=8, seed="s")
+    texts = [[one.blocks[:-1] for one in each] for each in rounds]
+    assert {frozenset(each) for each in texts} == {frozenset(texts[0])}
+    assert len(set(texts[0])) == 30
+    assert texts[0] != texts[1] != texts[2]
+    questions = [one.blocks[-1] for each in rounds for one in each]
+    assert len(set(questions) - {block for text in texts[0] for block in text}) == 90
+    lengths = [BLOCK_TOKENS * len(text) for text in texts[0]]
+    assert 1024 <= min(lengths) < 1200 < 1600 < max(lengths) <= 1792
 
 
 def trace(path: Path, rows: list[tuple[int, list[int]]]) -> Path:
