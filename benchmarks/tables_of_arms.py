@@ -281,6 +281,20 @@ def of_file(name: str, made: Callable[[Result], str]) -> Callable[[], str]:
     return text
 
 
+def spread_of(name: str, *path: str, digits: int = 2) -> Callable[[], str]:
+    """A figure of a file with its spread, within a sentence; nothing while it is not cited."""
+
+    def text() -> str:
+        if not (CITED / f"{name}.json").exists():
+            return ""
+        found: Any = cited(name).data
+        for key in path:
+            found = found[key]
+        return spread(found, digits=digits)
+
+    return text
+
+
 TABLES: Mapping[str, Callable[[Result], str]] = {
     "overhead": overhead_of_models,
     "overhead_default": overhead,
@@ -302,4 +316,9 @@ TEXTS = {
         for load in ("8", "32")
     },
     "overhead-source": overhead_source,
+    "woven-over-nothing": spread_of("weave", "hot_peak_vs_dedicated", digits=3),
+    "woven-over-stock": spread_of("weave", "hot_peak_vs_stock", digits=3),
+    "documents-again": spread_of("documents", "over", "no_store", "again", "ttft_p50"),
+    "documents-by-prefix": spread_of("documents", "over", "prefix_router", "again", "ttft_p50"),
+    "documents-restarted": spread_of("documents", "over", "stock", "after_restart", "ttft_p50"),
 }
