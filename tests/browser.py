@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,9 @@ DESKTOP = {"viewport": {"width": 1280, "height": 800}, "color_scheme": "light"}
 PHONE = {"viewport": {"width": 390, "height": 800}, "color_scheme": "dark"}
 LEFT_OUT = "Failed to load resource: the server responded with a status of"
 """What Chromium says of each error that a server answers, such as that it has no batches."""
+
+PICTURES = os.environ.get("LOOMSERVE_CONSOLE_PICTURES")
+"""A folder for pictures of the pages, as docs/console.md shows them; none: there are none."""
 
 
 @contextmanager
@@ -89,3 +94,10 @@ def check_readable(page: Any) -> None:
         if each["impact"] in ("serious", "critical")
     }
     assert grave == {}, page.url
+
+
+def picture(of: Any, name: str) -> None:
+    """Of a page, or of a part of one, if there is a folder for it."""
+    if PICTURES:
+        whole = {} if hasattr(of, "bounding_box") else {"full_page": True}
+        of.screenshot(path=Path(PICTURES) / f"{name}.png", **whole)

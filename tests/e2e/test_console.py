@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,14 +14,19 @@ import pytest
 from tests.browser import (
     DESKTOP,
     PHONE,
+    PICTURES,
     browser,
     check_fits,
     check_readable,
     log_in,
     open_page,
+    picture,
     tab,
 )
 from tests.e2e.conftest import COLD, HOT, OFFLINE, Platform, stream
+from tests.e2e.test_admin import model_state
+from tests.e2e.test_batch import COMPLETIONS, line, submit
+from tests.e2e.test_lending import post, profile_devices
 
 pytestmark = pytest.mark.e2e
 
@@ -39,19 +42,12 @@ PAGES = {
     "keys": ("Keys and usage", "narrow"),
     "events": ("Events", "Only those with"),
 }
-PICTURES = os.environ.get("LOOMSERVE_CONSOLE_PICTURES")
-"""A folder for pictures of the pages, as docs/console.md shows them; none: there are none."""
 
 
 @pytest.fixture(scope="module", name="running")
 def chromium() -> Iterator[Any]:
     with browser() as running:
         yield running
-
-
-def picture(page: Any, name: str) -> None:
-    if PICTURES:
-        page.screenshot(path=Path(PICTURES) / f"{name}.png", full_page=True)
 
 
 @contextmanager
@@ -72,6 +68,17 @@ def streams(platform: Platform) -> Iterator[None]:
             ended.set()
     for each in asking:
         each.result()
+
+
+def have_something_to_show(platform: Platform) -> None:
+    """A plan, and a batch that is not done before its picture is taken."""
+    profile_devices(platform)
+    replicas = model_state(platform, HOT)["replicas"]
+    (engine,) = (each["id"] for each in replicas if each["device"] == "core0")
+    wish = {"actions": [{"action": "set_role", "engine": engine, "role": "prefill"}], "force": True}
+    post(platform, "plans", wish).raise_for_status()
+    lines = [line(str(number), COMPLETIONS, OFFLINE, max_tokens=40) for number in range(600)]
+    submit(platform.client(), lines, COMPLETIONS)
 
 
 def ask_in_chat(page: Any, platform: Platform, text: str) -> Any:
@@ -116,6 +123,9 @@ def test_each_page_shows_the_platform_and_can_be_read(
     running: Any, platform: Platform, options: dict[str, Any], suffix: str
 ) -> None:
     with ExitStack() as asked, tab(running, platform.url, **options) as page:
+        if PICTURES:
+            have_something_to_show(platform)
+        picture(page, f"login{suffix}")
         log_in(page, platform.admin_token)
         open_page(page, "fleet", "Fleet")
         asked.enter_context(streams(platform))

@@ -94,7 +94,7 @@ export function badge(text, kind = kindOf(text)) {
   return el("span", { class: `badge ${kind}` }, text.replaceAll("_", " "));
 }
 
-function kindOf(text) {
+export function kindOf(text) {
   return Object.keys(KINDS).find((kind) => KINDS[kind].includes(text)) ?? "plain";
 }
 

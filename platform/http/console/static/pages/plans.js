@@ -9,6 +9,7 @@ import { badge, bar, field, heading, notice, section, select, table } from "../p
 import { actionForm } from "../action_form.js";
 import { missing, outcome, showPlan } from "../plan.js";
 import { planButtons } from "../plan_buttons.js";
+import { timeline } from "../timeline.js";
 
 export const title = "Plans";
 export const paths = { state: "state", rebalancing: "rebalancing", plans: "plans" };
@@ -133,6 +134,7 @@ function history(plans) {
   if (plans instanceof ApiError) return notice(plans.message);
   return section(
     "The latest plans",
+    timeline(plans.plans),
     table({
       columns: [
         ["plan", (plan) => planLink(plan.id)],

@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 
-from tests.browser import DESKTOP, PHONE, browser, check_readable, log_in, open_page, tab
+from tests.browser import (
+    DESKTOP,
+    PHONE,
+    browser,
+    check_readable,
+    log_in,
+    open_page,
+    picture,
+    tab,
+)
 from tests.unit.platform.http.console.made_up import (
     ENDED,
     HOSTILE,
@@ -72,6 +81,10 @@ def test_each_page_shows_what_there_is_and_can_be_read(
             open_page(page, name, heading)
             shows(page, text)
             check_readable(page)
+            if options is DESKTOP and name == "fleet":
+                picture(page.get_by_role("region", name="Loans and moved parts"), "loans")
+            if options is DESKTOP and name.startswith("plans/"):
+                picture(page, "plan-one")
 
 
 def test_the_token_is_asked_for_kept_in_the_tab_and_nowhere_else(
@@ -129,6 +142,73 @@ def test_an_operator_changes_what_is_there_and_is_asked_before_something_is_lost
     ]
 
 
+DANGEROUS = {
+    ("fleet", "Fleet", "Drain ada"): ("POST", "nodes/ada/drain", None),
+    ("fleet", "Fleet", "End the loan of chat with mail"): (
+        "POST", "lending/loans/loan-1/drain", None,
+    ),
+    ("fleet", "Fleet", "Switch chat and mail off"): (
+        "PUT", "lending/pairs/chat/mail", {"enabled": False},
+    ),
+    ("models/chat", "chat", "Drain chat-1"): (
+        "PUT", "replicas/chat-1/draining", {"draining": True},
+    ),
+    ("models", "Models", "Delete the alias assistant"): ("DELETE", "aliases/assistant", None),
+    ("kv", "KV store", "Empty the store"): ("POST", "kv/flush", {"model": None}),
+    ("kv", "KV store", "Forget the blocks of code"): ("POST", "kv/flush", {"model": "code"}),
+    ("batches", "Batches", "Cancel batch_67f1"): ("POST", "batches/batch_67f1/cancel", None),
+}  # fmt: skip
+"""What takes something away: where its button is, and what it asks for."""
+
+
+@pytest.mark.parametrize("place", DANGEROUS, ids=[label for _, _, label in DANGEROUS])
+def test_what_takes_something_away_is_asked_for_twice_by_keyboard_alone(
+    page: Any, platform: MadeUp, place: tuple[str, str, str]
+) -> None:
+    name, heading, label = place
+    open_page(page, name, heading)
+    button = page.get_by_role("button", name=label, exact=True)
+    button.focus()
+    page.keyboard.press("Enter")
+    # What leaves all as it is has the focus, so that a second Enter does no harm.
+    page.get_by_role("dialog").wait_for()
+    page.keyboard.press("Enter")
+    page.get_by_role("dialog").wait_for(state="detached")
+    assert platform.changes == []
+    button.focus()
+    page.keyboard.press("Enter")
+    page.get_by_role("dialog").wait_for()
+    page.keyboard.press("Tab")
+    with page.expect_response(lambda said: said.request.method != "GET"):
+        page.keyboard.press("Enter")
+    assert platform.changes == [DANGEROUS[place]]
+
+
+def test_a_model_is_loaded_and_a_prompt_pinned(page: Any, platform: MadeUp) -> None:
+    open_page(page, "models", "Models")
+    page.get_by_text("Name and source").click()
+    page.get_by_label("Name", exact=True).fill("new")
+    page.get_by_label("Source", exact=True).fill("org/new")
+    page.get_by_label("Further fields, as JSON").fill('{"replicas": 2}')
+    page.get_by_role("button", name="Load", exact=True).click()
+    shows(page, "new is loaded.")
+    open_page(page, "kv", "KV store")
+    page.get_by_label("System message of a chat").fill("You are terse.")
+    page.get_by_label("Of the API key").select_option("alice")
+    page.get_by_role("button", name="Pin", exact=True).click()
+    page.wait_for_function("document.querySelectorAll('.toast').length > 0")
+    pinned = {
+        "model": "chat",
+        "messages": [{"role": "system", "content": "You are terse."}],
+        "pinned": True,
+        "api_key": "alice",
+    }
+    assert platform.changes == [
+        ("POST", "models", {"name": "new", "source": "org/new", "replicas": 2}),
+        ("POST", "kv/pin", pinned),
+    ]
+
+
 def test_a_plan_is_proposed_explained_and_applied(page: Any, platform: MadeUp) -> None:
     open_page(page, "plans", "Plans")
     page.get_by_role("button", name="What would move now?").click()
@@ -149,6 +229,37 @@ def test_a_plan_is_proposed_explained_and_applied(page: Any, platform: MadeUp) -
     ]
     ended = page.get_by_role("row", name=ENDED.id)
     assert ended.get_by_role("button").count() == 0
+
+
+def test_plans_stand_on_a_time_line_each_with_its_end(page: Any) -> None:
+    open_page(page, "plans", "Plans")
+    line = page.get_by_role("list", name="Plans over time")
+    picture(page, "plans-made-up")
+    bars = {
+        each: line.get_by_role("listitem").filter(has_text=each) for each in (ENDED.id, PLAN.id)
+    }
+    assert bars[ENDED.id].get_by_role("img", name="done, from").is_visible()
+    lasted = bars[ENDED.id].get_by_role("img").get_attribute("aria-label")
+    assert lasted.endswith("for 40\u00a0s")
+    assert bars[PLAN.id].get_by_role("img", name="proposed, from").is_visible()
+    # It was made later than the other, which has ended, and is open until now.
+    ended, open_ = (bars[each].locator("rect").nth(1).bounding_box() for each in bars)
+    assert ended["x"] < open_["x"]
+    assert ended["x"] + ended["width"] < open_["x"] + open_["width"]
+    bars[PLAN.id].get_by_role("link").click()
+    page.get_by_role("heading", name=PLAN.id, level=1).wait_for()
+
+
+def test_a_plan_is_aborted_once_that_is_confirmed(page: Any, platform: MadeUp) -> None:
+    open_page(page, "plans", "Plans")
+    abort = page.get_by_role("row", name=PLAN.id).get_by_role("button", name=f"Abort {PLAN.id}")
+    abort.click()
+    page.get_by_role("dialog").get_by_role("button", name="Leave it").click()
+    assert platform.changes == []
+    abort.click()
+    page.get_by_role("dialog").get_by_role("button", name="Abort").click()
+    shows(page, f"{PLAN.id} is aborted.")
+    assert platform.changes == [("POST", f"plans/{PLAN.id}/abort", None)]
 
 
 def test_a_chat_streams_its_answer_and_goes_on(page: Any, platform: MadeUp) -> None:
