@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.cog.plugins import register_default_plugins
+from grafana_foundation_sdk.models import dashboard as grafana
 
 from dashboards.__main__ import write
 from dashboards.panels import COLUMNS, Dashboard, Panel, Query, quantiles
@@ -29,6 +34,38 @@ def test_the_files_are_those_that_the_table_makes(tmp_path: Path) -> None:
     kept = {path.name: path.read_text() for path in FOLDER.glob("*.json")}
     assert kept.keys() == made.keys()
     assert [name for name in kept if kept[name] != made[name]] == [], "run make dashboards"
+
+
+def left_out(given: Any, understood: Any, at: str = "") -> Iterator[str]:
+    """Places of what Grafana's types do not know, or take for something else."""
+    if isinstance(given, dict) and isinstance(understood, dict):
+        for name, value in given.items():
+            yield from left_out(value, understood.get(name), f"{at}.{name}")
+    elif isinstance(given, list) and isinstance(understood, list):
+        for value, other in zip_longest(given, understood):
+            yield from left_out(value, other, f"{at}[]")
+    elif given != understood:
+        yield f"{at}: {given!r}, which is read as {understood!r}"
+
+
+def as_grafana_reads(of: dict[str, Any]) -> dict[str, Any]:
+    register_default_plugins()
+    return dict(json.loads(JSONEncoder().encode(grafana.Dashboard.from_json(of))))
+
+
+def test_each_field_is_one_of_grafanas_own_types(dashboard: dict[str, Any]) -> None:
+    assert list(left_out(dashboard, as_grafana_reads(dashboard))) == []
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [("titel", "x"), ("gridPos", {"x": 0, "y": 0, "w": 1, "h": 1, "z": 1})],
+)
+def test_a_field_that_grafana_does_not_have_is_found(
+    dashboard: dict[str, Any], place: str, value: Any
+) -> None:
+    dashboard["panels"][0][place] = value
+    assert list(left_out(dashboard, as_grafana_reads(dashboard)))
 
 
 def test_dashboards_are_told_apart() -> None:
