@@ -13,6 +13,7 @@ GROUPS = {
         name: name
         for name in (
             "e2e/test_adapters.py",
+            "e2e/test_dashboards_of_features.py",
             "e2e/test_on_demand.py",
             "e2e/test_placed_by_itself.py",
             "e2e/test_scaling.py",

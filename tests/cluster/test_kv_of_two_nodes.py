@@ -6,6 +6,7 @@ import contextlib
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,6 +16,9 @@ from loomserve.kvstore.server.actor import NodeStoreActor
 from tests.cluster.cluster import MODEL, Cluster, until
 from tests.cluster.test_two_nodes import drained, replicas, whole
 from tests.e2e.conftest import Platform
+from tests.e2e.prometheus import RATE_INTERVAL, SCRAPE_S, scraping
+from tests.e2e.test_dashboards import NEVER, ONE_NODE, PANELS
+from tests.unit.dashboards.catalog import ROOT, filled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -93,6 +97,25 @@ def test_what_one_node_has_computed_another_fetches(platform: Platform) -> None:
     assert there[0] == expected[0]
     assert there[1] == pytest.approx(expected[1], abs=1e-3)
     assert stores(platform)["two"]["network"]["fetched_blocks"] > before
+
+
+def test_dashboards_show_what_nodes_fetch(platform: Platform, tmp_path: Path) -> None:
+    until(lambda: acquainted(platform), 30)
+    asked = [panel for page, panel in PANELS if NEVER.get((page, panel.question)) == ONE_NODE]
+    assert asked
+    with scraping(platform, tmp_path, ROOT / "dashboards/alerts.yaml") as prometheus:
+        begin = time.time()
+        for number in range(3):
+            text = prompt(number, words=400)
+            with drained(platform, "core1"):
+                ask(platform, text)
+            with drained(platform, "core0"):
+                ask(platform, text)
+        time.sleep(2 * SCRAPE_S)
+        for query in (query for panel in asked for query in panel.queries):
+            expression = filled(query.expr, **{"$__rate_interval": RATE_INTERVAL})
+            found = prometheus.over(expression, begin, time.time())
+            assert found or "failed_fetches" in expression, expression
 
 
 def test_a_flush_and_a_pin_are_of_all_nodes(platform: Platform) -> None:

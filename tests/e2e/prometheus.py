@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +13,11 @@ import pytest
 
 from benchmarks import prometheus
 from benchmarks.prometheus import Prometheus
+from dashboards.preview import Answers, draw
+from dashboards.table import DASHBOARDS
 from tests.e2e.conftest import Platform
 
-__all__ = ["RATE_INTERVAL", "SCRAPE_S", "Prometheus", "scraping"]
+__all__ = ["RATE_INTERVAL", "SCRAPE_S", "Prometheus", "picture", "scraping"]
 
 SCRAPE_S = 2
 # As Grafana works it out.
@@ -28,3 +32,15 @@ def scraping(platform: Platform, folder: Path, rules: Path) -> Iterator[Promethe
     url, token = platform.operators_url, platform.admin_token
     with prometheus.scraping(url, folder, rules, token=token, scrape_s=SCRAPE_S) as found:
         yield found
+
+
+PICTURES = os.environ.get("LOOMSERVE_DASHBOARD_PICTURES")
+"""A folder for pictures of dashboards, as docs/metrics.md shows them; none: there are none."""
+
+
+def picture(of: Prometheus, begin: float, *names: str) -> None:
+    """Draw dashboards by what was scraped since then, if there is a folder for them."""
+    for page in DASHBOARDS if PICTURES else ():
+        if page.name in names:
+            answers = Answers(of.url, time.time() - begin, SCRAPE_S)
+            draw(page, answers, Path(str(PICTURES)) / f"{page.name}.png")

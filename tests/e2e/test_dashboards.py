@@ -11,7 +11,7 @@ import pytest
 from dashboards.panels import Panel
 from dashboards.table import DASHBOARDS
 from tests.e2e.conftest import COLD, HOT, OFFLINE, Platform
-from tests.e2e.prometheus import RATE_INTERVAL, SCRAPE_S, Prometheus, scraping
+from tests.e2e.prometheus import RATE_INTERVAL, SCRAPE_S, Prometheus, picture, scraping
 from tests.e2e.test_batch import ended, line, submit
 from tests.e2e.test_kvstore import new_prompt
 from tests.unit.dashboards.catalog import ROOT, filled
@@ -23,7 +23,7 @@ ROUNDS = 3
 PANELS = [(page.name, panel) for page in DASHBOARDS for panel in page.panels]
 
 _NO_LENDING = "lending is off here"
-_ONE_NODE = "there is one node"
+ONE_NODE = "there is one node"
 _NO_PROFILE = "nobody has profiled these devices"
 NEVER = {
     ("devices", "How much compute is each device asked for?"): _NO_PROFILE,
@@ -31,10 +31,10 @@ NEVER = {
     ("devices", "How much of its time does it compute for other engines?"): _NO_LENDING,
     ("devices", "How much of its time does it wait for lenders?"): _NO_LENDING,
     ("devices", "Where are prompts of decode replicas computed?"): "no replica has a role",
-    ("kvstore", "How much do nodes fetch from each other?"): _ONE_NODE,
-    ("kvstore", "Which fetches bring nothing?"): _ONE_NODE,
-    ("kvstore", "How fast are the links between nodes?"): _ONE_NODE,
-    ("kvstore", "Do all nodes know each other's stores?"): _ONE_NODE,
+    ("kvstore", "How much do nodes fetch from each other?"): ONE_NODE,
+    ("kvstore", "Which fetches bring nothing?"): ONE_NODE,
+    ("kvstore", "How fast are the links between nodes?"): ONE_NODE,
+    ("kvstore", "Do all nodes know each other's stores?"): ONE_NODE,
     ("lending", "How many KV blocks are borrowed?"): _NO_LENDING,
     ("lending", "How many requests are with which lender?"): _NO_LENDING,
     ("lending", "How long does a borrower wait for a layer?"): _NO_LENDING,
@@ -49,7 +49,8 @@ NEVER = {
     ("rebalancing", "How much compute is asked for?"): _NO_PROFILE,
     ("rebalancing", "How much memory is in use?"): _NO_PROFILE,
 }
-"""Panels that have no answer here, and must have none."""
+"""Panels that have no answer here, and must have none; others ask them of platforms that have one
+(``test_dashboards_of_features.py``, ``cluster/test_kv_of_two_nodes.py``)."""
 _GOOD = "empty is good"
 SOMETIMES = {
     ("overview", "Which requests had to go on elsewhere?"): _GOOD,
@@ -106,6 +107,7 @@ def span(
             for batch in batches:
                 assert ended(client, batch, 120).status == "completed"
             time.sleep(2 * SCRAPE_S)
+        picture(prometheus, begin, "batch", "kvstore", "model", "overview", "scheduling", "tenants")
         yield prometheus, begin, time.time()
 
 
