@@ -37,6 +37,8 @@ class Pod:
     parameters: dict[str, str]
     head: str | None = None
     """HOST:PORT; None: it is the head."""
+    cluster: str = "loom-abcde"
+    """The RayCluster's name, which each generation has its own of."""
     running: Command | None = None
 
     @property
@@ -85,7 +87,7 @@ class Pod:
                 value = secrets[source["secretKeyRef"]["name"]][source["secretKeyRef"]["key"]]
             elif "fieldRef" in source:
                 assert source["fieldRef"]["fieldPath"] == "metadata.labels['ray.io/cluster']"
-                value = "loom-abcde"
+                value = self.cluster
             else:
                 value = one["value"]
             # As Kubernetes does with variables that stand ahead.
@@ -149,9 +151,12 @@ class Operator:
 
 @contextmanager
 def ray_cluster(
-    manifests: list[Manifest], machines: tuple[Node, ...], folder: Path
+    manifests: list[Manifest],
+    machines: tuple[Node, ...],
+    folder: Path,
+    name: str = "loom-abcde",
 ) -> Iterator[tuple[Pod, ...]]:
-    """The pods of a RayService: the head, and one a group."""
+    """The pods of a RayService's cluster of this name: the head, and one a group."""
     cluster = only(manifests, "RayService")["spec"]["rayClusterConfig"]
     secrets = {
         made["metadata"]["name"]: made["stringData"]
@@ -168,6 +173,7 @@ def ray_cluster(
             group["template"],
             group["rayStartParams"],
             address if "groupName" in group else None,
+            name,
         )
         for machine, group in zip(machines, groups, strict=True)
     )

@@ -81,7 +81,7 @@ class Node:
     def __init__(self, name: str, address: str, hub: int, temporary: Path) -> None:
         """
         Args:
-            name: Its host name.
+            name: Its host name, which another may have as well.
             address: Its address, of a network of 24 bits.
             hub: A process in the network that joins the nodes.
             temporary: A folder that each node has for itself.
@@ -89,7 +89,7 @@ class Node:
         self.name, self.address = name, address
         self._hub = hub
         self.temporary = temporary
-        self._link = f"{name}-{hub}"[-15:]
+        self._link = f"n{address.rpartition('.')[2]}-{hub}"
         self._outer: subprocess.Popen[bytes] | None = None
 
     def boot(self) -> None:

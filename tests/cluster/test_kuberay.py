@@ -136,15 +136,19 @@ class Cluster:
         return "\n".join([str(said), *logs])
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    rendered = manifests(config())
-    folder = tmp_path_factory.mktemp("kuberay")
-    # As from a claim that has models already.
+def claim(folder: Path) -> Path:
+    """A folder for pods, with a claim that has models already."""
     models = cache_folder() / "models"
     models.mkdir(parents=True, exist_ok=True)
     (folder / "lib/home").mkdir(parents=True)
     (folder / "lib/home/models").symlink_to(models)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    rendered = manifests(config())
+    folder = claim(tmp_path_factory.mktemp("kuberay"))
     with network("head", "one") as machines, ray_cluster(rendered, machines, folder) as pods:
         running = Cluster(pods, rendered)
         until(running.operator.answers, 240, running.why_not)

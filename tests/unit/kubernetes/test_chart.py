@@ -356,3 +356,29 @@ def test_what_has_no_schema_here_names_ports_and_services_that_there_are() -> No
     # KubeRay's name of it.
     assert route["backendRefs"] == [{"name": "loom-serve-svc", "port": 8000}]
     assert {each["kind"] for each in made} >= OTHERS
+
+
+def test_ray_is_told_its_redis_and_where_the_password_is() -> None:
+    redis = {"address": "redis:6379", "passwordSecret": {"name": "redis", "key": "password"}}
+    rendered = render(merged(values_of("nodes-cpu"), {"gcs": {"redis": redis}}))
+    told = only(rendered, "RayService")["spec"]["rayClusterConfig"]["gcsFaultToleranceOptions"]
+    secret = {"valueFrom": {"secretKeyRef": {"name": "redis", "key": "password"}}}
+    assert told == {"redisAddress": "redis:6379", "redisPassword": secret}
+    without = only(render(values_of("nodes-cpu")), "RayService")["spec"]["rayClusterConfig"]
+    assert "gcsFaultToleranceOptions" not in without
+
+
+@pytest.mark.parametrize("folder", ["node-cpu", "nodes-cpu"])
+def test_claims_are_as_large_and_as_shared_as_values_say(folder: str) -> None:
+    state = {"size": "7Gi", "storageClass": "fast", "accessMode": "ReadWriteMany"}
+    rendered = render(merged(values_of(folder), {"storage": {"state": state}}))
+    claims = [made["spec"] for made in rendered if made["kind"] == "PersistentVolumeClaim"]
+    for made in rendered:
+        if made["kind"] == "StatefulSet":
+            claims += [each["spec"] for each in made["spec"]["volumeClaimTemplates"]]
+    (claim,) = claims
+    assert claim == {
+        "accessModes": ["ReadWriteMany"],
+        "storageClassName": "fast",
+        "resources": {"requests": {"storage": "7Gi"}},
+    }
