@@ -10,7 +10,7 @@ UNIT_TESTS := -n $(shell n=$$((2 * $$(nproc))); echo $$((n < 16 ? n : 16))) test
 SIDE_BY_SIDE := -n 2 --dist loadscope --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help install serve performance dashboards test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-documents bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-rebalance-replicas bench-continue bench-start bench-elastic bench-decisions check-batch check-day gpu-check gpu-bundle image check-image hashes sbom clean
+.PHONY: help install serve performance dashboards test test-all lint typecheck format bench-overhead bench-front-end bench-store bench-nodes-kv bench-nodes bench-prefix-nodes bench-transfer bench-prefix bench-documents bench-pd bench-adaptive bench-slo bench-batching bench-ring bench-weave bench-lent-share bench-lending-exactness bench-batch-dependence bench-migrate bench-helr bench-rebalance bench-rebalance-replicas bench-continue bench-start bench-elastic bench-decisions check-batch check-day gpu-check gpu-bundle image image-base check-image hashes sbom clean
 
 help: ## show the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -29,7 +29,7 @@ test: install ## run the tests, but for those that take minutes each
 
 test-all: install ## run all tests, some 90 minutes on two cores
 	@$(PYTHON) -m pytest $(UNIT_TESTS)
-	@$(PYTHON) -m pytest tests/integration tests/e2e tests/cluster
+	@$(PYTHON) -m pytest tests/integration tests/e2e tests/cluster tests/image
 
 lint: install ## check style, and which package imports which
 	@$(PYTHON) -m ruff check .
@@ -138,6 +138,9 @@ gpu-bundle: install ## pack into .gpu what those steps need on a machine without
 
 image: ## build the container image, for DEVICE, with podman, buildah or docker
 	@image/build.sh
+
+image-base: ## make a base for IMAGE_BASE of Debian's packages, where no registry can be reached
+	@image/base.sh
 
 check-image: ## run an image (IMAGE) as pods do, and see that it answers a request
 	@image/check.sh
