@@ -103,8 +103,7 @@ def _check_port(name: str, host: str, port: int) -> None:
         listen(host, port).close()
     except OSError as error:
         raise StartError(
-            f"cannot listen on {host}:{port} ({error.strerror}): stop what uses it, or set "
-            f"server.{name}"
+            f"cannot listen on {error.strerror}; stop what uses it, or set server.{name}"
         ) from None
 
 

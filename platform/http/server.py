@@ -103,7 +103,7 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
     """A bound TCP socket. ``port`` 0 takes a free one; ``shared`` lets several processes bind it.
 
     Raises:
-        OSError: the address is in use, or is not of this machine.
+        OSError: the address, which it names, is in use, or is not of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # asyncio sends small writes at once only if the socket says that it is of TCP.
@@ -113,8 +113,8 @@ def listen(host: str, port: int, *, shared: bool = False) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         sock.bind((host, port))
-    except OSError:
+    except OSError as error:
         sock.close()
-        raise
+        raise OSError(error.errno, f"{host}:{port}: {error.strerror}") from error
     sock.set_inheritable(False)
     return sock

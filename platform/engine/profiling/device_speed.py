@@ -57,13 +57,15 @@ def profile_devices(
     measured = []
     for device in devices:
         say(f"measuring {device.name} ({place(device)})")
-        speed = _apart(_speed, device, share)
+        # Forked, it has torch already, of which nothing runs yet.
+        speed = _apart(_speed, device, share, method="fork")
         timed = []
         for source, (path, places) in models.items():
             # Stages are timed on CPUs only; on GPUs they are predicted.
             if device in places and device.kind == "cpu":
                 say(f"timing {source} on {device.name}")
-                times = _apart(_stages, device, path, tuple(batches))
+                # vLLM and OpenMP read their binding when they are loaded.
+                times = _apart(_stages, device, path, tuple(batches), method="spawn")
                 timed.append(ModelTimes(model=source, times=tuple(times)))
         measured.append(speed.model_copy(update={"models": tuple(timed)}))
     say("measuring links")
@@ -76,9 +78,8 @@ def profile_devices(
     )
 
 
-def _apart(measure: Callable[..., _T], device: Device, *given: object) -> _T:
-    # vLLM and OpenMP read their binding when they are loaded.
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
+def _apart(measure: Callable[..., _T], device: Device, *given: object, method: str) -> _T:
+    with ProcessPoolExecutor(1, mp_context=get_context(method)) as process:
         try:
             return process.submit(measure, device, *given).result()
         except Exception as error:

@@ -168,7 +168,8 @@ def test_a_port_that_is_taken_opens_neither() -> None:
             free.close()
             ports = {"port": port, "admin_port": taken.getsockname()[1]}
             server = Server.model_validate({**SERVER, **ports})
-            with pytest.raises(OSError, match="in use"):
+            where = f"127.0.0.1:{ports['admin_port']}: .* in use"
+            with pytest.raises(OSError, match=where):
                 Listeners(_app(server, [], []), server, OnlyOne())
             listen("127.0.0.1", port).close()
 
