@@ -95,10 +95,10 @@ def test_load_starts_a_replica_and_quiet_drains_it_without_cutting_a_stream(
     platform: Platform,
 ) -> None:
     (first,) = state(platform)["replicas"]
-    alone = stream(platform, NAME, PROMPTS[0], 200)
+    alone = stream(platform, NAME, PROMPTS[0], 120)
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
         began = time.monotonic()
-        answers = [pool.submit(stream, platform, NAME, prompt, 200) for prompt in PROMPTS]
+        answers = [pool.submit(stream, platform, NAME, prompt, 120) for prompt in PROMPTS]
         wait_for(lambda: scaled(platform, "up") == 1, 15)
         assert state(platform)["target_replicas"] == 2
         assert state(platform)["scaling"]["why"].startswith("requests exceed")
@@ -114,7 +114,7 @@ def test_load_starts_a_replica_and_quiet_drains_it_without_cutting_a_stream(
         # Two at a time, one on each: few enough for one replica, and never none.
         while not scaled(platform, "down"):
             assert time.monotonic() - began < 150
-            last = [pool.submit(stream, platform, NAME, PROMPTS[0], 200) for _ in range(2)]
+            last = [pool.submit(stream, platform, NAME, PROMPTS[0], 120) for _ in range(2)]
             until_down_or_done(platform, last)
         assert [each.result() for each in last] == [alone] * 2
     wait_for(lambda: [each["id"] for each in state(platform)["replicas"]] == [first["id"]], 40)
