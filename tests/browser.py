@@ -96,8 +96,7 @@ def check_readable(page: Any) -> None:
     assert grave == {}, page.url
 
 
-def picture(of: Any, name: str) -> None:
-    """Of a page, or of a part of one, if there is a folder for it."""
+def picture(page: Any, name: str) -> None:
+    """Of a page, if there is a folder for it."""
     if PICTURES:
-        whole = {} if hasattr(of, "bounding_box") else {"full_page": True}
-        of.screenshot(path=Path(PICTURES) / f"{name}.png", **whole)
+        page.screenshot(path=Path(PICTURES) / f"{name}.png", full_page=True)

@@ -29,7 +29,7 @@ def scraping(platform: Platform, folder: Path, rules: Path) -> Iterator[Promethe
     """Prometheus, from its first scrape of the platform on."""
     if shutil.which("prometheus") is None:
         pytest.skip("there is no prometheus here (Debian: apt install prometheus)")
-    url, token = platform.operators_url, platform.admin_token
+    url, token = platform.operators_url or platform.url, platform.admin_token
     with prometheus.scraping(url, folder, rules, token=token, scrape_s=SCRAPE_S) as found:
         yield found
 

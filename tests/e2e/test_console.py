@@ -24,9 +24,7 @@ from tests.browser import (
     tab,
 )
 from tests.e2e.conftest import COLD, HOT, OFFLINE, Platform, stream
-from tests.e2e.test_admin import model_state
-from tests.e2e.test_batch import COMPLETIONS, line, submit
-from tests.e2e.test_lending import post, profile_devices
+from tests.e2e.test_lending import profile_devices
 
 pytestmark = pytest.mark.e2e
 
@@ -68,17 +66,6 @@ def streams(platform: Platform) -> Iterator[None]:
             ended.set()
     for each in asking:
         each.result()
-
-
-def have_something_to_show(platform: Platform) -> None:
-    """A plan, and a batch that is not done before its picture is taken."""
-    profile_devices(platform)
-    replicas = model_state(platform, HOT)["replicas"]
-    (engine,) = (each["id"] for each in replicas if each["device"] == "core0")
-    wish = {"actions": [{"action": "set_role", "engine": engine, "role": "prefill"}], "force": True}
-    post(platform, "plans", wish).raise_for_status()
-    lines = [line(str(number), COMPLETIONS, OFFLINE, max_tokens=40) for number in range(600)]
-    submit(platform.client(), lines, COMPLETIONS)
 
 
 def ask_in_chat(page: Any, platform: Platform, text: str) -> Any:
@@ -124,7 +111,7 @@ def test_each_page_shows_the_platform_and_can_be_read(
 ) -> None:
     with ExitStack() as asked, tab(running, platform.url, **options) as page:
         if PICTURES:
-            have_something_to_show(platform)
+            profile_devices(platform)
         picture(page, f"login{suffix}")
         log_in(page, platform.admin_token)
         open_page(page, "fleet", "Fleet")
