@@ -203,9 +203,13 @@ def test_a_stopped_engine_is_left_and_told_when_it_comes_back() -> None:
         await until(lambda: "r#1" in made.engines["b"].work)
         await until(lambda: a.aborted == ["r"])
         await made.ask(request("s"), on="b")
+        assert "a" not in made.asked[-1].candidates
         a.silent = False
-        await asyncio.sleep(1.2)
-        await made.ask(request("t"), on="a")
+        async with asyncio.timeout(8):
+            while "a" not in made.asked[-1].candidates:
+                await asyncio.sleep(0.1)
+                await made.ask(request(f"t{len(made.asked)}"), on=None)
+        await until(lambda: any(each.startswith("t") for each in a.work))
 
     played(play)
 
