@@ -4,7 +4,8 @@
 # SUITE: Debian's release, bookworm by default. MIRROR: where its packages are, else Debian's own.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-IMAGE_TOOL=buildah source image/tool.sh
+IMAGE_TOOL=buildah
+source image/tool.sh
 
 suite=${SUITE:-bookworm}
 command -v mmdebstrap >/dev/null || fail "there is no mmdebstrap (Debian, Ubuntu: apt install mmdebstrap)."
