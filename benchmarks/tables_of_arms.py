@@ -305,6 +305,7 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "documents": documents,
     "rebalance": rebalance,
     "adaptive": adaptive,
+    "queues_without_predictions": adaptive,
     "start": start,
 }
 """By the name of the file, ``_`` standing for ``-`` in the name of the marker."""

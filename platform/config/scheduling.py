@@ -12,10 +12,11 @@ from loomserve.platform.config.base import Bytes, Section
 class Scheduling(Section):
     """How an engine serves more requests than its KV memory holds (AdaptiveLLM)."""
 
-    queue: Literal["fair", "fcfs", "deadline", "sjf"] = Field(
-        "fair",
+    queue: Literal["fair", "fcfs", "deadline", "sjf"] | None = Field(
+        None,
         description="Who is served first, and preempted last. fair: waiting time for each token; "
-        "fcfs: first come; deadline: the earliest x-slo-ms; sjf: the shortest (long ones starve).",
+        "fcfs: first come; deadline: the earliest x-slo-ms; sjf: the shortest (long ones starve). "
+        "null: fair where the model has lengths, else fcfs.",
     )
     preemption: Literal["adaptive", "swap", "recompute"] | None = Field(
         None,

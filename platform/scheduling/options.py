@@ -30,11 +30,12 @@ class SchedulerOptions(BaseModel):
 def scheduler_options(model: Model, store: KvStore | None) -> SchedulerOptions:
     """Options of an engine of this model that is connected to this ``store``."""
     given = model.scheduling
-    preemption = given.preemption or ("adaptive" if store else "recompute")
     return SchedulerOptions(
-        preemption=preemption,
+        preemption=given.preemption or ("adaptive" if store else "recompute"),
+        # Without predicted lengths a fair queue is worse in all (benchmarks/adaptive.md).
+        queue=given.queue or ("fcfs" if model.lengths is None else "fair"),
         swap_bytes=_swap_bytes(model, store) if store else 0,
-        **given.model_dump(exclude={"preemption", "swap_space"}),
+        **given.model_dump(exclude={"preemption", "queue", "swap_space"}),
     )
 
 

@@ -122,7 +122,7 @@ def test_requests_that_make_room_for_others_come_back_from_the_store(platform: P
         time.sleep(3)  # a report must have come
         replicas = model_state(platform, HOT)["replicas"]
         figures = next(r["load"]["scheduling"] for r in replicas if r["device"] == "core0")
-        assert (figures["queue"], figures["preemption"]) == ("fair", "adaptive")
+        assert (figures["queue"], figures["preemption"]) == ("fcfs", "adaptive")
         assert figures["swapped_out"] == figures["swapped_in"] > 0
         assert figures["swap_used_bytes"] == 0 < figures["swap_capacity_bytes"]
         assert [ask(prompt) for prompt in prompts[:2]] == together[:2]

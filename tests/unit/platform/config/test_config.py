@@ -412,7 +412,7 @@ def test_any_change_of_a_line_is_read_or_refused_with_an_error_of_ours(data: st.
 def test_preemption_is_adaptive_with_a_store_that_is_shared_among_the_replicas() -> None:
     config = parse(GOOD)
     hot, cold = (scheduler_options(model, config.kvstore) for model in config.models)
-    assert (hot.queue, hot.preemption, cold.preemption) == ("fair", "adaptive", "adaptive")
+    assert (hot.preemption, cold.preemption) == ("adaptive", "adaptive")
     # Half of the store's 256 MiB on two devices; half of the quota of 128 MiB.
     assert (hot.swap_bytes, cold.swap_bytes) == (64 * 2**20, 64 * 2**20)
     without = scheduler_options(config.models[0], None)
