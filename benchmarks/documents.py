@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import signal
 import sys
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any
 import psutil
 import uvloop
 
-from benchmarks.load import Outcome, new_session, post
+from benchmarks.load import Outcome, completion_body, new_session, post
 from benchmarks.overhead import RequestsFailedError
 from benchmarks.prefix_arms import CONTEXT, KINDS, MEMORY_BYTES, MODEL, arm, targets
 from benchmarks.report import Spread, percentile, percentiles
@@ -84,16 +83,7 @@ async def asked(of: Arm, requests: Sequence[PrefixRequest], seed: str) -> Round:
             target = to[number % len(to)]
             found = []
             for request, prompt in waiting:
-                body = {
-                    "model": target.model,
-                    "prompt": prompt,
-                    "max_tokens": request.output_tokens,
-                    "ignore_eos": True,
-                    "temperature": 0,
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                }
-                data = json.dumps(body).encode()
+                data = completion_body(target.model, prompt, request.output_tokens)
                 url, now = f"{target.url}/v1/completions", time.perf_counter()
                 found.append(await post(session, url, data, request.output_tokens, now))
             return found

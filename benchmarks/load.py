@@ -174,6 +174,21 @@ def body(model: str, prompt: str, max_tokens: int) -> bytes:
     ).encode()
 
 
+def completion_body(model: str, prompt: Sequence[int], max_tokens: int) -> bytes:
+    """The same of a prompt's tokens, which no chat template changes."""
+    return json.dumps(
+        {
+            "model": model,
+            "prompt": list(prompt),
+            "max_tokens": max_tokens,
+            "ignore_eos": True,
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+
+
 async def request(
     session: aiohttp.ClientSession, target: Target, prompt: str, max_tokens: int, due: float
 ) -> Outcome:

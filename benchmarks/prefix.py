@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import re
 import signal
 import statistics
@@ -30,7 +29,7 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.load import Outcome, Target, new_session, post
+from benchmarks.load import Outcome, Target, completion_body, new_session, post
 from benchmarks.overhead import RequestsFailedError, in_turn
 from benchmarks.prefix_arms import CONTEXT, KINDS, MEMORY_BYTES, PAIRS, arm, targets
 from benchmarks.report import Spread, percentile, percentiles
@@ -97,16 +96,7 @@ async def send(of: Sequence[Target], requests: Sequence[PrefixRequest], seed: st
             target = of[place % len(of)]
             due = begin + request.at_s
             await asyncio.sleep(due - time.perf_counter())
-            body = {
-                "model": target.model,
-                "prompt": prompt,
-                "max_tokens": request.output_tokens,
-                "ignore_eos": True,
-                "temperature": 0,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            data = json.dumps(body).encode()
+            data = completion_body(target.model, prompt, request.output_tokens)
             return await post(
                 session, f"{target.url}/v1/completions", data, request.output_tokens, due
             )
