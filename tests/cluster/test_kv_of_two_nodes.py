@@ -16,9 +16,9 @@ from loomserve.kvstore.server.actor import NodeStoreActor
 from tests.cluster.cluster import MODEL, Cluster, until
 from tests.cluster.test_two_nodes import drained, replicas, whole
 from tests.e2e.conftest import Platform
-from tests.e2e.prometheus import RATE_INTERVAL, SCRAPE_S, scraping
+from tests.e2e.prometheus import SCRAPE_S, answers, scraping
 from tests.e2e.test_dashboards import NEVER, ONE_NODE, PANELS
-from tests.unit.dashboards.catalog import ROOT, filled
+from tests.unit.dashboards.catalog import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -113,9 +113,8 @@ def test_dashboards_show_what_nodes_fetch(platform: Platform, tmp_path: Path) ->
                 ask(platform, text)
         time.sleep(2 * SCRAPE_S)
         for query in (query for panel in asked for query in panel.queries):
-            expression = filled(query.expr, **{"$__rate_interval": RATE_INTERVAL})
-            found = prometheus.over(expression, begin, time.time())
-            assert found or "failed_fetches" in expression, expression
+            found = answers(prometheus, query, begin, time.time())
+            assert found or "failed_fetches" in query.expr, query.expr
 
 
 def test_a_flush_and_a_pin_are_of_all_nodes(platform: Platform) -> None:

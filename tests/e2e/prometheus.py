@@ -8,16 +8,19 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import prometheus
 from benchmarks.prometheus import Prometheus
+from dashboards.panels import Query
 from dashboards.preview import Answers, draw
 from dashboards.table import DASHBOARDS
 from tests.e2e.conftest import Platform
+from tests.unit.dashboards.catalog import filled
 
-__all__ = ["RATE_INTERVAL", "SCRAPE_S", "Prometheus", "picture", "scraping"]
+__all__ = ["SCRAPE_S", "Prometheus", "answers", "picture", "scraping"]
 
 SCRAPE_S = 2
 # As Grafana works it out.
@@ -34,6 +37,12 @@ def scraping(platform: Platform, folder: Path, rules: Path) -> Iterator[Promethe
         yield found
 
 
+def answers(of: Prometheus, query: Query, begin: float, end: float) -> list[dict[str, Any]]:
+    """The series of a panel's query, as Grafana asks it, over a span of Unix seconds."""
+    expression = filled(query.expr, **{"$__rate_interval": RATE_INTERVAL})
+    return of.over(expression, begin, end)
+
+
 PICTURES = os.environ.get("LOOMSERVE_DASHBOARD_PICTURES")
 """A folder for pictures of dashboards, as docs/metrics.md shows them; none: there are none."""
 
@@ -42,5 +51,5 @@ def picture(of: Prometheus, begin: float, *names: str) -> None:
     """Draw dashboards by what was scraped since then, if there is a folder for them."""
     for page in DASHBOARDS if PICTURES else ():
         if page.name in names:
-            answers = Answers(of.url, time.time() - begin, SCRAPE_S)
-            draw(page, answers, Path(str(PICTURES)) / f"{page.name}.png")
+            shown = Answers(of.url, time.time() - begin, SCRAPE_S)
+            draw(page, shown, Path(str(PICTURES)) / f"{page.name}.png")

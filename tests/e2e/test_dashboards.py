@@ -11,10 +11,10 @@ import pytest
 from dashboards.panels import Panel
 from dashboards.table import DASHBOARDS
 from tests.e2e.conftest import COLD, HOT, OFFLINE, Platform
-from tests.e2e.prometheus import RATE_INTERVAL, SCRAPE_S, Prometheus, picture, scraping
+from tests.e2e.prometheus import SCRAPE_S, Prometheus, answers, picture, scraping
 from tests.e2e.test_batch import ended, line, submit
 from tests.e2e.test_kvstore import new_prompt
-from tests.unit.dashboards.catalog import ROOT, filled
+from tests.unit.dashboards.catalog import ROOT
 from tests.unit.dashboards.test_alerts import ALERTS
 
 pytestmark = pytest.mark.e2e
@@ -120,12 +120,11 @@ def test_a_panels_question_has_an_answer(
     prometheus, begin, end = span
     place = page, panel.question
     for query in panel.queries:
-        expression = filled(query.expr, **{"$__rate_interval": RATE_INTERVAL})
-        found = prometheus.over(expression, begin, end)
+        found = answers(prometheus, query, begin, end)
         if place in NEVER:
-            assert not found, f"{expression} has an answer, although {NEVER[place]}"
+            assert not found, f"{query.expr} has an answer, although {NEVER[place]}"
         elif place not in SOMETIMES:
-            assert found, expression
+            assert found, query.expr
 
 
 def test_the_exceptions_are_panels() -> None:

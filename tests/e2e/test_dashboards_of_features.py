@@ -18,11 +18,11 @@ import pytest
 from tests.e2e import test_lending
 from tests.e2e.conftest import ENGINE, Platform, server_section, started
 from tests.e2e.predicted import question, trained
-from tests.e2e.prometheus import RATE_INTERVAL, SCRAPE_S, Prometheus, picture, scraping
+from tests.e2e.prometheus import SCRAPE_S, Prometheus, answers, picture, scraping
 from tests.e2e.test_admin import model_state, wait_for
 from tests.e2e.test_dashboards import NEVER, ONE_NODE, PANELS
 from tests.e2e.test_lending import LENDER, profile_devices, streaming, wait_for_loan
-from tests.unit.dashboards.catalog import ROOT, filled
+from tests.unit.dashboards.catalog import ROOT
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -80,9 +80,9 @@ def chat(platform: Platform, model: str, text: str) -> None:
 def lose_the_lender(platform: Platform) -> None:
     """While requests of the borrower are there, whose loan breaks by that."""
     (replica,) = model_state(platform, LENDER)["replicas"]
-    with streaming(platform) as answers:
+    with streaming(platform) as streamed:
         psutil.Process(replica["engine_pid"]).kill()
-        answers()
+        streamed()
     wait_for(lambda: test_lending.status(platform, LENDER) == "ready", 240)
 
 
@@ -103,8 +103,8 @@ def span(
             ]
             # Lengths are predicted, and seen where answers end by themselves.
             asked += [pool.submit(chat, platform, LENDER, question(number)) for number in range(4)]
-            with streaming(platform) as answers:
-                answers()
+            with streaming(platform) as streamed:
+                streamed()
             for each in asked:
                 each.result()
         lose_the_lender(platform)
@@ -124,5 +124,4 @@ def test_a_panels_question_has_an_answer(
 ) -> None:
     prometheus, begin, end = span
     for query in panel.queries:
-        expression = filled(query.expr, **{"$__rate_interval": RATE_INTERVAL})
-        assert prometheus.over(expression, begin, end), expression
+        assert answers(prometheus, query, begin, end), query.expr

@@ -15,7 +15,7 @@ import jsonschema
 import pytest
 import yaml
 
-from tests.unit.kubernetes.chart import FOLDERS, render, values_of
+from tests.unit.kubernetes.chart import FOLDERS, Manifest, only, render, values_of
 
 FILE = os.environ.get("KUBERAY_CRD")
 MODES = [path.name for path in FOLDERS if path.name.startswith("nodes")]
@@ -46,9 +46,8 @@ def definition() -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(schema)
 
 
-def service(folder: str) -> dict[str, Any]:
-    (found,) = (each for each in render(values_of(folder)) if each["kind"] == "RayService")
-    return found
+def service(folder: str) -> Manifest:
+    return only(render(values_of(folder)), "RayService")
 
 
 @pytest.mark.parametrize("folder", MODES)
