@@ -1,7 +1,7 @@
 """What does the KV store gain on long documents that are asked about again?
 
-Thirty documents, several times as long together as the memory of two engines of one model, are
-asked about in three rounds of another order each, so that most are asked about again when others
+Thirty documents, whose KV is about twice the memory of two engines of one model, are asked
+about in three rounds of another order each, so that most are asked about again when others
 have pushed them out; then all engines are killed and started anew, and each document is asked
 about once more. Two streams at a time, one an engine. All arms have the same memory, of which the
 arm with the store gives half to it; its disk comes on top, as no engine can use one by itself
@@ -127,9 +127,9 @@ def restart_engines(of: Arm, timeout_s: float) -> None:
     raise TimeoutError(f"{of.name} has no {ENGINES} other engines after {_BACK_S:.0f} s")
 
 
-def run_of(of: Arm, rounds: Sequence[Sequence[PrefixRequest]], seed: str, timeout_s: float) -> dict[
-    str, Round
-]:  # fmt: skip
+def run_of(
+    of: Arm, rounds: Sequence[Sequence[PrefixRequest]], seed: str, timeout_s: float
+) -> dict[str, Round]:
     """Thaw an arm, ask all rounds but the last, restart its engines, ask the last, freeze it."""
     of.thaw()
     *first, last = rounds
@@ -191,16 +191,19 @@ def measured(options: argparse.Namespace, folder: Path) -> list[dict[str, dict[s
             by_arm = {}
             for each in [*arms[turn:], *arms[:turn]]:
                 by_arm[each.name] = run_of(each, rounds, f"run {run}", options.start_timeout)
-                print(f"run {run + 1}/{options.runs}: {describe(each.name, by_arm)}", flush=True)
+                print(
+                    f"run {run + 1}/{options.runs}: {describe(each.name, by_arm[each.name])}",
+                    flush=True,
+                )
             found.append({name: by_arm[name] for name in options.arms})
     return found
 
 
-def describe(name: str, by_arm: Mapping[str, Mapping[str, Round]]) -> str:
+def describe(name: str, parts: Mapping[str, Round]) -> str:
     return f"{name}: TTFT p50 and hit rate " + ", ".join(
         f"{part} {percentile(one.ttft_ms, 50):.0f} ms "
         f"{one.cached_tokens / one.prompt_tokens:.2f} in {one.seconds:.0f} s"
-        for part, one in by_arm[name].items()
+        for part, one in parts.items()
     )
 
 

@@ -161,25 +161,19 @@ def arrivals(seed: str, rate: float, duration: float) -> list[float]:
 
 def body(model: str, prompt: str, max_tokens: int) -> bytes:
     """A greedy streaming request that yields exactly ``max_tokens`` tokens."""
-    return json.dumps(
-        {
-            "model": model,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "temperature": 0,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-    ).encode()
+    return _greedy(model, max_tokens, messages=[{"role": "user", "content": prompt}])
 
 
 def completion_body(model: str, prompt: Sequence[int], max_tokens: int) -> bytes:
     """The same of a prompt's tokens, which no chat template changes."""
+    return _greedy(model, max_tokens, prompt=list(prompt))
+
+
+def _greedy(model: str, max_tokens: int, **asked: object) -> bytes:
     return json.dumps(
         {
             "model": model,
-            "prompt": list(prompt),
+            **asked,
             "max_tokens": max_tokens,
             "ignore_eos": True,
             "temperature": 0,

@@ -72,6 +72,13 @@ class Result:
         """Such as ``2026-11-26``."""
         return str(self.machine["date"])[:10]
 
+    def figure(self, *path: str) -> Any:
+        """What stands under these names, one within the other."""
+        found: Any = self.data
+        for name in path:
+            found = found[name]
+        return found
+
     def check(self) -> None:
         """
         Raises:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from benchmarks import tables_of_arms
 from benchmarks.result_files import Result, cited
@@ -245,9 +244,7 @@ def inline(name: str, *path: str, unit: str, digits: int = 2) -> Callable[[], st
     """A figure within a sentence: a median, or a number."""
 
     def text() -> str:
-        found: Any = cited(name).data
-        for key in path:
-            found = found[key]
+        found = cited(name).figure(*path)
         return f"{number(found['median'] if isinstance(found, dict) else found, digits)} {unit}"
 
     return text

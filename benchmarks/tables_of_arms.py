@@ -282,17 +282,8 @@ def of_file(name: str, made: Callable[[Result], str]) -> Callable[[], str]:
 
 
 def spread_of(name: str, *path: str, digits: int = 2) -> Callable[[], str]:
-    """A figure of a file with its spread, within a sentence; nothing while it is not cited."""
-
-    def text() -> str:
-        if not (CITED / f"{name}.json").exists():
-            return ""
-        found: Any = cited(name).data
-        for key in path:
-            found = found[key]
-        return spread(found, digits=digits)
-
-    return text
+    """A figure of a file with its spread, within a sentence."""
+    return lambda: spread(cited(name).figure(*path), digits=digits)
 
 
 TABLES: Mapping[str, Callable[[Result], str]] = {
