@@ -16,10 +16,10 @@ import pytest
 from benchmarks.engine import BLOCK_TOKENS, offline_engine
 from loomserve.kvstore.server.options import StoreOptions
 from loomserve.kvstore.server.protocol import Done, Flush, Inspect, StoreUsage
-from loomserve.platform.config.scheduling import Scheduling
+from loomserve.platform.config import parse
 from loomserve.platform.costs.transfer_time import TransferTimes
 from loomserve.platform.models import catalog
-from loomserve.platform.scheduling.options import SchedulerOptions
+from loomserve.platform.scheduling.options import SchedulerOptions, scheduler_options
 from loomserve.platform.scheduling.policy.background import BACKGROUND
 from loomserve.platform.scheduling.policy.deadline import DEADLINE
 from loomserve.platform.scheduling.policy.expected import EXPECTED
@@ -190,10 +190,16 @@ def test_tokens_are_the_same_however_requests_make_room(
 def test_tokens_are_the_same_with_the_options_that_the_platform_has_by_default(
     engine: SchedulingEngine, expected: dict[str, list[int]]
 ) -> None:
-    # Of a configuration that has a store and says nothing of scheduling. Admission then keeps room
-    # for what answers may come to, so few have to leave.
-    unsaid = Scheduling().model_dump(exclude={"preemption", "swap_space"})
-    engine.begin(SchedulerOptions(preemption="adaptive", swap_bytes=SWAP_SPACE, **unsaid))
+    # Admission keeps room for what answers may come to, so few have to leave.
+    config = parse("""
+        devices: [{name: core0, kind: cpu, cores: [0]}]
+        kvstore: {memory: 256MiB}
+        models: {chat: {source: demo, devices: [core0]}}
+    """)
+    options = scheduler_options(config.models[0], config.kvstore)
+    assert options.preemption == "adaptive"
+    assert options.swap_bytes == SWAP_SPACE
+    engine.begin(options)
     assert answers(engine) == expected
     assert engine.since_begin("lost_tokens") == 0
     assert engine.stats()["swap_used_bytes"] == 0
