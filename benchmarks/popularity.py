@@ -259,10 +259,13 @@ class Fleet:
         Raises:
             LookupError: it was refused.
         """
-        self.idle()
         engines = {"engine": self.replica(NORTH)["id"], "lender": self.replica(SOUTH)["id"]}
-        actions = [{"action": "move", **engines, **move}]
-        return str(self._accepted("plans", {"actions": actions, "force": True})["plan"]["id"])
+        return self._plan_of({"action": "move", **engines, **move})
+
+    def _plan_of(self, action: Mapping[str, Any]) -> str:
+        self.idle()
+        wanted = {"actions": [action], "force": True}
+        return str(self._accepted("plans", wanted)["plan"]["id"])
 
     def apply(self, plan: str) -> None:
         """
@@ -290,9 +293,20 @@ class Fleet:
             raise LookupError(f"{plan} ended as {found['status']}: {found['steps']}")
 
     def carry_out(self, move: Mapping[str, Any]) -> None:
-        plan = self.plan(move)
+        self._carry_out(self.plan(move))
+
+    def _carry_out(self, plan: str) -> None:
         self.apply(plan)
         self.ended(plan, "done")
+
+    def remove(self, model: str, device: str) -> None:
+        """End a model's replica on this device.
+
+        Raises:
+            LookupError: it did not end.
+        """
+        (leaving,) = (each["id"] for each in self.replicas(model) if each["device"] == device)
+        self._carry_out(self._plan_of({"action": "remove_replica", "engine": leaving}))
 
     def bring_home(self) -> None:
         """All that is with the lender, unless it has come home by itself."""
@@ -321,10 +335,16 @@ class Fleet:
         Raises:
             LookupError: there is none now.
         """
-        for each in self.get("state")["models"]:
-            if each["name"] == model and each["replicas"]:
-                return dict(each["replicas"][0])
+        for each in self.replicas(model):
+            return each
         raise LookupError(f"{model} has no replica")
+
+    def replicas(self, model: str) -> list[dict[str, Any]]:
+        """The states of a model's replicas, of which there are none if it is not served."""
+        for each in self.get("state")["models"]:
+            if each["name"] == model:
+                return list(each["replicas"])
+        return []
 
 
 def arrivals(trace: Path | None) -> list[Arrival]:

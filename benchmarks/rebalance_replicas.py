@@ -56,9 +56,10 @@ KINDS = {"static": "alone", "auto": "by_controller", "unified": "ample_unified"}
 
 def begin(fleet: Fleet) -> None:
     """One replica of each model, on its own device, and everything measured that plans need."""
-    for model in DEVICES:
-        fleet.put(f"models/{model}/replicas", {"replicas": 1})
-    fleet.wait(lambda: places(fleet) == {name: [DEVICES[name]] for name in DEVICES}, 120, "alone")
+    fleet.wait(lambda: not fleet.get("rebalancing")["flaws"], 120, "everything is measured")
+    for model, device in DEVICES.items():
+        fleet.remove(model, next(each for each in DEVICES.values() if each != device))
+    assert places(fleet) == {name: [DEVICES[name]] for name in DEVICES}
     fleet.wait(lambda: not fleet.get("rebalancing")["flaws"], 120, "everything is measured")
 
 
@@ -124,6 +125,7 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     edges = list(itertools.accumulate(phase.seconds for phase in of))
     return {
         **compared(runs, steady, ("static", "unified"), slo),
+        "runs": args.runs,
         "oscillations": [oscillations(one.moves, edges) for one in runs["auto"]],
         "actions": [
             [{"at_s": each["at_s"], **each["action"]} for each in one.moves] for one in runs["auto"]

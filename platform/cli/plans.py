@@ -119,7 +119,7 @@ def add(
 def remove(
     replica: Replica, force: Force = False, url: Url = DEFAULT_URL, token: Token = None
 ) -> None:
-    """Make a plan that ends a model's newest replica."""
+    """Make a plan that ends a replica, and has its requests go on with the others."""
     _make_of(RemoveReplica(engine=replica), force, url, token)
 
 

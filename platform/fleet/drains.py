@@ -16,7 +16,7 @@ class Drains:
         replicas: Those that operators drain.
         devices: Of which all are drained.
         leaving: Those that are to be ended, and count among those that there are to be still.
-        ending: Those that were drained so, and do not count any more.
+        ending: Those that are ended, and do not count any more.
     """
 
     replicas: set[str] = field(default_factory=set)

@@ -298,6 +298,12 @@ class Registry:
         if (replica := self.find(replica_id)) is not None:
             replica.draining = self.drains.covers(replica.heartbeat)
 
+    def set_ending(self, replica_id: str, ending: bool) -> None:
+        """Drain the replica that is ended when there is to be one fewer, or take that back."""
+        if (replica := self.find(replica_id)) is not None:
+            (self.drains.ending.add if ending else self.drains.ending.discard)(replica_id)
+            replica.draining = self.drains.covers(replica.heartbeat)
+
     def set_target(self, name: str, replicas: int) -> None:
         """
         Raises:

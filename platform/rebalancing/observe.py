@@ -105,7 +105,7 @@ def measured_snapshot(
     if missing or profile is None:
         return Measured(None, tuple(missing))
     loans = tuple(loan for each in whole for loan in _loans(each))
-    engines = tuple(engine for each in whole for engine in _engines(each, whole, movable))
+    engines = tuple(engine for each in whole for engine in _engines(each, movable))
     snapshot = Snapshot(
         at_s=at_s,
         devices=tuple(_device(device.name, whole, profile, at_s) for device in devices),
@@ -170,7 +170,7 @@ def _device(
 
 
 def _engines(
-    each: _Complete, whole: Sequence[_Complete], movable: Mapping[MoveKind, frozenset[str]]
+    each: _Complete, movable: Mapping[MoveKind, frozenset[str]]
 ) -> Iterator[EngineSnapshot]:
     """The replica as one engine; a pipeline as one for each stage, none of which moves."""
     report, load, facts, rates = each.heartbeat, each.load, each.footprint, each.rates
@@ -212,7 +212,6 @@ def _engines(
         movable=frozenset(kind for kind, ids in movable.items() if report.replica_id in ids),
         lenders=_lenders(each.record),
         shard_lenders=each.record.shard_lenders,
-        newest=facts.ready_at == max(x.footprint.ready_at for x in _of(report.model.name, whole)),
         measured_at_s=load.measured_at,
     )
     if not report.stages:

@@ -125,7 +125,7 @@ class RoleActuator:
 
 
 class ReplicasActuator:
-    """Starts one more replica, which takes the first free device, or ends the newest."""
+    """Starts one more replica, which takes the first free device, or ends a given one."""
 
     def __init__(self, fleet: Fleet, scale: Scale) -> None:
         self._fleet, self._scale = fleet, scale
@@ -153,9 +153,13 @@ class ReplicasActuator:
         )
 
     async def begin(self, record: ReplicasRecord) -> None:
+        if record.leaving is not None:
+            self._fleet.registry.set_ending(record.leaving, True)
         await self._scale(record.model, record.replicas)
 
     async def abort(self, record: ReplicasRecord) -> None:
+        if record.leaving is not None:
+            self._fleet.registry.set_ending(record.leaving, False)
         await self._scale(record.model, record.replicas_before)
 
     async def progress(self, record: ReplicasRecord) -> Progress:
@@ -171,7 +175,7 @@ class ReplicasActuator:
             went = ", ".join(sorted(gone)) or "none"
             return Progress(
                 outcome=ActionOutcome.FAILED,
-                message=f"Serve ended {went} instead; as many replicas as before are started",
+                message=f"{went} ended instead; as many replicas as before are started",
             )
         return Progress(outcome=ActionOutcome.DONE)
 

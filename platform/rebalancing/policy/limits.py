@@ -80,8 +80,6 @@ def unable(snapshot: Snapshot, action: Action, options: Rebalancing) -> Refusal 
             model = snapshot.model(leaving.model)
             if model.replica is None or len(snapshot.of(model.name)) <= model.least:
                 return Refusal(Reason.NOT_MOVABLE, f"{model.name} has no replica to spare")
-            if not leaving.newest:
-                return Refusal(Reason.NOT_MOVABLE, f"of {model.name} the newest replica goes first")
             return _with_loans(snapshot, model.name)
 
 

@@ -76,7 +76,6 @@ class EngineSnapshot:
         movable: Kinds of moves that actuators can make with it.
         lenders: Engines to which its requests can move; None: any.
         shard_lenders: Engines to which its heads and layers can move; None: any.
-        newest: Whether it is its model's newest replica, which is the first to be ended.
     """
 
     id: str
@@ -107,7 +106,6 @@ class EngineSnapshot:
     movable: frozenset[MoveKind] = frozenset()
     lenders: frozenset[str] | None = None
     shard_lenders: frozenset[str] | None = None
-    newest: bool = True
     measured_at_s: float
 
     @property

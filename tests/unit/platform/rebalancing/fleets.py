@@ -139,7 +139,6 @@ def _mixed_model(
             _mixed_engine(rng, engine(name, device, rng.uniform(0.02, 1.2), rng.uniform(0, 0.9))),
             id=f"{name}-{at}",
             role=rng.choice(list(Role)) if roles else Role.UNIFIED,
-            newest=at == replicas - 1,
         )
         for at, device in enumerate(devices[:replicas])
     ]

@@ -208,6 +208,7 @@ async def test_the_replica_that_was_meant_must_be_the_one_that_went(
     record = actuator.prepare("p/0", RemoveReplica(engine="r1"))
     await actuator.begin(record)
     assert fleet.registry.targets() == {"org/m": 1}
+    assert fleet.registry.drains.ending == {"r1"}, "it is the first to be ended"
     assert await outcome(actuator, record) is ActionOutcome.RUNNING
     del fleet.registry._replicas[goes]
     progress = await actuator.progress(record)
@@ -215,3 +216,4 @@ async def test_the_replica_that_was_meant_must_be_the_one_that_went(
     if ends is ActionOutcome.FAILED:
         assert "r0" in progress.message
         assert fleet.registry.targets() == {"org/m": 2}
+        assert not fleet.registry.drains.ending
