@@ -114,6 +114,7 @@ def weave_curve(result: Result) -> str:
             f"{of['blocks']['own']} and {of['blocks']['lent']}",
             spread(of["hot_peak_vs_stock"], digits=3) if "hot_peak_vs_stock" in of else "",
             spread(of["hot_peak_vs_dedicated"], digits=3),
+            spread(of["share_of_all_local"], digits=3) if "share_of_all_local" in of else "",
             spread(of["cold_tpot_ratio_mean"], digits=3),
             f"{spread(of['cold_tpot_ratio_p99'], digits=3)}; "
             f"n = {min(of['cold_tpot_ratio_p99_n'])} a run",
@@ -122,7 +123,8 @@ def weave_curve(result: Result) -> str:
     ]
     head = [
         *("lent over own", "blocks own and lent", "hot tokens/s over stock vLLM"),
-        *("over nothing lent", "cold time per token over nothing lent", "its p99"),
+        *("over nothing lent", "over all memory its own"),
+        *("cold time per token over nothing lent", "its p99"),
     ]
     return _with_head(f"{result.data['runs']} runs.", head, rows)
 
@@ -223,6 +225,65 @@ def rebalance(result: Result) -> str:
     return _with_head(said, ["", *(f"`{arm}`" for arm in arms)], rows)
 
 
+def rebalance_replicas(result: Result) -> str:
+    """The arms, then what the controller's replicas gain over the others."""
+    data = result.data
+    names = {
+        "throughput": "output tokens a second within bursts",
+        "goodput": "goodput",
+        "p99_ttft": "first token, p99",
+        "p99_tpot": "time per token, p99",
+    }
+    rows = [
+        [what, *(_or_none(data[f"{name}_vs_{base}"]) for base in ("static", "unified"))]
+        for name, what in names.items()
+    ]
+    rows += [
+        [f"steady load, {name}", _or_none(data[f"steady_{name}_vs_static"]), ""]
+        for name in ("throughput", "goodput")
+    ]
+    over = table(["`auto` over", "`static`", "`unified`"], rows)
+    moves = ", ".join(map(str, data["oscillations"]))
+    undone = f"Replicas that came and went in one phase, by run: {moves}."
+    return f"{rebalance(result)}\n\n{over}\n\n{undone}"
+
+
+def _or_none(of: Mapping[str, float] | None) -> str:
+    return "the other had none" if of is None else spread(of)
+
+
+def deadlines(result: Result) -> str:
+    """Each arm over first come, first served, and what it did itself."""
+    data, runs = result.data, result.data["by_run"]
+
+    def median(arm: str, figure: str) -> float:
+        return float(statistics.median(run[arm][figure] for run in runs))
+
+    rows = [
+        [
+            f"`{arm}`",
+            *(
+                spread(data["over_fcfs"][arm][figure]) if arm in data["over_fcfs"] else ""
+                for figure in ("goodput", "attainment")
+            ),
+            number(median(arm, "attainment")),
+            f"{median(arm, 'refused'):.0f}",
+            f"{number(median(arm, 'mean_latency_s'))} s",
+        ]
+        for arm in runs[0]
+    ]
+    head = [
+        *("", "goodput over first come, first served", "requests in time over it"),
+        *("share in time", "refused", "mean latency of what was answered"),
+    ]
+    asked = min(each["requests"] for run in runs for each in run.values())
+    said = f"{data['runs']} runs of n = {asked} requests an arm."
+    known = (
+        f"Of the goodput of known lengths `deadline_refuses` has {spread(data['share_of_known'])}."
+    )
+    return f"{_with_head(said, head, rows)}\n\n{known}"
+
+
 def adaptive(result: Result) -> str:
     data = result.data
     sets = result.setup["sets"]
@@ -295,6 +356,8 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "prefix": prefix,
     "documents": documents,
     "rebalance": rebalance,
+    "rebalance_replicas": rebalance_replicas,
+    "deadlines": deadlines,
     "adaptive": adaptive,
     "queues_without_predictions": adaptive,
     "start": start,

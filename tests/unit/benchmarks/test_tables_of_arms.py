@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import pytest
+
 from benchmarks import (
     adaptive,
+    deadlines,
     documents,
     lent_share,
     prefix,
@@ -23,9 +27,11 @@ from benchmarks.adaptive_engine import Setting
 from benchmarks.popularity import Answer, Asked
 from benchmarks.report import Sample, absolute, comparison
 from benchmarks.result_files import CITED, Result
+from benchmarks.slo import Job, Timed
 from benchmarks.weave_engines import Served
 from benchmarks.weave_memory import Division
 from benchmarks.workload import PrefixRequest
+from loomserve.platform.scheduling.policy.expected import Expected
 
 ASKED = PrefixRequest(at_s=0.0, blocks=(0,), tokens=8, output_tokens=2)
 
@@ -81,7 +87,7 @@ def test_weaving_is_told_with_how_many_cold_requests() -> None:
 def test_the_curve_has_a_row_a_ratio() -> None:
     curve = {"by_lent_over_own": {"0.5": woven(), "5.0": woven()}, "runs": 1}
     text = tables_of_arms.weave_curve(kept(curve))
-    assert "| 0.5 | 16 and 80 | 1.00 | 1.00 | 1.00 | 1.00; n = 2 a run |" in text
+    assert "| 0.5 | 16 and 80 | 1.00 | 1.00 |  | 1.00 | 1.00; n = 2 a run |" in text
     assert "| 5 |" in text
 
 
@@ -124,14 +130,50 @@ def test_pairs_of_prefixes_have_both_hit_rates() -> None:
     assert "| store over no store | 0.50 | 0.50; n = 2 a run | 0.40, 0.20 |" in text
 
 
+def answered(first_s: float) -> Answer:
+    """Two tokens of a request that was due at 10 s."""
+    return Answer(Asked("north", 10.0, ASKED), 10.0, [first_s, first_s + 0.2], [1, 2])
+
+
 def test_moves_are_told_an_arm_a_column() -> None:
-    answer = Answer(Asked("north", 0.0, ASKED), 10.0, [10.5, 10.7], [1, 2])
-    of_run = rebalance.Run([answer], [(10.0, 11.0)], []).figures(rebalance.Slo(1.0, 1.0))
+    of_run = rebalance.Run([answered(10.5)], [(10.0, 11.0)], []).figures(rebalance.Slo(1.0, 1.0))
     data = {"by_arm": {"static": [of_run], "unified_even": [of_run]}, "runs": 1}
     text = tables_of_arms.rebalance(kept(data))
     assert "|  | `static` | `unified_even` |" in text
     assert "| first token, p50 (n = 1 a run or more) | 0.50 s | 0.50 s |" in text
     assert "| time per token, p50 | 200 ms | 200 ms |" in text
+
+
+def test_replicas_that_come_and_go_are_told_over_both_other_arms() -> None:
+    slo = rebalance.Slo(1.0, 1.0)
+    runs = {
+        arm: [rebalance.Run([answered(10.5 if arm == "auto" else 19.0)], [(10.0, 11.0)], [])]
+        for arm in ("static", "auto", "unified")
+    }
+    data = rebalance.compared(runs, {each: runs[each] for each in ("static", "auto")},
+                              ("static", "unified"), slo)  # fmt: skip
+    text = tables_of_arms.rebalance_replicas(kept({**data, "runs": 1, "oscillations": [0]}))
+    assert "| first token, p99 | 0.056 | 0.056 |" in text
+    assert "| goodput | the other had none | the other had none |" in text
+    assert text.endswith("by run: 0.")
+
+
+def test_deadlines_are_told_over_first_come_first_served() -> None:
+    coming = [Timed(Job(1, 1, Expected(1, 1)), at, 4.0) for at in (0.0, 1.0)]
+    slow, quick = deadlines.Answer(9, 1.0, 3.0), deadlines.Answer(9, 1.0, 1.0)
+    late = deadlines.Answer(9, 1.0, 5.0)
+    refused = deadlines.Answer(0, math.inf, math.inf)
+    of = {
+        arm: deadlines.Served(coming, [quick, refused] if options.refuses else [slow, late])
+        for arm, options in deadlines.ARMS.items()
+    }
+    assert of["fcfs"].figures()["goodput"] == pytest.approx(1 / 6)
+    run = {arm: each.figures() for arm, each in of.items()}
+    text = tables_of_arms.deadlines(kept(deadlines.report([run])))
+    assert "1 runs of n = 2 requests an arm." in text
+    assert "| `fcfs` |  |  | 0.50 | 0 | 4.0 s |" in text
+    assert "| `deadline_refuses` | 6.0 | 1.0 | 0.50 | 1 | 1.0 s |" in text
+    assert text.endswith("`deadline_refuses` has 1.0.")
 
 
 def test_adaptive_is_told_over_each_other_arm() -> None:
