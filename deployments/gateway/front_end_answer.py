@@ -75,6 +75,8 @@ async def answer(
             _log.error("request %s failed", request.request_id, exc_info=error)
             raise engine_failed(request.model, request.request_id) from None
     finally:
+        # Else the two would keep each other until the next collection.
+        context.on_chosen = None
         passed.watch.stop()
     await passed.finish()
     passed.count(metrics)
@@ -140,7 +142,11 @@ class _Watch(StallTimer):
 
 
 class _PassedAnswer:
-    """A ``send`` of the front end's that passes successes on and keeps errors."""
+    """A ``send`` of the front end's that passes successes on and keeps errors.
+
+    vLLM begins a stream before it has its first output. Its head is held until a replica has been
+    chosen, so that a request which none takes is told so by the status of its answer.
+    """
 
     watch: _Watch
 
@@ -151,6 +157,8 @@ class _PassedAnswer:
         self._send = send
         self._context = context
         self._error = bytearray()
+        self._head: Message | None = None
+        self._beginning: asyncio.Task[None] | None = None
         self._started = time.monotonic()
         self._first = self._last = 0.0
         self._chunks = 0
@@ -166,6 +174,8 @@ class _PassedAnswer:
         if self.error_status is not None:
             self._error += message.get("body", b"")
             return
+        if self._head is not None:
+            await self._begin()
         # Each chunk of a stream comes here, and pays for each coroutine on its way.
         if message.get("body"):
             if not self._chunks:
@@ -186,7 +196,19 @@ class _PassedAnswer:
             return
         headers = [(k, v) for k, v in message["headers"] if k.lower() in PASSED_BACK]
         self._streams = any(v.startswith(_EVENTS) for k, v in headers)
-        await self._send({**message, "headers": headers})
+        self._head = {**message, "headers": headers}
+        if self._streams and not self._context.chosen:
+            self._context.on_chosen = self._begin_soon
+        else:
+            await self._begin()
+
+    def _begin_soon(self) -> None:
+        self._beginning = asyncio.ensure_future(self._begin())
+
+    async def _begin(self) -> None:
+        head, self._head = self._head, None
+        if head is not None and not self.muted and self._context.failure is None:
+            await self._send(head)
 
     async def finish(self) -> None:
         """Send the error that was the answer, or raise what it means."""

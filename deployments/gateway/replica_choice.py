@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,10 @@ class AnswerContext(RoutingContext):
     """What routing knows of the HTTP request at hand."""
 
     request: ForwardRequest
+    chosen: bool = False
+    """Whether a replica has been chosen that is to answer it."""
+    on_chosen: Callable[[], object] | None = None
+    """Called once, when one is chosen."""
     _waits: ExitStack = field(default_factory=ExitStack)
     _waiting: bool = False
 
@@ -40,6 +45,13 @@ class AnswerContext(RoutingContext):
             self._waits.enter_context(counted)
             if self.trace is not None:
                 self._waits.enter_context(self.trace.during("wait_for_replica"))
+
+    def is_chosen(self) -> None:
+        if not self.chosen:
+            self.chosen = True
+            if (begin := self.on_chosen) is not None:
+                self.on_chosen = None
+                begin()
 
     def goes_on(self) -> None:
         self._waiting = False
@@ -98,6 +110,8 @@ class ReplicaChoice:
                 refuse_if_late(request, ticket, self._metrics)
             if context is not None:
                 context.goes_on()
+                if not routing.prompt_only:
+                    context.is_chosen()
                 if context.trace is not None:
                     self._tell(context.trace, routing, decision)
             booking.enter_context(self._metrics.in_flight(self._model, decision.replica_id))

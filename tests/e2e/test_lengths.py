@@ -45,7 +45,12 @@ def hurried(platform: Platform) -> Iterator[str]:
 
 
 def ask(
-    platform: Platform, key: str, text: str, tokens: int, slo_ms: float | None = None
+    platform: Platform,
+    key: str,
+    text: str,
+    tokens: int,
+    slo_ms: float | None = None,
+    stream: bool = False,
 ) -> httpx.Response:
     headers = {} if slo_ms is None else {"x-slo-ms": str(round(slo_ms))}
     body = {
@@ -53,18 +58,24 @@ def ask(
         "messages": [{"role": "user", "content": text}],
         "max_tokens": tokens,
         "temperature": 0,
+        "stream": stream,
     }
     with platform.http(key) as http:
         return http.post("/v1/chat/completions", json=body, headers=headers)
 
 
 def predicted(
-    platform: Platform, key: str, text: str, tokens: int, slo_ms: float | None = None
+    platform: Platform,
+    key: str,
+    text: str,
+    tokens: int,
+    slo_ms: float | None = None,
+    stream: bool = False,
 ) -> httpx.Response:
     """The answer to a request whose length is predicted: on a busy machine that may come late."""
     for _ in range(20):
         made = told(platform, "length_predictions", outcome="made")
-        answer = ask(platform, key, text, tokens, slo_ms)
+        answer = ask(platform, key, text, tokens, slo_ms, stream)
         if told(platform, "length_predictions", outcome="made") > made:
             return answer
     pytest.fail("all predictions came late")
@@ -91,11 +102,13 @@ def test_a_long_answer_is_refused_where_a_short_one_is_in_time(
     refused = told(platform, "refused_late")
     # Half of the time that the story would take, and five times that of the question.
     slo_ms = 1000 * (pace(platform) or {})["output_token_s"] * LONG / 2
-    late = predicted(platform, hurried, story(5), LONG, slo_ms)
-    assert late.json()["error"]["code"] == "deadline_unreachable"
-    assert late.json()["error"]["param"] == "x-slo-ms"
-    assert late.headers["retry-after"].isdigit()
-    assert told(platform, "refused_late") == refused + 1
+    for stream in (False, True):
+        late = predicted(platform, hurried, story(5), LONG, slo_ms, stream)
+        assert late.status_code == 429
+        assert late.json()["error"]["code"] == "deadline_unreachable"
+        assert late.json()["error"]["param"] == "x-slo-ms"
+        assert late.headers["retry-after"].isdigit()
+    assert told(platform, "refused_late") == refused + 2
     assert predicted(platform, hurried, question(4), LONG, slo_ms).status_code == 200
     assert ask(platform, platform.key, story(6), 2, slo_ms).status_code == 200
 

@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from loomserve.deployments.gateway.answering import CollectedAnswer, ForwardRequest, never_gone
 from loomserve.deployments.gateway.front_end_answer import answer
 from loomserve.deployments.gateway.replica_choice import AnswerContext
-from loomserve.platform.base.errors import EngineGone, InternalError, Unavailable
+from loomserve.platform.base.errors import EngineGone, InternalError, TooManyRequests, Unavailable
 from loomserve.platform.http.client_gone import ClientGoneError
 from loomserve.platform.requests.engine_request import EngineRequest
 from loomserve.platform.requests.metrics import GatewayMetrics
@@ -125,6 +125,34 @@ async def test_what_the_front_end_ended_a_stream_with_is_raised_in_the_place_of_
     with pytest.raises(EngineGone):
         await asked.by(StreamingResponse(events(), media_type="text/event-stream"))
     assert bytes(asked.collected.body) == b"data: 1\n\n"
+
+
+async def test_a_stream_that_no_replica_takes_is_told_so_by_its_status() -> None:
+    asked = Asked()
+
+    async def events() -> Any:
+        asked.context.failure = TooManyRequests("too late")
+        yield b'data: {"error": "as vLLM says it"}\n\n'
+
+    with pytest.raises(TooManyRequests):
+        await asked.by(StreamingResponse(events(), media_type="text/event-stream"))
+    assert asked.collected.status == 0, "who raises it may still write another"
+
+
+async def test_a_stream_begins_once_its_replica_is_chosen() -> None:
+    asked, seen = Asked(), list[int]()
+
+    async def events() -> Any:
+        seen.append(asked.collected.status)
+        for _ in range(2):
+            asked.context.is_chosen()
+        await asyncio.sleep(0)
+        seen.append(asked.collected.status)
+        yield b"data: 1\n\n"
+
+    stream = StreamingResponse(events(), media_type="text/event-stream")
+    assert await asked.by(stream) == (200, b"data: 1\n\n")
+    assert seen == [0, 200]
 
 
 async def test_a_stream_is_counted_once_it_is_whole() -> None:
