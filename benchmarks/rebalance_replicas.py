@@ -56,6 +56,8 @@ KINDS = {"static": "alone", "auto": "by_controller", "unified": "ample_unified"}
 
 def begin(fleet: Fleet) -> None:
     """One replica of each model, on its own device, and everything measured that plans need."""
+    everywhere = {name: sorted(DEVICES.values()) for name in DEVICES}
+    fleet.wait(lambda: places(fleet) == everywhere, 120, "a replica of each model on either core")
     fleet.wait(lambda: not fleet.get("rebalancing")["flaws"], 120, "everything is measured")
     for model, device in DEVICES.items():
         fleet.remove(model, next(each for each in DEVICES.values() if each != device))
