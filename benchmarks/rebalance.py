@@ -1,7 +1,7 @@
 """What does a controller gain that moves work while the popularity of models shifts?
 
-The fleet of :mod:`benchmarks.popularity`: one model gets ten times its requests for a minute, and
-after a rest the other does. The same requests go to each arm in turn:
+The fleet of :mod:`benchmarks.popularity`: one model gets ten times its requests for a minute
+(``--burst-times``), and after a rest the other does. The same requests go to each arm in turn:
 
 * ``static``: each model has its own core and memory; the controller only advises.
 * ``lent``: one borrows from the other by itself (Weaver); the controller only advises.
@@ -162,7 +162,8 @@ class Run:
 def phases(args: argparse.Namespace) -> list[Phase]:
     """A rest, a burst of one model, a rest, a burst of the other, a rest."""
     base = dict.fromkeys(DEVICES, args.rate)
-    first, second = (Phase(args.burst_s, {**base, popular: 10 * args.rate}) for popular in DEVICES)
+    high = args.burst_times * args.rate
+    first, second = (Phase(args.burst_s, {**base, popular: high}) for popular in DEVICES)
     rest = Phase(args.rest_s, base)
     return [rest, first, rest, second, rest]
 
@@ -322,6 +323,7 @@ def parser_of_load(doc: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--rate", type=float, default=0.35, help="of a model outside bursts")
     parser.add_argument("--burst-s", type=float, default=60.0)
+    parser.add_argument("--burst-times", type=float, default=10.0, help="the rate within bursts")
     parser.add_argument("--rest-s", type=float, default=20.0)
     parser.add_argument("--runs", type=int, default=2)
     parser.add_argument("--trace", type=Path, help="an Azure conversation trace, .csv.gz")

@@ -1,6 +1,6 @@
 """What does a controller gain where lending cannot: by replicas on devices that are cold?
 
-The load is that of :mod:`benchmarks.rebalance`: one model gets ten times its requests for a
+The load is that of :mod:`benchmarks.rebalance`: one model gets many times its requests for a
 while, and after a rest the other does. No model lends, and each has the memory that it needs, so
 what a popular model lacks is a second core. The same requests go to each arm in turn:
 
