@@ -11,7 +11,7 @@ from tests.e2e.conftest import HOT, Platform, stream
 from tests.e2e.test_admin import model_state, wait_for
 from tests.e2e.test_lending import admin_plans, get, plan_status, post, profile_devices
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 TOKENS = 240
 PROMPTS = ("Once upon a time", "The capital of France is")
