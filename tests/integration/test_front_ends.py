@@ -138,18 +138,17 @@ def test_a_front_end_that_does_not_read_stops_nobody(served_engine: ServedEngine
     ):
         # The first step with log probabilities takes seconds on a busy machine.
         answers(other, [other.add(PROMPT, max_tokens=2, logprobs=20)])
-        for _ in range(4):
-            # Large outputs fill what there is between the two soon.
-            endless(slow, logprobs=20)
+        # Large outputs fill what there is between the two soon, once nobody reads them.
+        unread = [endless(slow, logprobs=20) for _ in range(4)]
         kept = endless(other)
+        all_ = [*(slow.streams[name] for name in unread), other.streams[kept]]
+        pump_until(lambda: all(stream.tokens for stream in all_), slow, other)
 
         def are_open(requests: int) -> bool:
             """Whether there are so many; it is not for silence that one is let go."""
             slow.hello()
             return open_requests(served_engine) == requests
 
-        pump_until(lambda: are_open(5), other)
-        pump_until(lambda: bool(other.streams[kept].tokens), other)
         pump_until(lambda: are_open(1), other, within_s=45)
         gaps = [
             b - a for a, b in zip(*(other.streams[kept].came_at[n:] for n in (0, 1)), strict=False)
