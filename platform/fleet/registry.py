@@ -294,14 +294,16 @@ class Registry:
 
     def set_leaving(self, replica_id: str, leaving: bool) -> None:
         """Drain a replica that is to be ended, or have it take requests again; others: nothing."""
-        (self.drains.leaving.add if leaving else self.drains.leaving.discard)(replica_id)
-        if (replica := self.find(replica_id)) is not None:
-            replica.draining = self.drains.covers(replica.heartbeat)
+        self._note_drain(self.drains.leaving, replica_id, leaving)
 
     def set_ending(self, replica_id: str, ending: bool) -> None:
         """Drain the replica that is ended when there is to be one fewer, or take that back."""
+        if self.find(replica_id) is not None:
+            self._note_drain(self.drains.ending, replica_id, ending)
+
+    def _note_drain(self, among: set[str], replica_id: str, drained: bool) -> None:
+        (among.add if drained else among.discard)(replica_id)
         if (replica := self.find(replica_id)) is not None:
-            (self.drains.ending.add if ending else self.drains.ending.discard)(replica_id)
             replica.draining = self.drains.covers(replica.heartbeat)
 
     def set_target(self, name: str, replicas: int) -> None:
@@ -344,9 +346,8 @@ class Registry:
         Raises:
             NotFound: no replica of that id has reported.
         """
-        replica = self.replica(replica_id)
-        (self.drains.replicas.add if draining else self.drains.replicas.discard)(replica_id)
-        replica.draining = self.drains.covers(replica.heartbeat)
+        self.replica(replica_id)
+        self._note_drain(self.drains.replicas, replica_id, draining)
 
     def set_role(self, replica_id: str, role: Role) -> None:
         """Change the role of a replica, and of those that come after it on its device.
