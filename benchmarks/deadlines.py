@@ -42,6 +42,7 @@ import uvloop
 import yaml
 
 from benchmarks.load import WORDS
+from benchmarks.popularity import client
 from benchmarks.report import Spread
 from benchmarks.result_files import machine, publish, said_by
 from benchmarks.servers import PROGRAMS, Server, ServerFailedError
@@ -122,14 +123,11 @@ class Served:
     answers: Sequence[Answer]
 
     def figures(self) -> dict[str, Any]:
-        met = sum(
-            answer.end_s <= asked.deadline_s
-            for asked, answer in zip(self.coming, self.answers, strict=True)
-        )
+        pairs = list(zip(self.coming, self.answers, strict=True))
+        met = sum(answer.end_s <= asked.deadline_s for asked, answer in pairs)
         answered = [each for each in self.answers if not each.refused]
         last_s = max(
-            asked.at_s + (0.0 if answer.refused else answer.end_s)
-            for asked, answer in zip(self.coming, self.answers, strict=True)
+            asked.at_s + (0.0 if answer.refused else answer.end_s) for asked, answer in pairs
         )
         return {
             "goodput": met / (last_s - self.coming[0].at_s),
@@ -213,40 +211,35 @@ class Platform:
         finally:
             server.stop()
 
-    def client(self) -> openai.AsyncOpenAI:
-        return openai.AsyncOpenAI(
-            base_url=f"http://127.0.0.1:{self._port}/v1",
-            api_key=self._key,
-            max_retries=0,
-            timeout=1200,
-        )
+    def _client(self) -> openai.AsyncOpenAI:
+        return client(f"http://127.0.0.1:{self._port}", self._key)
 
     async def at_once(self, asked: Sequence[Question], streams: int) -> list[Answer]:
         """Answers to all, so many at a time."""
         turn = asyncio.Semaphore(streams)
-        async with self.client() as client:
+        async with self._client() as of:
 
             async def one(question: Question) -> Answer:
                 async with turn:
-                    return await ask(client, question, time.perf_counter(), None)
+                    return await ask(of, question, time.perf_counter(), None)
 
             return await asyncio.gather(*map(one, asked))
 
     async def serve(self, coming: Sequence[Timed], asked: Sequence[Question]) -> Served:
         """Send every request when it is due, whether or not earlier ones have ended."""
         begin = time.perf_counter() - coming[0].at_s
-        async with self.client() as client:
+        async with self._client() as of:
 
             async def one(when: Timed, question: Question) -> Answer:
                 due = begin + when.at_s
                 await asyncio.sleep(due - time.perf_counter())
-                return await ask(client, question, due, when.deadline_s)
+                return await ask(of, question, due, when.deadline_s)
 
             return Served(coming, await asyncio.gather(*map(one, coming, asked)))
 
 
 async def ask(
-    client: openai.AsyncOpenAI, question: Question, due: float, within_s: float | None
+    by: openai.AsyncOpenAI, question: Question, due: float, within_s: float | None
 ) -> Answer:
     """
     Args:
@@ -262,7 +255,7 @@ async def ask(
         headers["x-slo-ms"] = str(max(1, round(1000 * left_s)))
     tokens, first_s = 0, 0.0
     try:
-        stream = await client.chat.completions.create(
+        stream = await by.chat.completions.create(
             model=MODEL,
             messages=question.messages,
             max_tokens=MAX_TOKENS,

@@ -394,8 +394,8 @@ async def ask(
     return answer
 
 
-def client(url: str) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0, timeout=1200)
+def client(url: str, key: str = "-") -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=1200)
 
 
 async def serve(url: str, all_: Sequence[Asked], seed: str, begin: float) -> list[Answer]:
