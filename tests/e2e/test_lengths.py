@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import httpx
 import pytest
@@ -64,18 +65,11 @@ def ask(
         return http.post("/v1/chat/completions", json=body, headers=headers)
 
 
-def predicted(
-    platform: Platform,
-    key: str,
-    text: str,
-    tokens: int,
-    slo_ms: float | None = None,
-    stream: bool = False,
-) -> httpx.Response:
+def predicted(platform: Platform, asked: Callable[[], httpx.Response]) -> httpx.Response:
     """The answer to a request whose length is predicted: on a busy machine that may come late."""
     for _ in range(20):
         made = told(platform, "length_predictions", outcome="made")
-        answer = ask(platform, key, text, tokens, slo_ms, stream)
+        answer = asked()
         if told(platform, "length_predictions", outcome="made") > made:
             return answer
     pytest.fail("all predictions came late")
@@ -95,7 +89,7 @@ def test_a_long_answer_is_refused_where_a_short_one_is_in_time(
     platform: Platform, hurried: str
 ) -> None:
     # The first predictions take longest, and a late one costs a whole answer below.
-    assert predicted(platform, hurried, story(2), 1).status_code == 200
+    assert predicted(platform, partial(ask, platform, hurried, story(2), 1)).status_code == 200
     assert ask(platform, hurried, story(3), 40).status_code == 200
     # The engine has told how long its requests take.
     wait_for(lambda: pace(platform) is not None, 30)
@@ -103,13 +97,14 @@ def test_a_long_answer_is_refused_where_a_short_one_is_in_time(
     # Half of the time that the story would take, and five times that of the question.
     slo_ms = 1000 * (pace(platform) or {})["output_token_s"] * LONG / 2
     for stream in (False, True):
-        late = predicted(platform, hurried, story(5), LONG, slo_ms, stream)
+        late = predicted(platform, partial(ask, platform, hurried, story(5), LONG, slo_ms, stream))
         assert late.status_code == 429
         assert late.json()["error"]["code"] == "deadline_unreachable"
         assert late.json()["error"]["param"] == "x-slo-ms"
         assert late.headers["retry-after"].isdigit()
     assert told(platform, "refused_late") == refused + 2
-    assert predicted(platform, hurried, question(4), LONG, slo_ms).status_code == 200
+    short = predicted(platform, partial(ask, platform, hurried, question(4), LONG, slo_ms))
+    assert short.status_code == 200
     assert ask(platform, platform.key, story(6), 2, slo_ms).status_code == 200
 
 
@@ -117,11 +112,11 @@ def test_an_answer_that_ends_by_itself_tells_how_far_its_prediction_was_off(
     platform: Platform,
 ) -> None:
     observed, error = told(platform, "length_observed"), told(platform, "length_error_tokens")
-    answer = predicted(platform, platform.key, question(8), MOST)
+    answer = predicted(platform, partial(ask, platform, platform.key, question(8), MOST))
     assert answer.json()["choices"][0]["finish_reason"] == "stop"
     off = abs(answer.json()["usage"]["completion_tokens"] - SHORT - 1)
     assert told(platform, "length_observed") == observed + 1
     assert told(platform, "length_error_tokens") - error == pytest.approx(off, abs=5)
-    cut_off = predicted(platform, platform.key, story(8), 2)
+    cut_off = predicted(platform, partial(ask, platform, platform.key, story(8), 2))
     assert cut_off.json()["choices"][0]["finish_reason"] == "length"
     assert told(platform, "length_observed") == observed + 1
