@@ -26,8 +26,11 @@ class Drains:
 
     def covers(self, heartbeat: Heartbeat) -> bool:
         """Whether a replica is drained."""
-        drained = self.replicas | self.leaving | self.ending
-        return heartbeat.replica_id in drained or heartbeat.device in self.devices
+        if heartbeat.device in self.devices:
+            return True
+        return any(
+            heartbeat.replica_id in each for each in (self.replicas, self.leaving, self.ending)
+        )
 
     def has_left(self, replica_id: str) -> None:
         """Count a drained replica no more, which is about to be ended."""

@@ -151,7 +151,7 @@ class FleetNodes:
 
     def _drain_devices(self) -> None:
         devices = {device for device, node in self.on.items() if node in self.drained}
-        self.registry.set_drained_devices(frozenset(devices))
+        self.registry.drains.devices = frozenset(devices)
 
     def _status(self, name: str, now: float) -> NodeStatus:
         if name in self.drained:

@@ -106,8 +106,12 @@ class ReplicaRecord:
 
     heartbeat: Heartbeat
     seen_at: float
-    draining: bool
-    """Whether an operator drains it."""
+    drains: Drains
+
+    @property
+    def draining(self) -> bool:
+        """Whether the platform drains it."""
+        return self.drains.covers(self.heartbeat)
 
     @property
     def id(self) -> str:
@@ -267,7 +271,7 @@ class Registry:
 
     def take(self, heartbeat: Heartbeat, now: float) -> ReplicaRecord:
         """Record a heartbeat, and forget replicas that have been silent for long."""
-        replica = ReplicaRecord(heartbeat, now, self.drains.covers(heartbeat))
+        replica = ReplicaRecord(heartbeat, now, self.drains)
         known = self._replicas | {replica.id: replica}
         gone = {id_ for id_, each in known.items() if now - each.seen_at >= SILENCE_ENDS_S}
         self._replicas = {id_: each for id_, each in known.items() if id_ not in gone}
@@ -285,26 +289,6 @@ class Registry:
         if record.presence is not presence:
             record.presence, record.since, record.why = presence, now, why
             record.was_away |= presence is not Presence.READY
-
-    def set_drained_devices(self, devices: frozenset[str]) -> None:
-        """Drain the replicas of these devices, and no others but those that are drained singly."""
-        self.drains.devices = devices
-        for replica in self._replicas.values():
-            replica.draining = self.drains.covers(replica.heartbeat)
-
-    def set_leaving(self, replica_id: str, leaving: bool) -> None:
-        """Drain a replica that is to be ended, or have it take requests again; others: nothing."""
-        self._note_drain(self.drains.leaving, replica_id, leaving)
-
-    def set_ending(self, replica_id: str, ending: bool) -> None:
-        """Drain the replica that is ended when there is to be one fewer, or take that back."""
-        if self.find(replica_id) is not None:
-            self._note_drain(self.drains.ending, replica_id, ending)
-
-    def _note_drain(self, among: set[str], replica_id: str, drained: bool) -> None:
-        (among.add if drained else among.discard)(replica_id)
-        if (replica := self.find(replica_id)) is not None:
-            replica.draining = self.drains.covers(replica.heartbeat)
 
     def set_target(self, name: str, replicas: int) -> None:
         """
@@ -346,8 +330,8 @@ class Registry:
         Raises:
             NotFound: no replica of that id has reported.
         """
-        self.replica(replica_id)
-        self._note_drain(self.drains.replicas, replica_id, draining)
+        id_ = self.replica(replica_id).id
+        (self.drains.replicas.add if draining else self.drains.replicas.discard)(id_)
 
     def set_role(self, replica_id: str, role: Role) -> None:
         """Change the role of a replica, and of those that come after it on its device.

@@ -159,14 +159,12 @@ class Scaler:
                 self._carry_out(change)
 
     def _carry_out(self, change: ScalingChange) -> None:
-        registry = self.fleet.registry
+        leaving = self.fleet.registry.drains.leaving
         _log.info("model %s is scaled %s: %s", change.model, change.direction, change.why)
         self._count(change.model, change.direction, change.reason, change.why)
         self._held.pop(change.model, None)
-        for id_ in change.take_back:
-            registry.set_leaving(id_, False)
-        for id_ in change.drain:
-            registry.set_leaving(id_, True)
+        leaving.difference_update(change.take_back)
+        leaving.update(change.drain)
         if change.target is not None:
             self.set_replicas(change.model, change.target)
 
@@ -177,7 +175,7 @@ class Scaler:
         for id_ in registry.drains.leaving.copy():
             replica = registry.find(id_)
             if replica is not None and replica.model.name not in there:
-                registry.set_leaving(id_, False)
+                registry.drains.leaving.discard(id_)
         self._loads = {name: each for name, each in self._loads.items() if name in there}
         for name in self._watches.keys() - there:
             self._watches[name] = ScalingWatch(shortages=self._watches[name].shortages)

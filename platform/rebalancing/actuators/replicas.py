@@ -153,13 +153,14 @@ class ReplicasActuator:
         )
 
     async def begin(self, record: ReplicasRecord) -> None:
-        if record.leaving is not None:
-            self._fleet.registry.set_ending(record.leaving, True)
+        registry = self._fleet.registry
+        if record.leaving is not None and registry.find(record.leaving) is not None:
+            registry.drains.ending.add(record.leaving)
         await self._scale(record.model, record.replicas)
 
     async def abort(self, record: ReplicasRecord) -> None:
         if record.leaving is not None:
-            self._fleet.registry.set_ending(record.leaving, False)
+            self._fleet.registry.drains.ending.discard(record.leaving)
         await self._scale(record.model, record.replicas_before)
 
     async def progress(self, record: ReplicasRecord) -> Progress:
