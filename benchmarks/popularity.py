@@ -36,7 +36,7 @@ NORTH, SOUTH = "north", "south"
 DEVICES = {NORTH: "core0", SOUTH: "core1"}
 OWN_BLOCKS, LENDER_BLOCKS, LENT_BLOCKS = 16, 128, 80
 BLOCKS = {NORTH: OWN_BLOCKS, SOUTH: LENDER_BLOCKS}
-AMPLE_BLOCKS = 160
+AMPLE_BLOCKS = 256
 """Of each model in the fleets of :mod:`benchmarks.rebalance_replicas`, for all of its requests."""
 PLACES = 32
 _PLACEHOLDER = 1
@@ -307,6 +307,14 @@ class Fleet:
         """
         (leaving,) = (each["id"] for each in self.replicas(model) if each["device"] == device)
         self._carry_out(self._plan_of({"action": "remove_replica", "engine": leaving}))
+
+    def add(self, model: str, device: str) -> None:
+        """Start a replica of a model on this device.
+
+        Raises:
+            LookupError: it did not start.
+        """
+        self._carry_out(self._plan_of({"action": "add_replica", "model": model, "device": device}))
 
     def bring_home(self) -> None:
         """All that is with the lender, unless it has come home by itself."""

@@ -32,6 +32,8 @@ from loomserve.platform.rebalancing.policy.snapshot import (
 )
 from loomserve.platform.state.roles import Role
 
+_ROUNDING = 1e-9
+
 
 class Reason(StrEnum):
     """Why a candidate was not taken; a label of metrics."""
@@ -242,9 +244,28 @@ def _device_exceeded(
         if grown and device.allocated_bytes > most:
             return Refusal(Reason.NO_MEMORY, device.name)
         share = compute_share(after, device.name)
-        if share > 1 and share > compute_share(before, device.name) + 1e-9:
+        more = share > compute_share(before, device.name) + _ROUNDING
+        if share > 1 and more and not _others_keep_theirs(before, after, device.name):
             return Refusal(Reason.NO_COMPUTE, f"{device.name} would be asked for {share:.2f}")
     return None
+
+
+def _others_keep_theirs(before: Snapshot, after: Snapshot, device: str) -> bool:
+    """Whether more than a device can do may be asked of it.
+
+    What waits for an engine of its own model there waits no longer than where it was. A device's
+    time is divided evenly among the engines that ask for it, so those that get no more work keep
+    all that they ask for as long as that is no more than such a part. Borrowers' work comes within
+    their lender's own steps, and would hold it up.
+    """
+    there = [engine for engine in after.on(device) if engine.compute]
+    if any(after.loans_at(engine.id) for engine in there):
+        return False
+    return all(
+        engine.compute <= 1 / len(there)
+        for engine in there
+        if before.has(engine.id) and engine.compute <= before.engine(engine.id).compute + _ROUNDING
+    )
 
 
 def _engine_exceeded(

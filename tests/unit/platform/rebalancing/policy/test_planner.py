@@ -285,6 +285,28 @@ def test_of_a_models_replicas_any_may_go_but_the_last_ones() -> None:
         assert refusal.reason is Reason.NOT_MOVABLE
 
 
+@pytest.mark.parametrize(
+    ("cold", "taken"),
+    [
+        (0.2, True),
+        # Half of the device would not do for it.
+        (0.6, False),
+    ],
+)
+def test_a_swamped_model_gets_a_replica_beside_one_that_needs_little(
+    cold: float, taken: bool
+) -> None:
+    base = fleet([(4.0, 0.3), (cold, 0.1)], parts=frozenset())
+    swamped = base.engines[0]
+    nothing = replace(swamped, prefill=0.0, attention=0.0, linear=0.0, kv_used_bytes=0, queue=0)
+    may_grow = replace(base.models[0], replica=nothing)
+    proposal = proposed(replace(base, models=(may_grow, *base.models[1:])))
+    found = [each.action for each in proposal.chosen]
+    assert found == ([AddReplica(model="m0", device="d1")] if taken else [])
+    refused = {each.refusal.reason for each in proposal.rejected}
+    assert (Reason.NO_COMPUTE in refused) is not taken
+
+
 def test_of_an_engine_one_part_is_away_and_comes_home_as_a_whole() -> None:
     three = fleet([(0.9, 0.8), (0.05, 0.1), (0.05, 0.1)])
     out = Move(kind=MoveKind.LAYERS, engine="m0", lender="m1", amount=6)
