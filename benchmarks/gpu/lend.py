@@ -6,7 +6,9 @@ Forms of the lender:
   kernels on the cold model's own stream, behind all that was queued there (Weaver's baseline);
 * B, the same thread, and a stream of its own, of the highest priority;
 * C, polls between the cold model's operators, in its graph, by the GPU alone (Weaver's). Here each
-  is three kernels, of which two end at once where there is no task.
+  is three kernels, of which two end at once where there is no task;
+* D, a server that stays: one kernel of a few programs, which looks for tasks itself. Its
+  multiprocessors are shared with both models' kernels, as far as those find room beside it.
 
 Each model's step is one graph, and so is the service of a task, so that Python is in the way of
 neither: it only launches graphs. All is on one GPU: both models share its memory's bandwidth, and
@@ -36,6 +38,7 @@ from loomserve.platform.lending.cuda.buffer import (
     PICKED_UP_AT,
     TaskShape,
 )
+from loomserve.platform.lending.cuda.resident import serve_for
 
 LAYERS = 8 if HAS_GPU else 2
 HOT_ROWS, COLD_ROWS = (128, 64) if HAS_GPU else (3, 1)
@@ -45,6 +48,10 @@ LENT = (16, 32, 64) if HAS_GPU else (2,)
 MOST_ERROR = 3e-2 if HAS_GPU else 1e-5
 """Of the largest number of a step's result, in bfloat16 or float32."""
 SAME_STREAM, HIGHEST, POLLS = "A, same stream", "B, highest priority", "C, polls"
+RESIDENT = "D, resident"
+RESIDENT_PROGRAMS = 16
+RESIDENT_S = 0.02
+"""After which the server that stays ends, and the next one of those that are queued begins."""
 STEPS = 40
 AHEAD = 2
 """Steps that the cold model's thread queues before it waits for the first of them."""
@@ -188,6 +195,36 @@ def serving(loan: Loan, graph: Any, stream: torch.cuda.Stream) -> Iterator[None]
         thread.join()
 
 
+@contextmanager
+def residing(loan: Loan, stream: torch.cuda.Stream) -> Iterator[None]:
+    """A thread that keeps the loan's resident server queued on the stream."""
+    stop = threading.Event()
+
+    def stay() -> None:
+        queued: list[torch.cuda.Event] = []
+        with torch.cuda.stream(stream):
+            while not stop.is_set():
+                serve_for(loan.lender, RESIDENT_S, RESIDENT_PROGRAMS)
+                event = torch.cuda.Event(blocking=True)
+                event.record()
+                queued.append(event)
+                if len(queued) > AHEAD:
+                    queued.pop(0).synchronize()
+
+    with torch.cuda.stream(stream):
+        # Compiles it, while no kernel waits for a task.
+        serve_for(loan.lender, 0, RESIDENT_PROGRAMS)
+    stream.synchronize()
+    thread = threading.Thread(target=stay)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        stream.synchronize()
+
+
 def hot_step_ms(graph: Any) -> dict[str, float]:
     stream, taken = torch.cuda.Stream(), []
     with torch.cuda.stream(stream):
@@ -236,9 +273,12 @@ def lent(
     polls = form == POLLS
     cold_graph = cold.graph(stream, loan.lender.serve) if polls else cold.graph(stream)
     on = stream if form == SAME_STREAM else torch.cuda.Stream(priority=priorities()[1])
-    service = None if polls else captured(loan.lender.serve, on)
+    if form == RESIDENT:
+        server = residing(loan, on)
+    else:
+        server = serving(loan, None if polls else captured(loan.lender.serve, on), on)
     found: dict[str, Any] = {}
-    with serving(loan, service, on), cold.running(cold_graph, stream):
+    with server, cold.running(cold_graph, stream):
         found["hot step, ms"] = hot_step_ms(graph)
     found["cold step, ms"] = cold.step_ms()
     if polls:
@@ -269,7 +309,7 @@ def lend(results: Results) -> None:
         stream, cold = torch.cuda.Stream(priority=priorities()[0]), ColdModel(shape)
         results.add(f"{context} tokens, none lent", alone(shape, cold, stream))
         for rows in LENT:
-            for form in (SAME_STREAM, HIGHEST, POLLS):
+            for form in (SAME_STREAM, HIGHEST, POLLS, RESIDENT):
                 found = lent(shape, rows, cold, stream, form)
                 broken += found["closed"] != 0
                 results.add(f"{context} tokens, {rows} of {HOT_ROWS} rows lent, {form}", found)

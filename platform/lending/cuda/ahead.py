@@ -9,7 +9,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from loomserve.platform.lending.cuda import borrowing, serving
+from loomserve.platform.lending.cuda import borrowing, resident, serving
 from loomserve.platform.lending.cuda.buffer import TaskShape
 from loomserve.platform.lending.cuda.kernel import INTERPRETED
 
@@ -27,6 +27,7 @@ KERNELS = (
     serving.poll_task,
     serving.write_rows,
     serving.attend_rows,
+    resident.serve_tasks,
 )
 
 
@@ -50,7 +51,6 @@ def _compiled(kernel: Any, shape: TaskShape, capability: int) -> Any:
     group = shape.query_heads // shape.kv_heads
     one_warp = kernel in (borrowing.wait_for_answer, serving.poll_task)
     width = shape.query_width if kernel is borrowing.fetch_rows else shape.key_width
-    tile = serving.CONTEXT_TILE if kernel is serving.attend_rows else serving.ROW_TILE
     fixed = {
         "query_width": shape.query_width,
         "key_width": shape.key_width,
@@ -64,7 +64,9 @@ def _compiled(kernel: Any, shape: TaskShape, capability: int) -> Any:
         "padded_group": max(16, 1 << (group - 1).bit_length()),
         "block_size": shape.block_size,
         "scale": shape.scale,
-        "tile": tile,
+        "tile": borrowing.TILE,
+        "row_tile": serving.ROW_TILE,
+        "context_tile": serving.CONTEXT_TILE,
     }
     names = [parameter.name for parameter in kernel.params]
     constants = {p.name: fixed[p.name] for p in kernel.params if p.is_constexpr}

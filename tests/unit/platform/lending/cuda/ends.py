@@ -11,6 +11,7 @@ import torch
 from loomserve.platform.lending.cuda.borrowing import ANSWERED, DeviceBorrower
 from loomserve.platform.lending.cuda.buffer import NUMBER, TaskBuffer, TaskShape
 from loomserve.platform.lending.cuda.kernel import INTERPRETED
+from loomserve.platform.lending.cuda.resident import queue_programs
 from loomserve.platform.lending.cuda.serving import SERVING, DeviceLender
 
 PATIENCE_S = 500.0
@@ -61,8 +62,14 @@ def open_lender(
     buffer: TaskBuffer,
     caches: list[tuple[torch.Tensor, torch.Tensor]],
     granted: torch.Tensor,
+    state: torch.Tensor,
 ) -> None:
-    _lenders[name] = DeviceLender(shape, buffer, caches, granted)
+    _lenders[name] = DeviceLender(shape, buffer, caches, granted, state)
+
+
+def reside(name: str, seconds: float, programs: int, one: int) -> None:
+    """Run this one of a server's programs."""
+    queue_programs(_lenders[name], seconds, programs, range(one, one + 1))
 
 
 def begin_step(name: str, step: Step) -> None:

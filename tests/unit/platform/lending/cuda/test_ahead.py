@@ -53,6 +53,24 @@ def test_flags_are_released_and_acquired_for_the_whole_system(capability: int) -
     assert all(word in loop for word in ("%globaltimer", "nanosleep", "ld.volatile.global"))
 
 
+def test_programs_of_the_server_that_stays_meet_by_release_and_acquire() -> None:
+    text = str(compiled(LLAMA_3_8B, 90)["serve_tasks"].asm["ptx"])
+    found = [
+        text.index(word)
+        for word in (
+            "ld.global.sys.acquire",  # The first program sees what is posted,
+            "ld.global.gpu.acquire",  # and all of them which task it took;
+            "atom.global.gpu.release.add",  # each counts itself when its rows are written,
+            "atom.global.sys.acq_rel.add",  # and again when its part is computed.
+            "atom.global.sys.release.exch",  # Who ends last publishes.
+        )
+    ]
+    assert found == sorted(found)
+    assert "atom.global.gpu.release.exch" in text[: found[1]]
+    # No load may be answered by a cache that other programs' stores do not reach.
+    assert "ld.global.nc" not in text
+
+
 def test_attention_runs_on_matrix_units_and_in_the_memory_of_a_multiprocessor() -> None:
     attend = compiled(LLAMA_3_8B, 90)["attend_rows"]
     assert re.search(r"mma.*bf16", attend.asm["ptx"])
