@@ -357,6 +357,7 @@ TABLES: Mapping[str, Callable[[Result], str]] = {
     "documents": documents,
     "rebalance": rebalance,
     "rebalance_replicas": rebalance_replicas,
+    "rebalance_simulated": rebalance_replicas,
     "deadlines": deadlines,
     "adaptive": adaptive,
     "queues_without_predictions": adaptive,
