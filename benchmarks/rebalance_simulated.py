@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections import deque
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from pathlib import Path
@@ -31,7 +31,6 @@ from typing import Any
 
 from benchmarks.popularity import DEVICES, Answer, Asked, Phase, load
 from benchmarks.rebalance import Run, Slo, bursts, compared, phases
-from benchmarks.rebalance_replicas import oscillations
 from benchmarks.result_files import machine, publish, said_by
 from benchmarks.workload import Arrival, azure, azure_like
 from loomserve.platform.config.rebalancing import Rebalancing
@@ -253,12 +252,13 @@ class Controller:
                 ends_s = self._cluster.now_s + START_S
                 self._cluster.at(ends_s, lambda: self._add(action))
             case RemoveReplica():
-                self._engine(action.engine).draining = True
-                self._move(action.engine, None, self._engine(action.engine).queue)
-                self._acted(action)
+                leaving = self._engine(action.engine)
+                leaving.draining = True
+                self._move(action.engine, None, leaving.queue)
+                self._acted(action, leaving.model)
             case MoveRequests():
                 self._move(action.engine, action.to, action.requests)
-                self._acted(action)
+                self._acted(action, self._engine(action.to).model)
             case _:
                 raise AssertionError(f"{action} moves what is not simulated")
 
@@ -274,7 +274,7 @@ class Controller:
 
     def _add(self, action: AddReplica) -> None:
         self._cluster.add(action.model, action.device)
-        self._acted(action)
+        self._acted(action, action.model)
 
     def _move(self, from_: str, to: str | None, requests: int) -> None:
         """Those that wait, the last first, then those that run; their KV is computed again."""
@@ -291,10 +291,11 @@ class Controller:
                 self._cluster.step(self._engine(to))
         self._cluster.step(engine)
 
-    def _acted(self, action: Action) -> None:
+    def _acted(self, action: Action, model: str) -> None:
         now_s = self._cluster.now_s
         self._acts, self._changed_at_s = False, now_s
-        self.done.append({"at_s": now_s, "action": action.model_dump(mode="json")})
+        said = {**action.model_dump(mode="json"), "model": model}
+        self.done.append({"at_s": now_s, "action": said})
 
     def _engine(self, name: str) -> Engine:
         return next(each for each in self._cluster.engines if each.id == name)
@@ -408,6 +409,19 @@ def idle(trace: Sequence[Arrival]) -> Slo:
         for place, each in enumerate(load(trace, [phase], "singles"))
     ]
     return Slo.over(simulated("unified", singles, [(0.0, 60.0 * len(singles))], 0.0).answers)
+
+
+def oscillations(moves: Sequence[Mapping[str, Any]], edges: Sequence[float]) -> int:
+    """Replicas of a model that came and went in one phase; ``edges`` are the phases' ends."""
+    seen: Counter[tuple[int, str, str]] = Counter()
+    for each in moves:
+        phase = sum(each["at_s"] >= edge for edge in edges)
+        seen[phase, each["action"]["model"], each["action"]["action"]] += 1
+    return sum(
+        min(count, seen[phase, model, "remove_replica"])
+        for (phase, model, action), count in list(seen.items())
+        if action == "add_replica"
+    )
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from benchmarks.popularity import NORTH, SOUTH, Asked, Phase, load
-from benchmarks.rebalance_simulated import MEMORY, STEP_S, WEIGHTS, idle, simulated
+from benchmarks.rebalance_simulated import MEMORY, STEP_S, WEIGHTS, idle, oscillations, simulated
 from benchmarks.workload import azure_like
 
 TRACE = [
@@ -39,3 +39,13 @@ def test_the_controller_starts_one_replica_of_a_swamped_model_and_gains() -> Non
 
 def test_two_models_that_are_as_cold_move_nothing() -> None:
     assert not simulated("auto", burst(0.1, 600.0), [(0.0, 600.0)], 600.0).moves
+
+
+def test_a_replica_that_comes_and_goes_in_one_phase_is_an_oscillation_of_its_model() -> None:
+    def move(at_s: float, action: str, model: str) -> dict[str, object]:
+        return {"at_s": at_s, "action": {"action": action, "model": model}}
+
+    come, gone = move(5.0, "add_replica", NORTH), move(8.0, "remove_replica", NORTH)
+    assert oscillations([come, gone], [10.0, 20.0]) == 1
+    assert oscillations([come, move(12.0, "remove_replica", NORTH)], [10.0, 20.0]) == 0
+    assert oscillations([come, move(8.0, "remove_replica", SOUTH)], [10.0, 20.0]) == 0
