@@ -11,8 +11,8 @@ what a popular model lacks is a second core. The same requests go to each arm in
 
 Then a steady load, the rate before the burst, goes to ``static`` and ``auto``.
 
-Figures are those of :mod:`benchmarks.rebalance`; an oscillation is a replica that is ended in the
-phase that it was started in, or the reverse. The last line of the output is one JSON object. Run
+Figures are those of :mod:`benchmarks.rebalance`; an oscillation is a replica of a model that comes
+in a phase in which one goes. The last line of the output is one JSON object. Run
 it as ``python -m benchmarks.rebalance_replicas`` or ``make bench-rebalance-replicas``.
 """
 
@@ -23,6 +23,7 @@ import asyncio
 import itertools
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -93,18 +94,30 @@ def run(
     if arm == "auto":
         fleet.mode("advise")
         fleet.idle()
-        done = actions_done(fleet, began)
+        of_replicas = {"add_replica", "remove_replica"}
+        done = [
+            with_model(fleet, each) if each["action"]["action"] in of_replicas else each
+            for each in actions_done(fleet, began)
+        ]
     return Run.of(arm, answers, clock, counted, done)
 
 
-def oscillations(actions: Sequence[Mapping[str, Any]], edges: Sequence[float]) -> int:
-    """Replicas that were started and ended within a phase; ``edges`` are their ends, seconds."""
-    kinds = [
-        (sum(each["at_s"] >= edge for edge in edges), each["action"]["action"]) for each in actions
-    ]
+def with_model(fleet: Fleet, done: Mapping[str, Any]) -> dict[str, Any]:
+    """The event of an action, which says whose replica it was, too."""
+    step = fleet.get(f"plans/{done['plan']}")["steps"][done["step"]]
+    return {**done, "action": {**done["action"], "model": step["record"]["model"]}}
+
+
+def oscillations(moves: Sequence[Mapping[str, Any]], edges: Sequence[float]) -> int:
+    """Replicas of a model that came and went in one phase; ``edges`` are the phases' ends."""
+    seen: Counter[tuple[int, str, str]] = Counter()
+    for each in moves:
+        phase = sum(each["at_s"] >= edge for edge in edges)
+        seen[phase, each["action"].get("model", ""), each["action"]["action"]] += 1
     return sum(
-        min(kinds.count((phase, "add_replica")), kinds.count((phase, "remove_replica")))
-        for phase in range(len(edges) + 1)
+        min(count, seen[phase, model, "remove_replica"])
+        for (phase, model, action), count in list(seen.items())
+        if action == "add_replica"
     )
 
 

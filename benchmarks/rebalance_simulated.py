@@ -22,8 +22,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from heapq import heappop, heappush
 from pathlib import Path
@@ -31,6 +31,7 @@ from typing import Any
 
 from benchmarks.popularity import DEVICES, Answer, Asked, Phase, load
 from benchmarks.rebalance import Run, Slo, bursts, compared, phases
+from benchmarks.rebalance_replicas import oscillations
 from benchmarks.result_files import machine, publish, said_by
 from benchmarks.workload import Arrival, azure, azure_like
 from loomserve.platform.config.rebalancing import Rebalancing
@@ -409,19 +410,6 @@ def idle(trace: Sequence[Arrival]) -> Slo:
         for place, each in enumerate(load(trace, [phase], "singles"))
     ]
     return Slo.over(simulated("unified", singles, [(0.0, 60.0 * len(singles))], 0.0).answers)
-
-
-def oscillations(moves: Sequence[Mapping[str, Any]], edges: Sequence[float]) -> int:
-    """Replicas of a model that came and went in one phase; ``edges`` are the phases' ends."""
-    seen: Counter[tuple[int, str, str]] = Counter()
-    for each in moves:
-        phase = sum(each["at_s"] >= edge for edge in edges)
-        seen[phase, each["action"]["model"], each["action"]["action"]] += 1
-    return sum(
-        min(count, seen[phase, model, "remove_replica"])
-        for (phase, model, action), count in list(seen.items())
-        if action == "add_replica"
-    )
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:

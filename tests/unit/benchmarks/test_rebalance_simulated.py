@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 from benchmarks.popularity import NORTH, SOUTH, Asked, Phase, load
-from benchmarks.rebalance_simulated import MEMORY, STEP_S, WEIGHTS, idle, oscillations, simulated
+from benchmarks.rebalance_replicas import oscillations
+from benchmarks.rebalance_simulated import MEMORY, STEP_S, WEIGHTS, idle, simulated
 from benchmarks.workload import azure_like
 
 TRACE = [
