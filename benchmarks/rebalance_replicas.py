@@ -40,6 +40,7 @@ from benchmarks.popularity import (
 )
 from benchmarks.rebalance import (
     Run,
+    Slo,
     actions_done,
     bursts,
     compared,
@@ -141,10 +142,19 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 steady[arm].append(found)
                 print(f"run {number + 1}, {arm}, steady: {found.figures(slo)}", flush=True)
     assert slo is not None
+    return figures(runs, steady, slo, of)
+
+
+def figures(
+    runs: Mapping[str, Sequence[Run]],
+    steady: Mapping[str, Sequence[Run]],
+    slo: Slo,
+    of: Sequence[Phase],
+) -> dict[str, Any]:
     edges = list(itertools.accumulate(phase.seconds for phase in of))
     return {
         **compared(runs, steady, ("static", "unified"), slo),
-        "runs": args.runs,
+        "runs": len(runs["auto"]),
         "oscillations": [oscillations(one.moves, edges) for one in runs["auto"]],
         "actions": [
             [{"at_s": each["at_s"], **each["action"]} for each in one.moves] for one in runs["auto"]

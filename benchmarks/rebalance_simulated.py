@@ -30,8 +30,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.popularity import DEVICES, Answer, Asked, Phase, load
-from benchmarks.rebalance import Run, Slo, bursts, compared, phases
-from benchmarks.rebalance_replicas import oscillations
+from benchmarks.rebalance import Run, Slo, bursts, phases
+from benchmarks.rebalance_replicas import figures
 from benchmarks.result_files import machine, publish, said_by
 from benchmarks.workload import Arrival, azure, azure_like
 from loomserve.platform.config.rebalancing import Rebalancing
@@ -432,15 +432,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             calm = load(trace, [Phase(args.burst_s, of[0].rates)], f"{number}/steady")
             counted = [(0.0, args.burst_s)]
             steady[arm].append(simulated(arm, calm, counted, args.burst_s))
-    edges = list(itertools.accumulate(phase.seconds for phase in of))
-    return {
-        **compared(runs, steady, ("static", "unified"), slo),
-        "runs": args.runs,
-        "oscillations": [oscillations(one.moves, edges) for one in runs["auto"]],
-        "actions": [
-            [{"at_s": each["at_s"], **each["action"]} for each in one.moves] for one in runs["auto"]
-        ],
-    }
+    return figures(runs, steady, slo, of)
 
 
 def main() -> None:
