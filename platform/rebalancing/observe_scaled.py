@@ -57,7 +57,8 @@ def _replica(record: ReplicaRecord, load: ReplicaLoad, leaving: bool) -> ScaledR
         kv_share=_kv_share(load, report.borrowing),
         oldest_waiting_s=load.oldest_waiting_s,
         tpot_s=load.step_time_s,
-        ready_at_s=report.footprint.ready_at if report.footprint else 0.0,
+        # One that has not been measured yet has just come.
+        ready_at_s=report.footprint.ready_at if report.footprint else float("inf"),
         leaving=leaving,
         # By a report of after it knew that it is drained; one from before may be out of date.
         settled=report.stats.draining
