@@ -117,8 +117,14 @@ def test_load_starts_a_replica_and_quiet_drains_it_without_cutting_a_stream(
             last = [pool.submit(stream, platform, NAME, PROMPTS[0], 120) for _ in range(2)]
             until_down_or_done(platform, last)
         assert [each.result() for each in last] == [alone] * 2
-    wait_for(lambda: [each["id"] for each in state(platform)["replicas"]] == [first["id"]], 40)
-    assert state(platform)["target_replicas"] == 1
+
+    def is_first_alone() -> bool:
+        now = state(platform)
+        there = [each["id"] for each in now["replicas"]]
+        return there == [first["id"]] and now["target_replicas"] == 1
+
+    # On a machine that others keep busy the last two may pass for more load, once or twice.
+    wait_for(is_first_alone, 120)
     assert platform.metric("loomserve_uncontinued_requests_total", model=NAME) == 0
 
 
