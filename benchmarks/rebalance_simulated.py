@@ -24,7 +24,7 @@ import argparse
 import itertools
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import Any
@@ -116,7 +116,7 @@ class Engine:
 
     @property
     def kv_used(self) -> int:
-        return sum((each.prefilled) * TOKEN_BYTES for each in self.running)
+        return sum(each.prefilled * TOKEN_BYTES for each in self.running)
 
     def admit(self) -> None:
         room = self.kv_bytes - sum(each.kv_bytes for each in self.running)
@@ -331,7 +331,7 @@ class Controller:
             engines=engines,
             links=tuple(
                 Link(
-                    source=one, target=other, bytes_per_s=50e9, latency_s=1e-5, measured_at_s=now_s
+                    source=one, target=other, bytes_per_s=LINK, latency_s=1e-5, measured_at_s=now_s
                 )
                 for one, other in itertools.permutations(DEVICES.values(), 2)
             ),
@@ -376,15 +376,9 @@ class Controller:
             devices=(own, *(each for each in DEVICES.values() if each != own)),
             replicas=len(of),
             replica_bytes=WEIGHTS + OTHER_BYTES + KV_BYTES,
-            replica=_without_work(of[0]),
+            replica=of[0].without_work(),
             start_s=START_S,
         )
-
-
-def _without_work(engine: EngineSnapshot) -> EngineSnapshot:
-    return replace(
-        engine, prefill=0.0, attention=0.0, linear=0.0, queue=0, waiting=0, kv_used_bytes=0
-    )
 
 
 def simulated(

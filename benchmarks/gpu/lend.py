@@ -57,6 +57,19 @@ AHEAD = 2
 """Steps that the cold model's thread queues before it waits for the first of them."""
 
 
+@contextmanager
+def beside(work: Callable[[threading.Event], None]) -> Iterator[None]:
+    """A thread that works until the event that it gets is set, at the end of the block."""
+    stop = threading.Event()
+    thread = threading.Thread(target=work, args=(stop,))
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
 class HotModel:
     """A decoding step of which some rows' attention is lent."""
 
@@ -131,14 +144,8 @@ class ColdModel:
 
     @contextmanager
     def running(self, graph: Any, stream: torch.cuda.Stream) -> Iterator[None]:
-        stop = threading.Event()
-        thread = threading.Thread(target=self._run, args=(graph, stream, stop))
-        thread.start()
-        try:
+        with beside(lambda stop: self._run(graph, stream, stop)):
             yield
-        finally:
-            stop.set()
-            thread.join()
 
     def step_ms(self) -> dict[str, float]:
         gaps = [
@@ -168,14 +175,13 @@ def serving(loan: Loan, graph: Any, stream: torch.cuda.Stream) -> Iterator[None]
     if graph is None:
         yield
         return
-    stop = threading.Event()
     flag = loan.buffer.posted.numpy()
     first = int(flag[NUMBER.value])
     # Loads what it needs while no kernel spins; there is no task yet.
     graph.replay()
     torch.cuda.synchronize()
 
-    def serve() -> None:
+    def serve(stop: threading.Event) -> None:
         seen = first
         with torch.cuda.stream(stream):
             while not stop.is_set():
@@ -186,21 +192,15 @@ def serving(loan: Loan, graph: Any, stream: torch.cuda.Stream) -> Iterator[None]
                     # Lets the other threads have Python.
                     time.sleep(0)
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
+    with beside(serve):
         yield
-    finally:
-        stop.set()
-        thread.join()
 
 
 @contextmanager
 def residing(loan: Loan, stream: torch.cuda.Stream) -> Iterator[None]:
     """A thread that keeps the loan's resident server queued on the stream."""
-    stop = threading.Event()
 
-    def stay() -> None:
+    def stay(stop: threading.Event) -> None:
         queued: list[torch.cuda.Event] = []
         with torch.cuda.stream(stream):
             while not stop.is_set():
@@ -215,13 +215,10 @@ def residing(loan: Loan, stream: torch.cuda.Stream) -> Iterator[None]:
         # Compiles it, while no kernel waits for a task.
         serve_for(loan.lender, 0, RESIDENT_PROGRAMS)
     stream.synchronize()
-    thread = threading.Thread(target=stay)
-    thread.start()
     try:
-        yield
+        with beside(stay):
+            yield
     finally:
-        stop.set()
-        thread.join()
         stream.synchronize()
 
 

@@ -333,16 +333,11 @@ def _model(
         replicas=count * stages,
         replica_bytes=max(each.memory_bytes for each in of),
         least=least_replicas(configured),
-        replica=_without_work(like) if comes_and_goes else None,
+        replica=like.without_work() if comes_and_goes else None,
         start_s=max(each.footprint.start_s for each in of),
         roles=configured.roles is not None,
         scaled=scaled,
     )
-
-
-def _without_work(like: EngineSnapshot) -> EngineSnapshot:
-    nothing = {"prefill": 0.0, "attention": 0.0, "linear": 0.0, "kv_growth": 0.0}
-    return replace(like, **nothing, queue=0, waiting=0, kv_used_bytes=0)  # type: ignore[arg-type]
 
 
 def _of(model: str, whole: Sequence[_Complete]) -> list[_Complete]:

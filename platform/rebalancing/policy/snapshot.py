@@ -112,6 +112,19 @@ class EngineSnapshot:
     def compute(self) -> float:
         return self.prefill + self.attention + self.linear
 
+    def without_work(self) -> EngineSnapshot:
+        """One like it that has not been asked for anything."""
+        return replace(
+            self,
+            prefill=0.0,
+            attention=0.0,
+            linear=0.0,
+            kv_growth=0.0,
+            queue=0,
+            waiting=0,
+            kv_used_bytes=0,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoanSnapshot:
