@@ -132,12 +132,14 @@ def test_a_front_end_that_is_gone_leaves_no_request(served_engine: ServedEngine)
 
 
 def test_a_front_end_that_does_not_read_stops_nobody(served_engine: ServedEngine) -> None:
+    with connected(served_engine.address) as other:
+        # The first step with log probabilities takes seconds on a busy machine, in which a front
+        # end that nobody pumps would be let go for its silence.
+        answers(other, [other.add(PROMPT, max_tokens=2, logprobs=20)])
     with (
         connected(served_engine.address, high_water=1) as slow,
         connected(served_engine.address) as other,
     ):
-        # The first step with log probabilities takes seconds on a busy machine.
-        answers(other, [other.add(PROMPT, max_tokens=2, logprobs=20)])
         # Large outputs fill what there is between the two soon, once nobody reads them.
         unread = [endless(slow, logprobs=20) for _ in range(4)]
         kept = endless(other)
